@@ -244,7 +244,16 @@ def _product(tensor: Any, data: Any) -> Any:
     from torch import distributed as dist
 
     columns, rows = dist.get_process_group_ranks(tensor), dist.get_process_group_ranks(data)
-    return dist.new_group(product_ranks(columns, rows, dist.get_rank()), use_local_synchronization=True)
+    members = product_ranks(columns, rows, dist.get_rank())
+    return dist.new_group(members, timeout=_timeout_of(data), use_local_synchronization=True)
+
+
+def _timeout_of(group: Any) -> Any:
+    """How long a group's collectives may take, as a timedelta; None where its backend does not say: then torch's."""
+    from ..state.ranks import device_of
+
+    options = getattr(group._get_backend(device_of(group)), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def product_ranks(columns: Sequence[int], rows: Sequence[int], rank: int) -> list[int]:

@@ -17,6 +17,7 @@ numbers nor its columnwise side would be those of the recipe.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -169,6 +170,7 @@ class GatheredAsCodes(torch.Tensor):
     ) -> tuple[tuple[torch.Tensor, ...], _Cast | None]:
         """(what this rank sends: codes as bytes, and block scales; what it knows without being sent)."""
         assert isinstance(module, Fp8Linear)
+        _refuse_smaller_mesh(module.fp8_group)
         dtype, world = mp_policy.param_dtype or self.dtype, mesh.size()
         value = _padded(self._value.to(dtype), -(-outer_size[0] // world))
         module.fp8_group.make_sites(value.device)
@@ -240,6 +242,30 @@ class GatheredAsCodes(torch.Tensor):
                 shard._amax = ((weight_generation, shard._value._version), amax)
         assert self._amax is not None
         return self._amax[1]
+
+
+_looked_at: weakref.WeakSet[Fp8Group] = weakref.WeakSet()
+
+
+def _refuse_smaller_mesh(fp8_group: Fp8Group) -> None:
+    """ValueError, before a model's first forward, if fully_shard would keep a weight on fewer ranks after a forward: the
+    backward would gather it from there, which torch has not got for weights that bring their own gather."""
+    if fp8_group in _looked_at:
+        return
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in list(_module_state_mapping):
+        if not isinstance(module, FSDPModule):
+            continue
+        for shards in module._get_fsdp_state()._fsdp_param_groups:
+            own = any(isinstance(one._sharded_local_tensor, GatheredAsCodes) for one in shards.fsdp_params)
+            if own and shards._use_post_forward_mesh:
+                raise ValueError(
+                    "fully_shard(reshard_after_forward=NUMBER) does not go together with enable_fp8_all_gather: use True"
+                    " (the default) or False, or fully_shard without enable_fp8_all_gather"
+                )
+    _looked_at.add(fp8_group)
 
 
 class _Gathered(Fp8Parameter):

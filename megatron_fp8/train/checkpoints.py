@@ -6,6 +6,7 @@ import os
 import warnings
 import zlib
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,7 @@ class Checkpoints:
             keep_last=wanted.keep_last,
             asynchronous=wanted.async_save,
             still_ours=folders.still_ours,
+            timeout=timedelta(minutes=run.train.distributed_timeout_minutes),
         )
         self._saved: int | None = None
 
@@ -281,6 +283,11 @@ class Checkpoints:
         """Whether the config asks for a checkpoint after this iteration."""
         interval = self.run.checkpoint.save_interval
         return bool(interval) and (iteration % interval == 0 or iteration == self.run.train.train_iters)
+
+    @property
+    def seconds(self) -> float:
+        """How long the latest complete save took; 0 before the first."""
+        return self._saver.seconds
 
     def wait(self) -> None:
         """Return when no save is under way. Raises SaveError if it failed."""

@@ -117,6 +117,7 @@ class Trainer:
                 self._enter("save", iteration)
                 self._compare(iteration)
                 self.checkpoints.save(iteration, self.samples, self._more())
+                self.stepper.stop.saved_in(self.checkpoints.seconds)
                 self._event(iteration, "save", folder_name(iteration))
             if stop:
                 break

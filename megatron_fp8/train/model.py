@@ -122,7 +122,11 @@ def build_optimizer(config: TransformerConfig, run: RunConfig, chunks: list[Any]
     """Megatron-Core's optimizer; in BF16 also it finds gradients that are not finite and skips their step."""
     wanted = run.optimizer
     with compact_state() if wanted.state_dtype == "fp8" else nullcontext():
-        optimizer = get_megatron_optimizer(_optimizer_config(config, run), chunks)
+        optimizer = get_megatron_optimizer(
+            _optimizer_config(config, run),
+            chunks,
+            use_gloo_process_groups=False,  # there are none
+        )
     set_max_scale(optimizer, wanted.max_loss_scale)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads

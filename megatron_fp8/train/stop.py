@@ -12,7 +12,8 @@ between two steps. Rejected: a rank that decides by itself. Its peers would wait
     SIGINT                 Ctrl-C, and torchrun's word to its ranks for it; AGAIN_S later it ends the process, unsaved
     SIGHUP                 what a terminal sends that closes; a process that nohup started goes on
     SIGUSR1                what `sbatch --signal=USR1@300` asks for 300 s before the job's time is over
-    the job's time limit   from SLURM_JOB_END_TIME (newer versions of SLURM set it), LEAD_S before it
+    the job's time limit   from SLURM_JOB_END_TIME (newer versions of SLURM set it), LEAD_S before it, or twice as long as
+                           a save takes
 
 No other signal that is listened to ends the process by itself: one that comes while the checkpoint is being written is
 noted again, and changes nothing, and one that comes while Python shuts down, after its handlers are gone, is ignored. A
@@ -39,6 +40,7 @@ _MAY_BE_IGNORED = frozenset({signal.SIGINT, signal.SIGHUP})
 AGAIN_S = 1.0
 """What comes within so many seconds is the same Ctrl-C: some terminals and `timeout` send it twice, torchrun again."""
 LEAD_S = 120.0
+"""How long before the job's time limit a run stops at least; in a short job a tenth of its time."""
 STOPPED_CODE = "MEGATRON_FP8_STOPPED_CODE"
 """The environment variable that says what a run that was stopped and saved ends with, where that is not 0."""
 
@@ -60,7 +62,9 @@ class StopRequest:
     ) -> None:
         self._noted = dict.fromkeys(REASONS, False)
         self._says: dict[int, str] = {}
-        self._steady, self._last_call = steady, steady() + _last_call(environ) - clock()
+        start, end = _job(environ)
+        self._steady, self._limit, self._length = steady, steady() + end - clock(), end - start
+        self._lead = min(LEAD_S, self._length / 10)
         self.exit_code = _stopped_code(environ)
         """What a run that was stopped ends with."""
         self._interrupted: float | None = None
@@ -97,9 +101,13 @@ class StopRequest:
 
     def votes(self) -> list[float]:
         """One number for each of REASONS, 1.0 where this rank has it: to be summed over all ranks."""
-        if self._steady() >= self._last_call:
+        if self._steady() >= self._limit - self._lead:
             self._noted[_LIMIT] = True
         return [float(noted) for noted in self._noted.values()]
+
+    def saved_in(self, seconds: float) -> None:
+        """The last save took so long: the one before the job's time limit has twice as much, up to half of its time."""
+        self._lead = max(self._lead, min(2 * seconds, self._length / 2))
 
     def agree(self, sums: Sequence[float]) -> None:
         """Take the sums over all ranks, which are the same on all: the first reason that any rank has counts."""
@@ -114,14 +122,14 @@ def _stopped_code(environ: Mapping[str, str]) -> int:
     return int(code)
 
 
-def _last_call(environ: Mapping[str, str]) -> float:
-    """When to stop for the time limit: LEAD_S before it, or a tenth of the job's time where that is less; else never.
+def _job(environ: Mapping[str, str]) -> tuple[float, float]:
+    """When the job began and when its time is over, in seconds since 1970; never, where that is not known.
 
     Raises ValueError if a variable is not a number.
     """
     names = ("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME")
     if not all(environ.get(name) for name in names):
-        return float("inf")
+        return 0.0, math.inf
     try:
         start, end = (float(environ[name]) for name in names)
         if not (math.isfinite(start) and math.isfinite(end)):
@@ -131,4 +139,4 @@ def _last_call(environ: Mapping[str, str]) -> float:
         raise ValueError(
             f"{shown}: both must be seconds since 1970. Unset them, or set them right."
         ) from None
-    return end - min(LEAD_S, (end - start) / 10)
+    return start, end

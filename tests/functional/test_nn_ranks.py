@@ -329,6 +329,20 @@ def test_what_cannot_be_gathered_as_codes_is_refused(ranks):
     ranks(2).run(refusals_case, timeout=60)
 
 
+def smaller_mesh_case() -> None:
+    model = convert_to_fp8(Net(), "tensorwise")
+    enable_fp8_all_gather(model)
+    sharded = shard(model, reshard_after_forward=2)
+    with pytest.raises(
+        ValueError, match=r"reshard_after_forward=NUMBER\) does not go together with enable_fp8"
+    ):
+        sharded(batch(0, dist.get_rank()))
+
+
+def test_fewer_ranks_after_the_forward_are_refused_before_it(ranks):
+    ranks(4).run(smaller_mesh_case)
+
+
 def disagreement_case() -> None:
     model = Net()
     convert_to_fp8(model, DELAYED, skip=["lm_head"] if dist.get_rank() == 0 else ["lm_head", "blocks.1"])

@@ -21,12 +21,14 @@ next save, or at the end.
 from __future__ import annotations
 
 import os
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +83,10 @@ class Saver:
         asynchronous: write while training goes on.
         patience: seconds that rank 0 waits to see the files of the others.
         still_ours: called on rank 0 before it changes anything in the folder; raises OSError if another run has it.
+        timeout: of the ranks' words to each other; None: torch's.
 
     ``not_finite`` names a tensor that held NaN or Inf when the latest save was begun, and on which rank; '' if none did.
+    ``seconds``: that the latest complete save took, from its beginning to its name.
     """
 
     def __init__(
@@ -93,11 +97,13 @@ class Saver:
         asynchronous: bool = False,
         patience: float = _PATIENCE_S,
         still_ours: Callable[[], None] = lambda: None,
+        timeout: timedelta | None = None,
     ) -> None:
         self.folder, self.keep_last, self.asynchronous = folder, keep_last, asynchronous
         self.patience, self.still_ours = patience, still_ours
-        self.not_finite = ""
-        self._group = dist.new_group(backend="gloo")  # a thread's collectives must not meet training's
+        self.not_finite, self.seconds = "", 0.0
+        # A thread's collectives must not meet training's.
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._first = dist.get_rank() == 0
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
@@ -112,15 +118,16 @@ class Saver:
         Raises SaveError: this save failed, or, asynchronous, the one before.
         """
         self.finish()
+        since = time.monotonic()
         prepared = prepare(sharded_state, copy=self.asynchronous)
         self._note_not_finite(prepared, manifest)
         if not self.asynchronous:
-            self._write(prepared, manifest, make)
+            self._write(since, prepared, manifest, make)
             return
         assert make is None, "what is made later cannot be copied now"
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending = self._thread.submit(self._write, prepared, manifest)
+        self._pending = self._thread.submit(self._write, since, prepared, manifest)
 
     def finish(self) -> None:
         """Wait for the save that is under way, if one is. Raises SaveError if it failed."""
@@ -153,7 +160,7 @@ class Saver:
                 stacklevel=2,
             )
 
-    def _write(self, prepared: Prepared, manifest: Manifest, make: Make | None = None) -> None:
+    def _write(self, since: float, prepared: Prepared, manifest: Manifest, make: Make | None = None) -> None:
         begun = self._on_each(lambda: self._begin(manifest.iteration) if self._first else "")
         unfinished = self.folder / from_rank(0, begun, self._group)
         try:
@@ -164,6 +171,7 @@ class Saver:
             writers = {name: rank for rank, (name, _) in records}
             self._on_first(lambda: self._see(unfinished, manifest.files, writers))
             self._on_first(lambda: self._commit(unfinished, manifest))
+            self.seconds = time.monotonic() - since
         except SaveError as error:
             if self._first or isinstance(error.__cause__, _NotShared):
                 with _excused(unfinished):

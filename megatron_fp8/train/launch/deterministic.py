@@ -4,7 +4,7 @@
   have. What has none is an error that names it, not a warning that everybody filters.
 * Attention: not cuDNN's, whose backward adds in any order. Torch leaves it out by itself from some version on.
 * cuBLAS: a workspace that is not shared between streams, chosen by a variable that is read once.
-* NCCL: no sums inside the switch (NVLS), whose order is not told.
+* NCCL: no sums inside the switch, whose order is not told: neither NVLS nor, over several nodes, NVLSTree.
 
 This package's kernels combine the results of their programs by maxima and by counts of whole numbers only, which come out
 the same in any order.
@@ -13,10 +13,13 @@ the same in any order.
 from __future__ import annotations
 
 import os
+import warnings
 
 import torch
 
 _WORKSPACES = (":4096:8", ":16:8")
+_IN_THE_SWITCH = ("NVLS", "NVLSTree")
+_NOT_IN_THE_SWITCH = "^" + ",".join(_IN_THE_SWITCH)
 _NO_IMPLEMENTATION = "does not have a deterministic implementation"
 
 
@@ -33,11 +36,36 @@ def be_deterministic() -> None:
                 f"CUBLAS_WORKSPACE_CONFIG={workspace!r}: train.deterministic needs {' or '.join(map(repr, _WORKSPACES))};"
                 " unset it, or train with --train.deterministic=false"
             )
-        os.environ.setdefault("NCCL_ALGO", "^NVLS")
+        algorithms = os.environ.setdefault("NCCL_ALGO", _NOT_IN_THE_SWITCH)
+        if (left := in_the_switch(algorithms)) and os.environ.get("NCCL_NVLS_ENABLE") != "0":
+            warnings.warn(
+                f"NCCL_ALGO={algorithms!r} allows {' and '.join(left)}, which add inside the switch, in any order:"
+                " train.deterministic promises the same losses only without; unset it, or leave these out"
+                f" ({_NOT_IN_THE_SWITCH!r} allows all others)",
+                stacklevel=2,
+            )
         torch.backends.cuda.enable_cudnn_sdp(False)
     torch.use_deterministic_algorithms(True)
     # It would also fill every new tensor, which costs time and changes no result here.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def in_the_switch(algorithms: str) -> list[str]:
+    """Those of NCCL's algorithms that add inside the switch, as far as a value of NCCL_ALGO allows them for any sum.
+
+    Read as NCCL reads it (parseList in its src/graph/tuning.cc): whole names in any case, separated by commas; a caret
+    negates the whole list; lists for one function come after the one for all, as in 'ring;allreduce:^nvls,nvlstree'.
+    """
+    allowed = {function: set(_IN_THE_SWITCH) for function in ("allreduce", "reducescatter", "reduce")}
+    for entry in algorithms.lower().split(";"):
+        of, _, names = entry.rpartition(":")
+        listed = names.removeprefix("^").split(",")
+        for function in allowed:
+            if of in ("", function):
+                allowed[function] = {
+                    name for name in _IN_THE_SWITCH if (name.lower() in listed) != names.startswith("^")
+                }
+    return [name for name in _IN_THE_SWITCH if any(name in names for names in allowed.values())]
 
 
 def in_words_of_the_run(error: Exception) -> Exception:

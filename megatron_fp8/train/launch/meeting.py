@@ -116,6 +116,11 @@ class Meeting:
         if self._thread is not None:
             self._thread.join(timeout=10)
 
+    @property
+    def keeps_store(self) -> bool:
+        """Whether all ranks are connected to this process, which keeps the store."""
+        return self.world_size > 1 and self._place.hosted
+
     # ------------------------------------------------------------------------------------------ ending together
 
     def tell(self, code: int, message: str, say: Callable[[], None] = lambda: None) -> None:

@@ -25,6 +25,7 @@ from ..exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
 from .deterministic import be_deterministic
 from .environment import Launch
 from .meeting import Meeting
+from .open_files import check_limit, raise_limit
 from .rendezvous import check_restarts
 
 Result = TypeVar("Result")
@@ -45,6 +46,7 @@ def exit_code(error: BaseException) -> int:
 def meet(launch: Launch, environ: Mapping[str, str] = os.environ) -> Launch:
     """`launch` with a meeting, to which this rank is on its way. Raises ValueError if torchrun's restarts cannot work."""
     check_restarts(environ)
+    raise_limit()  # whoever keeps the store has connections from all
     return replace(launch, meeting=Meeting(launch, environ))
 
 
@@ -167,10 +169,12 @@ def backend() -> str:
 def join(launch: Launch, model: Any, train: TrainSection) -> None:
     """Threads, device, process group (gloo without CUDA, nccl with), Megatron's groups and random streams.
 
-    Raises ValueError if the layout does not fit the world size, train.deterministic the environment, or the processes the
-    GPUs.
+    Raises ValueError if the layout does not fit the world size, train.deterministic the environment, the processes the
+    GPUs, or the ranks the number of open files.
     """
     check_layout(model, train, launch.world_size, launch.told)
+    keeps_store = launch.meeting is not None and launch.meeting.keeps_store
+    check_limit(raise_limit(), launch.world_size, keeps_store=keeps_store, over_gloo=backend() == "gloo")
     if train.deterministic:
         be_deterministic()
     cuda = torch.cuda.is_available()
@@ -203,6 +207,7 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
         expert_model_parallel_size=model.expert_model_parallel_size,
         expert_tensor_parallel_size=model.expert_tensor_parallel_size,
         distributed_timeout_minutes=train.distributed_timeout_minutes,
+        create_gloo_process_groups=False,  # for ways to save and load that this package does not take
     )
     seed_streams(train.seed)
 

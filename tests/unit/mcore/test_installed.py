@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
+import torch
+import torch.distributed as dist
 from megatron.core.parallel_state import RankGenerator
 
+from megatron_fp8.mcore import installed
 from megatron_fp8.mcore.installed import product_ranks
 
 
@@ -19,3 +24,17 @@ def test_the_ranks_that_hold_parts_of_the_same_experts(etp, ep, edp, pp, order):
     )
     assert {rank: product_ranks(tensor[rank], data[rank], rank) for rank in expected} == expected
     assert len(expected) == etp * ep * edp * pp
+
+
+def product_of_two():
+    """A rank case: the ranks of the group over two groups of two, and its timeout in seconds."""
+    rank, limit = dist.get_rank(), timedelta(minutes=7)
+    tensor = [dist.new_group(pair, timeout=limit) for pair in ((0, 1), (2, 3))][rank // 2]
+    data = [dist.new_group(pair, timeout=limit) for pair in ((0, 2), (1, 3))][rank % 2]
+    found = installed._product(tensor, data)
+    options = found._get_backend(torch.device("cpu")).options
+    return dist.get_process_group_ranks(found), options._timeout.total_seconds()
+
+
+def test_a_group_over_two_waits_as_long_as_they_do(ranks):
+    assert ranks(4).run(product_of_two) == [([0, 1, 2, 3], 420)] * 4

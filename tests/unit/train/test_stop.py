@@ -112,6 +112,28 @@ def test_the_time_limit_is_a_reason_where_it_is_known(environ, now, over):
     assert StopRequest(environ, clock=lambda: now).votes() == [0.0, 0.0, 0.0, 0.0, float(over)]
 
 
+@pytest.mark.parametrize(
+    ("saves", "left"),
+    [
+        ([20.0], 120),
+        ([100.0, 300.0], 600),  # twice the save
+        ([300.0, 10.0], 600),  # which may take as long again
+        ([5000.0], 1800),  # half of the job
+    ],
+)
+def test_the_time_limit_leaves_time_for_a_save_as_long_as_the_last_ones(saves, left):
+    now = {"steady": 0.0}
+    stop = StopRequest(JOB, clock=lambda: 10_000, steady=lambda: now["steady"])
+    for seconds in saves:
+        stop.saved_in(seconds)
+    for at, over in ((3600 - left - 1, 0.0), (3600 - left, 1.0)):
+        now["steady"] = at
+        assert stop.votes()[-1] == over
+    unlimited = StopRequest({})
+    unlimited.saved_in(5000.0)
+    assert unlimited.votes()[-1] == 0.0
+
+
 @pytest.mark.parametrize("jump", [86_400, -86_400])
 def test_a_clock_that_is_set_moves_no_time_limit(jump):
     now = {"clock": 13_000, "steady": 5.0}

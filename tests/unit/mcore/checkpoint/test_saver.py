@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -60,6 +62,30 @@ def test_complete_ones_are_kept_and_latest_names_the_newest(ranks, tmp_path, asy
         assert sum(name.endswith(".distcp") for name in manifest.files) == 2
         whole = read_tensor(folder, read_metadata(folder), "a")
         assert torch.equal(whole, torch.arange(2000.0) + manifest.iteration)
+
+
+def saves_slowly(folder: str, asynchronous: bool) -> tuple[float, float, float]:
+    """A rank case: the seconds that a saver says before, and after, a save of half a second; its group's timeout."""
+    from megatron_fp8.mcore.checkpoint import saver
+
+    saving = saver.Saver(Path(folder), asynchronous=asynchronous, timeout=timedelta(minutes=7))
+    limit = saving._group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    before, write = saving.seconds, saver.Shards.write
+
+    def slowly(shards: Any) -> Any:
+        time.sleep(0.5)
+        return write(shards)
+
+    with mock.patch.object(saver.Shards, "write", slowly):
+        saving.save(state(1), Manifest(1))
+        saving.close()
+    return before, saving.seconds, limit
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_says_how_long_it_took_and_waits_as_long_as_it_is_told(ranks, tmp_path, asynchronous):
+    for before, seconds, limit in ranks(2).run(saves_slowly, str(tmp_path), asynchronous):
+        assert before == 0.0 and 0.5 < seconds < 60 and limit == 420
 
 
 def saves_again(folder: str) -> list[tuple[int, bool]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from megatron_fp8.commands import train as app
 from megatron_fp8.train.failure import TrainingFailed
 from megatron_fp8.train.launch import parallel
-from megatron_fp8.train.launch.deterministic import be_deterministic, in_words_of_the_run
+from megatron_fp8.train.launch.deterministic import be_deterministic, in_the_switch, in_words_of_the_run
 from megatron_fp8.train.launch.environment import Launch
 
 NO_FORM = (
@@ -47,7 +48,10 @@ def test_all_that_it_takes(gpus: list[Any]) -> None:
         "flash attention obeys errors, not warnings"
     )
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-    assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_ALGO"]) == (":4096:8", "^NVLS")
+    assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_ALGO"]) == (
+        ":4096:8",
+        "^NVLS,NVLSTree",
+    )
 
 
 def test_what_the_user_has_set_stays_or_is_an_error(gpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +65,38 @@ def test_what_the_user_has_set_stays_or_is_an_error(gpus: list[Any], monkeypatch
     ) as caught:
         be_deterministic()
     assert "\n" not in str(caught.value)
+
+
+# Whole names, as NCCL compares them: "^NVLS" leaves NVLSTree, which is another one.
+@pytest.mark.parametrize(
+    ("algorithms", "left"),
+    [
+        ("^NVLS,NVLSTree", []),
+        ("^nvlstree,PAT,nvls", []),
+        ("Ring", []),
+        ("ring,tree", []),
+        ("^NVLS", ["NVLSTree"]),
+        ("^Tree", ["NVLS", "NVLSTree"]),
+        ("Ring,NVLS", ["NVLS"]),
+        ("^NVLS,NVLSTree;AllReduce:^NVLS", ["NVLSTree"]),
+        ("^Ring;allreduce:ring", ["NVLS", "NVLSTree"]),
+        ("ring;broadcast:nvls", []),
+    ],
+)
+def test_what_adds_inside_the_switch(
+    gpus: list[Any], monkeypatch: pytest.MonkeyPatch, algorithms: str, left: list[str]
+) -> None:
+    assert in_the_switch(algorithms) == left
+    monkeypatch.setenv("NCCL_ALGO", algorithms)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        be_deterministic()
+        monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+        be_deterministic()
+    assert [str(one.message).partition(", which")[0] for one in said] == (
+        [f"NCCL_ALGO={algorithms!r} allows {' and '.join(left)}"] if left else []
+    )
+    assert os.environ["NCCL_ALGO"] == algorithms
 
 
 @pytest.mark.parametrize("wanted", [True, False])

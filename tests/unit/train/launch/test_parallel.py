@@ -215,6 +215,31 @@ def test_collectives_start_in_the_order_of_their_calls(monkeypatch):
         assert app.main([]) == 2 and seen == ["1", "8"]
 
 
+def test_joining_makes_no_groups_for_ways_to_save_that_are_not_taken(monkeypatch):
+    """Each of them would be a mesh of sockets among all data-parallel ranks."""
+    asked = {}
+    monkeypatch.setattr(parallel, "check_layout", lambda *_: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        "megatron.core.parallel_state.initialize_model_parallel", lambda **kw: asked.update(kw)
+    )
+    monkeypatch.setattr(parallel, "seed_streams", lambda _: None)
+    run = parse([])
+    with put_back():
+        parallel.join(Launch("one process"), run.model, run.train)
+    assert asked["create_gloo_process_groups"] is False
+
+
+@pytest.mark.parametrize("keeps_store", [False, True])
+def test_too_few_open_files_are_refused_before_the_ranks_are_connected(monkeypatch, keeps_store):
+    monkeypatch.setattr(parallel, "check_layout", lambda *_: None)
+    monkeypatch.setattr(parallel, "raise_limit", lambda: 1024)
+    run, meeting = parse([]), SimpleNamespace(keeps_store=keeps_store, arrive=None)
+    launch = Launch("torchrun", 0, 2000, 0, 1, meeting=meeting)
+    with pytest.raises(ValueError, match=rf"2000 ranks need at least {8128 if keeps_store else 4128}"):
+        parallel.join(launch, run.model, run.train)
+
+
 def works_long(beat_s, error):
     """A rank case: what rank 0's long work gave, and how often the ranks met for it."""
     met, broadcast = [], dist.broadcast_object_list
