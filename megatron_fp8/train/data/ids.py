@@ -49,22 +49,22 @@ def check_ids(prefixes: Sequence[str], vocab_size: int, kept: Path) -> None:
         kept: the folder where the smallest and the largest id of a data set are kept, so that a large one is read once.
     """
 
-    def known() -> list[tuple[IndexedInfo, _Seen]]:
-        found = [(prefix, check_indexed(prefix)) for prefix in prefixes]
-        return [(info, _kept(_record(prefix, kept), info)) for prefix, info in found]
+    def known(prefix: str) -> tuple[IndexedInfo, Path, _Seen]:
+        info, record = check_indexed(prefix), _record(prefix, kept)
+        return info, record, _kept(record, info)
 
-    for prefix, (info, seen) in zip(prefixes, on_first_rank(known), strict=True):
+    found = on_first_rank(lambda: [known(prefix) for prefix in prefixes])
+    for prefix, (info, record, seen) in zip(prefixes, found, strict=True):
         if not info.tokens:
             raise ValueError(f"{prefix!r} holds no tokens: give data that is not empty.")
         _check(prefix, seen, vocab_size)
         if seen.read < info.tokens:
-            _read_on(prefix, info, seen, vocab_size, kept)
+            _read_on(prefix, info, seen, vocab_size, record)
 
 
-def _read_on(prefix: str, info: IndexedInfo, seen: _Seen, vocab_size: int, kept: Path) -> None:
-    """Read what was not, all ranks together."""
+def _read_on(prefix: str, info: IndexedInfo, seen: _Seen, vocab_size: int, record: Path) -> None:
+    """Read what was not, all ranks together. ``record``: named by what was there before it is read."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    record = _record(prefix, kept) if rank == 0 else None  # named by what is there before it is read
     said = time.monotonic()
     while seen.read < info.tokens:
         low, high = on_every_rank(partial(_extremes, prefix, info, seen.read + rank * _PART))
@@ -73,7 +73,7 @@ def _read_on(prefix: str, info: IndexedInfo, seen: _Seen, vocab_size: int, kept:
         _check(prefix, _Seen(-negative, high, read), vocab_size)
         seen = _Seen(min(seen.low, -negative), max(seen.high, high), read)
         due = read == info.tokens or time.monotonic() - said > _KEEP_S
-        if record and due and _is_settled(prefix):
+        if rank == 0 and due and _is_settled(prefix):
             _keep(record, prefix, seen)
             said = time.monotonic()
 
@@ -91,7 +91,7 @@ def _extremes(prefix: str, info: IndexedInfo, start: int) -> tuple[int, int]:
         raise ValueError(f"{str(path)!r} cannot be read ({in_words(error)})") from error
     if len(part) != wanted:
         raise corrupt(path, "it became shorter while it was read")
-    return int(part.min()), int(part.max())
+    return max(int(part.min()), -_NONE[0]), min(int(part.max()), _NONE[0])  # to be sent as int64, negated too
 
 
 def _check(prefix: str, seen: _Seen, vocab_size: int) -> None:
@@ -130,7 +130,8 @@ def _kept(record: Path, info: IndexedInfo) -> _Seen:
         found = load_json(read_ordinary(record, _LARGEST_RECORD))
         low, high = found["ids from and to"]
         # An earlier version kept it of whole data sets only.
-        return _Seen(*map(operator.index, (low, high, found.get("of the first", info.tokens))))
+        seen = _Seen(*map(operator.index, (low, high, found.get("of the first", info.tokens))))
+        return seen if 0 < seen.read <= info.tokens else _Seen(*_NONE, 0)
     except (OSError, ValueError, KeyError, TypeError):  # none yet, or damaged: the data is there to be read
         return _Seen(*_NONE, 0)
 

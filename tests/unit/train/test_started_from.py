@@ -88,12 +88,9 @@ def run_of(own: Path, folder: Path | None = None) -> Any:
 def chosen(monkeypatch):
     """A function: which checkpoint a run starts from. Its files are not looked at."""
     monkeypatch.setattr(checkpoints, "on_first_rank", lambda work: work())
-    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(checkpoints.dist, "get_world_size", lambda: 1)
-    for name in ("_check_state", "check_listed", "check_files"):
+    for name in ("_check_state", "check_together"):
         monkeypatch.setattr(checkpoints, name, lambda *_: None)
     monkeypatch.setattr(checkpoints.binding, "check", lambda *_: [])
-    monkeypatch.setattr(checkpoints, "first_to_say", lambda problem: None)
 
     def choose(run: Any) -> Path | None:
         found = checkpoints.choose(run, None)

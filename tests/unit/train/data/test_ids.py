@@ -57,7 +57,8 @@ def test_ids_are_read_once_for_each_content(alone, tmp_path, monkeypatch):
         check(999)
     assert reads == []
     (record,) = kept.iterdir()
-    for damage in ("", "[1, 2]", '{"ids from and to": "no"}'):
+    beyond = '{"ids from and to": [0, 999], "of the first": 200001}'
+    for damage in ("", "[1, 2]", '{"ids from and to": "no"}', beyond):
         record.write_text(damage)
         assert check() == 1 and check() == 0
     record.write_text('{"prefix": "large", "ids from and to": [0, 999]}')  # an earlier version's
