@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from datetime import timedelta
@@ -23,14 +22,7 @@ from megatron_fp8.files.checkpoint import (
     read_metadata,
     read_tensor,
 )
-
-
-def state(value: float) -> dict[str, Any]:
-    """A vector of which every rank holds 1000 values."""
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    part = torch.arange(1000.0) + 1000 * dist.get_rank() + value
-    return {"a": ShardedTensor.from_rank_offsets("a", part, (0, dist.get_rank(), dist.get_world_size()))}
+from tests.support.saving import state
 
 
 def saves(folder: str, asynchronous: bool) -> list[str]:
@@ -86,51 +78,6 @@ def saves_slowly(folder: str, asynchronous: bool) -> tuple[float, float, float]:
 def test_a_save_says_how_long_it_took_and_waits_as_long_as_it_is_told(ranks, tmp_path, asynchronous):
     for before, seconds, limit in ranks(2).run(saves_slowly, str(tmp_path), asynchronous):
         assert before == 0.0 and 0.5 < seconds < 60 and limit == 420
-
-
-def saves_again(folder: str) -> list[tuple[int, bool]]:
-    """A rank case: saves of the same tensors, then of others on one rank alone, of a file that came out longer, and of
-    the same again; of each how often the ranks told the first one something, and whether ``.metadata`` is that of a
-    saver that knows of none before."""
-    from megatron_fp8.mcore.checkpoint import saver, store
-
-    def more(value: float) -> dict[str, Any]:
-        made = state(value)
-        if dist.get_rank() == 1:
-            made["b"] = dataclasses.replace(made["a"], key="b", global_shape=(1000,), global_offset=(0,))
-        return made
-
-    def longer(item: Any, tensor: Any, stream: Any) -> Any:
-        stream.write(b" " * 64 * dist.get_rank())
-        return _write(item, tensor, stream)
-
-    _write, found = store._write, []
-    kept = saver.Saver(Path(folder, "kept"))
-    for iteration, make, write in (
-        (1, state, _write), (2, state, _write), (3, more, _write), (4, more, _write), (5, more, longer), (6, more, _write)
-    ):  # fmt: skip
-        with (
-            mock.patch.object(saver, "collected", wraps=saver.collected) as told,
-            mock.patch.object(store, "_write", write),
-        ):
-            kept.save(make(iteration), Manifest(iteration))
-            count = told.call_count
-            saver.Saver(Path(folder, "fresh")).save(make(iteration), Manifest(iteration))
-        one, other = (
-            Path(folder, name, f"iter_000000{iteration}", ".metadata") for name in ("kept", "fresh")
-        )
-        found.append((count, one.read_bytes() == other.read_bytes()))
-    return found
-
-
-def test_a_save_like_the_one_before_collects_no_plans(ranks, tmp_path):
-    """Plans, places and files' records are told; then records alone. Where only the places differ plans come after."""
-    found = ranks(2).run(saves_again, str(tmp_path))
-    assert found[0] == found[1] == [(3, True), (1, True), (3, True), (1, True), (3, True), (3, True)]
-    for folder in complete_checkpoints(tmp_path / "kept"):
-        check_files(folder, read_manifest(folder))
-        whole = read_tensor(folder, read_metadata(folder), "a")
-        assert torch.equal(whole, torch.arange(2000.0) + read_manifest(folder).iteration)
 
 
 FAULTS = {
@@ -193,50 +140,6 @@ def test_an_asynchronous_failure_is_raised_where_all_ranks_meet(ranks, tmp_path)
     said = ranks(2).run(failing_save, str(tmp_path), FAULTS["a shard"][0], 1, True, timeout=60)
     assert said[0] == said[1] and "rank 1" in said[0]
     assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000001"
-
-
-def too_many_shards(folder: str) -> str:
-    from megatron_fp8.mcore.checkpoint import saver, store
-
-    with mock.patch.object(store, "LARGEST_METADATA", 100):
-        try:
-            saver.Saver(Path(folder)).save(state(1), Manifest(1))
-        except saver.SaveError as error:
-            return str(error)
-    return "nothing"
-
-
-def test_a_checkpoint_that_nobody_could_read_is_not_called_complete(ranks, tmp_path):
-    said = ranks(2).run(too_many_shards, str(tmp_path))
-    assert said[0] == said[1] and "bytes, and readers take 100: too many shards" in said[0]
-    assert os.listdir(tmp_path) == []
-
-
-def unconfirmed_save(folder: str) -> str:
-    """What is said where the disk takes all files and the new name, and does not confirm the name."""
-    from megatron_fp8.mcore.checkpoint import saver
-
-    def fails(path: Path) -> None:
-        if path == Path(folder):
-            raise OSError(5, "Input/output error")
-
-    with mock.patch.object(saver, "sync", fails):
-        try:
-            saver.Saver(Path(folder)).save(state(1), Manifest(1))
-        except saver.SaveError as error:
-            return str(error)
-    return "nothing"
-
-
-def test_a_name_that_the_disk_does_not_confirm_is_of_a_complete_checkpoint(ranks, tmp_path):
-    said = ranks(2).run(unconfirmed_save, str(tmp_path))
-    whole = tmp_path / "iter_0000001"
-    assert said[0] == said[1]
-    assert said[0].startswith(
-        f"the checkpoint {whole} is complete, but the disk does not confirm its name (Input"
-    )
-    assert said[0].endswith(f"--resume={whole}.")
-    check_files(whole, read_manifest(whole))
 
 
 HELPS = "make room there and start again with"
