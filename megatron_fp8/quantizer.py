@@ -131,7 +131,7 @@ class Quantizer:
         key = x.shape, x.stride(), x.dtype, direction, record
         if key not in self._repeats:
             if len(self._repeats) >= _MOST:
-                pass
+                self._repeats.clear()
             asked = Asked(x, self.rule, direction, None, running)
             self._repeats[key] = emulated.repeated_cast(asked) if x.is_contiguous() else None
         cast = self._repeats[key]

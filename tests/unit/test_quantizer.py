@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
+from megatron_fp8 import quantizer as quantizers
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.base import Region
 from megatron_fp8.numerics.cast import RandomKey
@@ -188,6 +189,15 @@ def test_matrices_that_lie_alike(name, role, monkeypatch):
             elif iteration:
                 state.finish_iteration()
     assert both[0][0]._repeats and not both[1][0]._repeats
+
+
+def test_ways_to_lie_are_forgotten_before_they_are_many(monkeypatch):
+    """As of experts, whose tokens are others in each microbatch."""
+    monkeypatch.setattr(quantizers, "_MOST", 3)
+    quantizer, _ = make(MXFP8BlockScaling())
+    for rows in range(32, 32 * 9, 32):
+        quantizer(randn(rows, 64), "rowwise", record=True)
+        assert 0 < len(quantizer._repeats) <= 3
 
 
 def test_a_quantizer_that_casts_in_a_way_of_its_own():
