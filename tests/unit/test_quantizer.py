@@ -194,7 +194,8 @@ def test_matrices_that_lie_alike(name, role, monkeypatch):
 def test_ways_to_lie_are_forgotten_before_they_are_many(monkeypatch):
     """As of experts, whose tokens are others in each microbatch."""
     monkeypatch.setattr(quantizers, "_MOST", 3)
-    quantizer, _ = make(MXFP8BlockScaling())
+    rule = MXFP8BlockScaling().rule("input")
+    quantizer = Quantizer(rule, Fp8State().arena(None).add(None, rule.fmt), emulated)
     for rows in range(32, 32 * 9, 32):
         quantizer(randn(rows, 64, seed=rows), "rowwise", record=True)
         assert 0 < len(quantizer._repeats) <= 3
