@@ -1,13 +1,18 @@
 """A checkpoint is read by all ranks together, and what one finds is every rank's error."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from megatron_fp8.files import checkpoint as files
 from megatron_fp8.files.manifest import Manifest
-from megatron_fp8.train import checked
+from megatron_fp8.train import checked, checkpoints
+from megatron_fp8.train.checkpoints import Checkpoints
+from megatron_fp8.train.config.run_config import parse
+from megatron_fp8.train.failure import TrainingFailed
+from megatron_fp8.train.rewind import Rewinds
 
 
 def reads(folder, manifest):
@@ -41,11 +46,30 @@ def test_each_rank_reads_a_share(ranks, saved):
     assert said == other and "is damaged: a is not what was written (its SHA-256 differs)" in said
 
 
-def test_what_the_manifest_does_not_list_is_refused(saved, monkeypatch):
-    folder, manifest = saved
+@pytest.fixture
+def alone():
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        with pytest.raises(ValueError, match=r"\.metadata is missing"):
-            checked.check_together(folder, manifest)
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def test_what_the_manifest_does_not_list_is_refused(alone, saved):
+    with pytest.raises(ValueError, match=r"\.metadata is missing"):
+        checked.check_together(*saved)
+
+
+def test_a_run_does_not_go_back_to_what_is_damaged(alone, saved):
+    folder, manifest = saved
+    manifest.write(folder)
+    (folder / "b").write_bytes(b"y" * 4000)
+    rewinds = Rewinds(1, 1, folder.parent, lambda chosen: pytest.fail("it was read"), lambda: None, [])
+    with pytest.raises(TrainingFailed, match=r"cannot go back: .* is damaged: b is not what was written"):
+        rewinds.back(2, 8, "the loss is high")
+
+
+def test_a_runs_checkpoints_wait_as_long_as_its_other_collectives(monkeypatch):
+    made = {}
+    monkeypatch.setattr(checkpoints, "Saver", lambda folder, **options: made.update(options))
+    run = parse(["--train.distributed_timeout_minutes=7"])
+    Checkpoints(run, SimpleNamespace(checkpoints=None, still_ours=None), [], None, None, {})
+    assert made["timeout"].total_seconds() == 420

@@ -36,7 +36,7 @@ def test_the_first_rank_writes_and_prints_them(monkeypatch, tmp_path, capsys):
     assert "gathered in high precision" in capsys.readouterr().out
 
 
-def test_they_are_asked_for_after_the_first_step_only(monkeypatch):
+def test_they_are_asked_for_after_the_first_step_only_and_a_save_says_how_long_it_took(monkeypatch):
     calls = []
     wanted = SimpleNamespace(
         train_iters=3,
@@ -51,14 +51,17 @@ def test_they_are_asked_for_after_the_first_step_only(monkeypatch):
         run=SimpleNamespace(train=wanted),
         chunks=[CHUNK],
         optimizer=SimpleNamespace(),
-        stop=SimpleNamespace(reason=None),
+        stop=SimpleNamespace(reason=None, saved_in=lambda seconds: calls.append(f"saved in {seconds} s")),
         training_data=lambda *_: [],
         damaged=False,
         state_is_damaged=lambda: False,
         differing=lambda: "",
         watchdog=SimpleNamespace(enter=lambda kind, iteration: None),
     )
-    trainer = Trainer(stepper, Start(), 1.0, after_first_step=lambda: calls.append("noted"))
+    saves = SimpleNamespace(due=lambda n: n == 2, save=lambda *_: None, seconds=7, close=lambda: None)
+    trainer = Trainer(
+        stepper, Start(), 1.0, after_first_step=lambda: calls.append("noted"), checkpoints=saves
+    )
 
     def step(iteration, training):
         calls.append(iteration)
@@ -66,7 +69,7 @@ def test_they_are_asked_for_after_the_first_step_only(monkeypatch):
 
     monkeypatch.setattr(trainer, "_timed_step", step)
     trainer.train()
-    assert calls == [1, "noted", 2, 3]
+    assert calls == [1, "noted", 2, "saved in 7 s", 3]
 
 
 @pytest.mark.parametrize("name", ["report.json", "metrics.jsonl", "validation.jsonl"])
