@@ -29,7 +29,7 @@ from ..backends.native.direct import Product
 from ..quantizer import Casts
 from ..state.fp8_state import Fp8State
 from .kinds import Kinds
-from .weight_cache import Kept, WeightCache
+from .site import Kept, WeightCache
 
 
 class Multiply(NamedTuple):

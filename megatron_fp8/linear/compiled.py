@@ -52,6 +52,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..plan.switch import in_recompute
 from ..tensor import Operand, QuantizedSide
+from . import observed
 from .passes import Call, backward, forward, keeps_codes
 from .registry import site_by_handle
 from .saved_layout import SideLayout
@@ -295,7 +296,7 @@ def traced_observation(x: Tensor, weight: Tensor, y: Tensor, site: GemmSite) -> 
 def observe(x: Tensor, weight: Tensor, y: Tensor, site: Tensor, number: int) -> Tensor:
     """A copy of y; the amaxes of x and weight are recorded."""
     if not in_recompute():
-        site_by_handle(site).observe_forward(x, weight)
+        observed.observe_forward(site_by_handle(site), x, weight)
     return y.clone()
 
 
@@ -307,7 +308,7 @@ def _(x, weight, y, site, number):
 @torch.library.custom_op("megatron_fp8::observe_backward", mutates_args=(), tags=TAGS)
 def observe_backward(dy: Tensor, site: Tensor, number: int) -> Tensor:
     """A copy of dy; its amax is recorded."""
-    site_by_handle(site).observe_backward(dy)
+    observed.observe_backward(site_by_handle(site), dy)
     return dy.clone()
 
 

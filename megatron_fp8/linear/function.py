@@ -31,6 +31,7 @@ from .coded_tokens import CodedTokens
 from .derivative import guard
 from .kinds import Kind
 from .noted import NotedSite
+from .observed import observe
 from .passes import Call, added_to_main_grad, backward, bias_gradient, forward, main_grad_of
 from .site import GemmSite
 from .tensor_parallel import ALONE, TensorParallel
@@ -184,7 +185,7 @@ def observe_high_precision(
         from .compiled import traced_observation
 
         return traced_observation(x, weight, y, site)
-    site.observe(x, weight, y, record=not in_recompute())
+    observe(site, x, weight, y, record=not in_recompute())
     return y
 
 

@@ -26,9 +26,8 @@ from ..tensor import Float8Tensor, QuantizedSide
 from .packed import Packed, PackedLayout
 from .passes import Call
 from .saved_layout import SideLayout
-from .site import GemmSite
+from .site import GemmSite, Kept
 from .weight_again import still_held
-from .weight_cache import Kept
 from .weight_gradients import each_weight_gradient
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from ..tensor import Operand
-from .weight_cache import Kept, WeightCache
+from .site import Kept, WeightCache
 
 _DELAYED, _EVALUATED = 1, 2  # a stamp's flags
 

@@ -337,6 +337,10 @@ def masters_case(config_file: str, source: str, layout: Layout, distributed: boo
                 found[name] = shard.data.clone()
             else:
                 assert kind in ("exp_avg", "exp_avg_sq") and not shard.data.any(), shard.key
+        for name in [
+            name.removesuffix("_w") for name in found if name.endswith("_w")
+        ]:  # two halves, stored apart
+            found[name] = torch.cat([found.pop(f"{name}_w"), found.pop(f"{name}_v")])
         for parameter in chunks[0].parameters():
             parameter.main_grad.fill_(1.0)
         assert optimizer.step()[0]

@@ -121,7 +121,7 @@ def train(folder: Path, arguments: list[str]) -> None:
 
     rank, size = dist.get_rank(), dist.get_world_size()
     met: Any = SimpleNamespace(
-        agree=lambda *_, **__: None, close=lambda: None
+        agree=lambda *_, **__: None, close=lambda: None, keeps_store=False
     )  # the case's ranks are together
     launch = Launch("test", rank, size, rank, size, meeting=met)
     threads = torch.get_num_threads()

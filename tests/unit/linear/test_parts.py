@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.observed import observe
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.plan.site_plan import bf16_site
@@ -163,7 +164,7 @@ def test_warm_up_fills_the_histories_of_every_cast_and_no_others():
     assert site.has_histories and not make_site("tensorwise", overrides={"*:wgrad": "mxfp8"})[0].has_histories
     x, w, dy = data(40, 64, 48)
     y = (x.requires_grad_() @ w.t()).requires_grad_()
-    site.observe(x, w, y, record=True)
+    observe(site, x, w, y, record=True)
     y.backward(dy)
     site.state.finish_iteration()
     roles = [slot.name.rpartition(".")[2] for slot in site.state.slots()]

@@ -9,9 +9,8 @@ import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
-from megatron_fp8.linear.site import GemmSite
+from megatron_fp8.linear.site import GemmSite, WeightCache
 from megatron_fp8.linear.weight_again import columnwise_of, stamp_of
-from megatron_fp8.linear.weight_cache import WeightCache
 from megatron_fp8.plan.site_plan import bf16_site, fp8_site
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.fp8_state import Fp8State

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from megatron_fp8.backends.base import Region
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.observed import observe
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.mcore.layers import activation, attention, fusion
 from megatron_fp8.mcore.layers.norm import rms_norm
@@ -69,7 +70,7 @@ def test_linear_that_is_observed() -> None:
         site = GemmSite(fp8_site("a", 0, DelayedScaling(), "native", "test"), Fp8State(), None)
         x, w = leaf(64, 32), leaf(48, 32)
         y = x @ w.t()
-        site.observe(x, w, y, record=True)
+        observe(site, x, w, y, record=True)
         y.sum().backward()
 
 
