@@ -103,10 +103,8 @@ def joined(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(
             self,
             {
-                number: {
-                    name: torch.cat([part.reshape(-1) for part in parts]) for name, parts in held.items()
-                }
-                for number, held in state_dict.items()
+                number: {name: torch.cat([box.reshape(-1) for box in boxed]) for name, boxed in state.items()}
+                for number, state in state_dict.items()
             },
         )
 
