@@ -8,6 +8,7 @@ import json
 import os
 
 import torch
+import torch.distributed as dist
 
 # CUDA itself, once asked, works in no forked process.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -115,3 +116,11 @@ def forking_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The path of a `python` that forks what it runs (benchmarks/support/forking.py)."""
     with forking.forking_python(tmp_path_factory.mktemp("python")) as path:
         yield path
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()

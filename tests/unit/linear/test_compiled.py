@@ -16,6 +16,7 @@ from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.plan.switch import current_switch, fp8_disabled, remember_fp8, runs_fp8
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.state.phases import Phases
+from tests.support.kept_for_backward import saved
 from tests.support.sites import ALL_RECIPES, data, make_site, randn
 
 PARTITIONED = "aot_eager_decomp_partition"
@@ -116,18 +117,6 @@ def test_evaluation_records_and_counts_nothing():
 
 
 # ---------------------------------------------------------------------------------------------- what is saved
-
-
-def saved(run: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-    kept: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        run()
-    return kept
 
 
 @pytest.mark.parametrize("backend", [PARTITIONED, "inductor"])

@@ -17,6 +17,7 @@ from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.state.fp8_state import Fp8State
+from tests.support.kept_for_backward import saved
 from tests.support.sites import make_site, randn
 
 PARTITIONED = "aot_eager_decomp_partition"
@@ -239,18 +240,6 @@ def test_weights_that_live_as_fp8_break_the_graph_and_keep_their_bits() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- what is saved
-
-
-def saved(run: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-    kept: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        run()
-    return kept
 
 
 def test_one_byte_a_value_is_saved() -> None:

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from megatron_fp8.nn import Fp8Config, convert_to_fp8
 from megatron_fp8.nn.fsdp import enable_fp8_all_gather
 from megatron_fp8.nn.step import fp8_step
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])

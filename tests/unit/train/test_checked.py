@@ -4,7 +4,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
 
 from megatron_fp8.files import checkpoint as files
 from megatron_fp8.files.manifest import Manifest
@@ -44,13 +43,6 @@ def test_each_rank_reads_a_share(ranks, saved):
     (folder / "a").write_bytes(b"y")  # which rank 1 reads
     (_, said), (_, other) = ranks(2).run(reads, str(folder), manifest)
     assert said == other and "is damaged: a is not what was written (its SHA-256 differs)" in said
-
-
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 def test_what_the_manifest_does_not_list_is_refused(alone, saved):

@@ -67,15 +67,22 @@ def test_a_save_like_the_one_before_collects_no_plans(ranks, tmp_path):
         assert torch.equal(whole, torch.arange(2000.0) + read_manifest(folder).iteration)
 
 
+def said_of_a_save(folder: str) -> str:
+    """What a first save is refused with; 'nothing' if it is not."""
+    from megatron_fp8.mcore.checkpoint import saver
+
+    try:
+        saver.Saver(Path(folder)).save(state(1), Manifest(1))
+    except saver.SaveError as error:
+        return str(error)
+    return "nothing"
+
+
 def too_many_shards(folder: str) -> str:
-    from megatron_fp8.mcore.checkpoint import saver, store
+    from megatron_fp8.mcore.checkpoint import store
 
     with mock.patch.object(store, "LARGEST_METADATA", 100):
-        try:
-            saver.Saver(Path(folder)).save(state(1), Manifest(1))
-        except saver.SaveError as error:
-            return str(error)
-    return "nothing"
+        return said_of_a_save(folder)
 
 
 def test_a_checkpoint_that_nobody_could_read_is_not_called_complete(ranks, tmp_path):
@@ -93,11 +100,7 @@ def unconfirmed_save(folder: str) -> str:
             raise OSError(5, "Input/output error")
 
     with mock.patch.object(saver, "sync", fails):
-        try:
-            saver.Saver(Path(folder)).save(state(1), Manifest(1))
-        except saver.SaveError as error:
-            return str(error)
-    return "nothing"
+        return said_of_a_save(folder)
 
 
 def test_a_name_that_the_disk_does_not_confirm_is_of_a_complete_checkpoint(ranks, tmp_path):

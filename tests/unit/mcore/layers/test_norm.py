@@ -16,6 +16,7 @@ from benchmarks.support.launched import launched
 from megatron_fp8 import kernels
 from megatron_fp8.kernels.deferred import DeferredTensor, written
 from megatron_fp8.mcore.layers.norm import Norm, rms_norm
+from tests.support.kept_for_backward import saved
 
 SHAPES = [(1, 1), (7, 129), (3, 5, 64), (1000, 8), (0, 16)]
 
@@ -102,21 +103,13 @@ def test_rms_norm_is_as_exact_as_the_dtype_allows(dtype: torch.dtype) -> None:
 def test_only_the_input_and_one_number_a_row_are_saved() -> None:
     x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.ones(64, dtype=torch.bfloat16, requires_grad=True)
-    saved: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
     for normalization, rows in (("RMSNorm", 1), ("LayerNorm", 2)):
-        saved.clear()
         module = Norm(config(normalization=normalization, params_dtype=torch.bfloat16), 64)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            module(x)
+        kept = saved(lambda module=module: module(x))
         parameters = {p.data_ptr() for p in module.parameters()}
-        extra = [t for t in saved if t.data_ptr() not in parameters | {x.data_ptr()}]
+        extra = [t for t in kept if t.data_ptr() not in parameters | {x.data_ptr()}]
         assert sum(t.numel() for t in extra) == rows * 32
-        assert any(t.data_ptr() == x.data_ptr() for t in saved)
+        assert any(t.data_ptr() == x.data_ptr() for t in kept)
     assert weight.grad is None
 
 

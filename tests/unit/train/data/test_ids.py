@@ -18,13 +18,6 @@ def write(prefix, values):
     builder.finalize(prefix + ".idx")
 
 
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
-
-
 def test_ids_outside_the_vocabulary_are_another_tokenizers(alone, tmp_path):
     prefix = str(tmp_path / "data")
     write(prefix, np.arange(257, dtype=np.int32))
