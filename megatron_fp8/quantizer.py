@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -85,7 +85,7 @@ class Quantizer:
         self.rule, self.slot, self.backend = rule, slot, backend
         self._place: _Place | None = None
         self._bound: BoundCasts | None = None
-        self._repeats: dict[tuple[Any, ...], casts.Repeated | None] = {}
+        self._repeats: dict[tuple[Any, ...], casts.Repeated | Literal["met", "no"]] = {}
         self._has_kernels = native.kernel_reason(rule) is None
 
     def __call__(
@@ -121,21 +121,27 @@ class Quantizer:
         return quantized.tensor
 
     def _repeated(self, x: torch.Tensor, direction: Direction, record: bool) -> Float8Tensor | None:
-        """The cast by what the emulated backend keeps for matrices that lie alike; None: not such a matrix, or its scale
-        is there before it: then a cast has little to decide."""
+        """The cast by what the emulated backend keeps for matrices that lie alike; None: the first such matrix, or none
+        such, or its scale is there before it: then a cast has little to decide."""
         if type(self) is not Quantizer:
             return None  # it casts in a way of its own
         scale, running = self.where(record)
         if scale is not None or not loops.readable(x):
             return None
         key = x.shape, x.stride(), x.dtype, direction, record
-        if key not in self._repeats:
+        cast = self._repeats.get(key)  # looked at once: another thread may empty it at any time
+        if cast is None:
             if len(self._repeats) >= _MOST:
                 self._repeats.clear()
+            self._repeats[key] = (
+                "met"  # to make it takes as long as a cast: of what never comes again there is none
+            )
+            return None
+        if cast == "met":
             asked = Asked(x, self.rule, direction, None, running)
-            self._repeats[key] = emulated.repeated_cast(asked) if x.is_contiguous() else None
-        cast = self._repeats[key]
-        if cast is None:
+            made = emulated.repeated_cast(asked) if x.is_contiguous() else None
+            self._repeats[key] = cast = made or "no"
+        if isinstance(cast, str):
             return None
         self.slot.arena.counts.casts += 1
         return cast(x)

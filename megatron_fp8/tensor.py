@@ -34,8 +34,8 @@ class QuantizedSide:
             [ceil(rows / R), ceil(cols / C)] for R x C blocks: the logical layout.
         granularity: elements that share a scale, in this side's orientation.
         pow2: every scale is a power of two, so that codes times scales are exact in bfloat16.
-        finite: known to hold no NaN or Inf code and no NaN scale (False: not known), which decoding then need not look
-            for.
+        finite: known to hold no NaN or Inf code and no NaN scale (False: not known). Decoding and products then do not
+            look for any, and make numbers of those that are there after all.
         tiled: scale_inv is one row of bytes, as Blackwell's product reads it (kernels/mx_scales.py): of operands that a
             linear's casts make for its products.
         padding: columns of zeros behind the matrix, up to a whole block: of operands that a linear's casts make for its

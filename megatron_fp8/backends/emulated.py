@@ -22,7 +22,7 @@ are the same bits; products differ by the order of their sums.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -227,12 +227,12 @@ def grouped_gemm(
 def _lies(side: QuantizedSide) -> tuple[Any, ...]:
     codes, scale = side.codes, side.scale_inv
     lies = codes.shape, codes.stride(), codes.dtype, scale.shape, scale.stride(), scale.dtype
-    return *lies, side.granularity.rows, side.granularity.cols, side.pow2
+    return *lies, side.granularity.rows, side.granularity.cols, side.pow2, side.finite
 
 
 def _as_c_reads(side: QuantizedSide) -> loops.Operand:
     return loops.Operand(
-        side.codes, side.scale_inv, (side.granularity.rows, side.granularity.cols), side.pow2
+        side.codes, side.scale_inv, (side.granularity.rows, side.granularity.cols), side.pow2, side.finite
     )
 
 
@@ -257,22 +257,25 @@ def _decoded_on_the_way(
 
 
 def _repeated_product(a: QuantizedSide, b: QuantizedSide, dtype: torch.dtype) -> loops.Repeated | None:
-    """What multiplies sides that lie as these do, kept for others; None where C takes none such as they lie."""
+    """What multiplies sides that lie as these do, kept for others; None of the first such ones, and where C takes none
+    such as they lie."""
     for x in (a.codes, a.scale_inv, b.codes, b.scale_inv):
         if not loops.readable(x):
             return None
     key = *_lies(a), *_lies(b), dtype, loops.inner_loop()
-    if key not in _repeated_products:
+    product = _repeated_products.get(key)  # looked at once: another thread may empty it at any time
+    if product is None:
         if len(_repeated_products) >= _MOST_PRODUCTS:
             _repeated_products.clear()
+        _repeated_products[key] = "met"  # as Quantizer's casts: made for what comes again
+    elif product == "met":
         left, right = _as_c_reads(a), _as_c_reads(b)
-        dense = 1 in a.codes.stride() and 1 in b.codes.stride()
-        taken = dense and loops.multiplies(left, right)
-        _repeated_products[key] = loops.Repeated(left, right, dtype) if taken else None
-    return _repeated_products[key]
+        taken = 1 in a.codes.stride() and 1 in b.codes.stride() and loops.multiplies(left, right)
+        _repeated_products[key] = product = loops.Repeated(left, right, dtype) if taken else "no"
+    return None if product is None or isinstance(product, str) else product
 
 
-_repeated_products: dict[tuple[Any, ...], loops.Repeated | None] = {}
+_repeated_products: dict[tuple[Any, ...], loops.Repeated | Literal["met", "no"]] = {}
 _MOST_PRODUCTS = 4096
 _IN_C = (torch.bfloat16, torch.float32)
 

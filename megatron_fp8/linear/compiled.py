@@ -141,7 +141,7 @@ def linear(
     number: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y [..., N] of x [..., K] and weight [N, K]; codes [K, tokens] and scales of x's columnwise side if ``keeps``, else
-    empty; and WeightCache.stamp.
+    empty; and what ``stamp_of`` gives.
 
     Args:
         site: int64 [] on the CPU, a GemmSite's handle.

@@ -14,6 +14,7 @@ each step, and evaluation would then not give the training forward's bytes.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,6 +31,9 @@ from ..state.arena import Slot
 STEPPED = 2.0
 """How far beyond its scale a weight may be that the training itself may have written."""
 
+ROUNDED = 1 + 2.0**-7
+"""How much larger a weight may be than it was saved, whose dtype is another one now: BF16 rounds by half of that."""
+
 _FLUSHED = 2.0**10
 """How much larger a weight's own scale may be: with one beyond it, the weight's small values become zeros."""
 
@@ -39,11 +43,13 @@ class Known(NamedTuple):
 
     Attributes:
         limit: how far its amax may lie beyond the scale.
+        amax: and no larger it may be, if it lies beyond: what it was as training left it, where that is known.
         written: somebody other than the training wrote it, and that is certain.
         told: whether the model's user was told of such weights.
     """
 
     limit: float = STEPPED
+    amax: float = math.inf
     written: bool = False
     told: bool = False
 
@@ -88,29 +94,31 @@ class FittedQuantizer(Quantizer):
         if kept is None:
             return None
         known = self._known()
-        scale, self.misfits = fitted_scale(x, kept, self.slot, known.limit)
+        scale, self.misfits = fitted_scale(x, kept, self.slot, known)
         if not known.told and _may_look(x, known) and bool(self.misfits):
             self._tell(self.slot.name)
         return scale
 
 
 def fitted_scale(
-    x: torch.Tensor, kept: torch.Tensor, slot: Slot, limit: float
+    x: torch.Tensor, kept: torch.Tensor, slot: Slot, known: Known
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(float32 [], the scale to cast x by; bool [], whether it is x's own). Nothing is read back.
 
     Args:
         x: the weight. All zeros or with an Inf it says nothing of a scale, and fits any.
         kept: float32 [], the delayed scale.
-        limit: how far x may lie beyond it.
+        known: how far x may lie beyond it.
     """
     assert slot.delayed is not None
     amax = block_amaxes(in_memory(x).contiguous(), [(0, 0)])[0][0].view([])
     epsilon, margin = slot.delayed.amax_epsilon, slot.delayed.margin
     full = compute_scale(amax, slot.fmt, epsilon=epsilon)  # beyond this scale the largest value saturates
     own = compute_scale(amax, slot.fmt, margin=margin, epsilon=epsilon) if margin else full
-    fits = (kept <= full * limit) & (own <= kept * _FLUSHED)
-    misfits = ~fits & (amax > 0) & amax.isfinite()
+    fits = kept <= full * known.limit
+    if known.amax < math.inf:
+        fits = (fits & (amax <= known.amax * ROUNDED)) | (kept <= full)
+    misfits = ~(fits & (own <= kept * _FLUSHED)) & (amax > 0) & amax.isfinite()
     return torch.where(misfits, own, kept), misfits
 
 
@@ -128,6 +136,13 @@ def fitted(
         return made.get(id(quantizer), quantizer)
 
     return Casts(of(casts.rowwise), of(casts.columnwise))
+
+
+def replaced_by(quantizer: Quantizer) -> Quantizer:
+    """What casts a weight that no training writes any more: whatever is written there is not to be saturated."""
+    cast = fitted(Casts(quantizer, quantizer), lambda: Known(1.0)).rowwise
+    assert cast is not None
+    return cast
 
 
 def warn_of_replaced(name: str) -> None:

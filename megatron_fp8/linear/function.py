@@ -82,21 +82,22 @@ def fp8_linear(
     )
     compiling = torch.compiler.is_compiling()
     refuse_tracers(site)
+    run = _eager_linear if training else _uncounted_linear
     eager = (x, weight, bias, site, tp, training, save_original_input, fresh_weight)
     if compiling:
         from .compiled import break_graph, traced_linear  # loads torch's compiler
 
         if isinstance(weight, Fp8Parameter):
-            return break_graph(_eager_linear, *eager)
+            return break_graph(run, *eager)
         return traced_linear(*eager[:5], training=training, save_original_input=save_original_input)
     if site.forwards.as_operator(x, weight):
         if isinstance(weight, Fp8Parameter) or isinstance(x, CodedTokens):
             with _disable_current_modes():
-                return _eager_linear(*eager)
+                return run(*eager)
         from .compiled import traced_linear  # loads torch's compiler
 
         return traced_linear(*eager[:5], training=training, save_original_input=save_original_input)
-    return _eager_linear(*eager)
+    return run(*eager)
 
 
 def fp8_linear_at_once(
@@ -172,6 +173,12 @@ def _eager_linear(
     if not site.state.keeps_weights:
         site.weights.forget()
     return y
+
+
+def _uncounted_linear(x: Any, weight: Any, bias: Any, site: GemmSite, *how: Any) -> torch.Tensor:
+    """_eager_linear of evaluation."""
+    with site.state.uncounted():
+        return _eager_linear(x, weight, bias, site, *how)
 
 
 def observe_high_precision(
@@ -405,7 +412,7 @@ def _described(facts: Facts) -> str:
 
 
 AGAIN = "again"
-"""Kept of a weight: itself and its stamp, from which ``WeightCache.columnwise`` makes the operand."""
+"""Kept of a weight: itself and its stamp, from which ``columnwise_of`` makes the operand."""
 
 
 _Spec = tuple[Granularity, bool, bool, bool, int] | str | None

@@ -79,6 +79,7 @@ def grouped_linear(
     _check(x, weights, tokens, sites)
     refuse_tracers(sites[0])
     fresh = [False] * len(sites) if fresh_weights is None else list(fresh_weights)
+    run = _eager_grouped_linear if training else _uncounted_grouped_linear
     eager = (x, weights, tokens, sites, training, fresh, save_original_input)
     in_codes = isinstance(x, CodedTokens) or any(isinstance(weight, Fp8Parameter) for weight in weights)
     if torch.compiler.is_compiling():
@@ -86,7 +87,7 @@ def grouped_linear(
         from .compiled_grouped import traced_grouped_linear
 
         if in_codes:
-            done: torch.Tensor = break_graph(_eager_grouped_linear, *eager)
+            done: torch.Tensor = break_graph(run, *eager)
             return done
         return traced_grouped_linear(x, weights, tokens, sites, training, save_original_input)
     # Every site is asked: each remembers what it answered.
@@ -94,11 +95,11 @@ def grouped_linear(
     if any(watched):
         if in_codes:
             with _disable_current_modes():
-                return _eager_grouped_linear(*eager)
+                return run(*eager)
         from .compiled_grouped import traced_grouped_linear  # loads torch's compiler
 
         return traced_grouped_linear(x, weights, tokens, sites, training, save_original_input)
-    return _eager_grouped_linear(*eager)
+    return run(*eager)
 
 
 def _eager_grouped_linear(
@@ -124,6 +125,14 @@ def _eager_grouped_linear(
         y = forward(x, weights, group, [False] * len(weights)).y
         _forget(group)
         return y
+
+
+def _uncounted_grouped_linear(
+    x: Any, weights: Any, tokens: Any, sites: Sequence[GemmSite], *how: Any
+) -> torch.Tensor:
+    """_eager_grouped_linear of evaluation."""
+    with sites[0].state.uncounted():
+        return _eager_grouped_linear(x, weights, tokens, sites, *how)
 
 
 def on_host(tokens: Tokens) -> list[int]:

@@ -39,7 +39,8 @@ class _Place(NamedTuple):
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """That part: a view."""
-        return whole.as_strided(self.lies.shape, self.lies.strides, self.first)
+        # as_strided counts from the beginning of memory, of which `whole` may be any part.
+        return whole.as_strided(self.lies.shape, self.lies.strides, whole.storage_offset() + self.first)
 
 
 class PackedLayout(NamedTuple):

@@ -16,7 +16,7 @@ With tensor parallelism the order is Megatron-Core's own, so that the network wo
 Under sequence parallelism codes are gathered, never BF16, as long as a shard's tokens are whole blocks; otherwise the
 quantisation waits until after a gather in high precision, and the site's notes (hence the report) say so.
 
-Two callers put autograd around it: linear.py's function in eager mode, compiled.py's operators in compiled code. Neither
+Two callers put autograd around it: function.py's in eager mode, compiled.py's operators in compiled code. Neither
 knows the other's way of saving, and both run these very lines, so their bits are the same.
 """
 

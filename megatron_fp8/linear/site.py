@@ -252,6 +252,7 @@ class Kept:
     Args:
         sides: gives the quantised weight.
         facts: what products ask of its sides, if that is known.
+        fitted: evaluation made it, whose scale may be another than training's.
     """
 
     def __init__(
@@ -261,9 +262,11 @@ class Kept:
         scale: torch.Tensor | None,
         sides: Callable[[], Float8Tensor],
         facts: tuple[Any, ...] | None = None,
+        *,
+        fitted: bool = False,
     ):
         self.version, self.recorded, self.scale = version, recorded, scale
-        self.made_by, self._facts = sides, facts
+        self.made_by, self._facts, self.fitted = sides, facts, fitted
 
     @cached_property
     def quantized(self) -> Float8Tensor:
@@ -322,6 +325,10 @@ class WeightCache:
         """What quantises it."""
         return self.casts if training else self.evaluated_by
 
+    def fits(self, training: bool) -> bool:
+        """Whether a cast looks if its delayed scale fits, and may take another than training's."""
+        return self.casts_in(training) is not self.casts
+
     @property
     def direction(self) -> Direction:
         """What a cast of the weight makes."""
@@ -341,7 +348,7 @@ class WeightCache:
         """The weight [N, K], and [K, N] columnwise: each quantised, or as it is where the plan has high precision.
 
         It is quantised once an iteration if the state ``keeps_weights``, else at each call. The columnwise side is None
-        where backward makes it again (``columnwise``).
+        where backward makes it again (weight_again.py).
 
         Args:
             fresh: quantise again whatever is kept (Megatron's is_first_microbatch).
@@ -375,11 +382,10 @@ class WeightCache:
 
     def take(self, weight: torch.Tensor, quantized: Float8Tensor, *, record: bool, training: bool) -> Sides:
         """Keep what ``casts_in`` just gave of the weight, in the direction that is asked for; as ``quantized``."""
-        column = self.casts_in(training).columnwise
+        column, fitted = self.casts_in(training).columnwise, self.fits(training)
         scale = None if column is None else column.delayed_scale()
-        return self._sides(
-            weight, self.keep(weight, Kept(self.version(weight), record, scale, lambda: quantized))
-        )
+        kept = Kept(self.version(weight), record, scale, lambda: quantized, fitted=fitted)
+        return self._sides(weight, self.keep(weight, kept))
 
     def _sides(self, weight: torch.Tensor, kept: Kept) -> Sides:
         made = kept.quantized

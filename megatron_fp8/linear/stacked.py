@@ -46,11 +46,11 @@ class Operands(NamedTuple):
 
     @property
     def rowwise(self) -> Side:
-        return Side(self.cast.stacks[0], False, self.rule)
+        return Side(self.cast.stacks[0], False, self.rule, self.cast.special)
 
     @property
     def columnwise(self) -> Side:
-        return Side(self.cast.stacks[-1], True, self.rule)
+        return Side(self.cast.stacks[-1], True, self.rule, self.cast.special)
 
     def quantized(self, e: int) -> Float8Tensor:
         """That of one expert, in both directions."""
@@ -58,9 +58,9 @@ class Operands(NamedTuple):
 
     def side(self, side: Side, e: int) -> QuantizedSide:
         """One direction of one expert's."""
-        codes, scale_inv, _, pow2 = side.operand(e)
-        assert scale_inv is not None
-        return QuantizedSide(codes, scale_inv, self.rule.granularity, pow2, not self.cast.special[e])
+        part = side.operand(e)
+        assert part.scale is not None
+        return QuantizedSide(part.values, part.scale, self.rule.granularity, part.pow2, part.finite)
 
 
 class _Expert:
@@ -119,8 +119,8 @@ def weights_held(
 ) -> Operands | None:
     """What sites hold of these weights since the forwards with these stamps, if one cast made it and it is still here."""
     held = [
-        still_held(call.site.weights, weight, generation)
-        for call, weight, (generation, _) in zip(calls, weights, stamps.tolist(), strict=True)
+        still_held(call.site.weights, weight, *stamp)
+        for call, weight, stamp in zip(calls, weights, stamps.tolist(), strict=True)
     ]
     return _of_one_cast(held)
 
@@ -217,7 +217,8 @@ def _of_one_cast(kept: Sequence[Kept | None]) -> Operands | None:
     """What all sites have kept, if one cast made it."""
     made = [one.made_by for one in kept if one is not None and isinstance(one.made_by, _Expert)]
     in_order = [one.number for one in made] == list(range(len(kept)))
-    return made[0].of if in_order and all(one.of is made[0].of for one in made) else None
+    whole = in_order and len(made[0].of.rowwise.rows) == len(made)  # not some of its experts
+    return made[0].of if whole and all(one.of is made[0].of for one in made) else None
 
 
 # -------------------------------------------------------------------------------------------------------- the forward

@@ -75,7 +75,7 @@ def columnwise_of(
     if quantizer is None:
         return weight.t()
     weight_generation, flags = stamp.tolist()
-    kept = still_held(weights, weight, weight_generation)
+    kept = still_held(weights, weight, weight_generation, flags)
     side = None if kept is None else kept.quantized.columnwise
     if side is None:
         side = quantizer.again(weight, "columnwise", scale if flags & _DELAYED else None).columnwise
@@ -83,7 +83,9 @@ def columnwise_of(
     return side
 
 
-def still_held(weights: WeightCache, weight: torch.Tensor, generation: int) -> Kept | None:
-    """What a forward made of the weight as it was in this weight_generation, if that is still here."""
+def still_held(weights: WeightCache, weight: torch.Tensor, generation: int, flags: int) -> Kept | None:
+    """What the forward with this stamp made of the weight, or another one with the same scale, if that is still here."""
     kept = weights.held
-    return kept if kept is not None and kept.serves(weights.version(weight, generation), False) else None
+    if kept is None or kept.fitted != weights.fits(training=not flags & _EVALUATED):
+        return None
+    return kept if kept.serves(weights.version(weight, generation), False) else None

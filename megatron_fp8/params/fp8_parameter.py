@@ -36,6 +36,7 @@ from .. import kernels
 from ..backends.base import Quantized
 from ..backends.native import backend as native
 from ..backends.specified import block_scales
+from ..numerics import waiting
 from ..numerics.rule import BLOCK_128X128, TENSOR, Granularity, Rule
 from ..numerics.scaling import compute_scale_inv
 from ..quantizer import Quantizer
@@ -374,13 +375,22 @@ def _as_parameter(tensor: Fp8Parameter, requires_grad: bool) -> Any:
 
 def broadcast(parameter: Fp8Parameter, source: int, group: Any) -> None:
     """Give every rank of the group the source rank's value, its high-precision start included. Collective."""
-    if parameter._stored.initial is not None:
-        value = parameter._stored.initial.to(parameter.device)
+    stored, device = parameter._stored, parameter.device
+    if stored.initial is not None:
+        value = stored.initial.to(device)
         dist.broadcast(value, src=source, group=group)
-        parameter._stored.initial = value.cpu()
-        parameter._stored.write(value)
+        stored.initial = value.cpu()
+        stored.write(value)
         return
     for tensor in parameter.stored_tensors():
-        dist.broadcast(tensor.view(torch.uint8), src=source, group=group)
-    dist.broadcast(parameter._stored.amax, src=source, group=group)
+        wire = tensor.reshape(-1).view(torch.uint8)  # a scale of no dimension has no view as bytes
+        dist.broadcast(wire, src=source, group=group)
+        tensor.copy_(wire.view(tensor.dtype).view(tensor.shape))
+    count = torch.zeros([], device=device, dtype=torch.float32)
+    if stored.nonfinite is not None:
+        count += stored.nonfinite
+    for number in (stored.amax, count):
+        dist.broadcast(number, src=source, group=group)
+    # Products do not look for NaN where there is no count; on a GPU it is kept unread, since reading it would wait.
+    stored.nonfinite = count if waiting.looking_waits(device) or count else None
     parameter.refresh()

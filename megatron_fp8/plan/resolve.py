@@ -111,8 +111,9 @@ def choose(asked: Asked, name: str, bf16_reason: str | None = None, also: tuple[
     """What a linear of that name multiplies, wherever it will run; arguments and errors as ``resolve``'s."""
     recipe, overrides = asked.recipe(None), matching(name, asked.overrides, also)
     key = id(recipe), asked.reason, asked.unquantized, asked.fp8_wgrad, bf16_reason
-    if not overrides and key in _ALIKE:
-        return _ALIKE[key]
+    known = None if overrides else _ALIKE.get(key)
+    if known is not None:
+        return known
     choices = Choices(
         recipe,
         asked.reason,

@@ -13,6 +13,7 @@ from megatron_fp8 import quantize
 from megatron_fp8 import quantizer as quantizers
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.base import Region
+from megatron_fp8.kernels.cpu import loops
 from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.recipe import CustomRecipe, Float8RowwiseScaling, MXFP8BlockScaling
@@ -199,6 +200,45 @@ def test_ways_to_lie_are_forgotten_before_they_are_many(monkeypatch):
     for rows in range(32, 32 * 9, 32):
         quantizer(randn(rows, 64, seed=rows), "rowwise", record=True)
         assert 0 < len(quantizer._repeats) <= 3
+
+
+def test_of_what_comes_once_nothing_is_kept(monkeypatch):
+    """To describe a matrix to C for others like it takes as long as to cast it, or to multiply it."""
+    told: list[Any] = []
+    cast, product = emulated.repeated_cast, loops.Repeated
+    monkeypatch.setattr(emulated, "repeated_cast", lambda asked: told.append("cast") or cast(asked))
+    monkeypatch.setattr(loops, "Repeated", lambda *given: told.append("product") or product(*given))
+    monkeypatch.setattr(emulated, "_repeated_products", {})
+    rule = MXFP8BlockScaling().rule("input")
+    quantizer = Quantizer(rule, Fp8State().arena(None).add(None, rule.fmt), emulated)
+    for turn in range(3):
+        for rows in range(32, 192, 32):
+            side = quantizer(randn(rows, 512, seed=rows), "rowwise", record=True).rowwise
+            emulated.gemm(side, side)
+        if turn == 0:
+            assert told == []
+    assert told.count("cast") == 5 and told.count("product") == (5 if loops.inner_loop() else 0)
+
+
+class Emptied(dict[Any, Any]):
+    """By another thread, as soon as somebody has looked what is there."""
+
+    def __contains__(self, key: object) -> bool:
+        found = super().__contains__(key)
+        self.clear()
+        return found
+
+
+def test_another_thread_may_empty_what_is_kept(monkeypatch):
+    """A model that several threads evaluate, each with prompts of other lengths."""
+    rule = MXFP8BlockScaling().rule("input")
+    quantizer = Quantizer(rule, Fp8State().arena(None).add(None, rule.fmt), emulated)
+    quantizer._repeats = Emptied()
+    monkeypatch.setattr(emulated, "_repeated_products", Emptied())
+    for _ in range(3):
+        side = quantizer(randn(128, 128, seed=1), "rowwise", record=True).rowwise
+        assert emulated.gemm(side, side).isfinite().all()
+    assert quantizer._repeats, "nothing was kept"
 
 
 def test_a_quantizer_that_casts_in_a_way_of_its_own():

@@ -138,9 +138,8 @@ class Repeated:
 
     def __call__(self, x: torch.Tensor) -> tuple[list[Coded], int]:
         """What each cut gave, and how many elements are NaN or Inf, of x, which lies as the first one."""
-        told = CastStruct.from_buffer_copy(
-            self._told
-        )  # a call may come from any thread, and others meanwhile
+        # A copy: a call may come from any thread, and others meanwhile.
+        told = CastStruct.from_buffer_copy(self._told)
         amax = ctypes.c_float()
         told.x, told.amax = x.data_ptr(), ctypes.addressof(amax)
         made = []

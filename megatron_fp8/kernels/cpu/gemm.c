@@ -322,12 +322,17 @@ static Job job_of(const Operand *a, const Operand *b, int32_t holds_a, int32_t k
 }
 
 INLINE Operand operand(const Side *side, int64_t rows, int64_t k) {
-    return (Operand){side->at, rows, k, 0, side->row_step, side->k_step, side->format, NULL, side->block_k,
-                     whole(rows, 64) + 64};
+    return (Operand){side->at, rows, k, 0, side->row_step, side->k_step, side->format, NULL, whole(rows, 64) + 64,
+                     depth_bits_of(side), side->finite && side->scale && side->block_k};
+}
+
+INLINE Numbers numbers_in(const Operand *of) {
+    return of->lifted ? lifted_numbers_of(of->format) : numbers_of(of->format);
 }
 
 INLINE int64_t shift_words(const Side *side, int64_t rows, int64_t k) {
-    return side->scale && side->block_k ? (k + side->block_k - 1) / side->block_k * (whole(rows, 64) + 64) : 0;
+    int64_t line = (int64_t)1 << depth_bits_of(side);
+    return side->scale && side->block_k ? (k + line - 1) / line * (whole(rows, 64) + 64) : 0;
 }
 
 int32_t gemm(const Side *a, const Side *b, const Out *out, int64_t m, int64_t n, int64_t k, int32_t kernel,
@@ -358,8 +363,8 @@ int32_t gemm(const Side *a, const Side *b, const Out *out, int64_t m, int64_t n,
     const uint32_t *of_left = shifts_a ? shifts : NULL, *of_right = shifts_b ? shifts + shifts_a : NULL;
     job.held.shifts = job.holds_a ? of_left : of_right;
     job.streamed.shifts = job.holds_a ? of_right : of_left;
-    job.numbers_held = numbers_of(job.held.format);
-    job.numbers_streamed = numbers_of(job.streamed.format);
+    job.numbers_held = numbers_in(&job.held);
+    job.numbers_streamed = numbers_in(&job.streamed);
     job.by_row = by_row;
     job.by_col = by_col;
 #pragma omp parallel num_threads(threads) if (threads > 1)

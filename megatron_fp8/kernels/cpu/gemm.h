@@ -12,7 +12,7 @@ typedef struct {
     const void *at;
     int64_t row_step, k_step;
     int32_t format;
-    int32_t e8m0;                           /* whether scales are E8M0, else float32 */
+    int32_t e8m0, finite;                   /* whether scales are E8M0, else float32; whether no code is NaN or Inf */
     const void *scale;                      /* NULL: 1 */
     int64_t block_rows, block_k;            /* that share a scale; block_k 0: all of k, and the scale waits for the end */
     int64_t scale_row_step, scale_k_step;

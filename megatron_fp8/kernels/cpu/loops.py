@@ -182,12 +182,14 @@ class Operand(NamedTuple):
         scale: float32 or float8_e8m0fnu, one for each block, of any strides; None: 1.
         block: (rows, k) that share a scale, 0 meaning the whole extent.
         pow2: every scale is a power of two.
+        finite: known to hold no NaN and no Inf, which then need not be looked for; False: not known.
     """
 
     values: torch.Tensor
     scale: torch.Tensor | None = None
     block: tuple[int, int] = (0, 0)
     pow2: bool = False
+    finite: bool = False
 
 
 class Side(ctypes.Structure):
@@ -199,6 +201,7 @@ class Side(ctypes.Structure):
         ("k_step", ctypes.c_int64),
         ("format", ctypes.c_int32),
         ("e8m0", ctypes.c_int32),
+        ("finite", ctypes.c_int32),
         ("scale", ctypes.c_void_p),
         ("block_rows", ctypes.c_int64),
         ("block_k", ctypes.c_int64),
@@ -279,7 +282,8 @@ def multiply(
         dtype: float32 or bfloat16.
         bias: float32 [N], contiguous.
         into: float32 [M, N], contiguous, to which the product is added (dtype float32, no bias); it is what is
-        returned. loop: AVX512 or AMX, one that the processor has; None: ``inner_loop``.
+            returned.
+        loop: AVX512 or AMX, one that the processor has; None: ``inner_loop``.
 
     Returns:
         [M, N], or None where scales are so small or large that numbers or sums could leave bfloat16's normal range. An
@@ -361,6 +365,7 @@ def side_of(of: Operand, values: torch.Tensor) -> Side:
         k_step,
         FORMATS[values.dtype],
         int(scale is not None and scale.dtype != torch.float32),
+        int(of.finite),
         None if scale is None else scale.data_ptr(),
         block_rows,
         block_k,

@@ -6,7 +6,7 @@
    panel and of the last square is zero: a NaN in the next row of memory gets nowhere.
 
    Scales of blocks are powers of two, and are added to exponents: exact, since the caller has seen to it that no number
-   leaves bfloat16's normal range. Zeros, NaN and Inf stay. */
+   leaves bfloat16's normal range. Zeros, NaN and Inf stay; where there is no NaN and no Inf one instruction does it. */
 
 #pragma once
 
@@ -23,8 +23,9 @@ typedef struct {
     const void *at;
     int64_t rows, k, from, row_step, k_step;
     int32_t format;
-    const uint32_t *shifts; /* twice in each word: what a number's bits grow by; [k / depth][shift_step]; NULL: nothing */
-    int64_t depth, shift_step;
+    const uint32_t *shifts; /* twice in each word: what `with_scale` takes; [k >> depth_bits][shift_step]; NULL: nothing */
+    int64_t shift_step;
+    int32_t depth_bits, lifted; /* lifted: numbers are those of lifted_numbers_of */
 } Operand;
 
 INLINE __mmask64 first_of(int64_t n) { return n >= 64 ? ~(__mmask64)0 : n <= 0 ? 0 : ((__mmask64)1 << n) - 1; }
@@ -34,6 +35,11 @@ INLINE __mmask64 first_of(int64_t n) { return n >= 64 ? ~(__mmask64)0 : n <= 0 ?
 INLINE __m512i shifted(__m512i v, __m512i shift) {
     __m512i next = _mm512_add_epi16(v, _mm512_set1_epi16(0x80));
     return _mm512_mask_add_epi16(v, _mm512_test_epi16_mask(next, _mm512_set1_epi16(0x7F00)), v, shift);
+}
+
+/* Numbers by the powers of two of their scales. */
+INLINE __m512i with_scale(const Operand *of, __m512i v, __m512i shift) {
+    return of->lifted ? lowered(v, shift) : shifted(v, shift);
 }
 
 /* 16 x 16 words, in place. */
@@ -89,10 +95,10 @@ INLINE void pack_rows(const Operand *of, const Numbers *numbers, int32_t format,
                 decode_64(numbers, _mm512_maskz_loadu_epi8(inside, (const uint8_t *)of->at + at), first + r, second + r);
                 if (of->shifts) {
                     const uint32_t *shift = of->shifts + row + r;
-                    int64_t block = k / of->depth, next = (k + 32) / of->depth;
-                    first[r] = shifted(first[r], _mm512_set1_epi32((int)shift[block * of->shift_step]));
+                    int64_t block = k >> of->depth_bits, next = (k + 32) >> of->depth_bits;
+                    first[r] = with_scale(of, first[r], _mm512_set1_epi32((int)shift[block * of->shift_step]));
                     if (k + 32 < of->k)
-                        second[r] = shifted(second[r], _mm512_set1_epi32((int)shift[next * of->shift_step]));
+                        second[r] = with_scale(of, second[r], _mm512_set1_epi32((int)shift[next * of->shift_step]));
                 }
             }
         }
@@ -134,9 +140,9 @@ INLINE void pack_columns(const Operand *of, const Numbers *numbers, int32_t form
         }
         for (int64_t panel = 0; panel < panels; panel++) {
             if (of->shifts) {
-                __m512i shift = _mm512_loadu_si512(of->shifts + k / of->depth * of->shift_step + row + panel * SIDE);
+                __m512i shift = _mm512_loadu_si512(of->shifts + (k >> of->depth_bits) * of->shift_step + row + panel * SIDE);
 #pragma GCC unroll 16
-                for (int pair = 0; pair < SIDE; pair++) x[panel][pair] = shifted(x[panel][pair], shift);
+                for (int pair = 0; pair < SIDE; pair++) x[panel][pair] = with_scale(of, x[panel][pair], shift);
             }
             store(x[panel], transposed, to + panel * panel_words);
         }
@@ -178,7 +184,7 @@ typedef struct {
     const Operand *of;
     const Numbers *numbers;
     int64_t row, k, next, count; /* first row, first k; pieces that are made, of how many */
-    int64_t across;              /* pieces of a row, or, where columns are dense, of 64 rows, before the next ones */
+    int64_t across, down, right; /* pieces of a row, or, where columns are dense, of 64 rows, before the next ones; place */
     int64_t ahead;               /* from a number to that of the next slice, which is fetched meanwhile */
     uint32_t *to;
     int64_t panel_words;
@@ -189,7 +195,7 @@ INLINE Pieces pieces_of(const Operand *of, const Numbers *numbers, int64_t row, 
                         int64_t ahead, uint32_t *to, int64_t panel_words) {
     int64_t across = of->k_step == 1 ? (squares + 3) / 4 : (rows + 63) / 64;
     int64_t count = across * (of->k_step == 1 ? rows : squares * SIDE);
-    return (Pieces){of, numbers, row, k, 0, count, across, ahead, to, panel_words};
+    return (Pieces){of, numbers, row, k, 0, count, across, 0, 0, ahead, to, panel_words};
 }
 
 /* A row's next 128 numbers, whose 32s go into squares one behind the other. */
@@ -207,9 +213,9 @@ INLINE void pack_piece_of_row(const Operand *of, const Numbers *numbers, int64_t
             decode_64(numbers, _mm512_maskz_loadu_epi8(inside, (const uint8_t *)of->at + at), &first, &second);
             if (of->shifts && inside) {
                 const uint32_t *shift = of->shifts + row;
-                int64_t block = k / of->depth, next = inside >> 32 ? (k + 32) / of->depth : block;
-                first = shifted(first, _mm512_set1_epi32((int)shift[block * of->shift_step]));
-                second = shifted(second, _mm512_set1_epi32((int)shift[next * of->shift_step]));
+                int64_t block = k >> of->depth_bits, next = inside >> 32 ? (k + 32) >> of->depth_bits : block;
+                first = with_scale(of, first, _mm512_set1_epi32((int)shift[block * of->shift_step]));
+                second = with_scale(of, second, _mm512_set1_epi32((int)shift[next * of->shift_step]));
             }
         }
         _mm512_store_si512(to, first);
@@ -250,16 +256,17 @@ INLINE void pack_piece_of_columns(const Operand *of, const Numbers *numbers, int
 #pragma GCC unroll 4
     for (int panel = 0; panel < 4; panel++) {
         if (of->shifts && in_low) {
-            const uint32_t *shift = of->shifts + k / of->depth * of->shift_step + row + panel * SIDE;
-            x[panel] = shifted(x[panel], _mm512_loadu_si512(shift));
+            const uint32_t *shift = of->shifts + (k >> of->depth_bits) * of->shift_step + row + panel * SIDE;
+            x[panel] = with_scale(of, x[panel], _mm512_loadu_si512(shift));
         }
         _mm512_store_si512(to + panel * panel_words, x[panel]);
     }
 }
 
 INLINE void pack_piece(Pieces *p) {
-    int64_t first = p->next / p->across, second = p->next % p->across;
+    int64_t first = p->down, second = p->right;
     p->next++;
+    if (++p->right == p->across) p->right = 0, p->down++;
     if (p->of->k_step == 1) {
         uint32_t *to = p->to + first / SIDE * p->panel_words + first % SIDE * SIDE + second * 4 * SQUARE;
         pack_piece_of_row(p->of, p->numbers, p->row + first, p->k + second * 128, p->ahead, to);

@@ -29,6 +29,18 @@ INLINE __m512i exponents_at(const Side *side, int64_t at, __mmask16 in) {
     return _mm512_and_si512(_mm512_srli_epi32(bits, 23), _mm512_set1_epi32(0xFF));
 }
 
+/* How many k one line of shifts is for, as a power of two: a block's, or those of a square. */
+INLINE int32_t depth_bits_of(const Side *side) {
+    int64_t depth = side->block_k & (side->block_k - 1) ? 32 : side->block_k;
+    return depth ? __builtin_ctzll((uint64_t)depth) : 0;
+}
+
+/* What `with_scale` takes for a scale of 2^exponent. */
+INLINE uint32_t shift_of(const Side *side, int32_t exponent) {
+    uint32_t shift = (uint32_t)((side->finite ? LIFT - exponent : exponent) * 128) & 0xFFFF;
+    return shift | shift << 16;
+}
+
 /* take_scales for blocks of one row, whose scales are dense in either direction: 16 rows of 16 blocks at a time. */
 static Range take_scales_of_rows(const Side *side, int64_t rows, int64_t k, uint32_t *shifts, int64_t step,
                                  int32_t threads) {
@@ -59,7 +71,9 @@ static Range take_scales_of_rows(const Side *side, int64_t rows, int64_t k, uint
                 }
                 low = _mm512_mask_min_epi32(low, there, low, x[i]);
                 high = _mm512_mask_max_epi32(high, there, high, x[i]);
-                __m512i shift = _mm512_slli_epi32(_mm512_sub_epi32(x[i], one), 7);
+                __m512i exponent = _mm512_sub_epi32(x[i], one);
+                if (side->finite) exponent = _mm512_sub_epi32(_mm512_set1_epi32(LIFT), exponent);
+                __m512i shift = _mm512_slli_epi32(exponent, 7);
                 shift = _mm512_mask_blend_epi16(0xAAAAAAAA, shift, _mm512_slli_epi32(shift, 16));
                 _mm512_storeu_si512(shifts + (block + i) * step + row, shift);
             }
@@ -78,7 +92,8 @@ static Range take_scales(const Side *side, int64_t rows, int64_t k, uint32_t *sh
     if (side->scale == NULL) return (Range){0, 0};
     int64_t height = side->block_rows ? side->block_rows : rows, depth = side->block_k ? side->block_k : k;
     if (rows * ((k + depth - 1) / depth) < 1 << 15) threads = 1; /* to wait for others would take longer */
-    if (shifts && side->block_rows == 1 && (side->scale_row_step == 1 || side->scale_k_step == 1))
+    int64_t line = (int64_t)1 << depth_bits_of(side);
+    if (shifts && side->block_rows == 1 && depth == line && (side->scale_row_step == 1 || side->scale_k_step == 1))
         return take_scales_of_rows(side, rows, k, shifts, step, threads);
 #pragma omp parallel for num_threads(threads) if (threads > 1) reduction(min : smallest) reduction(max : largest)
     for (int64_t block = 0; block < (k + depth - 1) / depth; block++)
@@ -88,9 +103,8 @@ static Range take_scales(const Side *side, int64_t rows, int64_t k, uint32_t *sh
             if (exponent == -127 && side->e8m0 && is_zero(side, row, high, at, least(depth, k - at))) exponent = 0;
             smallest = exponent < smallest ? exponent : smallest;
             largest = exponent > largest ? exponent : largest;
-            uint32_t shift = (uint32_t)(exponent * 128) & 0xFFFF;
-            if (shifts)
-                for (int64_t r = 0; r < high; r++) shifts[block * step + row + r] = shift | shift << 16;
+            for (int64_t of = at; shifts && of < least(k, at + depth); of += line)
+                for (int64_t r = 0; r < high; r++) shifts[of / line * step + row + r] = shift_of(side, exponent);
         }
     return (Range){smallest, largest};
 }

@@ -172,11 +172,13 @@ class Side(NamedTuple):
 
     Attributes:
         rule: by which they were cast.
+        special: of each part how many elements were NaN or Inf; not 0 where that is not known.
     """
 
     stack: Stack
     turned: bool
     rule: Rule
+    special: Sequence[int]
 
     @property
     def rows(self) -> list[int]:
@@ -190,7 +192,8 @@ class Side(NamedTuple):
         grain = self.rule.granularity
         scale = scales.view(()) if grain.is_tensor else scales.t() if self.turned else scales
         pow2 = self.rule.scale != "fp32"
-        return loops.Operand(codes.t() if self.turned else codes, scale, (grain.rows, grain.cols), pow2)
+        values = codes.t() if self.turned else codes
+        return loops.Operand(values, scale, (grain.rows, grain.cols), pow2, not self.special[i])
 
 
 def taken(rule: Rule) -> bool:
@@ -218,6 +221,7 @@ def multiply(
         ctypes.memmove(ctypes.byref(to), ctypes.byref(common), _PRODUCT)
         to.a.at, to.a.scale, m, k = parts_a[i]
         to.b.at, to.b.scale, n, k_too = parts_b[i]
+        to.a.finite, to.b.finite = not a.special[i], not b.special[i]
         assert k == k_too, (a.stack.rows, b.stack.rows)
         if k == 1:  # a dimension of one element may have any stride
             to.a.k_step = to.b.k_step = 1
@@ -229,7 +233,7 @@ def multiply(
 
 def _describe(side: Side, to: loops.Side) -> list[tuple[int, int, int, int]]:
     """Tells of what all parts of a side share; of each part where codes and scales lie, its rows and its k."""
-    stack, turned, rule = side
+    stack, turned, rule, _ = side
     cols, size = stack.codes.shape[1], stack.scale_inv.element_size()
     to.row_step, to.k_step = (1, cols) if turned else (cols, 1)
     to.format, to.e8m0 = loops.FORMATS[stack.codes.dtype], rule.scale == "e8m0"

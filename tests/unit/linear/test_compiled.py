@@ -14,6 +14,7 @@ from megatron_fp8.linear.function import fp8_linear, observe_high_precision
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.plan.switch import current_switch, fp8_disabled, remember_fp8, runs_fp8
+from megatron_fp8.state.counts import IterationCounts
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.state.phases import Phases
 from tests.support.kept_for_backward import saved
@@ -107,13 +108,19 @@ def test_what_needs_no_gradient_costs_none(frozen):
     alike(eager, traced)
 
 
-def test_evaluation_records_and_counts_nothing():
+@pytest.mark.parametrize("how", ["traced", "eager", "FP8 weight", "FP8 weight, traced"])
+def test_evaluation_records_and_counts_nothing(how):
     x, w, _ = data(40, 64, 48)
     site = make_site("delayed")[0]
+    expected = fp8_linear(x, w, None, make_site("delayed")[0])
+    if "FP8" in how:
+        w = fp8_parameter(w, site.quantizers["weight"])
+        site.state.arenas[0].rows.zero_(), vars(site.state.counts).update(vars(IterationCounts()))
+    run = fp8_linear if "traced" not in how else torch.compile(fp8_linear, backend="aot_eager")
     with torch.no_grad():
-        y = compiled(fp8_linear)(x, w, None, site, training=False)
-    assert_same_bytes(y, fp8_linear(x, w, None, make_site("delayed")[0]))
-    assert site.state.counts.fp8_gemms == 0 and not site.state.arenas[0].rows.any()
+        y = run(x, w, None, site, training=False)
+    assert_same_bytes(y, expected)
+    assert site.state.counts == IterationCounts() and not site.state.arenas[0].rows.any()
 
 
 # ---------------------------------------------------------------------------------------------- what is saved

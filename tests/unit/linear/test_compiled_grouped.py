@@ -16,6 +16,7 @@ from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.params.fp8_parameter import fp8_parameter
+from megatron_fp8.state.counts import IterationCounts
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.kept_for_backward import saved
 from tests.support.sites import make_site, randn
@@ -165,13 +166,22 @@ def test_two_calls_on_one_input_are_two_gradients() -> None:
     compare("tensorwise", form=twice, main_grad=True, numbers=NUMBERS[:1])
 
 
-def test_evaluation_records_and_counts_nothing() -> None:
+@pytest.mark.parametrize("how", ["traced", "eager", "FP8 weights", "FP8 weights, traced"])
+def test_evaluation_records_and_counts_nothing(how: str) -> None:
     x, weights, sites = randn(127, K, seed=1), parameters(), experts("delayed")
     numbers = torch.tensor(NUMBERS[0])
+    expected = grouped_linear(x, weights, numbers, experts("delayed")).detach()
+    state = sites[0].state
+    if "FP8" in how:
+        pairs = zip(weights, sites, strict=True)
+        weights = [fp8_parameter(weight, site.quantizers["weight"]) for weight, site in pairs]
+        state.arenas[0].rows.zero_(), vars(state.counts).update(vars(IterationCounts()))
+    run = grouped_linear if "traced" not in how else torch.compile(grouped_linear, backend="eager")
     with torch.no_grad():
-        y = compiled(grouped_linear, "eager")(x, weights, numbers, sites, training=False)
-    assert_same_bytes(y, grouped_linear(x, weights, numbers, experts("delayed")).detach())
-    assert sites[0].state.counts.fp8_gemms == 0 and not sites[0].state.arenas[0].rows.any()
+        y = run(x, weights, numbers, sites, training=False)
+    assert_same_bytes(y, expected)
+    assert state.counts == IterationCounts() and not state.arenas[0].rows.any()
+    torch._dynamo.reset()
 
 
 def test_what_needs_no_gradient_costs_none() -> None:

@@ -97,3 +97,17 @@ def test_what_hooks_give_back_is_looked_at() -> None:
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             assert_same_bytes(one.codes, other.codes)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_codes_and_scales_that_are_a_part_of_other_memory(name: str) -> None:
+    """As hooks that offload bring them back: views into one large tensor."""
+    numbers, layout = (5, 0, 40), PackedLayout(SideLayout.of(RULES[name], True), K)
+    packed = layout.pack(sides(RULES[name], numbers), numbers, CPU)
+    within = Packed(*(torch.cat([tensor[:3], tensor])[3:] for tensor in packed))
+    assert all(tensor.storage_offset() == 3 for tensor in within)
+    for found, wanted in zip(layout.unpack(within, numbers), layout.unpack(packed, numbers), strict=True):
+        assert (found is None) == (wanted is None)
+        if found is not None and wanted is not None:
+            assert_same_bytes(found.codes, wanted.codes)
+            assert_same_bytes(found.scale_inv, wanted.scale_inv)

@@ -82,6 +82,17 @@ def test_a_weight_that_was_kept_otherwise(casts: list[int]) -> None:
     assert casts == [2, 1, 2, 1]
 
 
+def test_some_of_the_experts_whose_weights_one_cast_made(casts: list[int]) -> None:
+    """The first two, as where the others are called by themselves from now on: with the weights that are kept."""
+    _, sites = experts("blockwise")
+    weights, x = parameters(), randn(sum(TOKENS), K, seed=0)
+    whole, some = grouped_linear(x, weights, TOKENS, sites), sum(TOKENS[:2])
+    assert casts == [2]
+    assert_same_bytes(grouped_linear(x[:some], weights[:2], TOKENS[:2], sites[:2]), whole[:some])
+    assert_same_bytes(grouped_linear(x, weights, TOKENS, sites), whole)
+    assert casts == [2, 1]
+
+
 def test_a_backward_that_is_watched_is_that_of_each_expert(casts: list[int], monkeypatch: Any) -> None:
     found = steps(experts("blockwise")[1], parameters(), 1)
     casts.clear()

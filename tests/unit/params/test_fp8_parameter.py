@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp8.params.fp8_parameter import Fp8Parameter, TwoWayFp8Parameter, fp8_parameter
+from megatron_fp8.backends import emulated
+from megatron_fp8.params.fp8_parameter import Fp8Parameter, TwoWayFp8Parameter, broadcast, fp8_parameter
 from megatron_fp8.quantizer import quantize
 from megatron_fp8.recipe import (
     CustomRecipe,
@@ -217,6 +218,29 @@ def test_stochastic_weights_are_refused() -> None:
     recipe = CustomRecipe(lambda role: rule if role == "weight" else RECIPES["tensorwise"])
     with pytest.raises(ValueError, match="stochastic=False"):
         fp8_parameter(weight(), quantizer_of(recipe))
+
+
+def test_a_broadcast_of_codes_brings_what_is_known_of_them(ranks: Any) -> None:
+    """Products do not look for NaN in codes that are known to be finite: the receiver's own were."""
+    first, second = ranks(2).run(_broadcast_nan)
+    assert first == second and all(nan for _, nan in first.values())
+
+
+def _broadcast_nan() -> dict[str, tuple[list[bytes], bool]]:
+    """Of each recipe the bytes, and whether a product has NaN in the one column that has to."""
+    found = {}
+    for recipe in RECIPES:
+        value = weight(seed=torch.distributed.get_rank())
+        if torch.distributed.get_rank() == 0:
+            value[3, 5] = torch.nan
+        parameter = fp8_parameter(value, quantizer_of(RECIPES[recipe]))
+        parameter.clear_high_precision_init_val()
+        broadcast(parameter, 0, None)
+        x = quantize(weight(seed=9), RECIPES[recipe], "input").rowwise
+        missing = emulated.gemm(x, parameter.quantized.rowwise).isnan()  # type: ignore[arg-type]
+        tensors = [bytes_of(tensor) for tensor in (*parameter.stored_tensors(), parameter.cast_amax)]
+        found[recipe] = tensors, bool(missing[:, 3].all()) and int(missing.sum()) == len(missing)
+    return found
 
 
 def test_collectives_on_it_are_refused(ranks: Any) -> None:

@@ -55,32 +55,40 @@ def test_each_part_is_cast_as_alone(rule: Rule, direction: Direction) -> None:
 @pytest.mark.skipif(loops.inner_loop() is None, reason="no inner loop for products")
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_each_product_is_that_of_the_parts_alone(rule: Rule) -> None:
-    """Of parts turned, as weight gradients have them, and of parts as they lie."""
+    """Of parts turned, as weight gradients have them, and of parts as they lie; one has a NaN."""
+
+    def alone(left: Side, right: Side, i: int, dtype: torch.dtype) -> torch.Tensor:
+        done = loops.multiply(*(side.operand(i)._replace(finite=False) for side in (left, right)), dtype)
+        assert done is not None
+        return done
+
     x = randn(sum(ROWS), COLS, seed=3)
+    x[80, 7] = torch.nan
     other = randn(sum(ROWS), OTHER, seed=4)
     cast_x, cast_other = stacks.quantize([parts(x, rule, "both", None), parts(other, rule, "both", None)])
     assert stacks.taken(rule)
     these = [0, 2, 3, 4]
-    a, b = Side(cast_other.stacks[-1], True, rule), Side(cast_x.stacks[-1], True, rule)
+    a, b = (
+        Side(cast_other.stacks[-1], True, rule, cast_other.special),
+        Side(cast_x.stacks[-1], True, rule, cast_x.special),
+    )
     for dtype, add in ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)):
         outs = [torch.ones(OTHER, COLS, dtype=dtype) for _ in ROWS]
         missed = stacks.multiply(a, b, [out.data_ptr() for out in outs], dtype, these, add=add)
         assert missed == []
         for i in these:
-            alone = loops.multiply(a.operand(i), b.operand(i), dtype)
-            assert alone is not None
-            assert_same_bytes(outs[i], alone + 1 if add else alone, f"part {i}")
+            expected = alone(a, b, i, dtype)
+            assert bool(expected.isnan().any()) == (i == 2)
+            assert_same_bytes(outs[i], expected + 1 if add else expected, f"part {i}")
         assert outs[1].eq(1).all()
-    rowwise = Side(cast_x.stacks[0], False, rule)
+    rowwise = Side(cast_x.stacks[0], False, rule, cast_x.special)
     outs = [torch.empty(rows, rows, dtype=torch.float32) for rows in ROWS]
     assert (
         stacks.multiply(rowwise, rowwise, [out.data_ptr() for out in outs], torch.float32, these, add=False)
         == []
     )
     for i in these:
-        alone = loops.multiply(rowwise.operand(i), rowwise.operand(i), torch.float32)
-        assert alone is not None
-        assert_same_bytes(outs[i], alone, f"part {i}")
+        assert_same_bytes(outs[i], alone(rowwise, rowwise, i, torch.float32), f"part {i}")
 
 
 @pytest.mark.skipif(loops.inner_loop() is None, reason="no inner loop for products")
@@ -89,7 +97,7 @@ def test_a_product_whose_scales_are_too_small_is_told() -> None:
     x = randn(sum(ROWS), COLS, seed=3)
     x[70:270] *= 2.0**-120
     (cast,) = stacks.quantize([parts(x, rule, "both", None)])
-    side = Side(cast.stacks[-1], True, rule)
+    side = Side(cast.stacks[-1], True, rule, cast.special)
     outs = [torch.ones(COLS, COLS) for _ in ROWS]
     addresses = [out.data_ptr() for out in outs]
     assert stacks.multiply(side, side, addresses, torch.float32, [0, 2, 4], add=False) == [2]
