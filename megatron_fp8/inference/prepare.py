@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 import torch
 
 from ..backends import emulated
-from ..linear.fitted import fitted
+from ..linear.fitted import fitted, replaced_by
 from ..linear.site import GemmSite
 from ..nn.experts import Fp8ExpertLinear
+from ..numerics.rule import Rule
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.site_plan import bf16_site
 from ..recipe import alignment, recipe_name
@@ -134,23 +135,24 @@ def prepare_for_inference(
     uncalled = _uncalled(active)
     report.ran = uncalled is not None
     report.not_called = [linear.fp8_site.plan.name for linear in uncalled or []]
-    active = [linear for linear in active if linear not in (uncalled or [])]
-    report.high_precision = [linear.fp8_site.plan.name for linear in linears if linear not in active]
-    counts = Counter(_which_weight(linear) for linear in active)
+    left = {id(linear) for linear in uncalled or []}  # numbers: a model may have 100,000 linears
+    active = [linear for linear in active if id(linear) not in left]
+    prepared = {id(linear) for linear in active}
+    report.high_precision = [linear.fp8_site.plan.name for linear in linears if id(linear) not in prepared]
+    counts = Counter(map(_which_codes, active))
     last = {linear.around: linear for linear in active if isinstance(linear, Fp8ExpertLinear)}
-    shared: dict[
-        int, Any
-    ] = {}  # weights of several linears, kept until all have theirs; others are freed at once
+    # Codes of several linears, kept until all have theirs; others are freed at once.
+    shared: dict[tuple[int, Rule], Any] = {}
     for linear in active:
-        number = _which_weight(linear)
-        weight = shared.get(number)
+        which = _which_codes(linear)
+        weight = shared.get(which)
         if weight is None:
             quantizer = _evaluated_by(linear.fp8_site)
             weight = inference_weight(getattr(linear, "matrix", linear.weight), quantizer)
             if (misfits := getattr(quantizer, "misfits", None)) is not None and bool(misfits):
                 report.replaced.append(linear.fp8_site.plan.name)
-        if counts[number] > 1:
-            shared[number] = weight
+        if counts[which] > 1:
+            shared[which] = weight
         report.sites.append(_prepare(linear, weight, static.get(linear.fp8_site.plan.name), pad_tokens))
         if isinstance(linear, Fp8ExpertLinear) and last[linear.around] is linear:
             linear.around.take_apart()
@@ -186,10 +188,10 @@ def _evaluated_by(site: GemmSite) -> Any:
     return (fitted(weights.casts) if weights.evaluated_by is weights.casts else weights.evaluated_by).rowwise
 
 
-def _which_weight(linear: Any) -> int:
-    """A number that linears have in common whose weight is one tensor."""
-    own = linear._parameters.get("weight")
-    return id(linear if own is None else own)  # an expert's is a part of a stack, which no other shares
+def _which_codes(linear: Any) -> tuple[int, Rule]:
+    """What linears have in common whose weight is one tensor, quantised by one rule."""
+    own = linear._parameters.get("weight")  # an expert's is a part of a stack, which no other shares
+    return id(linear if own is None else own), linear.fp8_site.weights.casts.rowwise.rule
 
 
 def _keep_in_high_precision(linear: Any) -> None:
@@ -244,6 +246,7 @@ def _prepare(
             linear.fp8_sites.prepare(static)
     else:
         site.state.phases = Phases()
+        weight.quantised_by(replaced_by(weight.quantizer))
         if static is not None:
             static(site)
     multiple = pad_tokens or (1 if site.backend is emulated else alignment(site.plan.recipe))

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..linear.fitted import FittedQuantizer, replaced_by
 from ..params.fp8_parameter import Fp8Parameter
 from .checkpoint.state_dict import fp8_state_dict, load_fp8_state_dict
 from .runtime import runtime_of, unwrap
@@ -100,7 +101,9 @@ def _take_over(chunks: list[Any], copied: list[Any], saved: dict[str, torch.Tens
     load_fp8_state_dict(copied, saved)
     for linear in fp8_linears(copied):
         if isinstance(linear.weight, Fp8Parameter):
-            linear.weight.quantised_by(linear.fp8_site.quantizers["weight"])
+            quantizer = linear.fp8_site.quantizers["weight"]
+            prepared = isinstance(linear.weight.quantizer, FittedQuantizer)
+            linear.weight.quantised_by(replaced_by(quantizer) if prepared else quantizer)
     for theirs, mine in zip(chunks, copied, strict=True):
         if theirs in before.fp8_params:
             after.fp8_params.add(mine)

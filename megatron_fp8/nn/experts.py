@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -73,6 +72,10 @@ class Fp8ExpertLinear(Fp8Layer):
         """The stack; what inference made of its part, once it did; None where the stack is computed."""
         own = self._parameters.get("weight")
         return self.around._parameters.get(self._stack.parameter) if own is None else own
+
+    def _computed_from(self) -> list[torch.nn.Parameter]:
+        by = f"parametrizations.{self._stack.parameter}."
+        return [parameter for name, parameter in self.around.named_parameters() if name.startswith(by)]
 
     @property
     def fp8_device(self) -> torch.device:
@@ -237,7 +240,7 @@ class Fp8Experts(torch.nn.Module):
             sites = [runs[e][0] for e in these]
             if autocasts(device):
                 part = part.to(torch.get_autocast_dtype(device.type))
-            with without_autocast(device), nullcontext() if self.training else sites[0].state.uncounted():
+            with without_autocast(device):
                 return grouped_linear(
                     part,
                     [linears[e].as_matrix(weights[e]) for e in these],
@@ -305,7 +308,10 @@ class Fp8Experts(torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for stack in self.fp8_stacks:
-            if f"{prefix}{stack.parameter}" in state_dict:
+            computed = f"{prefix}parametrizations.{stack.parameter}."
+            if f"{prefix}{stack.parameter}" in state_dict or any(
+                key.startswith(computed) for key in state_dict
+            ):
                 for linear in self.fp8_linears(stack):
                     self.fp8_group.loads(linear.fp8_sites)
         for stack in self._taken_apart():

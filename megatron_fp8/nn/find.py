@@ -64,3 +64,5 @@ def _unite(group: Fp8Group, linears: dict[str, Fp8Layer]) -> None:
     group.make_all_sites()  # before those that ran: ranks may have run different ones, and slots must not differ
     for name, site in recorded.items():
         take_over(site, linears[name].fp8_site)
+    for linear in linears.values():
+        linear.fp8_sites.quantise(linear.held, linear.fp8_device)

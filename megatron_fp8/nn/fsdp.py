@@ -258,14 +258,26 @@ def _refuse_smaller_mesh(fp8_group: Fp8Group) -> None:
     for module in list(_module_state_mapping):
         if not isinstance(module, FSDPModule):
             continue
-        for shards in module._get_fsdp_state()._fsdp_param_groups:
-            own = any(isinstance(one._sharded_local_tensor, GatheredAsCodes) for one in shards.fsdp_params)
+        for shards in _parameter_groups(module):
+            own = any(
+                isinstance(one._sharded_local_tensor, GatheredAsCodes)
+                and getattr(one._module_info.module, "fp8_group", None) is fp8_group
+                for one in shards.fsdp_params
+            )
             if own and shards._use_post_forward_mesh:
                 raise ValueError(
                     "fully_shard(reshard_after_forward=NUMBER) does not go together with enable_fp8_all_gather: use True"
                     " (the default) or False, or fully_shard without enable_fp8_all_gather"
                 )
     _looked_at.add(fp8_group)
+
+
+def _parameter_groups(module: Any) -> list[Any]:
+    """torch's groups of parameters that one call of fully_shard gathers; up to torch 2.11 there is one, or None."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 class _Gathered(Fp8Parameter):

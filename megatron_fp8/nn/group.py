@@ -92,7 +92,7 @@ class Fp8Group:
         """The same, in the same iteration and phase: DelayedScaling.interval and random bits go by it."""
         copied = memo[id(self)] = Fp8Group(copy.deepcopy(self.config, memo))
         copied.iteration, copied._phases = self.iteration, self._phases
-        copied.left = LeftByTraining(copied=True)
+        copied.delays = self.delays
         return copied
 
     # -------------------------------------------------------------------------------------------------------- members
@@ -214,8 +214,8 @@ class Fp8Group:
     def _written_by_training(self) -> None:
         """What the parameters are now, the training made them."""
         self._resumed = False
-        if self.delays:
-            self.left.note(linear.held for sites in self._members if (linear := sites.linear) is not None)
+        if self.delays or self.left.resumed:
+            self.left.note(weight for linear in self.linears for weight in linear.sources)
 
     def resume(self, iteration: int) -> None:
         """Go on from a saved iteration; the weights may be other ones, or become those that were saved."""
@@ -235,6 +235,7 @@ class Fp8Group:
     def loads(self, sites: LinearSites) -> None:
         """A linear's weight is about to be loaded. If its histories are not those that ``resume`` came with, it starts
         cold, as any weight without a scale does."""
+        self.left.forget([] if sites.linear is None else sites.linear.sources)
         if not self._resumed:
             sites.start_again()
             for state in self.states.values():

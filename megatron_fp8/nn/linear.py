@@ -76,6 +76,15 @@ class Fp8Layer(torch.nn.Module):
         return self._parameters.get("weight")
 
     @property
+    def sources(self) -> list[torch.nn.Parameter]:
+        """The parameter that its weight is, or is a part of; those from which it is computed."""
+        held = self.held
+        return self._computed_from() if held is None else [held]
+
+    def _computed_from(self) -> list[torch.nn.Parameter]:
+        return [parameter for name, parameter in self.named_parameters() if name != "bias"]
+
+    @property
     def matrix(self) -> torch.Tensor:
         """The weight as [out_features, in_features]: itself, or a view."""
         return self.as_matrix(self.weight)
@@ -138,6 +147,7 @@ class Fp8Layer(torch.nn.Module):
         super()._apply(fn, recurse)
         if self.fp8_device != before:
             self.fp8_sites.leave(before)
+            self.fp8_sites.quantise(self.held, self.fp8_device)
             self.fp8_group.leave_device(before)
         return self
 
@@ -148,7 +158,8 @@ class Fp8Layer(torch.nn.Module):
         return super().train(mode)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if f"{prefix}weight" in state_dict:
+        own = [key for key in state_dict if key.startswith(prefix) and key != f"{prefix}bias"]
+        if f"{prefix}weight" in own or (own and self.held is None):  # or what it is computed from
             self.fp8_group.loads(self.fp8_sites)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -210,8 +221,7 @@ class Fp8Layer(torch.nn.Module):
             return fp8_linear(input, self.as_matrix(weight), self.bias, site)
         if (y := fp8_linear_at_once(input, self.as_matrix(weight), self.bias, site)) is not None:
             return y
-        with site.state.uncounted():
-            return fp8_linear(input, self.as_matrix(weight), self.bias, site, training=False)
+        return fp8_linear(input, self.as_matrix(weight), self.bias, site, training=False)
 
     def _high_precision(
         self, x: torch.Tensor, weight: torch.Tensor, site: GemmSite, *, observe: bool

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..linear.fitted import STEPPED, Known, warn_of_replaced
+from ..linear.fitted import Known, warn_of_replaced
 from ..linear.site import GemmSite
+from ..params.fp8_parameter import Fp8Parameter
 from ..plan.overrides import matching
 from ..plan.resolve import resolve
 from ..plan.site_plan import SitePlan, bf16_site
@@ -75,7 +76,6 @@ class LinearSites:
         self.forwards = Forwards(by_recipe=True)
         self.called = False
         self._ran = False  # in FP8, on sites that are gone
-        self._doubted = False  # others than the training may have written the weight of which this is a copy
         self._shape, self._prepared, self._also = shape, prepared, also
         self._left: dict[str, GemmSite] = {}  # label -> where it ran before it was moved, until it runs again
         self._loaded: dict[str, Mapping[str, torch.Tensor]] = {}  # label -> histories, until its site is made
@@ -107,7 +107,6 @@ class LinearSites:
     def follow(self, before: LinearSites) -> None:
         """What is known of the linear by other sites, which these take the place of, or are a copy of."""
         self._ran, self.called = before.has_run, before.called
-        self._doubted = before._known().limit < STEPPED
 
     # ------------------------------------------------------------------------------------------------------ making them
 
@@ -147,7 +146,7 @@ class LinearSites:
         site = GemmSite(plan, state, None, seed=state.seed, stream=rank())
         if site.has_histories:
             group.delays = True
-            site.weights.fit(self._known, self._tell)
+            site.weights.fit(self.known, self._tell)
         if self._prepared is not None and recipe is None:
             self._prepared(site)
         return site
@@ -192,18 +191,30 @@ class LinearSites:
             for slot in delayed_slots(site).values():
                 slot.arena.start_again(slot)
 
-    def _known(self) -> Known:
+    def known(self) -> Known:
         """What is known of the weight since it got its scale."""
         linear, group = self.linear, self._group()
         if linear is None or group is None:
             return Known()
-        return group.left.known(linear.held, doubted=self._doubted)
+        return group.left.known(self.name, linear.sources)
 
     def _tell(self, name: str) -> None:
         self.group.left.told = True
         warn_of_replaced(name)
 
     # ---------------------------------------------------------------------------------------------- moves and copies
+
+    def quantise(self, weight: Any, device: torch.device) -> None:
+        """If the linear's weight lives as codes, what is written there is cast by the site on this device.
+
+        And no longer by that of the device from which it was moved, or of the linear of which it is a copy. Of several
+        linears whose weight it is the first one's site casts.
+        """
+        if not isinstance(weight, Fp8Parameter) or weight.is_gathered or device.type == "meta":
+            return
+        quantizer = self.on(device).weights.evaluated_by.rowwise
+        if quantizer is not None and quantizer.slot.arena is not weight.quantizer.slot.arena:
+            weight.quantised_by(quantizer)
 
     def leave(self, device: torch.device) -> None:
         """The linear was moved from this device: no codes stay there, and its histories go where it runs next."""
@@ -238,6 +249,9 @@ class LinearSites:
         ran = self.made.get((device, "")) or self._left.get("")
         if ran is not None and ran.has_histories and device.type != "meta":
             take_over(ran, copied.on(device))
+        copies = [(weight, memo.get(id(weight))) for weight in linear.sources]
+        copied.group.left.note_copies(self.group.left, self.name, copies)
+        copied.quantise(memo.get(id(linear.held)), device)
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:

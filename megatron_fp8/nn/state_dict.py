@@ -8,10 +8,12 @@ Rejected: buffers of the modules. Every BF16 checkpoint would then lack keys, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
+from ..numerics.scaling import compute_amax
 from ..state.arena import Slot
 from ..state.saved import SAVED_PARTS, check_saved, load_slots, saved_slots
 from .find import fp8_linears, groups_of
@@ -26,17 +28,21 @@ def fp8_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         Tensors on the CPU, to be saved with torch.save or safetensors, between two iterations (after ``fp8_step``). For
         each FP8 linear ``NAME.iteration`` (int64 []); with delayed scaling also, for each of its operands,
         ``NAME.ROLE.scale`` (float32 [1]), ``NAME.ROLE.amax_history`` (float32 [length]) and ``NAME.ROLE.warm`` (uint8
-        [1]). The same on all data-parallel ranks. Delayed scaling that ``fp8_autocast`` put in place is kept as
-        ``NAME@RECIPE.ROLE...``, RECIPE being its repr.
+        [1]), and ``NAME.weight.amax`` (float32 [1]): how large the weight is, if training may have left it beyond its
+        scale, else 0; Inf of weights that are computed or sharded. The same on all data-parallel ranks. Delayed
+        scaling that ``fp8_autocast`` put in place is kept as ``NAME@RECIPE.ROLE...``, RECIPE being its repr.
 
     Raises ValueError: the model has no FP8 linear.
     """
     saved = {}
     for name, linear in _linears(model):
         saved[f"{name}.iteration"] = torch.tensor(linear.fp8_group.iteration, dtype=torch.int64, device="cpu")
-        saved.update(saved_slots(_own_slots(name, linear)))
-        for label, histories in linear.fp8_sites.histories(linear.fp8_device).items():
+        own, by_recipe = _own_slots(name, linear), linear.fp8_sites.histories(linear.fp8_device)
+        saved.update(saved_slots(own))
+        for label, histories in by_recipe.items():
             saved.update({f"{name}@{label}.{key}": tensor for key, tensor in histories.items()})
+        if own or by_recipe:
+            saved[f"{name}.weight.amax"] = _amax_left(linear)
     return saved
 
 
@@ -45,7 +51,8 @@ def load_fp8_state_dict(model: torch.nn.Module, saved: Mapping[str, torch.Tensor
 
     The order does not matter: before or after the weights are loaded. Of a history of another length the latest entries
     that fit are taken. A recipe of ``fp8_autocast``'s takes its own when it is first called; one that the saved state
-    lacks starts cold.
+    lacks starts cold. Until the next iteration ends, evaluation saturates a weight beyond its scale only if it is no
+    larger than the one that was saved; of a state without ``NAME.weight.amax``, if it is up to twice beyond it.
 
     Raises:
         ValueError: the model has no FP8 linear, or its FP8 linears or recipes are not those that were saved.
@@ -59,10 +66,15 @@ def load_fp8_state_dict(model: torch.nn.Module, saved: Mapping[str, torch.Tensor
         for label, keys in labels.items():
             slots = {key.rpartition(".")[0] for key in keys}
             expected |= {f"{name}@{label}.{slot}.{part}" for slot in slots for part in SAVED_PARTS}
+    expected |= saved.keys() & {f"{name}.weight.amax" for name in linears}
     check_saved(expected, saved, "Convert the model as the saved one was")  # before anything changes
     for name, linear in linears.items():
         linear.fp8_group.resume(int(saved[f"{name}.iteration"]))
-        load_slots(_own_slots(name, linear), saved)
+    for name, linear in linears.items():
+        own, amax = _own_slots(name, linear), saved.get(f"{name}.weight.amax")
+        if own or by_recipe[name]:
+            linear.fp8_group.left.note_saved(linear.fp8_name, math.inf if amax is None else float(amax))
+        load_slots(own, saved)
         histories = {
             label: {key: saved[f"{name}@{label}.{key}"] for key in keys}
             for label, keys in by_recipe[name].items()
@@ -87,6 +99,16 @@ def _linears(model: torch.nn.Module) -> Iterator[tuple[str, Fp8Layer]]:
         for linear in group.linears:
             group.make_sites(linear.fp8_device)
     yield from fp8_linears(model).items()
+
+
+def _amax_left(linear: Fp8Layer) -> torch.Tensor:
+    """float32 [1], on the CPU: how large training left a weight that may lie beyond its scale, else 0; Inf: unknown."""
+    if linear.held is None or hasattr(linear.held, "to_local") or linear.fp8_device.type == "meta":
+        return torch.full((1,), math.inf, device="cpu", dtype=torch.float32)
+    known = linear.fp8_sites.known()
+    if known.limit == 1:
+        return torch.zeros(1, device="cpu", dtype=torch.float32)
+    return compute_amax(linear.matrix.detach()).clamp(max=known.amax).view(1).cpu()
 
 
 def _own_slots(name: str, linear: Fp8Layer) -> dict[str, Slot]:

@@ -154,6 +154,38 @@ def test_a_copy_is_the_model_and_goes_its_own_way(ranks: RankPool, case: str) ->
         assert found["untouched"] and found["next"][0] == found["next"][1], found
 
 
+def written(fp8_param: bool) -> list[tuple[str, float, float]]:
+    """A rank case: a prepared model's first FP8 weight, and its copy's, are written anew.
+
+    Returns (whose, factor, the largest magnitude there over that which was written).
+    """
+    from megatron_fp8.inference import prepare_for_inference
+    from megatron_fp8.mcore.copies import copy_model
+    from megatron_fp8.params.fp8_parameter import Fp8Parameter
+
+    with model_parallel(Layout()):
+        chunks = built(Layout(), {**DELAYED, "fp8_param": fp8_param})
+        trained(chunks, 1)
+        model = prepare_for_inference(chunks[0])
+        found = []
+        for whose, one in (("copy", copy_model(model)), ("original", model)):
+            weight = next(p for p in one.parameters() if isinstance(p, Fp8Parameter))
+            value = weight.dequantize().clone()
+            for factor in (1.0, 1.8, 20.0):
+                weight.copy_(value * factor)
+                share = weight.dequantize().abs().max() / (value.abs().max() * factor)
+                found.append((whose, factor, float(share)))
+    return found
+
+
+@pytest.mark.parametrize("fp8_param", [False, True])
+def test_what_is_written_into_a_prepared_model_or_its_copy_is_not_saturated(
+    ranks: RankPool, fp8_param: bool
+) -> None:
+    for whose, factor, share in ranks(1).run(written, fp8_param)[0]:
+        assert share == pytest.approx(1, abs=0.04), (whose, factor)
+
+
 def refused() -> tuple[str, ...]:
     """A case for ranks: what copy.deepcopy says of a model, and copy_model of a chunk of two and of one in
     DistributedDataParallel."""

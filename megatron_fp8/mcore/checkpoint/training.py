@@ -33,7 +33,7 @@ from ...fp8_utils import is_float8tensor
 from ...params.block_codes import is_scales_key
 from ...plan.overrides import matching
 from ...state.guard import Move, saved_moves
-from ...state.ranks import anywhere, first_to_say, union
+from ...state.ranks import anywhere, first_to_say, largest, union
 from ...state.saved import PREFIX, is_slot_key
 from ..guard import take
 from ..names import of_key
@@ -74,15 +74,16 @@ def sharded_state(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
 
 
 def numbers(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
-    """The part of the state that is numbers and not tensors, for the manifest; the same on every rank."""
-    steps = {int(group["step"]) for group in optimizer.param_groups if "step" in group}
+    """The part of the state that is numbers and not tensors, for the manifest; the same on every rank. Collective."""
+    # A group of which this rank has no part is not stepped here.
+    steps = {int(group["step"]) for group in optimizer.param_groups if group["params"] and "step" in group}
     assert len(steps) <= 1, f"parameter groups took different numbers of steps: {steps}"
     scaler = next(iter(scalers(optimizer)), None)
     fp8 = state_of(unwrap(chunks[0]).config)
     moves = [] if fp8.guard is None else [list(move) for move in fp8.guard.moves.values()]
     return {
         **({"guard": moves} if moves else {}),
-        "optimizer_step": steps.pop() if steps else 0,
+        "optimizer_step": largest([max(steps, default=0)])[0],  # a stage that is frozen takes no steps
         "fp8_iteration": fp8.iteration,
         "loss_scaler": scaler and {name: float(value) for name, value in scaler.state_dict().items()},
     }
@@ -149,7 +150,7 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
         )
     _check_same_model(folder, wanted, stored)
     # Cold delayed scales start from whole weights; else weights that are cut come from their masters, after the gather.
-    left = set() if missing else _cut(optimizer)
+    left = set() if missing else _cut(_copying(optimizer))
     for name, flat in model.items():
         wanted[name] = {key: shard for key, shard in flat.items() if id(shard.data) not in left}
 
@@ -271,7 +272,7 @@ def _weights_from_masters(model: dict[str, Any], optimizer: Any, optimizing: Any
     those of other ranks' shards are one step old until the next forward pass. With a distributed optimizer each rank
     stores the parts of weights that it has masters of.
     """
-    cut = _cut(optimizer)
+    cut = _cut(_sharding(optimizer))
     whole = {
         name: {key: shard for key, shard in flat.items() if id(shard.data) not in cut}
         for name, flat in model.items()
@@ -294,9 +295,15 @@ def _sharding(optimizer: Any) -> list[Any]:
     return [each for each in _optimizers(optimizer) if hasattr(each, "gbuf_ranges")]
 
 
-def _cut(optimizer: Any) -> set[int]:
-    """The ids of the parameters whose masters are cut among ranks."""
-    buffers = [buffer for each in _sharding(optimizer) for buffer in each.buffers]
+def _copying(optimizer: Any) -> list[Any]:
+    """Those that copy masters to weights when they are told to, and not in their steps alone."""
+    aware = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
+    return [each for each in _sharding(optimizer) if not getattr(each.config, aware)]
+
+
+def _cut(sharding: list[Any]) -> set[int]:
+    """The ids of the parameters whose masters are cut among ranks, of these distributed optimizers."""
+    buffers = [buffer for each in sharding for buffer in each.buffers]
     return {id(param) for buffer in buffers for param in buffer.params}
 
 
@@ -366,7 +373,7 @@ def _take_moves(moves: list[Move], chunks: list[Any]) -> list[str]:
 def _take_numbers(state: dict[str, Any], chunks: list[Any], optimizer: Any) -> None:
     step = int(state["optimizer_step"])
     for group in optimizer.param_groups:
-        if step:
+        if step and group["params"]:
             group["step"] = step
     # One that this run has no use for is dropped; one that the checkpoint lacks starts anew.
     for scaler in scalers(optimizer) if state.get("loss_scaler") else []:

@@ -14,7 +14,6 @@ Tokens are not padded: casts know where an expert ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -143,8 +142,7 @@ class _Linears(NamedTuple):
             return grouped_linear(x, weights, tokens, sites, **options)
         begun = [linear.begin_fp8() for linear in linears]
         sites, fresh = [site for site, _ in begun], [again for _, again in begun]
-        with nullcontext() if training else sites[0].state.uncounted():
-            return grouped_linear(x, weights, tokens, sites, fresh_weights=fresh, **options)
+        return grouped_linear(x, weights, tokens, sites, fresh_weights=fresh, **options)
 
 
 def _is_plain(expert: Any) -> bool:

@@ -137,11 +137,9 @@ class _Fp8Site:
         if torch.compiler.is_compiling():
             return fp8_linear(x, weight, bias, site, tp, training=training, save_original_input=saves_input)
         site, fresh = self.begin_fp8()
-        options = {"fresh_weight": fresh, "save_original_input": saves_input}
-        if training:
-            return fp8_linear(x, weight, bias, site, tp, **options)
-        with site.state.uncounted():
-            return fp8_linear(x, weight, bias, site, tp, training=False, **options)
+        return fp8_linear(
+            x, weight, bias, site, tp, training=training, fresh_weight=fresh, save_original_input=saves_input
+        )
 
     def _after_high_precision(
         self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, switch: Switch, *, shard: bool = False

@@ -314,7 +314,10 @@ def test_moved_to_another_device_and_back() -> None:
     before = fp8_state_dict(experts)
     experts.to("meta").to_empty(device="cpu")
     for name, value in fp8_state_dict(experts).items():
-        assert_same_bytes(value, before[name], name)
+        if name.endswith("weight.amax"):
+            assert value == 0 < before[name], "weights that were left behind are not the training's"
+        else:
+            assert_same_bytes(value, before[name], name)
 
 
 def test_an_optimizer_step_without_fp8_step_is_an_error() -> None:

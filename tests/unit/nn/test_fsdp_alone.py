@@ -35,3 +35,23 @@ def test_codes_of_one_process_are_those_of_the_model_that_is_not_sharded(alone, 
         assert torch.equal(plain(x), sharded(x))
         for one, other in zip(plain.parameters(), sharded.parameters(), strict=True):
             assert torch.equal(one.grad, other.grad.to_local())
+
+
+@pytest.mark.filterwarnings("error:.* was replaced since")
+def test_evaluation_between_steps_has_the_training_forwards_bits(alone):
+    """The weight that a forward reads is another parameter than the one that the optimizer stepped."""
+    torch.manual_seed(0)
+    model = convert_to_fp8(torch.nn.Sequential(torch.nn.Linear(64, 64)), "delayed")
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    x, grown = torch.randn(16, 64), 0
+    for _ in range(6):
+        model.train()(x).square().mean().backward()
+        fp8_step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        slot = model[0].fp8_site.casts["weight"].rowwise.slot
+        grown += bool(model[0].weight.to_local().abs().max() * slot.scale > 448)
+        with torch.no_grad():
+            assert torch.equal(model.eval()(x), model.train()(x))
+    assert grown > 2, "no weight outgrew its scale: nothing was tested"

@@ -113,10 +113,11 @@ def test_it_is_said_once_and_only_of_weights_that_do_not_fit():
     assert len(said) == 1
 
 
-def test_a_little_saturation_counts_where_training_did_not_write():
+@pytest.mark.parametrize("way", [in_place, another_parameter])
+def test_a_little_saturation_counts_where_training_did_not_write(way):
     """1.3 times as large: an optimizer may do that in a step, and then the training's forward saturates too."""
     model = trained()
-    in_place(model, 1.3)
+    way(model, 1.3)
     with pytest.warns(UserWarning, match="replaced"):
         assert error(model.up) < 0.04
     stepped = trained()
