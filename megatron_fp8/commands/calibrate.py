@@ -76,7 +76,7 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
     restored = restore(
         options.checkpoint, launch, run_options, config=options.config, recipe=options.recipe, fp8=options.fp8
     )
-    batches = _batches(options, restored)
+    batches = _batches(options, restored, launch)
     say(f"checkpoint  {restored.folder}, iteration {restored.iteration}", launch)
     for line in restored.lines:
         say(f"            {line}", launch)
@@ -90,13 +90,14 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
     return _Prepared(options, launch, restored, batches, out)
 
 
-def _batches(options: argparse.Namespace, restored: Any) -> list[torch.Tensor]:
+def _batches(options: argparse.Namespace, restored: Any, launch: Any) -> list[torch.Tensor]:
     """Sequences from evenly spaced places of the data. ValueError if it is shorter than one."""
     import numpy as np
     import torch
 
     from ..train.data import corpus
     from ..train.data.datasets import check_data, check_tokenizer, find_data
+    from ..train.launch.facts import agree_on_inputs
 
     section, length = restored.run.data, restored.run.train.seq_length
     if options.data:
@@ -105,6 +106,7 @@ def _batches(options: argparse.Namespace, restored: Any) -> list[torch.Tensor]:
             section.cache_dir = None
     check_tokenizer(section, restored.tokenizer, restored.run.model.vocab_size or 0)
     prefixes = find_data(section, restored.tokenizer)
+    agree_on_inputs("data", launch, prefixes)
     check_data(prefixes, section, restored.vocab_size)
     parts = [np.memmap(p + ".bin", dtype=corpus.check_indexed(p).dtype, mode="r") for p in prefixes]
     tokens = np.concatenate(parts) if len(parts) > 1 else parts[0]

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..files.strict_json import spelled_out
 from ..files.terminal import printable
 from .line import CommandParser, run
 
@@ -32,7 +33,7 @@ def _parser() -> CommandParser:
     parser = CommandParser("inspect", HELP)
     add = parser.add_argument
     add("checkpoint", help="a run's folder, a folder of checkpoints, or a checkpoint")
-    add("--json", action="store_true", help="one object")
+    add("--json", action="store_true", help='one object; a number that is none is a text: "NaN", "Infinity"')
     add(
         "--check",
         action="store_true",
@@ -50,7 +51,10 @@ def _inspect(options: argparse.Namespace) -> None:
     found = describe(folder)
     if options.check:
         found["not_finite"] = _not_finite(folder) or found["not_finite"]
-    print(json.dumps(found, indent=1) if options.json else printable(format_description(found)))
+    if options.json:
+        print(json.dumps(spelled_out(found), indent=1, allow_nan=False))
+    else:
+        print(printable(format_description(found)))
 
 
 def describe(folder: Path) -> dict[str, Any]:

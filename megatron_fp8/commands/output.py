@@ -1,7 +1,7 @@
 """What a command prints, to a disk that may be full: lost output is reported once, without a traceback; the work goes on.
 
-A training is worth more than its log. The exit code says that something was lost. BrokenPipeError, of a reader that
-leaves, is not caught here.
+A training is worth more than its log. The exit code says that something was lost. A reader of standard output that leaves
+ends a command (BrokenPipeError), but not a training, which saves first.
 """
 
 from __future__ import annotations
@@ -36,10 +36,24 @@ class _Stream:
     def _forgiven(self) -> Iterator[None]:
         try:
             yield
-        except BrokenPipeError:
-            raise
         except OSError as error:
             self._fails(error)
+
+
+@contextmanager
+def reader_may_leave(left: Callable[[], None]) -> Iterator[None]:
+    """Meanwhile ``left`` is called when whoever reads standard output has left, as `| head` does and a `tee` that Ctrl-C
+    ends; what is printed from then on goes nowhere."""
+    out: Any = sys.stdout
+
+    def fails(error: OSError) -> None:
+        if not isinstance(error, BrokenPipeError):
+            raise error
+        _give_up(out)
+        left()
+
+    with redirect_stdout(_Stream(out, fails)):
+        yield
 
 
 class Output:
@@ -67,6 +81,8 @@ class Output:
         self.lost = True
 
     def _say(self, error: OSError, stderr: Any) -> None:
+        if isinstance(error, BrokenPipeError):
+            raise error
         if not self.lost:
             self.lost = True
             print(

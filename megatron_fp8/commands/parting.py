@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from ..files.checkpoint import complete_checkpoints, read_metadata, read_tensor
+from ..files.strict_json import spelled_out
 from ..files.terminal import printable
 from ..state.saved import is_slot_key
 from ..telemetry.output import FILE
 from ..telemetry.parting import common_iterations, first_parting, relative_difference
-from ..train.run_record import RunRecord
+from ..train.run_record import PlaceNotKnown, RunRecord
 
 _SAME_DATA = {
     "train": ("seed", "global_batch_size", "seq_length", "train_iters"),
@@ -45,7 +46,8 @@ def compare(options: argparse.Namespace) -> None:
     print(printable("\n".join(lines)), flush=True)
     if options.json:
         try:
-            Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            text = json.dumps(spelled_out(found), indent=1, allow_nan=False)
+            Path(options.json).write_text(f"{text}\n", encoding="utf-8")
         except OSError as error:
             raise ValueError(
                 f"{options.json!r} cannot be written ({error.strerror}): give another file"
@@ -136,7 +138,11 @@ def _telemetry(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
 
 def _checkpoints(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
     """The first checkpoint of both whose weights differ, and the weight that differs most."""
-    folders = [RunRecord(path).checkpoints() for path in (ours, theirs)]
+    try:
+        folders = [RunRecord(path).checkpoints() for path in (ours, theirs)]
+    except PlaceNotKnown as error:
+        found["checkpoint"] = None
+        return [f"checkpoint  not compared: {error}"]
     first, second = ({path.name: path for path in complete_checkpoints(folder)} for folder in folders)
     common = sorted(first.keys() & second.keys())
     for name in common:

@@ -23,6 +23,7 @@ from ..train.exit_codes import EXIT_DONE, EXIT_FAILED
 from ..train.stop import AGAIN_S
 from .fitted import fitted
 from .line import refuse, warn_in_lines
+from .output import reader_may_leave
 
 USAGE = """\
 usage: megatron-fp8 train --config FILE [--section.key=value ...]
@@ -141,8 +142,6 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
         return _train(trainer)
     except (SaveError, TrainingFailed) as error:
         return refuse(error, debug=debug, tell=launch.meeting.tell, code=EXIT_FAILED)
-    except BrokenPipeError:
-        return refuse(_READER_LEFT, tell=launch.meeting.tell, code=EXIT_FAILED)
     except Exception as error:
         told = in_words_of_the_run(error)
         if told is error:
@@ -192,7 +191,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     from ..train.data import datasets as data
     from ..train.last_line import nothing_left
     from ..train.launch import parallel
-    from ..train.launch.facts import data_fact, input_facts
+    from ..train.launch.facts import agree_on_inputs, data_fact
     from ..train.loop import Trainer
     from ..train.metrics import Display, MetricsWriter, lacks_validation, model_flops_per_token
     from ..train.report import build_report, format_report, write_report
@@ -207,30 +206,29 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     if not run.dry_run:
         folders.claim()
     chosen = None if run.dry_run else checkpoints.choose(run, tokenizer)
-    prefixes = data.find_data(run.data, tokenizer)
-    first_here = launch.local_rank == 0
-    files = input_facts(prefixes, chosen, first_here)
-    launch.meeting.agree("files", files, run.train.distributed_timeout_minutes * 60, partial=not first_here)
-    data.check_data(prefixes, run.data, vocab_size)
-    datasets = data.build_datasets(prefixes, run.data, run.train, tokenizer)
-    chunks = model.build_chunks(config, run, vocab_size)
-    optimizer = model.build_optimizer(config, run, chunks)
-    scheduler = model.build_scheduler(run, optimizer)
-    check_plan(chunks)
-    parameters = model.count_parameters(chunks)
-    report = build_report(run, config, chunks, parameters, launch.launcher)
-    stepper = Stepper(run, chunks, optimizer, scheduler, datasets, stop, watchdog)
-    first = launch.rank == 0
-    Telemetry(chunks, run.telemetry.settings()).close()  # a pattern that matches nothing is refused here
-    if first:
-        print(format_report(report), flush=True)
-    if run.dry_run:
-        _dry_run(stepper, vocab_size, first)
-        return None
-    if run.checkpoint.save_interval:
-        folders.check_room(checkpoints.estimated_bytes(parameters["total"], config.params_dtype))
-    content = parallel.on_first_rank(lambda: data_fact(prefixes))
-    start = checkpoints.resume(run, chosen, tokenizer, chunks, optimizer, scheduler, content)
+    with folders.remembering(chosen[0] if chosen is not None else None):
+        prefixes = data.find_data(run.data, tokenizer)
+        agree_on_inputs("files", launch, prefixes, chosen, run.train.distributed_timeout_minutes * 60)
+        data.check_data(prefixes, run.data, vocab_size)
+        datasets = data.build_datasets(prefixes, run.data, run.train, tokenizer)
+        chunks = model.build_chunks(config, run, vocab_size)
+        optimizer = model.build_optimizer(config, run, chunks)
+        scheduler = model.build_scheduler(run, optimizer)
+        check_plan(chunks)
+        parameters = model.count_parameters(chunks)
+        report = build_report(run, config, chunks, parameters, launch.launcher)
+        stepper = Stepper(run, chunks, optimizer, scheduler, datasets, stop, watchdog)
+        first = launch.rank == 0
+        Telemetry(chunks, run.telemetry.settings()).close()  # a pattern that matches nothing is refused here
+        if first:
+            print(format_report(report), flush=True)
+        if run.dry_run:
+            _dry_run(stepper, vocab_size, first)
+            return None
+        if run.checkpoint.save_interval:
+            folders.check_room(checkpoints.estimated_bytes(parameters["total"], config.params_dtype))
+        content = parallel.on_first_rank(lambda: data_fact(prefixes))
+        start = checkpoints.resume(run, chosen, tokenizer, chunks, optimizer, scheduler, content)
     facts = {"tokenizer": binding.tokenizer_fact(tokenizer), "accepted": start.accepted, "data": content}
     facts["job"] = job_name(os.environ)
     entropy = data.corpus_bigram_entropy(prefixes) if first else math.nan
@@ -238,7 +236,6 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     continues = folders.has(start.folder)
     done = start.iteration >= run.train.train_iters
     if done and start.folder is not None and not continues:
-        folders.remember(start.folder)
         if first:
             print(*map(printable, [*start.lines, nothing_left(run, start.folder)]), sep="\n", flush=True)
         return None
@@ -392,19 +389,24 @@ def _train(trainer: Any) -> int:
     if sys.__stderr__ is not None:
         # SIGBUS (a mapped file that became shorter) and SIGSEGV then say where.
         faulthandler.enable(sys.__stderr__)
-    trainer.stepper.stop.listen("SIGTERM")
-    trainer.stepper.stop.listen("SIGHUP")
-    trainer.stepper.stop.listen("SIGINT", _INTERRUPTED if trainer.display else "")
-    try:
-        summary = trainer.train()
-    except BaseException:
-        say_lacking(_close(trainer))
-        raise
-    trainer.stepper.stop.ended()
-    closed = _close(trainer)
-    lacking = on_first_rank(lambda: closed)  # it writes them
-    if trainer.display:
-        print(last_line(trainer, summary, time.perf_counter() - start), flush=True)
+    stop, line = trainer.stepper.stop, ""
+    stop.listen("SIGTERM")
+    stop.listen("SIGHUP")
+    stop.listen("SIGINT", _INTERRUPTED if trainer.display else "")
+    with reader_may_leave(stop.reader_left):
+        try:
+            summary = trainer.train()
+        except BaseException:
+            say_lacking(_close(trainer))
+            raise
+        stop.ended()
+        closed = _close(trainer)
+        if trainer.display:
+            line = last_line(trainer, summary, time.perf_counter() - start)
+            print(line, flush=True)
+    lacking, unread = on_first_rank(lambda: (closed, line if stop.unread else ""))  # it writes them
+    if unread:
+        raise TrainingFailed(f"whoever read its output has left: {unread}")
     if lacking:
         raise TrainingFailed(
             f"records are lost: {', '.join(lacking)}. Training itself is as the line above says, and its checkpoints are"
@@ -412,7 +414,7 @@ def _train(trainer: Any) -> int:
             " checkpoint with --resume=PATH."
         )
     stopped = summary["iteration"] < trainer.run.train.train_iters
-    return int(trainer.stepper.stop.exit_code) if stopped else EXIT_DONE
+    return int(stop.exit_code) if stopped else EXIT_DONE
 
 
 def _close(trainer: Any) -> list[str]:

@@ -17,6 +17,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..files.data_option import data_as_paths
 from ..files.shipped import find_config
 from ..files.strict_yaml import load_yaml
 from ..mcore.config.latent_fields import LATENT_RELATIONS
@@ -100,16 +101,14 @@ def read(options: list[str], gpus: int | None = None) -> Settings:
 
 
 def joined(arguments: list[str]) -> list[str]:
-    """A command line's options, each `--name=value`: `--name value`, `--data FILE...` and bare flags."""
+    """A command line's options, each `--name=value`: `--name value`, `--data FILE...` and bare flags.
+
+    Raises ValueError: `--data` names no file.
+    """
     found: list[str] = []
-    taking_files = False
-    for argument in arguments:
+    for argument in data_as_paths(arguments):
         if argument.startswith("--"):
-            taking_files = argument == "--data"
-            if not taking_files:
-                found.append(f"{argument}=true" if argument in ("--dry_run", "--dry-run") else argument)
-        elif taking_files:
-            found.append(f"--data={argument}")
+            found.append(f"{argument}=true" if argument in ("--dry_run", "--dry-run") else argument)
         elif not found or "=" in found[-1]:
             found.append(argument)
         else:
@@ -121,7 +120,7 @@ def given_keys(options: list[str]) -> dict[str, Any]:
     """Values by dotted key of `--config=FILE` and dotted options; ValueError for a file that cannot be read, or for a key
     that is unknown. Values are not looked at."""
     given: dict[str, Any] = {}
-    for option in options:
+    for option in data_as_paths(options):
         name, equals, value = option.removeprefix("--").partition("=")
         if not option.startswith("--") or not equals:
             raise ValueError(
@@ -133,7 +132,7 @@ def given_keys(options: list[str]) -> dict[str, Any]:
             for key in content:
                 _check_key(key, f"{value}: ")
             given.update(content)
-        elif name in ("data", "data.paths+"):
+        elif name == "data.paths+":
             given["data.paths"] = [*(given.get("data.paths") or []), value]
         elif name == "data.paths" and not value.startswith("["):
             given[name] = value.split(",")

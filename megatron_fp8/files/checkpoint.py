@@ -109,7 +109,7 @@ def _told_if_removed(read: Callable[Concatenate[Path, _P], _T]) -> Callable[Conc
         try:
             return read(folder, *args, **kwargs)
         except ValueError as error:
-            if folder.is_dir():
+            if os.path.isdir(folder):
                 raise
             raise ValueError(
                 f"the checkpoint {str(folder)!r} was removed while it was read: a run that trains removes all but its"
@@ -190,6 +190,11 @@ def iteration_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("_")[2])
 
 
+def has_usual_name(checkpoint: Path) -> bool:
+    """Whether a folder's name is one that a save gives: of ``folder_name`` or of ``not_finite_name``."""
+    return _NAMED.fullmatch(checkpoint.name) is not None
+
+
 def not_finite_name(iteration: int) -> str:
     """The name of the checkpoint of an iteration after which weights or optimizer state held NaN or Inf."""
     return f"not_finite_{iteration:07d}"
@@ -207,13 +212,13 @@ def not_finite_checkpoints(folder: Path) -> list[Path]:
 
 def _checkpoints(folder: Path, pattern: str) -> list[Path]:
     try:
-        entries = list(folder.iterdir()) if folder.is_dir() else []
+        entries = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     except OSError as error:
         raise ValueError(
             f"{str(folder)!r} cannot be listed ({error.strerror}): check its permissions."
         ) from error
     named = [(int(m[1]), path) for path in entries if (m := re.fullmatch(pattern, path.name))]
-    return [path for _, path in sorted(named) if path.is_dir()]
+    return [path for _, path in sorted(named)]
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -253,7 +258,8 @@ def find_checkpoint(path: Path) -> Path:
     Raises ValueError if there is none.
     """
     for folder in (path, path / "checkpoints"):
-        if (folder / MANIFEST).exists() or not folder.is_dir():
+        # A folder of somebody else's that may not be looked into is named by the manifest's reader.
+        if os.path.exists(folder / MANIFEST) or not os.path.isdir(folder):
             continue
         if found := latest_checkpoint(folder):
             return found

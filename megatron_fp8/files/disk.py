@@ -115,7 +115,7 @@ def refuse_link_out(path: Path) -> None:
 
     The folder itself may be a link. From a snapshot in Hugging Face's cache links lead to the blobs of the same model.
     """
-    if not path.is_symlink():
+    if not os.path.islink(path):  # nor what cannot be looked at, which its reader finds
         return
     home, target = (Path(os.path.realpath(each)) for each in (path.parent, path))
     snapshots = [above for above in home.parents if above.name == "snapshots"][:1]

@@ -41,7 +41,15 @@ _NAME = 100
 
 
 class LockHeld(ValueError):
-    """Another run has the folder."""
+    """Another run has the folder.
+
+    Attributes:
+        who: that run, in words.
+    """
+
+    def __init__(self, text: str, who: str) -> None:
+        super().__init__(text)
+        self.who = who
 
 
 class RunLock:
@@ -88,13 +96,21 @@ class RunLock:
 
         Raises LockHeld: another run has it; OSError: the folder or the file cannot be made.
         """
-        self._made = _make(self.folder)
-        try:
-            if not self._create():
-                self._take_over(say)
-        except BaseException:
-            self._unmake()
-            raise
+        for last in (False, False, True):
+            self._made = _make(self.folder)
+            try:
+                if not self._create():
+                    self._take_over(say)
+                break
+            except (
+                FileNotFoundError
+            ):  # its owner let go just now, and took the lock and the empty folder away
+                self._unmake()
+                if last:
+                    raise
+            except BaseException:
+                self._unmake()
+                raise
         self._thread = threading.Thread(target=self._keep_alive, name="run lock", daemon=True)
         self._thread.start()
 
@@ -185,7 +201,8 @@ class RunLock:
     def _refuse(self, holder: dict[str, Any]) -> None:
         raise LockHeld(
             f"{self.option}={str(self.folder)!r} is in use by another run: {_who(holder)}. Wait for it, stop it, or give"
-            f" another {self.option}. If it has surely ended, delete {str(self.path)!r}."
+            f" another {self.option}. If it has surely ended, delete {str(self.path)!r}.",
+            _who(holder),
         )
 
     def _watch(self, found: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -215,13 +232,7 @@ class RunLock:
         return self._is_of_here(found) and _process(found["pid"]) == found["process"] and not being_ended
 
     def _is_of_here(self, found: dict[str, Any]) -> bool:
-        mine, theirs = self._record["process"], found.get("process")
-        return (
-            bool(mine)
-            and isinstance(theirs, dict)
-            and theirs.get("machine") == mine["machine"]
-            and "pid" in found
-        )
+        return _same_machine(self._record["process"], found)
 
     # --------------------------------------------------------------------------------------------------- keeping it
 
@@ -245,6 +256,27 @@ class RunLock:
                 folder.rmdir()
             except OSError:  # it is used
                 return
+
+
+def surely_ended(path: Path) -> bool:
+    """Whether a lock's owner was a process of this machine, and of this container, that has ended."""
+    found = _read(path)
+    return (
+        found is not None
+        and _same_machine(_process(os.getpid()), found)
+        and _process(found["pid"]) != found["process"]
+    )
+
+
+def _same_machine(mine: dict[str, str] | None, found: dict[str, Any]) -> bool:
+    """Whether what a lock says of its owner can be compared with the processes that are seen here."""
+    theirs = found.get("process")
+    return (
+        mine is not None
+        and isinstance(theirs, dict)
+        and theirs.get("machine") == mine["machine"]
+        and "pid" in found
+    )
 
 
 def job_name(environ: Mapping[str, str]) -> str:

@@ -1,4 +1,5 @@
-"""JSON that somebody else may have written: UTF-8, each key once, and no deeper than anything that is written here."""
+"""JSON that somebody else may have written: UTF-8, each key once, and no deeper than anything that is written here; and
+numbers that JSON has not, as words."""
 
 from __future__ import annotations
 
@@ -81,3 +82,13 @@ def _check_depth(content: Any) -> None:
             return
         level = inner
     raise ValueError(_TOO_DEEP)
+
+
+def spelled_out(value: Any) -> Any:
+    """Plain values as JSON can hold them: NaN, Infinity and -Infinity become texts, as in protobuf's JSON. Python's own
+    `NaN` without quotes is an error to other readers, and null would not say which it was."""
+    if isinstance(value, dict):
+        return {name: spelled_out(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [spelled_out(inner) for inner in value]
+    return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from ..files.disk import in_words, read_ordinary
 from ..files.lines import Line
 from ..files.manifest import LARGEST
 from ..telemetry.advice import advise
-from ..train.run_record import FILES, RunRecord, refuse_comparison
+from ..train.run_record import FILES, PlaceNotKnown, RunRecord, refuse_comparison
 from .advice import ShownAdvice, read_advice, understood
 from .curves import QUANTITIES, VALIDATION, Curve, read_curves
 from .events import Event, guard_moves, recorded, seen_checkpoints, skipped_steps
@@ -81,7 +82,10 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     metrics, validation = record.metrics(), record.validation()
     events = skipped_steps(metrics) + recorded(record.events()) + guard_moves(report, report_path)
     if not any(event.kind == "save" for event in events):
-        events += seen_checkpoints(record.checkpoints())
+        try:
+            events += seen_checkpoints(record.checkpoints())
+        except PlaceNotKnown as error:
+            warnings.warn(f"saves are left out: {error}", stacklevel=2)
     statistics = read_statistics(record.telemetry(), [site["name"] for site in sites])
     events += statistics.went_bad if statistics else ()
     return Run(

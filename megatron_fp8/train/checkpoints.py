@@ -30,7 +30,7 @@ from ..mcore.checkpoint.saver import SaveError, Saver
 from . import binding, left_out, started_from
 from .checked import check_together
 from .config.run_config import RunConfig
-from .kept import is_inside, same_place
+from .kept import is_inside, own_name, same_place
 from .launch.parallel import on_first_rank, seed_streams
 from .report import versions
 from .run_folder import RunFolders, checkpoint_folder
@@ -84,6 +84,7 @@ def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
                 found = find_checkpoint(Path(run.resume))
             except ValueError as error:
                 raise ValueError(f"--resume={run.resume}: {error}") from error
+            found = _begun_by_this_job(run, found)
         if found is None:
             return None
         manifest = read_manifest(found)
@@ -97,14 +98,49 @@ def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
     return chosen
 
 
+def _job_again() -> str:
+    """The job that this is another attempt of; '' where it is a first one, or no job's."""
+    again = any(os.environ.get(name, "0") != "0" for name in _ATTEMPTS)
+    return job_name(os.environ) if again else ""
+
+
 def _saved_by_this_job(run: RunConfig) -> Path | None:
     """The run's own latest checkpoint where this is another attempt of the job that saved it, whose command still says
     where the first one began."""
-    again = any(os.environ.get(name, "0") != "0" for name in _ATTEMPTS)
-    if not (again and (job := job_name(os.environ))):
+    if not (job := _job_again()):
         return None
     found = latest_checkpoint(checkpoint_folder(run))
     return found if found is not None and read_manifest(found).facts.get("job") == job else None
+
+
+def _begun_by_this_job(run: RunConfig, named: Path) -> Path:
+    """Where this attempt begins, whose job has saved nothing: where the job's first began, if that is still there and in
+    --resume=PATH, which may mean a newer one by now; else at the one that it means, ``named``."""
+    if not (job := _job_again()):
+        return named
+    folder = checkpoint_folder(run)
+    try:
+        started = started_from.read(folder)
+        if started is None or started.job != job or not _is_in(started.checkpoint, run.resume):
+            return named
+        found = started_from.find(folder)
+    except ValueError as error:
+        warnings.warn(
+            f"this attempt goes on from {named}, the earlier ones may not have: {error}", stacklevel=2
+        )
+        return named
+    if found is None or same_place(found, named):
+        return named
+    warnings.warn(
+        f"--resume={run.resume} means {named} by now. Training goes on from {found}, where this job began before: another"
+        " job goes on from the first.",
+        stacklevel=2,
+    )
+    return found
+
+
+def _is_in(checkpoint: Path, resume: str) -> bool:
+    return Path(os.path.realpath(checkpoint)).is_relative_to(os.path.realpath(resume))
 
 
 def _check_state(folder: Path, manifest: Manifest) -> None:
@@ -170,13 +206,13 @@ def resume(
     # Rates are this run's own; only the place on the curve is taken over.
     scheduler.step(state["scheduler_steps"])
     lines = [f"resume      {folder}: iteration {manifest.iteration} is done"]
-    before, own = 0, same_place(folder.parent, checkpoint_folder(run))
-    if own:
+    before = 0
+    if own_name(folder, checkpoint_folder(run)) is not None:
         before = on_first_rank(lambda: started_from.iterations_before(checkpoint_folder(run)))
         lines += map(_note, _of_another_run(run, manifest))
     elif run.resume == "auto":
         lines.append(_note(f"no checkpoint of this run is there, and its {started_from.FILE} names that one"))
-    if run.resume != "auto" and not folder.resolve().is_relative_to(Path(run.resume).resolve()):
+    if run.resume != "auto" and not _is_in(folder, run.resume):
         lines.append(_note(f"this job has saved it, and began at --resume={run.resume}"))
     lines += map(_note, without_checksum(manifest))
     lines += map(_note, of_each_rank(manifest, run.model.fp8_overrides))

@@ -3,7 +3,7 @@
 A process may be killed between any two renames. One of them decides: before it, --resume=auto goes on from the earlier
 run's latest checkpoint, with its records; after it, it starts as this start was asked to. So the order is
 
-    1. started_from.json: written where this start goes on from another run's checkpoint, else moved
+    1. started_from.json: where this start goes on from another run's checkpoint, copied, then written; else moved
     2. all checkpoints but the one that --resume=auto would take, then `latest`
     3. that checkpoint: the rename that decides
     4. left_out.json, records, stacks
@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import warnings
 from pathlib import Path
 
 from ..files.checkpoint import (
     LATEST,
     complete_checkpoints,
+    has_usual_name,
     iteration_of,
     latest_checkpoint,
     not_finite_checkpoints,
 )
-from ..files.disk import free_name, replace_file
+from ..files.disk import free_name, replace_file, sync
 from . import started_from
 from .left_out import FILE as LEFT_OUT
 
@@ -46,19 +48,30 @@ def keep_earlier(
         start: another run's checkpoint, from which this start goes on; None: it begins anew.
         stacks: the folder of this start's own, whose set-up may have taken long: it stays.
     """
-    if start is not None:
-        started_from.write(checkpoints, start)
     records = [run_dir / name for name in _RECORDS]
     earlier = [path for path in (run_dir / _STACKS).glob("*") if path != stacks]
     saved = _in_order(checkpoints, with_start=start is None)
     kept = free_name(run_dir / _PREVIOUS)
     inside = is_inside(checkpoints, run_dir)
     kept_saved = kept / checkpoints.name if inside else free_name(checkpoints / _PREVIOUS)
-    moved = _move([*saved, checkpoints / LEFT_OUT], kept_saved)
+    moved = _begin_at(start, checkpoints, kept_saved) if start is not None else []
+    moved += _move([*saved, checkpoints / LEFT_OUT], kept_saved)
     moved_records = [*_move(records, kept), *_move(earlier, kept / _STACKS)]
     if inside:
         return _line(moved + moved_records, kept)
     return [*_line(moved, kept_saved), *_line(moved_records, kept)]
+
+
+def stands(run_dir: Path, checkpoints: Path) -> bool:
+    """Whether there is an earlier run that --resume=auto goes on with: it has checkpoints, or records of what it has done
+    since it began at another run's. With a damaged started_from.json too, which `auto` refuses."""
+    if complete_checkpoints(checkpoints):
+        return True
+    try:
+        began = started_from.read(checkpoints) is not None
+    except ValueError:
+        return True
+    return began and any(os.path.lexists(run_dir / name) for name in _RECORDS)
 
 
 def keep_newer(run_dir: Path, checkpoints: Path, start: str) -> list[str]:
@@ -83,9 +96,31 @@ def is_inside(checkpoints: Path, run_dir: Path) -> bool:
     return inside and (not checkpoints.exists() or checkpoints.stat().st_dev == run_dir.stat().st_dev)
 
 
+def own_name(checkpoint: Path, checkpoints: Path) -> str | None:
+    """The name that a checkpoint has among those which a run saved in ``checkpoints``, however its path is written; None:
+    it is none of them. A copy there under a name of its own is none: its number would say nothing."""
+    paths = (checkpoint, Path(os.path.realpath(checkpoint)))
+    own = (path.name for path in paths if has_usual_name(path) and same_place(path.parent, checkpoints))
+    return next(own, None)
+
+
 def same_place(one: Path, other: Path) -> bool:
     """Whether two paths lead to one place, however they are written."""
     return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _begin_at(start: Path, checkpoints: Path, folder: Path) -> list[Path]:
+    """Write that this start goes on from ``start``. What said where an earlier one began is copied into ``folder`` first:
+    were it moved, --resume=auto would begin with random weights until this is written. What was copied."""
+    earlier = checkpoints / started_from.FILE
+    copied = os.path.lexists(earlier) and not started_from.names(checkpoints, start)
+    if copied:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(earlier, folder / earlier.name, follow_symlinks=False)
+        if not earlier.is_symlink():
+            sync(folder / earlier.name)
+    started_from.write(checkpoints, start)
+    return [earlier] if copied else []
 
 
 def _in_order(checkpoints: Path, *, with_start: bool) -> list[Path]:

@@ -175,7 +175,7 @@ class Display:
             columns = (
                 TextColumn("{task.completed}/{task.total}"),
                 BarColumn(),
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
             )
             self._bar = Progress(*columns, TimeRemainingColumn())
             self._task = self._bar.add_task("", total=iterations, completed=finished)
@@ -202,9 +202,9 @@ class Display:
             print(f"iteration {metrics.iteration:>5}/{self._iterations}  {text}", flush=True)
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
+        """Print a line above the bar, as it is: names in it may hold what rich's print takes for markup."""
         if self._bar is not None:
-            self._bar.console.print(text, highlight=False)
+            self._bar.console.out(text, highlight=False)
         else:
             print(text, flush=True)
 

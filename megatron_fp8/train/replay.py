@@ -50,7 +50,7 @@ from .config.run_config import RunConfig
 from .data import datasets
 from .data.tokenizers import load_tokenizer, tokenizer_file
 from .launch import parallel
-from .launch.facts import run_facts
+from .launch.facts import agree_on_inputs, run_facts
 from .left_out import Range, ranges_of
 from .model import build_chunks
 from .restore import choose_recipe, keep_layers, refuse_its_code, run_folder_of, run_of
@@ -144,9 +144,11 @@ def replay(
     parallel.check_layout(run.model, run.train, launch.world_size, launch.told)
     datasets.check_tokenizer(run.data, tokenizer, run.model.vocab_size or run.model.padded_vocab_size or 0)
     launch.meeting.agree("settings", run_facts(run, tokenizer, launch.world_size))
+    agree_on_inputs("checkpoint", launch, [], (folder, manifest))
     parallel.join(launch, run.model, run.train)
     check_together(folder, manifest)
     prefixes = datasets.find_data(run.data, tokenizer)
+    agree_on_inputs("data", launch, prefixes)
     datasets.check_data(prefixes, run.data, vocab_size)
     data = datasets.build_datasets(prefixes, run.data, run.train, tokenizer)
     _check_batches(batches, data[0], run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections import Counter
 from importlib import metadata
@@ -16,6 +17,7 @@ from ..files.disk import in_words, read_ordinary
 from ..files.manifest import LARGEST
 from ..files.strict_json import load_json
 from ..kernels.cpu import loops as cpu
+from .run_folder import checkpoint_folder
 
 _PACKAGES = ("torch", "megatron-core", "numpy", "triton", "transformer-engine", "torchao")
 
@@ -48,6 +50,7 @@ def build_report(
         },
         "apex": apex_use(config, chunks),
         "run_dir": run.run_dir,
+        "checkpoints": os.path.abspath(checkpoint_folder(run)),
         "sites": site_report(chunks),
     }
 

@@ -31,7 +31,7 @@ from .config.model_section import padded_vocab_size, transformer_config
 from .config.run_config import RunConfig, tokens_of_microbatch
 from .data.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
 from .launch import parallel
-from .launch.facts import run_facts
+from .launch.facts import agree_on_inputs, run_facts
 from .model import LEFT_OUT, build_model
 
 # What a run's model section says of training, and not of the model.
@@ -139,6 +139,7 @@ def restore(
     run.train.micro_batch_size = run.train.global_batch_size = 1
     settings = transformer_config(run.model)
     launch.meeting.agree("settings", run_facts(run, tokenizer, launch.world_size))
+    agree_on_inputs("checkpoint", launch, [], (folder, manifest))
     parallel.join(launch, run.model, run.train)
     check_together(folder, manifest)
     model = build_model(settings, run, vocab_size)

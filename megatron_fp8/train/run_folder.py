@@ -22,13 +22,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..files.checkpoint import complete_checkpoints
 from ..files.disk import discard, remedy, unseen, write_file
 from ..files.run_lock import RunLock
 from ..files.terminal import printable
 from ..state.ranks import first_to_say, total
 from . import kept, started_from
-from .kept import same_place
+from .kept import own_name, same_place
 from .launch.meeting import FIRST_LINE_S
 from .launch.parallel import on_first_rank, until_leave
 
@@ -62,7 +61,7 @@ class RunFolders:
 
     def has(self, checkpoint: Path | None) -> bool:
         """Whether a checkpoint is one of this run's, however its path is written."""
-        return checkpoint is not None and same_place(checkpoint.parent, self.checkpoints)
+        return checkpoint is not None and own_name(checkpoint, self.checkpoints) is not None
 
     def keep_earlier(self, start: Path | None, stacks: Path | None = None) -> list[str]:
         """What an earlier run left moves to `previous-1`, `previous-2`, ..., but for the stacks of this start, which goes
@@ -74,16 +73,29 @@ class RunFolders:
 
         return on_first_rank(move)
 
-    def remember(self, start: Path) -> None:
-        """Where there is no checkpoint yet, --resume=auto goes on from another run's, ``start``. Collective. Raises
-        ValueError."""
+    @contextmanager
+    def remembering(self, start: Path | None) -> Iterator[None]:
+        """While all is made and loaded: whatever ends this start, --resume=auto goes on from another run's checkpoint,
+        ``start``, or with the earlier run that stands here. A start that is refused (ValueError) leaves what was there.
+        Entered on every rank. Raises ValueError."""
+        before = None
 
-        def write() -> None:
+        def write() -> bool:
+            nonlocal before
+            if start is None or self.has(start) or kept.stands(self.run_dir, self.checkpoints):
+                return False
             with naming(self._option, self._given()):
-                if not complete_checkpoints(self.checkpoints):
-                    started_from.write(self.checkpoints, start)
+                before = started_from.content(self.checkpoints)
+                started_from.write(self.checkpoints, start)
+            return True
 
-        on_first_rank(write)
+        written = on_first_rank(write)
+        try:
+            yield
+        except ValueError:
+            if written and dist.get_rank() == 0:
+                started_from.put_back(self.checkpoints, before)
+            raise
 
     def keep_newer(self, start: Path) -> list[str]:
         """What is newer than one of this run's own checkpoints, where it goes on, moves to `previous-1`, ...: else it
@@ -92,7 +104,9 @@ class RunFolders:
 
         def move() -> list[str]:
             with naming("run_dir", self.run_dir):
-                return kept.keep_newer(self.run_dir, self.checkpoints, start.name)
+                name = own_name(start, self.checkpoints)
+                assert name is not None, start
+                return kept.keep_newer(self.run_dir, self.checkpoints, name)
 
         return on_first_rank(move)
 

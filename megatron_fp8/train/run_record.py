@@ -59,6 +59,10 @@ _NEEDED: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
 """Fields of report.json that some reader needs."""
 
 
+class PlaceNotKnown(ValueError):
+    """Nothing says where a run's checkpoints are."""
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """The files of one run. Each list is checked whole when it is asked for; a file that is missing is empty.
@@ -114,14 +118,28 @@ class RunRecord:
         return values
 
     def checkpoints(self) -> Path:
-        """Where the run's checkpoints are: checkpoint.folder of its config, or the one in its own. Raises ValueError."""
+        """Where the run's checkpoints are: checkpoint.folder of its config, or the one in its own.
+
+        A relative one counted from where the run was started, and may be another run's from here: of it report.json has
+        the whole path. Raises PlaceNotKnown: that has none; ValueError.
+        """
         named = self.config().get("checkpoint", {}).get("folder")
         if not isinstance(named, str | None):
             raise ValueError(
                 f"{str(self.folder / 'config.yaml')!r} has checkpoint.folder={named!r}, and that is a path or null: bring"
                 " it back as train wrote it, or give another run."
             )
-        return Path(named) if named else self.folder / "checkpoints"
+        if not named:
+            return self.folder / "checkpoints"
+        if Path(named).is_absolute():
+            return Path(named)
+        recorded = self.report().get("checkpoints") if self.has("report.json") else None
+        if not isinstance(recorded, str) or not Path(recorded).is_absolute():
+            raise PlaceNotKnown(
+                f"{str(self.folder / 'config.yaml')!r} has checkpoint.folder={named!r}, which counts from where that run"
+                " was started, and its report.json has no whole one (checkpoints): write the whole path into config.yaml."
+            )
+        return Path(recorded)
 
     def metrics(self) -> list[Line]:
         """metrics.jsonl: the iteration, the loss, and what else training writes. Raises ValueError."""

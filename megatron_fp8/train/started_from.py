@@ -1,12 +1,12 @@
 """Where a run began that goes on from another run's checkpoint, until it has one of its own.
 
     checkpoints/started_from.json    {"checkpoint": "/runs/base/checkpoints/iter_0005000", "iteration": 5000,
-                                      "manifest": SHA-256 of its manifest.json, "sha256": "..."}
+                                      "manifest": SHA-256 of its manifest.json, "job": "SLURM job 4711", "sha256": "..."}
 
-It is written before the first iteration. Without it a run that is killed before its first save would start again, by
---resume=auto, with random weights. As soon as there is a checkpoint beside it, it is not where training goes on, and says
-only which iterations the run's records begin after. It may come from somebody else: what it names is read as any
-checkpoint is.
+It is written before that checkpoint is loaded. Without it a run that is killed before its first save would start again,
+by --resume=auto, with random weights, and another attempt of its job at what is the other run's newest by then. As soon
+as there is a checkpoint beside it, it is not where training goes on, and says only which iterations the run's records
+begin after. It may come from somebody else: what it names is read as any checkpoint is.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 from ..files.checkpoint import read_manifest
 from ..files.disk import in_words, read_ordinary, refuse_link_out, replace_file
 from ..files.manifest import LARGEST, MANIFEST, checksum
+from ..files.run_lock import job_name
 from ..files.strict_json import load_json
 
 FILE = "started_from.json"
@@ -30,11 +31,13 @@ _LARGEST = 1 << 16
 
 @dataclass(frozen=True)
 class StartedFrom:
-    """A checkpoint of another run. ``manifest``: the SHA-256 of its manifest.json, in hex."""
+    """A checkpoint of another run. ``manifest``: the SHA-256 of its manifest.json, in hex; ``job``: run_lock.job_name of
+    the start that wrote this, '' for none."""
 
     checkpoint: Path
     iteration: int
     manifest: str
+    job: str = ""
 
 
 def write(folder: Path, checkpoint: Path) -> None:
@@ -43,6 +46,7 @@ def write(folder: Path, checkpoint: Path) -> None:
         "checkpoint": os.path.abspath(checkpoint),
         "iteration": read_manifest(checkpoint).iteration,
         "manifest": _digest(checkpoint),
+        "job": job_name(os.environ),
     }
     replace_file(folder / FILE, json.dumps({**content, "sha256": checksum(content)}, indent=1) + "\n")
 
@@ -67,9 +71,23 @@ def read(folder: Path) -> StartedFrom | None:
 
 def _checked(found: dict[str, Any]) -> StartedFrom:
     checkpoint, iteration, manifest = (found.get(name) for name in ("checkpoint", "iteration", "manifest"))
-    if not isinstance(checkpoint, str) or type(iteration) is not int or not isinstance(manifest, str):
-        raise ValueError("it holds something else than a path, an iteration and a digest")
-    return StartedFrom(Path(checkpoint), iteration, manifest)
+    job = found.get("job", "")
+    if not isinstance(checkpoint, str) or not isinstance(manifest, str) or not isinstance(job, str):
+        raise ValueError("its checkpoint, manifest and job are not all texts")
+    if type(iteration) is not int:
+        raise ValueError("its iteration is not a whole number")
+    return StartedFrom(Path(checkpoint), iteration, manifest, job)
+
+
+def names(folder: Path, checkpoint: Path) -> bool:
+    """Whether the file in ``folder`` says that its run began at ``checkpoint`` as it is now; not if it is damaged."""
+    try:
+        started = read(folder)
+    except ValueError:
+        return False
+    if started is None or started.checkpoint != Path(os.path.abspath(checkpoint)):
+        return False
+    return started.manifest == _digest(checkpoint)
 
 
 def find(folder: Path) -> Path | None:
@@ -94,6 +112,23 @@ def find(folder: Path) -> Path | None:
 
 def _digest(checkpoint: Path) -> str:
     return hashlib.sha256(read_ordinary(checkpoint / MANIFEST, LARGEST)).hexdigest()
+
+
+def content(folder: Path) -> str | None:
+    """The file's text, to be put back; None if there is none. Raises ValueError as ``read``, and OSError."""
+    return (folder / FILE).read_text(encoding="utf-8") if read(folder) is not None else None
+
+
+def put_back(folder: Path, text: str | None) -> None:
+    """Undo a ``write``; where the disk does not let it, a warning says what to do."""
+    try:
+        (folder / FILE).unlink() if text is None else replace_file(folder / FILE, text)
+    except OSError as error:
+        warnings.warn(
+            f"{str(folder / FILE)!r} is of the start that was refused, and stays ({in_words(error)}): remove it before"
+            " --resume=auto.",
+            stacklevel=2,
+        )
 
 
 def iterations_before(folder: Path) -> int:

@@ -8,12 +8,14 @@ returns, all ranks know the same, and leave the loop after the same iteration (a
 Rejected: saving inside the handler. It runs on one rank, at any point of a step, and a checkpoint takes all ranks,
 between two steps. Rejected: a rank that decides by itself. Its peers would wait for it in the next collective.
 
-    SIGTERM                what SLURM sends first when it preempts or cancels a job, and torchrun passes to its ranks
+    SIGTERM                what SLURM sends first when it preempts or cancels a job, and torchrun passes to its ranks;
+                           from `launch` it stands for the signal that was sent to `launch`
     SIGINT                 Ctrl-C, and torchrun's word to its ranks for it; AGAIN_S later it ends the process, unsaved
     SIGHUP                 what a terminal sends that closes; a process that nohup started goes on
     SIGUSR1                what `sbatch --signal=USR1@300` asks for 300 s before the job's time is over
     the job's time limit   from SLURM_JOB_END_TIME (newer versions of SLURM set it), LEAD_S before it, or twice as long as
                            a save takes
+    the output's reader    has left: `| head`, or a `| tee` that Ctrl-C or a closing terminal ends before the run is saved
 
 No other signal that is listened to ends the process by itself: one that comes while the checkpoint is being written is
 noted again, and changes nothing, and one that comes while Python shuts down, after its handlers are gone, is ignored. A
@@ -31,10 +33,12 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 _LIMIT = "the job's time limit"
-REASONS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", _LIMIT)
+_READER = "the loss of its output's reader"
+REASONS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", _LIMIT, _READER)
 _MAY_BE_IGNORED = frozenset({signal.SIGINT, signal.SIGHUP})
 """Signals that a shell makes a process ignore from its start: by `&` in a script, and by nohup."""
 AGAIN_S = 1.0
@@ -43,13 +47,16 @@ LEAD_S = 120.0
 """How long before the job's time limit a run stops at least; in a short job a tenth of its time."""
 STOPPED_CODE = "MEGATRON_FP8_STOPPED_CODE"
 """The environment variable that says what a run that was stopped and saved ends with, where that is not 0."""
+ASKED_BY = "MEGATRON_FP8_ASKED_BY_PATH"
+"""The environment variable that names a file in which `launch` writes the signal that it got, before it sends SIGTERM."""
 
 
 class StopRequest:
     """What this rank has been told, and what all ranks have agreed on.
 
     Args:
-        environ: where SLURM_JOB_START_TIME and SLURM_JOB_END_TIME (seconds since 1970), and STOPPED_CODE, are looked for.
+        environ: where SLURM_JOB_START_TIME and SLURM_JOB_END_TIME (seconds since 1970), STOPPED_CODE and ASKED_BY are
+            looked for.
         clock: seconds since 1970, asked once: a clock that is set while the run goes on moves no time limit.
         steady: seconds, never set.
     """
@@ -67,6 +74,7 @@ class StopRequest:
         self._lead = min(LEAD_S, self._length / 10)
         self.exit_code = _stopped_code(environ)
         """What a run that was stopped ends with."""
+        self._asked_by = environ.get(ASKED_BY)
         self._interrupted: float | None = None
         self.reason: str | None = None
         """The one of REASONS that all ranks know of and stop for; None: go on."""
@@ -84,6 +92,15 @@ class StopRequest:
         # Shutting down, Python gives a handler's signal its default back, which kills; an ignored one stays ignored.
         atexit.register(signal.signal, number, signal.SIG_IGN)
 
+    def reader_left(self) -> None:
+        """Nobody reads what this rank prints any more."""
+        self._noted[_READER] = True
+
+    @property
+    def unread(self) -> bool:
+        """Whether ``reader_left`` was called on this rank."""
+        return self._noted[_READER]
+
     def ended(self) -> None:
         """Training has ended: a signal changes nothing any more, and is noted without a word."""
         self._says.clear()
@@ -94,10 +111,20 @@ class StopRequest:
             self._interrupted = now if self._interrupted is None else self._interrupted
             if now - self._interrupted >= AGAIN_S:
                 raise KeyboardInterrupt
-        self._noted[signal.Signals(number).name] = True
+        self._noted[self._meant(signal.Signals(number).name)] = True
         if say := self._says.pop(number, ""):
             with suppress(OSError):  # its terminal has closed; not print, which may be what was interrupted
                 os.write(2, f"\n{say}\n".encode())
+
+    def _meant(self, name: str) -> str:
+        """The reason that a signal is: `launch` sends SIGTERM for any signal to end, and has written which it was."""
+        if name != "SIGTERM" or self._asked_by is None:
+            return name
+        try:
+            said = Path(self._asked_by).read_text()
+        except OSError:  # the launcher has gone
+            return name
+        return said if said in self._noted else name  # '': it was this process alone that was told
 
     def votes(self) -> list[float]:
         """One number for each of REASONS, 1.0 where this rank has it: to be summed over all ranks."""

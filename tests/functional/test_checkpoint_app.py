@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from megatron_fp8.files.checkpoint import (
     read_manifest,
     read_metadata,
 )
+from megatron_fp8.train.run_record import record_of
 from tests.support.command import APP, MEASURED, MODEL, environment, lines, run
 from tests.support.manifests import edit, relist
 
@@ -146,7 +148,8 @@ def results(folder, config, trained) -> dict[str, tuple[int, str]]:
     (went_back / "latest").write_text("iter_0000002\n")
     with (went_back.parent / "metrics.jsonl").open("a") as stream:
         stream.write('{"iteration": 4, "lm_lo')  # a rank was killed while it wrote
-    command("from another run", f"--resume={trained / 'checkpoints' / 'iter_0000001'}", copy=False)
+    other, saves = f"--resume={trained / 'checkpoints' / 'iter_0000001'}", folder / "saves"
+    command("from another run", other, f"--checkpoint.folder={os.path.relpath(saves)}", copy=False)
     command("finished")
     (command("cut records").parent / "metrics.jsonl").write_text("")
     command("nothing left", f"--resume={trained}")
@@ -161,6 +164,12 @@ def results(folder, config, trained) -> dict[str, tuple[int, str]]:
     command("wider", foreign, "--model.ffn_hidden_size=256", copy=False)
     command("deeper", foreign, "--model.num_layers=3", copy=False)
     command("nowhere", "--resume=runs/nowhere", copy=False)
+    command("refused as it loads", f"--resume={folder / 'runs' / 'a weight is NaN'}", copy=False)
+    killed = command("killed as it loads", copy=False)
+    from_there = f"--resume={trained / 'checkpoints' / 'iter_0000001'}"
+    done = run(APP, "killed", "load", *commands["killed as it loads"], from_there)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert complete_checkpoints(killed) == []
     return dict(zip(commands, run_many(folder, list(commands.values())), strict=True))
 
 
@@ -176,6 +185,12 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(folder, trained, resu
     assert not list(out.glob("previous-*"))
     ones, others = (read_manifest(run / "checkpoints" / "iter_0000003") for run in (trained, out))
     assert ones.files == others.files and ones.state == others.state
+
+
+def test_where_a_relative_folder_of_checkpoints_was_is_known_elsewhere(folder, results, monkeypatch):
+    monkeypatch.chdir(folder)
+    found = complete_checkpoints(record_of(folder / "runs" / "from another run").checkpoints())
+    assert found == [folder / "saves" / f"iter_{number:07d}" for number in (2, 3)]
 
 
 def test_a_path_starts_another_run_from_there(folder, trained, results):
@@ -195,6 +210,17 @@ def test_a_run_without_a_checkpoint_of_its_own_goes_on_from_where_it_began(folde
         assert [line["iteration"] for line in metrics] == [2, 3]
         assert metrics[-1]["lm_loss"] == lines(trained / "metrics.jsonl")[-1]["lm_loss"]
     assert os.listdir(out / "checkpoints") == ["started_from.json"]
+
+
+def test_a_start_that_was_killed_as_it_loaded_goes_on_from_what_it_loaded(folder, trained, results):
+    """One that was refused then leaves nothing that a later start would go on from."""
+    assert results["killed as it loads"] == (0, "")
+    metrics = lines(folder / "runs" / "killed as it loads" / "metrics.jsonl")
+    assert [line["iteration"] for line in metrics] == [2, 3]
+    assert metrics[-1]["lm_loss"] == lines(trained / "metrics.jsonl")[-1]["lm_loss"]
+    code, said = results["refused as it loads"]
+    assert code == 2 and "holds NaN or Inf" in said
+    assert not (folder / "runs" / "refused as it loads").exists()
 
 
 def test_where_nothing_is_left_to_train_nothing_is_moved(folder, trained, results):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import shlex
 from contextlib import redirect_stdout
@@ -37,6 +38,12 @@ def test_every_block_is_one_that_is_known_and_every_reason_says_something(page):
     assert len(written) == sum(bool(block.reason or block.before) for block in blocks(page)), (
         "a comment without its block"
     )
+
+
+def test_records_are_shown_as_files_have_them():
+    """An object a line."""
+    shown = [block for page in PAGES for block in blocks(page) if block.language == "json"]
+    assert shown and all(isinstance(json.loads(line), dict) for b in shown for line in b.text.splitlines())
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from benchmarks.support import gpt
 from benchmarks.support.fp8_gpt import DEEPSEEK, MOE, NARROW, RECIPES
-from benchmarks.support.ranks import Layout
-from tests.support.resume import resumes_exactly
+from benchmarks.support.ranks import Layout, model_parallel
+from tests.support.resume import Training, resumes_exactly
 
 DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 HISTORY: dict[str, Any] = {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
@@ -105,3 +107,59 @@ def test_an_asynchronous_save_holds_the_iteration_it_was_made_after(ranks, tmp_p
     """Two more iterations run while the files are being written."""
     case = (layout, "delayed", {**DROPOUT, **HISTORY, **ONE}, SHARDED, str(tmp_path))
     assert ranks(2).run(resumes_exactly, *case, asynchronous=True) == [{"anew": {}}] * 2
+
+
+def test_a_rank_that_has_no_part_of_a_parameter_group_saves_after_it_was_resumed(ranks, tmp_path):
+    """Of many data-parallel ranks most hold no norm's weight."""
+    holding, not_holding = ranks(2).run(saves_once_more, str(tmp_path))
+    assert (holding, not_holding) == ((True, [2, 3, 3]), (False, [2, 3, 3]))
+
+
+def saves_once_more(folder: str) -> tuple[bool, list[int]]:
+    """A rank case: whether it holds something of each group; steps as saved at first, by a model that loaded and
+    stepped, and by one that went back and stepped."""
+    from megatron_fp8.mcore.checkpoint import numbers
+
+    with model_parallel():
+        fields = {"hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 4, "num_layers": 1}
+        first, other = (
+            Training(
+                Layout(),
+                "tensorwise",
+                fields,
+                SHARDED,
+                seed,
+                tied=True,
+                sequence=64,
+                micro_batch=1,
+                global_batch=2,
+            )
+            for seed in (1, 2)
+        )
+        first.steps(2)
+        checkpoint, steps = first.save(folder), []
+        for training in (first, other, first):
+            if steps:
+                training.load(checkpoint)
+                training.steps(1)
+            steps.append(numbers(training.chunks, training.optimizer)["optimizer_step"])
+        return all(group["params"] for group in first.optimizer.param_groups), steps
+
+
+@pytest.mark.parametrize("ddp", [{}, SHARDED], ids=["plain", "sharded"])
+def test_a_frozen_first_stage_knows_how_often_the_others_stepped(ranks, tmp_path, ddp):
+    """Its rank writes the manifest. Without the step Adam would correct its moments as in the first one."""
+    assert ranks(2).run(resumes_frozen, str(tmp_path), ddp) == [{"anew": {}}] * 2
+
+
+def resumes_frozen(folder: str, ddp: dict[str, Any]) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    initialise = gpt.initialise
+
+    def frozen(model: Any, config: Any, seed: int) -> None:
+        initialise(model, config, seed)
+        model.requires_grad_(not parallel_state.is_pipeline_first_stage())
+
+    with mock.patch.object(gpt, "initialise", frozen):
+        return resumes_exactly(Layout(pp=2), "tensorwise", NARROW, ddp, folder)

@@ -12,6 +12,7 @@ python tests/support/app.py full metrics,tfevents train ... there is no room for
 python tests/support/app.py unindexed 0 train ...          there is no room for arrays: indices of samples
 python tests/support/app.py spike 16:24 train ...          these samples are noise, and a small rise counts as a spike
 python tests/support/app.py truncate 2 train ...           the corpus becomes shorter after the second iteration
+python tests/support/app.py killed load train ...          SIGKILL where it calls this of mcore/checkpoint/training.py
 python tests/support/app.py many CASES.json                 several commands; prints [code, stderr] of each
 python tests/support/app.py heard CASES.json                the same; prints [code, stderr, stdout]
 """
@@ -262,6 +263,14 @@ def truncate(trainer):
     os.truncate(f"{prefix}.bin", 4096)
 
 
+def killed(name, arguments):
+    """End without a word where this function is called."""
+    from megatron_fp8.mcore.checkpoint import training
+
+    with mock.patch.object(training, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+        return main(arguments)
+
+
 def many(path, with_output=False):
     """Run each command of a file; print their exit codes and what they said."""
     results = []
@@ -290,6 +299,7 @@ if __name__ == "__main__":
             "unindexed": unindexed,
             "spike": spike,
             "truncate": lambda n, a: after_iteration(int(n), truncate, a),
+            "killed": killed,
             "many": lambda p, _: many(p),
             "heard": lambda p, _: many(p, with_output=True),
         }[kind](first, rest)

@@ -14,10 +14,12 @@ from typing import Any
 
 import yaml
 
+from ...files.checkpoint import complete_checkpoints
 from ...files.disk import in_words
 from ...files.lines import read_lines
 from ...files.strict_yaml import read_yaml
 from ...recipe import check_recipe_name
+from ...train import started_from
 from ...train.config import run_config
 from ...train.config.model_section import ModelSection, transformer_config
 from ...train.config.ranks import least_ranks
@@ -145,6 +147,12 @@ def plan(
             )
     names = _recipes(recipes)
     base = run_config.parse([f"--config={config}", *overrides])
+    if base.checkpoint.folder is not None:
+        raise ValueError(
+            f"checkpoint.folder={base.checkpoint.folder!r} would be one folder for all runs, and each would go on from"
+            " another's checkpoint: leave it out, or give --checkpoint.folder=null. Each run saves in its own folder, in"
+            " --out."
+        )
     numbers = _seeds(seeds, base.train.seed)
     model = base.model
     ranks = least_ranks(model) if ranks is None else ranks
@@ -155,11 +163,8 @@ def plan(
         for name in names:
             folder = out / "runs" / f"{name}-seed-{seed}"
             options = [*overrides, *_options(name, model), f"--train.seed={seed}", "--train.count_saved=true"]
-            resume = (
-                base.resume
-                if base.resume not in ("auto", "never") and not (folder / "checkpoints").exists()
-                else "auto"
-            )
+            fresh = base.resume not in ("auto", "never") and not _has_begun(folder / "checkpoints")
+            resume = base.resume if fresh else "auto"
             arguments = [f"--config={config}", *options, f"--run_dir={folder}", f"--resume={resume}"]
             try:
                 run = run_config.parse(arguments)
@@ -169,6 +174,12 @@ def plan(
                 raise ValueError(f"{name}: {error}") from error
             runs.append(WantedRun(name, seed, folder, tuple(arguments), run))
     return Comparison(config, tuple(overrides), names, numbers, ranks, out, tuple(runs))
+
+
+def _has_begun(checkpoints: Path) -> bool:
+    """Whether --resume=auto goes on where this run was; a folder without either of these is of a start that was killed,
+    and from there it would begin with random weights."""
+    return bool(complete_checkpoints(checkpoints)) or (checkpoints / started_from.FILE).exists()
 
 
 def _recipes(text: str) -> tuple[str, ...]:

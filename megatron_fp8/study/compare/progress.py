@@ -23,7 +23,7 @@ class Progress:
             columns = (
                 TextColumn("{task.completed}/{task.total}"),
                 BarColumn(),
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
             )
             self._bar = Bar(
                 *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)
@@ -89,9 +89,9 @@ class Progress:
         self.say(f"{name} was finished by another process meanwhile")
 
     def say(self, text: str) -> None:
-        """A line, above the bar."""
+        """A line, above the bar, as it is: names in it may hold what rich's print takes for markup."""
         if self._bar is not None:
-            self._bar.console.print(text, highlight=False)
+            self._bar.console.out(text, highlight=False)
         else:
             print(text, file=sys.stderr, flush=True)
 

@@ -13,7 +13,7 @@ import enum
 import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
+from ...files.data_option import data_as_paths
 from ...files.shipped import find_config
 from ...mcore.config.fields import KNOWN
 from ...mcore.config.rules import Rule, shown
@@ -99,7 +100,7 @@ def parse(arguments: list[str]) -> RunConfig:
     Raises ValueError with one line: an unknown key (with the nearest known one), a value of the wrong type or out of
     range, a file that is missing or not YAML.
     """
-    arguments = _files_first(_with_config_files(_normalised(arguments)))
+    arguments = _files_first(_with_config_files(_normalised(data_as_paths(arguments))))
     # Key: what was written, and the file it is in; what comes later wins.
     given: dict[str, tuple[Any, str]] = {}
     files = []
@@ -224,34 +225,20 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _normalised(arguments: list[str]) -> Iterator[str]:
-    """Underscores in names, values of bare flags, and `--data FILE...` as `--data.paths`, in place of a config's."""
-    taking_paths, adding = False, ""
-
-    def path(value: str) -> str:
-        nonlocal adding
-        start, adding = adding, "+"
-        return f"--data.paths{start}={value if start else json.dumps([value])}"
-
+def _normalised(arguments: Iterable[str]) -> Iterator[str]:
+    """Underscores in names, and values of bare flags."""
     for argument in arguments:
         if argument.startswith("--"):
             name, equals, value = argument[2:].partition("=")
             name = name.replace("-", "_")
-            taking_paths = name == "data" and not equals
-            if name in ("data.paths", "data.paths+"):
-                adding = "+"
-            if name == "data" and equals:
-                yield path(value)
-            elif name in _LISTS and equals and not value.startswith("["):
+            if name in _LISTS and equals and not value.startswith("["):
                 yield f"--{name}={json.dumps(value.split(','))}"
             elif name == "checkpoint.accept" and equals and not value.startswith("["):
                 yield from (f"--checkpoint.accept+={part}" for part in value.split(","))
             elif name in _FLAGS and not equals:
                 yield f"--{name}=true"
-            elif not taking_paths:
+            else:
                 yield f"--{name}{equals}{value}"
-        elif taking_paths:
-            yield path(argument)
         else:
             yield argument
 

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
 import struct
 import sysconfig
 import warnings
@@ -22,9 +21,11 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from ...files.checkpoint import digest
-from ...files.disk import discard, in_words, read_ordinary, sync, write_file
+from ...files.disk import in_words, read_ordinary, replace_file, sync
+from ...files.run_lock import LOCK
 from ...files.strict_json import load_json
 from . import texts
+from .one_writer import filling
 from .tokenizers import Tokenizer
 
 _ABOUT, _PAIR = "corpus.json", ("corpus.bin", "corpus.idx")
@@ -71,45 +72,50 @@ def prefix_of(path: str) -> str:
 def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path) -> str:
     """Write `files` as one .bin/.idx pair under `cache_dir` and return its prefix; at once if it is there already.
 
-    The folder's name is a hash of the tokenizer and of every file's content. It is written under another name
-    and renamed when complete and on the disk; a pair that is not what was written is written again, with a warning.
+    The folder's name is a hash of the tokenizer and of every file's content. One process writes it, and others that want
+    the same wait (`one_writer.py`). The pair counts once its digests are there, which come last, when all else is on the
+    disk; a pair that is not what was written is written again, with a warning.
 
     Raises ValueError when a file is missing, unreadable or all are empty, or the cache cannot be written.
     """
     folder = cache_dir / _content_hash(files, tokenizer)
-    prefix = str(folder / "corpus")
-    if folder.is_dir():
-        if not (problem := _damage(folder)):
-            texts.lost_of(_about(folder).get("lost")).say()
-            return prefix
-        warnings.warn(
-            f"the prepared text in {str(folder)!r} is not used but written again: {problem}.", stacklevel=2
-        )
-    partial = cache_dir / f".{folder.name}.{os.getpid()}"
-    try:
-        partial.mkdir(parents=True)
-        tokens, documents, lost = _write(files, tokenizer, str(partial / "corpus"))
+    if problem := _damage(folder):
+        if (
+            folder.is_dir() and not (folder / LOCK).exists()
+        ):  # else it is being written, or its writer was killed
+            warnings.warn(
+                f"the prepared text in {str(folder)!r} is not used but written again: {problem}.",
+                stacklevel=2,
+            )
+        try:
+            _write_alone(files, tokenizer, folder)
+        except OSError as error:
+            if _damage(folder):  # else another run, which took this one for dead, has the same content
+                raise ValueError(
+                    f"data.cache_dir={str(cache_dir)!r} cannot be written ({in_words(error)}): give another folder with "
+                    f"--data.cache_dir."
+                ) from error
+    texts.lost_of(_about(folder).get("lost")).say()
+    return str(folder / "corpus")
+
+
+def _write_alone(files: list[Path], tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the pair, unless another process has done so before it is our turn."""
+    with filling(folder, "data.cache_dir") as (lock, unfinished):
+        if not _damage(folder):
+            return
+        tokens, documents, lost = _write(files, tokenizer, str(unfinished / "corpus"))
         for name in _PAIR:
-            sync(partial / name)
+            sync(unfinished / name)
         about = {"tokenizer": tokenizer.name, "files": len(files), "documents": documents, "tokens": tokens}
         about["lost"] = dataclasses.asdict(lost)
-        digests = {name: digest(partial / name) for name in _PAIR}
-        write_file(partial / _ABOUT, json.dumps({**about, "sha256": digests}, indent=2) + "\n")
-        if folder.is_dir() and _damage(folder):
-            discard(folder)
-        if not folder.is_dir():
-            partial.rename(folder)
-    except OSError as error:
-        if folder.is_dir() and not _damage(folder):  # another run was faster: its copy has the same content
-            return prefix
-        raise ValueError(
-            f"data.cache_dir={str(cache_dir)!r} cannot be written ({in_words(error)}): give another folder with "
-            f"--data.cache_dir."
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    lost.say()
-    return prefix
+        about["sha256"] = {name: digest(unfinished / name) for name in _PAIR}
+        lock.check()
+        for name in _PAIR:
+            (unfinished / name).replace(
+                folder / name
+            )  # a run that still reads a damaged one keeps what it has open
+        replace_file(folder / _ABOUT, json.dumps(about, indent=2) + "\n")
 
 
 def _about(folder: Path) -> Any:
@@ -200,6 +206,8 @@ def check_indexed(prefix: str) -> IndexedInfo:
             f"has {len(content)}",
         )
     dtype = np.dtype(DType.dtype_from_code(code))
+    if dtype.kind == "f":
+        raise corrupt(index, f"its ids are {dtype}, and ids are whole numbers")
     lengths = np.frombuffer(content, np.int32, sequences, _HEADER_BYTES).astype(np.int64)
     pointers = np.frombuffer(content, np.int64, sequences, _HEADER_BYTES + 4 * sequences)
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]) * dtype.itemsize if sequences else pointers

@@ -29,6 +29,7 @@ from . import corpus
 
 _DIGESTS, _LARGEST = "digests.json", 1 << 20
 _LAYOUT = 2  # 1 had no digests
+_OLD_S = 86400.0
 
 
 def index_name(prefixes: list[str], settings: list[Any]) -> str:
@@ -53,12 +54,30 @@ def index_folder(kept: Path, name: str) -> Path:
     try:
         folder = kept / f".{name}.{uuid.uuid4().hex[:8]}"
         folder.mkdir(parents=True)
-        return folder
     except OSError as error:
         raise ValueError(
             f"data.cache_dir={str(kept.parent)!r} cannot be written ({in_words(error)}): give another folder with "
             "--data.cache_dir."
         ) from error
+    _say_what_is_left(kept, folder)
+    return folder
+
+
+def _say_what_is_left(kept: Path, ours: Path) -> None:
+    """Warn of what nobody has written to for a day. A start that was killed left it, or a run that lost a race may still
+    read it, on any machine; so it is not removed."""
+    old = []
+    for path in sorted(kept.glob(f".{'[0-9a-f]' * 32}.{'[0-9a-f]' * 8}")):
+        with suppress(OSError):  # it has just become whole; times are the file system's
+            if ours.stat().st_mtime - path.stat().st_mtime > _OLD_S:
+                old.append(str(path))
+    if old:
+        more = f" and {len(old) - 1} more" if len(old) > 1 else ""
+        warnings.warn(
+            f"{old[0]!r}{more}: indices of samples that a start left unfinished, or that a run of long ago reads: remove"
+            " them, unless such a run still trains.",
+            stacklevel=3,
+        )
 
 
 def keep_indices(built: Path, folder: Path) -> None:

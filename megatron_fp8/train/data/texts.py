@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,13 @@ from .tokenizers import Tokenizer
 PIECE_BYTES = 1 << 16
 """Longer files are cut at line ends into documents of at most this size, so that every split gets some."""
 _PACKED = {
-    b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstandard", b"BZh": "bzip2", b"\xfd7zXZ": "xz"
-}  # fmt: skip
+    rb"\x1f\x8b": "gzip",
+    rb"PK\x03\x04": "zip",
+    rb"\x28\xb5\x2f\xfd": "zstandard",
+    rb"BZh[1-9]1AY&SY": "bzip2",  # less of it may be a word
+    rb"\xfd7zXZ": "xz",
+}
+"""What packed files begin with."""
 
 
 def read(path: Path) -> bytes:
@@ -33,7 +39,7 @@ def read(path: Path) -> bytes:
         raise ValueError(
             f"data.paths has {str(path)!r}: {reason}. Give text files, or the prefix of a .bin/.idx pair."
         ) from error
-    if packed := next((name for start, name in _PACKED.items() if text.startswith(start)), None):
+    if packed := next((name for start, name in _PACKED.items() if re.match(start, text)), None):
         raise ValueError(
             f"data.paths has {str(path)!r}, which is packed ({packed}): unpack it, and give the text."
         )
@@ -70,15 +76,17 @@ def look_at(paths: Sequence[Path]) -> None:
 @dataclass
 class Lost:
     """What a tokenizer could not say: of ``tokens``, ``unknown`` are its token for that; ``undecodable`` characters are
-    U+FFFD in the place of bytes that are not UTF-8."""
+    U+FFFD in the place of bytes that are not UTF-8; ``left_out`` ones are not there at all."""
 
     tokens: int = 0
     unknown: int = 0
     undecodable: int = 0
+    left_out: int = 0
 
     def add(self, text: bytes, ids: np.ndarray, tokenizer: Tokenizer) -> None:
         """Count in a document."""
         self.tokens += len(ids)
+        self.left_out += tokenizer.left_out(text)
         if tokenizer.unknown is not None:
             self.unknown += int((ids == tokenizer.unknown).sum())
         if tokenizer.decodes:
@@ -93,6 +101,12 @@ class Lost:
                 " are all learned as its one token for the unknown: is it the one for this text?",
                 stacklevel=2,
             )
+        if self.left_out:
+            warnings.warn(
+                f"data: the tokenizer has no token for {self.left_out:,} characters of the text, nor one for the unknown:"
+                " they are left out. Is it the one for this text?",
+                stacklevel=2,
+            )
         if self.undecodable:
             warnings.warn(
                 f"data: {self.undecodable:,} places in the text are not UTF-8, and are learned as U+FFFD: save the files"
@@ -102,7 +116,8 @@ class Lost:
 
 
 def lost_of(record: Any) -> Lost:
-    """What `dataclasses.asdict` made of one; nothing of what is not that."""
-    names = ("tokens", "unknown", "undecodable")
-    values: list[Any] = [record.get(name) if isinstance(record, dict) else None for name in names]
+    """What `dataclasses.asdict` made of one, also with fewer fields, as earlier versions; nothing of what is not that."""
+    if not isinstance(record, dict):
+        return Lost()
+    values: list[Any] = [record.get(field.name, 0) for field in fields(Lost)]
     return Lost(*values) if all(type(value) is int for value in values) else Lost()

@@ -39,6 +39,9 @@ class Tokenizer(Protocol):
     def encode(self, text: bytes) -> np.ndarray:
         """Ids of `text` [bytes] as a 1-D integer array, without the end of document."""
 
+    def left_out(self, text: bytes) -> int:
+        """Characters of `text` that `encode` passes over, white space aside: no id says them, none is for the unknown."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; what is not UTF-8 (yet) as U+FFFD, the end of document left out."""
 
@@ -60,6 +63,9 @@ class ByteTokenizer:
 
     def encode(self, text: bytes) -> np.ndarray:
         return np.frombuffer(text, dtype=np.uint8)
+
+    def left_out(self, text: bytes) -> int:
+        return 0
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
@@ -115,7 +121,8 @@ class JsonTokenizer:
         size = max(ids, default=-1) + 1  # ids may leave gaps
         ends = [self._tokenizer.token_to_id(name) for name in self._END_NAMES]
         usual = next((end for end in ends if end is not None), None)
-        self.unknown = _unknown(self._tokenizer)
+        self._path, self.unknown = path, _unknown(self._tokenizer)
+        self._passes_over = self.unknown is None and not _says_all(self._tokenizer)
         beside = _Beside(Path(path), self._tokenizer)
         named = [each for each in (beside.eos, usual, *beside.ends[:1]) if each is not None]
         last = named[0] if named else None
@@ -132,8 +139,27 @@ class JsonTokenizer:
         self.unique_identifiers = {"tokenizer": self.name}
 
     def encode(self, text: bytes) -> np.ndarray:
-        ids = self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False).ids
-        return np.asarray(ids, dtype=np.int64)
+        return np.asarray(self._encoded(text.decode("utf-8", errors="replace")).ids, dtype=np.int64)
+
+    def left_out(self, text: bytes) -> int:
+        if not self._passes_over:
+            return 0
+        words = text.decode("utf-8", errors="replace")
+        edges = np.zeros(len(words) + 1, np.int64)
+        for start, end in self._encoded(words).offsets:
+            edges[start] += 1
+            edges[end] -= 1
+        said = np.cumsum(edges)[:-1] > 0
+        return sum(not words[place].isspace() for place in np.flatnonzero(~said))
+
+    def _encoded(self, words: str) -> Any:
+        try:
+            return self._tokenizer.encode(words, add_special_tokens=False)
+        except Exception as error:  # the package raises plain Exception
+            raise ValueError(
+                f"data.tokenizer={str(self._path)!r} cannot say all of the text ({error}): give a tokenizer with a token"
+                " for the unknown, or the one for this text."
+            ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
         silent = {*self.ends, *self.start}
@@ -149,6 +175,19 @@ def _unknown(tokenizer: Any) -> int | None:
         return None
     unknown = json.loads(tokenizer.to_str())["model"].get("unk_id")  # which its object does not show
     return unknown if type(unknown) is int else None
+
+
+def _says_all(tokenizer: Any) -> bool:
+    """Whether it has ids for every byte, or raises without: of the models BPE alone passes over what it lacks."""
+    if type(tokenizer.model).__name__ != "BPE":
+        return True
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    vocabulary = tokenizer.get_vocab().keys()
+    fallback = {f"<0x{byte:02X}>" for byte in range(256)}
+    return vocabulary >= set(ByteLevel.alphabet()) or (
+        tokenizer.model.byte_fallback and vocabulary >= fallback
+    )
 
 
 class _Beside:

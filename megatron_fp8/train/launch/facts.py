@@ -75,6 +75,23 @@ def run_facts(
     return facts
 
 
+def agree_on_inputs(
+    what: str,
+    launch: Any,
+    prefixes: list[str],
+    chosen: tuple[Path, Any] | None = None,
+    timeout_s: float = 1800.0,
+) -> None:
+    """Wait until all ranks have seen the same data sets and the same checkpoint. Each looks for the newest checkpoint
+    itself, and a run that trains may save one meanwhile.
+
+    Raises ValueError and NotMet as Meeting.agree, which ``what`` names the call for.
+    """
+    first_here = launch.local_rank == 0
+    facts = input_facts(prefixes, chosen, first_here)
+    launch.meeting.agree(what, facts, timeout_s, partial=not first_here)
+
+
 def input_facts(prefixes: list[str], chosen: tuple[Path, Any] | None, first_here: bool) -> dict[str, Any]:
     """The data sets and the checkpoint that a run starts from, as this rank sees them; None: not there.
 

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
 
 from ..exit_codes import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
-from ..stop import STOPPED_CODE
+from ..stop import ASKED_BY, STOPPED_CODE
 from .nodes import FIRST_LINE_S, Nodes, said_after
 from .rank_logs import RankLogs
 from .signals import Signals, Stopped
@@ -85,12 +86,16 @@ def launch(launching: Launching, *, debug: bool = False) -> int:
         os.environ[STOPPED_CODE] = str(launching.stopped_code)
     os.environ["PYTHONUNBUFFERED"] = "1"  # lines are seen as they are said
     folder = _folder(launching.logs)
-    signals = Signals(say)
+    asked_by = folder.absolute() / f".asked_by_{uuid.uuid4().hex}"  # several nodes may share the folder
+    os.environ[ASKED_BY] = str(asked_by)
+    signals = Signals(say, asked_by)
     code = EXIT_FAILED
     try:
         with signals.heard():
             code = _run(launching, RankLogs(folder, terminal=sys.stdout.isatty()), signals)
     finally:
+        with suppress(OSError):
+            asked_by.unlink(missing_ok=True)
         if launching.logs is None and code != EXIT_FAILED:
             shutil.rmtree(folder, ignore_errors=True)
     return code

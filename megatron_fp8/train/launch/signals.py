@@ -1,6 +1,7 @@
 """What a launcher does with signals: whoever asks it to end asks its ranks to save first.
 
-    SIGINT (Ctrl-C), SIGTERM, SIGHUP    the ranks get SIGTERM: they finish their iteration, save and end
+    SIGINT (Ctrl-C), SIGTERM, SIGHUP    the ranks get SIGTERM, which any script may listen to: they finish their
+                                        iteration, save and end; a file says which it was, for a training to name it
     SIGINT again, a second later        the ranks are killed
     SIGUSR1                             is handed on, as SLURM means it
 
@@ -15,6 +16,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -33,14 +35,15 @@ class Signals:
 
     Args:
         say: told what a first signal to end means for the ranks.
+        asked_by: the file that gets the name of that signal before the ranks do.
 
     Attributes:
         stop: the first signal to end that came; None: none did.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None], asked_by: Path) -> None:
         self.stop: signal.Signals | None = None
-        self._say, self._since = say, 0.0
+        self._say, self._asked_by, self._since = say, asked_by, 0.0
         self._ranks_run = False
         self._owed: list[signal.Signals] = []
         self._heard = [number for number in _HEARD if signal.getsignal(number) != signal.SIG_IGN]
@@ -65,6 +68,9 @@ class Signals:
     def hand_on(self, pids: Iterable[int]) -> None:
         """Give the ranks what came since the last call."""
         owed, self._owed = self._owed, []
+        if signal.SIGTERM in owed and self.stop is not None:
+            with suppress(OSError):  # no room: then they say SIGTERM, and stop all the same
+                self._asked_by.write_text(self.stop.name)
         for number in owed:
             for pid in pids:
                 with suppress(ProcessLookupError):

@@ -53,6 +53,17 @@ def test_a_running_amax_may_be_infinite(tmp_path: Path, capsys: pytest.CaptureFi
     assert "not finite" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_json_has_not_is_a_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: float
+) -> None:
+    folder = write_checkpoint(tmp_path, 3, changed(f"{SLOT}.scale", 0, value))
+    assert main(["inspect", str(folder), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["delayed_scaling"]
+    assert isinstance(row["scale"], str) and repr(float(row["scale"])) == repr(value)
+    assert (row["latest_amax"], row["running_amax"], row["warm"]) == (2.0, 0.0, True)
+
+
 def test_options_are_those_of_every_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_checkpoint(tmp_path, 3, GOOD)
     assert main(["inspect", "--debug", str(folder)]) == 0 and "iteration   3" in capsys.readouterr().out

@@ -50,13 +50,22 @@ def test_a_reader_that_leaves_a_list_of_keys_is_no_bad_input():
         app.main(["--keys"])  # megatron_fp8.cli ends it with 0
 
 
-@pytest.mark.parametrize("when", ["prepare", "_train"])
-def test_a_reader_that_leaves_a_training_ends_it_as_failed_and_says_so(when, capsys):
+def test_bad_input_whose_words_find_no_reader_is_bad_input():
+    """`megatron-fp8 ... 2>&1 | head`."""
+    command = [sys.executable, "-m", "megatron_fp8", "trian"]
+    root = Path(__file__).parents[3]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=root) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+    assert process.returncode == 2
+
+
+def test_a_reader_that_leaves_before_the_first_step_ends_a_training_as_failed_and_says_so(capsys):
     from megatron_fp8.commands import train as app
 
     launch = mock.Mock(rank=0)
     launch.meeting.tell = lambda code, line, say: say()
-    with mock.patch.object(app, "prepare"), mock.patch.object(app, when, side_effect=BrokenPipeError):
+    with mock.patch.object(app, "prepare", side_effect=BrokenPipeError):
         assert app._run([], launch, None, False) == 1
     assert capsys.readouterr().err.startswith("error: training failed: whoever read its output has left")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,17 @@ def test_checkpoints_are_where_the_config_says(runs, tmp_path, capsys):
     assert f"none of the same iteration is in {tmp_path / 'disk' / 'one'} and {two / 'checkpoints'}" in text
 
 
+def test_a_relative_folder_of_checkpoints_is_not_looked_for_from_here(runs, tmp_path, capsys, monkeypatch):
+    one, two = runs
+    configure(two, checkpoint={"folder": "saves"})
+    for folder in (one / "checkpoints", tmp_path / "saves"):
+        write_checkpoint(folder, 2, {"w": torch.ones(3)})
+    monkeypatch.chdir(tmp_path)
+    text = said(capsys, 0, one, "--against", two, f"--json={tmp_path / 'figures.json'}")
+    assert f"checkpoint  not compared: '{two / 'config.yaml'}' has checkpoint.folder='saves'" in text
+    assert json.loads((tmp_path / "figures.json").read_text())["checkpoint"] is None
+
+
 @pytest.mark.parametrize(
     "option", ["--batches=99", "--share=7", "--budget=9", "--iteration=3", "--recipe=mxfp8", "--out=x"]
 )
@@ -76,3 +89,14 @@ def test_what_cannot_be_compared_is_said_with_what_helps(runs, tmp_path, capsys)
         (two / "config.yaml").write_text(content)
         text = said(capsys, 2, one, "--against", two)
         assert f"'{two / 'config.yaml'}'" in text and ("another run" in text or "folder of a run" in text)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_part_too_and_json_says_so_in_a_word(runs, tmp_path, capsys, value):
+    one, two = runs
+    write_checkpoint(one / "checkpoints", 2, {"w": torch.ones(3)})
+    write_checkpoint(two / "checkpoints", 2, {"w": torch.tensor([1.0, value, 1.0])})
+    figures = tmp_path / "figures.json"
+    said(capsys, 0, one, "--against", two, f"--json={figures}")
+    found = json.loads(figures.read_text(), parse_constant=pytest.fail)
+    assert found["checkpoint"]["relative"] == ("NaN" if math.isnan(value) else "Infinity")

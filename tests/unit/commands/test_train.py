@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_fp8.commands import train
+from megatron_fp8.train.failure import TrainingFailed
 from megatron_fp8.train.stop import StopRequest
 
 
@@ -40,11 +41,14 @@ class Training:
         self.display: Any = SimpleNamespace(close=lambda: None)
         self.telemetry: Any = SimpleNamespace(close_files=list)
         self.writer: Any = SimpleNamespace(close=list)
+        self.reports: Any = lambda: None
 
     def train(self) -> dict[str, float]:
         for iteration in range(1, 10):
             if iteration == 3 and self.number is not None:
                 os.kill(os.getpid(), self.number)
+            if iteration == 3 or self.number is None:
+                self.reports()
             self.stepper.stop.agree(self.stepper.stop.votes())
             if self.stepper.stop.reason is not None:
                 break
@@ -69,3 +73,21 @@ def test_a_ctrl_c_after_the_last_line_promises_no_save(run_dir, capfd):
     os.kill(os.getpid(), signal.SIGINT)
     said = capfd.readouterr()
     assert said.out.startswith("done: 9 iterations") and said.err == ""
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGINT])
+def test_a_training_whose_reader_has_left_saves_and_says_so_elsewhere(run_dir, monkeypatch, capfd, number):
+    """`| head`; and `| tee train.log`, which one Ctrl-C ends before the run has finished its iteration."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as unread:
+        monkeypatch.setattr("sys.stdout", unread)
+        training = Training(number, run_dir)
+        training.reports = lambda: print("loss 4.2", flush=True)
+        with pytest.raises(TrainingFailed) as failed:
+            train._train(training)
+        print("more", flush=True)  # Python's own flush at the end of the process, too
+    reason, after = ("SIGINT", 3) if number else ("the loss of its output's reader", 1)
+    assert str(failed.value).startswith(
+        f"whoever read its output has left: stopped by {reason} after {after} of 9 iterations, saved"
+    )

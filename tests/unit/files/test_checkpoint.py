@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import os
@@ -422,3 +423,27 @@ def test_a_manifest_without_a_checksum_is_read_and_said(saved):
     path.write_text(json.dumps(content))
     (line,) = files.without_checksum(files.read_manifest(saved))
     assert "no checksum" in line
+
+
+@pytest.mark.parametrize("shut", ["run", "checkpoints", "iter_0000003"])
+@pytest.mark.parametrize("given", ["run", "run/checkpoints", "run/checkpoints/iter_0000003"])
+def test_a_folder_that_may_not_be_looked_into_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shut: str, given: str
+) -> None:
+    """Another user's, as a process that is not root sees it."""
+    write_checkpoint(tmp_path / "run" / "checkpoints", 3, {})
+
+    def refusing(function: Any, itself: bool = False) -> Any:
+        def call(path: Any, *args: Any, **more: Any) -> Any:
+            within = Path(path).parts if itself else Path(path).parent.parts
+            if shut in within:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return function(path, *args, **more)
+
+        return call
+
+    for name in ("stat", "lstat", "open"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    monkeypatch.setattr(os, "listdir", refusing(os.listdir, itself=True))
+    with pytest.raises(ValueError, match=r"(cannot be read|cannot be listed) \(Permission denied\)"):
+        files.check_files((folder := files.find_checkpoint(tmp_path / given)), files.read_manifest(folder))

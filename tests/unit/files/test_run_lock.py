@@ -235,3 +235,25 @@ def test_it_stays_where_it_was_when_the_program_goes_elsewhere(tmp_path, monkeyp
     assert not (tmp_path / "there" / "run" / LOCK).exists() and (tmp_path / "here" / "run" / LOCK).exists()
     lock.release()
     assert not (tmp_path / "here" / "run" / LOCK).exists()
+
+
+def test_a_folder_that_its_owner_takes_away_just_then_is_made_again(tmp_path, monkeypatch):
+    """It lets go between our look at the folder and our lock."""
+    usual, times = run_lock._make, []
+
+    def made_and_gone(folder):
+        made = usual(folder)
+        times.append(folder)
+        if len(times) < 3:
+            folder.rmdir()
+        return made
+
+    monkeypatch.setattr(run_lock, "_make", made_and_gone)
+    held = RunLock(tmp_path / "shared", "run_dir", environ={})
+    held.take(print)
+    held.check()
+    held.release()
+    times.clear()
+    monkeypatch.setattr(run_lock, "_make", lambda folder: [])
+    with pytest.raises(FileNotFoundError):
+        RunLock(tmp_path / "never", "run_dir", environ={}).take(print)

@@ -13,7 +13,7 @@ import pytest
 from megatron_fp8.files.checkpoint import complete_checkpoints, latest_checkpoint
 from megatron_fp8.files.manifest import Manifest
 from megatron_fp8.train import kept, left_out, started_from
-from megatron_fp8.train.kept import keep_earlier, keep_newer
+from megatron_fp8.train.kept import keep_earlier, keep_newer, own_name
 
 FILES = {"x": {"bytes": 0, "sha256": "0" * 64}}
 
@@ -174,10 +174,31 @@ def test_a_start_that_is_killed_anywhere_leaves_the_earlier_run_or_its_own(tmp_p
         else:
             assert found == own / (latest or "iter_0000012")
             assert (own / left_out.FILE).exists() and all((run_dir / name).exists() for name in RECORDS)
+        began = {started_from.read(path.parent).checkpoint for path in place.rglob(started_from.FILE)}
+        assert place / "base" / "iter_0000002" in began  # where the earlier run began is not forgotten
         if ended:
             break
     assert ended and len(seen) > 9
     assert seen == sorted(seen, reverse=True) and set(seen) == {"whole", "as asked"}
+
+
+@pytest.mark.parametrize("latest", [None, "iter_0000012"])
+def test_an_earlier_run_stands_where_auto_goes_on_with_it(tmp_path, latest):
+    """A file that says where a start began, of which nothing else is there, is of one that was killed as it loaded."""
+    own = tmp_path / "run" / "checkpoints"
+    saved_run(tmp_path / "run", own, latest)
+    assert kept.stands(tmp_path / "run", own)
+    for path in own.glob("iter_*"):
+        path.rmdir()
+    assert kept.stands(tmp_path / "run", own)
+    (own / started_from.FILE).rename(tmp_path / "moved")
+    assert not kept.stands(tmp_path / "run", own)
+    (tmp_path / "moved").rename(own / started_from.FILE)
+    for name in RECORDS:
+        (tmp_path / "run" / name).unlink()
+    assert not kept.stands(tmp_path / "run", own)
+    (own / started_from.FILE).write_text("damaged")
+    assert kept.stands(tmp_path / "run", own)
 
 
 def test_many_checkpoints_are_counted(tmp_path):
@@ -192,3 +213,30 @@ def test_a_latest_that_names_none_stands_in_nobodys_way(tmp_path):
     (tmp_path / "checkpoints" / "latest").write_text("iter_0000009\n")
     keep_earlier(tmp_path, tmp_path / "checkpoints")
     assert latest_checkpoint(tmp_path / "checkpoints") is None
+
+
+def test_a_run_s_own_checkpoint_is_told_from_a_copy_beside_it(tmp_path, monkeypatch):
+    """What a copy is called says no iteration, after which others are newer."""
+    own, disk = tmp_path / "run" / "checkpoints", tmp_path / "disk"
+    for folder in (
+        own / "iter_0000004",
+        own / "best",
+        disk / "iter_0000008",
+        tmp_path / "base" / "iter_0000004",
+    ):
+        folder.mkdir(parents=True)
+    (own / "iter_0000008").symlink_to(disk / "iter_0000008")
+    (tmp_path / "link").symlink_to(own / "iter_0000004")
+    (own / "chosen").symlink_to("iter_0000004")
+    monkeypatch.chdir(own)
+    for path, name in {
+        own / "iter_0000004": "iter_0000004",
+        Path("iter_0000004"): "iter_0000004",
+        tmp_path / "link": "iter_0000004",
+        own / "chosen": "iter_0000004",
+        own / "iter_0000008": "iter_0000008",  # on another disk
+        own / "not_finite_0000009": "not_finite_0000009",
+        own / "best": None,
+        tmp_path / "base" / "iter_0000004": None,
+    }.items():
+        assert own_name(path, own) == name, path

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_fp8.train.metrics import (
 )
 from megatron_fp8.train.report import format_report
 from megatron_fp8.train.run_record import RunRecord
+from tests.support.terminal import LIKE_MARKUP, Terminal
 
 STEP = IterationMetrics(
     iteration=1, lm_loss=2.5, grad_norm=1.0, learning_rate=1e-3, tokens=64, tokens_per_s=10.0, mfu=None,
@@ -74,6 +76,16 @@ def test_lines_show_the_loss_scale_and_go_on_counting(capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert "skipped 5" in first and "loss scale 65,536" in first
     assert "skipped 5" in second and "loss scale 4.29497e+09" in second
+
+
+def test_a_line_above_the_bar_is_as_it_was_written(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    display = Display(iterations=3, log_interval=1)
+    display.say(LIKE_MARKUP)
+    display.iteration(STEP)
+    written = sys.stdout
+    display.close()
+    assert LIKE_MARKUP in written.getvalue() and "loss 2.5" in written.getvalue()
 
 
 def test_flops_are_6_for_each_weight_and_token_and_those_of_causal_attention():

@@ -11,9 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_fp8.files.checkpoint import folder_name
+from megatron_fp8.files.manifest import MANIFEST, Manifest
 from megatron_fp8.train.config.model_section import transformer_config
 from megatron_fp8.train.config.run_config import known_keys, parse
-from megatron_fp8.train.restore import keep_layers, refuse_its_code, run_of
+from megatron_fp8.train.launch import parallel
+from megatron_fp8.train.launch.environment import Launch
+from megatron_fp8.train.replay import replay
+from megatron_fp8.train.restore import keep_layers, refuse_its_code, restore, run_of
 from tests.support.draws import draws
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "fp8": "hybrid"}
@@ -120,3 +125,28 @@ def test_the_same_layers_are_in_fp8_as_in_training() -> None:
     run = parse([*options, "--model.fp8_size_filter_tokens=7"])
     keep_layers(run, manifest)
     assert not run.model.fp8_overrides and run.model.fp8_size_filter_tokens == 7
+
+
+@pytest.mark.parametrize("command", ["restore", "replay"])
+def test_ranks_agree_on_the_checkpoint_before_it_is_read(tmp_path, monkeypatch, command):
+    """Each finds the newest one itself: of a run that trains meanwhile, halves of two would make one model."""
+    run = parse(
+        ["--config=tiny_gpt_cpu", "--model.tensor_model_parallel_size=1", "--model.sequence_parallel=false"]
+    )
+    folder = tmp_path / folder_name(3)
+    folder.mkdir()
+    files = {"x": {"bytes": 0, "sha256": "0" * 64}}
+    Manifest(3, {"consumed_samples": 3}, {"run": run.to_dict()}, files).write(folder)
+    agreed = {}
+
+    def agree(what, facts, *_, **__):
+        agreed[what] = facts
+        if what == "checkpoint":
+            raise ValueError("another one")
+
+    monkeypatch.setattr(parallel, "join", lambda *_: pytest.fail("it goes on"))
+    launch = Launch("one process", meeting=SimpleNamespace(agree=agree))
+    work = {"restore": restore, "replay": replay}[command]
+    with pytest.raises(ValueError, match="another one"):
+        work(str(tmp_path), launch, [])
+    assert f"the SHA-256 of {MANIFEST} of the checkpoint {folder.name}" in agreed["checkpoint"]

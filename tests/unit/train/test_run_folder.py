@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_fp8.files.checkpoint import iteration_of
 from megatron_fp8.files.manifest import Manifest
 from megatron_fp8.files.run_lock import RunLock
-from megatron_fp8.train import checkpoints, rewind, run_folder
+from megatron_fp8.train import checkpoints, rewind, run_folder, started_from
 from megatron_fp8.train.run_folder import RunFolders
 
 MIB = 1 << 20
@@ -177,3 +177,85 @@ def test_a_checkpoint_newer_than_the_one_taken_is_said(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checkpoints._say_what_is_passed_over(tmp_path, tmp_path / "iter_0000006")
+
+
+def another_run_s(folder: Path, iteration: int) -> Path:
+    """A checkpoint that this run may go on from."""
+    path = folder / f"iter_{iteration:07d}"
+    path.mkdir(parents=True)
+    Manifest(iteration, files={"x": {"bytes": 0, "sha256": "0" * 64}}).write(path)
+    return path
+
+
+class Killed(BaseException):
+    """Stands for whatever ends a process but a refusal."""
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_start_that_ends_while_it_loads_is_remembered_and_one_that_is_refused_is_not(
+    tmp_path, alone, earlier
+):
+    """``earlier``: one that was to begin elsewhere was killed as it loaded, too."""
+    folders = RunFolders(run_of(tmp_path / "run"))
+    folders.checkpoints.mkdir(parents=True)
+    start, other = another_run_s(tmp_path / "base", 3), another_run_s(tmp_path / "other", 5)
+    if earlier:
+        started_from.write(folders.checkpoints, other)
+    before = started_from.content(folders.checkpoints)
+    with pytest.raises(ValueError, match="refused"), folders.remembering(start):
+        assert started_from.find(folders.checkpoints) == start
+        raise ValueError("refused")
+    assert started_from.content(folders.checkpoints) == before
+    assert os.listdir(folders.checkpoints) == [started_from.FILE] * earlier
+    for end in (Killed, RuntimeError):  # another rank is lost, say
+        with pytest.raises(end), folders.remembering(start):
+            raise end
+        assert started_from.find(folders.checkpoints) == start
+        with pytest.raises(ValueError), folders.remembering(None):
+            raise ValueError
+        assert started_from.find(folders.checkpoints) == start
+
+
+def test_an_earlier_run_that_stands_is_remembered_until_all_is_loaded(tmp_path, alone):
+    """Its checkpoints, or where it began: --resume=auto goes on with it, and not from where a killed start was to."""
+    folders = RunFolders(run_of(tmp_path / "run"))
+    folders.checkpoints.mkdir(parents=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    start, other = another_run_s(tmp_path / "base", 3), another_run_s(tmp_path / "other", 5)
+    started_from.write(folders.checkpoints, other)
+    with folders.remembering(start):
+        assert started_from.find(folders.checkpoints) == other
+    (line,) = folders.keep_earlier(start)
+    assert line.endswith("previous-1: started_from.json, metrics.jsonl")
+    assert started_from.find(folders.checkpoints) == start
+    assert started_from.find(tmp_path / "run" / "previous-1" / "checkpoints") == other
+    assert folders.keep_earlier(start) == []
+    own = another_run_s(folders.checkpoints, 4)
+    with folders.remembering(other):
+        assert started_from.find(folders.checkpoints) == start
+    (folders.checkpoints / started_from.FILE).unlink()
+    with folders.remembering(own):
+        assert os.listdir(folders.checkpoints) == [own.name]
+
+
+def test_what_cannot_be_put_back_is_said(tmp_path, monkeypatch):
+    base = another_run_s(tmp_path / "base", 3)
+    started_from.write(tmp_path, base)
+    (tmp_path / started_from.FILE).unlink()
+    with pytest.warns(UserWarning, match=r"is of the start that was refused.*: remove it before"):
+        started_from.put_back(tmp_path, None)
+
+
+def test_a_copy_beside_the_checkpoints_is_another_run_s_and_stays(tmp_path, alone):
+    """From it a record begins anew; a link to one of the run's own is that one."""
+    folders = RunFolders(run_of(tmp_path))
+    for name in ("iter_0000002", "iter_0000004", "best"):
+        (folders.checkpoints / name).mkdir(parents=True)
+    (folders.checkpoints / "chosen").symlink_to("iter_0000002")
+    Manifest(2, files={"x": {"bytes": 0, "sha256": "0" * 64}}).write(folders.checkpoints / "best")
+    assert not folders.has(folders.checkpoints / "best") and folders.has(folders.checkpoints / "chosen")
+    (line,) = folders.keep_newer(folders.checkpoints / "chosen")
+    assert line.startswith("kept        iter_0000004, of what was trained from iter_0000002 before")
+    assert (folders.checkpoints / "latest").read_text() == "iter_0000002\n"
+    (line,) = folders.keep_earlier(folders.checkpoints / "best")
+    assert "iter_0000002, latest" in line and (folders.checkpoints / "best").is_dir()

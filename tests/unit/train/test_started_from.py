@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fp8.files.manifest import Manifest
+from megatron_fp8.files.manifest import Manifest, checksum
 from megatron_fp8.train import checkpoints, started_from
 
 FILES = {"x": {"bytes": 0, "sha256": "0" * 64}}
@@ -132,6 +133,52 @@ def test_another_attempt_of_a_job_goes_on_from_what_the_job_has_saved(own, base,
     assert chosen(run) == saved
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert chosen(run) == (None if resume == "never" else base)
+
+
+def said(checkpoint: Path) -> str:
+    """A file that somebody else may have made."""
+    content = {
+        "checkpoint": str(checkpoint),
+        "iteration": 3,
+        "manifest": "",
+        "job": "SLURM job 4711 of this cluster",
+    }
+    return json.dumps({**content, "sha256": checksum(content)})
+
+
+def test_another_attempt_that_saved_nothing_begins_where_the_first_did(own, base, chosen, monkeypatch):
+    """--resume=BASE means another checkpoint as soon as that run has saved one, or removed this one."""
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_CLUSTER_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    run = run_of(own)
+    run.resume = str(base.parent)
+    assert chosen(run) == base
+    started_from.write(own, base)
+    newer = base.with_name("iter_0000008")
+    newer.mkdir()
+    Manifest(8, files=FILES).write(newer)
+    assert chosen(run) == newer  # the same command again is no attempt of the same job
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    words = r"--resume=.*base means .*iter_0000008 by now\. Training goes on from .*iter_0000003"
+    with pytest.warns(UserWarning, match=words):
+        assert chosen(run) == base
+    run.resume = str(newer)  # not what this job was given before
+    assert chosen(run) == newer
+    run.resume = str(base.parent)
+    monkeypatch.setenv("SLURM_JOB_ID", "4712")
+    assert chosen(run) == newer
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    (base.parent / "round").symlink_to("round")
+    (own / started_from.FILE).write_text(said(base.parent / "round"))  # a link that leads to itself
+    with pytest.warns(UserWarning, match="the earlier ones may not have.*symbolic links"):
+        assert chosen(run) == newer
+    started_from.write(own, base)
+    shutil.rmtree(base)
+    with pytest.warns(
+        UserWarning, match=r"goes on from .*iter_0000008, the earlier ones may not have.*No such"
+    ):
+        assert chosen(run) == newer
 
 
 def test_before_its_first_save_a_run_that_fails_goes_back_to_where_it_began(base, own):

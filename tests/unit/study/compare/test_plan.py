@@ -43,6 +43,31 @@ def test_what_only_fp8_has_is_left_out_of_bf16(tmp_path):
     assert not bf16.config.model.fp8_overrides and bf16.config.model.fp8 is None
 
 
+def test_a_run_begins_where_the_config_says_until_it_has_something_to_go_on_from(tmp_path):
+    """A start that was killed leaves an empty folder of checkpoints; there `auto` would begin with random weights."""
+    config = tmp_path / "from_base.yaml"
+    config.write_text(Path(CONFIG).read_text().replace("resume: never", "resume: runs/base"))
+
+    def resumes():
+        return plan(str(config), "mxfp8", "1", (), tmp_path / "out", None).runs[0].config.resume
+
+    checkpoints = tmp_path / "out" / "runs" / "bf16-seed-1234" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    assert resumes() == "runs/base"
+    (checkpoints / "started_from.json").touch()
+    assert resumes() == "auto"
+    (checkpoints / "started_from.json").unlink()
+    (checkpoints / "iter_0000002").mkdir()
+    assert resumes() == "auto"
+
+
+def test_runs_do_not_share_a_folder_of_checkpoints(tmp_path):
+    """The second one had the iterations of the first, and nothing to train."""
+    with pytest.raises(ValueError, match=r"checkpoint\.folder='saves' would be one folder for all runs"):
+        planned(tmp_path, overrides=["--checkpoint.folder=saves"])
+    assert planned(tmp_path, overrides=["--checkpoint.folder=saves", "--checkpoint.folder=null"]).runs
+
+
 def test_ranks_are_those_of_the_layout(tmp_path):
     comparison = planned(tmp_path)
     assert comparison.ranks == 2

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from megatron_fp8.estimate.settings import given_keys, joined
 from megatron_fp8.train.config import run_config
 from megatron_fp8.train.config.model_section import padded_vocab_size, transformer_config
 from megatron_fp8.train.config.run_config import known_keys, load, parse
@@ -78,15 +79,33 @@ def test_data_is_short_for_its_paths():
         (["--data=b", "--data=c"], ["b", "c"]),
         (["--data.paths=[b]"], ["b"]),
         (["--data.paths+=b"], ["a", "b"]),
-        (["--data.paths+=b", "--data=c"], ["a", "b", "c"]),
-        (["--data.paths=[b]", "--data", "c"], ["b", "c"]),
+        (["--data.paths+=b", "--data=c"], ["c"]),
+        (["--data", "b", "--data.paths+=c", "--data", "d"], ["b", "c", "d"]),
+        (["--data.paths=[b]", "--data", "c"], ["c"]),
+        (["--data.paths", "[b]", "--data=c", "--data", "d"], ["c", "d"]),
+        (["--data", "b", "--data.paths=[c]"], ["c"]),
+        (["--data", "b", "--data.paths=[c]", "--data=d"], ["d"]),
     ],
 )
-def test_data_stands_in_the_place_of_a_configs_and_plus_adds(tmp_path, options, paths):
+def test_the_later_one_of_data_and_its_paths_counts_and_plus_adds(tmp_path, options, paths):
     config = tmp_path / "one.yaml"
     config.write_text("data: {paths: [a]}\n")
     assert parse([f"--config={config}", *options]).data.paths == paths
     assert parse([*options, f"--config={config}"]).data.paths == paths
+    # What `doctor` looks for is what `train` would take.
+    assert given_keys(joined([f"--config={config}", *options]))["data.paths"] == paths
+
+
+@pytest.mark.parametrize(
+    "options", [["--data"], ["--data", "--dry_run"], ["--data=b", "--data"], ["--data", "--data=b"]]
+)
+def test_data_without_a_file_is_refused(options):
+    """`--data $UNSET`: the config's paths are not what was meant."""
+    for read in (parse, joined):
+        with pytest.raises(
+            ValueError, match=r"--data names no file: write --data FILE \.\.\., or leave it out"
+        ):
+            read(options)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import warnings
 from pathlib import Path
 
@@ -60,6 +62,48 @@ def test_what_a_tokenizer_does_not_know_is_counted_and_said_from_the_cache_too(t
         corpus.prepare([text], tokenizer, tmp_path / "cache")
 
 
+@pytest.mark.parametrize(
+    ("bytes_", "fallback", "counted"), [(0, False, 4), (128, True, 4), (256, True, 0), (0, None, 0)]
+)
+def test_what_bpe_passes_over_is_counted_and_said(tmp_path, bytes_, fallback, counted):
+    """Without a token for the unknown it leaves out what it lacks; None: the alphabet of all bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    if fallback is None:
+        letters = {letter: number for number, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+        made = Tokenizer(models.BPE(letters, []))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        vocab = {"a": 0, "b": 1, "ab": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(bytes_)}
+        made = Tokenizer(models.BPE(vocab, [("a", "b")], byte_fallback=fallback))
+        made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, text = JsonTokenizer(tmp_path / "tokenizer.json"), tmp_path / "text.txt"
+    text.write_text("ab \u0178\u0178 ab\na\U0001f600b\u0178\n")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):  # from the cache too
+            corpus.prepare([text], tokenizer, tmp_path / "cache")
+    words = f"data: the tokenizer has no token for {counted} characters of the text, nor one for the unknown"
+    assert [str(one.message).startswith(words) for one in said] == [True] * (2 if counted else 0)
+
+
+@pytest.mark.parametrize("kind", ["Unigram", "WordLevel", "WordPiece"])
+def test_what_no_token_says_is_refused_where_a_tokenizer_raises(tmp_path, kind):
+    from tokenizers import Tokenizer, models
+
+    vocab = {"one": 0}
+    model = models.Unigram([("one", -1.0)]) if kind == "Unigram" else getattr(models, kind)(vocab)
+    Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    tokenizer, text = JsonTokenizer(tmp_path / "tokenizer.json"), tmp_path / "text.txt"
+    text.write_text("zzz")
+    with pytest.raises(
+        ValueError,
+        match=r"data\.tokenizer='.*tokenizer\.json' cannot say all of the text \(.*for the unknown",
+    ):
+        corpus.prepare([text], tokenizer, tmp_path / "cache")
+
+
 def test_bytes_that_are_not_utf_8_are_counted_and_said(tmp_path):
     tokenizer = words(tmp_path / "tokenizer.json", "WordLevel")
     text = tmp_path / "text.txt"
@@ -79,16 +123,38 @@ def test_bytes_are_all_known(tmp_path):
 
 
 def test_a_record_that_is_something_else_says_nothing():
-    for record in (None, 3, {}, {"tokens": "x"}, {"tokens": 1, "unknown": True, "undecodable": 0}):
+    for record in (
+        None,
+        3,
+        {},
+        {"tokens": "x"},
+        {"tokens": 1, "unknown": True, "undecodable": 0, "left_out": 0},
+    ):
         assert texts.lost_of(record) == texts.Lost()
     assert texts.lost_of({"tokens": 9, "unknown": 2, "undecodable": 1}) == texts.Lost(9, 2, 1)
 
 
-def test_a_packed_file_is_refused(tmp_path):
-    packed = tmp_path / "text.txt.gz"
-    packed.write_bytes(gzip.compress(b"text"))
-    with pytest.raises(ValueError, match=r"text\.txt\.gz', which is packed \(gzip\): unpack it"):
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("gzip", gzip.compress(b"text")),
+        ("bzip2", bz2.compress(b"text")),
+        ("xz", lzma.compress(b"text")),
+        ("zip", b"PK\x03\x04\x14\x00"),
+        ("zstandard", b"\x28\xb5\x2f\xfd\x04"),
+    ],
+)
+def test_a_packed_file_is_refused(tmp_path, name, content):
+    packed = tmp_path / "packed"
+    packed.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"packed', which is packed \({name}\): unpack it"):
         corpus.prepare([packed], ByteTokenizer(), tmp_path / "cache")
+
+
+def test_a_text_that_begins_as_packed_ones_do_is_text(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("BZhang, PKW and others\n")
+    assert texts.read(text) == text.read_bytes()
 
 
 def test_empty_files_and_lines_of_json_are_said(tmp_path):

@@ -10,6 +10,7 @@ from megatron_fp8.files.checkpoint import MANIFEST
 from megatron_fp8.train.config.run_config import load
 from megatron_fp8.train.data.tokenizers import ByteTokenizer
 from megatron_fp8.train.launch import facts
+from megatron_fp8.train.stop import ASKED_BY
 
 TINY = "examples/configs/tiny_gpt_cpu.yaml"
 
@@ -57,6 +58,7 @@ def test_every_other_option_counts(option):
 def test_where_files_go_and_what_is_printed_may_differ():
     """A cache for each rank, on its node's own disk; one rank that is told to talk."""
     local = {"TORCHINDUCTOR_CACHE_DIR": "/scratch/3", "ONEDNN_VERBOSE": "1", "NVTE_DEBUG_LEVEL": "2"}
+    local[ASKED_BY] = "/scratch/asked_by"
     assert of(environ=local) == of()
     assert of(environ={"MKL_DEBUG_CPU_TYPE": "5"}) == {**of(), "MKL_DEBUG_CPU_TYPE": "5"}
 
@@ -121,3 +123,18 @@ def test_every_rank_of_a_node_looks_at_what_is_read_in_no_time(tmp_path, monkeyp
     assert [key for key in found if found[key] != first[key]] == [
         f"the sampled SHA-256 of the .{ending} of the data set x (2 of 2)" for ending in ("bin", "idx")
     ]
+
+
+def test_all_ranks_of_a_node_are_asked_for_the_same_inputs(tmp_path):
+    """The first one for all of them, the others for what is read in no time."""
+    (tmp_path / MANIFEST).write_text("{}")
+    chosen = tmp_path, SimpleNamespace(files={"state": {}})
+    asked = []
+
+    def agree(what, found, timeout_s, partial):
+        asked.append((what, len(found), timeout_s, partial))
+
+    for local_rank in (0, 1):
+        launch = SimpleNamespace(local_rank=local_rank, meeting=SimpleNamespace(agree=agree))
+        facts.agree_on_inputs("checkpoint", launch, [], chosen, 60.0)
+    assert asked == [("checkpoint", 2, 60.0, False), ("checkpoint", 1, 60.0, True)]

@@ -12,6 +12,7 @@ import pytest
 from megatron_fp8.train.launch.launcher import _root
 from megatron_fp8.train.launch.nodes import said_after
 from megatron_fp8.train.launch.signals import Signals, Stopped
+from megatron_fp8.train.stop import ASKED_BY, REASONS, StopRequest
 
 
 def failed(*ends: tuple[int, int]) -> Any:
@@ -44,14 +45,17 @@ def test_what_is_waited_for_is_said_at_doubling_intervals():
     assert all(line.startswith("waiting ") and line.endswith(" s so far for node 0") for line in said)
 
 
-def test_signals_are_owed_to_ranks_and_given_back_to_python(monkeypatch):
+def test_signals_are_owed_to_ranks_and_given_back_to_python(monkeypatch, tmp_path):
     said: list[str] = []
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr("os.kill", lambda pid, number: sent.append((pid, number)))
     before = signal.getsignal(signal.SIGTERM)
-    signals = Signals(said.append)
+    signals = Signals(said.append, tmp_path / "asked by")
     with signals.heard():
         signals.listen(ranks_run=True)
+        signal.raise_signal(signal.SIGUSR1)
+        signals.hand_on([])
+        assert not (tmp_path / "asked by").exists()
         signal.raise_signal(signal.SIGUSR1)
         assert signals.stop is None and not said
         signal.raise_signal(signal.SIGTERM)
@@ -65,10 +69,10 @@ def test_signals_are_owed_to_ranks_and_given_back_to_python(monkeypatch):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_without_ranks_a_signal_ends_the_launcher_at_once():
+def test_without_ranks_a_signal_ends_the_launcher_at_once(tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes the suite ignore it
     try:
-        signals = Signals(print)
+        signals = Signals(print, tmp_path / "asked by")
         with signals.heard(), pytest.raises(Stopped, match="SIGHUP"):
             signal.raise_signal(signal.SIGHUP)
     finally:
@@ -76,10 +80,51 @@ def test_without_ranks_a_signal_ends_the_launcher_at_once():
     assert signals.stop == signal.SIGHUP
 
 
-def test_what_was_ignored_stays_ignored():
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP", "SIGTERM"])
+def test_ranks_know_which_signal_the_launcher_got(name, monkeypatch, tmp_path):
+    """They get SIGTERM, and what they say of it is what the launcher was sent first."""
+    asked_by = tmp_path / "asked by"
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes the suite ignore it
+    stop = StopRequest({ASKED_BY: str(asked_by)})
+    try:
+        stop.listen("SIGTERM")
+        listens = signal.getsignal(signal.SIGTERM)
+        monkeypatch.setattr("os.kill", lambda pid, number: sent.append(number))
+        sent: list[int] = []
+        signals = Signals(lambda _: None, asked_by)
+        with signals.heard():
+            signals.listen(ranks_run=True)
+            signal.raise_signal(signal.Signals[name])
+            signal.raise_signal(signal.SIGTERM)  # later ones change nothing
+            signals.hand_on([7])
+        assert sent == [signal.SIGTERM] * 2
+        assert signal.getsignal(signal.SIGTERM) == listens
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert stop.votes() == [float(reason == name) for reason in REASONS]
+
+
+@pytest.mark.parametrize("content", [None, "", "SIGKILL"])
+def test_a_rank_that_was_told_itself_says_so(content, tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    if content is not None:
+        (tmp_path / "asked by").write_text(content)
+    stop = StopRequest({ASKED_BY: str(tmp_path / "asked by")})
+    try:
+        stop.listen("SIGTERM")
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stop.votes() == [float(reason == "SIGTERM") for reason in REASONS]
+
+
+def test_what_was_ignored_stays_ignored(tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        signals = Signals(print)
+        signals = Signals(print, tmp_path / "asked by")
         with signals.heard():
             signal.raise_signal(signal.SIGHUP)
             signal.signal(signal.SIGHUP, signal.default_int_handler)  # as torch's agent sets one
