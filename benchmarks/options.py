@@ -29,7 +29,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 BEGIN, END = "<!-- python -m benchmarks.options --write: from here -->", "<!-- to here -->"
 _OF_TRAIN = (
     ("`--config FILE`", "a config file, or the name of one that comes with the package; needed"),
-    ("`--data FILE ...`", "another way to say `data.paths`"),
+    ("`--data FILE ...`", "short for `data.paths`; of both the later one counts, and a second `--data` adds"),
     ("`--KEY=VALUE`", "any of the [keys](#keys)"),
     ("`--keys`", "list them"),
 )
