@@ -77,6 +77,13 @@ def loops_of(build: str) -> tuple[tuple[int, ...], bool]:
     return ((loops.AVX512,) if build == "cooperlake" else ()), False
 
 
+def test_calls_for_other_processors_are_drawn():
+    """A call that cannot be told fails here, and not first where its instructions are."""
+    calls = multiplied(60, 0, (loops.AVX512, loops.AMX), True)
+    assert {call.name for call in calls} == {"has_gemm", "gemm", "gemm_each", "few_rows", "few_tokens"}
+    assert all(call.packed() for call in calls)
+
+
 def test_a_few_calls_on_arm(tmp_path):
     """Without vector code, which takes the compiler four times as long; test-long has it."""
     needs_arm()

@@ -40,7 +40,7 @@ def _side(draw: Draw, rows: int, k: int, e5m2: bool, special: bool) -> tuple[Buf
         x = torch.randn(rows, k, generator=of.seeded(draw)).bfloat16()
         x[torch.rand(rows, k, generator=of.seeded(draw)) < 0.1] = -0.0
         data, row_step, k_step = _laid_out(x, draw)
-        side = Buffer(loops.Side(None, row_step, k_step, 0, 0, None, 0, 0, 0, 0))
+        side = Buffer(loops.Side(row_step=row_step, k_step=k_step))
         side.pointers[0] = Buffer(data)
         return side, x.double(), "bfloat16"
     fmt = "e5m2" if e5m2 else "e4m3"
@@ -66,11 +66,17 @@ def _side(draw: Draw, rows: int, k: int, e5m2: bool, special: bool) -> tuple[Buf
     scales, *steps = _laid_out(kept, draw, dense=whole)
     if kind == "tensor":
         steps = [0, 0]
-    side = Buffer(loops.Side(None, row_step, k_step, 2 if e5m2 else 1, int(e8m0), None, *block, *steps))
+    finite = bool(values.isfinite().all()) and bool(draw.integers(2))
+    fields = dict(
+        zip(("block_rows", "block_k", "scale_row_step", "scale_k_step"), (*block, *steps), strict=True)
+    )
+    fields |= {"format": 2 if e5m2 else 1, "e8m0": int(e8m0), "finite": int(finite)}
+    side = Buffer(loops.Side(row_step=row_step, k_step=k_step, **fields))
     side.pointers[loops.Side.at.offset] = Buffer(data)
     if not (kind == "tensor" and draw.random() < 0.1 and not bool((scale != 1).any())):
         side.pointers[loops.Side.scale.offset] = Buffer(scales)
-    return side, values, f"{fmt} {kind} {'e8m0' if e8m0 else ''} steps {row_step}, {k_step}"
+    known = f"{'e8m0' if e8m0 else ''} {'finite' if finite else ''}"
+    return side, values, f"{fmt} {kind} {known} steps {row_step}, {k_step}"
 
 
 def _near(
