@@ -74,12 +74,12 @@ def loops_of(build: str) -> tuple[tuple[int, ...], bool]:
     """(inner loops of a build on this machine; whether there are those for few rows)"""
     if build == "native":
         return loops.inner_loops(), bool(few_rows.inner_loops())
-    return ((loops.AVX512,) if build == "cooperlake" else ()), False
+    return ((loops.AVX512,) if build == "cooperlake" else ()) + (loops.FLOAT32,), build != "cooperlake"
 
 
 def test_calls_for_other_processors_are_drawn():
     """A call that cannot be told fails here, and not first where its instructions are."""
-    calls = multiplied(60, 0, (loops.AVX512, loops.AMX), True)
+    calls = multiplied(60, 0, (loops.AVX512, loops.AMX, loops.FLOAT32), True)
     assert {call.name for call in calls} == {"has_gemm", "gemm", "gemm_each", "few_rows", "few_tokens"}
     assert all(call.packed() for call in calls)
 
@@ -88,7 +88,7 @@ def test_a_few_calls_on_arm(tmp_path):
     """Without vector code, which takes the compiler four times as long; test-long has it."""
     needs_arm()
     program = compile_for(ARM_COMPILER, f"-O1 -march=armv8-a {GUARDED}", tmp_path / "arm")
-    drawn([*EMULATOR, program], 60, (), False)
+    drawn([*EMULATOR, program], 60, (loops.FLOAT32,), True)
 
 
 def test_a_few_calls_between_guards(tmp_path):
@@ -101,7 +101,7 @@ def test_a_few_calls_between_guards(tmp_path):
 def test_many_calls_on_arm(march, tmp_path):
     needs_arm()
     program = compile_for(ARM_COMPILER, f"-O3 -march={march} {GUARDED}", tmp_path / "arm")
-    drawn([*EMULATOR, program], 1500, (), False)
+    drawn([*EMULATOR, program], 1500, (loops.FLOAT32,), True)
 
 
 @pytest.mark.long

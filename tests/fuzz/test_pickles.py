@@ -36,7 +36,8 @@ def whole(originals) -> Any:
 @given(programs(), st.booleans())
 def test_opcodes_change_and_call_nothing(whole, tmp_path, program, ends):
     """With nothing behind them, or a whole metadata."""
-    unchanged, before = of_the_process(), pickle.dumps(whole, protocol=2)
+    before = pickle.dumps(whole, protocol=2)  # which notes at classes, once, that they have no slots
+    unchanged = of_the_process()
     (tmp_path / ".metadata").write_bytes(b"\x80\x02" + program + (b"N." if ends else before[2:]))
     with watched() as seen:
         try:

@@ -10,7 +10,8 @@
    * AMX (few_rows_tiles.h): steps of 32 values of k, one tile product each, from first to last. The codes are the tile
      product's left operand, which lies row by row as they do: nothing is transposed;
    * AVX512-BF16 (few_rows_dot.h): pairs of k, from first to last. Sixteen rows of codes are turned in registers, so that
-     a vector holds one pair of each.
+     a vector holds one pair of each;
+   * float32 (gemm_float32.c): the same function as for many rows.
 
    Rejected: codes packed for this kernel beforehand. Reading rows as they lie is as fast, and all else that reads a
    weight (state dicts, copies, exports) finds it where it was. Rejected: sums along k in the lanes of a vector. It needs
@@ -20,7 +21,20 @@
 #include <stdlib.h>
 
 #include "few_rows_dot.h"
+#include "gemm.h"
 #include "few_rows_tiles.h"
+
+static int32_t few_rows_float32(const Product *p, int32_t threads) {
+    int64_t across = (p->k + p->block_cols - 1) / p->block_cols;
+    Side a = {p->a, p->k, 1, BFLOAT16, 0, 0, p->scale_a, p->each_a, 0, 1, 0};
+    Side b = {p->b, p->k, 1, p->e5m2 ? E5M2 : E4M3, 0, p->finite, p->scale_b, p->each_b, 0, 1, 0};
+    if (p->exponents) {
+        b.e8m0 = 1, b.scale = p->exponents, b.block_rows = p->block_rows, b.block_k = p->block_cols;
+        b.scale_row_step = across, b.scale_k_step = 1;
+    }
+    Out out = {p->to, p->to_bfloat16, 0, p->bias};
+    return gemm_float32(&a, &b, &out, p->m, p->n, p->k, 1, threads);
+}
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(__GFNI__)
 
@@ -37,12 +51,12 @@ static uint32_t *pairs_of(const Product *p, int64_t rows) {
     return packed;
 }
 
-/* The inner loops that this processor has: the sum of DOT and TILES. */
+/* The inner loops that this processor has: the sum of what gemm.h calls them. */
 int32_t has_few_rows(void) {
 #if FEW_ROWS_BY_TILES
-    if (may_use_tiles()) return DOT + TILES;
+    if (may_use_tiles()) return DOT + TILES + has_gemm_float32();
 #endif
-    return DOT;
+    return DOT + has_gemm_float32();
 }
 
 /* A thread's share of the panels. */
@@ -67,8 +81,9 @@ static void share_by_dot(const Product *p, const uint32_t *a) {
     for (int64_t first = 0; first < p->n; first += TALL) panel_by_dot(p, a, &numbers, first);
 }
 
-/* loop: DOT or TILES, one that the processor has. Returns -1 without memory for a copy of a. */
+/* loop: one that the processor has. Returns -1 without memory for a copy of a. */
 int32_t few_rows(const Product *p, int32_t loop, int32_t threads) {
+    if (loop == WITH_FLOAT32) return few_rows_float32(p, threads);
     uint32_t *a = pairs_of(p, loop == TILES ? p->m : padded_rows(p->m));
     if (a == NULL) return -1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -87,11 +102,11 @@ int32_t few_rows(const Product *p, int32_t loop, int32_t threads) {
 
 #else
 
-int32_t has_few_rows(void) { return 0; }
+int32_t has_few_rows(void) { return has_gemm_float32(); }
 
 int32_t few_rows(const Product *p, int32_t loop, int32_t threads) {
-    (void)p, (void)loop, (void)threads;
-    return -1;
+    (void)loop;
+    return few_rows_float32(p, threads);
 }
 
 #endif

@@ -39,7 +39,7 @@
 
 /* The inner loops this processor has; AMX after asking the system for its registers, for the whole process. */
 int32_t has_gemm(void) {
-    int32_t found = WITH_AVX512;
+    int32_t found = WITH_AVX512 + has_gemm_float32();
 #if HAS_AMX
     const long ask_for = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM */
     if (syscall(SYS_arch_prctl, ask_for, tile_data) == 0) found |= WITH_AMX;
@@ -337,6 +337,7 @@ INLINE int64_t shift_words(const Side *side, int64_t rows, int64_t k) {
 
 int32_t gemm(const Side *a, const Side *b, const Out *out, int64_t m, int64_t n, int64_t k, int32_t kernel,
              int32_t threads) {
+    if (kernel == WITH_FLOAT32) return gemm_float32(a, b, out, m, n, k, 0, threads);
     Operand left = operand(a, m, k), right = operand(b, n, k);
     /* the other one, which turns sums or writes to out in shorter runs, is to save an eighth, or a twentieth */
     int32_t usual = a->k_step != 1 && b->k_step != 1, saves = kernel == WITH_AMX ? 8 : 20;
@@ -353,8 +354,7 @@ int32_t gemm(const Side *a, const Side *b, const Out *out, int64_t m, int64_t n,
     float *by_row = (float *)(shifts + whole(shifts_a + shifts_b, SIDE)), *by_col = by_row + tall;
     Range of_a = take_scales(a, m, k, shifts_a ? shifts : NULL, whole(m, 64) + 64, threads);
     Range of_b = take_scales(b, n, k, shifts_b ? shifts + shifts_a : NULL, whole(n, 64) + 64, threads);
-    int32_t low = of_a.smallest + of_b.smallest, high = of_a.largest + of_b.largest + 2;
-    if (least(low, least(of_a.smallest, of_b.smallest)) < -100 || high > 80 || of_a.largest > 78 || of_b.largest > 78) {
+    if (!stays_normal(of_a, of_b)) {
         free(memory);
         return 1;
     }
@@ -390,12 +390,12 @@ int32_t gemm(const Side *a, const Side *b, const Out *out, int64_t m, int64_t n,
 
 #else
 
-int32_t has_gemm(void) { return 0; }
+int32_t has_gemm(void) { return has_gemm_float32(); }
 
 int32_t gemm(const Side *a, const Side *b, const Out *out, int64_t m, int64_t n, int64_t k, int32_t kernel,
              int32_t threads) {
-    (void)a, (void)b, (void)out, (void)m, (void)n, (void)k, (void)kernel, (void)threads;
-    return 1;
+    (void)kernel;
+    return gemm_float32(a, b, out, m, n, k, 0, threads);
 }
 
 #endif

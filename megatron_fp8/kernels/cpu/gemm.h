@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 /* Bits of what gemm takes as `kernel`, and has_gemm gives. */
-enum { WITH_AVX512 = 1, WITH_AMX = 2 };
+enum { WITH_AVX512 = 1, WITH_AMX = 2, WITH_FLOAT32 = 4 };
 
 /* One operand as the caller has it, and its scales. */
 typedef struct {
@@ -33,3 +33,10 @@ int32_t has_gemm(void);
    then numbers or sums could leave the normal range. */
 int32_t gemm(const Side *a, const Side *b, const Out *out, int64_t m, int64_t n, int64_t k, int32_t kernel,
              int32_t threads);
+
+/* WITH_FLOAT32, where the processor has what it needs, else 0. */
+int32_t has_gemm_float32(void);
+
+/* gemm by WITH_FLOAT32; checked: scales are known to be within their range. */
+int32_t gemm_float32(const Side *a, const Side *b, const Out *out, int64_t m, int64_t n, int64_t k, int32_t checked,
+                     int32_t threads);

@@ -30,7 +30,7 @@ import torch
 
 from . import library, mkl
 
-_FILES = "loops blocks casts gemm grouped few_rows few_tokens figures one_query"
+_FILES = "loops blocks casts gemm gemm_float32 grouped few_rows few_tokens figures one_query"
 SOURCES = [Path(__file__).with_name(f"{name}.c") for name in _FILES.split()]
 # No -ffast-math: only what changes no result. Compilers vectorise selects of float products without trapping math.
 FLAGS = (
@@ -160,7 +160,7 @@ def quantize(
 
 # ----------------------------------------------------------------------------------------------------------- products
 
-AVX512, AMX = 1, 2
+AVX512, AMX, FLOAT32 = 1, 2, 4
 """What gemm.c calls its inner loops."""
 # fmt: off
 _BELOW_AMX = frozenset({
@@ -227,7 +227,7 @@ def inner_loops() -> tuple[int, ...]:
     if reason() is not None:
         return ()
     found = compiled().has_gemm()
-    return tuple(loop for loop in (AMX, AVX512) if found & loop)
+    return tuple(loop for loop in (AMX, AVX512, FLOAT32) if found & loop)
 
 
 @cache

@@ -1,27 +1,11 @@
-/* The scales of a product's sides: how far they reach, what blocks of k add to exponents, and what waits for the sums. */
+/* The scales of a product's sides for gemm.c: how far they reach, and what blocks of k add to exponents. */
 
 #pragma once
 
-#include "gemm.h"
 #include "pack.h"
+#include "scale_range.h"
 
 #if defined(__AVX512BF16__)
-
-/* Exponents of the smallest and of the largest scale. */
-typedef struct { int32_t smallest, largest; } Range;
-
-INLINE int32_t exponent_of(const Side *side, int64_t row_block, int64_t k_block) {
-    int64_t at = row_block * side->scale_row_step + k_block * side->scale_k_step;
-    if (side->e8m0) return ((const uint8_t *)side->scale)[at] - 127;
-    return (int32_t)(bits_of(((const float *)side->scale)[at]) >> 23 & 0xFF) - 127;
-}
-
-static int is_zero(const Side *side, int64_t row, int64_t rows, int64_t k, int64_t depth) {
-    for (int64_t r = row; r < row + rows; r++)
-        for (int64_t i = k; i < k + depth; i++)
-            if (((const uint8_t *)side->at)[r * side->row_step + i * side->k_step] & 0x7F) return 0;
-    return 1;
-}
 
 INLINE __m512i exponents_at(const Side *side, int64_t at, __mmask16 in) {
     if (side->e8m0) return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(in, (const uint8_t *)side->scale + at));
@@ -107,14 +91,6 @@ static Range take_scales(const Side *side, int64_t rows, int64_t k, uint32_t *sh
                 for (int64_t r = 0; r < high; r++) shifts[of / line * step + row + r] = shift_of(side, exponent);
         }
     return (Range){smallest, largest};
-}
-
-/* The float32 that multiplies row (or column) r of the sums. */
-INLINE float factor_of(const Side *side, int64_t r) {
-    if (side->scale == NULL || side->block_k) return 1;
-    int64_t at = side->block_rows ? r / side->block_rows * side->scale_row_step : 0;
-    if (!side->e8m0) return ((const float *)side->scale)[at];
-    return float_of((uint32_t)((const uint8_t *)side->scale)[at] << 23); /* never 2^-127 or NaN: see Range */
 }
 
 #endif

@@ -57,7 +57,7 @@ GENERATIONS = (
 def here() -> Generation | None:
     """The column that this process computes on; None: a GPU that no column is for."""
     if not torch.cuda.is_available():
-        amx, short = mkl.has_matmul(), loops.has_own_matmul()
+        amx, short = mkl.has_matmul(), loops.AVX512 in loops.inner_loops()
         return next(
             g for g in reversed(GENERATIONS) if g.is_cpu and g.amx <= amx and g.avx512_bf16 <= (short or amx)
         )

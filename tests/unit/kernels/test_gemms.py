@@ -60,7 +60,10 @@ def test_is_used_where_the_processor_has_it(monkeypatch):
     """A silent return to the slow way would pass every other test."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = set(cpuinfo.read_text().split()) if platform.machine() == "x86_64" and cpuinfo.exists() else set()
-    assert loops.has_own_matmul() == ("avx512_bf16" in flags)
+    assert (loops.AVX512 in loops.inner_loops()) == ("avx512_bf16" in flags)
+    float32 = {"avx2", "fma", "f16c"} <= flags or platform.machine() == "aarch64"
+    assert (loops.FLOAT32 in loops.inner_loops()) == float32
+    assert loops.has_own_matmul() == bool(loops.inner_loops())
     assert mkl.has_matmul() == ("amx_bf16" in flags and mkl.function() is not None)
     used = "own_matmul" if loops.has_own_matmul() else "mkl_matmul"
     calls = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import platform
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from megatron_fp8.tensor import QuantizedSide
 
 ONE = torch.ones(())
 FORMATS = [pytest.param(E4M3, id="e4m3"), pytest.param(E5M2, id="e5m2")]
-NAMES = {loops.AVX512: "avx512", loops.AMX: "amx"}
+NAMES = {loops.AVX512: "avx512", loops.AMX: "amx", loops.FLOAT32: "float32"}
 
 
 @pytest.fixture(params=NAMES, ids=NAMES.values())
@@ -194,4 +195,6 @@ def test_is_used_where_the_processor_has_it():
     """A silent return to the slow way would pass every other test."""
     flags = set(open("/proc/cpuinfo").read().split())  # noqa: SIM115
     expected = [loops.AVX512] if {"avx512_bf16", "avx512vbmi", "gfni"} <= flags else []
-    assert sorted(few_rows.inner_loops()) == expected + [loops.AMX] * bool(expected and "amx_bf16" in flags)
+    expected += [loops.AMX] * bool(expected and "amx_bf16" in flags)
+    expected += [loops.FLOAT32] * ({"avx2", "fma", "f16c"} <= flags or platform.machine() == "aarch64")
+    assert sorted(few_rows.inner_loops()) == expected

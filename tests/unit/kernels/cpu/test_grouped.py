@@ -12,7 +12,7 @@ from tests.support.threads import threads
 SIZES = [(300, 96, 256), (17, 400, 64), (1000, 130, 130), (33, 700, 96), (129, 96, 31), (1, 300, 300)]
 
 
-@pytest.mark.parametrize("loop", [loops.AVX512, loops.AMX])
+@pytest.mark.parametrize("loop", [loops.AVX512, loops.AMX, loops.FLOAT32])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("add", [False, True])
 def test_each_is_the_product_alone(loop: int, count: int, add: bool) -> None:

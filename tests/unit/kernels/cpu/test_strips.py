@@ -9,7 +9,7 @@ import torch
 from megatron_fp8.kernels.cpu import loops
 
 
-@pytest.mark.parametrize("loop", [loops.AVX512, loops.AMX])
+@pytest.mark.parametrize("loop", [loops.AVX512, loops.AMX, loops.FLOAT32])
 @pytest.mark.parametrize("columns_dense", ["", "b", "a", "ab"])
 @pytest.mark.parametrize(
     ("m", "n", "k", "threads"),
