@@ -74,9 +74,10 @@ INLINE void fetch_codes(const Operand *of, int64_t row, int64_t k, int32_t acros
     int64_t rows = of->rows - row, depth = of->k - k;
     const uint8_t *from = (const uint8_t *)side->at + row * side->row_step + k * side->k_step;
     if (rows >= TILE && depth >= 2 * TILE) {
-        int64_t step = along ? side->row_step : side->k_step, second = along ? TILE : TILE * step;
+        int64_t step = along ? side->row_step : side->k_step;
 #pragma GCC unroll 16
-        for (int i = 0; i < TILE; i++) to[i] = lines_of(from + i * step, from + i * step + second);
+        for (int i = 0; i < TILE; i++)
+            to[i] = along ? two_lines(from + i * step) : lines_of(from + i * step, from + (i + TILE) * step);
     } else {
         uint8_t there[TILE][2][TILE] = {0};
         for (int64_t r = 0; r < least(TILE, rows); r++)

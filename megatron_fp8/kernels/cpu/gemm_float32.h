@@ -85,6 +85,7 @@ INLINE void multiply_rows(const float *a, const float *b, int64_t depth, float *
 #if defined(__aarch64__)
 typedef struct { uint8x16_t line[2]; } Lines;
 INLINE Lines lines_of(const void *first, const void *second) { return (Lines){{vld1q_u8(first), vld1q_u8(second)}}; }
+INLINE Lines two_lines(const uint8_t *at) { return lines_of(at, at + TILE); }
 INLINE Lines lower_of(Lines x, Lines y) {
     return (Lines){{vzip1q_u8(x.line[0], y.line[0]), vzip1q_u8(x.line[1], y.line[1])}};
 }
@@ -96,6 +97,7 @@ typedef __m256i Lines;
 INLINE Lines lines_of(const void *first, const void *second) {
     return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(first)), _mm_loadu_si128(second), 1);
 }
+INLINE Lines two_lines(const uint8_t *at) { return _mm256_loadu_si256((const __m256i *)at); }
 INLINE Lines lower_of(Lines x, Lines y) { return _mm256_unpacklo_epi8(x, y); }
 INLINE Lines upper_of(Lines x, Lines y) { return _mm256_unpackhi_epi8(x, y); }
 #endif
