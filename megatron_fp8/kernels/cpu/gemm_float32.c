@@ -22,7 +22,7 @@
 
 #if HAS_FLOAT32
 
-#define TALL 240        /* rows of a that are held: a multiple of TILE and of GROUP */
+#define TALL 264        /* rows of a that are held, at most: a multiple of GROUP */
 #define WIDE 512        /* columns whose sums wait together */
 #define LAYER 2048      /* of k that is held; a multiple of DEPTH */
 
@@ -48,8 +48,11 @@ INLINE Rows rows_of(const Operand *of, int64_t row) {
     Rows rows = {{0}};
     const Side *side = of->side;
     if (side->scale == NULL || side->block_k == 0 || side->block_rows == 0) return rows;
-    for (int i = 0; i < TILE; i++)
-        rows.at[i] = least(row + i, of->rows - 1) / side->block_rows * side->scale_row_step;
+    int64_t block = row / side->block_rows, left = side->block_rows - row % side->block_rows; /* rows of this block */
+    for (int i = 0; i < TILE; i++) {
+        rows.at[i] = block * side->scale_row_step;
+        if (--left == 0 && row + i + 1 < of->rows) block++, left = side->block_rows;
+    }
     return rows;
 }
 
@@ -59,10 +62,12 @@ INLINE void factors_at(const Operand *of, const Rows *rows, int64_t k, float by[
     for (int i = 0; i < TILE; i++) by[i] = of->lift;
     if (side->scale == NULL || side->block_k == 0) return;
     int64_t block = k / side->block_k * side->scale_k_step;
-    for (int i = 0; i < TILE; i++) {
-        int64_t at = rows->at[i] + block;
-        /* the smallest E8M0 belongs to a block of zeros: see Range */
-        by[i] *= side->e8m0 ? float_of((uint32_t)((const uint8_t *)side->scale)[at] << 23) : ((const float *)side->scale)[at];
+    if (side->e8m0) { /* the smallest one belongs to a block of zeros: see Range */
+        const uint8_t *scale = (const uint8_t *)side->scale + block;
+        for (int i = 0; i < TILE; i++) by[i] *= float_of((uint32_t)scale[rows->at[i]] << 23);
+    } else {
+        const float *scale = (const float *)side->scale + block;
+        for (int i = 0; i < TILE; i++) by[i] *= scale[rows->at[i]];
     }
 }
 
@@ -75,9 +80,12 @@ INLINE void fetch_codes(const Operand *of, int64_t row, int64_t k, int32_t acros
     const uint8_t *from = (const uint8_t *)side->at + row * side->row_step + k * side->k_step;
     if (rows >= TILE && depth >= 2 * TILE) {
         int64_t step = along ? side->row_step : side->k_step;
+        const uint8_t *ahead = from + least(depth - 2 * TILE, 4 * TILE) * step; /* lines that are far apart are fetched */
 #pragma GCC unroll 16
-        for (int i = 0; i < TILE; i++)
+        for (int i = 0; i < TILE; i++) {
             to[i] = along ? two_lines(from + i * step) : lines_of(from + i * step, from + (i + TILE) * step);
+            if (!along) __builtin_prefetch(ahead + i * step), __builtin_prefetch(ahead + (i + TILE) * step);
+        }
     } else {
         uint8_t there[TILE][2][TILE] = {0};
         for (int64_t r = 0; r < least(TILE, rows); r++)
@@ -119,9 +127,9 @@ INLINE void pack_bfloat16(const Operand *of, int64_t row, int64_t k, const int32
         }
 }
 
-/* So many k of sixteen rows, tile by tile; what the rows `ahead` of them have there is fetched meanwhile. */
-INLINE void pack_rows(const Operand *of, int64_t row, int64_t from, int64_t depth, const int32_t across, int64_t ahead,
-                      float *to, const int64_t apart) {
+/* So many k of sixteen rows, tile by tile; as many bytes from `ahead` on are fetched meanwhile. */
+INLINE void pack_rows(const Operand *of, int64_t row, int64_t from, int64_t depth, const int32_t across,
+                      const uint8_t *ahead, float *to, const int64_t apart) {
     const Side *side = of->side;
     const int64_t block = side->scale ? side->block_k : 0;
     const int32_t scaled = block || of->lift != 1;
@@ -131,9 +139,9 @@ INLINE void pack_rows(const Operand *of, int64_t row, int64_t from, int64_t dept
     factors_at(of, &rows, from, by);
     for (int64_t k = from; k < from + depth; k += 2 * TILE, to += across ? 2 * TILE * apart : 2 * TILE) {
         if (k >= next) factors_at(of, &rows, k, by), next += block;
-        if (ahead && side->k_step == 1 && k % 64 == 0)
-            for (int64_t i = 0; i < TILE; i++)
-                __builtin_prefetch((const uint8_t *)side->at + least(row + ahead + i, of->rows - 1) * side->row_step + k);
+        if (ahead)
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
         if (side->format == BFLOAT16) pack_bfloat16(of, row, k, across, by, to, apart);
         else if (side->format == E5M2 && scaled) pack_codes(of, row, k, E5M2, 1, across, 1, by, to, apart);
         else if (side->format == E5M2) pack_codes(of, row, k, E5M2, 1, across, 0, by, to, apart);
@@ -149,13 +157,13 @@ static void pack_a(const Operand *of, int64_t row, int64_t rows, int64_t from, i
     int64_t tall = whole(rows, TILE);
     for (int64_t k = 0; k < depth; k += DEPTH, to += tall * DEPTH)
         for (int64_t r = 0; r < rows; r += TILE)
-            pack_rows(of, row + r, from + k, least(DEPTH, depth - k), 0, 0, to + r * DEPTH, DEPTH);
+            pack_rows(of, row + r, from + k, least(DEPTH, depth - k), 0, NULL, to + r * DEPTH, DEPTH);
 }
 
-/* Of b: a panel of columns, [depth, whole tiles][PANEL]; the columns `ahead` are fetched meanwhile. */
-static void pack_b(const Operand *of, int64_t col, int64_t from, int64_t depth, int64_t ahead, float *to) {
+/* Of b: a panel of columns, [depth, whole tiles][PANEL]; as many bytes from `ahead` on are fetched meanwhile. */
+static void pack_b(const Operand *of, int64_t col, int64_t from, int64_t depth, const uint8_t *ahead, float *to) {
     for (int64_t c = 0; c < PANEL; c += TILE) {
-        if (col + c < of->rows) pack_rows(of, col + c, from, depth, 1, ahead, to + c, PANEL);
+        if (col + c < of->rows) pack_rows(of, col + c, from, depth, 1, ahead ? ahead + c * depth : NULL, to + c, PANEL);
         else for (int64_t k = 0; k < depth; k++) memset(to + k * PANEL + c, 0, TILE * sizeof(float));
     }
 }
@@ -206,6 +214,12 @@ static void finish_row(const Job *job, const float *sums, int64_t row, int64_t c
     else memcpy(to, done, (size_t)cols * sizeof(float));
 }
 
+/* Where codes of b's rows from `row` on begin, which are read next: memory is fetched as it lies. NULL: not in one piece. */
+INLINE const uint8_t *ahead_of(const Operand *b, int64_t row) {
+    int32_t dense = b->side->k_step == 1 && b->side->row_step == b->k && b->side->format != BFLOAT16;
+    return dense ? (const uint8_t *)b->side->at + least(row, b->rows) * b->k : NULL;
+}
+
 /* Rows and columns of out, which one thread makes. */
 typedef struct { int64_t row, rows, col, cols; } Part;
 
@@ -216,25 +230,29 @@ INLINE int64_t sums_of(int64_t rows) { return whole(least(TALL, rows), GROUP) * 
 static void multiply_part(const Job *job, Part part, float *own) {
     int64_t k = job->a.k;
     float *slice = own + held_by(part.rows, k), *sums = slice + DEPTH * PANEL;
-    for (int64_t row = part.row; row < part.row + part.rows; row += TALL) {
-        int64_t high = least(TALL, part.row + part.rows - row), tall = whole(high, TILE);
+    int64_t strips = (part.rows + TALL - 1) / TALL, rows = whole((part.rows + strips - 1) / strips, GROUP);
+    for (int64_t row = part.row; row < part.row + part.rows; row += rows) {
+        int64_t high = least(rows, part.row + part.rows - row), tall = whole(high, TILE);
         int64_t panels = high == 1 ? PANELS_OF_ONE : high == 2 ? 2 : 1, deep = DEPTH / panels;
         for (int64_t col = part.col; col < part.col + part.cols; col += WIDE) {
             int64_t wide = least(WIDE, part.col + part.cols - col);
             for (int64_t first = 0; first < k; first += LAYER) {
                 int64_t layer = least(LAYER, k - first);
                 if (col == part.col || k > LAYER) pack_a(&job->a, row, high, first, layer, own);
-                for (int64_t c = 0; c < wide; c += panels * PANEL)
+                for (int64_t c = 0; c < wide; c += panels * PANEL) {
+                    const uint8_t *ahead = ahead_of(&job->b, col + c + panels * PANEL);
                     for (int64_t s = 0; s < layer; s += deep) {
                         const float *held = own + s / DEPTH * tall * DEPTH + s % DEPTH;
                         int64_t depth = least(deep, layer - s);
                         for (int64_t p = 0; p < panels; p++)
-                            pack_b(&job->b, col + c + p * PANEL, first + s, depth, panels * PANEL, slice + p * deep * PANEL);
+                            pack_b(&job->b, col + c + p * PANEL, first + s, depth,
+                                   ahead ? ahead + (s * panels + p * depth) * PANEL : NULL, slice + p * deep * PANEL);
                         for (int64_t r = 0; r < high; r += GROUP) {
                             Multiply *multiply = panels == 1 ? OF_ROWS[least(GROUP, high - r)] : high == 1 ? OF_ONE : multiply_2_2;
                             multiply(held + r * DEPTH, slice, depth, sums + r * WIDE + c, WIDE, first + s > 0);
                         }
                     }
+                }
             }
             for (int64_t r = 0; r < high; r++) finish_row(job, sums + r * WIDE, row + r, col, wide);
         }

@@ -30,7 +30,8 @@ INLINE int stays_normal(Range a, Range b) {
 /* The float32 that multiplies row (or column) r of the sums. */
 INLINE float factor_of(const Side *side, int64_t r) {
     if (side->scale == NULL || side->block_k) return 1;
-    int64_t at = side->block_rows ? r / side->block_rows * side->scale_row_step : 0;
+    int64_t block = side->block_rows == 1 ? r : side->block_rows ? r / side->block_rows : 0;
+    int64_t at = block * side->scale_row_step;
     if (!side->e8m0) return ((const float *)side->scale)[at];
     return float_of((uint32_t)((const uint8_t *)side->scale)[at] << 23); /* never 2^-127 or NaN: see Range */
 }
