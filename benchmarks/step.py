@@ -44,6 +44,8 @@ from megatron_fp8.kernels.cpu import loops
 
 BATCH, SEQUENCE = 4, 256
 RECIPES = ("rowwise", "blockwise", "mxfp8", "tensorwise", "delayed")
+NAMES = {loops.AMX: "step", loops.AVX512: "step_avx512", loops.FLOAT32: "step_avx2"}
+"""Inner loop of the products -> the name of its results."""
 LAYERS_OF = {256: 8, 512: 8, 1024: 4, 2048: 2}
 """Hidden size -> layers."""
 SITES_PER_LAYER, GEMMS_PER_SITE = 4, 3
@@ -217,7 +219,9 @@ def main() -> int:
     body = table(["hidden", "step", "ms", "x bf16", "spread", "goal"], [row_of(each) for each in data])
     print(body)
     if args.write:
-        name = "step" if record["amx"] else "step_avx512"
+        loop = loops.inner_loop()
+        assert loop is not None, "FP8's products need a C compiler"
+        name = NAMES[loop]
         write_results(name, "A training step on CPU, FP8 against BF16", command_line(), record, body, data)
     return int(any(each["goal"] is not None and each["ratio"] > each["goal"] for each in data))
 

@@ -305,7 +305,8 @@ def _in_torch(
     short = _is_short(a) and _is_short(b)
     if exact or not _foldable(a, b) or not (short or keeps_float32(a.codes.device)):
         return finish(values64(a) @ values64(b).t(), None, bias, out_dtype)
-    if a.pow2 and b.pow2 and bias is None and out_dtype == torch.bfloat16 and not a.codes.is_cuda:
+    in_bfloat16 = not a.codes.is_cuda and gemms.cpu_multiplies_bfloat16()
+    if a.pow2 and b.pow2 and bias is None and out_dtype == torch.bfloat16 and in_bfloat16:
         values_a, values_b = a.dequantize(torch.bfloat16), b.dequantize(torch.bfloat16)
         if not (a.finite and b.finite):
             # oneDNN reads a row's end in whole tiles, so that a NaN of the next row gets into this one.

@@ -6,14 +6,16 @@ Which GEMM multiplies 16-bit operands (float32 sums, rounded once) depends on th
 |---|---|
 | NVIDIA GPU | torch's, on tensor cores; float16 too |
 | with AVX512-BF16 or AMX, and a C compiler | cpu/gemm.c |
+| with AVX2 or Arm's, and a C compiler | cpu/gemm_float32.c, in float32, which is as exact |
 | with AMX, and MKL in torch | MKL's (cpu/mkl.py) |
-| any other | none: operands are multiplied in float32, which is as exact; CPUs without BF16 lose no time by it |
+| any other | none: operands are multiplied in float32; CPUs without BF16 lose no time by it |
 
 On a GPU the difference is large: float32 operands are multiplied outside the tensor cores.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,6 +33,13 @@ def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     large = a.numel() + b.numel() >= loops.MIN_PRODUCT
     return large and a.is_cpu and b.is_cpu and loops.has_matmul()
+
+
+@cache
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether torch's own products of bfloat16 matrices on this CPU have instructions for them, or oneDNN's code for
+    AVX512; all others take six times as long as in float32."""
+    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

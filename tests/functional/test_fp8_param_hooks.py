@@ -258,4 +258,5 @@ def test_data_parallel_layouts_agree_within_what_bf16_shows(ranks: RankPool, rec
         ]
         return max(abs(a - b) for other in runs[1:] for a, b in zip(other, runs[0], strict=True))
 
-    assert apart(recipe) <= apart(None)
+    # On processors without BF16 instructions BF16's losses are the same: a few last places of a loss of 6 are allowed.
+    assert apart(recipe) <= max(apart(None), 16 * 2.0**-21)

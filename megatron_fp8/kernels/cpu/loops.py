@@ -8,9 +8,9 @@ C trusts what it is handed, so every tensor's address goes through ``address``, 
 those that lie as others did, which were checked (``Repeated``); and every tensor made here names its dtype and device:
 torch's defaults for both may be anything.
 
-Products (gemm.c) decode codes while the GEMM packs its panels. Two inner loops are compiled, where the processor has
-their instructions: AVX512-BF16, and AMX. The faster one, AMX, is taken, but where ``ONEDNN_MAX_CPU_ISA``, by which users
-keep torch's products off it, names a lesser one.
+Products (gemm.c) decode codes while the GEMM packs its panels. Of the inner loops those are compiled for which the
+processor has instructions: AMX, AVX512-BF16, and float32 (AVX2, AVX512, Arm; gemm_float32.c). The first of these is taken,
+but not AMX where ``ONEDNN_MAX_CPU_ISA``, by which users keep torch's products off it, names a lesser one.
 
 Rejected: torch.utils.cpp_extension (needs ninja, a C++ compiler and a minute). Rejected: wheels with binaries, which
 would have to guess the vector width. Rejected: products in a file of their own, which a reader of a linear would have
@@ -283,12 +283,12 @@ def multiply(
         bias: float32 [N], contiguous.
         into: float32 [M, N], contiguous, to which the product is added (dtype float32, no bias); it is what is
             returned.
-        loop: AVX512 or AMX, one that the processor has; None: ``inner_loop``.
+        loop: one of ``inner_loops``; None: ``inner_loop``.
 
     Returns:
         [M, N], or None where scales are so small or large that numbers or sums could leave bfloat16's normal range. An
         element depends on its row and column alone: the order of its sum is the same for any M, N and number of
-        threads. NaN and Inf go where IEEE has them; subnormal numbers of bfloat16 operands count as zero.
+        threads. NaN and Inf go where IEEE has them; subnormal numbers of bfloat16 operands may count as zero.
     """
     (m, k), n = a.values.shape, b.values.shape[0]
     out = torch.empty(m, n, dtype=dtype, device="cpu") if into is None else into
