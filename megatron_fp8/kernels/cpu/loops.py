@@ -9,8 +9,8 @@ those that lie as others did, which were checked (``Repeated``); and every tenso
 torch's defaults for both may be anything.
 
 Products (gemm.c) decode codes while the GEMM packs its panels. Of the inner loops those are compiled for which the
-processor has instructions: AMX, AVX512-BF16, and float32 (AVX2, AVX512, Arm; gemm_float32.c). The first of these is taken,
-but not AMX where ``ONEDNN_MAX_CPU_ISA``, by which users keep torch's products off it, names a lesser one.
+processor has instructions: AMX, AVX512-BF16, and float32 (AVX2, AVX512, Arm; gemm_float32.c). The first of these is
+taken, but not AMX where ``ONEDNN_MAX_CPU_ISA``, by which users keep torch's products off it, names a lesser one.
 
 Rejected: torch.utils.cpp_extension (needs ninja, a C++ compiler and a minute). Rejected: wheels with binaries, which
 would have to guess the vector width. Rejected: products in a file of their own, which a reader of a linear would have
