@@ -119,11 +119,22 @@ INLINE void pack_codes(const Operand *of, int64_t row, int64_t k, const int32_t 
 INLINE void pack_bfloat16(const Operand *of, int64_t row, int64_t k, const int32_t across, const float by[TILE], float *to,
                           const int64_t apart) {
     const Side *side = of->side;
+    const int64_t down = side->row_step, right = side->k_step;
+    const uint16_t *from = (const uint16_t *)side->at + row * down + k * right;
     int64_t rows = least(TILE, of->rows - row), depth = least(2 * TILE, of->k - k);
+    if (rows == TILE && depth == 2 * TILE && (across ? down : right) == 1) { /* as they lie, whole vectors at a time */
+        if (across)
+            for (int c = 0; c < 2 * TILE; c++)
+                for (int r = 0; r < TILE; r++) to[c * apart + r] = load_bfloat16(from[c * right + r]) * by[r];
+        else
+            for (int r = 0; r < TILE; r++)
+                for (int c = 0; c < 2 * TILE; c++) to[r * apart + c] = load_bfloat16(from[r * down + c]) * by[r];
+        return;
+    }
     for (int64_t r = 0; r < TILE; r++)
         for (int64_t c = 0; c < 2 * TILE; c++) {
-            const uint16_t *at = (const uint16_t *)side->at + (row + r) * side->row_step + (k + c) * side->k_step;
-            to[across ? c * apart + r : r * apart + c] = r < rows && c < depth ? load_bfloat16(*at) * by[r] : 0;
+            float *at = to + (across ? c * apart + r : r * apart + c);
+            *at = r < rows && c < depth ? load_bfloat16(from[r * down + c * right]) * by[r] : 0;
         }
 }
 
