@@ -280,4 +280,4 @@ def test_weight_cache_follows_the_weights(ranks: RankPool) -> None:
     plain = training(ranks, 1, ONE, "mxfp8", NARROW, {}, steps=3)[0]
     overlapped = training(ranks, 1, ONE, "mxfp8", NARROW, {"ddp": overlap}, steps=3)[0]
     assert plain.losses[2] < plain.losses[1] < plain.losses[0]
-    assert overlapped.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert overlapped.losses == pytest.approx(plain.losses, rel=3e-5)
