@@ -41,6 +41,7 @@ from benchmarks.common import (
 from benchmarks.one_rank import one_rank
 from benchmarks.small_gpt import VOCAB, small_gpt
 from megatron_fp8.kernels.cpu import loops
+from megatron_fp8.kernels.torch_products import replace_slow
 
 BATCH, SEQUENCE = 4, 256
 RECIPES = ("rowwise", "blockwise", "mxfp8", "tensorwise", "delayed")
@@ -200,6 +201,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    replace_slow()  # as train does: the baseline is what a user of BF16 gets
     keep_memory()
     if args.profile:
         with one_rank():

@@ -42,6 +42,7 @@ import torch.distributed as dist
 from benchmarks.support.forked import CONTEXT
 from benchmarks.support.gloo import share_device
 from benchmarks.support.room import with_room
+from megatron_fp8.kernels.torch_products import replace_slow
 
 DEFAULT_TIMEOUT_S = 120.0
 
@@ -288,6 +289,7 @@ def _serve(connection: Connection, log: str) -> None:
     print("ready", file=sys.stderr, flush=True)
     threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(1)
+    replace_slow()
     os.environ["OMP_NUM_THREADS"] = "1"
     share_device()
     while True:

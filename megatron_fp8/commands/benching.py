@@ -19,6 +19,7 @@ import torch
 from ..backends import choose_backend, say_what_is_slow
 from ..files.terminal import printable
 from ..kernels.cpu.loops import MAX_THREADS
+from ..kernels.torch_products import replace_slow
 from ..numerics.formats import parse_format
 from ..plan.settings import RecipeSettings, from_settings
 from ..plan.size_table import FORMAT, Gemm, load_table, roles_of
@@ -62,6 +63,7 @@ def work(options: argparse.Namespace, run_options: list[str]) -> int:
         backends = [choose_backend(wanted.backend, device, recipe) for recipe in wanted.recipes]
         if options.threads:
             torch.set_num_threads(options.threads)
+        replace_slow()
         record = _environment(device)
         if options.compare:
             old = versus.read(options.compare)

@@ -75,7 +75,8 @@ def matmul_high_precision(
     a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """a [M, K] @ b [N, K]^T (+ bias [N]) of unquantised matrices, for GEMMs that a plan keeps out of FP8."""
-    if bias is None and out_dtype == a.dtype == b.dtype:
+    slow = a.is_cpu and a.dtype == torch.bfloat16 and not cpu_multiplies_bfloat16()
+    if bias is None and out_dtype == a.dtype == b.dtype and not slow:
         return a @ b.t()
     return finish(matmul_fp32(a, b), None, bias, out_dtype)
 

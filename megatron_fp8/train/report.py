@@ -17,6 +17,7 @@ from ..files.disk import in_words, read_ordinary
 from ..files.manifest import LARGEST
 from ..files.strict_json import load_json
 from ..kernels.cpu import loops as cpu
+from ..kernels.torch_products import replace_slow
 from .run_folder import checkpoint_folder
 
 _PACKAGES = ("torch", "megatron-core", "numpy", "triton", "transformer-engine", "torchao")
@@ -37,7 +38,7 @@ def build_report(
     return {
         "device": device_name(),
         "versions": versions(),
-        "cpu_kernels": None if torch.cuda.is_available() else cpu.reason() or "compiled",
+        "cpu_kernels": None if torch.cuda.is_available() else cpu_kernels(),
         "parallel": _parallel(config, launcher),
         "parameters": parameters,
         "precision": {
@@ -53,6 +54,12 @@ def build_report(
         "checkpoints": os.path.abspath(checkpoint_folder(run)),
         "sites": site_report(chunks),
     }
+
+
+def cpu_kernels() -> str:
+    """Why this package's kernels for CPUs are not there, or "compiled"; and what multiplies BF16 in torch's place."""
+    instead = "; this processor has no instructions for BF16: torch's products of it are in float32"
+    return (cpu.reason() or "compiled") + (instead if replace_slow() else "")
 
 
 def device_name() -> str:

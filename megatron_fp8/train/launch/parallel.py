@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ... import kernels
+from ...kernels.torch_products import replace_slow
 from ...plan.timing import unused_gpu
 from ...state.ranks import first_to_say
 from ..config.ranks import dense_ranks, expert_ranks, expert_tensor_ranks, least_ranks
@@ -167,7 +168,8 @@ def backend() -> str:
 
 
 def join(launch: Launch, model: Any, train: TrainSection) -> None:
-    """Threads, device, process group (gloo without CUDA, nccl with), Megatron's groups and random streams.
+    """Threads, products of BF16 on a CPU, device, process group (gloo without CUDA, nccl with), Megatron's groups and
+    random streams.
 
     Raises ValueError if the layout does not fit the world size, train.deterministic the environment, the processes the
     GPUs, or the ranks the number of open files.
@@ -184,6 +186,7 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
     else:
         say_unused_gpu()
         torch.set_num_threads(train.threads or max(1, usable_cores() // launch.local_world_size))
+        replace_slow()
     if not dist.is_initialized():
         assert launch.meeting is not None
         launch.meeting.arrive("the process group")
