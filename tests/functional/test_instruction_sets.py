@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_fp8.kernels.cpu import few_rows, loops
 from tests.support.kernel_calls import attention, casts, elementwise, products
@@ -94,6 +95,30 @@ def test_a_few_calls_on_arm(tmp_path):
 def test_a_few_calls_between_guards(tmp_path):
     program = compile_for("cc", f"-O1 -march=native {GUARDED}", tmp_path / "here")
     drawn([program], 60, *loops_of("native"))
+
+
+@pytest.mark.long
+def test_products_in_float32_have_the_same_bits_here_and_on_arm(monkeypatch, tmp_path):
+    needs_arm()
+    if not has(X86["haswell"]) or platform.machine() != "x86_64":
+        pytest.skip("this processor has no inner loop in float32")
+    given: list[torch.Tensor] = []
+    near = products._near
+
+    def kept(out, *expected):
+        given.append(torch.frombuffer(out, dtype=expected[-1]))
+        return near(out, *expected)
+
+    monkeypatch.setattr(products, "_near", kept)
+    found = []
+    for before, compiler, march in ((EMULATOR, ARM_COMPILER, "armv8-a"), ((), "cc", "native")):
+        program = compile_for(compiler, f"-O3 -march={march} {GUARDED}", tmp_path / march)
+        given.clear()
+        assert not faults([*before, program], multiplied(300, 1, (loops.FLOAT32,), True))
+        found.append(tuple(given))
+    assert len(found[0]) > 300
+    for there, here in zip(*found, strict=True):
+        torch.testing.assert_close(there, here, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.long
