@@ -66,6 +66,7 @@ def _visited() -> dict[str, list[str]]:
             sys.setprofile(None)
             install()
         assert counts.fp8_gemms == 3 and x.grad is not None and x.grad.isfinite().all()
+    seen.pop("kernels/torch_products.py", None)  # where torch multiplies; its walk ends there
     return {file: sorted(names) for file, names in sorted(seen.items())}
 
 

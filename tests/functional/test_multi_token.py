@@ -36,7 +36,10 @@ def test_its_linears_are_sites_of_the_last_stage(ranks: RankPool) -> None:
     assert (last.counts[-1]["fp8_gemms"], last.counts[-1]["hp_gemms"]) == (3 * (4 * 2 + 5 * 2 + 4), 0)
     assert {entry["name"] for entry in last.report} >= set(mtp)
     one = training(ranks, 1, ONE, "blockwise", fields, steps=2)[0]
-    assert last.losses == pytest.approx(one.losses, rel=1e-5)
+    assert last.losses[0] == pytest.approx(one.losses[0], rel=1e-6)
+    # The step before took gradients of shared weights, which two stages add in another order: a hundredth of its gain.
+    assert last.losses[1] == pytest.approx(one.losses[1], rel=1e-4)
+    assert last.losses[1] < 0.995 * last.losses[0]
 
 
 def deepseek(fields: dict[str, Any]) -> dict[str, Any]:
