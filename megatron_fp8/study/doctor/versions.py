@@ -18,6 +18,7 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from ...backends.transformer_engine import INSTALL, MINIMUM, NEEDS
+from ...kernels.gemms import cpu_multiplies_bfloat16
 from ...mcore.installed import HOW_TO_GET, SUPPORTED
 
 UNKNOWN = "installed, version unknown"
@@ -130,12 +131,14 @@ class Facts:
         capability: of the GPU; None without an NVIDIA GPU.
         has: whether a module, or a package of that name, is installed.
         interpreted: whether Triton's interpreter is asked for.
+        slow_bfloat16: whether torch multiplies BF16 on this CPU element by element, and there is no GPU.
     """
 
     versions: Mapping[str, str | None]
     capability: tuple[int, int] | None = None
     has: Callable[[str], bool] = field(default=lambda name: False)
     interpreted: bool = False
+    slow_bfloat16: bool = False
 
     def version(self, name: str) -> Version | None:
         """A part's version; None if it is not there, or says none."""
@@ -158,6 +161,7 @@ def facts(found: list[Part], environ: Mapping[str, str]) -> Facts:
         torch.cuda.get_device_capability() if cuda else None,
         _has,
         environ.get("TRITON_INTERPRET") == "1",
+        not torch.cuda.is_available() and not cpu_multiplies_bfloat16(),
     )
 
 
@@ -293,6 +297,15 @@ RULES: tuple[Rule, ...] = (
             "its Adam and clipping are amp_C, which is not there",
             "build it with --cpp_ext and --cuda_ext, or pip uninstall apex",
             "docs/backends.md",
+        ),
+    ),
+    (
+        lambda f: f.slow_bfloat16,
+        Conflict(
+            "torch's products of BF16 on a CPU without instructions for them",
+            "they take 6 to 80 times as long as in float32, which this package's commands have torch take instead",
+            "in a program of your own: megatron_fp8.kernels.torch_products.replace_slow()",
+            "docs/performance.md",
         ),
     ),
 )  # fmt: skip

@@ -22,11 +22,12 @@ def here(
     capability: tuple[int, int] | None = (9, 0),
     has: tuple[str, ...] = ("amp_C",),
     interpreted: bool = False,
+    slow_bfloat16: bool = False,
     **changed: str | None,
 ) -> list[str]:
     """What is told of a machine that is good but for what is given; names with _ for -."""
     other = {name.replace("_", "-"): value for name, value in changed.items()}
-    found = conflicts(Facts({**GOOD, **other}, capability, has.__contains__, interpreted))
+    found = conflicts(Facts({**GOOD, **other}, capability, has.__contains__, interpreted, slow_bfloat16))
     return [conflict.what for conflict in found]
 
 
@@ -47,6 +48,7 @@ CASES = {
         "has": ("amp_C", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
     },
     "apex without its CUDA extensions": {"has": ()},
+    "torch's products of BF16 on a CPU without instructions for them": {"slow_bfloat16": True},
 }
 
 
