@@ -1,11 +1,12 @@
 """An emulated FP8 training step against the BF16 step, on Megatron-Core: `python benchmarks/step.py`.
 
 Blocks of a Llama-like GPT, 4 x 256 tokens, one rank: forward and backward through Megatron-Core's schedule and
-DistributedDataParallel, with the weights quantised anew (as after an optimizer step) and the amaxes settled. BF16 is
-the same model without fp8, whose linears are Megatron-Core's own: they round weight gradients to BF16 before they add
-them up, while FP8 weight gradients are added in float32. Wider models have fewer layers, so that all contenders fit
-into memory at once. Without instructions for BF16 torch's products of it take float32, as in `megatron-fp8 train`, on
-both sides (kernels/torch_products.py). `ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16` in the environment keeps both sides from AMX.
+DistributedDataParallel, with the weights quantised anew (as after an optimizer step) and the amaxes settled. BF16
+is the same model without fp8, whose linears are Megatron-Core's own: they round weight gradients to BF16 before
+they add them up, while FP8 weight gradients are added in float32. Wider models have fewer layers, so that all
+contenders fit into memory at once. Without instructions for BF16 torch's products of it take float32, as in
+`megatron-fp8 train`, on both sides (kernels/torch_products.py). `ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16` in the
+environment keeps both sides from AMX.
 Goals: <= 1.08 x BF16 in every recipe; 1.20 at hidden size 256.
 """
 

@@ -305,7 +305,7 @@ def _in_torch(
     short = _is_short(a) and _is_short(b)
     if exact or not _foldable(a, b) or not (short or keeps_float32(a.codes.device)):
         return finish(values64(a) @ values64(b).t(), None, bias, out_dtype)
-    in_bfloat16 = not a.codes.is_cuda and gemms.cpu_multiplies_bfloat16()
+    in_bfloat16 = not a.codes.is_cuda and gemms.cpu_multiplies(torch.bfloat16)
     if a.pow2 and b.pow2 and bias is None and out_dtype == torch.bfloat16 and in_bfloat16:
         values_a, values_b = a.dequantize(torch.bfloat16), b.dequantize(torch.bfloat16)
         if not (a.finite and b.finite):

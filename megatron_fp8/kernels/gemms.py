@@ -36,10 +36,11 @@ def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @cache
-def cpu_multiplies_bfloat16() -> bool:
-    """Whether torch's own products of bfloat16 matrices on this CPU have instructions for them, or oneDNN's code for
-    AVX512; all others take six times as long as in float32."""
-    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Whether torch's own products of bfloat16 or float16 matrices on this CPU have instructions for them, or oneDNN's
+    code for AVX512; all others take at least six times as long as in float32."""
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
+    return bool(torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, name)())
 
 
 def matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -75,7 +76,7 @@ def matmul_high_precision(
     a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """a [M, K] @ b [N, K]^T (+ bias [N]) of unquantised matrices, for GEMMs that a plan keeps out of FP8."""
-    slow = a.is_cpu and a.dtype == torch.bfloat16 and not cpu_multiplies_bfloat16()
+    slow = a.is_cpu and a.dtype in (torch.bfloat16, torch.float16) and not cpu_multiplies(a.dtype)
     if bias is None and out_dtype == a.dtype == b.dtype and not slow:
         return a @ b.t()
     return finish(matmul_fp32(a, b), None, bias, out_dtype)

@@ -38,7 +38,7 @@ def build_report(
     return {
         "device": device_name(),
         "versions": versions(),
-        "cpu_kernels": None if torch.cuda.is_available() else cpu_kernels(),
+        "cpu_kernels": None if torch.cuda.is_available() else cpu_kernels(fp16=config.fp16),
         "parallel": _parallel(config, launcher),
         "parameters": parameters,
         "precision": {
@@ -56,10 +56,11 @@ def build_report(
     }
 
 
-def cpu_kernels() -> str:
-    """Why this package's kernels for CPUs are not there, or "compiled"; and what multiplies BF16 in torch's place."""
-    instead = "; this processor has no instructions for BF16: torch's products of it are in float32"
-    return (cpu.reason() or "compiled") + (instead if replace_slow() else "")
+def cpu_kernels(*, fp16: bool) -> str:
+    """Why this package's kernels for CPUs are not there, or "compiled"; and what multiplies 16 bits in torch's place."""
+    name, dtype = ("FP16", torch.float16) if fp16 else ("BF16", torch.bfloat16)
+    instead = f"; this processor has no instructions for {name}: torch's products of it are in float32"
+    return (cpu.reason() or "compiled") + (instead if replace_slow(dtype) else "")
 
 
 def device_name() -> str:

@@ -18,7 +18,7 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from ...backends.transformer_engine import INSTALL, MINIMUM, NEEDS
-from ...kernels.gemms import cpu_multiplies_bfloat16
+from ...kernels.gemms import cpu_multiplies
 from ...mcore.installed import HOW_TO_GET, SUPPORTED
 
 UNKNOWN = "installed, version unknown"
@@ -161,7 +161,7 @@ def facts(found: list[Part], environ: Mapping[str, str]) -> Facts:
         torch.cuda.get_device_capability() if cuda else None,
         _has,
         environ.get("TRITON_INTERPRET") == "1",
-        not torch.cuda.is_available() and not cpu_multiplies_bfloat16(),
+        not torch.cuda.is_available() and not cpu_multiplies(torch.bfloat16),
     )
 
 

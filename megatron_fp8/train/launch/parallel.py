@@ -186,7 +186,7 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
     else:
         say_unused_gpu()
         torch.set_num_threads(train.threads or max(1, usable_cores() // launch.local_world_size))
-        replace_slow()
+        replace_slow(torch.float16 if model.fp16 else torch.bfloat16)
     if not dist.is_initialized():
         assert launch.meeting is not None
         launch.meeting.arrive("the process group")

@@ -18,7 +18,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def replaced() -> Iterator[None]:
-    library = torch_products.register()
+    library = torch_products.register(BF16)
     yield
     library._destroy()
 
@@ -29,10 +29,10 @@ def calls(monkeypatch) -> list[str]:
     found = []
 
     def noted(name, function):
-        def call(kernel, keys, *args, **kwargs):
-            if any(isinstance(x, torch.Tensor) and x.dtype == BF16 for x in args):
+        def call(dtype, kernel, keys, *args, **kwargs):
+            if any(isinstance(x, torch.Tensor) and x.dtype == dtype for x in args):
                 found.append(name)
-            return function(kernel, keys, *args, **kwargs)
+            return function(dtype, kernel, keys, *args, **kwargs)
 
         return call
 
@@ -111,11 +111,26 @@ def test_gradients_of_attention(calls, replaced, mask):
 def test_other_dtypes_are_torchs_to_the_bit(dtype):
     a, b = (drawn(*shape, dtype=torch.float32).mul(8).to(dtype) for shape in ((9, 33), (33, 17)))
     expected = a @ b, torch.addmm(a @ b, a, b), torch.bmm(a[None], b[None])
-    library = torch_products.register()
+    library = torch_products.register(BF16)
     found = a @ b, torch.addmm(a @ b, a, b), torch.bmm(a[None], b[None])
     library._destroy()
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype is dtype and torch.equal(mine, theirs)
+
+
+def test_float16_is_replaced_by_itself():
+    """Beside BF16, too: each knows its own."""
+    a, b = drawn(33, 65, dtype=torch.float16), drawn(65, 17, dtype=torch.float16)
+    libraries = [torch_products.register(torch.float16), torch_products.register(BF16)]
+    found = a @ b, torch.bmm(a[None], b[None])[0], torch.addmm(a[0, :17], a, b)
+    short = a.to(BF16) @ b.to(BF16)
+    for library in reversed(libraries):
+        library._destroy()
+    exact = a.double() @ b.double()
+    for mine, right in zip(found, (exact, exact, a[0, :17].double() + exact), strict=True):
+        assert mine.dtype is torch.float16
+        torch.testing.assert_close(mine.double(), right, rtol=2**-11 * 1.01, atol=1e-5)
+    once_rounded(short, a.to(BF16).double() @ b.to(BF16).double())
 
 
 WRONG = {
@@ -132,7 +147,7 @@ WRONG = {
 def test_errors_are_torchs(wrong):
     with pytest.raises(RuntimeError) as expected:
         WRONG[wrong]()
-    library = torch_products.register()
+    library = torch_products.register(BF16)
     with pytest.raises(RuntimeError) as found:
         WRONG[wrong]()
     library._destroy()
@@ -160,7 +175,7 @@ def test_what_calls_products(calls, replaced):
 def test_only_slow_products_are_replaced_and_once(monkeypatch, calls, slow):
     kept: list[torch.library.Library] = []
     monkeypatch.setattr(torch_products, "_KEPT", kept)
-    monkeypatch.setattr(torch_products, "cpu_multiplies_bfloat16", lambda: not slow)
+    monkeypatch.setattr(torch_products, "cpu_multiplies", lambda dtype: not slow)
     torch_products.replace_slow.cache_clear()
     try:
         assert [torch_products.replace_slow(), torch_products.replace_slow()] == [slow, slow]
@@ -179,7 +194,7 @@ ALONE = """
 import torch, megatron_fp8, megatron_fp8.mcore.spec
 from megatron_fp8.kernels import torch_products
 assert not torch_products._KEPT
-torch_products.cpu_multiplies_bfloat16 = lambda: False
+torch_products.cpu_multiplies = lambda dtype: False
 assert torch_products.replace_slow()
 print((torch.ones(2, 2).bfloat16() @ torch.ones(2, 2).bfloat16()).sum().item())
 """
