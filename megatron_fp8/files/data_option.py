@@ -20,7 +20,7 @@ def data_as_paths(arguments: Iterable[str]) -> Iterator[str]:
     def named(file: str) -> str:
         nonlocal adding, missing
         before, adding, missing = adding, True, False
-        return f"--data.paths+={file}" if before else f"--data.paths={json.dumps([file])}"
+        return f"--data.paths+={file}" if before else f"--data.paths={json.dumps([file], ensure_ascii=False)}"
 
     for argument in arguments:
         name, equals, value = argument.partition("=")

@@ -1,10 +1,10 @@
 """torch's own products of 16-bit matrices on a CPU without instructions for them, given to float32.
 
 oneDNN has a GEMM for BF16 where there is AVX512, and for FP16 where there is AVX512-FP16. Elsewhere, as on many
-laptops, torch multiplies element by element, 6 to 80 times as slow as in float32: nine tenths of an FP8 training step
-went into the output layer, the layers kept in BF16 and attention's backward. `replace_slow` registers other kernels
-for these operations, in this process: operands become float32, which is exact, sums are float32, and each result is
-rounded once. So the numbers are at least as exact as torch's.
+laptops, torch multiplies more than a few rows element by element, 6 to 80 times as slow as in float32: nine tenths of
+an FP8 training step went into the output layer, the layers kept in BF16 and attention's backward. `replace_slow`
+registers other kernels for these operations, in this process: operands become float32, which is exact, sums are
+float32, and each result is rounded once. So the numbers are at least as exact as torch's.
 
 `megatron-fp8` calls it in each process that computes; importing this package does not, since whose process it is
 decides what torch does there. Rejected: another function where this package calls a product. The products of
@@ -14,13 +14,17 @@ Megatron-Core's own layers, of Hugging Face's models and of torch's attention ar
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .gemms import cpu_multiplies, matmul_fp32
+from .gemms import cpu_multiplies, matmul_fp32, multiplies
+
+FEW = 4
+"""torch takes as long for each row: so few, and both operands in memory along K, are faster by its own code."""
 
 
 @cache
@@ -28,78 +32,163 @@ def replace_slow(dtype: torch.dtype = torch.bfloat16) -> bool:
     """Replace torch's products of bfloat16 (or float16) for the rest of this process if they are slow on this CPU;
     whether they are.
 
-    Products of other dtypes and on other devices stay torch's, and so do errors. ``out=`` is not replaced, nor code that
-    `torch.compile` makes.
+    Products of other dtypes and on other devices stay torch's, and so do errors. Not replaced: `addbmm`, convolutions,
+    ``out=``, what ends in an underscore, and code that `torch.compile` makes.
     """
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype={dtype} has no slow products: give torch.bfloat16 or torch.float16.")
     slow = not cpu_multiplies(dtype) and hasattr(torch.library, "get_kernel")
     if slow:
-        _KEPT.append(register(dtype))
+        _replaced.add(dtype)
+        _registered()
     return slow
 
 
-_KEPT: list[torch.library.Library] = []
+def is_replaced(dtype: torch.dtype) -> bool:
+    """Whether this process has asked for it, and they were slow."""
+    return dtype in _replaced
 
 
-def register(dtype: torch.dtype) -> torch.library.Library:
-    """The replaced operations of the CPU, slow or not; they last as long as the library that comes back."""
+_replaced: set[torch.dtype] = set()
+
+
+@cache
+def _registered() -> torch.library.Library:
+    return register(_replaced)
+
+
+def register(dtypes: Iterable[torch.dtype]) -> torch.library.Library:
+    """The replaced operations of the CPU, slow or not, for what is in ``dtypes`` when they are called; they last as long
+    as the library that comes back."""
     library = torch.library.Library("aten", "IMPL")
     for name, function in _FUNCTIONS.items():
         kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
         with warnings.catch_warnings():  # that an operation is replaced is what is meant
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-            library.impl(name, partial(function, dtype, kernel), "CPU", with_keyset=True)
+            library.impl(name, partial(_kernel, function, dtypes, kernel), "CPU", with_keyset=True)
     return library
 
 
-def _mm(dtype: torch.dtype, kernel: Any, keys: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[M, N] = a [M, K] @ b [K, N]."""
-    if not _multiply(a, b, dtype):
-        return kernel.call_boxed(keys, a, b)
-    return matmul_fp32(a, b.t()).to(dtype)
+def _kernel(
+    function: Callable[..., Any], dtypes: Any, kernel: Any, keys: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """What torch calls: `function` where an operand, each one's second argument, has one of these dtypes, else torch's
+    kernel."""
+    if args[1].dtype in dtypes:
+        # A kernel is below modes and classes of tensors: what it calls is not theirs to see.
+        with torch._C.DisableTorchFunction():
+            found = function(partial(kernel.call_boxed, keys), *args, **kwargs)
+        if found is not None:
+            return found
+    return kernel.call_boxed(keys, *args, **kwargs)
+
+
+def _mm(kernel: Callable[..., Any], a: Tensor, b: Tensor) -> Tensor | None:
+    """[M, N] = a [M, K] @ b [K, N]; None: torch's own, because it is fast or has to say what is wrong."""
+    sums = None if _torch_is_fast(a, b) else _sums(a, b, kernel)
+    return None if sums is None else sums.to(a.dtype)
+
+
+def _bmm(kernel: Callable[..., Any], a: Tensor, b: Tensor) -> Tensor | None:
+    """[B, M, N] = a [B, M, K] @ b [B, K, N]."""
+    return kernel(_wide(a), _wide(b)).to(a.dtype) if a.dtype == b.dtype else None
 
 
 def _addmm(
-    dtype: torch.dtype, kernel: Any, keys: Any, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
-    *, beta: Any = 1, alpha: Any = 1,
-) -> torch.Tensor:  # fmt: skip
-    """beta * bias + alpha * (a [M, K] @ b [K, N]); a beta of 0 leaves the bias unread."""
-    if not (bias.dtype == dtype and _multiply(a, b, dtype) and _spreads(bias, (len(a), b.shape[1]))):
-        return kernel.call_boxed(keys, bias, a, b, beta=beta, alpha=alpha)
-    product = matmul_fp32(a, b.t())
+    kernel: Callable[..., Any], bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Any:
+    """beta * bias + alpha * (a [M, K] @ b [K, N])."""
+    if bias.dtype != a.dtype or _torch_is_fast(a, b) or not _spreads(bias, (*a.shape[:1], *b.shape[1:])):
+        return None
+    return _added(_sums(a, b, partial(_without_bias, kernel)), bias, beta, alpha)
+
+
+def _baddbmm(
+    kernel: Callable[..., Any], bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Any:
+    """beta * bias + alpha * (a [B, M, K] @ b [B, K, N])."""
+    if not (bias.dtype == a.dtype == b.dtype and a.ndim == b.ndim == 3):
+        return None
+    if not _spreads(bias, (*a.shape[:2], b.shape[2])):
+        return None
+    return _added(_without_bias(kernel, _wide(a), _wide(b)), bias, beta, alpha)
+
+
+def _grouped_mm(
+    kernel: Callable[..., Any],
+    a: Tensor,
+    b: Tensor,
+    offs: Any = None,
+    bias: Any = None,
+    out_dtype: Any = None,
+) -> Tensor | None:
+    """Products of groups of rows, of experts' tokens for one; torch wants strides of whole 16 bytes."""
+    aligned = all(step == 1 or step % 8 == 0 for x in (a, b) for step in x.stride())
+    if not aligned or a.dtype != b.dtype or bias is not None or out_dtype not in (None, a.dtype):
+        return None
+    return kernel(_wide(a), _wide(b), offs).to(a.dtype)
+
+
+def _attention_backward(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, ...] | None:
+    """Gradients of q, k and v by the flash kernel's backward."""
+    dtype = args[1].dtype
+    if any(x.dtype != dtype for x in args[:5]):
+        return None
+    found = kernel(*map(_wide, args), **{name: _wide(x) for name, x in kwargs.items()})
+    return tuple(x.to(dtype) for x in found)
+
+
+def _sums(a: Tensor, b: Tensor, kernel: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+    """float32 a @ b, where they are matrices of one dtype that fit."""
+    if not (a.dtype == b.dtype and a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0]):
+        return None
+    if a.dtype == torch.bfloat16 and multiplies(a, b):
+        return matmul_fp32(a, b.t())
+    return kernel(_wide(a), _wide(b))
+
+
+def _without_bias(kernel: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
+    """a @ b by a kernel that adds: alpha comes afterwards, since it would scale an operand, out of float32's range."""
+    return kernel(torch.zeros((), dtype=torch.float32, device="cpu"), a, b, beta=0)
+
+
+def _added(sums: Tensor | None, bias: Tensor, beta: Any, alpha: Any) -> Tensor | None:
+    """beta * bias + alpha * sums, rounded once; a beta of 0 leaves the bias unread."""
+    if sums is None or isinstance(beta, complex) or isinstance(alpha, complex):
+        return None
     if alpha != 1:
-        product.mul_(alpha)
-    return (product.add_(bias, alpha=beta) if beta else product).to(dtype)
+        sums = sums.mul_(alpha)
+    return (sums.add_(bias, alpha=+beta) if beta else sums).to(bias.dtype)
 
 
-def _in_float32(dtype: torch.dtype, kernel: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """The same operation of float32 copies, its results rounded to ``dtype``; where no operand is of it, itself."""
-    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-    if not any(x.dtype == dtype for x in tensors) or len({x.dtype for x in tensors[:3]}) > 1:
-        return kernel.call_boxed(keys, *args, **kwargs)
-    wide = [_wide(x, dtype) for x in args]
-    found = kernel.call_boxed(keys, *wide, **{name: _wide(x, dtype) for name, x in kwargs.items()})
-    return found.to(dtype) if isinstance(found, torch.Tensor) else tuple(x.to(dtype) for x in found)
+def _wide(x: Any) -> Any:
+    """In float32, if it is a tensor of 16 bits; a dimension that repeats one element goes on to."""
+    if not isinstance(x, Tensor) or x.dtype not in (torch.bfloat16, torch.float16):
+        return x
+    if x.numel() and 0 in x.stride():
+        once = x[tuple(slice(1) if step == 0 else slice(None) for step in x.stride())]
+        return once.to(torch.float32).expand(x.shape)
+    return x.to(torch.float32)
 
 
-def _wide(x: Any, dtype: torch.dtype) -> Any:
-    return x.to(torch.float32) if isinstance(x, torch.Tensor) and x.dtype == dtype else x
+def _torch_is_fast(a: Tensor, b: Tensor) -> bool:
+    if not a.ndim == b.ndim == 2:
+        return False
+    few = min(len(a), b.shape[1]) <= FEW
+    return few and (a.stride(1) == 1 or len(a) == 1) and (b.stride(0) == 1 or b.shape[1] == 1)
 
 
-def _multiply(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether they are matrices of it that fit; torch says of others what is wrong."""
-    return a.dtype == b.dtype == dtype and a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0]
-
-
-def _spreads(bias: torch.Tensor, shape: tuple[int, int]) -> bool:
+def _spreads(bias: Tensor, shape: tuple[int, ...]) -> bool:
     sizes = zip(reversed(bias.shape), reversed(shape), strict=False)
-    return bias.ndim <= 2 and all(own in (1, size) for own, size in sizes)
+    return bias.ndim <= len(shape) and all(own in (1, size) for own, size in sizes)
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mm": _mm,
     "addmm": _addmm,
-    "bmm": _in_float32,
-    "baddbmm": _in_float32,
+    "bmm": _bmm,
+    "baddbmm": _baddbmm,
+    "_grouped_mm": _grouped_mm,
     # The forward's code for 16 bits is as fast as float32's.
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _in_float32,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
 }

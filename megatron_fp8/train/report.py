@@ -17,7 +17,7 @@ from ..files.disk import in_words, read_ordinary
 from ..files.manifest import LARGEST
 from ..files.strict_json import load_json
 from ..kernels.cpu import loops as cpu
-from ..kernels.torch_products import replace_slow
+from ..kernels.torch_products import is_replaced
 from .run_folder import checkpoint_folder
 
 _PACKAGES = ("torch", "megatron-core", "numpy", "triton", "transformer-engine", "torchao")
@@ -60,7 +60,7 @@ def cpu_kernels(*, fp16: bool) -> str:
     """Why this package's kernels for CPUs are not there, or "compiled"; and what multiplies 16 bits in torch's place."""
     name, dtype = ("FP16", torch.float16) if fp16 else ("BF16", torch.bfloat16)
     instead = f"; this processor has no instructions for {name}: torch's products of it are in float32"
-    return (cpu.reason() or "compiled") + (instead if replace_slow(dtype) else "")
+    return (cpu.reason() or "compiled") + (instead if is_replaced(dtype) else "")
 
 
 def device_name() -> str:

@@ -1,7 +1,8 @@
 """Products of few rows by FP8 codes that are read once, as they lie (few_rows.c): decoding a token is such products.
 
 A CPU reads weights from memory for every token, so a byte a value in place of BF16's two is time. The codes become
-bfloat16 in registers; sums are float32, in the order of the same processor's products with many rows.
+bfloat16 in registers, without instructions for it float32 in the first cache; sums are float32, in the order of the same
+processor's products with many rows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Product(ctypes.Structure):
 
 @cache
 def inner_loops() -> tuple[int, ...]:
-    """Those of loops.inner_loops that are here too; none without VBMI and GFNI."""
+    """Those of loops.inner_loops that are here too; those of bfloat16 are not without VBMI and GFNI."""
     found = compiled().has_few_rows() if loops.inner_loops() else 0
     return tuple(loop for loop in loops.inner_loops() if found & loop)
 
@@ -73,7 +74,7 @@ def matmul(
             holds and no NaN or Inf; so does each number of a times them, which may be scaled instead of b (the
             emulated backend's limits of scales see to both). None: b is the codes.
         block: rows and columns (a multiple of 32) of b that share an exponent.
-        scale_a, scale_b: float32, one for each row of a or b, or one for all.
+        scale_a, scale_b: float32, one for each row of a or b, or one for all; with exponents scale_b is a 1.
         bias: float32 [N], or None.
         dtype: bfloat16 or float32.
         finite: it is known that no code is NaN or Inf: faster.

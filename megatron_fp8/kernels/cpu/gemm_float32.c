@@ -131,6 +131,21 @@ INLINE void pack_bfloat16(const Operand *of, int64_t row, int64_t k, const int32
                 for (int c = 0; c < 2 * TILE; c++) to[r * apart + c] = load_bfloat16(from[r * down + c]) * by[r];
         return;
     }
+    if (rows == TILE && depth == 2 * TILE && (across ? right : down) == 1) { /* they lie the other way: read so first */
+        float there[2 * TILE * TILE];
+        if (across) {
+            for (int r = 0; r < TILE; r++)
+                for (int c = 0; c < 2 * TILE; c++) there[r * 2 * TILE + c] = load_bfloat16(from[r * down + c]) * by[r];
+            for (int c = 0; c < 2 * TILE; c++)
+                for (int r = 0; r < TILE; r++) to[c * apart + r] = there[r * 2 * TILE + c];
+        } else {
+            for (int c = 0; c < 2 * TILE; c++)
+                for (int r = 0; r < TILE; r++) there[c * TILE + r] = load_bfloat16(from[c * right + r]) * by[r];
+            for (int r = 0; r < TILE; r++)
+                for (int c = 0; c < 2 * TILE; c++) to[r * apart + c] = there[c * TILE + r];
+        }
+        return;
+    }
     for (int64_t r = 0; r < TILE; r++)
         for (int64_t c = 0; c < 2 * TILE; c++) {
             float *at = to + (across ? c * apart + r : r * apart + c);
@@ -311,10 +326,11 @@ int32_t gemm_float32(const Side *a, const Side *b, const Out *out, int64_t m, in
     float *memory = aligned_alloc(64, (size_t)whole(each * threads + m + n, PANEL) * sizeof(float));
     if (memory == NULL) return -1;
     float *by_row = memory + each * threads, *by_col = by_row + m;
-    for (int64_t r = 0; r < m; r++) by_row[r] = factor_of(a, r);
-    for (int64_t c = 0; c < n; c++) by_col[c] = factor_of(b, c);
     float lift = (a->format == E4M3 ? 0x1p8f : 1) * (b->format == E4M3 ? 0x1p8f : 1);
-    Job job = {{a, m, k, lift}, {b, n, k, 1}, out, by_row, by_col};
+    const float late = a->format == BFLOAT16 ? lift : 1; /* bfloat16 numbers may leave float32's range by it: sums take it */
+    for (int64_t r = 0; r < m; r++) by_row[r] = factor_of(a, r) * late;
+    for (int64_t c = 0; c < n; c++) by_col[c] = factor_of(b, c);
+    Job job = {{a, m, k, lift / late}, {b, n, k, 1}, out, by_row, by_col};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         uint64_t before = use_ieee();

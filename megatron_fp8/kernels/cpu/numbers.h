@@ -26,7 +26,7 @@ INLINE uint64_t use_ieee(void) {
     _mm_setcsr((uint32_t)before & ~0xE040u); /* rounding control, flush to zero, subnormals are zeros */
 #elif defined(__aarch64__)
     __asm__ volatile("mrs %0, fpcr" : "=r"(before));
-    __asm__ volatile("msr fpcr, %0" : : "r"(before & ~(uint64_t)0x1C80003) : "memory"); /* the same, and FZ16, FIZ, AH */
+    __asm__ volatile("msr fpcr, %0" : : "r"(before & ~(uint64_t)0x5C80003) : "memory"); /* the same, and FZ16, FIZ, AH, AHP */
 #endif
     return before;
 }

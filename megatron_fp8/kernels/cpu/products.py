@@ -19,7 +19,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def own_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``matmul`` by gemm.c: the order of sums does not depend on M, N or the number of threads; subnormal operands
-    count as zero."""
+    may count as zero."""
     check_matrices(a, b)
     product = loops.multiply(Operand(a), Operand(b), torch.float32)
     assert product is not None, "without scales there is no range to leave"

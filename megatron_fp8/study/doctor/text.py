@@ -78,8 +78,8 @@ def _versions(found: Examination) -> list[str]:
 
 def _conflicts(found: Examination) -> list[str]:
     if not found.conflicts:
-        return ["Versions that are known not to work together: none here"]
-    lines = ["Versions that are known not to work together"]
+        return ["Known not to work together, or to be slow: nothing here"]
+    lines = ["Known not to work together, or to be slow"]
     for conflict in found.conflicts:
         lines.append(_wrapped(f"{conflict.what}: {conflict.reason} ({conflict.source})", "  ", "    "))
         lines.append(_wrapped(conflict.cure, "    -> ", "       "))

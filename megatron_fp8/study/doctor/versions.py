@@ -303,8 +303,8 @@ RULES: tuple[Rule, ...] = (
         lambda f: f.slow_bfloat16,
         Conflict(
             "torch's products of BF16 on a CPU without instructions for them",
-            "they take 6 to 80 times as long as in float32, which this package's commands have torch take instead",
-            "in a program of your own: megatron_fp8.kernels.torch_products.replace_slow()",
+            "of more than a few rows, 6 to 80 times as slow as in float32, which this package's commands have torch take",
+            "in a program of your own: megatron_fp8.kernels.torch_products.replace_slow(), with torch.float16 for FP16",
             "docs/performance.md",
         ),
     ),

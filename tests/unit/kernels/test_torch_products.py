@@ -18,7 +18,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def replaced() -> Iterator[None]:
-    library = torch_products.register(BF16)
+    library = torch_products.register({BF16})
     yield
     library._destroy()
 
@@ -29,10 +29,9 @@ def calls(monkeypatch) -> list[str]:
     found = []
 
     def noted(name, function):
-        def call(dtype, kernel, keys, *args, **kwargs):
-            if any(isinstance(x, torch.Tensor) and x.dtype == dtype for x in args):
-                found.append(name)
-            return function(dtype, kernel, keys, *args, **kwargs)
+        def call(*args, **kwargs):
+            found.append(name)
+            return function(*args, **kwargs)
 
         return call
 
@@ -111,7 +110,7 @@ def test_gradients_of_attention(calls, replaced, mask):
 def test_other_dtypes_are_torchs_to_the_bit(dtype):
     a, b = (drawn(*shape, dtype=torch.float32).mul(8).to(dtype) for shape in ((9, 33), (33, 17)))
     expected = a @ b, torch.addmm(a @ b, a, b), torch.bmm(a[None], b[None])
-    library = torch_products.register(BF16)
+    library = torch_products.register({BF16})
     found = a @ b, torch.addmm(a @ b, a, b), torch.bmm(a[None], b[None])
     library._destroy()
     for mine, theirs in zip(found, expected, strict=True):
@@ -119,13 +118,12 @@ def test_other_dtypes_are_torchs_to_the_bit(dtype):
 
 
 def test_float16_is_replaced_by_itself():
-    """Beside BF16, too: each knows its own."""
+    """Beside BF16, too."""
     a, b = drawn(33, 65, dtype=torch.float16), drawn(65, 17, dtype=torch.float16)
-    libraries = [torch_products.register(torch.float16), torch_products.register(BF16)]
+    library = torch_products.register({torch.float16, BF16})
     found = a @ b, torch.bmm(a[None], b[None])[0], torch.addmm(a[0, :17], a, b)
     short = a.to(BF16) @ b.to(BF16)
-    for library in reversed(libraries):
-        library._destroy()
+    library._destroy()
     exact = a.double() @ b.double()
     for mine, right in zip(found, (exact, exact, a[0, :17].double() + exact), strict=True):
         assert mine.dtype is torch.float16
@@ -140,6 +138,12 @@ WRONG = {
     "dtype of the bias": lambda: torch.addmm(drawn(3, dtype=torch.float32), drawn(3, 4), drawn(4, 3)),
     "dtypes of batches": lambda: torch.bmm(drawn(1, 3, 4), drawn(1, 4, 3, dtype=torch.float32)),
     "batches": lambda: torch.bmm(drawn(2, 3, 4), drawn(1, 4, 3)),
+    "strides of groups": lambda: torch._grouped_mm(
+        drawn(8, 30), drawn(2, 30, 8), offs=torch.tensor([4, 8], dtype=torch.int32)
+    ),
+    "result of groups": lambda: torch._grouped_mm(
+        drawn(8, 32), drawn(2, 32, 8), offs=torch.tensor([4, 8], dtype=torch.int32), out_dtype=torch.float32
+    ),
 }
 
 
@@ -147,7 +151,7 @@ WRONG = {
 def test_errors_are_torchs(wrong):
     with pytest.raises(RuntimeError) as expected:
         WRONG[wrong]()
-    library = torch_products.register(BF16)
+    library = torch_products.register({BF16})
     with pytest.raises(RuntimeError) as found:
         WRONG[wrong]()
     library._destroy()
@@ -171,29 +175,110 @@ def test_what_calls_products(calls, replaced):
     assert calls == ["bmm", "mm", "mm", "mm"]
 
 
-@pytest.mark.parametrize("slow", [False, True])
+def test_what_a_kernel_calls_is_nobody_elses_to_see(calls, replaced):
+    """Where C++ calls it, as in backward, classes of tensors and modes saw the calls inside, and changed them."""
+
+    class Doubling(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            found = super().__torch_function__(function, types, args, kwargs or {})
+            return found * 2 if function.__name__ in ("to", "t", "matmul", "mm") else found
+
+    x = drawn(6, 40).requires_grad_()
+    weight = torch.nn.Parameter(drawn(8, 40).as_subclass(Doubling))
+    F.linear(x, weight).as_subclass(torch.Tensor).sum().backward()
+    assert x.grad is not None and "mm" in calls
+    once_rounded(x.grad, torch.ones(6, 8).double() @ weight.detach().as_subclass(torch.Tensor).double())
+    seen = drawn(300, 300, dtype=torch.float16).mul_(100)
+    with torch.autocast("cpu", torch.float16):
+        key = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+        found = torch.ops.aten.mm.default.redispatch(key, seen.to(BF16), seen.to(BF16))
+    assert found.isfinite().all()
+
+
+def test_alpha_and_beta_of_every_kind(replaced):
+    """alpha multiplies the sum, and not an operand, which leaves float32's range."""
+    high, low = torch.full((1, 8, 16), 2e38, dtype=BF16), torch.full((1, 16, 8), 1e-30, dtype=BF16)
+    zero, nan = torch.zeros(8, dtype=BF16), torch.full((1, 8, 16), torch.nan, dtype=BF16)
+    exact = 2 * (high.double() @ low.double())
+    once_rounded(torch.baddbmm(zero, high, low, alpha=2), exact)
+    once_rounded(torch.addmm(zero, high[0], low[0], alpha=2), exact[0])
+    assert torch.baddbmm(zero, nan, low, alpha=0).isnan().all()
+    assert torch.addmm(zero, nan[0], low[0], alpha=0).isnan().all()
+    one = torch.ones(8, 8, dtype=BF16)
+    for yes in (True, 1, 1.0):
+        assert torch.equal(torch.addmm(one, one, one, beta=yes, alpha=yes), one * 9)
+        assert torch.equal(torch.baddbmm(one, one[None], one[None], beta=yes, alpha=yes), one[None] * 9)
+
+
+def test_few_rows_are_torchs_where_that_is_fast(monkeypatch, replaced):
+    """A decoded token reads the weight once; to copy it would take longer."""
+    taken = []
+    monkeypatch.setattr(torch_products, "matmul_fp32", lambda *_: taken.append(1))
+    x, weight = drawn(torch_products.FEW, 256), drawn(128, 256)
+    before = x @ weight.t(), weight @ x.t()
+    assert not taken
+    for mine, right in zip(
+        before, (x.double() @ weight.double().t(), weight.double() @ x.double().t()), strict=True
+    ):
+        torch.testing.assert_close(mine.double(), right, rtol=2**-6, atol=1e-2)
+
+
+def test_products_of_groups(calls, replaced):
+    """Of experts, and their gradients."""
+    a, b = drawn(64, 32).requires_grad_(), drawn(4, 32, 48).requires_grad_()
+    ends = torch.tensor([16, 16, 50, 64], dtype=torch.int32)
+    out = torch._grouped_mm(a, b, offs=ends)
+    sent = drawn(64, 48, seed=2)
+    out.backward(sent)
+    assert a.grad is not None and b.grad is not None and set(calls) == {"_grouped_mm"}
+    first = 0
+    for last, weight, gradient in zip(ends.tolist(), b.detach().double(), b.grad, strict=True):
+        rows = slice(first, last)
+        once_rounded(out[rows].detach(), a.detach()[rows].double() @ weight)
+        once_rounded(a.grad[rows], sent[rows].double() @ weight.t())
+        once_rounded(gradient, a.detach()[rows].double().t() @ sent[rows].double())
+        first = last
+
+
+def test_what_repeats_is_not_written_out(replaced):
+    """One row stands for 64 of a batch."""
+    a, b = drawn(64, 1, 1024), drawn(1, 1024, 8).expand(64, 1024, 8)
+    assert torch_products._wide(b).untyped_storage().nbytes() == 4 * 1024 * 8
+    once_rounded(torch.bmm(a, b), a.double() @ b.double())
+
+
+@pytest.mark.parametrize("slow", [(), (torch.float16,), (torch.float16, BF16)], ids=str)
 def test_only_slow_products_are_replaced_and_once(monkeypatch, calls, slow):
-    kept: list[torch.library.Library] = []
-    monkeypatch.setattr(torch_products, "_KEPT", kept)
-    monkeypatch.setattr(torch_products, "cpu_multiplies", lambda dtype: not slow)
-    torch_products.replace_slow.cache_clear()
+    of: set[torch.dtype] = set()
+    monkeypatch.setattr(torch_products, "_replaced", of)
+    monkeypatch.setattr(torch_products, "cpu_multiplies", lambda dtype: dtype not in slow)
+    for function in (torch_products.replace_slow, torch_products._registered):
+        function.cache_clear()
     try:
-        assert [torch_products.replace_slow(), torch_products.replace_slow()] == [slow, slow]
-        assert len(kept) == slow
-        assert torch.equal(
-            torch.ones(2, 3, dtype=BF16) @ torch.ones(3, 2, dtype=BF16), torch.full((2, 2), 3.0).to(BF16)
-        )
-        assert calls == ["mm"] * slow
+        for dtype in (torch.float16, BF16, BF16):
+            assert torch_products.replace_slow(dtype) == (dtype in slow)
+        assert of == set(slow)
+        for dtype in (torch.float16, BF16):
+            a = torch.ones(8, 8, dtype=dtype)
+            assert torch.equal(a @ a, 8 * a)
+        assert calls == ["mm"] * len(slow)
     finally:
-        for library in kept:
-            library._destroy()
-        torch_products.replace_slow.cache_clear()
+        if slow:
+            torch_products._registered()._destroy()
+        for function in (torch_products.replace_slow, torch_products._registered):
+            function.cache_clear()
+
+
+def test_other_dtypes_are_refused():
+    with pytest.raises(ValueError, match=r"dtype=torch.float32 has no slow products: give torch.bfloat16 or"):
+        torch_products.replace_slow(torch.float32)
 
 
 ALONE = """
 import torch, megatron_fp8, megatron_fp8.mcore.spec
 from megatron_fp8.kernels import torch_products
-assert not torch_products._KEPT
+assert not torch_products._replaced
 torch_products.cpu_multiplies = lambda dtype: False
 assert torch_products.replace_slow()
 print((torch.ones(2, 2).bfloat16() @ torch.ones(2, 2).bfloat16()).sum().item())

@@ -68,6 +68,15 @@ def test_every_code_becomes_the_number_that_it_stands_for(loop, fmt):
         assert_same_bytes(multiply(loop, a, b, finite=True)[0] + 0, decode(known) + 0)
 
 
+def test_large_numbers_stay_finite(loop):
+    """E4M3's codes may be decoded 2^8 too small, which is no reason to multiply bfloat16 numbers by 2^8."""
+    a, codes = torch.full((3, 128), 2.0**120).bfloat16(), torch.full((40, 128), 2.0**-6).to(E4M3.dtype)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(multiply(loop, a, codes, dtype=dtype), torch.full((3, 40), 2.0**121, dtype=dtype))
+    if loop == loops.FLOAT32:
+        assert torch.equal(many_rows(loop, a, codes), torch.full((3, 40), 2.0**121))
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (31, 63), (32, 64), (33, 65), (97, 1100), (256, 512)], ids=str)
 def test_sums_are_those_of_the_product_with_many_rows(loop, shape):
     n, k = shape

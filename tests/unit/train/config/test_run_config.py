@@ -76,6 +76,7 @@ def test_data_is_short_for_its_paths():
     ("options", "paths"),
     [
         (["--data", "b", "c"], ["b", "c"]),
+        (["--data", "\N{GRINNING FACE} ä, b.txt", "c"], ["\N{GRINNING FACE} ä, b.txt", "c"]),
         (["--data=b", "--data=c"], ["b", "c"]),
         (["--data.paths=[b]"], ["b"]),
         (["--data.paths+=b"], ["a", "b"]),
