@@ -116,6 +116,26 @@ INLINE void pack_codes(const Operand *of, int64_t row, int64_t k, const int32_t 
     }
 }
 
+/* Sixteen lines of sixteen numbers become columns: to[c][line], times by[line], or (each) by[c]. */
+INLINE void turn_bfloat16(const uint16_t *from, int64_t step, const float by[TILE], const int32_t by_line, float *to,
+                          const int64_t apart) {
+    Lines x[TILE];
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE; i++) {
+        x[i] = two_lines((const uint8_t *)(from + i * step));
+        __builtin_prefetch((const void *)((uintptr_t)(from + i * step) + 128)); /* lines are far apart */
+    }
+    turn_pairs(x);
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE; i++)
+#pragma GCC unroll 4
+        for (int at = 0; at < PARTS; at++) { /* PARTS of a half line, both lines */
+            int line = at / (PARTS / 2), part = at % (PARTS / 2), c = i / 2 + line * 8, row = i % 2 * 8 + part * 4;
+            Piece v = part_of_pairs(x[i], line, part);
+            store_part(to + c * apart + row, by_line ? times(v, by + row) : times_all(v, by[c]));
+        }
+}
+
 INLINE void pack_bfloat16(const Operand *of, int64_t row, int64_t k, const int32_t across, const float by[TILE], float *to,
                           const int64_t apart) {
     const Side *side = of->side;
@@ -131,18 +151,10 @@ INLINE void pack_bfloat16(const Operand *of, int64_t row, int64_t k, const int32
                 for (int c = 0; c < 2 * TILE; c++) to[r * apart + c] = load_bfloat16(from[r * down + c]) * by[r];
         return;
     }
-    if (rows == TILE && depth == 2 * TILE && (across ? right : down) == 1) { /* they lie the other way: read so first */
-        float there[2 * TILE * TILE];
-        if (across) {
-            for (int r = 0; r < TILE; r++)
-                for (int c = 0; c < 2 * TILE; c++) there[r * 2 * TILE + c] = load_bfloat16(from[r * down + c]) * by[r];
-            for (int c = 0; c < 2 * TILE; c++)
-                for (int r = 0; r < TILE; r++) to[c * apart + r] = there[r * 2 * TILE + c];
-        } else {
-            for (int c = 0; c < 2 * TILE; c++)
-                for (int r = 0; r < TILE; r++) there[c * TILE + r] = load_bfloat16(from[c * right + r]) * by[r];
-            for (int r = 0; r < TILE; r++)
-                for (int c = 0; c < 2 * TILE; c++) to[r * apart + c] = there[c * TILE + r];
+    if (rows == TILE && depth == 2 * TILE && (across ? right : down) == 1) { /* they lie the other way */
+        for (int64_t half = 0; half < 2; half++) {
+            if (across) turn_bfloat16(from + half * TILE, down, by, 1, to + half * TILE * apart, apart);
+            else turn_bfloat16(from + half * TILE * right, right, by, 0, to + half * TILE, apart);
         }
         return;
     }

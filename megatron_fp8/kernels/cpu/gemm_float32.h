@@ -92,6 +92,18 @@ INLINE Lines lower_of(Lines x, Lines y) {
 INLINE Lines upper_of(Lines x, Lines y) {
     return (Lines){{vzip2q_u8(x.line[0], y.line[0]), vzip2q_u8(x.line[1], y.line[1])}};
 }
+INLINE Lines lower_pairs(Lines x, Lines y) {
+    Lines to;
+    for (int i = 0; i < 2; i++)
+        to.line[i] = vreinterpretq_u8_u16(vzip1q_u16(vreinterpretq_u16_u8(x.line[i]), vreinterpretq_u16_u8(y.line[i])));
+    return to;
+}
+INLINE Lines upper_pairs(Lines x, Lines y) {
+    Lines to;
+    for (int i = 0; i < 2; i++)
+        to.line[i] = vreinterpretq_u8_u16(vzip2q_u16(vreinterpretq_u16_u8(x.line[i]), vreinterpretq_u16_u8(y.line[i])));
+    return to;
+}
 #else
 typedef __m256i Lines;
 INLINE Lines lines_of(const void *first, const void *second) {
@@ -100,6 +112,8 @@ INLINE Lines lines_of(const void *first, const void *second) {
 INLINE Lines two_lines(const uint8_t *at) { return _mm256_loadu_si256((const __m256i *)at); }
 INLINE Lines lower_of(Lines x, Lines y) { return _mm256_unpacklo_epi8(x, y); }
 INLINE Lines upper_of(Lines x, Lines y) { return _mm256_unpackhi_epi8(x, y); }
+INLINE Lines lower_pairs(Lines x, Lines y) { return _mm256_unpacklo_epi16(x, y); }
+INLINE Lines upper_pairs(Lines x, Lines y) { return _mm256_unpackhi_epi16(x, y); }
 #endif
 
 /* Sixteen first lines become columns, and so do the second ones. */
@@ -111,6 +125,19 @@ INLINE void turn(Lines x[TILE]) {
         for (int i = 0; i < TILE / 2; i++) y[2 * i] = lower_of(x[i], x[i + 8]), y[2 * i + 1] = upper_of(x[i], x[i + 8]);
 #pragma GCC unroll 8
         for (int i = 0; i < TILE / 2; i++) x[2 * i] = lower_of(y[i], y[i + 8]), x[2 * i + 1] = upper_of(y[i], y[i + 8]);
+    }
+}
+
+/* Of sixteen rows of sixteen bfloat16 numbers: x[2 c + h] has numbers 8 h to 8 h + 7 of column c, and of column c + 8 in its
+   second line. */
+INLINE void turn_pairs(Lines x[TILE]) {
+    Lines y[TILE];
+#pragma GCC unroll 2
+    for (int round = 0; round < 2; round++) {
+#pragma GCC unroll 8
+        for (int i = 0; i < TILE / 2; i++) y[2 * i] = lower_pairs(x[i], x[i + 8]), y[2 * i + 1] = upper_pairs(x[i], x[i + 8]);
+#pragma GCC unroll 8
+        for (int i = 0; i < TILE / 2; i++) x[2 * i] = lower_pairs(y[i], y[i + 8]), x[2 * i + 1] = upper_pairs(y[i], y[i + 8]);
     }
 }
 
@@ -132,6 +159,10 @@ INLINE void numbers_of_lines(Lines codes, const int32_t format, const int32_t fi
 }
 #define PARTS 4 /* vectors of a line */
 typedef float32x4_t Piece;
+INLINE Piece part_of_pairs(Lines x, int line, int part) { /* bfloat16 */
+    uint16x8_t pairs = vreinterpretq_u16_u8(x.line[line]);
+    return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(part ? vget_high_u16(pairs) : vget_low_u16(pairs)), 16));
+}
 INLINE Piece times(Piece v, const float *by) { return vmulq_f32(v, vld1q_f32(by)); }
 INLINE Piece times_all(Piece v, float by) { return vmulq_n_f32(v, by); }
 INLINE void store_part(float *at, Piece v) { vst1q_f32(at, v); }
@@ -153,6 +184,11 @@ INLINE void numbers_of_lines(Lines codes, const int32_t format, const int32_t fi
 }
 #define PARTS 2
 typedef __m256 Piece;
+INLINE Piece part_of_pairs(Lines x, int line, int part) {
+    (void)part; /* there is one */
+    __m128i pairs = line ? _mm256_extracti128_si256(x, 1) : _mm256_castsi256_si128(x);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(pairs), 16));
+}
 INLINE Piece times(Piece v, const float *by) { return _mm256_mul_ps(v, _mm256_loadu_ps(by)); }
 INLINE Piece times_all(Piece v, float by) { return _mm256_mul_ps(v, _mm256_set1_ps(by)); }
 INLINE void store_part(float *at, Piece v) { _mm256_storeu_ps(at, v); }
