@@ -14,7 +14,7 @@ Megatron-Core's own layers, of Hugging Face's models and of torch's attention ar
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container
 from functools import cache, partial
 from typing import Any
 
@@ -58,7 +58,7 @@ def _registered() -> torch.library.Library:
     return register(_replaced)
 
 
-def register(dtypes: Iterable[torch.dtype]) -> torch.library.Library:
+def register(dtypes: Container[torch.dtype]) -> torch.library.Library:
     """The replaced operations of the CPU, slow or not, for what is in ``dtypes`` when they are called; they last as long
     as the library that comes back."""
     library = torch.library.Library("aten", "IMPL")
@@ -71,7 +71,12 @@ def register(dtypes: Iterable[torch.dtype]) -> torch.library.Library:
 
 
 def _kernel(
-    function: Callable[..., Any], dtypes: Any, kernel: Any, keys: Any, *args: Any, **kwargs: Any
+    function: Callable[..., Any],
+    dtypes: Container[torch.dtype],
+    kernel: Any,
+    keys: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """What torch calls: `function` where an operand, each one's second argument, has one of these dtypes, else torch's
     kernel."""

@@ -93,7 +93,7 @@ INLINE void fetch_codes(const Operand *of, int64_t row, int64_t k, int32_t acros
                 there[along ? r : c % TILE][c / TILE][along ? c % TILE : r] = from[r * side->row_step + c * side->k_step];
         for (int i = 0; i < TILE; i++) to[i] = lines_of(there[i][0], there[i][1]);
     }
-    if (along == across) turn(to);
+    if (along == across) turn(to, 1);
 }
 
 /* Numbers of sixteen rows and 32 k, zeros where there are none, times by[row] if they are scaled: a row's k in a line of
@@ -125,7 +125,7 @@ INLINE void turn_bfloat16(const uint16_t *from, int64_t step, const float by[TIL
         x[i] = two_lines((const uint8_t *)(from + i * step));
         __builtin_prefetch((const void *)((uintptr_t)(from + i * step) + 128)); /* lines are far apart */
     }
-    turn_pairs(x);
+    turn(x, 2);
 #pragma GCC unroll 16
     for (int i = 0; i < TILE; i++)
 #pragma GCC unroll 4

@@ -116,28 +116,22 @@ INLINE Lines lower_pairs(Lines x, Lines y) { return _mm256_unpacklo_epi16(x, y);
 INLINE Lines upper_pairs(Lines x, Lines y) { return _mm256_unpackhi_epi16(x, y); }
 #endif
 
-/* Sixteen first lines become columns, and so do the second ones. */
-INLINE void turn(Lines x[TILE]) {
+/* Sixteen lines become columns. Of codes: the first lines do, and so do the second ones. Of numbers of two bytes: x[2 c + h]
+   has those of lines 8 h to 8 h + 7 in column c, and in its second line those in column c + 8. */
+INLINE void turn(Lines x[TILE], const int32_t bytes) {
     Lines y[TILE];
 #pragma GCC unroll 2
     for (int round = 0; round < 2; round++) {
 #pragma GCC unroll 8
-        for (int i = 0; i < TILE / 2; i++) y[2 * i] = lower_of(x[i], x[i + 8]), y[2 * i + 1] = upper_of(x[i], x[i + 8]);
+        for (int i = 0; i < TILE / 2; i++) {
+            y[2 * i] = bytes == 1 ? lower_of(x[i], x[i + 8]) : lower_pairs(x[i], x[i + 8]);
+            y[2 * i + 1] = bytes == 1 ? upper_of(x[i], x[i + 8]) : upper_pairs(x[i], x[i + 8]);
+        }
 #pragma GCC unroll 8
-        for (int i = 0; i < TILE / 2; i++) x[2 * i] = lower_of(y[i], y[i + 8]), x[2 * i + 1] = upper_of(y[i], y[i + 8]);
-    }
-}
-
-/* Of sixteen rows of sixteen bfloat16 numbers: x[2 c + h] has numbers 8 h to 8 h + 7 of column c, and of column c + 8 in its
-   second line. */
-INLINE void turn_pairs(Lines x[TILE]) {
-    Lines y[TILE];
-#pragma GCC unroll 2
-    for (int round = 0; round < 2; round++) {
-#pragma GCC unroll 8
-        for (int i = 0; i < TILE / 2; i++) y[2 * i] = lower_pairs(x[i], x[i + 8]), y[2 * i + 1] = upper_pairs(x[i], x[i + 8]);
-#pragma GCC unroll 8
-        for (int i = 0; i < TILE / 2; i++) x[2 * i] = lower_pairs(y[i], y[i + 8]), x[2 * i + 1] = upper_pairs(y[i], y[i + 8]);
+        for (int i = 0; i < TILE / 2; i++) {
+            x[2 * i] = bytes == 1 ? lower_of(y[i], y[i + 8]) : lower_pairs(y[i], y[i + 8]);
+            x[2 * i + 1] = bytes == 1 ? upper_of(y[i], y[i + 8]) : upper_pairs(y[i], y[i + 8]);
+        }
     }
 }
 

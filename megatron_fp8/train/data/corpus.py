@@ -91,9 +91,8 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path) -> str:
             _write_alone(files, tokenizer, folder)
         except OSError as error:
             if _damage(folder):  # else another run, which took this one for dead, has the same content
-                begun = (
-                    f", or have {str(folder)!r} removed, which a start has begun" if folder.is_dir() else ""
-                )
+                others = isinstance(error, PermissionError) and folder.is_dir()
+                begun = f", or have {str(folder)!r} removed, which another start has begun" if others else ""
                 raise ValueError(
                     f"data.cache_dir={str(cache_dir)!r} cannot be written ({in_words(error)}): give another folder with "
                     f"--data.cache_dir{begun}."
