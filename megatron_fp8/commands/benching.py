@@ -19,7 +19,7 @@ import torch
 from ..backends import choose_backend, say_what_is_slow
 from ..files.terminal import printable
 from ..kernels.cpu.loops import MAX_THREADS
-from ..kernels.torch_products import replace_slow
+from ..kernels.torch_products import is_replaced, replace_slow
 from ..numerics.formats import parse_format
 from ..plan.settings import RecipeSettings, from_settings
 from ..plan.size_table import FORMAT, Gemm, load_table, roles_of
@@ -241,6 +241,7 @@ def _environment(device: torch.device) -> dict[str, Any]:
         "memory_gb": round(_memory(device) / 1e9, 1),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "threads": torch.get_num_threads(),
+        "torch_bf16": "in float32, without instructions for it" if is_replaced(torch.bfloat16) else None,
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "versions": versions,
     }

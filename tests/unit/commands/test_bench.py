@@ -101,6 +101,18 @@ def test_tune_writes_a_table_of_the_shapes_asked_for(tmp_path, capsys):
     assert "FP8 pays for " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("replaced", [True, False])
+def test_results_say_if_their_bf16_is_not_torchs_own(tmp_path, capsys, monkeypatch, replaced):
+    """Ratios to a baseline that this package made faster are not to be read as ratios to torch's."""
+    monkeypatch.setattr(benching, "is_replaced", lambda dtype: replaced)
+    out = tmp_path / "table.json"
+    assert bench("--tune", f"--out={out}", "--shape=16x16x8", "--recipe=rowwise") == 0
+    found = json.loads(out.read_text())["torch_bf16"]
+    assert load_table(str(out)).ratios
+    assert found == ("in float32, without instructions for it" if replaced else None)
+    assert ("torch_bf16" in capsys.readouterr().out) == replaced
+
+
 def test_tune_measures_the_gemms_of_a_config(tmp_path, monkeypatch):
     """One layer's GEMMs on one of the two tensor-parallel ranks, in the run's recipe: what the run's filter asks for."""
     from megatron_fp8.fp8_utils import get_fp8_recipe
