@@ -11,7 +11,7 @@
      product's left operand, which lies row by row as they do: nothing is transposed;
    * AVX512-BF16 (few_rows_dot.h): pairs of k, from first to last. Sixteen rows of codes are turned in registers, so that
      a vector holds one pair of each;
-   * float32 (gemm_float32.c): the same function as for many rows.
+   * float32: k from first to last. Up to four rows have few_rows_float32.c, more the function of many (gemm_float32.c).
 
    Rejected: codes packed for this kernel beforehand. Reading rows as they lie is as fast, and all else that reads a
    weight (state dicts, copies, exports) finds it where it was. Rejected: sums along k in the lanes of a vector. It needs
@@ -24,7 +24,8 @@
 #include "gemm.h"
 #include "few_rows_tiles.h"
 
-static int32_t few_rows_float32(const Product *p, int32_t threads) {
+static int32_t by_float32(const Product *p, int32_t threads) {
+    if (p->m <= FEW) return few_rows_float32(p, threads);
     int64_t across = (p->k + p->block_cols - 1) / p->block_cols;
     Side a = {p->a, p->k, 1, BFLOAT16, 0, 0, p->scale_a, p->each_a, 0, 1, 0};
     Side b = {p->b, p->k, 1, p->e5m2 ? E5M2 : E4M3, 0, p->finite, p->scale_b, p->each_b, 0, 1, 0};
@@ -83,7 +84,7 @@ static void share_by_dot(const Product *p, const uint32_t *a) {
 
 /* loop: one that the processor has. Returns -1 without memory for a copy of a. */
 int32_t few_rows(const Product *p, int32_t loop, int32_t threads) {
-    if (loop == WITH_FLOAT32) return few_rows_float32(p, threads);
+    if (loop == WITH_FLOAT32) return by_float32(p, threads);
     uint32_t *a = pairs_of(p, loop == TILES ? p->m : padded_rows(p->m));
     if (a == NULL) return -1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -106,7 +107,7 @@ int32_t has_few_rows(void) { return has_gemm_float32(); }
 
 int32_t few_rows(const Product *p, int32_t loop, int32_t threads) {
     (void)loop;
-    return few_rows_float32(p, threads);
+    return by_float32(p, threads);
 }
 
 #endif

@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #define MOST 16 /* rows of a */
+#define FEW 4   /* of which few_rows_float32 takes */
 
 typedef struct {
     const uint16_t *a;        /* bfloat16 [m, k] */
@@ -24,3 +25,6 @@ typedef struct {
 #define TILES 2 /* and WITH_AMX */
 
 int32_t few_rows(const Product *p, int32_t loop, int32_t threads);
+
+/* few_rows with up to FEW rows, by gemm_float32's loop: the same bits. */
+int32_t few_rows_float32(const Product *p, int32_t threads);

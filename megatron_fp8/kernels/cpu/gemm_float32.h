@@ -116,23 +116,25 @@ INLINE Lines lower_pairs(Lines x, Lines y) { return _mm256_unpacklo_epi16(x, y);
 INLINE Lines upper_pairs(Lines x, Lines y) { return _mm256_unpackhi_epi16(x, y); }
 #endif
 
+INLINE Lines lower(Lines x, Lines y, const int32_t bytes) { return bytes == 1 ? lower_of(x, y) : lower_pairs(x, y); }
+INLINE Lines upper(Lines x, Lines y, const int32_t bytes) { return bytes == 1 ? upper_of(x, y) : upper_pairs(x, y); }
+
+/* Half of turning sixteen lines, for the four of x that lie four apart: more do not fit into the registers of AVX2. */
+INLINE void turn_four(const Lines *x, Lines to[4], const int32_t bytes) {
+    Lines low = lower(x[0], x[8], bytes), high = upper(x[0], x[8], bytes);
+    Lines low_too = lower(x[4], x[12], bytes), high_too = upper(x[4], x[12], bytes);
+    to[0] = lower(low, low_too, bytes), to[1] = upper(low, low_too, bytes);
+    to[2] = lower(high, high_too, bytes), to[3] = upper(high, high_too, bytes);
+}
+
 /* Sixteen lines become columns. Of codes: the first lines do, and so do the second ones. Of numbers of two bytes: x[2 c + h]
    has those of lines 8 h to 8 h + 7 in column c, and in its second line those in column c + 8. */
 INLINE void turn(Lines x[TILE], const int32_t bytes) {
     Lines y[TILE];
-#pragma GCC unroll 2
-    for (int round = 0; round < 2; round++) {
-#pragma GCC unroll 8
-        for (int i = 0; i < TILE / 2; i++) {
-            y[2 * i] = bytes == 1 ? lower_of(x[i], x[i + 8]) : lower_pairs(x[i], x[i + 8]);
-            y[2 * i + 1] = bytes == 1 ? upper_of(x[i], x[i + 8]) : upper_pairs(x[i], x[i + 8]);
-        }
-#pragma GCC unroll 8
-        for (int i = 0; i < TILE / 2; i++) {
-            x[2 * i] = bytes == 1 ? lower_of(y[i], y[i + 8]) : lower_pairs(y[i], y[i + 8]);
-            x[2 * i + 1] = bytes == 1 ? upper_of(y[i], y[i + 8]) : upper_pairs(y[i], y[i + 8]);
-        }
-    }
+#pragma GCC unroll 4
+    for (int i = 0; i < TILE / 4; i++) turn_four(x + i, y + 4 * i, bytes);
+#pragma GCC unroll 4
+    for (int i = 0; i < TILE / 4; i++) turn_four(y + i, x + 4 * i, bytes);
 }
 
 /* The numbers of two lines by way of float16: E5M2 is its upper half, E4M3 has its fields a bit lower, and the numbers are
@@ -160,6 +162,8 @@ INLINE Piece part_of_pairs(Lines x, int line, int part) { /* bfloat16 */
 INLINE Piece times(Piece v, const float *by) { return vmulq_f32(v, vld1q_f32(by)); }
 INLINE Piece times_all(Piece v, float by) { return vmulq_n_f32(v, by); }
 INLINE void store_part(float *at, Piece v) { vst1q_f32(at, v); }
+INLINE Piece load_part(const float *at) { return vld1q_f32(at); }
+INLINE Piece add_product(Piece sum, float a, Piece b) { return vfmaq_n_f32(sum, b, a); }
 #else
 INLINE void numbers_of_lines(Lines codes, const int32_t format, const int32_t finite, __m256 to[2][2]) {
 #pragma GCC unroll 2
@@ -186,6 +190,8 @@ INLINE Piece part_of_pairs(Lines x, int line, int part) {
 INLINE Piece times(Piece v, const float *by) { return _mm256_mul_ps(v, _mm256_loadu_ps(by)); }
 INLINE Piece times_all(Piece v, float by) { return _mm256_mul_ps(v, _mm256_set1_ps(by)); }
 INLINE void store_part(float *at, Piece v) { _mm256_storeu_ps(at, v); }
+INLINE Piece load_part(const float *at) { return _mm256_loadu_ps(at); }
+INLINE Piece add_product(Piece sum, float a, Piece b) { return _mm256_fmadd_ps(_mm256_set1_ps(a), b, sum); }
 #endif
 
 #endif

@@ -30,7 +30,7 @@ import torch
 
 from . import library, mkl
 
-_FILES = "loops blocks casts gemm gemm_float32 grouped few_rows few_tokens figures one_query"
+_FILES = "loops blocks casts gemm gemm_float32 grouped few_rows few_rows_float32 few_tokens figures one_query"
 SOURCES = [Path(__file__).with_name(f"{name}.c") for name in _FILES.split()]
 # No -ffast-math: only what changes no result. Compilers vectorise selects of float products without trapping math.
 FLAGS = (

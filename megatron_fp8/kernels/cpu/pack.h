@@ -28,6 +28,15 @@ typedef struct {
     int32_t depth_bits, lifted; /* lifted: numbers are those of lifted_numbers_of */
 } Operand;
 
+/* Those of 64 codes, or of 32 numbers, that are inside. All of them are read without a mask: it would reach its register
+   behind the products that wait in the same queue, and the processor would stand still until then. */
+INLINE __m512i load_codes(__mmask64 inside, const uint8_t *at) {
+    return inside == ~(__mmask64)0 ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi8(inside, at);
+}
+INLINE __m512i load_numbers(__mmask32 inside, const uint16_t *at) {
+    return inside == ~(__mmask32)0 ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi16(inside, at);
+}
+
 INLINE __mmask64 first_of(int64_t n) { return n >= 64 ? ~(__mmask64)0 : n <= 0 ? 0 : ((__mmask64)1 << n) - 1; }
 
 /* v, its numbers times 2^(shift / 128), but for zeros, NaN and Inf; it has no subnormal ones. An exponent of zeros becomes
@@ -90,9 +99,9 @@ INLINE void pack_rows(const Operand *of, const Numbers *numbers, int32_t format,
             if (r >= rows) continue;
             int64_t at = (row + r) * of->row_step + k;
             if (format == BFLOAT16) {
-                first[r] = _mm512_maskz_loadu_epi16((__mmask32)inside, (const uint16_t *)of->at + at);
+                first[r] = load_numbers((__mmask32)inside, (const uint16_t *)of->at + at);
             } else {
-                decode_64(numbers, _mm512_maskz_loadu_epi8(inside, (const uint8_t *)of->at + at), first + r, second + r);
+                decode_64(numbers, load_codes(inside, (const uint8_t *)of->at + at), first + r, second + r);
                 if (of->shifts) {
                     const uint32_t *shift = of->shifts + row + r;
                     int64_t block = k >> of->depth_bits, next = (k + 32) >> of->depth_bits;
@@ -120,15 +129,15 @@ INLINE void pack_columns(const Operand *of, const Numbers *numbers, int32_t form
             if (format == BFLOAT16) {
                 const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
                 const uint16_t *from = of->at;
-                __m512i l = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi16((__mmask32)in_low, from + low));
-                __m512i h = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi16((__mmask32)in_high, from + high));
+                __m512i l = _mm512_permutexvar_epi64(order, load_numbers((__mmask32)in_low, from + low));
+                __m512i h = _mm512_permutexvar_epi64(order, load_numbers((__mmask32)in_high, from + high));
                 x[0][pair] = _mm512_unpacklo_epi16(l, h);
                 x[1][pair] = _mm512_unpackhi_epi16(l, h);
             } else {
                 const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
                 const uint8_t *from = of->at;
-                __m512i l = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(in_low, from + low));
-                __m512i h = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(in_high, from + high));
+                __m512i l = _mm512_permutexvar_epi32(order, load_codes(in_low, from + low));
+                __m512i h = _mm512_permutexvar_epi32(order, load_codes(in_high, from + high));
                 __m512i l1, l2, h1, h2;
                 decode_quarters(numbers, l, &l1, &l2);
                 decode_quarters(numbers, h, &h1, &h2);
@@ -206,11 +215,11 @@ INLINE void pack_piece_of_row(const Operand *of, const Numbers *numbers, int64_t
         int64_t at = row * of->row_step + k;
         __m512i first, second;
         if (of->format == BFLOAT16) {
-            first = _mm512_maskz_loadu_epi16((__mmask32)inside, (const uint16_t *)of->at + at);
-            second = _mm512_maskz_loadu_epi16((__mmask32)(inside >> 32), (const uint16_t *)of->at + at + 32);
+            first = load_numbers((__mmask32)inside, (const uint16_t *)of->at + at);
+            second = load_numbers((__mmask32)(inside >> 32), (const uint16_t *)of->at + at + 32);
         } else {
             _mm_prefetch((const char *)of->at + at + ahead, _MM_HINT_T1);
-            decode_64(numbers, _mm512_maskz_loadu_epi8(inside, (const uint8_t *)of->at + at), &first, &second);
+            decode_64(numbers, load_codes(inside, (const uint8_t *)of->at + at), &first, &second);
             if (of->shifts && inside) {
                 const uint32_t *shift = of->shifts + row;
                 int64_t block = k >> of->depth_bits, next = inside >> 32 ? (k + 32) >> of->depth_bits : block;
@@ -234,8 +243,8 @@ INLINE void pack_piece_of_columns(const Operand *of, const Numbers *numbers, int
         const uint16_t *from = of->at;
         for (int half = 0; half < 2; half++) {
             __mmask32 mask_low = (__mmask32)(in_low >> 32 * half), mask_high = (__mmask32)(in_high >> 32 * half);
-            __m512i l = _mm512_maskz_loadu_epi16(mask_low, from + low + 32 * half);
-            __m512i h = _mm512_maskz_loadu_epi16(mask_high, from + high + 32 * half);
+            __m512i l = load_numbers(mask_low, from + low + 32 * half);
+            __m512i h = load_numbers(mask_high, from + high + 32 * half);
             l = _mm512_permutexvar_epi64(order, l), h = _mm512_permutexvar_epi64(order, h);
             x[2 * half] = _mm512_unpacklo_epi16(l, h);
             x[2 * half + 1] = _mm512_unpackhi_epi16(l, h);
@@ -246,8 +255,8 @@ INLINE void pack_piece_of_columns(const Operand *of, const Numbers *numbers, int
         __m512i l1, l2, h1, h2;
         _mm_prefetch((const char *)from + low + ahead, _MM_HINT_T1);
         _mm_prefetch((const char *)from + high + ahead, _MM_HINT_T1);
-        decode_quarters(numbers, _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(in_low, from + low)), &l1, &l2);
-        decode_quarters(numbers, _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(in_high, from + high)), &h1, &h2);
+        decode_quarters(numbers, _mm512_permutexvar_epi32(order, load_codes(in_low, from + low)), &l1, &l2);
+        decode_quarters(numbers, _mm512_permutexvar_epi32(order, load_codes(in_high, from + high)), &h1, &h2);
         x[0] = _mm512_unpacklo_epi16(l1, h1);
         x[1] = _mm512_unpackhi_epi16(l1, h1);
         x[2] = _mm512_unpacklo_epi16(l2, h2);
