@@ -6,7 +6,7 @@
    With one row of a a sum waits for the one before it, so four vectors of rows take turns.
 
    Codes are decoded by tables: bit matrices (few_rows.c) take the same units as sums do on Zen 4, and nothing is faster
-   by them there. Memory is fetched a panel ahead, line by line as it lies. */
+   by them there. Memory is fetched a stretch of columns ahead, row by row as it lies. */
 
 #pragma once
 
@@ -19,19 +19,55 @@
 #define WIDTH 64            /* their columns at a time */
 #define PIECES (GROUPS * 2) /* of TALL x WIDTH codes */
 #define LONG 8              /* rows of a at a time: as many sums of two groups as registers hold */
+#define RUN 8               /* lines of memory that are fetched with each piece */
+#define STRETCH (RUN * 64)  /* columns that are fetched together, TALL rows of them */
 
 /* Codes by words of two pairs: of sixteen bytes the first eight have a pair of four rows, the others the next one. */
 typedef __m512i Words[GROUPS][WIDTH / 4];
 /* What lowers numbers (decode.h) to blocks' powers of two, once for each row. */
 typedef uint32_t Lanes[GROUPS][STEPS][16];
 
-/* TALL rows from column `at` on, to be turned; NULL: none. `ahead`: what is fetched meanwhile, as many bytes. */
+/* What is fetched while others are turned, a stretch ahead of them: of the panel that begins at `panel` the columns from
+   `col` on, of k, which are `lines` of each row. Next is `line` of the row at `at`; `rows` with it are left. */
+typedef struct {
+    uintptr_t panel, at;
+    int64_t k, next_panel, col, lines, line, rows;
+} Ahead;
+
+/* TALL rows from column `at` on, to be turned; NULL: none. */
 typedef struct {
     const uint8_t *const *row;
     int64_t at;
-    const uint8_t *ahead;
+    Ahead *ahead;
     __m512i (*to)[WIDTH / 4];
 } Turned;
+
+INLINE void begin_stretch(Ahead *ahead, int64_t col) {
+    if (col >= ahead->k) col = 0, ahead->panel += (uintptr_t)ahead->next_panel;
+    ahead->col = col, ahead->at = ahead->panel + (uintptr_t)col;
+    ahead->lines = least(RUN, (ahead->k - col + 63) / 64), ahead->line = 0, ahead->rows = TALL;
+}
+
+/* Whether its stretch goes on. */
+INLINE int next_row(Ahead *ahead) {
+    ahead->at += (uintptr_t)ahead->k, ahead->line = 0;
+    if (--ahead->rows) return 1;
+    begin_stretch(ahead, ahead->col + STRETCH);
+    return 0;
+}
+
+INLINE void fetch_run(Ahead *ahead) {
+    if (ahead->lines == RUN) {
+#pragma GCC unroll 8
+        for (int i = 0; i < RUN; i++) _mm_prefetch((const char *)ahead->at + i * 64, _MM_HINT_T1);
+        next_row(ahead);
+        return;
+    }
+    for (int i = 0; i < RUN; i++) { /* the last columns: more rows of fewer lines */
+        _mm_prefetch((const char *)ahead->at + ahead->line * 64, _MM_HINT_T1);
+        if (++ahead->line == ahead->lines && !next_row(ahead)) return;
+    }
+}
 
 /* 32 codes of two rows. */
 INLINE __m512i both(const uint8_t *low, const uint8_t *high) {
@@ -62,8 +98,7 @@ INLINE void turn(const uint8_t *const *row, int64_t at, __m512i *to) {
 
 INLINE void turn_piece(const Turned *next, int64_t piece) {
     if (next->row == NULL) return;
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) _mm_prefetch((const char *)next->ahead + (8 * piece + i) * 64, _MM_HINT_T1);
+    fetch_run(next->ahead);
     turn(next->row + piece / 2 * 16, next->at + piece % 2 * 32, next->to[piece / 2] + piece % 2 * 8);
 }
 
@@ -180,7 +215,7 @@ INLINE int32_t scales_b(const Product *p) { return p->exponents && p->block_rows
 
 /* TALL rows of b from `first` on. a: [pairs, whole words][padded rows]. */
 static void panel_by_dot(const Product *p, const uint32_t *a, const Numbers *numbers, int64_t first) {
-    const uint8_t *row[TALL], *last[TALL], *ahead;
+    const uint8_t *row[TALL], *last[TALL];
     uint8_t rest[TALL][WIDTH]; /* the last columns, where they are fewer than WIDTH, and zeros */
     float sums[MOST][TALL] = {0};
     uint32_t scaled_a[WIDTH / 2 * MOST];
@@ -196,11 +231,12 @@ static void panel_by_dot(const Product *p, const uint32_t *a, const Numbers *num
         memset(rest, 0, sizeof rest);
         for (int64_t r = 0; r < TALL; r++) last[r] = memcpy(rest[r], row[r] + whole, (size_t)(p->k - whole));
     }
-    ahead = first + TALL < p->n ? row[0] + TALL * p->k : row[0];
+    Ahead ahead = {.panel = (uintptr_t)row[0], .k = p->k, .next_panel = first + TALL < p->n ? TALL * p->k : 0};
+    begin_stretch(&ahead, STRETCH);
     if (scaled) further = exponents_of(p, first + TALL) - exponents[0];
-    for (int64_t at = -WIDTH; at < p->k; at += WIDTH, ahead += TALL * WIDTH) {
+    for (int64_t at = -WIDTH; at < p->k; at += WIDTH) {
         int64_t then = at + WIDTH, here = at / WIDTH & 1;
-        Turned next = {then < whole ? row : then < p->k ? last : NULL, then < whole ? then : 0, ahead, words[1 - here]};
+        Turned next = {then < whole ? row : then < p->k ? last : NULL, then < whole ? then : 0, &ahead, words[1 - here]};
         if (at < 0) {
             for (int64_t piece = 0; piece < PIECES; piece++) turn_piece(&next, piece);
             continue;

@@ -19,6 +19,7 @@ INLINE const uint8_t *exponents_of(const Product *p, int64_t row) {
 INLINE __m128i exponents_at(const Product *p, const uint8_t *from, int64_t at) {
     int64_t steps = least(STEPS, (p->k - at + STEP - 1) / STEP);
     uint8_t bytes[STEPS] = {0};
+    if (p->block_cols == STEP && steps == STEPS) return _mm_loadu_si128((const __m128i *)(from + at / STEP)); /* see load_codes */
     if (p->block_cols == STEP) return _mm_maskz_loadu_epi8((__mmask16)first_of(steps), from + at / STEP);
     for (int64_t i = 0; i < steps; i++) bytes[i] = from[(at + STEP * i) / p->block_cols];
     return _mm_loadu_si128((const __m128i *)bytes);
