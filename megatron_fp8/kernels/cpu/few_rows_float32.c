@@ -20,6 +20,7 @@
 #define LINE 64    /* k at a time: of a row, one line of memory */
 #define STEP 32    /* k that share an exponent at least */
 #define STEPS 16   /* steps whose exponents are read together */
+#define AHEAD 512  /* k from what is read to what is fetched: 32 rows of it stay in the second cache, however long rows are */
 #define PIECES (2 * PARTS)
 
 /* What a thread has of its 32 columns. by: powers of two for STEPS steps of k. */
@@ -145,10 +146,11 @@ static void multiply_columns(const Product *p, const float *a, int64_t apart, in
     memset(own->sums, 0, sizeof own->sums);
     for (int64_t k = 0; k < p->k; k += LINE) {
         const uint8_t *from = p->b + first * p->k + k;
-        const uintptr_t ahead = (uintptr_t)p->b + (uintptr_t)(least(first + COLUMNS, p->n) * p->k + k * COLUMNS);
+        int64_t next = k + AHEAD < p->k ? first * p->k : least(first + COLUMNS, p->n) * p->k - p->k;
+        const uintptr_t ahead = (uintptr_t)p->b + (uintptr_t)(next + k + AHEAD);
         int64_t depth = least(LINE, p->k - k), step = p->k, at = k / STEP % STEPS;
         if (p->exponents && at == 0) read_exponents(p, first, k, own->by);
-        for (int line = 0; line < COLUMNS; line++) __builtin_prefetch((const void *)(ahead + (uintptr_t)line * LINE), 0, 2);
+        for (int row = 0; row < COLUMNS; row++) __builtin_prefetch((const void *)(ahead + (uintptr_t)(row * p->k)), 0, 2);
         if (cols < COLUMNS) {
             for (int64_t r = 0; r < cols; r++) memcpy(own->edge[r], from + r * step, (size_t)depth);
             from = own->edge[0], step = LINE;
