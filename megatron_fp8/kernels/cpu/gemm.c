@@ -197,11 +197,11 @@ static void pack_part(Operand of, const Numbers *numbers, int64_t from, int64_t 
 /* The pieces of a slice, which fetch what the slice after it reads. */
 static Pieces begin_slice(const Job *job, const Part *part, const Place *at, uint32_t *slice) {
     const Operand *of = &job->streamed;
-    int64_t squares = least(SLICE, end_of_layer(job, at) - at->s), ahead = 0;
+    int64_t squares = least(SLICE, end_of_layer(job, at) - at->s), rows = whole(end_of(part, at) - at->top, BLOCK);
     Place next = *at;
-    if (advance(job, part, &next)) ahead = (next.top - at->top) * of->row_step + (next.s - at->s) * 32 * of->k_step;
-    return pieces_of(of, &job->numbers_streamed, at->top, whole(end_of(part, at) - at->top, BLOCK), at->s * 32, squares,
-                     ahead, slice, SLICE * SQUARE);
+    if (!advance(job, part, &next)) next = *at;
+    return pieces_of(of, &job->numbers_streamed, at->top, rows, at->s * 32, squares, next.top - at->top,
+                     (next.s - at->s) * 32, slice, SLICE * SQUARE);
 }
 
 /* sums [32, 32], in place. */

@@ -194,22 +194,28 @@ typedef struct {
     const Numbers *numbers;
     int64_t row, k, next, count; /* first row, first k; pieces that are made, of how many */
     int64_t across, down, right; /* pieces of a row, or, where columns are dense, of 64 rows, before the next ones; place */
-    int64_t ahead;               /* from a number to that of the next slice, which is fetched meanwhile */
+    int64_t ahead, shifts_ahead; /* from a number, or its shift, to that of the next slice, which is fetched meanwhile */
     uint32_t *to;
     int64_t panel_words;
 } Pieces;
 
 /* Those of `rows` rows, a multiple of 32, and of squares from k on. */
 INLINE Pieces pieces_of(const Operand *of, const Numbers *numbers, int64_t row, int64_t rows, int64_t k, int64_t squares,
-                        int64_t ahead, uint32_t *to, int64_t panel_words) {
+                        int64_t rows_ahead, int64_t k_ahead, uint32_t *to, int64_t panel_words) {
     int64_t across = of->k_step == 1 ? (squares + 3) / 4 : (rows + 63) / 64;
     int64_t count = across * (of->k_step == 1 ? rows : squares * SIDE);
-    return (Pieces){of, numbers, row, k, 0, count, across, 0, 0, ahead, to, panel_words};
+    int64_t ahead = rows_ahead * of->row_step + k_ahead * of->k_step;
+    int64_t shifts_ahead = rows_ahead + (((k + k_ahead) >> of->depth_bits) - (k >> of->depth_bits)) * of->shift_step;
+    return (Pieces){of, numbers, row, k, 0, count, across, 0, 0, ahead, shifts_ahead, to, panel_words};
+}
+
+INLINE void fetch_shift(const uint32_t *shift, int64_t ahead) {
+    _mm_prefetch((const char *)((uintptr_t)shift + (uintptr_t)ahead * sizeof *shift), _MM_HINT_T1);
 }
 
 /* A row's next 128 numbers, whose 32s go into squares one behind the other. */
 INLINE void pack_piece_of_row(const Operand *of, const Numbers *numbers, int64_t row, int64_t k, int64_t ahead,
-                              uint32_t *to) {
+                              int64_t shifts_ahead, uint32_t *to) {
     for (int part = 0; part < 2; part++, k += 64, to += 2 * SQUARE) {
         __mmask64 inside = row < of->rows ? first_of(of->k - k) : 0;
         int64_t at = row * of->row_step + k;
@@ -225,6 +231,8 @@ INLINE void pack_piece_of_row(const Operand *of, const Numbers *numbers, int64_t
                 int64_t block = k >> of->depth_bits, next = inside >> 32 ? (k + 32) >> of->depth_bits : block;
                 first = with_scale(of, first, _mm512_set1_epi32((int)shift[block * of->shift_step]));
                 second = with_scale(of, second, _mm512_set1_epi32((int)shift[next * of->shift_step]));
+                fetch_shift(shift + block * of->shift_step, shifts_ahead);
+                fetch_shift(shift + next * of->shift_step, shifts_ahead);
             }
         }
         _mm512_store_si512(to, first);
@@ -234,7 +242,7 @@ INLINE void pack_piece_of_row(const Operand *of, const Numbers *numbers, int64_t
 
 /* 64 rows' numbers at k and k + 1, for four panels. */
 INLINE void pack_piece_of_columns(const Operand *of, const Numbers *numbers, int64_t row, int64_t k, int64_t ahead,
-                                  uint32_t *to, int64_t panel_words) {
+                                  int64_t shifts_ahead, uint32_t *to, int64_t panel_words) {
     __mmask64 inside = first_of(of->rows - row), in_low = k < of->k ? inside : 0, in_high = k + 1 < of->k ? inside : 0;
     int64_t low = k * of->k_step + row, high = low + of->k_step;
     __m512i x[4];
@@ -267,6 +275,7 @@ INLINE void pack_piece_of_columns(const Operand *of, const Numbers *numbers, int
         if (of->shifts && in_low) {
             const uint32_t *shift = of->shifts + (k >> of->depth_bits) * of->shift_step + row + panel * SIDE;
             x[panel] = with_scale(of, x[panel], _mm512_loadu_si512(shift));
+            fetch_shift(shift, shifts_ahead);
         }
         _mm512_store_si512(to + panel * panel_words, x[panel]);
     }
@@ -278,10 +287,11 @@ INLINE void pack_piece(Pieces *p) {
     if (++p->right == p->across) p->right = 0, p->down++;
     if (p->of->k_step == 1) {
         uint32_t *to = p->to + first / SIDE * p->panel_words + first % SIDE * SIDE + second * 4 * SQUARE;
-        pack_piece_of_row(p->of, p->numbers, p->row + first, p->k + second * 128, p->ahead, to);
+        pack_piece_of_row(p->of, p->numbers, p->row + first, p->k + second * 128, p->ahead, p->shifts_ahead, to);
     } else {
         uint32_t *to = p->to + second * 4 * p->panel_words + first / SIDE * SQUARE + first % SIDE * SIDE;
-        pack_piece_of_columns(p->of, p->numbers, p->row + second * 64, p->k + first * 2, p->ahead, to, p->panel_words);
+        pack_piece_of_columns(p->of, p->numbers, p->row + second * 64, p->k + first * 2, p->ahead, p->shifts_ahead, to,
+                              p->panel_words);
     }
 }
 
