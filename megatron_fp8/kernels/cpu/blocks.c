@@ -163,9 +163,10 @@ static int32_t offsets_of(const float *restrict scale, const float *restrict ama
         BITS largest[TALL * WIDE + SPARE];                                                                           \
         FROM clean[TALL * WIDE];                                                                                     \
     } NAME##_Found;                                                                                                  \
-    /* Scales of all of a tile's blocks first, then its codes, row by row. */                                        \
+    /* Scales of all of a tile's blocks first, then its codes, row by row; ahead: a tile to be fetched meanwhile. */ \
     static void NAME##_codes(const FROM *x, int64_t step, int64_t rows, int64_t cols, const Cut *cut,                \
-                             NAME##_Found *of, const Rule *rule, int64_t row, int64_t col, int32_t finite) {         \
+                             NAME##_Found *of, const Rule *rule, int64_t row, int64_t col, int32_t finite,           \
+                             const FROM *ahead) {                                                                    \
         float *scale = of->scale, *amax = of->amax, *inverse = of->inverse;                                          \
         int16_t *offset = of->offset;                                                                                \
         int64_t across = (cols + cut->cols - 1) / cut->cols, whole = (step + cut->cols - 1) / cut->cols;             \
@@ -188,6 +189,8 @@ static int32_t offsets_of(const float *restrict scale, const float *restrict ama
             uint8_t *to = cut->codes + (row + r) * step + col;                                                       \
             const float *by = scale + block;                                                                         \
             const int16_t *offsets = all ? offset + block : NULL;                                                    \
+            for (int64_t i = 0; ahead && i < WIDE; i += 64 / (int64_t)sizeof(FROM))                                  \
+                __builtin_prefetch((const void *)((uintptr_t)ahead + (uintptr_t)(r * step + i) * sizeof(FROM)), 0, 2);\
             if (cut->cols == 1) NAME##_row(from, to, cols, 1, by, offsets, finite);                                  \
             else if (cut->cols == 32) NAME##_row(from, to, cols, 32, by, offsets, finite);                           \
             else if (cut->cols == 128) NAME##_row(from, to, cols, 128, by, offsets, finite);                         \
@@ -221,7 +224,9 @@ static int32_t offsets_of(const float *restrict scale, const float *restrict ama
                         finite = 0;                                                                                  \
                     }                                                                                                \
                     most = top > most ? top : most;                                                                  \
-                    NAME##_codes(from, cols, high, wide, cuts + c, of, rule, row, col, finite);                      \
+                    const FROM *next = c + 1 < n_cuts || tile + 1 == down * across ? NULL :                          \
+                                       x + (tile + 1) / across * TALL * cols + (tile + 1) % across * WIDE;           \
+                    NAME##_codes(from, cols, high, wide, cuts + c, of, rule, row, col, finite, next);                \
                 }                                                                                                    \
             }                                                                                                        \
             free(of);                                                                                                \
