@@ -254,7 +254,7 @@ static void panel_by_dot(const Product *p, const uint32_t *a, const Numbers *num
         else add_words_16(by, numbers, word, lanes, step, scaled, sums, &next);
         a += WIDTH / 2 * rows;
     }
-    finish(p, sums[0], TALL, first, TALL);
+    finish(p, sums[0], TALL, first, TALL, 1);
 }
 
 #endif

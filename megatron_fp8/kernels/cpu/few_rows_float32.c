@@ -11,15 +11,13 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "few_rows.h"
+#include "few_rows_ends.h"
 #include "gemm_float32.h"
 
 #if HAS_FLOAT32
 
 #define COLUMNS 32 /* rows of b at a time: two lines of codes */
 #define LINE 64    /* k at a time: of a row, one line of memory */
-#define STEP 32    /* k that share an exponent at least */
-#define STEPS 16   /* steps whose exponents are read together */
 #define AHEAD 512  /* k from what is read to what is fetched: 32 rows of it stay in the second cache, however long rows are */
 #define PIECES (2 * PARTS)
 
@@ -31,12 +29,12 @@ typedef struct {
 
 /* Powers of two of b's blocks, from k on, for the rows from `first` on; beyond the last row those of the last. */
 static void read_exponents(const Product *p, int64_t first, int64_t k, float by[STEPS][COLUMNS]) {
-    int64_t across = (p->k + p->block_cols - 1) / p->block_cols, steps = least(STEPS, (p->k - k + STEP - 1) / STEP);
+    int64_t steps = steps_from(p, k);
     int64_t block[STEPS];
     for (int64_t s = 0; s < steps; s++) block[s] = (k + s * STEP) / p->block_cols;
     uint8_t bytes[COLUMNS][STEPS] = {{0}};
     for (int64_t r = 0; r < COLUMNS; r++) {
-        const uint8_t *from = p->exponents + least(first + r, p->n - 1) / p->block_rows * across;
+        const uint8_t *from = exponents_of(p, first + r);
         if (p->block_cols == STEP && steps == STEPS) memcpy(bytes[r], from + block[0], STEPS);
         else for (int64_t s = 0; s < steps; s++) bytes[r][s] = from[block[s]];
     }
@@ -125,20 +123,6 @@ static void multiply_rest(const Product *p, const float *a, int64_t apart, const
         }
 }
 
-/* Sums to out: scales, bias, one rounding. */
-static void finish(const Product *p, float sums[FEW][COLUMNS], int64_t first, int64_t cols) {
-    for (int64_t r = 0; r < p->m; r++) {
-        float by = p->scale_a[p->each_a ? r : 0] * (p->e5m2 ? 1 : 0x1p8f);
-        int64_t at = r * p->n + first;
-        for (int64_t c = 0; c < cols; c++) {
-            float sum = sums[r][c] * (by * p->scale_b[p->each_b ? first + c : 0]);
-            if (p->bias) sum += p->bias[first + c];
-            if (p->to_bfloat16) ((uint16_t *)p->to)[at + c] = store_sum(sum);
-            else ((float *)p->to)[at + c] = sum;
-        }
-    }
-}
-
 /* 32 columns of out; a [m][apart]. */
 static void multiply_columns(const Product *p, const float *a, int64_t apart, int64_t first, Own *own) {
     int64_t cols = least(COLUMNS, p->n - first);
@@ -158,7 +142,7 @@ static void multiply_columns(const Product *p, const float *a, int64_t apart, in
         if (depth == LINE) multiply(a + k, apart, from, step, own->by + at, own->sums);
         else multiply_rest(p, a + k, apart, from, step, depth, own->by + at, own->sums);
     }
-    finish(p, own->sums, first, cols);
+    finish(p, own->sums[0], COLUMNS, first, COLUMNS, p->e5m2 ? 1 : 0x1p8f);
 }
 
 int32_t few_rows_float32(const Product *p, int32_t threads) {

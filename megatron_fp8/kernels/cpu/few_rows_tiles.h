@@ -146,7 +146,7 @@ static void panel_by_tiles(const Product *p, const uint32_t *a, Decoder *d, int6
     _tile_stored(1, found + 16, sizeof found[0]);
     for (int64_t i = 0; i < PANEL; i++)
         for (int64_t m = 0; m < p->m; m++) sums[m][i] = found[i][m];
-    finish(p, sums[0], PANEL, first, PANEL);
+    finish(p, sums[0], PANEL, first, PANEL, 1);
 }
 
 #else
