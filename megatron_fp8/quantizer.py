@@ -233,13 +233,14 @@ class Quantizer:
         """Max amax (float32 [], may be Inf, never NaN) into the slot's running one; add the non-finite count, if any."""
         self._in_arena().running.record(amax, nonfinite)
 
-    def observe(self, x: torch.Tensor) -> None:
+    def observe(self, x: torch.Tensor, *, count_nonfinite: bool = False) -> None:
         """Record the amax that a cast of x [rows, cols] would, without a cast.
 
-        Non-finite elements are not counted: nothing saturates them, whoever uses x meets them.
+        Args:
+            count_nonfinite: as a cast would; False where nothing saturates them, so that whoever uses x meets them.
         """
-        amaxes, _ = block_amaxes(in_memory(x).contiguous(), [(0, 0)])
-        self.record(amaxes[0].view([]), None)
+        amaxes, nonfinite = block_amaxes(in_memory(x).contiguous(), [(0, 0)])
+        self.record(amaxes[0].view([]), nonfinite if count_nonfinite else None)
 
     def _in_arena(self) -> _Place:
         """The slot's numbers, found anew only where the arena has grown or was trimmed."""

@@ -1,9 +1,10 @@
 """The linear layer in compiled code, and under dispatch modes: two operators that are called and not looked into.
 
-    linear           y, codes, scales, stamp, scale  =  x, weight, bias, site
-    linear_backward  dx, dw, dbias  =  dy, (x | codes, scales), weight, stamp, scale, site
+    linear           y, codes, scales, stamp, scale, measured, counted  =  x, weight, bias, site
+    linear_backward  dx, dw, dbias  =  dy, (x | codes, scales), weight, stamp, scale, measured, counted, site
 
-codes and scales are what backward keeps of x, stamp and scale tell it how the weight was quantised.
+codes and scales are what backward keeps of x, stamp and scale tell it how the weight was quantised, measured and counted
+what it has to record of a forward in evaluation mode (recording.py).
 
 A cast records into a slot, a weight is quantised once an iteration, kernels are launched by pointer, stochastic rounding
 counts its calls: state that a tracer would have to guard on, or would bake in. So all of it stays inside, eager, and the
@@ -21,8 +22,7 @@ What crosses as an argument, and why so:
   the gradient. No compiler may merge them.
 
 Effects that the graph does not see: slots (a maximum and a sum, in any order), counters, the kept weight, main_grad. No
-result in the graph reads them. An operator that is recomputed by activation checkpointing runs inside a backward and
-records nothing, as in eager mode. The weight's codes stay with the site between forward and backward, and are made again
+result in the graph reads them. The weight's codes stay with the site between forward and backward, and are made again
 from the same weight, with the same scale, if others took their place.
 
 Rejected: tracing through, as torchao does, with everything in torch operations. It suits tensors that carry their
@@ -41,7 +41,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -50,10 +49,11 @@ from torch import distributed as dist
 from torch._guards import detect_fake_mode
 from torch.utils.flop_counter import register_flop_formula
 
-from ..plan.switch import in_recompute
+from ..state.iteration import LATER, in_backward, recorded
 from ..tensor import Operand, QuantizedSide
 from . import observed
 from .passes import Call, backward, forward, keeps_codes
+from .recording import LateRecord, came_back, counted_forward, measure
 from .registry import site_by_handle
 from .saved_layout import SideLayout
 from .site import GemmSite
@@ -88,7 +88,7 @@ def traced_linear(
     at each call. Megatron's ``is_first_microbatch`` is not asked: there would be a graph for each of its values.
     """
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
-    call = Call(site, tp, training, training, False, save_original_input)
+    call = Call(site, tp, training, True, False, save_original_input)
     keeps = needs_wgrad and keeps_codes(math.prod(x.shape[:-1]), call)
     y, *_ = torch.ops.megatron_fp8.linear(
         x,
@@ -99,6 +99,7 @@ def traced_linear(
         _describe(tp),
         keeps,
         training,
+        recorded(training, x, weight, bias),
         next_call(),
     )
     return y
@@ -138,56 +139,69 @@ def linear(
     tp: str,
     keeps: bool,
     training: bool,
+    when: str,
     number: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y [..., N] of x [..., K] and weight [N, K]; codes [K, tokens] and scales of x's columnwise side if ``keeps``, else
-    empty; and what ``stamp_of`` gives.
+    empty; what ``stamp_of`` gives; and what ``LateRecord.saved`` does, or empty ones.
 
     Args:
         site: int64 [] on the CPU, a GemmSite's handle.
         layout: its saved_layout (registry.Traced).
         tp: the communication, from ``_describe``.
-        training: amaxes and health are recorded, unless this is a recomputation; counters count.
+        training: the layer's mode.
+        when: the forward is recorded: NOW, LATER or NEVER.
         number: tells this call from others; not used.
     """
     found = site_of(site)
-    if in_recompute():
+    if in_backward():
         check_recomputed(found)
-    call = Call(
-        found, _parallel(tp), training, training and not in_recompute(), not training, not keeps, traced=keeps
-    )
-    if not in_recompute():
+    else:
         found.traced.multiplied_by(weight)
-    with nullcontext() if training else found.state.uncounted():
+    with counted_forward([found], [x], training, when) as (record, late):
+        call = Call(found, _parallel(tp), training, record, not training, not keeps, traced=keeps)
         done = forward(x, weight, bias, call, keeps)
     stamp = stamp_of(found.weights, x.device, training=training)
+    others = *stamp, *saved_record(late, x)
     if not keeps:
-        return done.y, x.new_empty(0), x.new_empty(0), *stamp
+        return done.y, x.new_empty(0), x.new_empty(0), *others
     assert isinstance(done.x, QuantizedSide)
-    return done.y, *SideLayout.parse(layout).take_apart(done.x), *stamp
+    return done.y, *SideLayout.parse(layout).take_apart(done.x), *others
 
 
 @linear.register_fake
-def _(x, weight, bias, site, layout, tp, keeps, training, number):
+def _(x, weight, bias, site, layout, tp, keeps, training, when, number):
     parallel = _parallel(tp)
     shape = [*x.shape[:-1], weight.shape[0]]
     if parallel.sequence_parallel:
         shape[0] = shape[0] * parallel.size if parallel.kind == "column" else shape[0] // parallel.size
     y = x.new_empty(shape)
     stamp = torch.empty(2, dtype=torch.int64, device="cpu"), x.new_empty((), dtype=torch.float32)
+    others = *stamp, *empty_record(x, 1 if when == LATER else 0)
     if not keeps:
-        return y, x.new_empty(0), x.new_empty(0), *stamp
+        return y, x.new_empty(0), x.new_empty(0), *others
     lies, size = SideLayout.parse(layout), (x.shape[-1], math.prod(x.shape[:-1]))
-    return y, lies.codes(*size).empty(x.device), lies.scales(*size).empty(x.device), *stamp
+    return y, lies.codes(*size).empty(x.device), lies.scales(*size).empty(x.device), *others
+
+
+def saved_record(late: LateRecord | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    """``late.saved()``, or empty tensors."""
+    return empty_record(x, 0) if late is None else late.saved()
+
+
+def empty_record(x: Tensor, sites: int) -> tuple[Tensor, Tensor]:
+    """Room for what ``LateRecord.saved`` gives of so many sites."""
+    measured = x.new_empty((sites, 2), dtype=torch.float32)
+    return measured, torch.empty(7 if sites else 0, dtype=torch.int64, device="cpu")
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, bias, site, layout, tp, keeps, _, number = inputs
+    x, weight, bias, site, layout, tp, keeps, *_, number = inputs
     _, *others = output
-    codes, scales, stamp, weight_scale = others
+    codes, scales, *about_forward = others
     needs_wgrad = ctx.needs_input_grad[1]
     kept = [codes, scales] if keeps else [x] if needs_wgrad else []
-    ctx.save_for_backward(weight, site, stamp, weight_scale, *kept)
+    ctx.save_for_backward(weight, site, *about_forward, *kept)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*others)
     ctx.arguments = (layout, tp, number)
@@ -195,7 +209,7 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    weight, site, stamp, weight_scale, *kept = ctx.saved_tensors
+    weight, site, stamp, weight_scale, measured, counted, *kept = ctx.saved_tensors
     needs_dgrad, needs_wgrad, needs_dbias, *_ = ctx.needs_input_grad
     dx, dw, dbias = torch.ops.megatron_fp8.linear_backward(
         dy,
@@ -203,6 +217,8 @@ def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         weight,
         stamp,
         weight_scale,
+        measured,
+        counted,
         site,
         *ctx.arguments,
         needs_dgrad,
@@ -210,7 +226,7 @@ def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         ctx.bias_dtype if needs_dbias else None,
     )
     grads = (dx if needs_dgrad else None, dw if needs_wgrad else None, dbias if needs_dbias else None)
-    return *grads, *[None] * 6
+    return *grads, *[None] * 7
 
 
 torch.library.register_autograd("megatron_fp8::linear", _differentiate, setup_context=_save)
@@ -223,6 +239,8 @@ def linear_backward(
     weight: Tensor,
     stamp: Tensor,
     weight_scale: Tensor,
+    measured: Tensor,
+    counted: Tensor,
     site: Tensor,
     layout: str,
     tp: str,
@@ -237,6 +255,7 @@ def linear_backward(
         dy: [..., N].
         kept: codes and scales, or the input itself, or nothing where there is no dw.
         stamp, weight_scale: how forward quantised the weight, and whether it was in training.
+        measured, counted: what is to be recorded of forward, or empty.
         bias_dtype: None if dbias is not wanted.
         site, layout, tp, number: as in ``linear``.
     """
@@ -249,6 +268,9 @@ def linear_backward(
         saved_x = SideLayout.parse(layout).put_together(*kept)
     saved_w = columnwise_of(found.weights, weight, stamp, weight_scale) if needs_dgrad else None
     parameter, needs = found.traced.parameter(weight), (needs_dgrad, needs_wgrad)
+    came_back(found.state)
+    if len(counted):
+        LateRecord.restored(measured, counted).record([found], [weight])
     done = backward(dy, saved_x, saved_w, parameter, call, needs, bias_dtype)
     empty = dy.new_empty(0)
     dx = empty if done.dx is None else done.dx.view(*_dx_shape(dy, call.tp), weight.shape[1])
@@ -257,7 +279,8 @@ def linear_backward(
 
 
 @linear_backward.register_fake
-def _(dy, kept, weight, stamp, weight_scale, site, layout, tp, number, needs_dgrad, needs_wgrad, bias_dtype):
+def _(dy, kept, weight, stamp, scale, measured, counted, site, layout, tp, number, *wanted):
+    needs_dgrad, needs_wgrad, bias_dtype = wanted
     shape = [*_dx_shape(dy, _parallel(tp)), weight.shape[1]]
     dx = dy.new_empty(shape if needs_dgrad else 0)
     dw = weight.new_empty(weight.shape) if needs_wgrad else dy.new_empty(0)
@@ -276,7 +299,21 @@ def _(x_shape, weight_shape, *_, **__):
 
 @register_flop_formula(torch.ops.megatron_fp8.linear_backward)
 def _(
-    dy_shape, kept, weight_shape, stamp, scale, site, layout, tp, number, needs_dgrad, needs_wgrad, *_, **__
+    dy_shape,
+    kept,
+    weight_shape,
+    stamp,
+    scale,
+    measured,
+    counted,
+    site,
+    layout,
+    tp,
+    number,
+    needs_dgrad,
+    needs_wgrad,
+    *_,
+    **__,
 ):
     """One product for each gradient that is wanted."""
     return 2 * math.prod(dy_shape) * weight_shape[1] * (needs_dgrad + needs_wgrad)
@@ -285,46 +322,56 @@ def _(
 # ------------------------------------------------------------------------------------------------- high precision
 
 
-def traced_observation(x: Tensor, weight: Tensor, y: Tensor, site: GemmSite) -> Tensor:
-    """observe_high_precision while torch.compile traces: y, or a copy of it that cannot be had without the recording."""
-    if not site.has_histories:
-        return y
-    return torch.ops.megatron_fp8.observe(x, weight, y, handle_for(site, x, weight), next_call())
+def traced_observation(x: Tensor, weight: Tensor, y: Tensor, site: GemmSite, *, training: bool) -> Tensor:
+    """observe_high_precision while torch.compile traces: a copy of y that cannot be had without the recording."""
+    handle = handle_for(site, x, weight)
+    seen: Tensor = torch.ops.megatron_fp8.observe(x, weight, y, handle, training, next_call())[0]
+    return seen
 
 
 @torch.library.custom_op("megatron_fp8::observe", mutates_args=(), tags=TAGS)
-def observe(x: Tensor, weight: Tensor, y: Tensor, site: Tensor, number: int) -> Tensor:
-    """A copy of y; the amaxes of x and weight are recorded."""
-    if not in_recompute():
-        observed.observe_forward(site_by_handle(site), x, weight)
-    return y.clone()
+def observe(
+    x: Tensor, weight: Tensor, y: Tensor, site: Tensor, training: bool, number: int
+) -> tuple[Tensor, Tensor]:
+    """(a copy of y; float32 [], the amax of x); in training the amaxes of x and weight are recorded."""
+    amax = measure(x)[0].clone()
+    if training:
+        observed.observe_forward(site_by_handle(site), amax, weight)
+    return y.clone(), amax
 
 
 @observe.register_fake
-def _(x, weight, y, site, number):
-    return y.clone()
+def _(x, weight, y, site, training, number):
+    return y.clone(), x.new_empty((), dtype=torch.float32)
 
 
 @torch.library.custom_op("megatron_fp8::observe_backward", mutates_args=(), tags=TAGS)
-def observe_backward(dy: Tensor, site: Tensor, number: int) -> Tensor:
-    """A copy of dy; its amax is recorded."""
-    observed.observe_backward(site_by_handle(site), dy)
+def observe_backward(
+    dy: Tensor, weight: Tensor, amax: Tensor, site: Tensor, training: bool, number: int
+) -> Tensor:
+    """A copy of dy; its amax is recorded, and in evaluation what the forward did not record."""
+    found = site_by_handle(site)
+    came_back(found.state)
+    if not training:
+        observed.observe_forward(found, amax, weight)
+    observed.observe_backward(found, dy)
     return dy.clone()
 
 
 @observe_backward.register_fake
-def _(dy, site, number):
+def _(dy, weight, amax, site, training, number):
     return dy.clone()
 
 
 def _save_site(ctx: Any, inputs: Any, output: Any) -> None:
-    *_, site, ctx.number = inputs
-    ctx.save_for_backward(site)
+    _, weight, _, site, ctx.training, ctx.number = inputs
+    ctx.save_for_backward(weight, output[1], site)
+    ctx.mark_non_differentiable(output[1])
 
 
-def _pass_observed(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    (site,) = ctx.saved_tensors
-    return None, None, torch.ops.megatron_fp8.observe_backward(dy, site, ctx.number), None, None
+def _pass_observed(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    passed = torch.ops.megatron_fp8.observe_backward(dy, *ctx.saved_tensors, ctx.training, ctx.number)
+    return None, None, passed, None, None, None
 
 
 torch.library.register_autograd("megatron_fp8::observe", _pass_observed, setup_context=_save_site)

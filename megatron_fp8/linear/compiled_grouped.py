@@ -1,6 +1,6 @@
 """A layer's experts in compiled code, and under dispatch modes: two operators, as compiled.py's are of one linear.
 
-    grouped_linear           y, codes, scales, stamps, scale  =  x, weights, counts, sites
+    grouped_linear           y, codes, scales, stamps, scale, ...  =  x, weights, counts, sites
     grouped_linear_backward  dx, dw of each weight            =  dy, (x | codes, scales), weights, counts, stamps, ...
 
 How many tokens each expert gets is a tensor on the CPU, which is read as an operator runs: a graph holds for all numbers,
@@ -15,20 +15,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..plan.switch import in_recompute, without_autocast
+from ..plan.switch import without_autocast
+from ..state.iteration import LATER, in_backward, recorded
 from ..tensor import Operand
 from . import stacked
-from .compiled import TAGS, beside, check_recomputed, handle_for, next_call, site_of
+from .compiled import (
+    TAGS,
+    beside,
+    check_recomputed,
+    empty_record,
+    handle_for,
+    next_call,
+    saved_record,
+    site_of,
+)
 from .grouped_passes import Each, Forward, Group, check_numbers, forward, gradients
 from .packed import Packed, PackedLayout
 from .passes import Call
+from .recording import LateRecord, came_back, counted_forward
 from .saved_layout import SideLayout
 from .site import GemmSite
 from .tensor_parallel import ALONE
@@ -56,6 +66,7 @@ def traced_grouped_linear(
         layout,
         needs_wgrad and bool(layout) and not save_original_input,
         training,
+        recorded(training, x, *weights),
         next_call(),
     )
     made: Tensor = y
@@ -71,35 +82,36 @@ def grouped_linear(
     layout: str,
     keeps: bool,
     training: bool,
+    when: str,
     number: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y [T, N] of x [T, K] and weights [N, K]; codes and scales of x's columnwise sides as PackedLayout has them, if
-    ``keeps``, else empty; and what ``stamps_of`` gives.
+    ``keeps``, else empty; what ``stamps_of`` gives; and what ``LateRecord.saved`` does, or empty ones.
 
     Args:
         counts: whole numbers [experts] on the CPU, the tokens of each.
         sites: int64 [] each, their handles.
         layout: their saved_layout, if they have one in common.
-        training, number: as of ``linear``.
+        training, when, number: as of ``linear``.
     """
     found = [site_of(site) for site in sites]
     tokens = _numbers(found[0].plan.name, counts, len(x))
-    recomputed = in_recompute()
     for site, weight in zip(found, weights, strict=True):
-        if recomputed:
+        if in_backward():
             check_recomputed(site)
         else:
             site.traced.multiplied_by(weight)
-    calls = tuple(
-        Call(site, ALONE, training, training and not recomputed, not training, False, traced=keeps)
-        for site in found
-    )
-    group = Group(calls, tokens, holds=True)
-    with nullcontext() if training else found[0].state.uncounted(), without_autocast(x.device):
-        done = forward(x, weights, group, [keeps] * len(weights))
+    with (
+        counted_forward(found, x.split(tokens), training, when) as (record, late),
+        without_autocast(x.device),
+    ):
+        calls = tuple(
+            Call(site, ALONE, training, record, not training, False, traced=keeps) for site in found
+        )
+        done = forward(x, weights, Group(calls, tokens, holds=True), [keeps] * len(weights))
     stamps = stamps_of([site.weights for site in found], x.device, training=training)
     packed = _packed(done, x, tokens, layout) if keeps else _nothing(x)
-    return done.y, *packed, *stamps
+    return done.y, *packed, *stamps, *saved_record(late, x)
 
 
 def _numbers(name: str, counts: Tensor, rows: int) -> tuple[int, ...]:
@@ -120,7 +132,7 @@ def _packed(done: Forward, x: Tensor, tokens: Sequence[int], layout: str) -> Pac
 
 
 @grouped_linear.register_fake
-def _(x, weights, counts, sites, layout, keeps, training, number):
+def _(x, weights, counts, sites, layout, keeps, training, when, number):
     packed = _nothing(x)
     if keeps:
         packed = PackedLayout(SideLayout.parse(layout), x.shape[1]).empty(x.shape[0], len(weights), x.device)
@@ -130,24 +142,25 @@ def _(x, weights, counts, sites, layout, keeps, training, number):
         *packed,
         stamps,
         x.new_empty(len(weights), dtype=torch.float32),
+        *empty_record(x, len(weights) if when == LATER else 0),
     )
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weights, counts, sites, layout, keeps, _, number = inputs
-    _, codes, scales, stamps, weight_scales = output
+    x, weights, counts, sites, layout, keeps, *_, number = inputs
+    _, codes, scales, *about_forward = output
     needs_wgrad = any(ctx.needs_input_grad[1 : 1 + len(weights)])  # here it is flat
     kept = [codes, scales] if keeps else [x] if needs_wgrad else []
-    ctx.save_for_backward(counts, stamps, weight_scales, *weights, *sites, *kept)
+    ctx.save_for_backward(counts, *about_forward, *weights, *sites, *kept)
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(codes, scales, stamps, weight_scales)
+    ctx.mark_non_differentiable(codes, scales, *about_forward)
     ctx.arguments = (layout, number)
 
 
 def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     needs_dgrad, needs_wgrad, *_ = ctx.needs_input_grad
     experts = len(needs_wgrad)
-    counts, stamps, weight_scales, *others = ctx.saved_tensors
+    counts, stamps, weight_scales, measured, counted, *others = ctx.saved_tensors
     weights, handles, kept = others[:experts], others[experts : 2 * experts], others[2 * experts :]
     dx, *grads = torch.ops.megatron_fp8.grouped_linear_backward(
         dy,
@@ -156,13 +169,15 @@ def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
         counts,
         stamps,
         weight_scales,
+        measured,
+        counted,
         handles,
         *ctx.arguments,
         needs_dgrad,
         list(needs_wgrad),
     )
     wanted = [grad if needs else None for grad, needs in zip(grads, needs_wgrad, strict=True)]
-    return dx if needs_dgrad else None, wanted, None, [None] * experts, *[None] * 4
+    return dx if needs_dgrad else None, wanted, None, [None] * experts, *[None] * 5
 
 
 torch.library.register_autograd("megatron_fp8::grouped_linear", _differentiate, setup_context=_save)
@@ -176,6 +191,8 @@ def grouped_linear_backward(
     counts: Tensor,
     stamps: Tensor,
     weight_scales: Tensor,
+    measured: Tensor,
+    counted: Tensor,
     sites: list[Tensor],
     layout: str,
     number: int,
@@ -188,6 +205,7 @@ def grouped_linear_backward(
         dy: [T, N].
         kept: codes and scales, or the tokens themselves, or nothing where there is no dw.
         stamps, weight_scales: how forward quantised the weights, and whether it was in training.
+        measured, counted: what is to be recorded of forward, or empty.
         counts, sites, layout, number: as of ``grouped_linear``.
     """
     found = [site_of(site) for site in sites]
@@ -195,7 +213,10 @@ def grouped_linear_backward(
     calls = tuple(Call(site, ALONE, training, False, False, len(kept) == 1) for site in found)
     group = Group(calls, _numbers(found[0].plan.name, counts, len(dy)))
     parameters = [site.traced.parameter(weight) for site, weight in zip(found, weights, strict=True)]
-    with nullcontext() if training else found[0].state.uncounted(), without_autocast(dy.device):
+    came_back(found[0].state)
+    if len(counted):
+        LateRecord.restored(measured, counted).record(found, weights)
+    with without_autocast(dy.device):
         as_one = len(set(needs_wgrad)) == 1 and stacked.alike(calls)
         held = stacked.weights_held(weights, stamps, calls) if as_one and needs_dgrad else None
         saved_w: Each | None = held
@@ -229,7 +250,8 @@ def _saved_tokens(
 
 
 @grouped_linear_backward.register_fake
-def _(dy, kept, weights, counts, stamps, weight_scales, sites, layout, number, needs_dgrad, needs_wgrad):
+def _(dy, kept, weights, *others):
+    *_, needs_dgrad, needs_wgrad = others
     dx = dy.new_empty((dy.shape[0], weights[0].shape[1]) if needs_dgrad else (0,))
     parts = zip(weights, needs_wgrad, strict=True)
     return [dx, *(weight.new_empty(weight.shape) if needs else dy.new_empty(0) for weight, needs in parts)]
@@ -252,6 +274,8 @@ def _(
     counts,
     stamps,
     scales,
+    measured,
+    counted,
     sites,
     layout,
     number,

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..backends.native import backend as native
 from ..numerics.rule import Granularity
 from ..params.fp8_parameter import Fp8Parameter
-from ..plan.switch import in_recompute, is_watched, without_autocast
+from ..plan.switch import is_watched, without_autocast
+from ..state.iteration import NEVER, NOW, in_backward, recorded
 from ..state.observer import SeenLinear
 from ..tensor import Operand, QuantizedSide
 from .bound import BoundBackward, BoundForward
@@ -33,6 +34,7 @@ from .kinds import Kind
 from .noted import NotedSite
 from .observed import observe
 from .passes import Call, added_to_main_grad, backward, bias_gradient, forward, main_grad_of
+from .recording import LateRecord, came_back, counted_forward
 from .site import GemmSite
 from .tensor_parallel import ALONE, TensorParallel
 from .weight_again import columnwise_of, stamp_of
@@ -59,8 +61,7 @@ def fp8_linear(
         bias: [N], added in float32 before the one rounding; its gradient is the float32 sum of dy, unquantised. None
             with row parallelism, where it belongs after the sum over ranks.
         site, tp: the GEMMs and the communication.
-        training: amaxes and health are recorded (a recomputed forward records nothing); False: nothing is recorded nor
-            counted, in the backward neither.
+        training: the layer's mode. What is recorded and counted, and when, says state/iteration.py.
         fresh_weight: quantise the weight again even if this iteration has done so.
         save_original_input: keep x itself for wgrad, and quantise it again there. For callers that recompute x anyway.
 
@@ -82,22 +83,21 @@ def fp8_linear(
     )
     compiling = torch.compiler.is_compiling()
     refuse_tracers(site)
-    run = _eager_linear if training else _uncounted_linear
     eager = (x, weight, bias, site, tp, training, save_original_input, fresh_weight)
     if compiling:
         from .compiled import break_graph, traced_linear  # loads torch's compiler
 
         if isinstance(weight, Fp8Parameter):
-            return break_graph(run, *eager)
+            return break_graph(_eager_linear, *eager)
         return traced_linear(*eager[:5], training=training, save_original_input=save_original_input)
     if site.forwards.as_operator(x, weight):
         if isinstance(weight, Fp8Parameter) or isinstance(x, CodedTokens):
             with _disable_current_modes():
-                return run(*eager)
+                return _eager_linear(*eager)
         from .compiled import traced_linear  # loads torch's compiler
 
         return traced_linear(*eager[:5], training=training, save_original_input=save_original_input)
-    return run(*eager)
+    return _eager_linear(*eager)
 
 
 def fp8_linear_at_once(
@@ -164,51 +164,65 @@ def _eager_linear(
     save_original_input: bool,
     fresh_weight: bool,
 ) -> torch.Tensor:
-    call = Call(site, tp, training, training and not in_recompute(), fresh_weight, save_original_input)
+    when = recorded(training, x, weight, bias)
+    call = Call(site, tp, training, when == NOW, fresh_weight, save_original_input)
+    if call.record and site.state.observer is None:
+        return _linear(x, weight, bias, call, None)
+    with counted_forward([site], [x], training, when) as (record, late):
+        return _linear(x, weight, bias, call._replace(record=record), late)
+
+
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call, late: LateRecord | None
+) -> torch.Tensor:
     if torch.is_grad_enabled():
-        return _LinearFunction.apply(x, weight, bias, _Way(call, True, _kind(x, weight, bias, call)))
+        return _LinearFunction.apply(x, weight, bias, _Way(call, True, _kind(x, weight, bias, call), late))
     if forward_ad._current_level >= 0:
-        return _LinearFunction.apply(x, weight, bias, _Way(call, False, None))  # for its jvp
+        return _LinearFunction.apply(x, weight, bias, _Way(call, False, None, None))  # for its jvp
     y = forward(x, weight, bias, call, False).y
-    if not site.state.keeps_weights:
-        site.weights.forget()
+    if not call.site.state.keeps_weights:
+        call.site.weights.forget()
     return y
 
 
-def _uncounted_linear(x: Any, weight: Any, bias: Any, site: GemmSite, *how: Any) -> torch.Tensor:
-    """_eager_linear of evaluation."""
-    with site.state.uncounted():
-        return _eager_linear(x, weight, bias, site, *how)
-
-
 def observe_high_precision(
-    x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, site: GemmSite
+    x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, site: GemmSite, *, training: bool
 ) -> torch.Tensor:
-    """Record the amaxes of a linear that ran in high precision in training, for delayed scaling (GemmSite.observe).
+    """Record the amaxes of a linear that ran in high precision, for delayed scaling (observed.py).
 
     Returns y [..., N], unchanged. Go on with what is returned: in traced code the recording hangs on it.
     """
+    if not site.has_histories or recorded(training, y) == NEVER:
+        return y
     if torch.compiler.is_compiling() or site.forwards.as_operator(x, weight):
         from .compiled import traced_observation
 
-        return traced_observation(x, weight, y, site)
-    observe(site, x, weight, y, record=not in_recompute())
+        return traced_observation(x, weight, y, site, training=training)
+    observe(site, x, weight, y, training=training)
     return y
 
 
 def watch_high_precision(
-    x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, site: GemmSite, *, shard: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    y: torch.Tensor,
+    site: GemmSite,
+    *,
+    training: bool,
+    shard: bool = False,
 ) -> None:
-    """Tell the observer, if there is one, of a linear that ran in high precision in training.
+    """Tell the observer, if there is one, of a linear that ran in high precision, in training or with gradients.
 
     It does not hear of what is traced or transformed, or has no memory.
     """
     if torch.compiler.is_compiling() or (observer := site.state.observer) is None:
         return
+    if not training and not y.requires_grad:
+        return
     if x.is_meta or isinstance(x, FakeTensor) or torch._C._functorch.peek_interpreter_stack() is not None:
         return
     with _disable_current_modes():  # what keeps or counts operations has no business with an observer's
-        observer.high_precision(SeenLinear(site.plan.name, x, weight, y, not in_recompute(), shard))
+        observer.high_precision(SeenLinear(site.plan.name, x, weight, y, not in_backward(), shard))
 
 
 def refuse_tangents(ctx: Any, *tangents: Any) -> Any:
@@ -238,11 +252,13 @@ class _Told(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """How a forward goes: with or without gradients, and of which kind it is, if it may be bound."""
+    """How a forward goes: with or without gradients, of which kind it is, if it may be bound, and what its backward
+    records of it."""
 
     call: Call
     grad_enabled: bool
     kind: Kind | None
+    late: LateRecord | None
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -254,8 +270,8 @@ class _LinearFunction(torch.autograd.Function):
         bias: torch.Tensor | None,
         way: _Way,
     ) -> torch.Tensor:
-        call, grad_enabled, kind = way
-        ctx.weight, ctx.call = weight, call
+        call, grad_enabled, kind, late = way
+        ctx.weight, ctx.call, ctx.late = weight, call, late
         bound: BoundForward | None = None if kind is None else kind.bound
         if bound is not None:
             done = bound(x, weight, bias, fresh=call.fresh_weight, record=call.record)
@@ -312,6 +328,9 @@ def _forward(
 def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x_shape, bias_dtype, specs, facts = ctx.told
     call, weight, backwards = ctx.call, ctx.weight, ctx.backwards
+    came_back(call.site.state)
+    if ctx.late is not None:
+        ctx.late.record([call.site], [weight])
     needs, tensors = ctx.needs_input_grad, ctx.saved_tensors
     if not needs[2]:
         bias_dtype = None

@@ -25,12 +25,8 @@ class GradientStream:
         self._seed, self._rank = seed, rank
         self._iteration, self._backwards = -1, 0  # backward passes of that iteration, so far
 
-    def next_region(
-        self, row_offset: int, col_offset: int, total_cols: int, *, training: bool = True
-    ) -> Region:
+    def next_region(self, row_offset: int, col_offset: int, total_cols: int) -> Region:
         """Place and stream of the next backward's grad_output, a part of a matrix with ``total_cols`` columns.
-
-        ``training`` False: it is no part of the iteration, and the backward after it is still the next.
 
         RuntimeError: a CUDA graph is captured, which would draw the same bits at each replay.
         """
@@ -40,9 +36,8 @@ class GradientStream:
                 " graph would repeat them. Switch stochastic rounding off, or train without the graph"
             )
         iteration = self._state.iteration
-        backwards = self._backwards + 1 if iteration == self._iteration else 0
-        if training:
-            self._backwards, self._iteration = backwards, iteration
-        stream = (self._rank << 16) + backwards
+        self._backwards = self._backwards + 1 if iteration == self._iteration else 0
+        self._iteration = iteration
+        stream = (self._rank << 16) + self._backwards
         key = RandomKey(self._seed, zlib.crc32(self._name.encode()), iteration, stream)
         return Region(key, row_offset, col_offset, total_cols)

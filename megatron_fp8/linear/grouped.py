@@ -24,7 +24,6 @@ would each need a second form with a dimension more, to hold what a list holds a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..params.fp8_parameter import Fp8Parameter
-from ..plan.switch import in_recompute, without_autocast
+from ..plan.switch import without_autocast
+from ..state.iteration import recorded
 from ..tensor import Operand, Sides
 from . import stacked
 from .coded_tokens import CodedTokens
@@ -40,6 +40,7 @@ from .derivative import first_derivative_only
 from .function import AGAIN, Kept, given_back, refuse_tangents, refuse_tracers, save
 from .grouped_passes import Group, check_numbers, forward, gradients
 from .passes import Call
+from .recording import LateRecord, came_back, counted_forward
 from .site import GemmSite
 from .tensor_parallel import ALONE
 from .weight_again import columnwise_of, stamp_of
@@ -79,7 +80,7 @@ def grouped_linear(
     _check(x, weights, tokens, sites)
     refuse_tracers(sites[0])
     fresh = [False] * len(sites) if fresh_weights is None else list(fresh_weights)
-    run = _eager_grouped_linear if training else _uncounted_grouped_linear
+    run = _eager_grouped_linear
     eager = (x, weights, tokens, sites, training, fresh, save_original_input)
     in_codes = isinstance(x, CodedTokens) or any(isinstance(weight, Fp8Parameter) for weight in weights)
     if torch.compiler.is_compiling():
@@ -113,26 +114,26 @@ def _eager_grouped_linear(
 ) -> torch.Tensor:
     numbers = on_host(tokens)
     check_numbers(sites[0].plan.name, numbers, len(x))
-    record = training and not in_recompute()
-    calls = tuple(
-        Call(site, ALONE, training, record, again, save_original_input)
-        for site, again in zip(sites, fresh, strict=True)
-    )
-    group = Group(calls, tuple(numbers))
-    with without_autocast(x.device):
-        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-            return _GroupedFunction.apply(x, _Way(group, torch.is_grad_enabled()), *weights)
-        y = forward(x, weights, group, [False] * len(weights)).y
-        _forget(group)
-        return y
+    when = recorded(training, x, *weights)
+    with (
+        counted_forward(sites, x.split(numbers), training, when) as (record, late),
+        without_autocast(x.device),
+    ):
+        calls = tuple(
+            Call(site, ALONE, training, record, again, save_original_input)
+            for site, again in zip(sites, fresh, strict=True)
+        )
+        return _grouped_linear(x, weights, Group(calls, tuple(numbers)), late)
 
 
-def _uncounted_grouped_linear(
-    x: Any, weights: Any, tokens: Any, sites: Sequence[GemmSite], *how: Any
+def _grouped_linear(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], group: Group, late: LateRecord | None
 ) -> torch.Tensor:
-    """_eager_grouped_linear of evaluation."""
-    with sites[0].state.uncounted():
-        return _eager_grouped_linear(x, weights, tokens, sites, *how)
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        return _GroupedFunction.apply(x, _Way(group, torch.is_grad_enabled(), late), *weights)
+    y = forward(x, weights, group, [False] * len(weights)).y
+    _forget(group)
+    return y
 
 
 def on_host(tokens: Tokens) -> list[int]:
@@ -188,17 +189,18 @@ def _check(
 
 
 class _Way(NamedTuple):
-    """How a forward goes: of which experts, and with or without gradients."""
+    """How a forward goes: of which experts, with or without gradients, and what its backward records of it."""
 
     group: Group
     grad_enabled: bool
+    late: LateRecord | None
 
 
 class _GroupedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, way: _Way, *weights: torch.Tensor) -> torch.Tensor:
         needs_dgrad, _, *needs_wgrad = (need and way.grad_enabled for need in ctx.needs_input_grad)
-        ctx.group, ctx.weights, ctx.stacked = way.group, weights, None
+        ctx.group, ctx.weights, ctx.stacked, ctx.late = way.group, weights, None, way.late
         done = forward(x, weights, way.group, needs_wgrad)
         if isinstance(done.weights, stacked.Operands):
             ctx.stacked, tensors = stacked.Saved(done.x, done.weights).taken_apart()  # type: ignore[arg-type]
@@ -216,10 +218,10 @@ class _GroupedFunction(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call = ctx.group.calls[0]
-        with (
-            without_autocast(grad_output.device),
-            nullcontext() if call.training else call.site.state.uncounted(),
-        ):
+        came_back(call.site.state)
+        if ctx.late is not None:
+            ctx.late.record(ctx.group.sites, ctx.weights)
+        with without_autocast(grad_output.device):
             needs_dgrad, _, *needs_wgrad = ctx.needs_input_grad
             saved = _restored(ctx, given_back(ctx, call.site.plan.name))
             dx, grads = gradients(grad_output, *saved, ctx.weights, ctx.group, needs_dgrad, needs_wgrad)

@@ -166,18 +166,17 @@ def gradients(
     for e, call in enumerate(calls):
         if needs_wgrad[e] and isinstance(plain := of_x[e], torch.Tensor):
             of_x[e] = requantize_input(plain, call)
-    record = calls[0].training
     dx = None
     if needs_dgrad:
         cols = weights[0].shape[1]
         dx = torch.empty(len(grad_output), cols, dtype=grad_output.dtype, device=grad_output.device)
-        _multiply("dgrad", group.sites, tokens, rowwise, of_w, dx.split(tokens), record)
+        _multiply("dgrad", group.sites, tokens, rowwise, of_w, dx.split(tokens), True)
     wanted = [e for e, needs in enumerate(needs_wgrad) if needs]
 
     def multiply(these: list[int], outs: list[Any], add: bool) -> None:
         sites, counts = [calls[e].site for e in these], [tokens[e] for e in these]
         a, b = [columnwise[e] for e in these], [of_x[e] for e in these]
-        _multiply("wgrad", sites, counts, a, b, outs, record, add=add)
+        _multiply("wgrad", sites, counts, a, b, outs, True, add=add)
 
     return dx, each_weight_gradient(weights, calls, wanted, multiply)
 

@@ -41,8 +41,8 @@ class Call(NamedTuple):
     """What one forward was called with.
 
     Attributes:
-        training: whether the call is part of an iteration; if not, neither its forward nor its backward leaves a trace.
-        record: whether its forward records: in training, and not when it is recomputed.
+        training: whether the layer is in training mode.
+        record: whether its forward records at once (state/iteration.py); a backward always does.
         traced: what it keeps for backward crosses an operator, as plain codes and scales.
     """
 
@@ -134,21 +134,6 @@ def backward(
         needs: whether dx and dw are wanted.
         bias_dtype: dtype of dbias; None if it is not wanted.
     """
-    if call.training:
-        return _backward(grad_output, saved_x, saved_w, weight, call, needs, bias_dtype)
-    with call.site.state.uncounted():
-        return _backward(grad_output, saved_x, saved_w, weight, call, needs, bias_dtype)
-
-
-def _backward(
-    grad_output: torch.Tensor,
-    saved_x: Operand | None,
-    saved_w: Operand | None,
-    weight: torch.Tensor,
-    call: Call,
-    needs: tuple[bool, bool],
-    bias_dtype: torch.dtype | None,
-) -> Backward:
     site, tp = call.site, call.tp
     needs_dgrad, needs_wgrad = needs
     # Shapes below: M is the tokens of all ranks, once shards of them are gathered.
@@ -161,9 +146,7 @@ def _backward(
     dx, pending_dx = None, None
     if needs_dgrad:
         assert rowwise is not None and saved_w is not None
-        dx = site.multiply(
-            "dgrad", rowwise, saved_w, grad_output.dtype, record=call.training
-        )  # [M, N] @ [K, N]^T
+        dx = site.multiply("dgrad", rowwise, saved_w, grad_output.dtype)  # [M, N] @ [K, N]^T
     columnwise = None
     if needs_wgrad:
         columnwise = (
@@ -179,11 +162,10 @@ def _backward(
         assert columnwise is not None and x_side is not None
         # [N, M] @ [K, M]^T
         if (main_grad := main_grad_of(weight)) is not None:
-            site.accumulate("wgrad", columnwise, x_side, main_grad, record=call.training)
+            site.accumulate("wgrad", columnwise, x_side, main_grad)
             dw = added_to_main_grad(weight)
         else:
-            dtype = site.wgrad_dtype(weight.dtype)
-            dw = site.multiply("wgrad", columnwise, x_side, dtype, record=call.training).to(weight.dtype)
+            dw = site.multiply("wgrad", columnwise, x_side, site.wgrad_dtype(weight.dtype)).to(weight.dtype)
     if pending_dx is not None:
         dx = pending_dx.wait()
     return Backward(dx, dw, dbias)
@@ -332,13 +314,13 @@ def quantize_grad_output(
     """(dgrad's operand [M, N], wgrad's operand [N, M] or its gather under way), over all ranks' tokens, of dy [M, N]."""
     if isinstance(dy, CodedTokens):
         side = dy.side
-        made = derived(side, call, "grad_output", record=call.training) if needs_wgrad else None
+        made = derived(side, call, "grad_output", record=True) if needs_wgrad else None
         return side if needs_dgrad else None, made
     site, tp = call.site, call.tp
     gathers = tp.kind == "row" and tp.sequence_parallel
     if not gathers and not site.gradients.stochastic:
         wanted = gradient_cast(dy, call, needs_dgrad, needs_wgrad)
-        done = wanted.casts(dy, "both", record=call.training, for_product=True)
+        done = wanted.casts(dy, "both", record=True, for_product=True)
         return gradient_operands(wanted, done, needs_dgrad, needs_wgrad)
     casts = site.casts["grad_output"]
     row, column = casts.rowwise if needs_dgrad else None, casts.columnwise if needs_wgrad else None
@@ -363,7 +345,7 @@ def quantize_grad_output(
         done = quantizer(
             dy if shards else plain,
             direction,
-            record=call.training,
+            record=True,
             reduce_amax=tp.amax_reduction(site.state.counts) if shards else None,
             region=region and replace(region, row_offset=tp.rank * len(dy) if shards else 0),
             for_product=not shards,
@@ -378,7 +360,7 @@ def gradient_cast(dy: torch.Tensor, call: Call, needs_dgrad: bool, needs_wgrad: 
     casts = call.site.casts["grad_output"]
     if not (needs_dgrad and needs_wgrad):
         casts = Casts(casts.rowwise if needs_dgrad else None, casts.columnwise if needs_wgrad else None)
-    return Wanted(casts, dy, "both", call.training)
+    return Wanted(casts, dy, "both", True)
 
 
 def gradient_operands(
@@ -415,7 +397,6 @@ def _region(dy: torch.Tensor, call: Call) -> Region:
         0,
         tp.rank * cols if by_column else 0,
         cols * (tp.size if by_column else 1),
-        training=call.training,
     )
 
 

@@ -287,10 +287,6 @@ class Kept:
             self._facts = tuple(facts_of(side) for side in self.quantized.sides if side is not None)
         return self._facts
 
-    def serves(self, version: tuple[Any, ...], record: bool) -> bool:
-        """Whether it is this weight's, as it is now, and was recorded if that is asked: evaluation records no amax."""
-        return self.version == version and (self.recorded or not record)
-
 
 class WeightCache:
     """Quantises a site's weight, and keeps what that gave.
@@ -370,10 +366,8 @@ class WeightCache:
             assert self.casts.rowwise is not None, (
                 "a weight that the plan keeps in high precision was made FP8"
             )
-            if record and self._first_this_iteration():
-                weight.record()
-                if (observer := self.state.observer) is not None:
-                    observer.stored(weight.quantizer.slot.name, weight)
+            if record:
+                self.record(weight)
             return Sides(weight.quantized.rowwise, weight.quantized.columnwise)
         if self.casts.rowwise is self.casts.columnwise is None:
             return Sides(weight, weight.t())
@@ -399,7 +393,33 @@ class WeightCache:
         # Of a weight without a version nobody would notice that it was written.
         if kept is None or fresh or not self.state.keeps_weights or weight.is_inference():
             return None
-        return kept if kept.serves(self.version(weight), record) else None
+        if kept.version != self.version(weight):
+            return None
+        if record and not kept.recorded:
+            self.record(weight)
+        return kept
+
+    def record(self, weight: torch.Tensor) -> None:
+        """Record the weight, which was not cast now, or without a record: once an iteration where weights are kept."""
+        if isinstance(weight, Fp8Parameter):
+            if self._first_this_iteration():
+                weight.record()
+                if (observer := self.state.observer) is not None:
+                    observer.stored(weight.quantizer.slot.name, weight)
+            return
+        kept = self.held if self.held is not None and self.held.version == self.version(weight) else None
+        if kept is not None and kept.recorded:
+            return
+        for quantizer in self.casts.quantizers:
+            quantizer.observe(weight.detach(), count_nonfinite=True)
+        if kept is not None:
+            kept.recorded = True
+
+    def recorded_nothing(self) -> None:
+        """What was recorded last was taken back."""
+        self._observed = -1
+        if self.held is not None:
+            self.held.recorded = False
 
     def keep(self, weight: torch.Tensor, kept: Kept) -> Kept:
         """Keep what was just made of the weight."""

@@ -342,14 +342,14 @@ def _cast_gradient(
     dy: torch.Tensor, calls: Sequence[Call], tokens: Sequence[int], needs_dgrad: bool, needs_wgrad: bool
 ) -> Operands:
     """The operands of dy [T, N], which ``can_go_back``."""
-    rules, record = _rules_of(calls[0].site), calls[0].training
+    rules = _rules_of(calls[0].site)
     assert rules is not None
     dy = dy.contiguous()
     direction: Direction = "both"
     if not (needs_dgrad and needs_wgrad):
         direction = "rowwise" if needs_dgrad else "columnwise"
-    (cast,) = stacks.quantize([_parts(dy, tokens, calls, "grad_output", direction, record=record)])
-    _note(cast, calls, "grad_output", record=record)
+    (cast,) = stacks.quantize([_parts(dy, tokens, calls, "grad_output", direction, record=True)])
+    _note(cast, calls, "grad_output", record=True)
     return Operands(cast, rules.grad_output, dy.dtype)
 
 

@@ -88,4 +88,4 @@ def still_held(weights: WeightCache, weight: torch.Tensor, generation: int, flag
     kept = weights.held
     if kept is None or kept.fitted != weights.fits(training=not flags & _EVALUATED):
         return None
-    return kept if kept.serves(weights.version(weight, generation), False) else None
+    return kept if kept.version == weights.version(weight, generation) else None

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from ..files.say import say
+from ..linear.recording import measure
 from ..plan.overrides import matching
-from ..plan.switch import in_recompute
 from ..recipe import recipe_name
 from ..state.arena import Slot
 from ..state.fp8_state import Fp8State
 from ..state.guard import Move
+from ..state.iteration import LATER, NEVER, NOW, recorded
 from ..state.ranks import union
 from .runtime import state_of, unwrap
 from .sites import fp8_linears, make_site
@@ -96,12 +97,19 @@ def take(model_chunks: list[Any], state: Fp8State, moves: list[Move]) -> None:
 def _count_nonfinite(slot: Slot, linear: Any, args: tuple[Any, ...], output: Any) -> None:
     """A linear that left FP8 casts nothing that would count its NaN and Inf, and the optimizer would step on them: its
     input and the gradient of its output are counted where its casts were. Not in traced code."""
-    if not linear.training or in_recompute() or torch.compiler.is_compiling():
-        return
     x, y = args[0], output[0] if isinstance(output, tuple) else output
-    slot.count_nonfinite(x.detach().reshape(-1, x.shape[-1]))
+    when = recorded(linear.training, y)
+    if when == NEVER or torch.compiler.is_compiling():
+        return
+    nonfinite = measure(x)[1]
+    if when == NOW:
+        slot.count(nonfinite)
+
+    def count(dy: torch.Tensor) -> None:
+        slot.count(measure(dy)[1] + (nonfinite if when == LATER else 0))
+
     if y.requires_grad:
-        y.register_hook(lambda dy: slot.count_nonfinite(dy.reshape(-1, dy.shape[-1])))
+        y.register_hook(count)
 
 
 def guard_moves(model_chunks: list[Any]) -> list[Move]:

@@ -7,7 +7,7 @@ the last backward; if an optimizer steps and it was not called, the next forward
 from __future__ import annotations
 
 import weakref
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -24,17 +24,16 @@ def watch(runtime: Fp8Runtime) -> None:
         if runtime is None:
             return
         state = runtime.state
-        if state.counts.fp8_gemms and not state.capturing and not state.owed:
-            state.owed = runtime.is_stepped_by(optimizer)
+        due = state.counts.fp8_gemms and state.came_back and not state.capturing and not state.missing_end
+        if due and runtime.is_stepped_by(optimizer):
+            state.missing_end = _MISSING_END
 
     hook = register_optimizer_step_post_hook(after_step)
     weakref.finalize(runtime, hook.remove).atexit = False
 
 
-def refuse_unsettled() -> NoReturn:
-    """RuntimeError: an optimizer stepped after FP8 GEMMs of an iteration that was not ended (``Fp8State.owed``)."""
-    raise RuntimeError(
-        "the optimizer stepped and the FP8 iteration was not ended: scales and histories would never be updated. Call"
-        " megatron_fp8.mcore.iteration.finish_iteration([model]) once an iteration, after the last backward, or train"
-        " by Megatron-Core's schedules, which do"
-    )
+_MISSING_END = (
+    "the optimizer stepped and the FP8 iteration was not ended: scales and histories would never be updated. Call"
+    " megatron_fp8.mcore.iteration.finish_iteration([model]) once an iteration, after the last backward, or train"
+    " by Megatron-Core's schedules, which do"
+)

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from ..files.uncollected import uncollected
 from ..fp8_utils import get_fp8_recipe
+from ..linear.recording import count_linear
 from ..linear.share import Share, weight_of
 from ..linear.site import GemmSite
 from ..plan import resolve as resolver
@@ -286,32 +287,7 @@ def count_plain_linear(module: Any, state: Fp8State) -> None:
         out = output[0] if isinstance(output, tuple) else output
         weight = kwargs.get("weight")  # the embedding's where they are tied, else None
         weight = module.weight if weight is None else weight
-        if not module.training:
-            return
-        count_high_precision(state, args[0] if args else kwargs["input_"], weight, out)
+        x = args[0] if args else kwargs["input_"]
+        count_linear(state, x, weight, out, training=module.training)
 
     module.register_forward_hook(count, with_kwargs=True)
-
-
-def count_high_precision(
-    state: Fp8State, x: torch.Tensor, weight: torch.Tensor | None, y: torch.Tensor
-) -> None:
-    """Count a high-precision linear: one GEMM now, and dgrad and wgrad when (and if) its backward runs."""
-    count_linear(state, "hp_gemms", x, weight, y)
-
-
-def count_linear(
-    state: Fp8State, kind: str, x: torch.Tensor, weight: torch.Tensor | None, y: torch.Tensor
-) -> None:
-    """Count a linear whose GEMMs no site multiplies, as ``kind``: 'hp_gemms' or 'fp8_gemms'. While torch.compile traces
-    nothing is counted."""
-    if torch.compiler.is_compiling():
-        return
-    gradients = int(x.requires_grad) + int(weight is not None and weight.requires_grad)
-
-    def count(number: int) -> None:
-        setattr(state.counts, kind, getattr(state.counts, kind) + number)
-
-    count(1)
-    if y.requires_grad:
-        y.register_hook(lambda _: count(gradients))

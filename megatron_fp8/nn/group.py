@@ -28,6 +28,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from ..plan.overrides import check_overrides_match
 from ..state.counts import IterationCounts
 from ..state.fp8_state import Fp8State
+from ..state.iteration import has_gradient
 from ..state.phases import Phases
 from .config import Fp8Config
 from .observed import Unused
@@ -44,6 +45,13 @@ UNTRAINABLE = (
 )
 """What is to be said of training a prepared model."""
 
+MISSING_STEP = (
+    "the optimizer stepped and fp8_step was not called: scales and histories would never be updated. Call"
+    " megatron_fp8.nn.fp8_step(model) once an iteration, after the last backward, or"
+    " register_fp8_step(optimizer, model) once, and again for copies: those of optimizers have no hooks"
+)
+"""The error of the next forward in training."""
+
 
 class Fp8Group:
     """The FP8 linears of one model.
@@ -54,7 +62,6 @@ class Fp8Group:
 
     Attributes:
         states: device -> FP8 state.
-        owed: the optimizer stepped after casts that no ``fp8_step`` has settled.
         iteration: how many iterations ``fp8_step`` has finished.
         unused: finds linears that do not run.
         left: its weights as the training left them.
@@ -65,13 +72,16 @@ class Fp8Group:
     def __init__(self, config: Fp8Config, root: torch.nn.Module | None = None):
         self.config = replace(config)  # with overrides of its own: sites are planned when they first run
         self.states: dict[torch.device, Fp8State] = {}
-        self.owed = False
         self.iteration = 0
         self.unused = Unused()
         self.left = LeftByTraining()
         self.delays = False
         self._said_untrainable = False
         self._resumed = False
+        self._resumed_at = 0  # backwards until then
+        self._stepped_at: weakref.WeakKeyDictionary[Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )  # and until its step
         self.making = threading.Lock()
         self._phases = Phases()
         self._members: list[LinearSites] = []
@@ -199,17 +209,36 @@ class Fp8Group:
 
     # -------------------------------------------------------------------------------------------------------- iterations
 
-    def finish_iteration(self, ranks: Any) -> IterationCounts:
-        """Settle what casts have recorded, over these ranks (a process group; None: this process alone)."""
+    def finish_iteration(self, ranks: Any, ran: bool = True) -> IterationCounts:
+        """Update scales and histories, over these ranks (a process group; None: this process alone).
+
+        ``ran`` False: nothing ran on this rank. Where that is so on all of them, nothing is ended.
+        """
         self.make_all_sites()
-        total = IterationCounts()
+        total, ended = IterationCounts(), ran
         for state in self.states.values():
             state.reduce_over(ranks)
-            total.add(state.finish_iteration())
-        self.iteration += 1
-        self.owed = False
-        self._written_by_training()
+            before = state.iteration
+            total.add(state.finish_iteration(ran))
+            ended = ended or state.iteration != before
+        if ended:
+            self.iteration += 1
+            self._written_by_training()
         return total
+
+    @property
+    def ran(self) -> bool:
+        """Whether anything of this iteration ran on this rank."""
+        return any(state.ran for state in self.states.values())
+
+    @property
+    def came_back(self) -> bool:
+        """Whether a backward came through its linears in this iteration, on this rank."""
+        return any(state.came_back for state in self.states.values())
+
+    @property
+    def _backwards(self) -> int:
+        return sum(state.activity.backwards for state in self.states.values())
 
     def _written_by_training(self) -> None:
         """What the parameters are now, the training made them."""
@@ -220,17 +249,23 @@ class Fp8Group:
     def resume(self, iteration: int) -> None:
         """Go on from a saved iteration; the weights may be other ones, or become those that were saved."""
         self.iteration = iteration
-        self.left, self._resumed = LeftByTraining(), True
+        self.left, self._resumed, self._resumed_at = LeftByTraining(), True, self._backwards
         for state in self.states.values():
             state.iteration = iteration
             state.weight_generation += 1
 
-    def after_optimizer_step(self) -> None:
-        """The weights are other ones now; casts before this step must be settled before the next."""
-        self._written_by_training()
-        self.owed = self.owed or any(state.counts.fp8_gemms for state in self.states.values())
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
+        """The weights are other ones now; what ran before a training step must be ended before the next forward."""
         for state in self.states.values():
             state.weight_generation += 1  # kept codes are stale, even where no version of a weight says so
+        before = max(self._resumed_at, self._stepped_at.get(optimizer, 0))
+        self._stepped_at[optimizer] = self._backwards
+        if self._backwards == before and not has_gradient(optimizer):
+            return
+        self._written_by_training()
+        for state in self.states.values():
+            if state.counts.fp8_gemms:
+                state.missing_end = MISSING_STEP
 
     def loads(self, sites: LinearSites) -> None:
         """A linear's weight is about to be loaded. If its histories are not those that ``resume`` came with, it starts
@@ -251,10 +286,13 @@ class Fp8Group:
             )
 
     def take_in(self, other: Fp8Group, device: torch.device) -> None:
-        """What another group has counted and owes is this one's, on the device where its linear is now."""
-        self.owed = self.owed or other.owed
+        """What another group's iteration has done is this one's, on the device where its linear is now."""
         for state in other.states.values():
-            self.state(device).counts.add(state.counts)
+            own = self.state(device)
+            own.counts.add(state.counts)
+            own.missing_end = own.missing_end or state.missing_end
+            own.activity.backwards += state.activity.backwards - state.activity.ended
+            own.activity.traced |= state.activity.traced
 
 
 class _OptimizerWatch:
@@ -282,7 +320,7 @@ class _OptimizerWatch:
             if stepped is None:
                 stepped = {id(p) for parameters in optimizer.param_groups for p in parameters["params"]}
             if group.trains(stepped):
-                group.after_optimizer_step()
+                group.after_optimizer_step(optimizer)
 
 
 _watch = _OptimizerWatch()

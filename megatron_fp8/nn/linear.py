@@ -20,11 +20,13 @@ from ..linear.function import (
     observe_high_precision,
     watch_high_precision,
 )
+from ..linear.recording import count_linear
 from ..linear.share import Share
 from ..linear.site import GemmSite
 from ..params.fp8_parameter import Fp8Parameter
-from ..plan.switch import Switch, autocasts, current_switch, in_recompute, runs_fp8, without_autocast
+from ..plan.switch import Switch, autocasts, current_switch, runs_fp8, without_autocast
 from ..recipe import Recipe
+from ..state.iteration import in_backward
 from .config import Fp8Config, make_config
 from .group import UNTRAINABLE, Fp8Group
 from .inputs import call_in_graph, call_on_values
@@ -198,15 +200,11 @@ class Fp8Layer(torch.nn.Module):
 
     def way(self, weight: torch.Tensor) -> tuple[GemmSite, bool, Switch]:
         """The site that a call here and now runs, whether in FP8, and under which switch."""
-        if self.fp8_group.owed and self.training and not in_recompute():
-            raise RuntimeError(
-                "the optimizer stepped and fp8_step was not called: scales and histories would never be updated. Call"
-                " megatron_fp8.nn.fp8_step(model) once an iteration, after the last backward, or"
-                " register_fp8_step(optimizer, model) once, and again for copies: those of optimizers have no hooks"
-            )
         sites, device = self.fp8_sites, weight.device
         self._require_sites(device, current_switch().label)
         site = sites.made[device, ""]
+        if site.state.missing_end and self.training and not in_backward():
+            raise RuntimeError(site.state.missing_end)
         switch = sites.forwards.switch(site, self.training)
         if switch.label and site.is_fp8:
             site = sites.by_recipe(device, switch.label)
@@ -230,12 +228,11 @@ class Fp8Layer(torch.nn.Module):
         y = self.plain_forward(x, weight)
         if not torch.compiler.is_compiling():
             self.fp8_sites.called = True
-        if self.training:
-            matrix = self.as_matrix(weight)
-            _count(site, x, weight, y)
-            watch_high_precision(x, matrix, y, site)
-            if observe and site.is_fp8:
-                return observe_high_precision(x, matrix, y, site)
+        matrix = self.as_matrix(weight)
+        count_linear(site.state, x, weight, y, training=self.training)
+        watch_high_precision(x, matrix, y, site, training=self.training)
+        if observe and site.is_fp8:
+            return observe_high_precision(x, matrix, y, site, training=self.training)
         return y
 
     def plain_forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -307,23 +304,6 @@ class Fp8Linear(Fp8Layer, torch.nn.Linear):
         assert isinstance(linear, Fp8Linear)
         linear.join_group(group, LONE)
         return linear
-
-
-def _count(site: GemmSite, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
-    """Count one GEMM now, and dgrad and wgrad when the gradient comes.
-
-    Traced code counts none: torch.compile would guard on the number, and compile anew in each iteration.
-    """
-    if torch.compiler.is_compiling():
-        return
-    site.state.counts.hp_gemms += 1
-    gradients = int(x.requires_grad) + int(weight.requires_grad)
-
-    def count(_: torch.Tensor) -> None:
-        site.state.counts.hp_gemms += gradients
-
-    if y.requires_grad:
-        y.register_hook(count)
 
 
 def is_prepared(weight: torch.Tensor | None) -> bool:

@@ -62,7 +62,7 @@ def fp8_matmul(
     # A backward that a tracer recorded finds its site by number, when the call is over.
     make = _lasting_site if is_watched(a, b) else _site
     with without_autocast(a.device):
-        return fp8_linear(a, b.t(), None, make(a.device, taken, backend), training=False)
+        return fp8_linear(a, b.t(), None, make(a.device, taken, backend))
 
 
 def _site(device: torch.device, recipe: Recipe, backend: str) -> GemmSite:

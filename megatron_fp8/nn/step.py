@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..state.counts import IterationCounts
+from ..state.iteration import has_gradient
 from .find import fp8_linears, groups_of
 from .observed import note_replaced
 
@@ -42,13 +43,18 @@ def fp8_step(model: torch.nn.Module, *, group: Any = None) -> IterationCounts:
         ValueError: the model has no FP8 linear.
         RuntimeError: ranks hold different FP8 linears.
     """
+    return _end_iteration(model, group, ran=True)
+
+
+def _end_iteration(model: torch.nn.Module, group: Any, *, ran: bool) -> IterationCounts:
+    """``fp8_step``; ``ran`` False: nothing ran here, and the iteration ends only if something ran on another rank."""
     if group is None and dist.is_initialized():  # now: the model may have been converted before that
         group = dist.group.WORLD
     total = IterationCounts()
     found = fp8_linears(model).values()
     for fp8_group in groups_of(model):
         note_replaced(fp8_group, found)
-        counts = fp8_group.finish_iteration(group)
+        counts = fp8_group.finish_iteration(group, ran)
         if counts.fp8_gemms:
             fp8_group.unused.look(fp8_group)
         total.add(counts)
@@ -56,12 +62,14 @@ def fp8_step(model: torch.nn.Module, *, group: Any = None) -> IterationCounts:
 
 
 def register_fp8_step(optimizer: Any, model: torch.nn.Module, *, group: Any = None) -> RemovableHandle:
-    """``fp8_step(model)`` at the end of every ``optimizer.step()``, from now on.
+    """``fp8_step(model)`` at the end of every ``optimizer.step()`` that trains, from now on.
 
-    At the end, since a closure given to ``optimizer.step(closure)`` runs the model inside: LBFGS's several calls of it
-    are one iteration. Returns a handle, ``handle.remove()`` undoes it. Registered again for the same model, it counts
-    once. A step that a gradient scaler skips does not come here; the next one that is taken settles both iterations.
-    Where several optimizers train one model, register it with one that steps in each iteration: each call ends one.
+    A step trains if the model ran since the last ``fp8_step``, and a backward came through it or some gradient is not
+    zero (state/iteration.py); torch.distributed.checkpoint also steps optimizers to make their state. At the end of it,
+    since a closure given to ``optimizer.step(closure)`` runs the model inside: LBFGS's several calls of it are one
+    iteration. Returns a handle, ``handle.remove()`` undoes it. Registered again for the same model, it counts once. A
+    step that a gradient scaler skips does not come here; the next one that is taken ends both iterations. Where several
+    optimizers train one model, register it with one that steps in each iteration.
 
     Args:
         optimizer: of torch, or what wraps one as ``.optimizer`` (accelerate's, Lightning's). Copies and pickles of an
@@ -88,7 +96,12 @@ class _EndOfIteration:
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _within_its_own_step(optimizer):
             return
-        nonfinite = fp8_step(self.model, group=self.group).nonfinite
+        groups = groups_of(self.model)
+        if not any(group.came_back for group in groups) and not has_gradient(optimizer):
+            return
+        ran = any(group.ran for group in groups)
+        # A rank on which nothing ran, but whose gradients are those of others, takes part in their collective.
+        nonfinite = _end_iteration(self.model, self.group, ran=ran).nonfinite
         if nonfinite and not self.said:  # a scaler's overflow, which it has skipped, leaves weights alone
             self.said = _say_ruined(self.model, nonfinite)
 

@@ -6,9 +6,10 @@ site is in FP8, in eager mode, in traced code, in a recomputation and in any thr
 plan has none, and leaving a context does nothing.
 
 Activation recompute is where an ambient goes wrong: it happens in the backward, when the context around the forward was
-left, maybe in another thread. Megatron's recompute carries it along (``remember_fp8``). torch.utils.checkpoint knows
-nothing of it; there a layer answers as in its forwards (``Forwards``). Rejected: patching torch.utils.checkpoint, of
-which modules hold copies that were imported by name.
+left, maybe in another thread. So what was said before a backward began does not hold for forwards inside it: there a
+layer answers as in its forwards of this iteration (``Forwards``). What is said inside the backward holds, by Megatron's
+recompute, which carries it along (``remember_fp8``), or by a hook that runs a forward of its own. Rejected: patching
+torch.utils.checkpoint. Others recompute too.
 
 torch.compile cannot guard on a context variable, nor on thread-local state (whose value while tracing it takes for ever,
 in silence). So every switch is also written to a plain object, ``_traced``, which traced code reads and guards on. It is
@@ -29,6 +30,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..recipe import Recipe
 from ..state.fp8_state import Fp8State
+from ..state.iteration import backward_task, in_backward
 from .site_plan import SitePlan
 
 P = ParamSpec("P")
@@ -74,14 +76,12 @@ class Switch(NamedTuple):
         reason: why, for people to read.
         recipe: what sites of a converted PyTorch model run in place of their own; None: their own.
         label: tells ``recipe`` from others: traced code guards on texts, but on objects by their type.
-        remembered: this is what was said around a forward that now may run again (``remember_fp8``).
     """
 
     off: Literal["none", "unplanned", "all"] = "none"
     reason: str = ""
     recipe: Recipe | None = None
     label: str = ""
-    remembered: bool = False
 
     def turns_off(self, plan: SitePlan) -> bool:
         """Whether sites of this plan run in high precision here. A plan that knows its layer has decided by itself
@@ -109,6 +109,9 @@ def runs_fp8(site: Site, switch: Switch) -> bool:
 
 _NOTHING = Switch()
 _here: ContextVar[Switch] = ContextVar("switch", default=_NOTHING)
+_said_in: ContextVar[int] = ContextVar(
+    "said_in", default=-1
+)  # the backward inside which it was said; -1: outside any
 
 
 class _Traced:
@@ -130,14 +133,17 @@ def current_switch() -> Switch:
 def switched(switch: Switch) -> Iterator[None]:
     """Inside, this switch holds, whatever is said around it."""
     outer = current_switch()  # not what _traced has: that may be another thread's, which will have left it
-    token = None if torch.compiler.is_compiling() else _here.set(switch)
+    tokens = None
+    if not torch.compiler.is_compiling():
+        tokens = _here.set(switch), _said_in.set(backward_task())
     _traced.switch = switch
     try:
         yield
     finally:
         _traced.switch = outer
-        if token is not None:
-            _here.reset(token)
+        if tokens is not None:
+            _here.reset(tokens[0])
+            _said_in.reset(tokens[1])
 
 
 @contextmanager
@@ -159,25 +165,12 @@ def unplanned_disabled(reason: str) -> Iterator[None]:
 # -------------------------------------------------------------------------------------------------------- recomputing
 
 
-def in_recompute() -> bool:
-    """Whether this forward runs inside a backward pass: a recomputation, whose amax was recorded the first time.
-
-    False while torch.compile traces: when that code will run is not known yet, and its operators ask as they run.
-    """
-    return not torch.compiler.is_compiling() and _in_backward()
-
-
-def _in_backward() -> bool:
-    """``in_recompute`` of code that nobody traces."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def remember_fp8(function: Callable[P, R]) -> Callable[P, R]:
     """The function; whenever it is called, in whatever thread, FP8 is switched on or off inside as it is now.
 
     So torch.utils.checkpoint.checkpoint(remember_fp8(module), x) recomputes in the precision of the forward.
     """
-    switch = current_switch()._replace(remembered=True)
+    switch = current_switch()
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         with switched(switch):
@@ -187,7 +180,7 @@ def remember_fp8(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Forwards:
-    """Remembers the switches around one layer's forwards of this iteration: a recomputation runs under its forward's.
+    """Remembers the switches around one layer's forwards of this iteration, for the recomputations of those.
 
     Args:
         by_recipe: whether the layer runs the recipe that a switch names: then forwards with other recipes differ.
@@ -196,31 +189,36 @@ class Forwards:
     def __init__(self, *, by_recipe: bool = False) -> None:
         self._by_recipe = by_recipe
         self._iteration = -1
-        self._met: dict[tuple[bool, str], Switch] = {}  # (off for this site, recipe) -> a switch that says so
+        self._met: dict[
+            tuple[bool, bool, str], Switch
+        ] = {}  # (training, off for this site, recipe) -> what said so
 
     def switch(self, site: Site, training: bool) -> Switch:
-        """The switch of this call. While torch.compile traces none is remembered: the graph holds what was chosen.
+        """The switch of this call, in this mode. While torch.compile traces none is remembered: the graph holds what was
+        chosen.
 
         RuntimeError: this recomputes one of several forwards that differed, and nobody said which (``remember_fp8``).
         """
         if torch.compiler.is_compiling():
             return current_switch()
         here, iteration = _here.get(), site.state.iteration
-        if not _in_backward():
-            if training:
-                if iteration != self._iteration:
-                    self._iteration, self._met = iteration, {}
-                self._met[here.turns_off(site.plan), here.label if self._by_recipe else ""] = here
+        task = backward_task()
+        if task == -1 or _said_in.get() == task:
+            if iteration != self._iteration:
+                self._iteration, self._met = iteration, {}
+            self._met[training, here.turns_off(site.plan), here.label if self._by_recipe else ""] = here
             return here
-        if here.remembered or iteration != self._iteration:
+        if iteration != self._iteration:
             return here
-        if len(self._met) > 1:
+        met = [switch for (mode, *_), switch in self._met.items() if mode == training]
+        met = met or [*self._met.values()]  # the mode was changed between the forward and its backward
+        if len(met) > 1:
             raise RuntimeError(
                 f"{site.plan.name} ran with FP8 switched off and on (or in several ways) in one iteration, and"
                 " torch.utils.checkpoint does not say which call it recomputes: checkpoint"
                 " megatron_fp8.plan.switch.remember_fp8(function) in place of the function"
             )
-        return next(iter(self._met.values()))
+        return met[0]
 
 
 # ------------------------------------------------------------------------------------------------------------ watched
@@ -257,7 +255,7 @@ class WatchedForwards:
         if self._state.capturing:
             return False  # the mode is the capture's own, which wants all steps
         watched, iteration = is_watched(*tensors), self._state.iteration
-        if not _in_backward():
+        if not in_backward():
             if iteration != self._iteration:
                 self._iteration, self._met = iteration, set()
             self._met.add(watched)

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from .. import kernels
-from ..kernels.codes import block_amaxes, in_memory
 from ..numerics.formats import FloatFormat
 from ..numerics.scaling import compute_scale
 from ..numerics.subnormals import keeping_subnormals
@@ -47,11 +46,9 @@ class Slot:
         self.warm = False
         self.column = 0  # its place among the slots that share its delayed recipe and format
 
-    def count_nonfinite(self, x: torch.Tensor) -> None:
-        """Count the NaN and Inf of x [rows, cols] as a cast would, without a cast and without its amax."""
-        _, nonfinite = block_amaxes(in_memory(x).contiguous(), [(0, 0)])
-        if nonfinite is not None:
-            self.arena.rows[1, self.index] += nonfinite
+    def count(self, nonfinite: torch.Tensor) -> None:
+        """Count so many NaN and Inf, without an amax."""
+        self.arena.rows[1, self.index] += nonfinite
 
     @property
     def scale(self) -> torch.Tensor:
@@ -211,29 +208,32 @@ class Arena:
         amax.masked_fill_(amax.isnan(), torch.inf)
 
     @keeping_subnormals
-    def reduce(self) -> torch.Tensor:
+    def reduce(self, ran: bool = True) -> torch.Tensor:
         """Max both rows over the group, of the slots that all ranks share; nothing is read back.
 
+        Args:
+            ran: whether anything ran on this rank in this iteration.
+
         Returns:
-            float32 [2]: whether slots are left for ``reduce_new``, and the sum of non-finite counts. One collective, or
-            none for a single rank.
+            float32 [3]: whether slots are left for ``reduce_new``, the sum of non-finite counts, and whether anything ran
+            on any rank. One collective, or none for a single rank.
         """
         self._trim()
         self._count_damage()
         self.own_nonfinite = self.rows[1].clone()
         if self.world_size == 1:
-            return torch.stack([self.rows.new_zeros(()), self.rows[1].sum()])
+            return torch.stack([self.rows.new_zeros(()), self.rows[1].sum(), self.rows.new_full((), ran)])
         if self._agreed is None:
             self.check_names()
         agreed = self._agreed
         assert agreed is not None
         # Ranks send as much as they agreed on, and one number that tells whether somebody has more: sizes cannot differ.
-        more = float(len(self.slots) > agreed)
-        wire = torch.cat([self.rows[:, :agreed].reshape(-1), self.rows.new_full((1,), more)])
+        flags = [self.rows.new_full((1,), flag) for flag in (len(self.slots) > agreed, ran)]
+        wire = torch.cat([self.rows[:, :agreed].reshape(-1), *flags])
         dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=self.group)
-        self.rows[:, :agreed] = wire[:-1].view(2, agreed)
+        self.rows[:, :agreed] = wire[:-2].view(2, agreed)
         self.counts.amax_collectives += 1
-        return torch.stack([wire[-1], self.rows[1].sum()])
+        return torch.stack([wire[-2], self.rows[1].sum(), wire[-1]])
 
     @keeping_subnormals
     def reduce_new(self) -> float:

@@ -16,6 +16,14 @@ class IterationCounts:
     scaling_collectives: int = 0
     nonfinite: int = 0
 
+    def __bool__(self) -> bool:
+        """Whether anything was counted."""
+        return any(vars(self).values())
+
+    def since(self, before: IterationCounts) -> IterationCounts:
+        """What was counted since these were a copy of it."""
+        return IterationCounts(**{name: value - vars(before)[name] for name, value in vars(self).items()})
+
     def add(self, other: IterationCounts) -> None:
         """Count what the other has, too."""
         for field in fields(self):

@@ -20,6 +20,21 @@ from .phases import Phase, Phases
 
 
 @dataclass
+class Activity:
+    """What counters do not tell of an iteration. Apart from Fp8State, so that traced code may write it.
+
+    Attributes:
+        backwards: backward passes that came through sites, ever.
+        ended: how many of them the last end of an iteration found.
+        traced: compiled code in high precision, which counts nothing, may have run in this iteration.
+    """
+
+    backwards: int = 0
+    ended: int = 0
+    traced: bool = False
+
+
+@dataclass
 class Fp8State:
     """All arenas of one model, and the iteration they are in. Deep copies of a config share it.
 
@@ -37,7 +52,9 @@ class Fp8State:
         last: of the last finished iteration; its ``nonfinite`` is the verdict on health (Megatron-Core: of all ranks).
         arenas: one for each reduction group.
         capturing: a CapturedStep (graph.py) captures.
-        owed: an optimizer stepped after FP8 GEMMs of an iteration that was not ended (mcore/owed.py).
+        missing_end: the error of the next training forward: an optimizer stepped and the iteration was not ended; ''
+            if none is due.
+        activity: whether anything ran.
         experiment: iterations that end now are not ended (``unrecorded``).
         watcher: who watches (``watch``).
         observer: who is told what passes in this iteration: the watcher, if it wants to. Follows from both.
@@ -57,7 +74,8 @@ class Fp8State:
     last: IterationCounts = field(default_factory=IterationCounts)
     arenas: list[Arena] = field(default_factory=list)
     capturing: bool = False
-    owed: bool = False
+    missing_end: str = ""
+    activity: Activity = field(default_factory=Activity)
     experiment: bool = False
     watcher: Observer | None = None
     guard: Guard | None = None
@@ -118,19 +136,41 @@ class Fp8State:
         return [slot for arena in self.arenas for slot in arena.slots]
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """What is counted inside does not stay counted: evaluation is no part of the iteration that comes after it.
+    def uncounted(self) -> Iterator[IterationCounts]:
+        """What is counted inside does not stay counted. Yields counts that are what was, once this is left.
 
         Nothing is counted while torch.compile traces; its operators use this when they run.
         """
+        inside = IterationCounts()
         if torch.compiler.is_compiling():
-            yield
+            yield inside
             return
         before = replace(self.counts)
         try:
+            yield inside
+        finally:
+            inside.add(self.counts.since(before))
+            vars(self.counts).update(vars(before))
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """No observer is told of what is cast and multiplied inside."""
+        observer = self.observer
+        self._tell(None)
+        try:
             yield
         finally:
-            vars(self.counts).update(vars(before))
+            self._tell(observer)
+
+    @property
+    def ran(self) -> bool:
+        """Whether anything of this iteration ran on this rank."""
+        return bool(self.counts) or self.activity.traced
+
+    @property
+    def came_back(self) -> bool:
+        """Whether a backward came through a site in this iteration, on this rank."""
+        return self.activity.backwards != self.activity.ended
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -140,7 +180,7 @@ class Fp8State:
         are those of now.
         """
         rows = [arena.rows.clone() for arena in self.arenas]
-        watcher, owed = self.watcher, self.owed
+        watcher, missing_end, activity = self.watcher, self.missing_end, replace(self.activity)
         self.watch(None)
         self.experiment = True
         try:
@@ -149,7 +189,8 @@ class Fp8State:
         finally:
             for arena, before in zip(self.arenas, rows, strict=True):
                 arena.rows.copy_(before)
-            self.experiment, self.owed = False, owed
+            self.experiment, self.missing_end = False, missing_end
+            vars(self.activity).update(vars(activity))
             self.watch(watcher)
 
     @contextmanager
@@ -190,6 +231,8 @@ class Fp8State:
         self.last = counts
         self.iteration += 1
         self.weight_generation += 1
+        self.activity.backwards += 1  # which the replay's own Python did not count
+        self.activity.ended = self.activity.backwards
         return counts
 
     def _count_in(self, counts: IterationCounts) -> None:
@@ -197,18 +240,28 @@ class Fp8State:
         for arena in self.arenas:
             arena.counts = counts
 
-    def finish_iteration(self) -> IterationCounts:
+    def finish_iteration(self, ran: bool = True) -> IterationCounts:
         """Reduce and update every arena, once, after the iteration's last backward. Returns what the iteration did.
 
         Collective: every rank of every group must call it, each iteration. Not inside a CapturedStep, which does it.
+
+        Args:
+            ran: whether there is an iteration to end on this rank. Where no rank has one, nothing is ended.
         """
         assert not self.capturing, "CapturedStep finishes the iteration that it captures"
         if self.experiment:
             return replace(self.counts)
-        told = self._read([arena.reduce() for arena in self.arenas])
+        before = None if ran else (replace(self.counts), [arena.rows.clone() for arena in self.arenas])
+        told = self._read([arena.reduce(ran) for arena in self.arenas])
+        if before is not None and not any(anywhere for *_, anywhere in told):
+            counts, rows = before
+            vars(self.counts).update(vars(counts))
+            for arena, own in zip(self.arenas, rows, strict=True):
+                arena.rows.copy_(own[:, : len(arena.slots)])
+            return IterationCounts()
         if self.arenas:
             self.ill = []
-            for arena, (more, nonfinite) in zip(self.arenas, told, strict=True):
+            for arena, (more, nonfinite, _) in zip(self.arenas, told, strict=True):
                 self.counts.nonfinite += int(arena.reduce_new() if more else nonfinite)
                 if self.guard is not None and self.phase == "fp8":  # no cast uses a scale in other phases
                     self.ill += self.guard.look(arena)  # before the update: by the scales that were used
@@ -219,17 +272,18 @@ class Fp8State:
         self._count_in(IterationCounts())
         self.iteration += 1
         self.weight_generation += 1
-        self.owed = False
+        self.missing_end = ""
+        self.activity.ended, self.activity.traced = self.activity.backwards, False
         return self.last
 
     def _read(self, reduced: list[torch.Tensor]) -> list[list[float]]:
-        """What arenas reduced, float32 [2] each, and what is read along: all that an iteration reads back."""
+        """What arenas reduced, float32 [3] each, and what is read along: all that an iteration reads back."""
         if self._along is None:
             return torch.stack(reduced).tolist() if reduced else []
         figures, told = self._along
         own = torch.stack(reduced).double().flatten() if reduced else None
         along = figures().double()
         values = (along if own is None else torch.cat([own, along])).tolist()
-        count = 2 * len(reduced)
+        count = 3 * len(reduced)
         told[:] = values[count:]
-        return [values[start : start + 2] for start in range(0, count, 2)]
+        return [values[start : start + 3] for start in range(0, count, 3)]

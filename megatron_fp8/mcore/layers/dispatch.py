@@ -23,7 +23,6 @@ what was sent, and that gradient stays in BF16.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,15 +32,17 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from ...linear.coded_tokens import CodedTokens
 from ...linear.derivative import first_derivative_only
+from ...linear.recording import counted_forward
 from ...linear.share import Share
 from ...linear.site import GemmSite
 from ...numerics.rule import Rule
 from ...plan.dispatch import refusal, sent_as
 from ...plan.operands import READERS, Cast
 from ...plan.site_plan import SitePlan, bf16_site
-from ...plan.switch import in_recompute, layer_being_built
+from ...plan.switch import layer_being_built
 from ...recipe import GEMM_OPERANDS
 from ...state.fp8_state import Fp8State
+from ...state.iteration import recorded
 from .. import installed as compat
 from ..names import numbered
 from ..runtime import state_of
@@ -143,26 +144,25 @@ class Dispatch:
         """x [..., hidden] in codes, or as it is where the experts of this call do not read codes."""
         if not self._sends_codes("input"):
             return x
-        coded: torch.Tensor = _Tokens.apply(x, self, training)
+        coded: torch.Tensor = _Tokens.apply(x, self, training, recorded(training, x))
         return coded
 
     def with_gradient_in_fp8(self, y: torch.Tensor, *, training: bool) -> torch.Tensor:
         """y [..., hidden] as it is; its gradient goes on in codes, if the experts of this call read those."""
         if not self._sends_codes("grad_output"):
             return y
-        same: torch.Tensor = _Gradients.apply(y, self, training)
+        same: torch.Tensor = _Gradients.apply(y, self)
         return same
 
-    def coded(self, x: torch.Tensor, role: str, *, training: bool, record: bool) -> CodedTokens:
+    def coded(self, x: torch.Tensor, role: str, *, record: bool) -> CodedTokens:
         """x [..., hidden] quantised as the role."""
         site, matrix = self.fp8_site, x.reshape(-1, x.shape[-1])
         quantizer = site.casts[role].rowwise
         assert quantizer is not None
         region = None
         if role == "grad_output" and site.gradients.stochastic:
-            region = site.gradients.next_region(0, 0, matrix.shape[1], training=training)
-        with nullcontext() if training else site.state.uncounted():
-            side = quantizer(matrix, "rowwise", record=record, region=region).rowwise
+            region = site.gradients.next_region(0, 0, matrix.shape[1])
+        side = quantizer(matrix, "rowwise", record=record, region=region).rowwise
         assert side is not None
         return CodedTokens.of_side(side, quantizer.rule, x.shape, x.dtype)
 
@@ -241,25 +241,28 @@ class _Tokens(torch.autograd.Function):
     """Tokens in codes; their gradient is the tokens'."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dispatch: Dispatch, training: bool) -> torch.Tensor:
-        return dispatch.coded(x, "input", training=training, record=training and not in_recompute())
+    def forward(ctx: Any, x: torch.Tensor, dispatch: Dispatch, training: bool, when: str) -> torch.Tensor:
+        ctx.site = dispatch.fp8_site
+        with counted_forward([ctx.site], [x], training, when) as (record, ctx.late):
+            return dispatch.coded(x, "input", record=record)
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        if ctx.late is not None:
+            ctx.late.record([ctx.site], [grad.new_empty(0)])  # it has no weight
+        return grad, None, None, None
 
 
 class _Gradients(torch.autograd.Function):
     """The same values; their gradient in codes."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, dispatch: Dispatch, training: bool) -> torch.Tensor:
-        ctx.dispatch, ctx.training = dispatch, training
+    def forward(ctx: Any, y: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
+        ctx.dispatch = dispatch
         return y.view_as(y)
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        training = ctx.training
-        return ctx.dispatch.coded(grad, "grad_output", training=training, record=training), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.dispatch.coded(grad, "grad_output", record=True), None

@@ -19,13 +19,14 @@ from ...linear.function import (
     observe_high_precision,
     watch_high_precision,
 )
+from ...linear.recording import count_linear
 from ...linear.share import Share
 from ...linear.site import GemmSite
 from ...linear.tensor_parallel import ALONE, TensorParallel
-from ...plan.switch import Forwards, Switch, in_recompute, layer_being_built, runs_fp8
+from ...plan.switch import Forwards, Switch, layer_being_built, runs_fp8
+from ...state.iteration import in_backward
 from ..checkpoint.fp8_state import sharded_slots, take_slots
-from ..owed import refuse_unsettled
-from ..sites import count_high_precision, make_site, prepare, share_of
+from ..sites import make_site, prepare, share_of
 
 
 class _Fp8Site:
@@ -116,8 +117,8 @@ class _Fp8Site:
         RuntimeError: the last iteration was not ended.
         """
         site = self.fp8_site.acting
-        if site.state.owed and self.training and not in_recompute():
-            refuse_unsettled()
+        if site.state.missing_end and self.training and not in_backward():
+            raise RuntimeError(site.state.missing_end)
         if fresh := self.is_first_microbatch:
             self.is_first_microbatch = False  # a module is slow to set attributes
         return site, fresh
@@ -144,12 +145,12 @@ class _Fp8Site:
     def _after_high_precision(
         self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, switch: Switch, *, shard: bool = False
     ) -> torch.Tensor:
-        if not self.training:
+        site, training = self.fp8_site.acting, self.training
+        count_linear(site.state, x, weight, y, training=training)
+        watch_high_precision(x, weight, y, site, training=training, shard=shard)
+        if switch.turns_off(site.plan):
             return y
-        site = self.fp8_site.acting
-        count_high_precision(site.state, x, weight, y)
-        watch_high_precision(x, weight, y, site, shard=shard)
-        return y if switch.turns_off(site.plan) else observe_high_precision(x, weight, y, site)
+        return observe_high_precision(x, weight, y, site, training=training)
 
 
 class Fp8ColumnParallelLinear(_Fp8Site, ColumnParallelLinear):

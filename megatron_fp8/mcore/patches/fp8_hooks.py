@@ -240,7 +240,7 @@ def prepare_at_first_forward(original: Callable[..., None]) -> Callable[..., Non
 
 
 def _prepare_before(model: Any, args: Any) -> None:
-    if model.training and not torch.compiler.is_compiling():
+    if (model.training or torch.is_grad_enabled()) and not torch.compiler.is_compiling():
         from ..sites import prepare
 
         prepare([model])

@@ -26,11 +26,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from ...backends import transformer_engine as engine
+from ...linear.recording import count_linear
 from ...plan.switch import Forwards, layer_being_built, runs_fp8
 from ...recipe import DelayedScaling
 from ..layers.attention import CoreAttention
 from ..patches.patching import Patch, PatchSet
-from ..sites import count_linear, make_site
+from ..sites import make_site
 from .context import recipe_of
 from .site import TeSite
 
@@ -85,8 +86,8 @@ class _TeSiteLinear:
             self._require_context(site)
             out = super().forward(x)  # type: ignore[misc]
             self._check_quantizers(site)
-        if self.training:
-            count_linear(site.state, "fp8_gemms" if fp8 else "hp_gemms", x, self.weight, out[0])
+        kind = "fp8_gemms" if fp8 else "hp_gemms"
+        count_linear(site.state, x, self.weight, out[0], training=self.training, kind=kind)
         return out
 
     def _require_context(self, site: TeSite) -> None:

@@ -24,7 +24,6 @@ from megatron_fp8.plan.switch import (
     building_layer,
     current_switch,
     fp8_disabled,
-    in_recompute,
     is_watched,
     layer_being_built,
     remember_fp8,
@@ -34,6 +33,7 @@ from megatron_fp8.plan.switch import (
 )
 from megatron_fp8.recipe import MXFP8BlockScaling
 from megatron_fp8.state.fp8_state import Fp8State
+from megatron_fp8.state.iteration import in_backward
 from megatron_fp8.state.phases import Phases
 
 
@@ -132,7 +132,7 @@ class Watch:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         with fp8_disabled(self.disable):
-            self.seen.append((in_recompute(), off()))
+            self.seen.append((in_backward(), off()))
             return (x * x).sin()
 
 
@@ -142,11 +142,11 @@ def test_recompute_is_seen_as_such_and_disables_again(reentrant, disable):
     x = torch.randn(4, requires_grad=True)
     watch, plain = Watch(disable), Watch(disable)
     y = checkpoint(watch, plain(x), use_reentrant=reentrant)
-    assert not in_recompute()
+    assert not in_backward()
     plain(y).sum().backward()
     assert watch.seen == [(False, disable), (True, disable)]
     assert plain.seen == [(False, disable), (False, disable)]
-    assert not in_recompute() and current_switch() == Switch()
+    assert not in_backward() and current_switch() == Switch()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -181,7 +181,7 @@ def recomputed(forwards: list[Switch], memory: Forwards, site: Site) -> list[boo
 
     def call(x: torch.Tensor) -> torch.Tensor:
         found = runs_fp8(site, memory.switch(site, True))
-        if in_recompute():
+        if in_backward():
             runs.append(found)
         return x.sin()
 

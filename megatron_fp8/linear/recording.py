@@ -1,0 +1,161 @@
+"""How a linear's forward and backward record what ``state/iteration.py`` says they add to the iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..kernels.codes import block_amaxes, in_memory
+from ..state.counts import IterationCounts
+from ..state.fp8_state import Fp8State
+from ..state.iteration import LATER, NOW, in_backward
+from .coded_tokens import CodedTokens
+from .site import GemmSite
+
+
+def measure(x: torch.Tensor) -> torch.Tensor:
+    """float32 [2] on x's device: the amax of x [..., K] (may be Inf, never NaN; 0 of nothing); how many NaN and Inf."""
+    matrix = x.side.dequantize(torch.float32) if isinstance(x, CodedTokens) else x.detach()
+    matrix = in_memory(matrix.reshape(-1, matrix.shape[-1])).contiguous()
+    (amax,), nonfinite = block_amaxes(matrix, [(0, 0)])
+    counted = amax.new_zeros(()) if nonfinite is None else nonfinite.to(amax.dtype)
+    return torch.stack([amax.view([]), counted.view([])])
+
+
+class LateRecord:
+    """What evaluation-mode forwards add to the iteration once their backward comes; nothing if none does.
+
+    Attributes:
+        measured: float32 [sites, 2], ``measure`` of each site's input; zeros where there is none.
+        counts: what the forwards counted.
+        after_step: they were called after an optimizer step that ended no iteration.
+    """
+
+    def __init__(self, measured: torch.Tensor, counts: IterationCounts, after_step: bool):
+        self.measured, self.counts, self.after_step = measured, counts, after_step
+        self._done = False
+
+    @classmethod
+    def of(cls, sites: Sequence[GemmSite], inputs: Sequence[torch.Tensor]) -> LateRecord:
+        """Of one linear, or of a layer's experts, and the input [tokens, K] of each. ``counts`` are still to come."""
+        after_step = bool(sites[0].state.missing_end) and not in_backward()
+        return cls(torch.stack([measure(x) for x in inputs]), IterationCounts(), after_step)
+
+    def saved(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As tensors that a graph can save: ``measured``, and int64 [7] on the CPU."""
+        numbers = [*vars(self.counts).values(), int(self.after_step)]
+        return self.measured, torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+    @classmethod
+    def restored(cls, measured: torch.Tensor, numbers: torch.Tensor) -> LateRecord:
+        """What ``saved`` gave."""
+        *counts, after_step = numbers.tolist()
+        return cls(measured, IterationCounts(*counts), bool(after_step))
+
+    def record(self, sites: Sequence[GemmSite], weights: Sequence[torch.Tensor]) -> None:
+        """The backward came. RuntimeError: the iteration before the forwards was not ended.
+
+        A second backward through the same forwards records nothing.
+        """
+        if self._done:
+            return
+        self._done = True
+        state = sites[0].state
+        if self.after_step and state.missing_end:
+            raise RuntimeError(state.missing_end)
+        state.counts.add(self.counts)
+        for site, (amax, nonfinite), weight in zip(sites, self.measured, weights, strict=True):
+            for quantizer in site.casts["input"].quantizers:
+                quantizer.record(amax, nonfinite)
+            site.weights.record(weight)
+
+
+@contextmanager
+def counted_forward(
+    sites: Sequence[GemmSite], inputs: Sequence[torch.Tensor], training: bool, when: str
+) -> Iterator[tuple[bool, LateRecord | None]]:
+    """Around a forward's casts and products: of one linear, or of a layer's experts, and the input [tokens, K] of each.
+
+    Args:
+        training: the layer's mode.
+        when: the forward is recorded: NOW, LATER or NEVER.
+
+    Yields:
+        Whether casts record in slots, and what the backward has to record, complete once this is left.
+    """
+    late = LateRecord.of(sites, inputs) if when == LATER else None
+    with _observed_once(sites, training, when) as record:
+        if training:
+            yield record, None
+            return
+        with sites[0].state.uncounted() as counts:
+            if late is not None:
+                late.counts = counts
+            yield record, late
+
+
+@contextmanager
+def _observed_once(sites: Sequence[GemmSite], training: bool, when: str) -> Iterator[bool]:
+    """Yields whether casts record in slots. An observer is told of each forward once: not of a recomputation, but of a
+    forward under no_grad in training mode, which may be recomputed. What that records is taken back."""
+    state, now = sites[0].state, when == NOW
+    if state.observer is None:
+        yield now
+    elif in_backward():
+        with state.unobserved():
+            yield now
+    elif now or not (training or when == LATER):
+        yield now
+    else:
+        slots = [
+            q.slot for site in sites for role in ("input", "weight") for q in site.casts[role].quantizers
+        ]
+        rows = [slot.arena.rows[:, slot.index].clone() for slot in slots]
+        try:
+            yield True
+        finally:
+            for slot, before in zip(slots, rows, strict=True):
+                slot.arena.rows[:, slot.index] = before
+            for site in sites:
+                site.weights.recorded_nothing()
+
+
+def came_back(state: Fp8State) -> None:
+    """A backward came through a site."""
+    state.activity.backwards += 1
+
+
+def count_linear(
+    state: Fp8State,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    y: torch.Tensor,
+    *,
+    training: bool,
+    kind: str = "hp_gemms",
+) -> None:
+    """Count a linear whose GEMMs no site multiplies: y [..., N] = x [..., K] @ weight^T, as 'hp_gemms' or 'fp8_gemms'.
+
+    Traced code counts nothing, since torch.compile would guard on the numbers; it leaves a mark that something ran.
+    """
+    if torch.compiler.is_compiling():
+        if torch.is_grad_enabled():
+            state.activity.traced = True
+        return
+    gradients = int(x.requires_grad) + int(weight is not None and weight.requires_grad)
+
+    def count(number: int) -> None:
+        setattr(state.counts, kind, getattr(state.counts, kind) + number)
+
+    if training:
+        count(1)
+    if y.requires_grad:
+
+        def count_backward(_: torch.Tensor) -> Any:
+            came_back(state)
+            count(gradients + (not training))
+
+        y.register_hook(count_backward)
