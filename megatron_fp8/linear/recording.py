@@ -41,8 +41,8 @@ class LateRecord:
     @classmethod
     def of(cls, sites: Sequence[GemmSite], inputs: Sequence[torch.Tensor]) -> LateRecord:
         """Of one linear, or of a layer's experts, and the input [tokens, K] of each. ``counts`` are still to come."""
-        after_step = bool(sites[0].state.missing_end) and not in_backward()
-        return cls(torch.stack([measure(x) for x in inputs]), IterationCounts(), after_step)
+        measured = torch.stack([measure(x) for x in inputs])
+        return cls(measured, IterationCounts(), sites[0].state.must_end_first)
 
     def saved(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As tensors that a graph can save: ``measured``, and int64 [7] on the CPU."""

@@ -26,7 +26,7 @@ def watch(runtime: Fp8Runtime) -> None:
         state = runtime.state
         due = state.counts.fp8_gemms and state.came_back and not state.capturing and not state.missing_end
         if due and runtime.is_stepped_by(optimizer):
-            state.missing_end = _MISSING_END
+            state.miss_end(_MISSING_END)
 
     hook = register_optimizer_step_post_hook(after_step)
     weakref.finalize(runtime, hook.remove).atexit = False

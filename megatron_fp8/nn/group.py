@@ -23,7 +23,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ..plan.overrides import check_overrides_match
 from ..state.counts import IterationCounts
@@ -79,6 +83,7 @@ class Fp8Group:
         self._said_untrainable = False
         self._resumed = False
         self._resumed_at = 0  # backwards until then
+        self._unwritten: list[torch.nn.Parameter] = []  # while an optimizer steps
         self._stepped_at: weakref.WeakKeyDictionary[Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )  # and until its step
@@ -254,18 +259,25 @@ class Fp8Group:
             state.iteration = iteration
             state.weight_generation += 1
 
+    def before_optimizer_step(self) -> None:
+        """Remember the weights that nobody has written since the training did."""
+        if self.delays:
+            self._unwritten = self.left.unwritten(w for linear in self.linears for w in linear.sources)
+
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """The weights are other ones now; what ran before a training step must be ended before the next forward."""
         for state in self.states.values():
             state.weight_generation += 1  # kept codes are stale, even where no version of a weight says so
+        unwritten, self._unwritten = self._unwritten, []
         before = max(self._resumed_at, self._stepped_at.get(optimizer, 0))
         self._stepped_at[optimizer] = self._backwards
         if self._backwards == before and not has_gradient(optimizer):
+            self.left.note_again(unwritten)  # such a step writes weights, and changes none
             return
         self._written_by_training()
         for state in self.states.values():
             if state.counts.fp8_gemms:
-                state.missing_end = MISSING_STEP
+                state.miss_end(MISSING_STEP)
 
     def loads(self, sites: LinearSites) -> None:
         """A linear's weight is about to be loaded. If its histories are not those that ``resume`` came with, it starts
@@ -310,9 +322,18 @@ class _OptimizerWatch:
         """Tell this group, for as long as it lives."""
         self._groups.add(group)
         if self._hook is None:
+            register_optimizer_step_pre_hook(self._steps)
             self._hook = register_optimizer_step_post_hook(self._stepped)
 
+    def _steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group in self._trained_by(optimizer):
+            group.before_optimizer_step()
+
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group in self._trained_by(optimizer):
+            group.after_optimizer_step(optimizer)
+
+    def _trained_by(self, optimizer: Optimizer) -> Iterator[Fp8Group]:
         stepped: set[int] | None = None
         for group in list(self._groups):
             if not group.states:
@@ -320,7 +341,7 @@ class _OptimizerWatch:
             if stepped is None:
                 stepped = {id(p) for parameters in optimizer.param_groups for p in parameters["params"]}
             if group.trains(stepped):
-                group.after_optimizer_step(optimizer)
+                yield group
 
 
 _watch = _OptimizerWatch()

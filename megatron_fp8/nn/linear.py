@@ -26,7 +26,6 @@ from ..linear.site import GemmSite
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.switch import Switch, autocasts, current_switch, runs_fp8, without_autocast
 from ..recipe import Recipe
-from ..state.iteration import in_backward
 from .config import Fp8Config, make_config
 from .group import UNTRAINABLE, Fp8Group
 from .inputs import call_in_graph, call_on_values
@@ -203,7 +202,7 @@ class Fp8Layer(torch.nn.Module):
         sites, device = self.fp8_sites, weight.device
         self._require_sites(device, current_switch().label)
         site = sites.made[device, ""]
-        if site.state.missing_end and self.training and not in_backward():
+        if site.state.missing_end and self.training and site.state.must_end_first:
             raise RuntimeError(site.state.missing_end)
         switch = sites.forwards.switch(site, self.training)
         if switch.label and site.is_fp8:

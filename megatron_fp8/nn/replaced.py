@@ -67,6 +67,15 @@ class LeftByTraining:
                 left[id(weight)] = _Left.now(weight, frozen=not weight.requires_grad)
         self._left = left
 
+    def unwritten(self, weights: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """Those that nobody has written since they were noted."""
+        return [weight for weight in weights if (left := self._of(weight)) is not None and left.is_so]
+
+    def note_again(self, weights: Iterable[torch.nn.Parameter]) -> None:
+        """These were written, and are what they were."""
+        for weight in weights:
+            self._left[id(weight)] = _Left.now(weight, frozen=not weight.requires_grad)
+
     @property
     def resumed(self) -> bool:
         """Whether loaded histories, and none of its own iterations, say what the training left."""

@@ -15,6 +15,7 @@ import torch
 from .arena import Arena, Group, Slot
 from .counts import IterationCounts
 from .guard import Finding, Guard
+from .iteration import in_backward
 from .observer import Observer
 from .phases import Phase, Phases
 
@@ -52,8 +53,7 @@ class Fp8State:
         last: of the last finished iteration; its ``nonfinite`` is the verdict on health (Megatron-Core: of all ranks).
         arenas: one for each reduction group.
         capturing: a CapturedStep (graph.py) captures.
-        missing_end: the error of the next training forward: an optimizer stepped and the iteration was not ended; ''
-            if none is due.
+        missing_end: the error of the next training forward, where an optimizer stepped and the iteration was not ended.
         activity: whether anything ran.
         experiment: iterations that end now are not ended (``unrecorded``).
         watcher: who watches (``watch``).
@@ -75,6 +75,7 @@ class Fp8State:
     arenas: list[Arena] = field(default_factory=list)
     capturing: bool = False
     missing_end: str = ""
+    _missed_in_backward: bool = field(default=False, init=False, repr=False, compare=False)
     activity: Activity = field(default_factory=Activity)
     experiment: bool = False
     watcher: Observer | None = None
@@ -151,6 +152,16 @@ class Fp8State:
         finally:
             inside.add(self.counts.since(before))
             vars(self.counts).update(vars(before))
+
+    def miss_end(self, message: str) -> None:
+        """An optimizer stepped, and what ran before is not ended: this is the error of the next training forward."""
+        self.missing_end, self._missed_in_backward = message, in_backward()
+
+    @property
+    def must_end_first(self) -> bool:
+        """Whether a training forward that begins here is an error. Where an optimizer steps inside a backward, what that
+        backward recomputes is not."""
+        return bool(self.missing_end) and not (self._missed_in_backward and in_backward())
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:

@@ -24,7 +24,6 @@ from ...linear.share import Share
 from ...linear.site import GemmSite
 from ...linear.tensor_parallel import ALONE, TensorParallel
 from ...plan.switch import Forwards, Switch, layer_being_built, runs_fp8
-from ...state.iteration import in_backward
 from ..checkpoint.fp8_state import sharded_slots, take_slots
 from ..sites import make_site, prepare, share_of
 
@@ -117,7 +116,7 @@ class _Fp8Site:
         RuntimeError: the last iteration was not ended.
         """
         site = self.fp8_site.acting
-        if site.state.missing_end and self.training and not in_backward():
+        if site.state.missing_end and self.training and site.state.must_end_first:
             raise RuntimeError(site.state.missing_end)
         if fresh := self.is_first_microbatch:
             self.is_first_microbatch = False  # a module is slow to set attributes

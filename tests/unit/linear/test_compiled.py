@@ -16,6 +16,7 @@ from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.plan.switch import current_switch, fp8_disabled, remember_fp8, runs_fp8
 from megatron_fp8.state.counts import IterationCounts
 from megatron_fp8.state.fp8_state import Fp8State
+from megatron_fp8.state.iteration import LATER, NOW
 from megatron_fp8.state.phases import Phases
 from tests.support.kept_for_backward import saved
 from tests.support.sites import ALL_RECIPES, data, make_site, randn
@@ -216,7 +217,7 @@ def test_backward_uses_the_weights_scale_of_its_forward(again):
     assert_same_bytes(*outcomes)
 
 
-def test_a_recomputed_forward_records_nothing():
+def test_a_recomputed_forward_records_as_in_eager_mode():
     x, w, dy = data(40, 64, 48)
     x[0, 0] = torch.nan
 
@@ -234,7 +235,7 @@ def test_a_recomputed_forward_records_nothing():
     for expected, mine in zip(*found, strict=True):
         assert_same_bytes(mine, expected)
     alike(eager, traced)
-    assert traced.state.last.nonfinite == 1
+    assert traced.state.last.nonfinite == eager.state.last.nonfinite == 2
 
 
 def test_layers_of_one_recipe_share_a_graph_and_others_do_not():
@@ -277,7 +278,7 @@ def test_switches_and_phases_are_guarded():
         with fp8_disabled("inside" if inside else None):
             if runs_fp8(site, current_switch()):
                 return fp8_linear(x, w, None, site)
-            return observe_high_precision(x, w, torch.nn.functional.linear(x, w), site)
+            return observe_high_precision(x, w, torch.nn.functional.linear(x, w), site, training=True)
 
     sites = [make_site("delayed", state=Fp8State(phases=Phases(0.5, length=8)))[0] for _ in range(2)]
     runs = (linear, compiled(linear))
@@ -339,25 +340,25 @@ def test_weights_that_live_as_fp8_break_the_graph_and_keep_their_bits():
 # ----------------------------------------------------------------------------------------------------- operators
 
 
+@pytest.mark.parametrize(("training", "when"), [(True, NOW), (False, LATER)])
 @pytest.mark.parametrize("name", ["delayed", "mxfp8", "no-input"])
-def test_operators_are_what_their_descriptions_say(name):
+def test_operators_are_what_their_descriptions_say(name, training, when):
     """Shapes, strides and dtypes before there are values; no aliases; nothing written that the schema does not name."""
     from megatron_fp8.linear import compiled as linear_op
 
     x, w, dy = leaves(*data(40, 64, 48))
     site = make_site(name)[0]
     keeps = name != "no-input"
-    arguments = (x, w, None, site.traced.handle, site.traced.saved_layout, "", keeps, True, 0)
+    arguments = (x, w, None, site.traced.handle, site.traced.saved_layout, "", keeps, training, when, 0)
     torch.library.opcheck(linear_op.linear, arguments)
     with torch.no_grad():
-        _, *kept, stamp, scale = linear_op.linear(*arguments)
-        given = kept if keeps else [x.detach()]
+        _, codes, scales, *about_forward = linear_op.linear(*arguments)
+        given = [codes, scales] if keeps else [x.detach()]
         arguments = (
             dy.detach(),
             given,
             w.detach(),
-            stamp,
-            scale,
+            *about_forward,
             site.traced.handle,
             site.traced.saved_layout,
             "",
@@ -367,7 +368,7 @@ def test_operators_are_what_their_descriptions_say(name):
             dy.dtype,
         )
         torch.library.opcheck(linear_op.linear_backward, arguments)
-    torch.library.opcheck(linear_op.observe, (x, w, dy, site.traced.handle, 0))
+    torch.library.opcheck(linear_op.observe, (x, w, dy, site.traced.handle, training, 0))
 
 
 def test_graphs_of_a_torch_that_would_capture_operators_are_refused(monkeypatch):
@@ -375,7 +376,7 @@ def test_graphs_of_a_torch_that_would_capture_operators_are_refused(monkeypatch)
 
     x, w, _ = data(40, 64, 48)
     site = make_site("rowwise")[0]
-    arguments = (x, w, None, site.traced.handle, site.traced.saved_layout, "", False, True, 0)
+    arguments = (x, w, None, site.traced.handle, site.traced.saved_layout, "", False, True, NOW, 0)
     for name in ("is_available", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
     linear_op.linear(*arguments)

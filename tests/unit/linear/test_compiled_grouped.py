@@ -18,6 +18,7 @@ from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.state.counts import IterationCounts
 from megatron_fp8.state.fp8_state import Fp8State
+from megatron_fp8.state.iteration import LATER, NOW
 from tests.support.kept_for_backward import saved
 from tests.support.sites import make_site, randn
 
@@ -284,26 +285,26 @@ def test_offloaded_activations_come_back_the_same(recipe: str) -> None:
 # ----------------------------------------------------------------------------------------------------- operators
 
 
+@pytest.mark.parametrize(("training", "when"), [(True, NOW), (False, LATER)])
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "no-input"])
-def test_operators_are_what_their_descriptions_say(recipe: str) -> None:
+def test_operators_are_what_their_descriptions_say(recipe: str, training: bool, when: str) -> None:
     """Shapes, strides and dtypes before there are values; no aliases; nothing written that the schema does not name."""
     from megatron_fp8.linear import compiled_grouped as op
 
     x, weights, sites = randn(127, K, seed=1).requires_grad_(), parameters(), experts(recipe)
     handles, layout = [site.traced.handle for site in sites], sites[0].traced.saved_layout
     counts, keeps = torch.tensor(NUMBERS[0]), recipe != "no-input"
-    arguments: Any = (x, weights, counts, handles, layout, keeps, True, 0)
+    arguments: Any = (x, weights, counts, handles, layout, keeps, training, when, 0)
     torch.library.opcheck(op.grouped_linear, arguments)
     with torch.no_grad():
-        _, *kept, stamps, scales = op.grouped_linear(*arguments)
+        _, codes, scales, *about_forward = op.grouped_linear(*arguments)
         plain = [weight.detach() for weight in weights]
         arguments = (
             randn(127, N, seed=3),
-            kept if keeps else [x.detach()],
+            [codes, scales] if keeps else [x.detach()],
             plain,
             counts,
-            stamps,
-            scales,
+            *about_forward,
             handles,
         )
         torch.library.opcheck(
@@ -344,5 +345,5 @@ def test_a_policy_keeps_experts_results_by_the_operators_name(kept: bool) -> Non
         found.append((step(run, sites, parameters(), NUMBERS[0]), sites[0].state.finish_iteration()))
     for one, other in zip(found[0][0], found[1][0], strict=True):
         assert_same_bytes(one, other)
-    assert found[1][1].nonfinite == found[0][1].nonfinite
+    assert found[1][1].nonfinite == found[0][1].nonfinite * (1 if kept else 2)
     assert found[1][1].fp8_gemms - found[0][1].fp8_gemms == (0 if kept else 3)

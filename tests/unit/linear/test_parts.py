@@ -164,7 +164,7 @@ def test_warm_up_fills_the_histories_of_every_cast_and_no_others():
     assert site.has_histories and not make_site("tensorwise", overrides={"*:wgrad": "mxfp8"})[0].has_histories
     x, w, dy = data(40, 64, 48)
     y = (x.requires_grad_() @ w.t()).requires_grad_()
-    observe(site, x, w, y, record=True)
+    observe(site, x, w, y, training=True)
     y.backward(dy)
     site.state.finish_iteration()
     roles = [slot.name.rpartition(".")[2] for slot in site.state.slots()]

@@ -106,12 +106,15 @@ def test_nothing_keeps_it_alive():
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     parameter.grad = torch.ones(1)
     optimizer.step()
-    assert not runtime.state.owed, "no FP8 GEMM ran"
+    assert not runtime.state.missing_end, "no FP8 GEMM ran"
     runtime.state.counts.fp8_gemms = 3
-    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
-    assert not runtime.state.owed, "another model's optimizer"
     optimizer.step()
-    assert runtime.state.owed and runtime in living_runtimes()
+    assert not runtime.state.missing_end, "no backward came"
+    runtime.state.activity.backwards = 1
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+    assert not runtime.state.missing_end, "another model's optimizer"
+    optimizer.step()
+    assert runtime.state.missing_end and runtime in living_runtimes()
     gone = weakref.ref(runtime)
     del runtime
     gc.collect()

@@ -18,8 +18,6 @@ from megatron_fp8.nn import (
     register_fp8_step,
 )
 from megatron_fp8.quantizer import Quantizer
-from megatron_fp8.recipe import DelayedScaling
-from megatron_fp8.state.counts import IterationCounts
 from tests.support.tower import DELAYED, Tower, assert_same_state, batch, sgd, train
 
 
@@ -64,36 +62,6 @@ def test_accumulation_is_one_iteration():
     for part in ("scale", "amax_history"):
         name = f"up.input.{part}"
         assert_same_bytes(fp8_state_dict(model)[name], fp8_state_dict(whole)[name], name)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_backward_through_evaluation_leaves_no_trace(compiled):
-    """Neither amaxes nor counts, and so no step that is owed: gradients of an input, between fp8_step and the step."""
-    model = convert_to_fp8(Tower(), DELAYED)
-    call, optimizer = torch.compile(model, backend="aot_eager") if compiled else model, sgd(model)
-    call(batch(0)).square().mean().backward()
-    fp8_step(model)
-    state, before = model.up.fp8_site.state, fp8_state_dict(model)
-    model.eval()
-    (call(batch(1)) * float("inf")).sum().backward()
-    model.train()
-    after = fp8_state_dict(model)
-    assert all(torch.equal(before[key], after[key]) for key in before)
-    assert not state.arenas[0].rows.any() and state.counts == IterationCounts()
-    optimizer.step()
-    call(batch(2))
-
-
-def test_a_backward_through_evaluation_draws_no_random_bits():
-    """Training that rounds gradients stochastically goes on as it would have without."""
-    models = [convert_to_fp8(Tower(), DelayedScaling(stochastic_rounding=True)) for _ in range(2)]
-    for model in models:
-        train(model, sgd(model), range(1))
-    models[0].eval()(batch(1)).sum().backward()
-    for model in models:
-        model.train().zero_grad()
-        train(model, sgd(model), range(1, 3))
-    assert_same_state(*models)
 
 
 def test_a_module_called_twice_has_one_history():

@@ -52,7 +52,7 @@ def test_one_collective_for_any_number_of_slots(ranks: RankPool, count: int):
     first, second = ranks(2).run(collectives_of_an_iteration, count)
     assert first == second, "all ranks have the same amaxes, counts and scales"
     sent, reported, amaxes, scales, nonfinite = first
-    assert sent == [("all_reduce", 2 * 4 * count + 4)], "two float32 a slot, and whether slots were added"
+    assert sent == [("all_reduce", 2 * 4 * count + 8)], "two float32 a slot, and two flags"
     assert reported == 1
     assert amaxes == [10.0 * i + 2 for i in range(count)]
     assert scales == [np.float32(448 if i % 2 else 57344) / np.float32(a) for i, a in enumerate(amaxes)]

@@ -70,15 +70,18 @@ def test_sees_every_cast_and_product(recipe):
     assert torch.equal(fprop, y) and torch.equal(dgrad, x.grad) and torch.equal(wgrad.to(w.dtype), w.grad)
 
 
-def test_says_what_is_not_recorded():
+def test_hears_of_an_evaluation_that_gradients_pass_through_and_says_that_no_other_is_recorded():
     state, watch = Fp8State(), Recording()
     site, _ = make_site("tensorwise", state=state, name="fc1")
     state.watch(watch)
     step(site, training=False)
-    assert {slot: recorded for slot, *_, recorded in watch.casts}["fc1.input"] is False
-    assert watch.others == [
-        ("not recorded", gemm) for gemm in ("fprop", "dgrad", "wgrad")
-    ]  # evaluation's backward too
+    assert [(slot, recorded) for slot, *_, recorded in watch.casts] == [
+        (f"fc1.{role}", True) for role in ("input", "weight", "grad_output")
+    ]
+    assert not watch.others
+    with torch.no_grad():
+        fp8_linear(randn(64, 32, seed=1), randn(96, 32, seed=2), None, site, training=False)
+    assert watch.others == [("not recorded", "fprop")]
 
 
 def test_hears_of_layers_in_high_precision_and_of_the_end():
@@ -96,7 +99,8 @@ def test_hears_of_layers_in_high_precision_and_of_the_end():
     assert (kind, site, recorded) == ("high precision", "1", True) and torch.equal(seen, y)
     assert end == ("ended", 0)
     assert {slot.partition(".")[0] for slot, *_ in watch.casts} == {"0"}
-    model.eval()(randn(64, 32, seed=1))
+    with torch.no_grad():
+        model.eval()(randn(64, 32, seed=1))
     assert [what for what, *_ in watch.others[2:]] == ["not recorded"] * 2
 
 
