@@ -69,7 +69,10 @@ def stood_for() -> dict[int, int]:
 @contextlib.contextmanager
 def forking_python(folder: Path) -> Iterator[str]:
     """Writes the script into `folder` and serves it; yields its path."""
-    path, address = folder / "forking-python", f"\0forking-{uuid.uuid4().hex}"  # no file that could go or be too long
+    path, address = (
+        folder / "forking-python",
+        f"\0forking-{uuid.uuid4().hex}",
+    )  # no file that could go or be too long
     path.write_text(SCRIPT.format(python=sys.executable, address=address))
     path.chmod(0o755)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -117,7 +120,9 @@ def _serve(asked: socket.socket, path: str) -> None:
         with contextlib.suppress(ConnectionError):
             asked.sendall(str(process.exitcode).encode())
             asked.shutdown(socket.SHUT_WR)
-            while asked.recv(64):  # signals that came too late: closed before they are read, it would reset the script's end
+            while asked.recv(
+                64
+            ):  # signals that came too late: closed before they are read, it would reset the script's end
                 pass
 
 

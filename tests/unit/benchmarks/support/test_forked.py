@@ -33,7 +33,7 @@ def test_it_is_heard_as_a_real_process(tmp_path: Path, end: str) -> None:
     script, (code, exit_code) = tmp_path / "script.py", ENDS[end]
     script.write_text(SCRIPT.format(end=code))
     env = environment(WORD="ham")
-    forked = python(str(script), "--a", "b c", env=env, timeout=60, cwd=tmp_path)
+    forked = python(str(script), "--a", "b c", env=env, timeout=200, cwd=tmp_path)
     real = subprocess.run(
         [sys.executable, str(script), "--a", "b c"],
         capture_output=True, text=True, stdin=subprocess.DEVNULL, env=env, cwd=tmp_path, check=False,
@@ -52,7 +52,7 @@ def test_a_module_runs_as_main_and_nothing_is_imported_again(tmp_path: Path) -> 
         "print(is_installed())\n"
     )
     path = f"{tmp_path}:{environment()['PYTHONPATH']}"
-    done = python("-m", "told", "x", env=environment(PYTHONPATH=path), timeout=60)
+    done = python("-m", "told", "x", env=environment(PYTHONPATH=path), timeout=200)
     assert (done.stdout, done.stderr) == ("__main__ ['x'] True 1\nFalse\n", "")
 
 

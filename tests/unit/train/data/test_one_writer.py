@@ -64,22 +64,22 @@ def test_two_starts_with_one_number_prepare_the_same_text_once(prepare, cache, m
     def slow(*given):
         written.append(1)
         writing.set()
-        assert go_on.wait(20)
+        assert go_on.wait(200)
         return usual(*given)
 
     monkeypatch.setattr(corpus, "_write", slow)
     threads = [threading.Thread(target=lambda: found.append(prepare())) for _ in range(2)]
     threads[0].start()
-    assert writing.wait(20)
+    assert writing.wait(200)
     threads[1].start()
     said = ""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 200
     while "waiting for process" not in said and time.monotonic() < deadline:
         said += capsys.readouterr().err
         time.sleep(0.01)
     go_on.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(200)
     assert len(found) == 2 and found[0] == found[1] and written == [1]
     assert said.count(f"lock        waiting for process {os.getpid()} on ") == 1
     assert sorted(path.name for path in found[0].iterdir()) == ["corpus.bin", "corpus.idx", "corpus.json"]
