@@ -138,7 +138,9 @@ def test_what_another_user_left_is_moved_or_said(prepare, cache, capsys, monkeyp
     monkeypatch.setattr(run_lock.RunLock, "_write", refused)  # the lock is another user's
     if sticky:
         monkeypatch.setattr(Path, "rename", refused)
-        with pytest.raises(ValueError, match=f"cannot be written .*, or have '{folder}' removed, which another"):
+        with pytest.raises(
+            ValueError, match=f"cannot be written .*, or have '{folder}' removed, which another"
+        ):
             prepare()
         return
     assert prepare() == folder and {path.name: path.read_bytes() for path in folder.iterdir()} == whole
@@ -180,4 +182,7 @@ def test_nothing_else_is_removed_from_a_folder_that_is_no_cache_alone(prepare, c
     (foreign / ".git").mkdir(parents=True)
     (foreign / LOCK).write_bytes((run / LOCK).read_bytes())
     prepare()
-    assert sorted(run.rglob("*")) == before and sorted(foreign.iterdir()) == [foreign / ".git", foreign / LOCK]
+    assert sorted(run.rglob("*")) == before and sorted(foreign.iterdir()) == [
+        foreign / ".git",
+        foreign / LOCK,
+    ]
