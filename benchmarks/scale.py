@@ -40,6 +40,10 @@ BEGIN, END = "<!-- python -m benchmarks.scale --write: from here -->", "<!-- to 
 WORLDS = (8, 64, 512, 2048, 16384)
 NAMES = ("llama3_8b", "llama3_70b", "deepseek_v3")
 SITES_A_LAYER = 100
+SIZES = {
+    "dense": (250, 500, 1000), "experts": (100, 200, 1000), "linears": (100, 1000), "replicas": (1, 16, 64, 512),
+}  # fmt: skip
+"""What is measured -> layers, or ranks."""
 EXPERTS = 49  # of two linears each, beside attention's two: 100 sites a layer
 
 
@@ -322,10 +326,10 @@ def main() -> int:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     found = {
-        "dense": [megatron(layers) for layers in (250, 500, 1000)],
-        "experts": [megatron(layers, EXPERTS) for layers in (100, 200, 1000)],
-        "linears": [linears(layers) for layers in (100, 1000)],
-        "replicas": [replicas(ranks) for ranks in (1, 16, 64, 512)],
+        "dense": [megatron(layers) for layers in SIZES["dense"]],
+        "experts": [megatron(layers, EXPERTS) for layers in SIZES["experts"]],
+        "linears": [linears(layers) for layers in SIZES["linears"]],
+        "replicas": [replicas(ranks) for ranks in SIZES["replicas"]],
     }
     torch.distributed.destroy_process_group()
     titles = {

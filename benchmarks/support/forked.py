@@ -114,6 +114,8 @@ def started(
     arguments = (list(command), dict(env), cwd, stdin, stdout, stderr, executable, ignored, name)
     process = CONTEXT.Process(target=with_room, args=(_as_command, *arguments))
     process.start()
+    # At each start, from any thread, multiprocessing asks for the ends of all its children, and each can be read once.
+    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
     return process
 
 

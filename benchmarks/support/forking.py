@@ -19,6 +19,7 @@ import os
 import socket
 import sys
 import threading
+import uuid
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -47,7 +48,7 @@ if code < 0:
     if -code != signal.SIGKILL:
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
-sys.exit(code)
+os._exit(code)  # at its usual end Python stops listening first, and a late signal would kill it
 """
 
 
@@ -68,7 +69,10 @@ def stood_for() -> dict[int, int]:
 @contextlib.contextmanager
 def forking_python(folder: Path) -> Iterator[str]:
     """Writes the script into `folder` and serves it; yields its path."""
-    path, address = folder / "forking-python", str(folder / "forking")
+    path, address = (
+        folder / "forking-python",
+        f"\0forking-{uuid.uuid4().hex}",
+    )  # no file that could go or be too long
     path.write_text(SCRIPT.format(python=sys.executable, address=address))
     path.chmod(0o755)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -113,8 +117,13 @@ def _serve(asked: socket.socket, path: str) -> None:
                 break
             _pass_on(signals, process.pid)
         process.join()
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(ConnectionError):
             asked.sendall(str(process.exitcode).encode())
+            asked.shutdown(socket.SHUT_WR)
+            while asked.recv(
+                64
+            ):  # signals that came too late: closed before they are read, it would reset the script's end
+                pass
 
 
 def _pass_on(signals: bytes, pid: int) -> None:

@@ -3,8 +3,8 @@
     settings = read(["--config=examples/configs/llama3_8b.yaml", "--model.fp8_param=true"], gpus=64)
 
 Files and dotted options are as `megatron-fp8 train` takes them; a later option wins, and options win over files. Names
-of keys are checked against the tables of train/config, values of what is read here by their rules. The whole config is
-checked by `train --dry-run`.
+of keys are checked against the tables of train/config, values of what is read here and of all sections but the model's by
+their rules. What Megatron-Core, the data or the machine would refuse, `train --dry-run` does.
 
 Rejected: train's own parser. Its model section is made of Megatron-Core's dataclass, whose import takes longer than all
 of an estimate, and is not there on a laptop. A test compares what both read.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,11 @@ from ..train.config.sections import (
     OptimizerSection,
     TelemetrySection,
     TrainSection,
+    check_loss_scaling,
+    check_rewinds,
+    check_sections,
+    check_telemetry,
+    settle_warmup,
 )
 from .model import Model
 from .model_rules import MODEL_RULES, UNKNOWN_SHAPES
@@ -145,13 +151,14 @@ def given_keys(options: list[str]) -> dict[str, Any]:
 def settle(given: dict[str, Any], gpus: int | None = None) -> Settings:
     """The settings of values by dotted key; arguments and errors otherwise as ``read``'s."""
     sections: dict[str, Any] = {}
-    for name in ("train", "optimizer"):
+    for name in _SECTIONS:
         keys = {item.name for item in dataclasses.fields(_SECTIONS[name])}
         sections[name] = _SECTIONS[name](**{k: given[f"{name}.{k}"] for k in keys if f"{name}.{k}" in given})
         check_rules(name, sections[name])
     section = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("model.")}
     train = sections["train"]
     model, notes = _model(section, given, train.seq_length)
+    _check_together(sections, model, given.get("model.fp8_guard"))
     ranks = model.model_ranks
     if gpus is None:
         gpus = least_ranks(model)
@@ -166,6 +173,20 @@ def settle(given: dict[str, Any], gpus: int | None = None) -> Settings:
     settings = Settings(model, train, sections["optimizer"], gpus, tuple(notes))
     _check_batch(settings)
     return settings
+
+
+def _check_together(sections: dict[str, Any], model: Model, guard: Any) -> None:
+    """ValueError if sections do not fit each other, as train has it."""
+    train, optimizer, checkpoint, telemetry = (
+        sections[name] for name in ("train", "optimizer", "checkpoint", "telemetry")
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # train says it
+        settle_warmup(train, optimizer)
+    check_sections(train, optimizer, checkpoint)
+    check_loss_scaling(optimizer, fp16=model.fp16)
+    check_telemetry(telemetry)
+    check_rewinds(train, checkpoint, telemetry, guard)
 
 
 def _check_batch(settings: Settings) -> None:

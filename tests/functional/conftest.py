@@ -8,6 +8,14 @@ import pytest
 import yaml
 
 from tests.support.command import MODEL
+from tests.support.ports import held_ports
+
+
+@pytest.fixture
+def port():
+    """Where a test's programs may listen."""
+    with held_ports(1) as (found,):
+        yield found
 
 
 @pytest.fixture(scope="module")

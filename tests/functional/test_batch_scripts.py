@@ -43,7 +43,7 @@ def test_no_word_is_split_or_run(tmp_path, script):
         env=variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     given = noted.read_text().split("\0")[:-1]

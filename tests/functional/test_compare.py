@@ -137,9 +137,8 @@ def test_a_comparison_that_is_killed_with_its_ranks_goes_on_to_the_same_table(
     said = [str(tmp_path / "stdout"), str(tmp_path / "stderr")]
     command = ["-m", "megatron_fp8", "compare", *options, f"--out={killed}"]
     comparison = started(command, environment(), str(ROOT), *said, executable=forking_python)
-    deadline = time.monotonic() + 100
     while not (metrics.exists() and metrics.read_bytes().count(b"\n")):
-        assert comparison.is_alive() and time.monotonic() < deadline, Path(said[1]).read_text()
+        assert comparison.is_alive(), Path(said[1]).read_text()
         time.sleep(0.02)
     comparison.kill()
     comparison.join()

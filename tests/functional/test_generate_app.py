@@ -183,7 +183,7 @@ def test_a_token_goes_the_short_way(heard, folder):
         pytest.skip("this processor multiplies few rows as it does many")
     path = folder / "tokens.json"
     command = ["generate", folder / "run", "--prompt", "abcde", "--temperature", "0"]
-    done = python(APP, "tokens", str(path), *map(str, command), env=environment(), timeout=100)
+    done = python(APP, "tokens", str(path), *map(str, command), env=environment(), timeout=200)
     assert done.returncode == 0 and done.stdout == heard["greedy"][2], done.stderr
     taken = [rows for rows, short in json.loads(path.read_text()) if short]
     assert taken == [5] + [1] * (CONTEXT - 5 - 1)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import MEASURED, ROOT, environment, lines
-from tests.support.slurm_cluster import free_ports
+from tests.support.ports import held_ports
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.waits]
 
@@ -27,7 +27,8 @@ class Ranks:
     """The ranks of a run, without torchrun: rank 0 keeps the store. `said[rank]` is what each wrote, once all ended."""
 
     def __init__(self, folder, python, told, *arguments, count=2, **variables):
-        (port,) = free_ports(1)
+        self._ports = held_ports(1)
+        (port,) = self._ports.__enter__()
         folder.mkdir(parents=True)
         self.logs = [folder / f"{rank}.log" for rank in range(count)]
         self.processes = []
@@ -48,6 +49,7 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.wait()
+        self._ports.__exit__(None, None, None)
 
     def wait(self, rank, timeout=240):
         return self.processes[rank].wait(timeout)

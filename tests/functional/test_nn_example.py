@@ -85,7 +85,7 @@ def test_the_example_learns_in_fp8_as_in_float32(forking_python, recipe):
         [forking_python, str(script), "--recipe", recipe],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
         cwd=ROOT,
         env={
             "PYTHONPATH": str(ROOT),

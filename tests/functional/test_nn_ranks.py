@@ -125,7 +125,7 @@ def ddp_case(recipe: Any, converted_first: bool) -> None:
 
 @pytest.mark.parametrize("recipe", [DELAYED, "mxfp8"], ids=["delayed", "mxfp8"])
 def test_ddp_is_data_parallelism_by_hand_to_the_bit(ranks, recipe):
-    ranks(2).run(ddp_case, recipe, recipe == "mxfp8", timeout=60)
+    ranks(2).run(ddp_case, recipe, recipe == "mxfp8")
 
 
 def shard(model: nn.Module, **options: Any) -> nn.Module:
@@ -168,19 +168,19 @@ def padded_scales_case() -> bool:
 
 
 def test_scales_of_a_kernel_travel_without_their_padding(ranks):
-    assert ranks(2).run(padded_scales_case, timeout=60) == [True, True]
+    assert ranks(2).run(padded_scales_case) == [True, True]
 
 
 @pytest.mark.parametrize(
     "recipe", ["tensorwise", DELAYED, "blockwise"], ids=["tensorwise", "delayed", "blockwise"]
 )
 def test_fully_shard_with_fp8_all_gather_is_ddp_to_the_bit(ranks, recipe):
-    ranks(2).run(fsdp_case, recipe, True, timeout=60)
+    ranks(2).run(fsdp_case, recipe, True)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8"])
 def test_fully_shard_with_high_precision_all_gather_is_ddp_to_the_bit(ranks, recipe):
-    ranks(2).run(fsdp_case, recipe, False, timeout=60)
+    ranks(2).run(fsdp_case, recipe, False)
 
 
 # ------------------------------------------------------------------------------------------- what travels, and stays
@@ -241,12 +241,12 @@ def bytes_case(recipe: Any, policy: MixedPrecisionPolicy, width: int) -> None:
     "recipe", ["tensorwise", DELAYED, "blockwise"], ids=["tensorwise", "delayed", "blockwise"]
 )
 def test_a_weight_travels_as_one_byte_a_value(ranks, recipe):
-    ranks(2).run(bytes_case, recipe, MixedPrecisionPolicy(), 4, timeout=60)
+    ranks(2).run(bytes_case, recipe, MixedPrecisionPolicy(), 4)
 
 
 def test_beside_bf16_parameters_and_gradients_in_float32(ranks):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    ranks(2).run(bytes_case, "tensorwise", policy, 2, timeout=60)
+    ranks(2).run(bytes_case, "tensorwise", policy, 2)
 
 
 def freed_case() -> None:
@@ -266,7 +266,7 @@ def freed_case() -> None:
 
 
 def test_no_rank_keeps_codes_of_all_weights_between_forward_and_backward(ranks):
-    ranks(2).run(freed_case, timeout=60)
+    ranks(2).run(freed_case)
 
 
 def odd_case() -> None:
@@ -302,7 +302,7 @@ def odd_case() -> None:
 
 
 def test_uneven_shards_tied_and_frozen_weights(ranks):
-    ranks(2).run(odd_case, timeout=60)
+    ranks(2).run(odd_case)
 
 
 def refusals_case() -> None:
@@ -330,7 +330,7 @@ def refusals_case() -> None:
 
 
 def test_what_cannot_be_gathered_as_codes_is_refused(ranks):
-    ranks(2).run(refusals_case, timeout=60)
+    ranks(2).run(refusals_case)
 
 
 def smaller_mesh_case() -> None:
@@ -370,7 +370,7 @@ def disagreement_case() -> None:
 
 
 def test_ranks_that_hold_other_linears_are_an_error_and_no_hang(ranks):
-    ranks(2).run(disagreement_case, timeout=60)
+    ranks(2).run(disagreement_case)
 
 
 def one_collective_case() -> list[int]:
@@ -389,7 +389,7 @@ def one_collective_case() -> list[int]:
 
 
 def test_one_collective_an_iteration_whatever_the_model(ranks):
-    assert ranks(2).run(one_collective_case, timeout=60) == [[1, 1], [1, 1]]
+    assert ranks(2).run(one_collective_case) == [[1, 1], [1, 1]]
 
 
 # ------------------------------------------------------------------------------- with torch.compile and checkpointing
@@ -423,4 +423,4 @@ def together_case(kind: str, recipe: Any) -> None:
     ids=["ddp", "fsdp", "fsdp of codes", "checkpointed fsdp of codes"],
 )
 def test_compiled_and_checkpointed_models_keep_the_bits(ranks, kind, recipe):
-    ranks(2).run(together_case, kind, recipe, timeout=100)
+    ranks(2).run(together_case, kind, recipe)

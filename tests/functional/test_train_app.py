@@ -1,7 +1,6 @@
 """The training app as people run it: subprocesses, torchrun, SLURM's variables, files, exit codes."""
 
 import json
-import socket
 import subprocess
 
 import pytest
@@ -89,13 +88,10 @@ def test_report_prints_a_run(trained):
         assert fact in shown.stdout
 
 
-def test_the_same_config_gives_the_same_losses_to_the_bit_under_slurm(trained, folder, forking_python):
+def test_the_same_config_gives_the_same_losses_to_the_bit_under_slurm(trained, folder, forking_python, port):
     """The same run again, launched as srun does it, from the first run's own config.yaml."""
     first, _ = trained
     second = folder / "runs" / "second"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [forking_python, "-m", "megatron_fp8", "train", f"--config={first / 'config.yaml'}"]
     ranks = [
         subprocess.Popen(

@@ -101,7 +101,7 @@ def parse(arguments: list[str]) -> RunConfig:
     range, a file that is missing or not YAML.
     """
     arguments = _files_first(_with_config_files(_normalised(data_as_paths(arguments))))
-    # Key: what was written, and the file it is in; what comes later wins.
+    # Key: what was written, and the file it is in. Of several files the later one wins.
     given: dict[str, tuple[Any, str]] = {}
     files = []
     for name, value in _named(arguments):
@@ -123,7 +123,7 @@ def parse(arguments: list[str]) -> RunConfig:
             given.update({key: (item, f"{value}: ") for key, item in items.items()})
         elif name not in _NOT_IN_FILES:
             _check_key(name, "--")
-            given[name] = (value, "")
+            given.setdefault(name, (value, ""))
     values = _typed(arguments, given)
     sections = {name: kind(**values.get(name, {})) for name, kind in SECTIONS.items()}
     own = {name: values[name] for name in _OWN if values.get(name) is not None}
@@ -180,11 +180,23 @@ def _typed(arguments: list[str], given: dict[str, tuple[Any, str]]) -> dict[str,
             raise ValueError(message) from error
         rule = rule_of(key)
         words = rule.words if rule else _FREE_WORDS if key in _FREE_FORM else f"of its type ({message})"
-        value, where = given[key]
+        value, where = _refused(key, arguments) or given[key]
         raise ValueError(
             f"{where}{key}={shown(value)} must be {words}: change it, or leave it out."
         ) from error
     return parsed.as_dict() if hasattr(parsed, "as_dict") else vars(parsed)
+
+
+def _refused(key: str, arguments: list[str]) -> tuple[str, str] | None:
+    """Of the options with this key the first that the parser refuses, as in `given`; None: a file's value is at fault."""
+    for argument, after in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = argument.partition("=")
+        if name.removesuffix("+") == f"--{key}":
+            try:
+                _parser().parse_args([argument] if equals else [argument, after], defaults=False)
+            except Exception:
+                return (value if equals else after), ""
+    return None
 
 
 _KEY = re.compile(r"[Kk]ey [\"']([\w.]+)")  # where jsonargparse names what it speaks of

@@ -37,7 +37,8 @@ class TrainSection:
     deterministic: bool = True
     """Same losses to the bit on GPUs too, at some cost there (docs/performance.md). What cannot be so is an error."""
     threads: int = 0
-    """CPU threads per rank, at most 1024; 0 shares the machine's cores among its ranks."""
+    """CPU threads per rank, at most 1024; 0: OMP_NUM_THREADS, or without it (or with 1, which launchers of several ranks
+    set) the machine's cores shared among its ranks."""
     max_skipped_steps: int = 10
     """Skipped steps in a row after which the run ends as failed; those of a loss scale that can still fall do not
     count. 0: never."""

@@ -6,7 +6,8 @@
         ...             files that are whole
 
 A process that is killed leaves `.lock` and `.RANDOM/`. Whoever fills this folder next removes them, and whoever fills
-another one of the cache does, where that process has surely ended or did not renew its lock for an hour.
+another one of the cache does, where that process has surely ended or did not renew its lock for an hour. What another
+user's process left is moved to another name, where its owner's next start removes it.
 """
 
 from __future__ import annotations
@@ -74,7 +75,11 @@ def _take(folder: Path, option: str) -> RunLock:
             return lock
         except LockHeld as held:
             say_once(f"waiting for {held.who}, which makes the same in {str(folder)!r}")
-        time.sleep(_LOOK_S)
+            time.sleep(_LOOK_S)
+        except PermissionError:  # nobody holds it, and another user made it; or there is no such folder
+            aside = folder.with_name(uuid.uuid4().hex)
+            folder.rename(aside)
+            say_once(f"{str(folder)!r} was left by another user's start: moved to {str(aside)!r}")
 
 
 def _let_go(lock: RunLock) -> None:
@@ -93,9 +98,8 @@ def _remove_leftovers(ours: Path) -> None:
     now = (
         (ours / LOCK).stat().st_mtime
     )  # its file system's clock, which that of this machine need not agree with
-    for path in ours.parent.glob(
-        f"{_RANDOM}/{LOCK}"
-    ):  # nothing else: the cache may be a folder that has runs, too
+    for unfinished in ours.parent.glob(f"{_RANDOM}/.{_RANDOM}"):  # nothing else: runs may lie beside it
+        path = unfinished.with_name(LOCK)
         if path.parent == ours:
             continue
         with suppress(LockHeld, OSError):  # it lives after all, or it is another user's

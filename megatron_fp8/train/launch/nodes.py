@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from threading import Timer
+from threading import Event, Thread
 
 from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -214,23 +214,21 @@ class _Numbered(RendezvousHandler):
 @contextmanager
 def said_after(seconds: float, say: Callable[[str], None], what: str) -> Iterator[None]:
     """Say what is waited for, after `seconds` and then at doubling intervals, from a thread."""
-    timers: list[Timer] = []
+    over = Event()
 
-    def wait(so_far: float, pause: float) -> None:
-        timer = Timer(pause, tell, (so_far + pause,))
-        timer.daemon = True
-        timers.append(timer)
-        timer.start()
+    def tell() -> None:
+        pause = so_far = seconds
+        while not over.wait(pause):
+            say(f"waiting     {so_far:.0f} s so far for {what}")
+            pause, so_far = so_far, 2 * so_far
 
-    def tell(so_far: float) -> None:
-        say(f"waiting     {so_far:.0f} s so far for {what}")
-        wait(so_far, so_far)
-
-    wait(0.0, seconds)
+    thread = Thread(target=tell, daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        timers[-1].cancel()
+        over.set()
+        thread.join()
 
 
 def _reason(error: BaseException) -> str:

@@ -185,7 +185,7 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
         look_at_gpu_machine(launch.local_world_size)
     else:
         say_unused_gpu()
-        torch.set_num_threads(train.threads or max(1, usable_cores() // launch.local_world_size))
+        torch.set_num_threads(train.threads or _threads(launch))
         replace_slow(torch.float16 if model.fp16 else torch.bfloat16)
     if not dist.is_initialized():
         assert launch.meeting is not None
@@ -213,6 +213,14 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
         create_gloo_process_groups=False,  # for ways to save and load that this package does not take
     )
     seed_streams(train.seed)
+
+
+def _threads(launch: Launch, environ: Mapping[str, str] = os.environ) -> int:
+    """What OMP_NUM_THREADS says, or this rank's share of the cores; launchers of several ranks set 1 by themselves."""
+    asked = environ.get("OMP_NUM_THREADS")
+    if asked and (asked != "1" or launch.local_world_size == 1):
+        return torch.get_num_threads()  # torch has read it
+    return max(1, usable_cores() // launch.local_world_size)
 
 
 def say_unused_gpu() -> None:

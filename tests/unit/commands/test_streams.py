@@ -27,7 +27,7 @@ def test_what_is_closed_goes_nowhere(closed):
     shell = " ".join(f"{number}>&-" for number in closed)
     done = subprocess.run(
         ["sh", "-c", f'exec "$@" {shell}', "sh", sys.executable, "-c", SCRIPT, str(write)],
-        pass_fds=[write], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False,
+        pass_fds=[write], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, timeout=200, check=False,
     )  # fmt: skip
     os.close(write)
     with open(read, "rb") as pipe:
@@ -40,6 +40,6 @@ def test_what_is_closed_goes_nowhere(closed):
 def test_a_number_that_something_else_has_by_now_stays_its():
     done = subprocess.run(
         ["sh", "-c", 'exec "$@" 1>&-', "sh", sys.executable, "-c", SCRIPT, "2", "late"],
-        cwd=ROOT, stderr=subprocess.PIPE, timeout=60, check=False,
+        cwd=ROOT, stderr=subprocess.PIPE, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and "'/'" in done.stderr.decode(), done.stderr

@@ -143,3 +143,25 @@ def test_what_is_not_known_of_experts_is_noted() -> None:
     sent = ["--model.moe_token_dispatcher_type=alltoall", "--model.moe_expert_capacity_factor=1.0"]
     notes = " ".join(read([*experts, *sent]).notes)
     assert "alltoall" not in notes and "no token is dropped here" in notes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--optimizer.loss_scale=3"],
+        ["--optimizer.lr_decay_iters=1", "--optimizer.lr_warmup_iters=5"],
+        ["--telemetry.statistics=[nope]"],
+        ["--data.split=9,9"],
+        ["--checkpoint.keep_last=x"],
+        ["--train.rewind_on_spike=2", "--checkpoint.save_interval=0"],
+    ],
+    ids=" ".join,
+)
+def test_what_the_app_refuses_is_refused(options: list[str]) -> None:
+    from megatron_fp8.train.config import run_config
+
+    for reads in (read, run_config.parse):
+        with pytest.raises(
+            ValueError, match=options[0].removeprefix("--").partition("=")[0].replace(".", r"[. ]")
+        ):
+            reads([TINY, *options])

@@ -66,7 +66,7 @@ def test_files_that_come_late_are_waited_for(tmp_path):
 
     late = threading.Thread(target=write_later)
     late.start()
-    assert unseen(tmp_path, {"there": 3, "late": 3, "growing": 3}, patience=20) == []
+    assert unseen(tmp_path, {"there": 3, "late": 3, "growing": 3}, patience=200) == []
     late.join()
     assert unseen(tmp_path, {"there": 4, "late": 3, "never": 1}, patience=0.1) == ["there", "never"]
     assert unseen(tmp_path / "no folder", {"never": 1}, patience=0.1) == ["never"]

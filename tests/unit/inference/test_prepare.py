@@ -395,3 +395,14 @@ def test_refusals_change_nothing(build, arguments, message):
     with pytest.raises(ValueError, match=message):
         prepare_for_inference(model, **arguments)
     assert model.training and not any(isinstance(p, Fp8Parameter) for p in model.parameters())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_prepared_model_moves_with_its_codes_and_scales(recipe):
+    """To where no values are; no GPU has been tried."""
+    model = prepare_for_inference(converted(recipe)).to("meta")
+    weights = [module.weight for module in model.modules() if isinstance(module, Fp8Linear)]
+    assert weights and all(isinstance(weight, Fp8Parameter) for weight in weights)
+    for weight in weights:
+        held = [weight, *weight.codes, *weight._stored.scale_invs]
+        assert {tensor.device.type for tensor in held} == {"meta"}

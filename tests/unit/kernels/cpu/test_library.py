@@ -85,7 +85,7 @@ def test_a_damaged_library_is_compiled_again(source, cache, tmp_path, damage):
         f"loaded, why = library.load([Path({str(source)!r})], {FLAGS!r}); print(loaded.answer(), why)"
     )
     (tmp_path / "load.py").write_text(code)
-    run = python(str(tmp_path / "load.py"), env=os.environ, timeout=100)
+    run = python(str(tmp_path / "load.py"), env=os.environ, timeout=200)
     assert (run.returncode, run.stdout, run.stderr) == (0, "42 None\n", "")
     assert [path.read_bytes() for path in libraries(cache)] == [good]
 

@@ -125,7 +125,7 @@ def failing_save(folder: str, target: str, rank: int, asynchronous: bool) -> str
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_failure_on_one_rank_is_an_error_on_all(ranks, tmp_path, name):
     target, rank = FAULTS[name]
-    said = ranks(2).run(failing_save, str(tmp_path), target, rank, False, timeout=60)
+    said = ranks(2).run(failing_save, str(tmp_path), target, rank, False)
     assert said[0] == said[1] and f"{str(tmp_path)!r} (rank {rank}: " in said[0]
     wanted = (
         ["Out of range float"] if target.endswith("dumps") else ["No space left on device", "make room there"]
@@ -137,7 +137,7 @@ def test_a_failure_on_one_rank_is_an_error_on_all(ranks, tmp_path, name):
 
 
 def test_an_asynchronous_failure_is_raised_where_all_ranks_meet(ranks, tmp_path):
-    said = ranks(2).run(failing_save, str(tmp_path), FAULTS["a shard"][0], 1, True, timeout=60)
+    said = ranks(2).run(failing_save, str(tmp_path), FAULTS["a shard"][0], 1, True)
     assert said[0] == said[1] and "rank 1" in said[0]
     assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000001"
 
@@ -152,7 +152,7 @@ def test_where_latest_cannot_be_written_the_checkpoint_stays_and_is_named(
     ranks, tmp_path, target, auto, asynchronous
 ):
     """The last fails after ``latest`` was replaced. Whoever goes on from the one before saves the same one again."""
-    said = ranks(2).run(failing_save, str(tmp_path), target, 0, asynchronous, timeout=60)
+    said = ranks(2).run(failing_save, str(tmp_path), target, 0, asynchronous)
     whole = tmp_path / "iter_0000002"
     assert (
         said[0] == said[1]
@@ -233,7 +233,7 @@ def in_its_own_folder(folder: str, asynchronous: bool) -> tuple[str, list[str]]:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_folder_that_is_not_shared_keeps_what_was_there(ranks, tmp_path, asynchronous):
-    first, second = ranks(2).run(in_its_own_folder, str(tmp_path), asynchronous, timeout=60)
+    first, second = ranks(2).run(in_its_own_folder, str(tmp_path), asynchronous)
     assert "The folder is not shared" in first[0] and "such as __1_0.distcp of rank 1" in first[0]
     assert "The folder is not shared" in second[0]
     assert first[1] == ["iter_0000001", "latest", "of rank 1"] and second[1] == []

@@ -6,9 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_a_second_comparison_of_a_folder_is_refused_at_once(tmp_path):
     with launch.held(out):
         with pytest.raises(LockHeld, match=r"--out=.* is in use by another run"), launch.held(out):
             pass
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
     assert not out.exists(), "nothing was written"
 
 
@@ -32,14 +32,14 @@ def test_a_second_comparison_of_a_folder_is_refused_at_once(tmp_path):
 def test_a_trainer_ends_with_a_comparison_that_is_killed():
     reader, writer = os.pipe()
     if not (parent := os.fork()):
-        sleeping = subprocess.Popen(["sleep", "60"], preexec_fn=launch._ending_with_us())
+        sleeping = subprocess.Popen(["sleep", "3600"], preexec_fn=launch._ending_with_us())
         os.write(writer, str(sleeping.pid).encode())
-        time.sleep(60)
+        time.sleep(3600)
         os._exit(1)
     child = int(os.read(reader, 20))
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 200
     while alive(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     if left := alive(child):
@@ -72,7 +72,9 @@ def test_a_run_that_another_process_finishes_is_not_trained_again(tmp_path, monk
     folder = tmp_path / "run"
     lock = RunLock(folder, "run_dir", environ={})
     lock.take(print)
-    threading.Timer(0.6, lock.release).start()
+    monkeypatch.setattr(
+        launch, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: lock.release())
+    )
     monkeypatch.setattr(launch, "_train", None)
     launch.train_all(type("Comparison", (), {"runs": [Run(folder, [""])]})())
     said = capsys.readouterr().err

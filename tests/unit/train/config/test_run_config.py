@@ -347,3 +347,20 @@ def test_one_command_line_leaves_nothing_to_the_next():
             if isinstance(value, list):
                 value.append("left")
     assert parse([]).to_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        (["--data.paths=y", "--data", "z"], "data.paths='y' must be a list"),
+        (["--data.paths", "y", "--data", "z"], "data.paths='y' must be a list"),
+        (["--train.train_iters=x", "--train.train_iters=5"], "train.train_iters='x' must be"),
+        (["--train.train_iters=5", "--train.train_iters", "x"], "train.train_iters='x' must be"),
+        (["--config={file}", "--train.seed=5"], "{file}: train.seed='x' must be"),
+    ],
+)
+def test_of_several_values_the_one_that_is_wrong_is_named(tmp_path, options, refused):
+    file = tmp_path / "run.yaml"
+    file.write_text("train: {seed: x}")
+    with pytest.raises(ValueError, match=f"^{re.escape(refused.format(file=file))}"):
+        parse([option.format(file=file) for option in options])

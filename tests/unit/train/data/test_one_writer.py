@@ -1,7 +1,9 @@
 """One process fills a folder of the cache: others wait for it, and what killed ones left is removed."""
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -64,22 +66,22 @@ def test_two_starts_with_one_number_prepare_the_same_text_once(prepare, cache, m
     def slow(*given):
         written.append(1)
         writing.set()
-        assert go_on.wait(20)
+        assert go_on.wait(200)
         return usual(*given)
 
     monkeypatch.setattr(corpus, "_write", slow)
     threads = [threading.Thread(target=lambda: found.append(prepare())) for _ in range(2)]
     threads[0].start()
-    assert writing.wait(20)
+    assert writing.wait(200)
     threads[1].start()
     said = ""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 200
     while "waiting for process" not in said and time.monotonic() < deadline:
         said += capsys.readouterr().err
         time.sleep(0.01)
     go_on.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(200)
     assert len(found) == 2 and found[0] == found[1] and written == [1]
     assert said.count(f"lock        waiting for process {os.getpid()} on ") == 1
     assert sorted(path.name for path in found[0].iterdir()) == ["corpus.bin", "corpus.idx", "corpus.json"]
@@ -111,6 +113,41 @@ def test_rests_of_other_texts_go_where_their_process_has_surely_ended(prepare, c
     assert set(cache.iterdir()) == {elsewhere, whole, folder}
     assert len(list(elsewhere.glob(".*/corpus.bin"))) == 1
     assert os.listdir(whole) == ["corpus.json"]
+
+
+def test_an_empty_run_beside_it_is_left_alone(prepare, cache):
+    """Whose name looks like the cache's own: its process has ended, and it holds a lock alone."""
+    run = cache / ("6" * 32)
+    _killed(run)
+    shutil.rmtree(next(run.glob(".[0-9a-f]*")))
+    prepare()
+    assert os.listdir(run) == [LOCK]
+
+
+@pytest.mark.parametrize("sticky", [False, True])
+def test_what_another_user_left_is_moved_or_said(prepare, cache, capsys, monkeypatch, sticky):
+    folder = prepare()
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for path in folder.iterdir():
+        path.unlink()
+    _killed(folder)
+
+    def refused(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(run_lock.RunLock, "_write", refused)  # the lock is another user's
+    if sticky:
+        monkeypatch.setattr(Path, "rename", refused)
+        with pytest.raises(
+            ValueError, match=f"cannot be written .*, or have '{folder}' removed, which another"
+        ):
+            prepare()
+        return
+    assert prepare() == folder and {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+    assert f"lock        '{folder}' was left by another user's start: moved to " in capsys.readouterr().err
+    monkeypatch.undo()
+    shutil.rmtree(folder)
+    assert prepare() == folder and set(cache.iterdir()) == {folder}, "its owner's next start removes it"
 
 
 def test_who_was_taken_for_dead_writes_nothing_more(prepare, cache, monkeypatch):
@@ -145,4 +182,7 @@ def test_nothing_else_is_removed_from_a_folder_that_is_no_cache_alone(prepare, c
     (foreign / ".git").mkdir(parents=True)
     (foreign / LOCK).write_bytes((run / LOCK).read_bytes())
     prepare()
-    assert sorted(run.rglob("*")) == before and list(foreign.iterdir()) == [foreign / ".git"]
+    assert sorted(run.rglob("*")) == before and sorted(foreign.iterdir()) == [
+        foreign / ".git",
+        foreign / LOCK,
+    ]

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_fp8.train.launch import hosts
 from megatron_fp8.train.launch.hosts import is_host, leads_here
+from tests.support.ports import held_ports
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,8 @@ def test_an_address_of_another_machine(monkeypatch):
         raise TimeoutError
 
     monkeypatch.setattr(socket, "create_connection", refused)
-    assert not leads_here(ELSEWHERE, free_port())
+    with held_ports(1) as (port,):
+        assert not leads_here(ELSEWHERE, port)
 
 
 def test_an_address_that_leads_here_though_no_interface_has_it(monkeypatch):
@@ -43,21 +45,16 @@ def test_an_address_that_leads_here_though_no_interface_has_it(monkeypatch):
     monkeypatch.setattr(
         socket, "create_connection", lambda place, **options: real(("127.0.0.1", place[1]), **options)
     )
-    assert leads_here(ELSEWHERE, free_port())
+    with held_ports(1) as (port,):
+        assert leads_here(ELSEWHERE, port)
 
 
 def test_somebody_else_who_answers_there(monkeypatch):
     """As a proxy does, which takes every connection."""
-    with socket.create_server(("127.0.0.1", 0)) as proxy:
+    with socket.create_server(("127.0.0.1", 0)) as proxy, held_ports(1) as (port,):
         real = socket.create_connection
         monkeypatch.setattr(hosts, "_ANSWER_S", 0.2)
         monkeypatch.setattr(
             socket, "create_connection", lambda place, **options: real(proxy.getsockname(), **options)
         )
-        assert not leads_here(ELSEWHERE, free_port())
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+        assert not leads_here(ELSEWHERE, port)

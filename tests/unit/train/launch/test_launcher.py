@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
 
+from megatron_fp8.train.launch import nodes
+from megatron_fp8.train.launch import signals as signals_file
 from megatron_fp8.train.launch.launcher import _root
 from megatron_fp8.train.launch.nodes import said_after
 from megatron_fp8.train.launch.signals import Signals, Stopped
-from megatron_fp8.train.stop import ASKED_BY, REASONS, StopRequest
+from megatron_fp8.train.stop import AGAIN_S, ASKED_BY, REASONS, StopRequest
 
 
 def failed(*ends: tuple[int, int]) -> Any:
@@ -35,14 +39,39 @@ def test_the_rank_whose_end_was_the_others(ends, root):
     assert _root(failed(*ends)) == root
 
 
-def test_what_is_waited_for_is_said_at_doubling_intervals():
+def test_what_is_waited_for_is_said_at_doubling_intervals(monkeypatch):
     said: list[str] = []
-    with said_after(0.05, said.append, "node 0"):
-        time.sleep(0.3)
+    waited: list[float | None] = []
+
+    class Over(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waited.append(timeout)
+            return len(waited) > 3 or super().wait(0)
+
+    monkeypatch.setattr(nodes, "Event", Over)
+    with said_after(5, said.append, "node 0"):
+        while len(waited) < 4:
+            time.sleep(0.01)
+    assert waited == [5, 5, 10, 20]
+    assert said == [f"waiting     {seconds} s so far for node 0" for seconds in (5, 10, 20)]
+
+
+def test_nothing_is_said_once_the_waiting_is_over():
+    """A line that was being said then had another one after it."""
+    said: list[str] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def say(line: str) -> None:
+        begun.set()
+        go_on.wait()
+        said.append(line)
+
+    with said_after(0.01, say, "node 0"):
+        begun.wait()
+        threading.Timer(0.05, go_on.set).start()
     before = list(said)
     time.sleep(0.2)
-    assert said == before and 2 <= len(said) <= 3
-    assert all(line.startswith("waiting ") and line.endswith(" s so far for node 0") for line in said)
+    assert said == before
 
 
 def test_signals_are_owed_to_ranks_and_given_back_to_python(monkeypatch, tmp_path):
@@ -67,6 +96,24 @@ def test_signals_are_owed_to_ranks_and_given_back_to_python(monkeypatch, tmp_pat
         (pid, number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM) for pid in (7, 8)
     ]
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_second_ctrl_c_counts_a_second_after_the_first(monkeypatch, tmp_path):
+    now = [100.0]
+    monkeypatch.setattr(signals_file, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    signals = Signals(lambda _: None, tmp_path / "asked by")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with signals.heard():
+            signals.listen(ranks_run=True)
+            signal.raise_signal(signal.SIGINT)
+            now[0] += AGAIN_S
+            signal.raise_signal(signal.SIGINT)
+            now[0] += 0.1
+            with pytest.raises(SignalException, match="a second Ctrl-C"):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_without_ranks_a_signal_ends_the_launcher_at_once(tmp_path):

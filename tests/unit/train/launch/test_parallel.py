@@ -251,7 +251,8 @@ def works_long(beat_s, error):
         return broadcast(*args, **kwargs)
 
     def work():
-        time.sleep(0.5)
+        while beat_s and len(met) < 3:
+            time.sleep(0.01)
         if error:
             raise ValueError("it does not fit")
         return "done"
@@ -292,3 +293,19 @@ def test_each_rank_has_its_own_result_or_all_the_same_error(ranks):
     assert ranks(2).run(finds, ()) == [0, 1]
     assert ranks(2).run(finds, (0, 1)) == ["rank 0 cannot"] * 2
     assert ranks(2).run(finds, (1,)) == ["rank 1 cannot"] * 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "environ", "threads"),
+    [
+        (1, {}, 8),
+        (1, {"OMP_NUM_THREADS": "1"}, 3),
+        (2, {"OMP_NUM_THREADS": "1"}, 4),  # the launcher's
+        (2, {"OMP_NUM_THREADS": "3"}, 3),
+        (2, {"OMP_NUM_THREADS": ""}, 4),
+    ],
+)
+def test_a_rank_has_as_many_threads_as_the_environment_says(monkeypatch, ranks, environ, threads):
+    monkeypatch.setattr(parallel, "usable_cores", lambda: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)  # as torch read it
+    assert parallel._threads(on_node(0, ranks), environ) == threads

@@ -9,11 +9,12 @@ import torch.distributed as dist
 
 from megatron_fp8.train.launch import rendezvous
 from megatron_fp8.train.launch.rendezvous import Rendezvous, check_restarts
+from tests.support.ports import held_ports
 
 TORCHRUN = {
     "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "1",
 }  # fmt: skip
-TIMEOUT = timedelta(seconds=10)
+TIMEOUT = timedelta(seconds=100)
 
 
 def test_an_attempt_does_not_see_what_an_earlier_one_wrote():
@@ -29,14 +30,12 @@ def test_an_attempt_does_not_see_what_an_earlier_one_wrote():
 
 
 def test_under_srun_rank_0_keeps_the_store_and_nobody_comes_before_it():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    other = Rendezvous(1, "127.0.0.1", port, {"SLURM_PROCID": "1"})
-    assert other.connect() is None and not other.hosted
-    first = Rendezvous(0, "127.0.0.1", port, {"SLURM_PROCID": "0"})
-    first.connect().set("a", "b")
-    assert first.hosted and other.connect().get("a") == b"b"
+    with held_ports(1) as (port,):
+        other = Rendezvous(1, "127.0.0.1", port, {"SLURM_PROCID": "1"})
+        assert other.connect() is None and not other.hosted
+        first = Rendezvous(0, "127.0.0.1", port, {"SLURM_PROCID": "0"})
+        first.connect().set("a", "b")
+        assert first.hosted and other.connect().get("a") == b"b"
 
 
 def test_a_name_that_is_not_known_is_said_once_and_refused_in_time(monkeypatch, capfd):
