@@ -95,8 +95,9 @@ def _batches(options: argparse.Namespace, restored: Any, launch: Any) -> list[to
     import numpy as np
     import torch
 
+    from ..train.binding import check_imported
     from ..train.data import corpus
-    from ..train.data.datasets import check_data, check_tokenizer, find_data
+    from ..train.data.datasets import check_data, check_tokenizer, find_data, holds_text
     from ..train.launch.facts import agree_on_inputs
 
     section, length = restored.run.data, restored.run.train.seq_length
@@ -105,6 +106,8 @@ def _batches(options: argparse.Namespace, restored: Any, launch: Any) -> list[to
         if options.config is None:  # a user's text is not copied to where a checkpoint says
             section.cache_dir = None
     check_tokenizer(section, restored.tokenizer, restored.run.model.vocab_size or 0)
+    if holds_text(section):
+        check_imported(restored.run, restored.facts)
     prefixes = find_data(section, restored.tokenizer)
     agree_on_inputs("data", launch, prefixes)
     check_data(prefixes, section, restored.vocab_size)
