@@ -50,7 +50,9 @@ def main(arguments: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser("calibrate", HELP)
     add = parser.add_argument
-    add("--data", nargs="+", metavar="FILE", help="text files, or .bin/.idx prefixes (default: the run's)")
+    add(
+        "--data", nargs="+", metavar="FILE", help="files or folders, as train takes them (default: the run's)"
+    )
     add("--batches", type=int, default=8, help="batches to run (default %(default)s)")
     add("--batch-size", type=int, default=8, help="sequences in each (default %(default)s)")
     add("--percentile", type=float, metavar="P", help="static ranges hold P %% of the values (default: all)")

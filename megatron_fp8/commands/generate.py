@@ -88,8 +88,8 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
     from .. import mcore
 
     mcore.install()
-    from ..train.launch.parallel import on_first_rank
     from ..train.binding import check_imported
+    from ..train.launch.parallel import on_first_rank
     from ..train.restore import restore
 
     restored = restore(

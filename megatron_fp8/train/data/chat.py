@@ -20,16 +20,16 @@ def chat_documents(
 
     A template with ``{% generation %}`` says itself what the assistant wrote. With another one an answer is what
     the template adds to the text that asks for it: the messages before, and add_generation_prompt. Where a
-    template writes earlier answers otherwise once later messages follow (Qwen3 leaves their thoughts out), each answer is the
-    end of a document of its own: what the model is asked for when it is used.
+    template writes earlier answers otherwise once later messages follow (Qwen3 leaves their thoughts out), each answer
+    is the end of a document of its own: what the model is asked for when it is used.
 
     Args:
         messages: each with ``role`` and ``content``.
         tools: for the template; None: none.
         loss: 'all', or 'assistant' for the assistant's part alone.
 
-    Raises ValueError: transformers is not installed, the template refuses the chat, or does not begin an answer's text with the
-    text that asks for it.
+    Raises ValueError: transformers is not installed, the template refuses the chat, or does not begin an answer's text
+    with the text that asks for it.
     """
     if loss == "all":
         text = _render(messages, tools, template)[0]
@@ -44,9 +44,9 @@ def chat_documents(
             text = _render(messages[: place + 1], tools, template)[0]
             if not text.startswith(asked):
                 raise ValueError(
-                    f"the chat template does not begin the text up to message {place + 1} with the text that asks for it, so"
-                    " that where the assistant's part begins is not known: give a template with {% generation %} marks, or"
-                    " leave data.loss out"
+                    f"the chat template does not begin the text up to message {place + 1} with the text that asks for"
+                    " it, so that where the assistant's part begins is not known: give a template with"
+                    " {% generation %} marks, or leave data.loss out"
                 )
             answers.append((text, (len(asked), len(text))))
     whole = _render(messages, tools, template)[0]

@@ -77,18 +77,17 @@ def mask_of(prefix: str) -> str:
     return f"{prefix}_loss"
 
 
-def prepare(
-    files: list[Path], tokenizer: Tokenizer, cache_dir: Path, rules: DocumentRules = _TEXTS
-) -> str:
+def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path, rules: DocumentRules = _TEXTS) -> str:
     """Write `files` as one .bin/.idx pair under `cache_dir` and return its prefix; at once if it is there already.
 
     Where the rules give a loss to a part of it, its mask is written beside it (``mask_of``).
 
-    The folder's name is a hash of the tokenizer, the rules and every file's content. One process writes it, and others that want
-    the same wait (`one_writer.py`). The pair counts once its digests are there, which come last, when all else is on the
+    The folder's name is a hash of the tokenizer, the rules and every file's content. One process writes it, and others
+    that want the same wait (`one_writer.py`). The pair counts once its digests are there, which come last, when all else is on the
     disk; a pair that is not what was written is written again, with a warning.
 
-    Raises ValueError when a file is missing, unreadable, no text or no records, all are empty, or the cache cannot be written.
+    Raises ValueError when a file is missing, unreadable, no text or no records, all are empty, or the cache cannot be
+    written.
     """
     folder = cache_dir / _content_hash(files, tokenizer, rules)
     if problem := _damage(folder):
@@ -154,7 +153,9 @@ def _content_hash(files: Iterable[Path], tokenizer: Tokenizer, rules: DocumentRu
     hasher = hashlib.sha256(f"{tokenizer.name} {rules.piece_bytes} {_LAYOUT}".encode())
     for path in files:
         if records.is_records(path):  # a file of texts is what it was in earlier versions
-            hasher.update(json.dumps([path.suffix.lower(), rules.column, rules.loss, tokenizer.chat]).encode())
+            hasher.update(
+                json.dumps([path.suffix.lower(), rules.column, rules.loss, tokenizer.chat]).encode()
+            )
         hasher.update(texts.content_digest(path, is_text=records.is_text(path)))
     return hasher.hexdigest()[:32]
 
@@ -187,12 +188,11 @@ def _write(
     return tokens, documents, lost
 
 
-def _ids(
-    document: texts.Document, tokenizer: Tokenizer, lost: texts.Lost
-) -> tuple[np.ndarray, np.ndarray]:
+def _ids(document: texts.Document, tokenizer: Tokenizer, lost: texts.Lost) -> tuple[np.ndarray, np.ndarray]:
     """A document's ids, with its start and its end, and which of them have a loss (uint8): two arrays of one length.
 
-    A chat's template may write start and end itself. An end that follows an answer has a loss as the answer's last token has.
+    A chat's template may write start and end itself. An end that follows an answer has a loss, as the answer's last token
+    has.
     """
     start, end = np.array(tokenizer.start, np.int64), np.array([tokenizer.eod], np.int64)
     if document.answers is None:
@@ -333,13 +333,15 @@ def check_mask(prefix: str) -> None:
     """Raise ValueError unless a pair has a mask beside it, of as many values for each document as it has ids."""
     if not is_prefix(mask_of(prefix)):
         raise ValueError(
-            f"data.loss=assistant and {prefix!r}, which has no {mask_of(prefix)}.bin and .idx beside it that say which ids"
-            " have a loss: give JSONL or Parquet with messages, or leave data.loss out."
+            f"data.loss=assistant and {prefix!r}, which has no {mask_of(prefix)}.bin and .idx beside it that say which"
+            " ids have a loss: give JSONL or Parquet with messages, or leave data.loss out."
         )
     if check_indexed(mask_of(prefix)).dtype != np.uint8 or not np.array_equal(
         sequence_lengths(mask_of(prefix)), sequence_lengths(prefix)
     ):
-        raise corrupt(Path(mask_of(prefix) + ".idx"), f"its documents are not those of {prefix!r}, a byte for each id")
+        raise corrupt(
+            Path(mask_of(prefix) + ".idx"), f"its documents are not those of {prefix!r}, a byte for each id"
+        )
 
 
 def sequence_lengths(prefix: str) -> np.ndarray:

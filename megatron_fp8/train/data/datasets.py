@@ -100,7 +100,7 @@ def find_data(section: DataSection, tokenizer: Tokenizer, train: TrainSection | 
                 rules = replace(rules, piece_bytes=max(size // _PIECES, _LEAST_PIECE))
                 warnings.warn(
                     f"data.split={section.split!r} leaves nothing for validation of a text of {size:,} bytes in pieces of"
-                    f" {PIECE_BYTES:,}: it is cut into pieces of {rules.piece_bytes:,}, and the validation is from its end.",
+                    f" {PIECE_BYTES:,}: it is cut into pieces of {rules.piece_bytes:,}, and validation takes its end.",
                     stacklevel=2,
                 )
                 prefix = corpus.prepare(files, tokenizer, cache_dir(section), rules)

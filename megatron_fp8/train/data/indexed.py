@@ -117,7 +117,7 @@ class MaskedDataset(CorpusDataset):
         self._mask.dataset = CheckedIndexedDataset(mask_of(dataset_path))
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        """As GPTDataset's, with the mask: ``loss_mask`` [sequence] is 1 where the label, the id after the token, has a loss."""
+        """As GPTDataset's; ``loss_mask`` [sequence] is 1 where the label, the id after the token, has a loss."""
         sample = super().__getitem__(idx)
         values, _ = self._mask._query_document_sample_shuffle_indices(0 if idx is None else idx)
         sample["loss_mask"] = sample["loss_mask"] * torch.from_numpy(values[1:] == 1)

@@ -37,7 +37,7 @@ def is_text(path: Path) -> bool:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file itself; of a folder, in the order of their paths, all files with records, or, where it has none, all of it.
+    """The file itself; of a folder, in the order of their paths, all files with records, or, where it has none, all.
 
     What is hidden and ``__pycache__`` is left out. A .bin/.idx pair is given by its .idx.
 
@@ -54,12 +54,14 @@ def files_of(path: Path) -> list[Path]:
     records = [file for file in found if is_records(file) and file.suffix.lower() != ".json"]
     found = records or found
     if not found:
-        raise ValueError(f"data.paths has {str(path)!r}, a folder without files: give files of text or records.")
+        raise ValueError(
+            f"data.paths has {str(path)!r}, a folder without files: give files of text or records."
+        )
     other = next((str(file) for file in found if _OTHER_SPLIT.search(file.name)), None)
     if other:
         warnings.warn(
-            f"data.paths has the folder {str(path)!r}, and all its {len(found)} files are learned, {other!r} too: if it is"
-            " a split of its own, give the training files by their names.",
+            f"data.paths has the folder {str(path)!r}, and all its {len(found)} files are learned, {other!r} too: if it"
+            " is a split of its own, give the training files by their names.",
             stacklevel=2,
         )
     return found
@@ -74,8 +76,8 @@ def documents(path: Path, tokenizer: Tokenizer, rules: DocumentRules) -> Iterato
 
     Records without text (null, or empty) are left out.
 
-    Raises ValueError, which names the file and the record: it cannot be read, has no such column, or what is there is neither
-    text nor a chat that the tokenizer's template takes.
+    Raises ValueError, which names the file and the record: it cannot be read, has no such column, or what is there is
+    neither text nor a chat that the tokenizer's template takes.
     """
     if not is_records(path):
         if rules.loss != "all":
@@ -102,8 +104,8 @@ def _of_record(record: Any, tokenizer: Tokenizer, rules: DocumentRules) -> list[
     named = [name for name in wanted if name in record]
     if not named:
         raise ValueError(
-            f"it has no {' and no '.join(wanted)} (it has {', '.join(map(str, record)) or 'nothing'}): name the column with"
-            " --data.column=NAME"
+            f"it has no {' and no '.join(wanted)} (it has {', '.join(map(str, record)) or 'nothing'}): name the column"
+            " with --data.column=NAME"
         )
     name = next((name for name in named if record[name] is not None), named[0])
     value = record[name]
@@ -114,14 +116,18 @@ def _of_record(record: Any, tokenizer: Tokenizer, rules: DocumentRules) -> list[
             raise ValueError(f"data.loss={rules.loss} and {name} is a text: {_CHATS}")
         return [Document(value.encode())]
     if not isinstance(value, list) or not all(isinstance(one, dict) and "role" in one for one in value):
-        raise ValueError(f"{name} is {type(value).__name__}, and neither a text nor a list of messages with a role")
+        raise ValueError(
+            f"{name} is {type(value).__name__}, and neither a text nor a list of messages with a role"
+        )
     if tokenizer.chat is None:
         raise ValueError(
             f"{name} is a chat, and the tokenizer has no chat template: give --data.tokenizer=tokenizer.json, with its"
             " tokenizer_config.json or chat_template.jinja beside it"
         )
     # Parquet has every key that some message has.
-    messages = [{key: item for key, item in one.items() if item is not None or key == "content"} for one in value]
+    messages = [
+        {key: item for key, item in one.items() if item is not None or key == "content"} for one in value
+    ]
     tools = record.get("tools")
     return chat_documents(
         messages, tools if isinstance(tools, list) else None, tokenizer.chat, loss=rules.loss
@@ -136,7 +142,9 @@ def _lines(path: Path) -> Iterator[Any]:
             try:
                 yield json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"data.paths has {str(path)!r}, whose line {number} is no JSON ({error}).") from error
+                raise ValueError(
+                    f"data.paths has {str(path)!r}, whose line {number} is no JSON ({error})."
+                ) from error
 
 
 def _rows(path: Path, delimiter: str) -> Iterator[Any]:

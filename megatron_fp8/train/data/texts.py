@@ -100,8 +100,8 @@ def _decode(path: Path, decoder: codecs.IncrementalDecoder, part: bytes, done: i
 
 def _no_text(path: Path, why: str) -> ValueError:
     return ValueError(
-        f"data.paths has {str(path)!r}, which is no text ({why}): leave it out; if it is text in another encoding, write it"
-        f" anew in UTF-8 (iconv -f ENCODING -t UTF-8 {path.name} > NEW), and give that."
+        f"data.paths has {str(path)!r}, which is no text ({why}): leave it out; if it is text in another encoding, write"
+        f" it anew in UTF-8 (iconv -f ENCODING -t UTF-8 {path.name} > NEW), and give that."
     )
 
 

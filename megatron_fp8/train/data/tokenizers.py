@@ -259,12 +259,18 @@ class _Beside:
             try:
                 template = read_ordinary(path, _LARGEST).decode()
             except (OSError, ValueError) as error:
-                raise ValueError(f"{str(path)!r} cannot be read ({in_words(error)}): put another in its place.") from error
+                raise ValueError(
+                    f"{str(path)!r} cannot be read ({in_words(error)}): put another in its place."
+                ) from error
         if not isinstance(template, str):
             return None
         tokens = {name: value for name, value in config.items() if name.endswith("_token")}
-        named = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
-        return ChatTemplate(template, {name: token for name, token in named.items() if isinstance(token, str)})
+        named = {
+            name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
+        }
+        return ChatTemplate(
+            template, {name: token for name, token in named.items() if isinstance(token, str)}
+        )
 
     def _added_before(self) -> tuple[int, ...]:
         """Ids that the post-processor puts before a text: they belong to none of its sequences."""
@@ -314,8 +320,8 @@ class _Beside:
 def tokenizer_file(path: str | None, checkpoint: Path) -> str | None:
     """Where the tokenizer of a checkpoint's run is: as its config says, or, where that is no file, in the run's folder.
 
-    An imported run has it there, and its config's path is relative: to another working directory, once it is moved. None: it
-    is bytes.
+    An imported run has it there, and its config's path is relative: to another working directory, once it is moved.
+    None: it is bytes.
     """
     if path in (None, BYTES):
         return None

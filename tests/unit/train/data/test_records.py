@@ -1,4 +1,4 @@
-"""Files that people have: JSONL, CSV, Parquet, Arrow, JSON, folders; the same documents from each, and what is refused."""
+"""JSONL, CSV, Parquet, Arrow, JSON and folders: the same documents from each, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_fp8.train.data.records import documents, files_of
 from megatron_fp8.train.data.texts import DocumentRules
 from megatron_fp8.train.data.tokenizers import ByteTokenizer
 
-ROWS = [{"id": n, "text": f"row {n}, \"é\"\nNA", "body": f"body {n}"} for n in range(40)]
+ROWS = [{"id": n, "text": f'row {n}, "é"\nNA', "body": f"body {n}"} for n in range(40)]
 
 
 def jsonl(path: Path) -> None:
@@ -69,7 +69,9 @@ def test_every_kind_gives_the_same_documents(tmp_path, name):
     assert read(tmp_path / name, column="body") == [row["body"].encode() for row in ROWS]
     prefix = corpus.prepare([tmp_path / name], ByteTokenizer(), tmp_path / "cache")
     assert corpus.check_indexed(prefix).sequences == len(ROWS)
-    with pytest.raises(ValueError, match=r"record 1: it has no title \(it has id, text, body\): name the column"):
+    with pytest.raises(
+        ValueError, match=r"record 1: it has no title \(it has id, text, body\): name the column"
+    ):
         read(tmp_path / name, column="title")
     if name not in ("a.csv", "a.tsv"):  # which have texts alone
         with pytest.raises(ValueError, match="record 1: id is int"):
@@ -81,10 +83,16 @@ def test_every_kind_gives_the_same_documents(tmp_path, name):
     [
         ("{", r"line 2 is no JSON"),
         ("[1]", r"record 2: it is no object, but list"),
-        ('{"prompt": "x"}', r"record 2: it has no messages and no text \(it has prompt\): .* --data\.column=NAME"),
+        (
+            '{"prompt": "x"}',
+            r"record 2: it has no messages and no text \(it has prompt\): .* --data\.column=NAME",
+        ),
         ('{"text": ["x"]}', r"record 2: text is list, and neither a text nor a list of messages"),
         ('{"text": "\\ud800"}', r"record 2: it holds half of a character"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', r"is a chat, and the tokenizer has no chat template"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}]}',
+            r"is a chat, and the tokenizer has no chat template",
+        ),
         ("[" * 10000, r"line 2 is no JSON"),
     ],
 )
@@ -121,7 +129,9 @@ def test_without_datasets_jsonl_and_csv_are_read_and_the_rest_says_what_to_insta
     table(tmp_path / "a.csv")
     assert read(tmp_path / "a.jsonl") == read(tmp_path / "a.csv")
     (tmp_path / "a.parquet").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"a\.parquet', which the package datasets reads: run pip install datasets"):
+    with pytest.raises(
+        ValueError, match=r"a\.parquet', which the package datasets reads: run pip install datasets"
+    ):
         read(tmp_path / "a.parquet")
 
 
@@ -154,7 +164,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     for name in ("long.txt", "long.jsonl"):
         tracemalloc.start()
         corpus._content_hash([tmp_path / name], ByteTokenizer(), DocumentRules())
-        total = sum(len(document.text) for document in documents(tmp_path / name, ByteTokenizer(), DocumentRules()))
+        total = sum(
+            len(document.text) for document in documents(tmp_path / name, ByteTokenizer(), DocumentRules())
+        )
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert total >= 15 << 20 and 6 * most < total, (name, most)

@@ -106,7 +106,9 @@ def test_what_no_token_says_is_refused_where_a_tokenizer_raises(tmp_path, kind):
 
 
 @pytest.mark.parametrize("place", [0, 1, texts._READ_BYTES - 1, texts._READ_BYTES, texts._READ_BYTES + 5])
-@pytest.mark.parametrize(("bad", "why"), [(b"\0", "NUL"), (b"\xe9", "not UTF-8"), (b"\xed\xa0\x80", "not UTF-8")])
+@pytest.mark.parametrize(
+    ("bad", "why"), [(b"\0", "NUL"), (b"\xe9", "not UTF-8"), (b"\xed\xa0\x80", "not UTF-8")]
+)
 def test_what_is_no_text_is_refused_by_name_and_place(tmp_path, place, bad, why):
     path = tmp_path / "text.txt"
     path.write_bytes(b"x" * place + bad + b"y" * 9)
@@ -128,7 +130,9 @@ def test_a_digest_is_of_all_bytes(tmp_path):
     expected = hashlib.sha256((tmp_path / "long.txt").read_bytes()).digest()
     assert texts.content_digest(tmp_path / "long.txt") == expected
     (tmp_path / "table.parquet").write_bytes(b"PAR1\0")
-    assert texts.content_digest(tmp_path / "table.parquet", is_text=False) == hashlib.sha256(b"PAR1\0").digest()
+    assert (
+        texts.content_digest(tmp_path / "table.parquet", is_text=False) == hashlib.sha256(b"PAR1\0").digest()
+    )
 
 
 def test_a_record_that_is_something_else_says_nothing():
