@@ -83,8 +83,8 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path, rules: Doc
     Where the rules give a loss to a part of it, its mask is written beside it (``mask_of``).
 
     The folder's name is a hash of the tokenizer, the rules and every file's content. One process writes it, and others
-    that want the same wait (`one_writer.py`). The pair counts once its digests are there, which come last, when all else is on the
-    disk; a pair that is not what was written is written again, with a warning.
+    that want the same wait (`one_writer.py`). The pair counts once its digests are there, which come last, when all
+    else is on the disk; a pair that is not what was written is written again, with a warning.
 
     Raises ValueError when a file is missing, unreadable, no text or no records, all are empty, or the cache cannot be
     written.
