@@ -30,7 +30,7 @@ CHAT = [
     {"role": "user", "content": "one"},
     {"role": "assistant", "content": "two"},
     {"role": "user", "content": "three\n\n"},
-    {"role": "assistant", "content": "\n\nfour  é"},
+    {"role": "assistant", "content": "\n\nfour  é "},
 ]
 
 
@@ -40,17 +40,17 @@ def answers(template: str, chat=CHAT, loss="assistant") -> list[list[str]]:
 
 
 def test_answers_are_what_follows_the_text_that_asks_for_them():
-    assert answers(PLAIN) == [["two<|end|>\n", "\n\nfour  é<|end|>\n"]]
+    assert answers(PLAIN) == [["two<|end|>\n", "\n\nfour  é <|end|>\n"]]
     (whole,) = answers(PLAIN, loss="all")
-    assert whole[0].startswith("<s><|user|>one<|end|>\n<|assistant|>two") and whole[0].endswith("é<|end|>\n")
+    assert whole[0].startswith("<s><|user|>one<|end|>\n<|assistant|>two") and whole[0].endswith("é <|end|>\n")
 
 
 def test_marks_of_a_template_count():
-    assert answers(MARKED) == [["two<|end|>", "\n\nfour  é<|end|>"]]
+    assert answers(MARKED) == [["two<|end|>", "\n\nfour  é <|end|>"]]
 
 
 def test_answers_that_later_messages_change_are_documents_of_their_own():
-    expected = [["<think></think>two<|end|>\n"], ["<think></think>\n\nfour  é<|end|>\n"]]
+    expected = [["<think></think>two<|end|>\n"], ["<think></think>\n\nfour  é <|end|>\n"]]
     assert answers(THINKS) == expected
     found = chat_documents(CHAT, None, ChatTemplate(THINKS, {}), loss="assistant")
     assert found[1].text.decode().startswith("<|user|>one<|end|>\n<|assistant|>two<|end|>\n<|user|>three")
