@@ -34,12 +34,15 @@ EXTRAS = {
     "optim": ["torchao>=0.18"],
     # Writing needs safetensors alone, which is always here; these read what was written.
     "export": ["accelerate>=1.0", "compressed-tensors>=0.15", "tokenizers>=0.20", "transformers>=5.0"],
+    # JSONL and CSV need none of them; chats need transformers, Parquet, Arrow and JSON datasets.
+    "data": ["datasets>=4.0", "tokenizers>=0.20", "transformers>=5.0"],
     "examples": ["scikit-learn>=1.4"],
     "lab": ["ipykernel>=6.29", "scikit-learn>=1.4"],
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings-python>=2.0"],
     "test": [
         "accelerate>=1.0",
         "compressed-tensors>=0.15",
+        "datasets>=4.0",
         "gfloat",
         "hypothesis",
         "ipykernel>=6.29",

@@ -50,7 +50,9 @@ def main(arguments: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser("calibrate", HELP)
     add = parser.add_argument
-    add("--data", nargs="+", metavar="FILE", help="text files, or .bin/.idx prefixes (default: the run's)")
+    add(
+        "--data", nargs="+", metavar="FILE", help="files or folders, as train takes them (default: the run's)"
+    )
     add("--batches", type=int, default=8, help="batches to run (default %(default)s)")
     add("--batch-size", type=int, default=8, help="sequences in each (default %(default)s)")
     add("--percentile", type=float, metavar="P", help="static ranges hold P %% of the values (default: all)")
@@ -95,8 +97,9 @@ def _batches(options: argparse.Namespace, restored: Any, launch: Any) -> list[to
     import numpy as np
     import torch
 
+    from ..train.binding import check_imported
     from ..train.data import corpus
-    from ..train.data.datasets import check_data, check_tokenizer, find_data
+    from ..train.data.datasets import check_data, check_tokenizer, find_data, holds_text
     from ..train.launch.facts import agree_on_inputs
 
     section, length = restored.run.data, restored.run.train.seq_length
@@ -105,6 +108,8 @@ def _batches(options: argparse.Namespace, restored: Any, launch: Any) -> list[to
         if options.config is None:  # a user's text is not copied to where a checkpoint says
             section.cache_dir = None
     check_tokenizer(section, restored.tokenizer, restored.run.model.vocab_size or 0)
+    if holds_text(section):
+        check_imported(restored.run, restored.facts)
     prefixes = find_data(section, restored.tokenizer)
     agree_on_inputs("data", launch, prefixes)
     check_data(prefixes, section, restored.vocab_size)

@@ -88,6 +88,7 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
     from .. import mcore
 
     mcore.install()
+    from ..train.binding import check_imported
     from ..train.launch.parallel import on_first_rank
     from ..train.restore import restore
 
@@ -101,6 +102,7 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
     )
     if from_stdin:  # which the ranks of a launch share: each would read a part
         text = on_first_rank(sys.stdin.buffer.read)
+    check_imported(restored.run, restored.facts)
     prompt = prompt_ids(restored.tokenizer, text)
     room = restored.run.train.seq_length - len(prompt)
     if room < 1:

@@ -110,5 +110,8 @@ def _import(prepared: _Prepared) -> None:
     for note in done.notes:
         print(printable(note))
     if not done.has_tokenizer:
-        print("no tokenizer: train and generate need --data.tokenizer=FILE, or data that is tokens already")
+        print(
+            "no tokenizer: train and generate need --data.tokenizer=FILE (bytes, if that is what the model was trained"
+            " on), or data that is tokens already"
+        )
     print(f"next: megatron-fp8 train --config={run_dir}/config.yaml --data FILE")

@@ -49,8 +49,9 @@ A config file has the sections model, train, optimizer, data, checkpoint and tel
   --model.NAME=...                 any field of Megatron-Core's TransformerConfig
   --train.train_iters=300          also micro_batch_size, global_batch_size, seq_length, eval_interval, ...
   --optimizer.lr=3e-3              also lr_warmup_iters, min_lr, weight_decay, clip_grad, ...
-  --data FILE ...                  text files, or prefixes of Megatron .bin/.idx pairs (else Python's)
+  --data FILE ...                  text, JSONL, CSV, Parquet, folders, or .bin/.idx prefixes (else Python's)
   --data.tokenizer=tokenizer.json  a Hugging Face tokenizers file (default: bytes)
+  --data.loss=assistant            of chats (messages) only what the assistant says; also column, split
   --run_dir=runs/mine              where config.yaml, report.json, metrics.jsonl and tensorboard/ go
   --checkpoint.save_interval=100   save; also keep_last, async_save, folder
   --telemetry.every=10             statistics of tensors and codes: telemetry.jsonl; also sites, what_if, wandb, ...
@@ -207,7 +208,9 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         folders.claim()
     chosen = None if run.dry_run else checkpoints.choose(run, tokenizer)
     with folders.remembering(chosen[0] if chosen is not None else None):
-        prefixes = data.find_data(run.data, tokenizer)
+        if chosen is not None and data.holds_text(run.data):
+            binding.check_imported(run, chosen[1].facts)
+        prefixes = data.find_data(run.data, tokenizer, run.train)
         agree_on_inputs("files", launch, prefixes, chosen, run.train.distributed_timeout_minutes * 60)
         data.check_data(prefixes, run.data, vocab_size)
         datasets = data.build_datasets(prefixes, run.data, run.train, tokenizer)

@@ -312,7 +312,7 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
             "attention_dropout: scores are written out, and what is kept of them is about right only"
         )
     if section.get("vocab_size") is None:
-        if given.get("data.tokenizer"):
+        if given.get("data.tokenizer") not in (None, "bytes"):
             raise ValueError(
                 "model.vocab_size is the tokenizer's, which is not read here: give --model.vocab_size=N."
             )

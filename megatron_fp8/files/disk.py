@@ -8,6 +8,7 @@ import shutil
 import stat
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write_file(path: Path, text: str) -> None:
@@ -125,17 +126,22 @@ def refuse_link_out(path: Path) -> None:
         )
 
 
-def read_ordinary(path: Path, largest: int) -> bytes:
-    """The bytes of an ordinary file. OSError if it is something else, or too large."""
+def open_ordinary(path: Path, largest: int) -> BinaryIO:
+    """An ordinary file, open to be read. OSError if it is something else, or too large."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         size = ordinary(os.fstat(handle)).st_size
+        if size > largest:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, too many for what it should be")
     except OSError:
         os.close(handle)
         raise
-    with open(handle, "rb") as stream:
-        if size > largest:
-            raise OSError(errno.EFBIG, f"it has {size:,} bytes, too many for what it should be")
+    return open(handle, "rb")
+
+
+def read_ordinary(path: Path, largest: int) -> bytes:
+    """The bytes of an ordinary file. OSError if it is something else, or too large."""
+    with open_ordinary(path, largest) as stream:
         return stream.read()
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from ..train.binding import IMPORTED
 from .architectures import Entry
 from .directory import Tensors
 from .formats import scale_name
 
-FACT = "directory"
-"""The name in a manifest's facts."""
+FACT = IMPORTED
 
 _FLOATS = {"float32": torch.float32, "float16": torch.float16}
 _NAMED = 3  # of many names, in a line for people

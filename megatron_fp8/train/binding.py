@@ -16,6 +16,7 @@ from ..files.checkpoint import Manifest
 from .config.model_fields import differences, kind_of
 from .config.model_section import ModelSection
 from .config.run_config import RunConfig
+from .data.tokenizers import BYTES
 from .report import versions
 
 # Sections (beside the model) whose changes are told, and the settings whose changes are not: they change no number.
@@ -29,6 +30,8 @@ _NOT_SAID = frozenset(
 
 
 DATA_CONTENT = "the content of data.paths"
+IMPORTED = "directory"
+"""The fact that a manifest has of an import alone: what it remembers of the directory (huggingface/origin.py)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,14 +96,28 @@ def _tokenizer_change(run: RunConfig, manifest: Manifest, tokenizer: Any) -> lis
             else [Change("data.tokenizer", before, tokenizer_fact(tokenizer))]
         )
     data = manifest.facts.get("run", {}).get("data")
-    if data is None or (data.get("tokenizer") is None) == (run.data.tokenizer is None):
+    if data is None:
         return []
-    return [Change("data.tokenizer", data.get("tokenizer") or "bytes", run.data.tokenizer or "bytes")]
+    there, here = data.get("tokenizer") or BYTES, run.data.tokenizer or BYTES
+    return [] if (there == BYTES) == (here == BYTES) else [Change("data.tokenizer", there, here)]
 
 
 def tokenizer_fact(tokenizer: Any) -> str:
     """What a manifest says of a tokenizer: its kind and a digest of its file."""
     return str(tokenizer.name)
+
+
+def check_imported(run: RunConfig, facts: Mapping[str, Any]) -> None:
+    """Raise ValueError if text would be cut into bytes for a model that was imported, and that nobody said was of bytes.
+
+    Args:
+        facts: the manifest's of the checkpoint that the model is from.
+    """
+    if IMPORTED in facts and run.data.tokenizer is None:
+        raise ValueError(
+            "the model was imported without its tokenizer, and bytes mean nothing to it: give the tokenizer.json that it"
+            " came with (--data.tokenizer=FILE); if it was trained on bytes, --data.tokenizer=bytes."
+        )
 
 
 def _told(refused: list[Change], otherwise: str) -> str:

@@ -274,7 +274,7 @@ def _note(text: str) -> str:
 def _data_notes(changed: list[binding.Change]) -> list[str]:
     """What decides the order of samples and is not as it was."""
     order = {f"train.{name}" for name in ("train_iters", "global_batch_size", "seq_length", "seed")}
-    order |= {"data.paths", "data.split", binding.DATA_CONTENT}
+    order |= {"data.paths", "data.column", "data.loss", "data.split", binding.DATA_CONTENT}
     names = [change.name for change in changed if change.name in order]
     return (
         [f"the order of samples may differ from the first run's: changed {', '.join(names)}"] if names else []

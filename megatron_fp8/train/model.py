@@ -43,6 +43,8 @@ def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> 
             f" model.num_moe_experts={config.num_moe_experts}: tensor parallel ranks send tokens of their own to experts:"
             " set model.sequence_parallel=true, or model.tensor_model_parallel_size=1."
         )
+    # A micro-batch may have any number of tokens with a loss: gradients are divided by those of the global batch.
+    config.calculate_per_token_loss = run.data.loss != "all"
     stages = config.virtual_pipeline_model_parallel_size
     with _refusing_a_layout():
         models = [

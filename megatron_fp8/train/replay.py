@@ -147,7 +147,7 @@ def replay(
     agree_on_inputs("checkpoint", launch, [], (folder, manifest))
     parallel.join(launch, run.model, run.train)
     check_together(folder, manifest)
-    prefixes = datasets.find_data(run.data, tokenizer)
+    prefixes = datasets.find_data(run.data, tokenizer, run.train)
     agree_on_inputs("data", launch, prefixes)
     datasets.check_data(prefixes, run.data, vocab_size)
     data = datasets.build_datasets(prefixes, run.data, run.train, tokenizer)

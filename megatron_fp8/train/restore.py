@@ -58,7 +58,7 @@ _FOR_INFERENCE: dict[str, Any] = {
 class Restored:
     """A trained model on the ranks of this launch. ``run`` has this launch's layout; vocab_size is padded.
 
-    ``lines``: what people should know of the checkpoint.
+    ``lines``: what people should know of the checkpoint; ``facts``: its manifest's.
     """
 
     model: Any
@@ -68,6 +68,7 @@ class Restored:
     folder: Path
     iteration: int
     lines: list[str]
+    facts: dict[str, Any]
 
 
 def choose_recipe(section: Any, recipe: str | None, fp8: str | None) -> None:
@@ -150,7 +151,7 @@ def restore(
         lines.append(f"{bad} holds NaN or Inf: what this model gives is of no use but to look for the cause")
     if accepted:
         lines.append(f"accepted, it computes something else: {', '.join(map(str, accepted))}")
-    return Restored(model, run, tokenizer, vocab_size, folder, manifest.iteration, lines)
+    return Restored(model, run, tokenizer, vocab_size, folder, manifest.iteration, lines, manifest.facts)
 
 
 def run_of(folder: Path, saved: dict[str, Any] | None, config: str | None, options: list[str]) -> RunConfig:

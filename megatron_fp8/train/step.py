@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from ..mcore.replicas import differing
@@ -151,10 +152,10 @@ class Stepper:
         """``forward_step``, whose sums are kept for whoever ends the iteration."""
         output, loss_of = forward_step(iterator, model)
 
-        def kept(losses: Tensor) -> tuple[Tensor, Tensor]:
-            loss, sums = loss_of(losses)
-            self._losses.append(sums)
-            return loss, sums
+        def kept(losses: Tensor) -> tuple[Tensor, ...]:
+            found = loss_of(losses)
+            self._losses.append(found[-1])
+            return found
 
         return output, kept
 
@@ -187,14 +188,24 @@ class Stepper:
         self.damaged = damage > 0
         self.watchdog.iterated(seconds)
         self.stop.agree(votes)
-        return total / tokens
+        return total / max(tokens, 1.0)  # of samples without an answer of the assistant no token has a loss
 
 
 def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
     """Megatron-Core's forward step: the model's output for the next batch, and how its loss is computed."""
     batch = next(iterator)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return output, partial(mean_loss, batch["loss_mask"])
+    per_token = get_model_config(model).calculate_per_token_loss
+    more = {"loss_mask": batch["loss_mask"]} if per_token else {}  # for layers of multi-token prediction
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **more)
+    return output, partial(summed_loss if per_token else mean_loss, batch["loss_mask"])
+
+
+def summed_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of `losses` [batch, sequence] where `loss_mask` is 1, how many those are (int32), by whose sum over the global
+    batch Megatron-Core divides gradients, and [loss sum, tokens] for the record."""
+    mask = loss_mask.reshape(-1).float()
+    total, tokens = (losses.reshape(-1).float() * mask).sum(), mask.sum()
+    return total, tokens.int(), torch.stack([total.detach(), tokens])
 
 
 def mean_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:

@@ -150,6 +150,7 @@ def _functions(model: Mapping[str, Any]) -> Iterator[Need]:
 
 def _data(given: Mapping[str, Any]) -> Iterator[Need]:
     tokenizer = given.get("data.tokenizer")
+    tokenizer = None if tokenizer == "bytes" else tokenizer
     if tokenizer and util.find_spec("tokenizers") is None:
         yield Need("data.tokenizer", "the package tokenizers is not installed", "pip install tokenizers")
     if tokenizer and not Path(tokenizer).is_file():
@@ -159,11 +160,11 @@ def _data(given: Mapping[str, Any]) -> Iterator[Need]:
     for path in given.get("data.paths") or []:
         prefix = path[:-4] if path.endswith((".bin", ".idx")) else path
         pair = all(Path(prefix + ending).is_file() for ending in (".bin", ".idx"))
-        if not pair and not Path(path).is_file():
+        if not pair and not Path(path).exists():
             yield Need(
                 f"data.paths={path}",
                 "there is no such file",
-                "give text files, or the prefix of a .bin/.idx pair",
+                "give files of text or records, a folder of them, or the prefix of a .bin/.idx pair",
             )
     for key in ("data.cache_dir", "checkpoint.folder", "run_dir"):
         if (folder := given.get(key)) and not _writable(Path(folder)):

@@ -95,6 +95,8 @@ OPTIMIZER: dict[str, Rule] = {
 }
 DATA: dict[str, Rule] = {
     "paths": list_of(_PATH),
+    "column": optional(text("the name of a column")),
+    "loss": one_of("all", "assistant"),
     "tokenizer": optional(_PATH),
     "split": _SPLIT,
     "cache_dir": optional(_PATH),

@@ -110,9 +110,14 @@ class DataSection:
     """What to train on. Without paths: the Python standard library's own source files, as bytes."""
 
     paths: list[str] = field(default_factory=list)
-    """Text files, or prefixes of Megatron .bin/.idx pairs."""
+    """Files of text, JSONL, CSV, Parquet, Arrow or JSON (the last three need the package datasets), folders of them, or
+    prefixes of Megatron .bin/.idx pairs."""
+    column: str | None = None
+    """The column of a file of records to learn: a text, or a chat's messages; None: messages, or else text."""
+    loss: Literal["all", "assistant"] = "all"
+    """Which tokens have a loss: all, or the assistant's of chats (messages)."""
     tokenizer: str | None = None
-    """A Hugging Face tokenizers file (tokenizer.json); None: every byte is a token."""
+    """A Hugging Face tokenizers file (tokenizer.json); bytes, or None: every byte is a token."""
     split: str = "96,4,0"
     """Weights of the training, validation and test documents."""
     cache_dir: str | None = None

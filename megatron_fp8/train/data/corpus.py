@@ -1,4 +1,4 @@
-"""Real text to Megatron's .bin/.idx: found, tokenised, written once, checked when read.
+"""Texts and records to Megatron's .bin/.idx: found, tokenised, written once, checked when read.
 
 The default corpus is the Python standard library's own source, which every machine that runs this has.
 """
@@ -24,12 +24,15 @@ from ...files.checkpoint import digest
 from ...files.disk import in_words, read_ordinary, replace_file, sync
 from ...files.run_lock import LOCK
 from ...files.strict_json import load_json
-from . import texts
+from . import records, texts
 from .one_writer import filling
+from .texts import DocumentRules
 from .tokenizers import Tokenizer
 
-_ABOUT, _PAIR = "corpus.json", ("corpus.bin", "corpus.idx")
+_ABOUT = "corpus.json"
 _LAYOUT = 3  # 1 had no digests; 2 could cut a character in two
+_PAIR, _MASK = ("corpus.bin", "corpus.idx"), ("corpus_loss.bin", "corpus_loss.idx")
+_TEXTS = DocumentRules()
 _LARGEST_RECORD = 1 << 16
 _NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _INDEX_HEADER = b"MMIDIDX\x00\x00"
@@ -69,16 +72,24 @@ def prefix_of(path: str) -> str:
     return path[:-4] if path.endswith((".bin", ".idx")) else path
 
 
-def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path) -> str:
+def mask_of(prefix: str) -> str:
+    """The prefix of the pair that has, for each id of another one, whether it has a loss (uint8, 0 or 1)."""
+    return f"{prefix}_loss"
+
+
+def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path, rules: DocumentRules = _TEXTS) -> str:
     """Write `files` as one .bin/.idx pair under `cache_dir` and return its prefix; at once if it is there already.
 
-    The folder's name is a hash of the tokenizer and of every file's content. One process writes it, and others that want
-    the same wait (`one_writer.py`). The pair counts once its digests are there, which come last, when all else is on the
-    disk; a pair that is not what was written is written again, with a warning.
+    Where the rules give a loss to a part of it, its mask is written beside it (``mask_of``).
 
-    Raises ValueError when a file is missing, unreadable or all are empty, or the cache cannot be written.
+    The folder's name is a hash of the tokenizer, the rules and every file's content. One process writes it, and others
+    that want the same wait (`one_writer.py`). The pair counts once its digests are there, which come last, when all
+    else is on the disk; a pair that is not what was written is written again, with a warning.
+
+    Raises ValueError when a file is missing, unreadable, no text or no records, all are empty, or the cache cannot be
+    written.
     """
-    folder = cache_dir / _content_hash(files, tokenizer)
+    folder = cache_dir / _content_hash(files, tokenizer, rules)
     if problem := _damage(folder):
         if (
             folder.is_dir() and not (folder / LOCK).exists()
@@ -88,7 +99,7 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path) -> str:
                 stacklevel=2,
             )
         try:
-            _write_alone(files, tokenizer, folder)
+            _write_alone(files, tokenizer, folder, rules)
         except OSError as error:
             if _damage(folder):  # else another run, which took this one for dead, has the same content
                 others = isinstance(error, PermissionError) and folder.is_dir()
@@ -101,19 +112,20 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path) -> str:
     return str(folder / "corpus")
 
 
-def _write_alone(files: list[Path], tokenizer: Tokenizer, folder: Path) -> None:
+def _write_alone(files: list[Path], tokenizer: Tokenizer, folder: Path, rules: DocumentRules) -> None:
     """Write the pair, unless another process has done so before it is our turn."""
     with filling(folder, "data.cache_dir") as (lock, unfinished):
         if not _damage(folder):
             return
-        tokens, documents, lost = _write(files, tokenizer, str(unfinished / "corpus"))
-        for name in _PAIR:
+        tokens, documents, lost = _write(files, tokenizer, str(unfinished / "corpus"), rules)
+        names = sorted(path.name for path in unfinished.iterdir())
+        for name in names:
             sync(unfinished / name)
         about = {"tokenizer": tokenizer.name, "files": len(files), "documents": documents, "tokens": tokens}
         about["lost"] = dataclasses.asdict(lost)
-        about["sha256"] = {name: digest(unfinished / name) for name in _PAIR}
+        about["sha256"] = {name: digest(unfinished / name) for name in names}
         lock.check()
-        for name in _PAIR:
+        for name in names:
             (unfinished / name).replace(
                 folder / name
             )  # a run that still reads a damaged one keeps what it has open
@@ -125,10 +137,11 @@ def _about(folder: Path) -> Any:
 
 
 def _damage(folder: Path) -> str:
-    """What is wrong with a prepared text, '' if nothing is: its pair is what was written."""
+    """What is wrong with a prepared text, '' if nothing is: its files are what was written."""
     try:
         known = _about(folder)["sha256"]
-        changed = [name for name in _PAIR if digest(folder / name) != known[name]]
+        names = (*_PAIR, *(name for name in _MASK if name in known))
+        changed = [name for name in names if digest(folder / name) != known[name]]
     except (KeyError, TypeError):
         return f"{_ABOUT} has no digests"
     except (OSError, ValueError) as error:
@@ -136,30 +149,64 @@ def _damage(folder: Path) -> str:
     return f"{changed[0]} is not what was written" if changed else ""
 
 
-def _content_hash(files: Iterable[Path], tokenizer: Tokenizer) -> str:
-    hasher = hashlib.sha256(f"{tokenizer.name} {texts.PIECE_BYTES} {_LAYOUT}".encode())
+def _content_hash(files: Iterable[Path], tokenizer: Tokenizer, rules: DocumentRules) -> str:
+    hasher = hashlib.sha256(f"{tokenizer.name} {rules.piece_bytes} {_LAYOUT}".encode())
     for path in files:
-        hasher.update(hashlib.sha256(texts.read(path)).digest())
+        if records.is_records(path):  # a file of texts is what it was in earlier versions
+            hasher.update(
+                json.dumps([path.suffix.lower(), rules.column, rules.loss, tokenizer.chat]).encode()
+            )
+        hasher.update(texts.content_digest(path, is_text=records.is_text(path)))
     return hasher.hexdigest()[:32]
 
 
-def _write(files: Iterable[Path], tokenizer: Tokenizer, prefix: str) -> tuple[int, int, texts.Lost]:
-    """Tokens and documents written, and what was lost: one document per piece of a file, each with an end of document."""
+def _write(
+    files: Iterable[Path], tokenizer: Tokenizer, prefix: str, rules: DocumentRules
+) -> tuple[int, int, texts.Lost]:
+    """Tokens and documents written, and what was lost: each document with an end of document."""
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     builder = IndexedDatasetBuilder(prefix + ".bin", dtype=dtype)
-    tokens, documents, lost = 0, 0, texts.Lost()
-    start, end = np.array(tokenizer.start, np.int64), np.array([tokenizer.eod], np.int64)
+    masks = IndexedDatasetBuilder(mask_of(prefix) + ".bin", dtype=np.uint8) if rules.loss != "all" else None
+    tokens, documents, learned, lost = 0, 0, 0, texts.Lost()
     for path in files:
-        for piece in texts.pieces(texts.read(path)):
-            said = tokenizer.encode(piece)
-            lost.add(piece, said, tokenizer)
-            ids = np.concatenate([start, said, end])
+        for document in records.documents(path, tokenizer, rules):
+            ids, mask = _ids(document, tokenizer, lost)
             builder.add_document(ids, [len(ids)])
-            tokens, documents = tokens + len(ids), documents + 1
+            if masks is not None:
+                masks.add_document(mask, [len(mask)])
+            tokens, documents, learned = tokens + len(ids), documents + 1, learned + int(mask.sum())
     builder.finalize(prefix + ".idx")
+    if masks is not None:
+        masks.finalize(mask_of(prefix) + ".idx")
     if not documents:
         raise ValueError("the files of data.paths are all empty: give files that hold text.")
+    if not learned:
+        raise ValueError(
+            f"data.loss={rules.loss}, and no chat of data.paths has an answer of the assistant: leave it out, or give"
+            " chats that have."
+        )
     return tokens, documents, lost
+
+
+def _ids(document: texts.Document, tokenizer: Tokenizer, lost: texts.Lost) -> tuple[np.ndarray, np.ndarray]:
+    """A document's ids, with its start and its end, and which of them have a loss (uint8): two arrays of one length.
+
+    A chat's template may write start and end itself. An end that follows an answer has a loss, as the answer's last token
+    has.
+    """
+    start, end = np.array(tokenizer.start, np.int64), np.array([tokenizer.eod], np.int64)
+    if document.answers is None:
+        said = tokenizer.encode(document.text)
+        lost.add(document.text, said, tokenizer)
+        ids = np.concatenate([start, said, end])
+        return ids, np.ones(len(ids), np.uint8)
+    ids, mask = tokenizer.encode_with_mask(document.text, document.answers)
+    lost.add(document.text, ids, tokenizer)
+    if not np.array_equal(ids[: len(start)], start):
+        ids, mask = np.concatenate([start, ids]), np.concatenate([np.zeros(len(start), np.uint8), mask])
+    if not len(ids) or ids[-1] != tokenizer.eod:
+        ids, mask = np.concatenate([ids, end]), np.append(mask, mask[-1:] if len(mask) else np.uint8(0))
+    return ids, mask
 
 
 # ---------------------------------------------------------------------------------- checking what is there
@@ -236,7 +283,7 @@ def samples(prefix: str) -> dict[str, int | str | None]:
         path = Path(prefix + ending)
         found[f"bytes in the {ending}"] = path.stat().st_size if path.is_file() else None
         found[f"sampled SHA-256 of the {ending}"] = sampled_digest(path)
-    return found
+    return found | _mask_sample(prefix)
 
 
 def fingerprint(prefix: str) -> dict[str, int | str | None]:
@@ -251,7 +298,13 @@ def fingerprint(prefix: str) -> dict[str, int | str | None]:
     index = Path(prefix + ".idx")
     found["SHA-256 of the .idx"] = digest(index) if index.is_file() else None
     found["sampled SHA-256 of the .bin"] = sampled_digest(Path(prefix + ".bin"))
-    return found
+    return found | _mask_sample(prefix)
+
+
+def _mask_sample(prefix: str) -> dict[str, int | str | None]:
+    """Of a pair without a mask nothing."""
+    sample = sampled_digest(Path(mask_of(prefix) + ".bin"))
+    return {} if sample is None else {"sampled SHA-256 of the mask": sample}
 
 
 def sampled_digest(path: Path) -> str | None:
@@ -274,6 +327,21 @@ def corrupt(path: Path, what: str) -> ValueError:
     return ValueError(
         f"{str(path)!r} is corrupt or not Megatron's: {what}. Prepare the data again, or copy it again."
     )
+
+
+def check_mask(prefix: str) -> None:
+    """Raise ValueError unless a pair has a mask beside it, of as many values for each document as it has ids."""
+    if not is_prefix(mask_of(prefix)):
+        raise ValueError(
+            f"data.loss=assistant and {prefix!r}, which has no {mask_of(prefix)}.bin and .idx beside it that say which"
+            " ids have a loss: give JSONL or Parquet with messages, or leave data.loss out."
+        )
+    if check_indexed(mask_of(prefix)).dtype != np.uint8 or not np.array_equal(
+        sequence_lengths(mask_of(prefix)), sequence_lengths(prefix)
+    ):
+        raise corrupt(
+            Path(mask_of(prefix) + ".idx"), f"its documents are not those of {prefix!r}, a byte for each id"
+        )
 
 
 def sequence_lengths(prefix: str) -> np.ndarray:

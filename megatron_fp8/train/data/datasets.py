@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,9 @@ from . import corpus
 from .bigram import bigram_entropy
 from .ids import check_ids
 from .index_cache import index_folder, index_name, keep_indices
-from .indexed import CorpusDataset
-from .texts import look_at
+from .indexed import CorpusDataset, MaskedDataset
+from .records import files_of
+from .texts import PIECE_BYTES, DocumentRules, look_at
 from .tokenizers import ByteTokenizer, Tokenizer
 
 _SPLITS = ("training", "validation", "test")
@@ -41,38 +44,74 @@ def check_tokenizer(section: DataSection, tokenizer: Tokenizer, vocab_size: int)
     Args:
         vocab_size: ids that were asked for, 0 if the tokenizer's. Data that is prepared already holds the right ids.
     """
-    is_text = not section.paths or any(not corpus.is_prefix(path) for path in section.paths)
-    if is_text and isinstance(tokenizer, ByteTokenizer) and vocab_size > _VOCABULARY_FOR_BYTES:
+    unsaid = isinstance(tokenizer, ByteTokenizer) and section.tokenizer is None
+    if unsaid and vocab_size > _VOCABULARY_FOR_BYTES and holds_text(section):
         what = "data.paths" if section.paths else "the Python standard library's source (no data was given)"
         raise ValueError(
             f"model.vocab_size={vocab_size} and no data.tokenizer: the model would learn the bytes of {what}, and use"
             f" {tokenizer.vocab_size} of its ids. Give --data FILE... and --data.tokenizer=tokenizer.json, or prefixes of"
-            " prepared .bin/.idx pairs; or, to train on bytes, leave model.vocab_size out."
+            " prepared .bin/.idx pairs; or, to train on bytes, say --data.tokenizer=bytes."
         )
 
 
 _VOCABULARY_FOR_BYTES = 1024
 
 
-def find_data(section: DataSection, tokenizer: Tokenizer) -> list[str]:
+def holds_text(section: DataSection) -> bool:
+    """Whether some of the data is not tokens yet."""
+    return not section.paths or any(not corpus.is_prefix(str(path)) for path in _files(section))
+
+
+def _files(section: DataSection) -> list[Path]:
+    """The files of data.paths, those of its folders among them, and prefixes of pairs."""
+    return [
+        file
+        for path in section.paths
+        for file in ([Path(path)] if corpus.is_prefix(path) else files_of(Path(path)))
+    ]
+
+
+def find_data(section: DataSection, tokenizer: Tokenizer, train: TrainSection | None = None) -> list[str]:
     """Prefixes of the .bin/.idx pairs to train on; text is prepared by rank 0 while the others wait, however long.
 
-    Collective. Raises ValueError on every rank: a path is missing, a pair is corrupt.
+    Collective. Text so short that its pieces leave nothing for validation is cut into smaller ones.
+
+    Args:
+        train: what is trained on it; None: all of it is read, without a validation.
+
+    Raises ValueError on every rank: a path is missing or no text, a pair is corrupt.
     """
 
     def prepare() -> list[str]:
-        prefixes = [corpus.prefix_of(path) for path in section.paths if corpus.is_prefix(path)]
-        texts = [Path(path) for path in section.paths if not corpus.is_prefix(path)]
+        given = _files(section)
+        prefixes = [corpus.prefix_of(str(path)) for path in given if corpus.is_prefix(str(path))]
+        files = [path for path in given if not corpus.is_prefix(str(path))]
         for prefix in prefixes:
             corpus.check_indexed(prefix)
-        look_at(texts)
-        if texts or not prefixes:
-            prefixes.append(
-                corpus.prepare(texts or corpus.standard_library_files(), tokenizer, cache_dir(section))
-            )
+            if section.loss != "all":
+                corpus.check_mask(prefix)
+        look_at(files)
+        if files or not prefixes:
+            files = files or corpus.standard_library_files()
+            rules = DocumentRules(section.column, section.loss)
+            prefix = corpus.prepare(files, tokenizer, cache_dir(section), rules)
+            if train is not None and _lacks_validation(prefix, section, train):
+                size = sum(path.stat().st_size for path in files)
+                rules = replace(rules, piece_bytes=max(size // _PIECES, _LEAST_PIECE))
+                warnings.warn(
+                    f"data.split={section.split!r} leaves nothing for validation of a text of {size:,} bytes in pieces of"
+                    f" {PIECE_BYTES:,}: it is cut into pieces of {rules.piece_bytes:,}, and validation takes its end.",
+                    stacklevel=2,
+                )
+                prefix = corpus.prepare(files, tokenizer, cache_dir(section), rules)
+            prefixes.append(prefix)
         return prefixes
 
     return on_first_rank(prepare, beat_s=_BEAT_S)
+
+
+_PIECES, _LEAST_PIECE = 64, 512
+"""Into how many documents a short text is cut, and how many bytes one has at least."""
 
 
 _BEAT_S = 20.0
@@ -90,21 +129,21 @@ def build_datasets(
 
     Raises ValueError if the split leaves a data set that is needed without documents.
     """
-    evaluated = train.eval_iters * train.global_batch_size
-    sizes = [train.train_iters * train.global_batch_size, evaluated, 0]
     kept = cache_dir(section) / "indices"
+    sizes, partly = _sizes(train), section.loss != "all"
 
-    def find() -> tuple[str, Path]:
-        _check_split(prefixes, section.split, sizes, train.seq_length)
-        name = index_name(prefixes, [sizes, section.split, train.seed, train.seq_length, tokenizer.name])
-        return name, index_folder(kept, name)
+    def find() -> tuple[str, str, Path]:
+        split = _split_with_validation(prefixes, section.split, sizes, train.seq_length)
+        settings = [sizes, split, train.seed, train.seq_length, tokenizer.name]
+        name = index_name(prefixes, [*settings, section.loss] if partly else settings)
+        return split, name, index_folder(kept, name)
 
-    name, folder = on_first_rank(find)  # which reads every index; of many ranks one does
+    split, name, folder = on_first_rank(find)  # which reads every index; of many ranks one does
     config = GPTDatasetConfig(
         random_seed=train.seed,
         sequence_length=train.seq_length,
         blend=(prefixes, None),
-        split=section.split,
+        split=split,
         path_to_cache=str(folder),
         tokenizer=tokenizer,
         reset_position_ids=False,
@@ -113,7 +152,8 @@ def build_datasets(
         create_attention_mask=False,  # the attention is causal by itself
     )
     try:
-        built = BlendedMegatronDatasetBuilder(CorpusDataset, sizes, lambda: True, config).build()
+        kind = MaskedDataset if partly else CorpusDataset
+        built = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
     except Exception as error:
         if not isinstance(error.__cause__, OSError):
             raise
@@ -124,6 +164,60 @@ def build_datasets(
     wait_for_all()  # the others open the files after rank 0 has written them
     on_first_rank(lambda: keep_indices(folder, kept / name))
     return built
+
+
+def _sizes(train: TrainSection) -> list[int]:
+    """Samples that are read of the training, validation and test data."""
+    return [train.train_iters * train.global_batch_size, train.eval_iters * train.global_batch_size, 0]
+
+
+def _split_with_validation(prefixes: list[str], split: str, sizes: list[int], seq_length: int) -> str:
+    """The split; where it leaves too little for validation, one that takes the last documents of the training for that,
+    as few as will do, and says so. ValueError if no split will do."""
+    try:
+        _check_split(prefixes, split, sizes, seq_length)
+        return split
+    except _NoValidation:
+        ends = [float(end) for end in np.cumsum([0, *parse_and_normalize_split(split)])]
+        border = min(_border(prefix, ends, sizes[1], seq_length) for prefix in prefixes)
+        moved = ",".join(f"{part:.9f}" for part in (border, ends[2] - border, ends[3] - ends[2]))
+        try:
+            _check_split(prefixes, moved, sizes, seq_length)
+        except ValueError:
+            moved = ""
+        if not moved or ends[1] == ends[2] or not border:
+            raise
+    warnings.warn(
+        f"data.split={split!r} leaves too little for validation, which takes {100 * (ends[2] - border):.3g} % of the"
+        " documents, from the end of the training's.",
+        stacklevel=2,
+    )
+    return moved
+
+
+def _border(prefix: str, ends: list[float], size: int, seq_length: int) -> float:
+    """Which part of the documents is before the validation's, if that is to have enough tokens; at most what it was."""
+    lengths = corpus.sequence_lengths(prefix)
+    first, last = (round(end * len(lengths)) for end in ends[1:3])
+    least = seq_length + 1 if size else 1
+    enough = np.flatnonzero(np.cumsum(lengths[:last][::-1]) >= least)
+    return min(first, last - int(enough[0]) - 1 if len(enough) else 0) / max(len(lengths), 1)
+
+
+def _lacks_validation(prefix: str, section: DataSection, train: TrainSection) -> bool:
+    """Whether the split gives a data set too little for the validation that it asks for."""
+    weights = parse_and_normalize_split(section.split)
+    try:
+        _check_split([prefix], section.split, _sizes(train), train.seq_length)
+    except _NoValidation:
+        return weights[1] > 0
+    except ValueError:  # build_datasets says it
+        return False
+    return False
+
+
+class _NoValidation(ValueError):
+    """A split leaves too little for validation."""
 
 
 def _check_split(prefixes: list[str], split: str, sizes: list[int], seq_length: int) -> None:
@@ -144,7 +238,8 @@ def _check_split(prefixes: list[str], split: str, sizes: list[int], seq_length: 
                     else "give more data, another split, or, to train without validation, train.eval_iters=0 with"
                     " data.split=1,0,0"
                 )
-                raise ValueError(
+                kind = _NoValidation if name == "validation" else ValueError
+                raise kind(
                     f"data.split={split!r} leaves {tokens} tokens in {last - first} of {index.sequences} "
                     f"documents of {prefix!r} for {name}, and a sequence takes {seq_length + 1}: {remedies}."
                 )

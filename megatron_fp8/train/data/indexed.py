@@ -8,17 +8,19 @@ written since, by its time, samples of its content are compared: other content e
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, _BinReader
 
 from ..failure import TrainingFailed
-from .corpus import sampled_digest
+from .corpus import mask_of, sampled_digest
 
 
 class CorpusChanged(TrainingFailed):
@@ -104,3 +106,19 @@ class CorpusDataset(GPTDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
         return CheckedIndexedDataset(dataset_path)
+
+
+class MaskedDataset(CorpusDataset):
+    """Pairs with a mask beside them, which says what has a loss (corpus.mask_of)."""
+
+    def __init__(self, indexed_dataset: IndexedDataset, dataset_path: str, *more: Any) -> None:
+        super().__init__(indexed_dataset, dataset_path, *more)
+        self._mask = copy.copy(self)  # the same samples, of other values
+        self._mask.dataset = CheckedIndexedDataset(mask_of(dataset_path))
+
+    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
+        """As GPTDataset's; ``loss_mask`` [sequence] is 1 where the label, the id after the token, has a loss."""
+        sample = super().__getitem__(idx)
+        values, _ = self._mask._query_document_sample_shuffle_indices(0 if idx is None else idx)
+        sample["loss_mask"] = sample["loss_mask"] * torch.from_numpy(values[1:] == 1)
+        return sample

@@ -1,22 +1,26 @@
-"""Text files: read, cut into documents, and what of them is lost on the way to ids, which is said."""
+"""Text files: read, checked, cut into documents, and what of them is lost on the way to ids, which is said."""
 
 from __future__ import annotations
 
+import codecs
+import hashlib
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from ...files.disk import read_ordinary
-from .tokenizers import Tokenizer
+from ...files.disk import in_words, open_ordinary
+from .tokenizers import Spans, Tokenizer
 
 PIECE_BYTES = 1 << 16
 """Longer files are cut at line ends into documents of at most this size, so that every split gets some."""
+_READ_BYTES = 1 << 20
 _PACKED = {
     rb"\x1f\x8b": "gzip",
     rb"PK\x03\x04": "zip",
@@ -27,60 +31,107 @@ _PACKED = {
 """What packed files begin with."""
 
 
-def read(path: Path) -> bytes:
-    """A file's bytes.
+@dataclass(frozen=True)
+class DocumentRules:
+    """How files become documents: what DataSection says of ``column`` and ``loss``, and the size of a text's pieces."""
 
-    Raises ValueError: it cannot be read, or is packed.
-    """
+    column: str | None = None
+    loss: str = "all"
+    piece_bytes: int = PIECE_BYTES
+
+
+class Document(NamedTuple):
+    """``answers``: the characters of a chat's text that the assistant wrote; None: it is no chat."""
+
+    text: bytes
+    answers: Spans | None = None
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A file of data.paths, open to be read. ValueError, which names it, where it cannot be."""
     try:
-        text = read_ordinary(path, sys.maxsize)
+        with open_ordinary(path, sys.maxsize) as stream:
+            yield stream
     except OSError as error:
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else in_words(error)
         raise ValueError(
-            f"data.paths has {str(path)!r}: {reason}. Give text files, or the prefix of a .bin/.idx pair."
+            f"data.paths has {str(path)!r}: {reason}. Give files of text, JSONL, CSV or Parquet, a folder of them, or the"
+            " prefix of a .bin/.idx pair."
         ) from error
-    if packed := next((name for start, name in _PACKED.items() if re.match(start, text)), None):
+
+
+def content_digest(path: Path, *, is_text: bool = True) -> bytes:
+    """SHA-256 of a file's bytes; of any size, in little memory.
+
+    Raises ValueError: it cannot be read, or, where it is to be text, is packed, holds NUL bytes or is not UTF-8.
+    """
+    hasher, decoder, done = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0
+    with opened(path) as stream:
+        while part := stream.read(_READ_BYTES):
+            if is_text:
+                if not done:
+                    _check_unpacked(path, part)
+                if (nul := part.find(0)) >= 0:
+                    raise _no_text(path, f"byte {done + nul} is NUL")
+                _decode(path, decoder, part, done)
+            hasher.update(part)
+            done += len(part)
+    if is_text:
+        _decode(path, decoder, b"", done)
+    return hasher.digest()
+
+
+def _check_unpacked(path: Path, start: bytes) -> None:
+    if packed := next((name for pattern, name in _PACKED.items() if re.match(pattern, start)), None):
         raise ValueError(
             f"data.paths has {str(path)!r}, which is packed ({packed}): unpack it, and give the text."
         )
-    return text
 
 
-def pieces(text: bytes) -> Iterable[bytes]:
+def _decode(path: Path, decoder: codecs.IncrementalDecoder, part: bytes, done: int) -> None:
+    """Decode the part after ``done`` bytes; an empty one ends the file."""
+    waiting = len(decoder.getstate()[0])
+    try:
+        decoder.decode(part, final=not part)
+    except UnicodeDecodeError as error:
+        raise _no_text(path, f"byte {done - waiting + error.start} is not UTF-8") from error
+
+
+def _no_text(path: Path, why: str) -> ValueError:
+    return ValueError(
+        f"data.paths has {str(path)!r}, which is no text ({why}): leave it out; if it is text in another encoding, write"
+        f" it anew in UTF-8 (iconv -f ENCODING -t UTF-8 {path.name} > NEW), and give that."
+    )
+
+
+def pieces(stream: BinaryIO, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
     """Documents of a text: at line ends, or in a longer line between two characters of UTF-8."""
-    start = 0
-    while start < len(text):
-        end = len(text)
-        if end - start > PIECE_BYTES:
-            newline = text.rfind(b"\n", start, start + PIECE_BYTES)
-            end = newline + 1 if newline > start else start + PIECE_BYTES
-            inside = next((back for back in range(4) if text[end - back] & 0xC0 != 0x80), 0)
-            end -= inside
-        yield text[start:end]
-        start = end
+    held = b""
+    while held := held + stream.read(piece_bytes + 1 - len(held)):
+        end = len(held)
+        if end > piece_bytes:
+            newline = held.rfind(b"\n", 0, piece_bytes)
+            end = newline + 1 if newline > 0 else piece_bytes
+            end -= next((back for back in range(4) if held[end - back] & 0xC0 != 0x80), 0)
+        yield held[:end]
+        held = held[end:]
 
 
 def look_at(paths: Sequence[Path]) -> None:
-    """Warn of files that are given as text and are empty, or whose lines are JSON."""
+    """Warn of files that are empty."""
     empty = [str(path) for path in paths if path.is_file() and not path.stat().st_size]
     if empty and len(empty) < len(paths):
         warnings.warn(f"data.paths has {len(empty)} empty files, such as {empty[0]!r}.", stacklevel=2)
-    if lines := next((str(path) for path in paths if path.suffix == ".jsonl"), None):
-        warnings.warn(
-            f"data.paths has {lines!r}: its lines are learned as they are, names and quotes of JSON too. Megatron-LM's"
-            " tools/preprocess_data.py makes a .bin/.idx pair of the texts in it.",
-            stacklevel=2,
-        )
 
 
 @dataclass
 class Lost:
-    """What a tokenizer could not say: of ``tokens``, ``unknown`` are its token for that; ``undecodable`` characters are
-    U+FFFD in the place of bytes that are not UTF-8; ``left_out`` ones are not there at all."""
+    """What a tokenizer could not say: of ``tokens``, ``unknown`` are its token for that; ``left_out`` characters are not
+    there at all."""
 
     tokens: int = 0
     unknown: int = 0
-    undecodable: int = 0
     left_out: int = 0
 
     def add(self, text: bytes, ids: np.ndarray, tokenizer: Tokenizer) -> None:
@@ -89,9 +140,6 @@ class Lost:
         self.left_out += tokenizer.left_out(text)
         if tokenizer.unknown is not None:
             self.unknown += int((ids == tokenizer.unknown).sum())
-        if tokenizer.decodes:
-            meant = text.count("\ufffd".encode())
-            self.undecodable += text.decode("utf-8", errors="replace").count("\ufffd") - meant
 
     def say(self) -> None:
         """A warning of each that is not 0."""
@@ -105,12 +153,6 @@ class Lost:
             warnings.warn(
                 f"data: the tokenizer has no token for {self.left_out:,} characters of the text, nor one for the unknown:"
                 " they are left out. Is it the one for this text?",
-                stacklevel=2,
-            )
-        if self.undecodable:
-            warnings.warn(
-                f"data: {self.undecodable:,} places in the text are not UTF-8, and are learned as U+FFFD: save the files"
-                " as UTF-8.",
                 stacklevel=2,
             )
 

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,11 +19,22 @@ _LARGEST = 1 << 28
 """Bytes of a file that describes a tokenizer."""
 
 
+Spans = Sequence[tuple[int, int]]
+"""[first, last) characters."""
+
+
+class ChatTemplate(NamedTuple):
+    """A Jinja template that makes one text of a chat's messages, and the special tokens that it may name."""
+
+    template: str
+    special: dict[str, str]
+
+
 class Tokenizer(Protocol):
     """What data preparation and `GPTDataset` need. Ids are in [0, vocab_size).
 
     A document is ``start``, its text, ``eod``; a model that wrote one of ``ends`` has finished. ``unknown`` stands for
-    what no other id can say; None: there is no such text. ``decodes``: it takes characters and not bytes.
+    what no other id can say; None: there is no such text. ``chat``: None, it has no template for chats.
     """
 
     vocab_size: int
@@ -32,18 +43,25 @@ class Tokenizer(Protocol):
     start: tuple[int, ...]
     pad: int
     unknown: int | None
-    decodes: bool
+    chat: ChatTemplate | None
     name: str
     unique_identifiers: dict[str, str]
 
     def encode(self, text: bytes) -> np.ndarray:
         """Ids of `text` [bytes] as a 1-D integer array, without the end of document."""
 
+    def encode_with_mask(self, text: bytes, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+        """``encode``, and for each id 1 where it has a character of ``spans``, else 0: uint8 of the same length."""
+
     def left_out(self, text: bytes) -> int:
         """Characters of `text` that `encode` passes over, white space aside: no id says them, none is for the unknown."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; what is not UTF-8 (yet) as U+FFFD, the end of document left out."""
+
+
+BYTES = "bytes"
+"""What data.tokenizer says where every byte is a token."""
 
 
 class ByteTokenizer:
@@ -55,14 +73,17 @@ class ByteTokenizer:
     start: tuple[int, ...] = ()
     pad = -1  # nothing is padded; -1 is no id, so no token is masked by mistake
     unknown: int | None = None
-    decodes: bool = False
-    name = "bytes"
+    chat: ChatTemplate | None = None
+    name = BYTES
 
     def __init__(self) -> None:
         self.unique_identifiers = {"tokenizer": self.name}
 
     def encode(self, text: bytes) -> np.ndarray:
         return np.frombuffer(text, dtype=np.uint8)
+
+    def encode_with_mask(self, text: bytes, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+        raise NotImplementedError("bytes have no template for chats, whose spans these are")
 
     def left_out(self, text: bytes) -> int:
         return 0
@@ -79,13 +100,13 @@ class JsonTokenizer:
     ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>', '[SEP]'), else the first eos_token_id of generation_config.json,
     else one id more than the file's largest. A document starts with what the file's post-processor puts before a text, or
     with tokenizer_config.json's bos_token where add_bos_token says so. A chat model ends its turn with other tokens:
-    eos_token_id of generation_config.json. The file's truncation and padding are left out.
+    eos_token_id of generation_config.json. The file's truncation and padding are left out. The template for chats is
+    chat_template.jinja, or tokenizer_config.json's.
 
     Raises ValueError: a file cannot be read, or names a token that the vocabulary lacks.
     """
 
     pad = -1
-    decodes: bool = True
     _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
     def __init__(self, path: str | Path) -> None:
@@ -129,7 +150,9 @@ class JsonTokenizer:
         self.eod = size if last is None else last
         self.vocab_size = size + (last is None)
         self.ends = frozenset({self.eod, *beside.ends})
-        self.start = beside.start
+        self.start, self.chat = beside.start, beside.chat
+        # It adds nothing here, and may take white space out of the places of tokens.
+        self._tokenizer.post_processor = None
         self.name = f"json-{hashlib.sha256(content).hexdigest()[:16]}"
         if self.start or last != usual:  # the same file, and other documents
             self.name += "-" + "-".join(map(str, (*self.start, self.eod)))
@@ -140,6 +163,14 @@ class JsonTokenizer:
 
     def encode(self, text: bytes) -> np.ndarray:
         return np.asarray(self._encoded(text.decode("utf-8", errors="replace")).ids, dtype=np.int64)
+
+    def encode_with_mask(self, text: bytes, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+        found = self._encoded(text.decode("utf-8", errors="replace"))
+        places = np.asarray(found.offsets, dtype=np.int64).reshape(-1, 2)
+        mask = np.zeros(len(places), dtype=np.uint8)
+        for first, last in spans:
+            mask |= (places[:, 0] < last) & (places[:, 1] > first)
+        return np.asarray(found.ids, dtype=np.int64), mask
 
     def left_out(self, text: bytes) -> int:
         if not self._passes_over:
@@ -199,6 +230,7 @@ class _Beside:
         config = {key: value for file in files for key, value in file.items() if value is not None}
         self.eos = self._id(config, "eos_token")
         self.start = self._start(config)
+        self.chat = self._chat(config)
         ends = self._read("generation_config.json").get("eos_token_id")
         self.ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
         for end in self.ends:
@@ -216,6 +248,29 @@ class _Beside:
         before = self._added_before()
         first = self._id(config, "bos_token") if wanted and not before else None
         return before if first is None else (first,)
+
+    def _chat(self, config: dict[str, Any]) -> ChatTemplate | None:
+        """chat_template.jinja, else tokenizer_config.json's chat_template, of several the one called default."""
+        template = config.get("chat_template")
+        if isinstance(template, list):
+            template = next((one["template"] for one in template if one.get("name") == "default"), None)
+        path = self._path.with_name("chat_template.jinja")
+        if path.is_file():
+            try:
+                template = read_ordinary(path, _LARGEST).decode()
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"{str(path)!r} cannot be read ({in_words(error)}): put another in its place."
+                ) from error
+        if not isinstance(template, str):
+            return None
+        tokens = {name: value for name, value in config.items() if name.endswith("_token")}
+        named = {
+            name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
+        }
+        return ChatTemplate(
+            template, {name: token for name, token in named.items() if isinstance(token, str)}
+        )
 
     def _added_before(self) -> tuple[int, ...]:
         """Ids that the post-processor puts before a text: they belong to none of its sequences."""
@@ -266,13 +321,16 @@ def tokenizer_file(path: str | None, checkpoint: Path) -> str | None:
     """Where the tokenizer of a checkpoint's run is: as its config says, or, where that is no file, in the run's folder.
 
     An imported run has it there, and its config's path is relative: to another working directory, once it is moved.
+    None: it is bytes.
     """
-    if path is None or os.path.isfile(path):
+    if path in (None, BYTES):
+        return None
+    if os.path.isfile(path):
         return path
     beside = [folder / Path(path).name for folder in checkpoint.absolute().parents[:2]]
     return next((str(file) for file in beside if os.path.isfile(file)), path)
 
 
 def load_tokenizer(path: str | None) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`: a tokenizers file, or bytes when None."""
-    return ByteTokenizer() if path is None else JsonTokenizer(path)
+    """The tokenizer of `data.tokenizer`: a tokenizers file, or bytes when None or 'bytes'."""
+    return ByteTokenizer() if path in (None, BYTES) else JsonTokenizer(path)

@@ -24,7 +24,7 @@ from megatron_fp8.train.data.tokenizers import ByteTokenizer, JsonTokenizer, loa
 def texts(tmp_path):
     a, b = tmp_path / "a.txt", tmp_path / "b.txt"
     a.write_bytes(b"hello\nworld\n")
-    b.write_bytes(bytes(range(256)))
+    b.write_bytes(bytes(range(1, 128)) + "é".encode() * 64 + b"\n")
     return [a, b]
 
 
@@ -35,7 +35,10 @@ def prefix(texts, tmp_path):
 
 def test_documents_are_the_files_bytes_each_ended_by_eod(prefix):
     found = IndexedDataset(prefix)
-    assert [list(document) for document in found] == [[*b"hello\nworld\n", 256], [*range(256), 256]]
+    assert [list(document) for document in found] == [
+        [*b"hello\nworld\n", 256],
+        [*range(1, 128), *"é".encode() * 64, 10, 256],
+    ]
     assert list(found.document_indices) == [0, 1, 2]
     assert corpus.check_indexed(prefix) == corpus.IndexedInfo(np.dtype(np.uint16), 270, 2)
     assert list(corpus.sequence_lengths(prefix)) == [13, 257]

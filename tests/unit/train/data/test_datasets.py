@@ -15,7 +15,7 @@ from megatron_fp8.files.checkpoint import digest
 from megatron_fp8.train.config.run_config import parse
 from megatron_fp8.train.config.sections import DataSection, TrainSection
 from megatron_fp8.train.data import datasets as data
-from megatron_fp8.train.data.corpus import prepare
+from megatron_fp8.train.data.corpus import check_mask, mask_of, prepare
 from megatron_fp8.train.data.datasets import batches
 from megatron_fp8.train.data.index_cache import damage
 from megatron_fp8.train.data.indexed import CorpusChanged, _Files
@@ -135,14 +135,97 @@ def build(monkeypatch, tmp_path):
     monkeypatch.setattr(data, "on_first_rank", lambda work: work())
     monkeypatch.setattr(data, "wait_for_all", lambda: None)
 
-    def build(*prefixes, seed=1):
-        section = DataSection(split="100,0,0", cache_dir=str(tmp_path / "cache"))
+    def build(*prefixes, seed=1, loss="all"):
+        section = DataSection(split="100,0,0", cache_dir=str(tmp_path / "cache"), loss=loss)
         train = TrainSection(
             train_iters=8, micro_batch_size=1, global_batch_size=8, seq_length=16, eval_iters=0, seed=seed
         )
         return data.build_datasets(list(map(str, prefixes)), section, train, ByteTokenizer())[0]
 
     return build
+
+
+@pytest.mark.parametrize(
+    ("documents", "split", "seq_length", "moved"),
+    [
+        (200, "96,4,0", 16, "96,4,0"),
+        (5, "96,4,0", 16, "0.800000000,0.200000000,0.000000000"),  # 0 of 5 otherwise
+        (40, "96,4,0", 50, "0.925000000,0.075000000,0.000000000"),  # 2 documents of 20 tokens are not 51
+        (10, "80,0,20", 16, None),  # no validation is asked for
+        (2, "96,4,0", 30, None),  # nor is there enough for both
+        (1, "96,4,0", 8, None),
+    ],
+)
+def test_a_split_that_leaves_nothing_for_validation_takes_the_last_documents(
+    tmp_path, documents, split, seq_length, moved
+):
+    write(tmp_path / "few", documents)
+    given = ([str(tmp_path / "few")], split, [8, 8, 0], seq_length)
+    if moved is None:
+        with pytest.raises(ValueError, match=r"for (validation|training)"):
+            data._split_with_validation(*given)
+    elif moved == split:
+        assert data._split_with_validation(*given) == split
+    else:
+        with pytest.warns(UserWarning, match="takes (20|7.5) % of the documents, from the end"):
+            assert data._split_with_validation(*given) == moved
+        data._check_split(given[0], moved, *given[2:])
+
+
+def test_several_data_sets_share_a_split_that_gives_each_a_validation(tmp_path):
+    for name, documents in (("few", 5), ("many", 100)):
+        write(tmp_path / name, documents)
+    prefixes = [str(tmp_path / name) for name in ("many", "few")]
+    with pytest.warns(UserWarning, match="takes 20 % of the documents"):
+        moved = data._split_with_validation(prefixes, "96,4,0", [8, 8, 0], 16)
+    data._check_split(prefixes, moved, [8, 8, 0], 16)
+
+
+@pytest.mark.parametrize("size", [20_000, 300_000])
+def test_a_short_text_is_cut_so_that_there_is_a_validation(monkeypatch, tmp_path, size):
+    monkeypatch.setattr(data, "on_first_rank", lambda work, **_: work())
+    (tmp_path / "text.txt").write_bytes(b"words and words\n" * (size // 16))
+    section = DataSection(paths=[str(tmp_path / "text.txt")], cache_dir=str(tmp_path / "cache"))
+    train = TrainSection(eval_iters=1, train_iters=1, seq_length=64)
+    with pytest.warns(UserWarning, match=rf"leaves nothing for validation of a text of {size:,} bytes"):
+        prefixes = data.find_data(section, ByteTokenizer(), train)
+    data._check_split(prefixes, section.split, [8, 8, 0], 64)
+    assert data.find_data(section, ByteTokenizer()) != prefixes, "without a validation it is as it was"
+
+
+def masked(prefix, documents):
+    """`write`, and a mask that is 1 for the last of each document's 20 tokens."""
+    write(prefix, documents)
+    builder = IndexedDatasetBuilder(f"{mask_of(str(prefix))}.bin", dtype=np.uint8)
+    for _ in range(documents):
+        builder.add_document(np.arange(20) == 19, [20])
+    builder.finalize(f"{mask_of(str(prefix))}.idx")
+
+
+def test_a_mask_is_of_the_tokens_that_are_predicted(build, tmp_path):
+    masked(tmp_path / "chats", 6)
+    dataset = build(tmp_path / "chats", loss="assistant")
+    for index in range(len(dataset)):
+        sample = dataset[index]
+        # The places in the sequence of documents, each 20 tokens: what follows the 19th of a document is its last.
+        first, offset = dataset.sample_index[dataset.shuffle_index[index]]
+        places = (20 * first + offset + 1 + np.arange(16)) % 20
+        assert sample["loss_mask"].tolist() == (places == 19).astype(float).tolist()
+        assert torch.equal(sample["labels"][:-1], sample["tokens"][1:])
+    plain = build(tmp_path / "chats")
+    assert all(torch.equal(plain[n]["tokens"], dataset[n]["tokens"]) for n in range(len(plain)))
+    assert plain[0]["loss_mask"].tolist() == [1.0] * 16
+
+
+def test_a_pair_without_its_mask_or_with_another_ones_is_refused(tmp_path):
+    write(tmp_path / "plain", 6)
+    with pytest.raises(ValueError, match=r"plain', which has no .*plain_loss\.bin and \.idx"):
+        check_mask(str(tmp_path / "plain"))
+    masked(tmp_path / "chats", 6)
+    check_mask(str(tmp_path / "chats"))
+    write(tmp_path / "chats", 7)
+    with pytest.raises(ValueError, match=r"chats_loss\.idx' is corrupt .* its documents are not those of"):
+        check_mask(str(tmp_path / "chats"))
 
 
 @pytest.mark.parametrize(("before", "after"), [(6, 40), (40, 6)])

@@ -154,8 +154,8 @@ def test_who_was_taken_for_dead_writes_nothing_more(prepare, cache, monkeypatch)
     """Its lock is another's by the time it would give its files their names."""
     usual = corpus._write
 
-    def overtaken(files, tokenizer, prefix):
-        done = usual(files, tokenizer, prefix)
+    def overtaken(files, tokenizer, prefix, *more):
+        done = usual(files, tokenizer, prefix, *more)
         lock = Path(prefix).parents[1] / LOCK
         record = json.loads(lock.read_text())
         lock.write_text(json.dumps({**record, "owner": "another"}))

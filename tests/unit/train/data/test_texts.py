@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import json
+import hashlib
+import io
 import lzma
 import warnings
 from pathlib import Path
@@ -36,7 +37,7 @@ def words(path: Path, kind: str) -> JsonTokenizer:
 def test_a_long_line_is_cut_between_two_characters(letter):
     for before in range(4):
         text = b"x" * before + letter.encode() * (texts.PIECE_BYTES // 2)
-        found = list(texts.pieces(text))
+        found = list(texts.pieces(io.BytesIO(text)))
         assert b"".join(found) == text
         assert all("\ufffd" not in piece.decode("utf-8", errors="replace") for piece in found)
         assert all(texts.PIECE_BYTES - 4 < len(piece) <= texts.PIECE_BYTES for piece in found[:-1])
@@ -44,7 +45,7 @@ def test_a_long_line_is_cut_between_two_characters(letter):
 
 def test_bytes_that_are_no_text_are_cut_too():
     text = bytes([0x80]) * (texts.PIECE_BYTES + 9)
-    assert [len(piece) for piece in texts.pieces(text)] == [texts.PIECE_BYTES, 9]
+    assert [len(piece) for piece in texts.pieces(io.BytesIO(text))] == [texts.PIECE_BYTES, 9]
 
 
 @pytest.mark.parametrize("kind", ["WordLevel", "Unigram"])
@@ -104,22 +105,34 @@ def test_what_no_token_says_is_refused_where_a_tokenizer_raises(tmp_path, kind):
         corpus.prepare([text], tokenizer, tmp_path / "cache")
 
 
-def test_bytes_that_are_not_utf_8_are_counted_and_said(tmp_path):
-    tokenizer = words(tmp_path / "tokenizer.json", "WordLevel")
-    text = tmp_path / "text.txt"
-    text.write_bytes("one \ufffd two ".encode() + "é".encode("latin-1") + b" three")
-    with pytest.warns(UserWarning) as said:
-        corpus.prepare([text], tokenizer, tmp_path / "cache")
-    unknown, undecodable = (str(one.message) for one in said)
-    assert unknown.startswith("data: the tokenizer has no token for 2 of 5 pieces")
-    assert undecodable.startswith("data: 1 places in the text are not UTF-8")
+@pytest.mark.parametrize("place", [0, 1, texts._READ_BYTES - 1, texts._READ_BYTES, texts._READ_BYTES + 5])
+@pytest.mark.parametrize(
+    ("bad", "why"), [(b"\0", "NUL"), (b"\xe9", "not UTF-8"), (b"\xed\xa0\x80", "not UTF-8")]
+)
+def test_what_is_no_text_is_refused_by_name_and_place(tmp_path, place, bad, why):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"x" * place + bad + b"y" * 9)
+    match = rf"text\.txt', which is no text \(byte {place} is {why}\): leave it out; .* UTF-8 \(iconv"
+    with pytest.raises(ValueError, match=match):
+        corpus.prepare([path], ByteTokenizer(), tmp_path / "cache")
+    path.write_bytes(b"x" * place + "é\n".encode())
+    corpus.prepare([path], ByteTokenizer(), tmp_path / "cache")
 
 
-def test_bytes_are_all_known(tmp_path):
-    (tmp_path / "text.txt").write_bytes(bytes(range(256)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        corpus.prepare([tmp_path / "text.txt"], ByteTokenizer(), tmp_path / "cache")
+def test_a_character_that_the_files_end_cuts_is_no_text(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"abc" + "語".encode()[:2])
+    with pytest.raises(ValueError, match=r"byte 3 is not UTF-8"):
+        texts.content_digest(tmp_path / "text.txt")
+
+
+def test_a_digest_is_of_all_bytes(tmp_path):
+    (tmp_path / "long.txt").write_bytes("aé".encode() * texts._READ_BYTES)
+    expected = hashlib.sha256((tmp_path / "long.txt").read_bytes()).digest()
+    assert texts.content_digest(tmp_path / "long.txt") == expected
+    (tmp_path / "table.parquet").write_bytes(b"PAR1\0")
+    assert (
+        texts.content_digest(tmp_path / "table.parquet", is_text=False) == hashlib.sha256(b"PAR1\0").digest()
+    )
 
 
 def test_a_record_that_is_something_else_says_nothing():
@@ -128,10 +141,10 @@ def test_a_record_that_is_something_else_says_nothing():
         3,
         {},
         {"tokens": "x"},
-        {"tokens": 1, "unknown": True, "undecodable": 0, "left_out": 0},
+        {"tokens": 1, "unknown": True, "left_out": 0},
     ):
         assert texts.lost_of(record) == texts.Lost()
-    assert texts.lost_of({"tokens": 9, "unknown": 2, "undecodable": 1}) == texts.Lost(9, 2, 1)
+    assert texts.lost_of({"tokens": 9, "unknown": 2, "undecodable": 1}) == texts.Lost(9, 2)
 
 
 @pytest.mark.parametrize(
@@ -154,17 +167,14 @@ def test_a_packed_file_is_refused(tmp_path, name, content):
 def test_a_text_that_begins_as_packed_ones_do_is_text(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("BZhang, PKW and others\n")
-    assert texts.read(text) == text.read_bytes()
+    assert texts.content_digest(text) == hashlib.sha256(text.read_bytes()).digest()
 
 
-def test_empty_files_and_lines_of_json_are_said(tmp_path):
+def test_empty_files_are_said(tmp_path):
     (tmp_path / "text.txt").write_text("text")
     (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "lines.jsonl").write_text(json.dumps({"text": "text"}))
-    with pytest.warns(UserWarning) as said:
-        texts.look_at([tmp_path / name for name in ("text.txt", "empty.txt", "lines.jsonl")])
-    assert "1 empty files, such as" in str(said[0].message)
-    assert "lines are learned as they are" in str(said[1].message)
+    with pytest.warns(UserWarning, match="1 empty files, such as"):
+        texts.look_at([tmp_path / name for name in ("text.txt", "empty.txt")])
 
 
 def test_counting_does_not_change_the_ids():

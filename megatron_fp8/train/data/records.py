@@ -1,0 +1,184 @@
+"""Records of JSONL, CSV, Parquet and Arrow files, as documents; and the files of a folder.
+
+JSONL and CSV are read here, line by line; the rest by the package datasets, as a stream.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+from .chat import chat_documents
+from .texts import Document, DocumentRules, opened, pieces
+from .tokenizers import Tokenizer
+
+_COLUMNS = ("messages", "text")
+_OTHER_SPLIT = re.compile(r"(^|[-_.])(test|val|valid|validation|dev|eval)([-_.]|$)", re.IGNORECASE)
+_BINARY = (".parquet", ".arrow")
+
+
+def is_records(path: Path) -> bool:
+    """Whether a file holds records, by the end of its name."""
+    return path.suffix.lower() in _READERS
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file's bytes are text."""
+    return path.suffix.lower() not in _BINARY
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file itself; of a folder, in the order of their paths, all files with records, or, where it has none, all.
+
+    What is hidden and ``__pycache__`` is left out. A .bin/.idx pair is given by its .idx.
+
+    Raises ValueError: the folder is empty.
+    """
+    if not path.is_dir():
+        return [path]
+    inside = sorted(
+        (file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path))),
+        key=lambda file: file.relative_to(path).as_posix(),
+    )
+    pairs = {file.with_suffix(".bin") for file in inside if file.suffix == ".idx"}
+    found = [file for file in inside if file not in pairs]
+    records = [file for file in found if is_records(file) and file.suffix.lower() != ".json"]
+    found = records or found
+    if not found:
+        raise ValueError(
+            f"data.paths has {str(path)!r}, a folder without files: give files of text or records."
+        )
+    other = next((str(file) for file in found if _OTHER_SPLIT.search(file.name)), None)
+    if other:
+        warnings.warn(
+            f"data.paths has the folder {str(path)!r}, and all its {len(found)} files are learned, {other!r} too: if it"
+            " is a split of its own, give the training files by their names.",
+            stacklevel=2,
+        )
+    return found
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+
+
+def documents(path: Path, tokenizer: Tokenizer, rules: DocumentRules) -> Iterator[Document]:
+    """The documents of a file, in its order: pieces of a text, or the text or the chat of each record.
+
+    Records without text (null, or empty) are left out.
+
+    Raises ValueError, which names the file and the record: it cannot be read, has no such column, or what is there is
+    neither text nor a chat that the tokenizer's template takes.
+    """
+    if not is_records(path):
+        if rules.loss != "all":
+            raise ValueError(f"data.loss={rules.loss} and {str(path)!r}, which has no chats: {_CHATS}.")
+        with opened(path) as stream:
+            yield from map(Document, pieces(stream, rules.piece_bytes))
+        return
+    records = _READERS[path.suffix.lower()](path)
+    for number, record in enumerate(records, 1):
+        try:
+            yield from _of_record(record, tokenizer, rules)
+        except ValueError as error:
+            said = "it holds half of a character" if isinstance(error, UnicodeEncodeError) else error
+            raise ValueError(f"data.paths has {str(path)!r}, and of its record {number}: {said}.") from error
+
+
+_CHATS = "give records with messages, or leave data.loss out"
+
+
+def _of_record(record: Any, tokenizer: Tokenizer, rules: DocumentRules) -> list[Document]:
+    if not isinstance(record, dict):
+        raise ValueError(f"it is no object, but {type(record).__name__}")
+    wanted = (rules.column,) if rules.column else _COLUMNS
+    named = [name for name in wanted if name in record]
+    if not named:
+        raise ValueError(
+            f"it has no {' and no '.join(wanted)} (it has {', '.join(map(str, record)) or 'nothing'}): name the column"
+            " with --data.column=NAME"
+        )
+    name = next((name for name in named if record[name] is not None), named[0])
+    value = record[name]
+    if value is None or value == "" or value == []:
+        return []
+    if isinstance(value, str):
+        if rules.loss != "all":
+            raise ValueError(f"data.loss={rules.loss} and {name} is a text: {_CHATS}")
+        return [Document(value.encode())]
+    if not isinstance(value, list) or not all(isinstance(one, dict) and "role" in one for one in value):
+        raise ValueError(
+            f"{name} is {type(value).__name__}, and neither a text nor a list of messages with a role"
+        )
+    if tokenizer.chat is None:
+        raise ValueError(
+            f"{name} is a chat, and the tokenizer has no chat template: give --data.tokenizer=tokenizer.json, with its"
+            " tokenizer_config.json or chat_template.jinja beside it"
+        )
+    # Parquet has every key that some message has.
+    messages = [
+        {key: item for key, item in one.items() if item is not None or key == "content"} for one in value
+    ]
+    tools = record.get("tools")
+    return chat_documents(
+        messages, tools if isinstance(tools, list) else None, tokenizer.chat, loss=rules.loss
+    )
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    with opened(path) as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(
+                    f"data.paths has {str(path)!r}, whose line {number} is no JSON ({error})."
+                ) from error
+
+
+def _rows(path: Path, delimiter: str) -> Iterator[Any]:
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # 128 KiB by default
+    with opened(path) as stream:
+        rows = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter=delimiter)
+        try:
+            yield from rows
+        except csv.Error as error:
+            raise ValueError(
+                f"data.paths has {str(path)!r}, whose line {rows.line_num} is no CSV ({error})."
+            ) from error
+
+
+def _table(path: Path, form: str) -> Iterator[Mapping[str, Any]]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"data.paths has {str(path)!r}, which the package datasets reads: run pip install datasets, or give JSONL."
+        ) from error
+    try:
+        yield from datasets.load_dataset(form, data_files=[escape(str(path))], split="train", streaming=True)
+    except Exception as error:  # pyarrow's errors, and those of datasets
+        said = " ".join(str(error).split())
+        raise ValueError(f"data.paths has {str(path)!r}, which cannot be read as {form} ({said}).") from error
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
+    ".jsonl": _lines,
+    ".ndjson": _lines,
+    ".csv": partial(_rows, delimiter=","),
+    ".tsv": partial(_rows, delimiter="\t"),
+    ".json": partial(_table, form="json"),
+    ".parquet": partial(_table, form="parquet"),
+    ".arrow": partial(_table, form="arrow"),
+}
