@@ -1,4 +1,4 @@
-"""Where `fp8_format` becomes codes: in which files what it says takes another shape.
+"""Where `fp8_recipe` becomes codes: in which files what it says takes another shape.
 
     TransformerConfig -> Recipe -> Rule -> Cast (one of six) -> SitePlan -> Quantizer -> QuantizedSide
 
@@ -31,7 +31,7 @@ from megatron_fp8.tensor import QuantizedSide
 from tests.support.architecture import PACKAGE, walk
 
 SHAPES = (TransformerConfig, Recipe, Rule, Cast, SitePlan, Quantizer, QuantizedSide)
-WALK = walk("`fp8_format`")
+WALK = walk("`fp8_recipe`")
 """Of each shape, in their order, the file that makes it."""
 
 GIVEN_TO = 17

@@ -56,7 +56,7 @@ LIKELY: dict[str, tuple[Any, ...]] = {
     "optimizer.lr": (1e-3, 1e30, 1e-30),
     "telemetry.every": (0, 1, 2),
     "telemetry.what_if": (["mxfp8"], ["rowwise", "delayed"]),
-    "checkpoint.save_interval": (0, 1),
+    "checkpoint.save_interval": (0, 1, "never"),
     "checkpoint.async_save": (True,),
     "data.split": ("1,0,0", "50,50,0"),
 }
