@@ -28,7 +28,7 @@ def results(folder: Path) -> dict[str, Any]:
     text.write_text(" ".join(WORDS[3:] * 400))
     options = [
         "--model.fp8=hybrid", f"--train.train_iters={ITERATIONS}", "--train.seq_length=32", "--train.eval_iters=0",
-        "--train.micro_batch_size=2", "--train.global_batch_size=8", "--data.split=1,0,0", "--data", str(text),
+        "--train.micro_batch_size=2", "--train.global_batch_size=2", "--data.split=1,0,0", "--data", str(text),
         f"--data.cache_dir={folder / 'cache'}",
     ]  # fmt: skip
     found: dict[str, Any] = {}
