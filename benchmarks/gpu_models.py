@@ -217,7 +217,7 @@ class Training:
 
         torch.manual_seed(1)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        fp8 = {"fp8": "hybrid", "fp8_format": recipe, "fp8_backend": backend} if recipe else {}
+        fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "fp8_backend": backend} if recipe else {}
         moe = {"num_moe_experts": sizes.experts, **EXPERTS} if sizes.experts else {}
         self.sizes = sizes
         self.config = config = TransformerConfig(

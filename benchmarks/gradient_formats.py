@@ -46,7 +46,7 @@ def section() -> str:
         "table has the SQNR in dB (higher is better) of gradients whose rows are of one size, or of different ones.\n\n"
         f"{table()}\n\n"
         "With a scale for each block of 32 (mxfp8) no range is needed inside a block, so E4M3 is 6 dB better whatever\n"
-        "the gradients are: a run with `fp8='hybrid', fp8_format='mxfp8'` says so once at its start. Blocks of 128 do\n"
+        "the gradients are: a run with `fp8='hybrid', fp8_recipe='mxfp8'` says so once at its start. Blocks of 128 do\n"
         "as well here, and reports of trainings disagree ([TransformerEngine #2754]"
         "(https://github.com/NVIDIA/TransformerEngine/issues/2754)):\n"
         "measure it. One scale for a whole tensor needs E5M2's range where rows differ much.\n\n"

@@ -230,7 +230,7 @@ def write_config(folder: Path, iterations: int, asynchronous: bool) -> Path:
         "model": {
             "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128,
             "add_bias_linear": False, "hidden_dropout": 0.1, "attention_dropout": 0.0,
-            "fp8": "hybrid", "fp8_format": "delayed",
+            "fp8": "hybrid", "fp8_recipe": "delayed",
         },
         "train": {
             "train_iters": iterations, "micro_batch_size": 2, "global_batch_size": 4, "seq_length": 64,

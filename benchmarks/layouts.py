@@ -73,7 +73,7 @@ def main() -> int:
             ("float32", FLOAT32, ("blockwise", "mxfp8")),
         ):
             for recipe in recipes:
-                one, tp2 = run({"fp8": "hybrid", "fp8_format": recipe, **more})
+                one, tp2 = run({"fp8": "hybrid", "fp8_recipe": recipe, **more})
                 between, from_bf16 = apart(tp2, one), apart(one, bf16)
                 bound, name = (own, "BF16's own") if more else (from_bf16, "FP8 to BF16")
                 within = between[0] <= bound[0] and between[1] <= bound[1]

@@ -30,10 +30,10 @@ PAGE = Path(__file__).parents[1] / "docs" / "estimates.md"
 BEGIN, END = "<!-- python -m benchmarks.roofline --write: from here -->", "<!-- to here: roofline -->"
 MODEL = ["--config=tiny_gpt_cpu", "--model.tensor_model_parallel_size=1", "--model.sequence_parallel=false"]
 PRECISIONS = {
-    "bf16": ["--model.fp8=null", "--model.fp8_format=null"],
-    "tensorwise": ["--model.fp8_format=tensorwise"],
-    "blockwise": ["--model.fp8_format=blockwise"],
-    "mxfp8": ["--model.fp8_format=mxfp8"],
+    "bf16": ["--model.fp8=null", "--model.fp8_recipe=null"],
+    "tensorwise": ["--model.fp8_recipe=tensorwise"],
+    "blockwise": ["--model.fp8_recipe=blockwise"],
+    "mxfp8": ["--model.fp8_recipe=mxfp8"],
 }
 SHORT, LONG = 2, 14
 """Iterations of the two trainings."""
@@ -65,7 +65,7 @@ def trained(folder: Path, name: str, turn: int) -> float:
     for iterations in (SHORT, LONG):
         run = folder / f"run-{name}-{turn}-{iterations}"
         options = [f"--train.train_iters={iterations}", f"--run_dir={run}", "--optimizer.lr_warmup_iters=1"]
-        quiet = ["--train.eval_interval=1000000", "--checkpoint.save_interval=0"]
+        quiet = ["--train.eval_interval=1000000", "--checkpoint.save_interval=never"]
         seconds.append(megatron_fp8("train", *MODEL, *PRECISIONS[name], *options, *quiet))
     return (seconds[1] - seconds[0]) / (LONG - SHORT)
 

@@ -29,7 +29,7 @@ def small_gpt(
 
     torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    fp8 = {} if recipe is None else {"fp8": "hybrid", "fp8_format": recipe}
+    fp8 = {} if recipe is None else {"fp8": "hybrid", "fp8_recipe": recipe}
     config = TransformerConfig(
         num_layers=layers,
         hidden_size=hidden,

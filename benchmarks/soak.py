@@ -72,7 +72,7 @@ def write_config(folder: Path, iterations: int, save_every: int) -> Path:
     config: dict[str, Any] = yaml.safe_load((ROOT / "examples/configs/tiny_gpt_cpu.yaml").read_text())
     config["model"] |= {
         "num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_query_groups": 2, "kv_channels": 32,
-        "ffn_hidden_size": 128, "hidden_dropout": 0.1, "fp8_format": "delayed", "first_last_layers_bf16": False,
+        "ffn_hidden_size": 128, "hidden_dropout": 0.1, "fp8_recipe": "delayed", "first_last_layers_bf16": False,
         "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max", "tensor_model_parallel_size": 1,
         "sequence_parallel": False,
     }  # fmt: skip

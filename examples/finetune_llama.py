@@ -39,7 +39,7 @@ def main() -> None:
         "train",
         f"--config={work}/run/config.yaml",
         "--model.fp8=hybrid",
-        f"--model.fp8_format={options.recipe}",
+        f"--model.fp8_recipe={options.recipe}",
         "--model.first_last_layers_bf16=false",
         f"--train.train_iters={options.iterations}",
         f"--train.seq_length={options.seq_length}",

@@ -74,7 +74,7 @@ def main() -> None:
         "train",
         f"--config={work}/run/config.yaml",
         "--model.fp8=e4m3",
-        f"--model.fp8_format={options.recipe}",
+        f"--model.fp8_recipe={options.recipe}",
         "--model.first_last_layers_bf16=false",
         f"--model.expert_model_parallel_size={options.ranks}",
         "--model.moe_aux_loss_coeff=1e-2",

@@ -51,7 +51,7 @@ def main() -> None:
         attention_dropout=0.0,
         tensor_model_parallel_size=dist.get_world_size(),
         fp8="hybrid",
-        fp8_format="tensorwise",
+        fp8_recipe="tensorwise",
     )
     model = GPTModel(
         config,

@@ -28,7 +28,7 @@ tensor=(--model.tensor_model_parallel_size=2 --model.sequence_parallel=true)
 pipeline=("${one[@]}" --model.pipeline_model_parallel_size=2)
 
 train 1 bf16 "$ITERATIONS" "${one[@]}" --model.fp8=null "$@"
-train 2 fp8 $((2 * ITERATIONS)) "${tensor[@]}" --model.fp8=hybrid --model.fp8_format="$FP8" --resume="$RUNS/bf16" "$@"
+train 2 fp8 $((2 * ITERATIONS)) "${tensor[@]}" --model.fp8=hybrid --model.fp8_recipe="$FP8" --resume="$RUNS/bf16" "$@"
 train 2 back $((3 * ITERATIONS)) "${pipeline[@]}" --model.fp8=null --resume="$RUNS/fp8" "$@"
 
 for run in bf16 fp8 back; do

@@ -80,7 +80,7 @@ def fp8_config(layout: Layout, recipe: str | None, **fields: Any) -> Any:
     model's own dtype."""
     from megatron_fp8 import MLATransformerConfig, TransformerConfig
 
-    fp8 = {} if recipe is None else {"fp8": "hybrid", "fp8_format": recipe}
+    fp8 = {} if recipe is None else {"fp8": "hybrid", "fp8_recipe": recipe}
     kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     return gpt_config(layout, cls=kind, **{**fp8, **fields})
 

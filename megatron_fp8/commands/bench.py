@@ -33,7 +33,7 @@ Where FP8 does not pay (small GEMMs), leave those layers in BF16 by measurement:
 
 The table is of one device, recipe and backend, and is refused elsewhere. Without --config or --shape it has a grid of
 sizes, and a shape in between is decided by the nearest smaller one. Options of the run, as in `train`, may follow
---config: --model.fp8_format=mxfp8 --train.micro_batch_size=2.
+--config: --model.fp8_recipe=mxfp8 --train.micro_batch_size=2.
 
 How to read it: `x BF16` is time over BF16's time, so less than 1 is faster. The weight is quantised anew in every linear,
 as in a run with one microbatch; more of them share one quantisation (the weight cache) and gain more than is shown. On a

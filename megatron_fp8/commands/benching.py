@@ -146,7 +146,7 @@ def _check(options: argparse.Namespace, run_options: list[str]) -> None:
     if options.config and (options.recipe or options.shape or options.backend):
         raise ValueError(
             "--config gives recipe, shapes and backend: drop --recipe, --shape and --backend, and change them there"
-            " (--model.fp8_format=..., --model.fp8_backend=...)"
+            " (--model.fp8_recipe=..., --model.fp8_backend=...)"
         )
     by_spread = [f"--{name}" for name in ("tune", "compare") if getattr(options, name)]
     if by_spread and options.repetitions < LEAST_FOR_SPREAD:

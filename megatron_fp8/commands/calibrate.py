@@ -73,7 +73,8 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
     from .. import mcore
 
     mcore.install()
-    from ..train.restore import restore, run_folder_of
+    from ..train.restore import restore
+    from ..train.run_record import run_folder_of
 
     restored = restore(
         options.checkpoint, launch, run_options, config=options.config, recipe=options.recipe, fp8=options.fp8

@@ -116,7 +116,7 @@ def _prepare(
 
     mcore.install()
     from ..train.replay import replay
-    from ..train.restore import run_folder_of
+    from ..train.run_record import run_folder_of
 
     found = replay(
         options.checkpoint,
@@ -195,10 +195,8 @@ def _good_loss(run_folder: Path, iteration: int) -> float | None:
 
 
 def _diagnose(prepared: _Prepared) -> None:
-    from ..plan.settings import DEFAULT_RECIPE
     from ..telemetry.attribution import Limits
     from ..telemetry.diagnosis import diagnose_subject
-    from ..train.config.model_fields import settled
 
     options, replay, first = prepared.options, prepared.replay, prepared.launch.rank == 0
     subject = replay.subject
@@ -219,7 +217,7 @@ def _diagnose(prepared: _Prepared) -> None:
         "iteration": replay.iteration,
         "first_batch_of_iteration": replay.first,
         "batches": subject.batches,
-        "recipe": settled(vars(replay.run.model)).get("fp8_recipe") or DEFAULT_RECIPE,
+        "recipe": replay.run.model.fp8_recipe,
         "world_size": prepared.launch.world_size,
         "recorded_loss": replay.recorded,
     }

@@ -17,7 +17,7 @@ whether it fits, or else the nearest change with which it does.
   megatron-fp8 estimate --config my.yaml --set model.fp8_param=true --set train.micro_batch_size=2
   megatron-fp8 estimate --config my.yaml --model.fp8_param=true --json
 
-Options of the run may follow as in `train`: --model.fp8_format=mxfp8. The whole config is checked by `train --dry-run`.
+Options of the run may follow as in `train`: --model.fp8_recipe=mxfp8. The whole config is checked by `train --dry-run`.
 --device is a name, a file of figures (docs/estimates.md), or what `megatron-fp8 bench --out FILE` wrote.
 
 Without --device bytes are those of a CPU run, nothing is said of whether it fits, and times are an h100's.

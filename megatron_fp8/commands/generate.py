@@ -131,7 +131,7 @@ def _make_ready(options: argparse.Namespace, restored: Any, launch: Any) -> None
     """Quantise the weights, and say what runs."""
     from ..inference import model_bytes, prepare_for_inference
     from ..inference.calibration import load_calibration
-    from ..train.restore import run_folder_of
+    from ..train.run_record import run_folder_of
 
     static = options.activations == "static"
     say(f"checkpoint  {restored.folder}, iteration {restored.iteration}", launch)

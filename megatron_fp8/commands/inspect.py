@@ -44,11 +44,13 @@ def _parser() -> CommandParser:
 
 def _inspect(options: argparse.Namespace) -> None:
     from ..files.checkpoint import check_files, find_checkpoint, read_manifest
+    from ..train.run_record import trained_beyond
 
     folder = find_checkpoint(Path(options.checkpoint))
     if options.check:
         check_files(folder, read_manifest(folder))
     found = describe(folder)
+    found["notes"] += trained_beyond(Path(options.checkpoint), folder)
     if options.check:
         found["not_finite"] = _not_finite(folder) or found["not_finite"]
     if options.json:

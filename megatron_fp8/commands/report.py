@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,10 @@ def terminal(folder: Path) -> str:
     report = record.report()
     advice = [f"advice      {piece}" for piece in advice_of(record, report)]
     notes = [f"note        {line}" for line in record.unfinished()]
-    return printable("\n".join([format_report(report), *losses(record), *advice, *notes]))
+    page = (
+        f"page        with curves and statistics: megatron-fp8 report {shlex.quote(str(folder))} --html FILE"
+    )
+    return printable("\n".join([format_report(report), *losses(record), *advice, *notes, page]))
 
 
 def advice_of(record: RunRecord, report: dict[str, Any]) -> list[Advice]:

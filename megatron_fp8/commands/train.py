@@ -41,7 +41,7 @@ Trains a GPT in FP8 (or BF16) with Megatron-Core: on CPU over gloo, on GPUs over
 A config file has the sections model, train, optimizer, data, checkpoint and telemetry; every key is also an option:
 
   --model.fp8=hybrid               FP8: E4M3, and E5M2 for gradients ('e4m3': E4M3 everywhere; null: BF16)
-  --model.fp8_format=mxfp8         scaling recipe: delayed, tensorwise, rowwise, blockwise, mxfp8, custom
+  --model.fp8_recipe=mxfp8         scaling recipe: tensorwise (default), delayed, rowwise, blockwise, mxfp8, custom
   --model.first_last_layers_bf16=true          keep the first and the last layer in BF16
   --model.fp8_high_precision_warmup=0.1        the first tenth in BF16; ..._healing=0.05: the last twentieth
   --model.tensor_model_parallel_size=2         also pipeline_model_parallel_size, sequence_parallel, ...
@@ -53,22 +53,22 @@ A config file has the sections model, train, optimizer, data, checkpoint and tel
   --data.tokenizer=tokenizer.json  a Hugging Face tokenizers file (default: bytes)
   --data.loss=assistant            of chats (messages) only what the assistant says; also column, split
   --run_dir=runs/mine              where config.yaml, report.json, metrics.jsonl and tensorboard/ go
-  --checkpoint.save_interval=100   save; also keep_last, async_save, folder
+  --checkpoint.save_interval=100   save on the way too, not at the end alone (never: nowhere); also keep_last, folder, ...
   --telemetry.every=10             statistics of tensors and codes: telemetry.jsonl; also sites, what_if, wandb, ...
   --resume=auto                    go on from the run's latest checkpoint ('never', or the path of another one)
   --dry-run                        build, report, check that the first loss is near ln(vocabulary)
   --debug                          show tracebacks of bad input
   --keys                           list every key with its default and what it does
 
-Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP (a closed terminal) make the run finish its iteration, save and end;
---resume=auto goes on from there. Ctrl-C again, a second later or more, ends it at once, unsaved.
+A run saves at its end. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP (a closed terminal) make it finish its iteration, save and
+end; --resume=auto goes on from there. Ctrl-C again, a second later or more, ends it at once, unsaved.
 
 Exit codes: 0 done, or stopped and saved; 1 training failed; 2 bad input.
 """
 
 
 _INTERRUPTED = (
-    "SIGINT: the run finishes its iteration, saves and ends; again, after"
+    "SIGINT: the run finishes its iteration, {saves}ends; again, after"
     f" {AGAIN_S:g} s or later: it ends at once, unsaved"
 )
 _READER_LEFT = RuntimeError(
@@ -228,7 +228,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         if run.dry_run:
             _dry_run(stepper, vocab_size, first)
             return None
-        if run.checkpoint.save_interval:
+        if run.checkpoint.saves:
             folders.check_room(checkpoints.estimated_bytes(parameters["total"], config.params_dtype))
         content = parallel.on_first_rank(lambda: data_fact(prefixes))
         start = checkpoints.resume(run, chosen, tokenizer, chunks, optimizer, scheduler, content)
@@ -395,7 +395,8 @@ def _train(trainer: Any) -> int:
     stop, line = trainer.stepper.stop, ""
     stop.listen("SIGTERM")
     stop.listen("SIGHUP")
-    stop.listen("SIGINT", _INTERRUPTED if trainer.display else "")
+    saves = "saves and " if trainer.run.checkpoint.saves else "does not save, and "
+    stop.listen("SIGINT", _INTERRUPTED.replace("{saves}", saves) if trainer.display else "")
     with reader_may_leave(stop.reader_left):
         try:
             summary = trainer.train()

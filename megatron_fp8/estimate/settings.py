@@ -25,8 +25,7 @@ from ..mcore.config.latent_fields import LATENT_RELATIONS
 from ..mcore.config.relations import RELATIONS
 from ..mcore.config.rules import check, check_relation, shown
 from ..plan.overrides import check_overrides, check_overrides_match
-from ..plan.settings import field_meant, refuse_recipe_alone
-from ..recipe import check_recipe_name
+from ..plan.settings import NOT_A_KEY, field_meant, refuse_recipe_alone
 from ..train.config.config_file import by_dotted_key, read_config
 from ..train.config.field_rules import check_rules
 from ..train.config.model_fields import known_fields
@@ -143,6 +142,8 @@ def given_keys(options: list[str]) -> dict[str, Any]:
         elif name == "data.paths" and not value.startswith("["):
             given[name] = value.split(",")
         else:
+            if name == "model.fp8_format":
+                name = f"model.{field_meant(value)}"
             _check_key(name, "--")
             given[name] = _value(name, value)
     return given
@@ -233,25 +234,17 @@ def _check_key(key: str, where: str) -> None:
         return
     last = key.rpartition(".")[2]
     near = [name for name in known if name.rpartition(".")[2] == last] or difflib.get_close_matches(
-        key, known, n=1
+        key, (*known, "model.fp8_format"), n=1
     )
+    if last == "fp8_format" or "model.fp8_format" in near:
+        near = [NOT_A_KEY]
     hint = f" Did you mean {near[0]}?" if near else ""
     raise ValueError(f"{where}{key} is not a known key.{hint}")
 
 
 def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tuple[Model, list[str]]:
     section = dict(section)
-    if (other := section.get("fp8_format")) is not None and field_meant(other) == "fp8_recipe":
-        check_recipe_name(other)
-    refuse_recipe_alone(section, fp8_given="fp8" in section)
-    if (other := section.pop("fp8_format", None)) is not None:
-        name = field_meant(other)
-        if section.get(name) not in (None, other):
-            raise ValueError(
-                f"model.fp8_format={other!r} conflicts with model.{name}={section[name]!r}: both name one thing. Give one"
-                " of them."
-            )
-        section[name] = other
+    refuse_recipe_alone(section.get("fp8_recipe"), fp8_given="fp8" in section)
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if not section.get(name):
             raise ValueError(

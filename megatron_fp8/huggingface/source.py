@@ -21,6 +21,7 @@ from ..plan.overrides import check_overrides
 from ..state.guard import as_overrides
 from ..state.saved import is_slot_key
 from ..train.config.model_fields import differences, kind_of
+from ..train.run_record import trained_beyond
 from .origin import FACT, Origin, origin_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -105,7 +106,7 @@ def open_source(path: Path, run: dict[str, Any] | None = None) -> Source:
         origin = origin_of(manifest.facts.get(FACT))
     except ValueError as error:
         raise ValueError(f"the checkpoint {str(folder)!r} cannot be exported: {error}") from error
-    notes = without_checksum(manifest)
+    notes = [*without_checksum(manifest), *trained_beyond(path, folder)]
     return Source(folder, section, run, metadata, manifest.facts.get("tokenizer"), notes, origin)
 
 

@@ -95,8 +95,11 @@ def site_report(model: Any, *, gather: bool = True) -> list[dict[str, Any]]:
 
 
 def print_plan(model: Any) -> None:
-    """Print what runs in which precision, alike sites in one line. All ranks call it, the first one prints."""
+    """Print the config's recipe and whose choice it is, then what runs in which precision, alike sites in one line. All
+    ranks call it, the first one prints."""
     from ..files.say import say
-    from .report import plan_lines
+    from .report import plan_lines, recipe_line
+    from .runtime import unwrap
 
-    say("\n".join(plan_lines(site_report(model))), to="stdout")
+    config = unwrap(model[0] if isinstance(model, list | tuple) else model).config
+    say("\n".join([recipe_line(config), *plan_lines(site_report(model))]), to="stdout")

@@ -9,8 +9,10 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ..files.uncollected import uncollected
+from ..plan.settings import DEFAULT_RECIPE
 from ..plan.site_plan import bf16_site
 from ..state.ranks import union
+from .config.transformer_config import TransformerConfig
 from .names import named_modules, split_expert
 from .runtime import unwrap
 from .sites import prepare
@@ -79,6 +81,19 @@ def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[st
         return len(merged) if entry["layer"] is None else entry["layer"], places[alike], expert
 
     return sorted(merged.values(), key=place)
+
+
+def recipe_line(config: Any) -> str:
+    """A plan's first line: what the config has of FP8, and whose choice the recipe is."""
+    if not config.fp8:
+        return f"{own_precision(config).upper()}: fp8 is off"
+    said = f"FP8 {config.fp8}, fp8_recipe {config.fp8_recipe}"
+    if isinstance(config, TransformerConfig):
+        return said
+    return (
+        f"{said}, as in Megatron-Core's TransformerConfig, of which this config is (its default is 'delayed';"
+        f" megatron_fp8.TransformerConfig's is {DEFAULT_RECIPE!r})"
+    )
 
 
 def plan_lines(entries: list[dict[str, Any]]) -> list[str]:

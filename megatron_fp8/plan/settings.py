@@ -17,7 +17,8 @@ from ..recipe import RECIPES, CustomRecipe, Recipe, check_recipe_name
 FP8_FORMATS = tuple(fmt.value for fmt in Format)
 """What the setting `fp8` may be, where FP8 is on."""
 
-DEFAULT_RECIPE = "delayed"  # Megatron-Core's
+DEFAULT_RECIPE = "tensorwise"
+"""The recipe of every entry of this package's own, where nobody names one. Megatron-Core's own config has 'delayed'."""
 
 
 def field_meant(fp8_format: Any) -> str:
@@ -25,15 +26,33 @@ def field_meant(fp8_format: Any) -> str:
     return "fp8" if fp8_format in FP8_FORMATS else "fp8_recipe"
 
 
-def refuse_recipe_alone(section: Mapping[str, Any], *, fp8_given: bool) -> None:
+NOT_A_KEY = "model.fp8 (hybrid, e4m3) or model.fp8_recipe (tensorwise, mxfp8, ...)"
+"""What is offered for `fp8_format`, which other programs have in both meanings."""
+
+
+def without_fp8_format(section: Mapping[str, Any]) -> dict[str, Any]:
+    """A model section with what its `fp8_format` says under the name that it means. ValueError: that says otherwise."""
+    found = dict(section)
+    if "fp8_format" not in found:
+        return found
+    value = found.pop("fp8_format")
+    name = field_meant(value)
+    if value is not None and found.get(name) not in (None, value):
+        raise ValueError(
+            f"fp8_format={value!r} conflicts with {name}={found[name]!r}: both name one thing. Give {name} alone."
+        )
+    if value is not None or name not in found:
+        found[name] = value
+    return found
+
+
+def refuse_recipe_alone(recipe: str | None, *, fp8_given: bool) -> None:
     """ValueError if a model section names a recipe while FP8 is neither on nor off by name: the run would be in BF16."""
-    for key in ("fp8_format", "fp8_recipe"):
-        recipe = section.get(key)
-        if recipe is not None and field_meant(recipe) == "fp8_recipe" and not fp8_given:
-            raise ValueError(
-                f"model.{key}={recipe!r} without model.fp8, which would train in BF16: give model.fp8=hybrid or e4m3 (or"
-                " model.fp8=null, to have FP8 off)."
-            )
+    if recipe is not None and not fp8_given:
+        raise ValueError(
+            f"model.fp8_recipe={recipe!r} without model.fp8, which would train in BF16: give model.fp8=hybrid or e4m3 (or"
+            " model.fp8=null, to have FP8 off)."
+        )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.checkpoint import Manifest
+from ..plan.settings import without_fp8_format
 from .config.model_fields import differences, kind_of
 from .config.model_section import ModelSection
 from .config.run_config import RunConfig
@@ -64,6 +65,16 @@ def check(
     return accepted
 
 
+def run_of_manifest(manifest: Manifest) -> dict[str, Any]:
+    """The sections of the run that saved a checkpoint, {} if it does not say; the recipe by name, which earlier versions
+    left to a default that was another."""
+    run = manifest.facts.get("run") or {}
+    recipe = (manifest.facts.get("precision") or {}).get("fp8_recipe")
+    if not recipe or not run.get("model"):
+        return run
+    return {**run, "model": {**without_fp8_format(run["model"]), "fp8_recipe": recipe}}
+
+
 def _model_changes(run: RunConfig, manifest: Manifest) -> list[Change]:
     """Differences of shape or function. A checkpoint that was saved from Python may say nothing of its model."""
     return [change for change in _of_model(run, manifest) if _decides(change.name)]
@@ -74,7 +85,7 @@ def _decides(name: str) -> bool:
 
 
 def _of_model(run: RunConfig, manifest: Manifest) -> list[Change]:
-    before = manifest.facts.get("run", {}).get("model")
+    before = run_of_manifest(manifest).get("model")
     if before is None:
         return []
     found = differences(before, run.to_dict()["model"], plain_defaults())

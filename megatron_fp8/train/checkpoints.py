@@ -315,10 +315,14 @@ class Checkpoints:
         )
         self._saved: int | None = None
 
-    def due(self, iteration: int) -> bool:
-        """Whether the config asks for a checkpoint after this iteration."""
+    def due(self, iteration: int, stopped: bool = False) -> bool:
+        """Whether the config asks for a checkpoint after this iteration; ``stopped``: no other follows."""
         interval = self.run.checkpoint.save_interval
-        return bool(interval) and (iteration % interval == 0 or iteration == self.run.train.train_iters)
+        if interval == "never":
+            return False
+        return (
+            stopped or iteration == self.run.train.train_iters or bool(interval and iteration % interval == 0)
+        )
 
     @property
     def seconds(self) -> float:

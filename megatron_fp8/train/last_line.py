@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ def last_line(trainer: Any, summary: dict[str, float], seconds: float) -> str:
     run = trainer.run
     done, wanted = int(summary["iteration"]), run.train.train_iters
     if done < wanted:
-        parts = [f"stopped by {trainer.stepper.stop.reason} after {done} of {wanted} iterations, saved"]
+        saved = ", saved" if run.checkpoint.saves else ""
+        parts = [f"stopped by {trainer.stepper.stop.reason} after {done} of {wanted} iterations{saved}"]
     elif trainer.finished >= wanted:
         parts = [f"done: all {wanted} iterations were done before"]
     else:
@@ -28,9 +30,18 @@ def last_line(trainer: Any, summary: dict[str, float], seconds: float) -> str:
     if live.spike:
         parts.append(live.spike)
     model = f"; the model is {trainer.started}" if trainer.finished >= wanted else ""
-    more = "; --resume=auto goes on from there" if done < wanted else ""
+    did = ", ".join(parts)
+    if not run.checkpoint.saves and done > trainer.finished:
+        return (
+            f"{did}; the trained weights are gone, as checkpoint.save_interval=never asks: {run.run_dir} has the records"
+            f" alone; next: megatron-fp8 report {shlex.quote(run.run_dir)}"
+        )
     elsewhere = f", its checkpoints in {run.checkpoint.folder}" if run.checkpoint.folder else ""
-    return ", ".join(parts) + f"{model}; everything is in {run.run_dir}{elsewhere}{more}"
+    saved_in = trainer.started if model else run.checkpoint.folder or run.run_dir
+    more = f'next: megatron-fp8 generate {shlex.quote(str(saved_in))} --prompt "Once upon a time"'
+    if done < wanted:
+        more = "--resume=auto goes on from there"
+    return f"{did}{model}; everything is in {run.run_dir}{elsewhere}; {more}"
 
 
 def nothing_left(run: Any, start: Path) -> str:

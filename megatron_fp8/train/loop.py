@@ -113,7 +113,7 @@ class Trainer:
             every = wanted.check_replicas_every
             if every and iteration % every == 0:
                 self._compare(iteration)
-            if self.checkpoints and (stop or self.checkpoints.due(iteration)):
+            if self.checkpoints and self.checkpoints.due(iteration, stop):
                 self._enter("save", iteration)
                 self._compare(iteration)
                 self.checkpoints.save(iteration, self.samples, self._more())

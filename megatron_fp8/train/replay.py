@@ -53,8 +53,8 @@ from .launch import parallel
 from .launch.facts import agree_on_inputs, run_facts
 from .left_out import Range, ranges_of
 from .model import build_chunks
-from .restore import choose_recipe, keep_layers, refuse_its_code, run_folder_of, run_of
-from .run_record import RunRecord
+from .restore import choose_recipe, keep_layers, refuse_its_code, run_of
+from .run_record import RunRecord, run_folder_of, trained_beyond
 from .same_run import OtherShards, other_shards, recorded_loss
 from .step import forward_step
 
@@ -124,7 +124,11 @@ def replay(
             f"the checkpoint {str(folder)!r} does not say what data its run has read: it was saved from Python, or"
             " imported; diagnose a model from Python with megatron_fp8.diagnose(model, loss_of, batches)"
         )
-    run = run_of(folder, manifest.facts.get("run"), config, options)
+    saved, beyond = binding.run_of_manifest(manifest), trained_beyond(Path(checkpoint), folder)
+    if beyond and (now := RunRecord(run_folder_of(folder)).config()).get("model"):
+        saved = now  # what trained on: the checkpoint may be an import's, which no recipe has trained
+        beyond.append(f"settings are those of {run_folder_of(folder) / 'config.yaml'}, which trained on")
+    run = run_of(folder, saved, config, options)
     tokenizer = load_tokenizer(tokenizer_file(run.data.tokenizer, folder))
     accepted = binding.check(run, folder, manifest, tokenizer)
     keep_layers(run, manifest)
@@ -136,7 +140,7 @@ def replay(
             " recipe would cost it"
         )
     if config is None:
-        refuse_its_code(folder, manifest.facts["run"]["model"], run.model)
+        refuse_its_code(folder, saved["model"], run.model)
     if folder_sites := _sites_of_report(run_folder_of(folder)):
         check_overrides_match(run.model.fp8_overrides, folder_sites)  # before a large model is built
     vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
@@ -153,7 +157,7 @@ def replay(
     data = datasets.build_datasets(prefixes, run.data, run.train, tokenizer)
     _check_batches(batches, data[0], run)
     chunks = build_chunks(settings, run, vocab_size)
-    lines = without_checksum(manifest)
+    lines = [*without_checksum(manifest), *beyond]
     if bad := load_weights(folder, chunks[0]):
         lines.append(f"{bad} holds NaN or Inf")
     check_plan(chunks)
@@ -182,7 +186,6 @@ def replay(
     shards = other_shards(manifest.facts.get("layout") or {}, run.model, subject.plans.values(), options)
     if shards is not None:
         lines.append(shards.line())
-    saved = manifest.facts.get("run") or {}
     as_it_ran = not passed and config is None and recipe is None and fp8 is None
     recorded = (
         recorded_loss(run_folder_of(folder), first, saved.get("model", {}), options) if as_it_ran else None

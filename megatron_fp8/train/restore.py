@@ -21,6 +21,7 @@ from ..files.disk import remedy
 from ..files.manifest import Manifest
 from ..mcore.checkpoint.training import load_weights
 from ..mcore.sites import check_plan
+from ..plan.settings import DEFAULT_RECIPE
 from ..recipe import check_recipe_name
 from ..state.guard import as_overrides
 from . import binding
@@ -33,6 +34,7 @@ from .data.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
 from .launch import parallel
 from .launch.facts import agree_on_inputs, run_facts
 from .model import LEFT_OUT, build_model
+from .run_record import trained_beyond
 
 # What a run's model section says of training, and not of the model.
 _FOR_INFERENCE: dict[str, Any] = {
@@ -83,12 +85,14 @@ def choose_recipe(section: Any, recipe: str | None, fp8: str | None) -> None:
     if recipe == "bf16":
         if fp8 is not None:
             raise ValueError(f"--recipe bf16 and --fp8 {fp8} contradict each other: give one of them")
-        section.fp8 = section.fp8_format = section.fp8_recipe = None
+        section.fp8 = section.fp8_recipe = None
         return
     if recipe is not None:
-        section.fp8_format, section.fp8_recipe = check_recipe_name(recipe), None
+        section.fp8_recipe = check_recipe_name(recipe)
         section.fp8 = section.fp8 or "hybrid"
     section.fp8 = fp8 or section.fp8
+    if section.fp8:
+        section.fp8_recipe = section.fp8_recipe or DEFAULT_RECIPE
 
 
 def keep_layers(run: RunConfig, manifest: Manifest) -> None:
@@ -121,7 +125,8 @@ def restore(
     """
     folder = find_checkpoint(Path(checkpoint))
     manifest = read_manifest(folder)
-    run = run_of(folder, manifest.facts.get("run"), config, options)
+    saved = binding.run_of_manifest(manifest)
+    run = run_of(folder, saved, config, options)
     tokenizer = load_tokenizer(tokenizer_file(run.data.tokenizer, folder))
     accepted = binding.check(run, folder, manifest, tokenizer)
     vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
@@ -133,7 +138,7 @@ def restore(
     keep_layers(run, manifest)
     choose_recipe(run.model, recipe, fp8)
     if config is None:
-        refuse_its_code(folder, manifest.facts["run"]["model"], run.model)
+        refuse_its_code(folder, saved["model"], run.model)
     for name, value in _FOR_INFERENCE.items():
         setattr(run.model, name, value)
     run.model.tensor_model_parallel_size = launch.world_size
@@ -146,7 +151,7 @@ def restore(
     model = build_model(settings, run, vocab_size)
     bad = load_weights(folder, model, left_out=LEFT_OUT)
     check_plan([model])
-    lines = without_checksum(manifest)
+    lines = [*without_checksum(manifest), *trained_beyond(Path(checkpoint), folder)]
     if bad:
         lines.append(f"{bad} holds NaN or Inf: what this model gives is of no use but to look for the cause")
     if accepted:
@@ -196,7 +201,7 @@ _NOT_FROM_A_CHECKPOINT = (
 def refuse_its_code(folder: Path, saved: dict[str, Any], section: Any) -> None:
     """ValueError if the model needs code that the checkpoint names and the user does not: none is imported from there."""
     path = saved.get("fp8_quantizer_factory")
-    wanted = {section.fp8_recipe, section.fp8_format, *section.fp8_overrides.values()}
+    wanted = {section.fp8_recipe, *section.fp8_overrides.values()}
     if path is not None and section.fp8 and "custom" in wanted and section.fp8_quantizer_factory is None:
         raise ValueError(
             f"the checkpoint {str(folder)!r} names code, fp8_quantizer_factory={path!r}, and code that a checkpoint names"
@@ -217,8 +222,3 @@ def _as_file(values: dict[str, Any]) -> Iterator[str]:
                 f"{str(path)!r} cannot be written ({error.strerror}): {remedy(error)}, or set TMPDIR to another folder."
             ) from error
         yield str(path)
-
-
-def run_folder_of(checkpoint: Path) -> Path:
-    """The folder of the run that a checkpoint's folder belongs to; of a checkpoint elsewhere, its own parent."""
-    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent

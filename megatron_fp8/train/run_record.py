@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..files.checkpoint import complete_checkpoints, iteration_of
 from ..files.disk import in_words
 from ..files.lines import Line, read_lines, unfinished
 from ..files.strict_yaml import read_yaml
@@ -166,6 +167,34 @@ class RunRecord:
             for path in paths
             if unfinished(path)
         ]
+
+
+def run_folder_of(checkpoint: Path) -> Path:
+    """The folder of the run that a checkpoint's folder belongs to; of a checkpoint elsewhere, its own parent."""
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
+
+
+def trained_beyond(path: Path, checkpoint: Path) -> list[str]:
+    """A line for people where a run trained on after its newest checkpoint, and this is the newest; else none.
+
+    Args:
+        path: what a user gave, perhaps the run's folder: its checkpoints may be elsewhere.
+        checkpoint: the one that it means.
+    """
+    if checkpoint not in complete_checkpoints(checkpoint.parent)[-1:]:
+        return []
+    folder = path if (path / "metrics.jsonl").is_file() else run_folder_of(checkpoint)
+    try:
+        done = [line.iteration() for line in list(read_lines(folder / "metrics.jsonl"))[-1:]]
+    except (OSError, ValueError) as error:
+        return [f"whether the run trained on after this checkpoint is not known: {error}"]
+    saved = iteration_of(checkpoint)
+    if not done or done[0] <= saved:
+        return []
+    return [
+        f"the run trained to iteration {done[0]}, and its newest checkpoint is of iteration {saved}: what it learned"
+        " since is not in here"
+    ]
 
 
 def record_of(path: Path) -> RunRecord:

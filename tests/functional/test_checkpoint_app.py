@@ -128,7 +128,7 @@ def put_nan(checkpoint: Path, name: str) -> None:
     relist(checkpoint, shard.name)
 
 
-NO_SAVES = ["--checkpoint.save_interval=0"]
+NO_SAVES = ["--checkpoint.save_interval=never"]
 
 
 @pytest.fixture(scope="module")

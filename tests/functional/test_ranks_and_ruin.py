@@ -16,13 +16,13 @@ def test_ranks_that_differ_end_with_2_before_the_first_step_and_one_line_says_wh
     folder, config, forking_python
 ):
     out, options = folder / "runs" / "differ", folder / "options.json"
-    options.write_text(json.dumps({"1": ["--optimizer.lr=0.5", "--model.fp8_format=mxfp8"]}))
+    options.write_text(json.dumps({"1": ["--optimizer.lr=0.5", "--model.fp8_recipe=mxfp8"]}))
     command = [APP, "ranks", options, "train", f"--config={config}", f"--run_dir={out}", *TWO_RANKS]
     done = torchrun(*command, python=forking_python)
     assert done.returncode != 0
     (said,) = errors(done)
     assert "optimizer.lr is 0.01 on rank 0 and 0.5 on rank 1" in said
-    assert 'model.fp8_format is "delayed" on rank 0 and "mxfp8" on rank 1' in said
+    assert 'model.fp8_recipe is "delayed" on rank 0 and "mxfp8" on rank 1' in said
     assert done.stderr.count("exitcode  : 2 ") == 2, done.stderr
     assert not out.exists()
 

@@ -12,7 +12,7 @@ CONFIG = "--config=tiny_moe_cpu"
 CUT = [
     "--train.train_iters=12", "--train.seq_length=64", "--train.micro_batch_size=2", "--train.global_batch_size=4",
     "--train.eval_iters=1", "--optimizer.lr_warmup_iters=2", "--optimizer.lr=2e-3", "--model.num_layers=2",
-    "--model.moe_layer_freq=[0,1]", "--model.hidden_size=128", "--checkpoint.save_interval=0",
+    "--model.moe_layer_freq=[0,1]", "--model.hidden_size=128", "--checkpoint.save_interval=never",
 ]  # fmt: skip
 
 

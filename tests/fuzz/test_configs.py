@@ -24,7 +24,7 @@ from tests.support.victims import CONFIG, FIXTURES, fresh
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 LIKELY: dict[str, tuple[Any, ...]] = {
     "model.fp8": ("hybrid", "e4m3", None),
-    "model.fp8_format": RECIPES,
+    "model.fp8_recipe": RECIPES,
     "model.fp8_overrides": ({"*.linear_fc2": "bf16"}, {"*": "mxfp8"}, {"*.linear_fc1": {"wgrad": "bf16"}}),
     "model.num_layers": (1, 2, 3),
     "model.hidden_size": (16, 32, 48, 96),
@@ -56,7 +56,7 @@ LIKELY: dict[str, tuple[Any, ...]] = {
     "optimizer.lr": (1e-3, 1e30, 1e-30),
     "telemetry.every": (0, 1, 2),
     "telemetry.what_if": (["mxfp8"], ["rowwise", "delayed"]),
-    "checkpoint.save_interval": (0, 1),
+    "checkpoint.save_interval": (0, 1, "never"),
     "checkpoint.async_save": (True,),
     "data.split": ("1,0,0", "50,50,0"),
 }
@@ -157,5 +157,5 @@ def test_overrides(originals, place, options):
 def test_what_nobody_changed_trains(originals, place, recipe):
     """Else these tests would show nothing."""
     fresh(place, originals, "corpus.txt", "cache")
-    changed = {"model.fp8_format": recipe} if recipe else {"model.fp8": None, "model.fp8_format": None}
+    changed = {"model.fp8_recipe": recipe} if recipe else {"model.fp8": None, "model.fp8_recipe": None}
     assert train(write(place / "drawn.yaml", changed)).code == 0

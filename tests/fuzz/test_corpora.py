@@ -17,7 +17,7 @@ from tests.support.victims import FIXTURES, fresh
 
 TRAIN = (
     "train --config config.yaml --run_dir=again --data.cache_dir=mine"
-    " --telemetry.every=0 --checkpoint.save_interval=0"
+    " --telemetry.every=0 --checkpoint.save_interval=never"
 )
 
 

@@ -19,7 +19,7 @@ CONFIG = {
     "model": {
         "num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_query_groups": 1, "ffn_hidden_size": 64,
         "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False,
-        "hidden_dropout": 0.0, "attention_dropout": 0.0, "fp8": "hybrid", "fp8_format": "delayed",
+        "hidden_dropout": 0.0, "attention_dropout": 0.0, "fp8": "hybrid", "fp8_recipe": "delayed",
     },
     "train": {"train_iters": 2, "micro_batch_size": 1, "global_batch_size": 1, "seq_length": 16, "eval_iters": 0},
     "data": {"paths": ["corpus.txt"], "split": "1,0,0", "cache_dir": "cache"},

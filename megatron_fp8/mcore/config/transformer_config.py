@@ -1,8 +1,9 @@
 """`TransformerConfig`: Megatron-Core's, plus this package's FP8 fields, with every FP8 value checked.
 
 One field owns each thing. `fp8` switches FP8 on and names the element formats; `fp8_recipe` names the scaling
-rule; `fp8_format` is a second door to those two (a recipe's name means `fp8_recipe`, 'hybrid' and 'e4m3' mean
-`fp8`). The model takes the settings over when it is built (`freeze`); from then on changing one is an error.
+rule; the keyword `fp8_format` is taken for whichever it means (a recipe's name for `fp8_recipe`, 'hybrid' and 'e4m3'
+for `fp8`, the recipe as it is). The model takes the settings over when it is built (`freeze`); from then on changing one
+is an error.
 
 Megatron-Core validates neither string, and refuses combinations that only Transformer Engine cannot run
 (delayed scaling with first/last layers in BF16). Here the strings are checked and those combinations work.
@@ -33,12 +34,15 @@ _FP8_TE_VERSIONS = frozenset({"1.7.0.dev0", "1.11.0", "2.6.0dev0"})
 class TransformerConfig(megatron_config.TransformerConfig):
     """Megatron-Core's `TransformerConfig` with FP8 that runs without Transformer Engine.
 
-    All of Megatron's fields keep their names and defaults; `fp8_format` is accepted beside them.
+    All of Megatron's fields keep their names and, but for fp8_recipe, their defaults; `fp8_format` is accepted too.
 
     Raises:
         ValueError: an FP8 value is unknown, out of range, in conflict with another, or names a feature that
             this version does not have. The message gives the value, the rule and the remedy.
     """
+
+    fp8_recipe: str = DEFAULT_RECIPE
+    """Which scaling: 'tensorwise', 'delayed' (Megatron-Core's default), 'rowwise', 'blockwise', 'mxfp8' or 'custom'."""
 
     fp8_backend: str | None = None
     """Who quantises and multiplies: 'emulated' (any device), 'native' or 'transformer_engine' (GPU).

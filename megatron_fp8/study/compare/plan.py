@@ -215,8 +215,7 @@ def _options(name: str, model: Any) -> list[str]:
     """What makes the config's model one of this recipe; of the baseline: everything of FP8 as if it was not given."""
     if name != BASELINE:
         switch = [] if model.fp8 else ["--model.fp8=hybrid"]
-        other = ["--model.fp8_recipe=null"] if model.fp8_recipe is not None else []
-        return [*switch, *other, f"--model.fp8_format={name}"]
+        return [*switch, f"--model.fp8_recipe={name}"]
     default = ModelSection()
     given = [key for key in vars(model) if key.startswith("fp8") or key in _OF_FP8]
     changed = [key for key in given if getattr(model, key) != getattr(default, key)]

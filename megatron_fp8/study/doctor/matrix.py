@@ -114,7 +114,7 @@ def _native(cell: Cell, recipe: Recipe, generation: Generation) -> Cell:
     refusal = torch_refusal(generation.capability)
     reason = lacking(recipe, refusal)
     if reason is not None:
-        cure = f"fp8_format=rowwise, tensorwise or blockwise; or {_ANY_DEVICE}"
+        cure = f"fp8_recipe=rowwise, tensorwise or blockwise; or {_ANY_DEVICE}"
         return _refused(cell, reason.rpartition(": ")[2], cure, source=SOURCES["torch"])
     if gemms := by_kernel(recipe, refusal):
         note = f"{', '.join(gemms)} by this package's Triton kernel: torch has no such product there"

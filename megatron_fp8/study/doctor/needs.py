@@ -18,7 +18,7 @@ from ...backends.transformer_engine import INSTALL
 from ...estimate.settings import given_keys
 from ...mcore.config.rules import shown
 from ...mcore.installed import HOW_TO_GET, SUPPORTED, has_te, uses_apex
-from ...plan.settings import DEFAULT_RECIPE, RecipeSettings, field_meant, from_settings
+from ...plan.settings import DEFAULT_RECIPE, RecipeSettings, from_settings
 from ...recipe import RECIPES, Recipe, check_recipe_name
 from ...state.ranks import own_device
 from .versions import megatron
@@ -88,12 +88,10 @@ def _megatron() -> Iterator[Need]:
 
 def recipes_of(model: Mapping[str, Any]) -> list[Recipe]:
     """Every recipe that the model's section names, overrides by name included; none with FP8 off."""
-    named = model.get("fp8_format")
-    meant = {field_meant(named): named}
-    fp8 = model.get("fp8") or meant.get("fp8")
+    fp8 = model.get("fp8")
     if not fp8:
         return []
-    recipe = model.get("fp8_recipe") or meant.get("fp8_recipe") or DEFAULT_RECIPE
+    recipe = model.get("fp8_recipe") or DEFAULT_RECIPE
     settings = RecipeSettings(
         fp8_format=fp8,
         margin=model.get("fp8_margin", 0),

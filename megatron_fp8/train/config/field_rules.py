@@ -102,7 +102,11 @@ DATA: dict[str, Rule] = {
     "cache_dir": optional(_PATH),
 }
 CHECKPOINT: dict[str, Rule] = {
-    "save_interval": _ITERATIONS_OR_0,
+    "save_interval": Rule(
+        f"{_ITERATIONS_OR_0.words}, or 'never'",
+        lambda v: v == "never" or _ITERATIONS_OR_0.holds(v),
+        edges=_ITERATIONS_OR_0.edges,
+    ),
     "keep_last": integer(0, 2**31 - 1, "checkpoints"),
     "async_save": FLAG,
     "folder": optional(_PATH),
@@ -119,7 +123,6 @@ TELEMETRY: dict[str, Rule] = {
     "wandb": FLAG,
 }
 MODEL: dict[str, Rule] = {
-    "fp8_format": optional(text("a recipe's name, or 'hybrid' or 'e4m3'")),
     "vocab_size": optional(_ROWS),
     "make_vocab_size_divisible_by": _ROWS,
     "padded_vocab_size": optional(_ROWS),

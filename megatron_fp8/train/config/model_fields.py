@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...plan.settings import field_meant
+from ...plan.settings import without_fp8_format
 
 
 def _names(text: str) -> frozenset[str]:
@@ -64,7 +64,7 @@ FREE: dict[str, frozenset[str]] = {
             hetereogenous_dist_checkpoint
             """,
         "recipe": """
-            fp8 fp8_format fp8_recipe fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len
+            fp8 fp8_recipe fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len
             fp8_amax_compute_algo fp8_wgrad fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red
             first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 activation_func_fp8_input_store
             fp8_backend fp8_fallback fp8_overrides fp8_amax_epsilon fp8_pow2_scales fp8_stochastic_rounding
@@ -135,8 +135,7 @@ def kind_of(name: str) -> str:
 def settled(section: Mapping[str, Any]) -> dict[str, Any]:
     """A model section with what Megatron-Core derives filled in, and one name for each thing: two can be compared."""
     found = {name: list(value) if isinstance(value, tuple) else value for name, value in section.items()}
-    if (other := found.pop("fp8_format", None)) is not None:
-        found[field_meant(other)] = other
+    found = without_fp8_format(found)
     heads, hidden = found.get("num_attention_heads"), found.get("hidden_size")
     derived = {"num_query_groups": heads}
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:

@@ -74,8 +74,6 @@ NAMES: dict[str, Rule] = {
 class GPTOptions:
     """What the model takes beside its TransformerConfig."""
 
-    fp8_format: str | None = None
-    """Another name for fp8_recipe (a recipe's name) or for fp8 ('hybrid', 'e4m3')."""
     vocab_size: int | None = None
     """None: the tokenizer's. Padded to a multiple of make_vocab_size_divisible_by x tensor parallel size."""
     make_vocab_size_divisible_by: int = 128
@@ -198,7 +196,7 @@ def _given(section: Any) -> dict[str, Any]:
     fields = dataclasses.fields(TransformerConfig)
     megatrons = {field.name: field.default for field in fields if field.name not in _DEFAULTS}
     megatrons |= {name: DEFAULTS[name] for name in LATENT_FIELDS}
-    own = {field.name for field in dataclasses.fields(GPTOptions)} - {"fp8_format"}
+    own = {field.name for field in dataclasses.fields(GPTOptions)}
     not_said = {name for name, default in _DEFAULTS.items() if default is None}
     # Which norm, the section says, and not the class of the config; rotary positions are attention's there.
     given = {name: getattr(section, name) for name in _OF_ATTENTION} if section.multi_latent_attention else {}

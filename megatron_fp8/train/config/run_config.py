@@ -13,7 +13,7 @@ import enum
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from ...files.shipped import find_config
 from ...mcore.config.fields import KNOWN
 from ...mcore.config.rules import Rule, shown
 from ...mcore.config.table import OWN_RULES
-from ...plan.settings import refuse_recipe_alone
-from .config_file import by_dotted_key, read_config, text_without
+from ...plan.settings import DEFAULT_RECIPE, NOT_A_KEY, field_meant, refuse_recipe_alone
+from .config_file import by_dotted_key, read_config
 from .field_rules import RULES, check_rules
 from .model_section import NAMES, ModelSection, settle_precision
 from .paths import check_config_file, check_paths
@@ -118,8 +118,8 @@ def parse(arguments: list[str]) -> RunConfig:
             items = by_dotted_key(content, SECTIONS)
             idle = {key for key in items.keys() - given.keys() if _is_default(key, items[key])}
             # A run's own file has every key: most say nothing, and each takes the parser a look at all that there are.
-            if 2 * len(idle) > len(items) and (text := text_without(value, content, idle)):
-                arguments = [f"--config={text}" if one == f"--config={value}" else one for one in arguments]
+            text = yaml.safe_dump(_without(content, idle), sort_keys=False)
+            arguments = [f"--config={text}" if one == f"--config={value}" else one for one in arguments]
             given.update({key: (item, f"{value}: ") for key, item in items.items()})
         elif name not in _NOT_IN_FILES:
             _check_key(name, "--")
@@ -135,7 +135,9 @@ def parse(arguments: list[str]) -> RunConfig:
     for name in run.checkpoint.accept:
         _check_key(name, "--checkpoint.accept=")
     _check_text(run.to_dict())
-    refuse_recipe_alone(vars(run.model), fp8_given=run.model.fp8 is not None or "model.fp8" in given)
+    refuse_recipe_alone(run.model.fp8_recipe, fp8_given=run.model.fp8 is not None or "model.fp8" in given)
+    if run.model.fp8 and run.model.fp8_recipe is None:
+        run.model.fp8_recipe = DEFAULT_RECIPE
     settle_precision(run.model)
     settle_warmup(run.train, run.optimizer)
     check_sections(run.train, run.optimizer, run.checkpoint)
@@ -162,6 +164,17 @@ def _defaults() -> dict[str, Any]:
         and (value is None or isinstance(value, (bool, int, float, str)))
         and not (type(value) is int and key in floats)
     }
+
+
+def _without(content: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """A config file's content without these dotted keys."""
+    rest = {}
+    for name, value in content.items():
+        inside = isinstance(value, dict)
+        left = {key: item for key, item in value.items() if f"{name}.{key}" not in keys} if inside else value
+        if left or not inside:
+            rest[name] = left
+    return rest
 
 
 def _is_default(key: str, value: Any) -> bool:
@@ -238,8 +251,9 @@ def _parser() -> ArgumentParser:
 
 
 def _normalised(arguments: Iterable[str]) -> Iterator[str]:
-    """Underscores in names, and values of bare flags."""
-    for argument in arguments:
+    """Underscores in names, values of bare flags, and what `model.fp8_format` means."""
+    rest = iter(arguments)
+    for argument in rest:
         if argument.startswith("--"):
             name, equals, value = argument[2:].partition("=")
             name = name.replace("-", "_")
@@ -247,6 +261,8 @@ def _normalised(arguments: Iterable[str]) -> Iterator[str]:
                 yield f"--{name}={json.dumps(value.split(','))}"
             elif name == "checkpoint.accept" and equals and not value.startswith("["):
                 yield from (f"--checkpoint.accept+={part}" for part in value.split(","))
+            elif name == "model.fp8_format" and (equals or (value := next(rest, ""))):
+                yield f"--model.{field_meant(value)}={value}"
             elif name in _FLAGS and not equals:
                 yield f"--{name}=true"
             else:
@@ -357,7 +373,9 @@ def _check_key(key: str, where: str, *, in_file: bool = False) -> None:
     # 'model.fp8_recepi' is near 'model.fp8_recipe'; 'fp8' alone is near 'model.fp8'.
     section, _, name = key.rpartition(".")
     by_last_part = [other for other in known if other.rpartition(".")[2] == name]
-    near = by_last_part or difflib.get_close_matches(key, known, n=1)
+    near = by_last_part or difflib.get_close_matches(key, (*known, "model.fp8_format"), n=1)
+    if name == "fp8_format" or "model.fp8_format" in near:
+        near = [NOT_A_KEY]
     hint = f" Did you mean {near[0]}?" if near else " Sections are " + ", ".join(SECTIONS) + "."
     owner = by_last_part[0].rpartition(".")[0] if by_last_part else ""
     if in_file and name in SECTIONS:

@@ -128,8 +128,8 @@ class DataSection:
 class CheckpointSection:
     """Saving, so that a run can be continued: `--resume=auto` (the default) takes up the latest checkpoint."""
 
-    save_interval: int = 0
-    """Iterations between checkpoints; one more follows the last iteration. 0: none, except when told to stop."""
+    save_interval: int | Literal["never"] = 0
+    """Iterations between checkpoints; one more follows the last iteration, or a stop. 0: that one alone; never: none."""
     keep_last: int = 2
     """Complete checkpoints to keep; older ones are removed after a save. 0 keeps all."""
     async_save: bool = False
@@ -138,6 +138,11 @@ class CheckpointSection:
     """Where checkpoints are; None: the folder checkpoints in run_dir."""
     accept: list[str] = field(default_factory=list)
     """Settings that may change what a checkpoint's model computes, such as model.rotary_base for a longer context."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run leaves a checkpoint."""
+        return self.save_interval != "never"
 
 
 @dataclass
@@ -247,7 +252,7 @@ def check_rewinds(
     if not train.rewind_on_spike:
         return
     option = f"train.rewind_on_spike={train.rewind_on_spike}"
-    if not checkpoint.save_interval:
+    if checkpoint.save_interval in (0, "never"):
         raise ValueError(f"{option} needs checkpoints to go back to: give checkpoint.save_interval.")
     if guard:
         raise ValueError(

@@ -84,16 +84,17 @@ def test_a_runs_own_tokenizer_is_taken_where_the_named_one_is_not(tmp_path):
         ("mxfp8", None, ("e4m3", "delayed"), ("e4m3", "mxfp8")),
         ("mxfp8", None, (None, None), ("hybrid", "mxfp8")),
         (None, "e4m3", ("hybrid", "delayed"), ("e4m3", "delayed")),
+        (None, "e4m3", (None, None), ("e4m3", "tensorwise")),
     ],
 )
 def test_the_recipe_is_the_runs_unless_another_is_asked_for(recipe, fp8, trained, expected):
-    section = SimpleNamespace(fp8=trained[0], fp8_format=trained[1], fp8_recipe=None)
+    section = SimpleNamespace(fp8=trained[0], fp8_recipe=trained[1])
     choose_recipe(section, recipe, fp8)
-    assert (section.fp8, section.fp8_format, section.fp8_recipe) == (*expected, None)
+    assert (section.fp8, section.fp8_recipe) == expected
 
 
 def test_recipes_that_cannot_be_meant():
-    section = SimpleNamespace(fp8="hybrid", fp8_format=None, fp8_recipe="delayed")
+    section = SimpleNamespace(fp8="hybrid", fp8_recipe="delayed")
     with pytest.raises(ValueError, match="contradict"):
         choose_recipe(section, "bf16", "hybrid")
     with pytest.raises(ValueError, match="fp8 recipe 'int8' is unknown"):

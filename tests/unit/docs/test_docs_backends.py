@@ -50,9 +50,9 @@ SETTINGS = {row[0]: row[1:] for row in rows("Settings")}
 @pytest.mark.parametrize("what", SETTINGS)
 def test_settings(what, tmp_path, monkeypatch):
     setting, ours, theirs = SETTINGS[what]
-    fields = {"fp8_format": "tensorwise"} | eval(f"dict({setting.strip('`')})")
+    fields = {"fp8_recipe": "tensorwise"} | eval(f"dict({setting.strip('`')})")
     monkeypatch.chdir(tmp_path)
-    make_table(Path("table.json"), {(64, 64, 1): 1.0}, RECIPES[fields["fp8_format"]]())
+    make_table(Path("table.json"), {(64, 64, 1): 1.0}, RECIPES[fields["fp8_recipe"]]())
     for cell, backend in ((ours, "emulated"), (ours, "native"), (theirs, engine.name)):
         verdict, _, why = cell.partition(": ")
         with warnings.catch_warnings():

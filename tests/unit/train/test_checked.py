@@ -65,3 +65,14 @@ def test_a_runs_checkpoints_wait_as_long_as_its_other_collectives(monkeypatch):
     run = parse(["--train.distributed_timeout_minutes=7"])
     Checkpoints(run, SimpleNamespace(checkpoints=None, still_ours=None), [], None, None, {})
     assert made["timeout"].total_seconds() == 420
+
+
+@pytest.mark.parametrize(
+    ("interval", "saved", "when_stopped"), [("0", [7], True), ("3", [3, 6, 7], True), ("never", [], False)]
+)
+def test_a_run_saves_at_its_end_unless_it_never_saves(monkeypatch, interval, saved, when_stopped):
+    monkeypatch.setattr(checkpoints, "Saver", lambda folder, **options: None)
+    run = parse(["--train.train_iters=7", f"--checkpoint.save_interval={interval}"])
+    saves = Checkpoints(run, SimpleNamespace(checkpoints=None, still_ours=None), [], None, None, {})
+    assert [n for n in range(1, 8) if saves.due(n)] == saved
+    assert saves.due(5, stopped=True) is when_stopped

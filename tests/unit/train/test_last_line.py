@@ -6,12 +6,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_fp8.train.config.sections import CheckpointSection
 from megatron_fp8.train.last_line import last_line, nothing_left
 
 
-def trainer(finished: int, folder: str | None = None) -> Any:
+def trainer(finished: int, folder: str | None = None, save_interval: Any = 0) -> Any:
     run = SimpleNamespace(
-        train=SimpleNamespace(train_iters=9), checkpoint=SimpleNamespace(folder=folder), run_dir="mine"
+        train=SimpleNamespace(train_iters=9),
+        checkpoint=CheckpointSection(folder=folder, save_interval=save_interval),
+        run_dir="mine",
     )
     live = SimpleNamespace(skipped=0, taken=9 - finished, spike="")
     return SimpleNamespace(
@@ -26,16 +29,31 @@ def trainer(finished: int, folder: str | None = None) -> Any:
 def test_it_says_where_the_model_and_the_rest_are():
     losses = {"first_loss": 5.0, "last_loss": 4.0}
     told = "done: 9 iterations in 3 s, loss 5.0000 -> 4.0000, skipped 0 of 9 steps; everything is in mine"
-    assert last_line(trainer(0), {"iteration": 9, **losses}, 3.0) == told
+    following = 'next: megatron-fp8 generate {} --prompt "Once upon a time"'
+    assert last_line(trainer(0), {"iteration": 9, **losses}, 3.0) == f"{told}; {following.format('mine')}"
     assert (
-        last_line(trainer(0, "saves"), {"iteration": 9, **losses}, 3.0) == f"{told}, its checkpoints in saves"
+        last_line(trainer(0, "my saves"), {"iteration": 9, **losses}, 3.0)
+        == f"{told}, its checkpoints in my saves; {following.format(repr('my saves'))}"
     )
-    assert last_line(trainer(9), {"iteration": 9}, 3.0) == (
-        "done: all 9 iterations were done before; the model is saves/iter_0000009; everything is in mine"
+    assert last_line(trainer(9, save_interval="never"), {"iteration": 9}, 3.0) == (
+        "done: all 9 iterations were done before; the model is saves/iter_0000009; everything is in mine; "
+        + following.format("saves/iter_0000009")
     )
     stopped = last_line(trainer(0), {"iteration": 4, **losses}, 3.0)
     assert stopped.startswith("stopped by SIGTERM after 4 of 9 iterations, saved, loss")
     assert stopped.endswith("everything is in mine; --resume=auto goes on from there")
+
+
+def test_of_a_run_that_never_saves_it_says_that_the_weights_are_gone():
+    losses = {"first_loss": 5.0, "last_loss": 4.0}
+    gone = (
+        "; the trained weights are gone, as checkpoint.save_interval=never asks: mine has the records alone;"
+        " next: megatron-fp8 report mine"
+    )
+    done = last_line(trainer(0, save_interval="never"), {"iteration": 9, **losses}, 3.0)
+    assert done == f"done: 9 iterations in 3 s, loss 5.0000 -> 4.0000, skipped 0 of 9 steps{gone}"
+    stopped = last_line(trainer(0, save_interval="never"), {"iteration": 4, **losses}, 3.0)
+    assert stopped.startswith("stopped by SIGTERM after 4 of 9 iterations, loss") and stopped.endswith(gone)
 
 
 def test_of_a_checkpoint_that_is_not_its_own_it_says_which():

@@ -58,7 +58,9 @@ def test_they_are_asked_for_after_the_first_step_only_and_a_save_says_how_long_i
         differing=lambda: "",
         watchdog=SimpleNamespace(enter=lambda kind, iteration: None),
     )
-    saves = SimpleNamespace(due=lambda n: n == 2, save=lambda *_: None, seconds=7, close=lambda: None)
+    saves = SimpleNamespace(
+        due=lambda n, stopped: n == 2, save=lambda *_: None, seconds=7, close=lambda: None
+    )
     trainer = Trainer(
         stepper, Start(), 1.0, after_first_step=lambda: calls.append("noted"), checkpoints=saves
     )

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from megatron_fp8.commands.main import main
-from megatron_fp8.train.run_record import record_of
+from megatron_fp8.train.run_record import record_of, trained_beyond
 from tests.support.written_runs import write_run
 
 
@@ -123,3 +123,26 @@ def test_losses_that_are_missing_are_no_comparison(tmp_path, capsys):
 def test_an_empty_text_is_no_folder(capsys):
     assert main(["report", ""]) == 2
     assert "empty text" in capsys.readouterr().err
+
+
+def test_a_run_that_trained_on_after_its_newest_checkpoint_says_so(tmp_path):
+    run, saves = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    for iteration in (2, 4):
+        (saves / f"iter_{iteration:07d}").mkdir(parents=True)
+    older, newest = sorted(saves.iterdir())
+    assert trained_beyond(run, newest) == [], "no record is there"
+    metrics = run / "metrics.jsonl"
+    metrics.write_text("".join(f'{{"iteration": {n}, "lm_loss": 1.0}}\n' for n in range(1, 5)))
+    assert trained_beyond(run, newest) == []
+    with metrics.open("a") as stream:
+        stream.write('{"iteration": 6, "lm_loss": 1.0}\n')
+    said = "the run trained to iteration 6, and its newest checkpoint is of iteration 4"
+    for path in (run, saves, newest):
+        assert trained_beyond(path, newest)[0].startswith(said), path
+    assert trained_beyond(older, older) == [], "it was chosen"
+    elsewhere = tmp_path / "elsewhere" / newest.name
+    elsewhere.mkdir(parents=True)
+    assert trained_beyond(elsewhere.parent, elsewhere) == [], "whose records are not known"
+    with metrics.open("a") as stream:
+        stream.write("{}\n")
+    assert "is not known: line 6 of " in trained_beyond(run, newest)[0]

@@ -20,7 +20,7 @@ FP8 = {"fp8": "hybrid", "fp8_format": "mxfp8"}
 def test_its_defaults_are_megatrons():
     ours, theirs = MLATransformerConfig(**SIZES), megatron_config.MLATransformerConfig(**SIZES)
     for field in dataclasses.fields(megatron_config.MLATransformerConfig):
-        if not callable(getattr(theirs, field.name)):
+        if field.name != "fp8_recipe" and not callable(getattr(theirs, field.name)):
             assert getattr(ours, field.name) == getattr(theirs, field.name), field.name
     assert isinstance(ours, TransformerConfig) and isinstance(ours, megatron_config.MLATransformerConfig)
 

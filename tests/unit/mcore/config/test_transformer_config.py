@@ -13,8 +13,14 @@ import torch
 from megatron.core.enums import Fp8Recipe
 from megatron.core.transformer import transformer_config as megatron_config
 
+from megatron_fp8.estimate import settings as estimate_settings
 from megatron_fp8.mcore.config.checks import RECIPES, import_factory
 from megatron_fp8.mcore.config.transformer_config import IterationEnd, TransformerConfig
+from megatron_fp8.mcore.report import recipe_line
+from megatron_fp8.nn import Fp8Config
+from megatron_fp8.recipe import recipe_name
+from megatron_fp8.study.doctor.needs import recipes_of
+from megatron_fp8.train.config import run_config
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
 
@@ -30,8 +36,8 @@ def test_it_is_a_megatron_config_with_megatrons_defaults():
     ours, theirs = make(), megatron_config.TransformerConfig(**SIZES)
     assert isinstance(ours, megatron_config.TransformerConfig)
     for f in dataclasses.fields(theirs):
-        # These are fresh closures.
-        if f.name not in ("init_method", "output_layer_init_method", "embedding_init_method"):
+        # Fresh closures, and the one default that is ours.
+        if f.name not in ("init_method", "output_layer_init_method", "embedding_init_method", "fp8_recipe"):
             assert getattr(ours, f.name) == getattr(theirs, f.name), f.name
 
 
@@ -42,9 +48,30 @@ def test_a_recipe_name_is_accepted_at_both_doors(door, recipe):
     assert (config.fp8, config.fp8_recipe, config.fp8_format) == ("hybrid", recipe, recipe)
 
 
-def test_the_default_recipe_is_megatrons():
-    assert make(fp8="e4m3").fp8_recipe == "delayed" == Fp8Recipe.delayed
-    assert make(fp8="e4m3", fp8_recipe=None).fp8_format == "delayed"
+def test_the_default_recipe_is_that_of_every_entry_of_ours():
+    """It was Megatron-Core's here and in `train`, and tensorwise in convert_to_fp8."""
+    expected = recipe_name(Fp8Config().resolved_recipe())
+    assert (
+        make(fp8="e4m3").fp8_recipe
+        == make(fp8="e4m3", fp8_recipe=None).fp8_recipe
+        == expected
+        == "tensorwise"
+    )
+    assert run_config.parse(["--model.fp8=hybrid"]).model.fp8_recipe == expected
+    assert [recipe_name(recipe) for recipe in recipes_of({"fp8": "hybrid"})] == [expected]
+    sizes = [f"--model.{name}={size}" for name, size in SIZES.items()]
+    assert estimate_settings.read([*sizes, "--model.fp8=hybrid"]).model.fp8_recipe in (None, expected)
+
+
+def test_a_plans_first_line_says_whose_choice_the_recipe_is():
+    plain = megatron_config.TransformerConfig(**SIZES)
+    assert recipe_line(plain) == recipe_line(make()) == "BF16: fp8 is off"
+    plain.fp8 = "hybrid"  # its own check asks for Transformer Engine
+    assert recipe_line(make(fp8="hybrid")) == "FP8 hybrid, fp8_recipe tensorwise"
+    assert recipe_line(plain) == (
+        "FP8 hybrid, fp8_recipe delayed, as in Megatron-Core's TransformerConfig, of which this config is (its default is"
+        " 'delayed'; megatron_fp8.TransformerConfig's is 'tensorwise')"
+    )
 
 
 def test_an_enum_is_accepted_and_stored_as_its_name():
@@ -55,7 +82,8 @@ def test_an_enum_is_accepted_and_stored_as_its_name():
 @pytest.mark.parametrize("name", ["hybrid", "e4m3"])
 def test_an_element_format_given_as_fp8_format_means_fp8(name):
     config = make(fp8_format=name)
-    assert (config.fp8, config.fp8_recipe) == (name, "delayed")
+    assert (config.fp8, config.fp8_recipe) == (name, "tensorwise")
+    assert make(fp8_recipe="mxfp8", fp8_format=name).fp8_recipe == "mxfp8", "as it is"
     assert make(fp8=name, fp8_format=name).fp8 == name
 
 

@@ -27,10 +27,10 @@ def test_runs_differ_in_recipe_and_seed_alone(tmp_path):
     for values in plain:
         assert values["train"]["train_iters"] == 30 and values["train"]["count_saved"]
     bf16, mxfp8 = plain[0]["model"], plain[1]["model"]
-    assert bf16["fp8"] is None and not bf16["first_last_layers_bf16"] and mxfp8["fp8_format"] == "mxfp8"
+    assert bf16["fp8"] is None and not bf16["first_last_layers_bf16"] and mxfp8["fp8_recipe"] == "mxfp8"
     assert mxfp8["first_last_layers_bf16"], "the config's own"
     differ = {key for key in bf16 if bf16[key] != mxfp8[key]}
-    assert differ == {"fp8", "fp8_format", "first_last_layers_bf16"}
+    assert differ == {"fp8", "fp8_recipe", "first_last_layers_bf16"}
     assert {key: plain[0][key] for key in ("optimizer", "data")} == {
         key: plain[5][key] for key in ("optimizer", "data")
     }

@@ -66,8 +66,8 @@ def test_recipes():
         return [type(recipe).__name__ for recipe in recipes_of(model)]
 
     assert names() == names(fp8_recipe="mxfp8") == []
-    assert names(fp8="hybrid") == names(fp8_format="hybrid") == ["DelayedScaling"]
-    assert names(fp8="e4m3", fp8_format="mxfp8") == ["MXFP8BlockScaling"]
+    assert names(fp8="hybrid") == ["Float8CurrentScaling"]
+    assert names(fp8="e4m3", fp8_recipe="mxfp8") == ["MXFP8BlockScaling"]
     assert names(fp8="e4m3", fp8_recipe="mxfp8", fp8_overrides={"a": "rowwise", "b": "bf16"}) == [
         "MXFP8BlockScaling",
         "Float8RowwiseScaling",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_fp8.estimate import settings as estimate_settings
 from megatron_fp8.train.config import run_config
-from megatron_fp8.train.config.config_file import read_config, text_without
-from megatron_fp8.train.config.run_config import SECTIONS, load
+from megatron_fp8.train.config.run_config import load
 
 CHANGES = [
     ("", ""),
@@ -59,19 +60,50 @@ def test_a_default_that_another_file_or_option_stands_before_is_seen(written: Pa
     assert run_config.parse([f"--config={written}", f"--config={other}"]).model.rotary_percent == 0.5
 
 
-def test_only_lines_of_named_keys_go(tmp_path: Path) -> None:
-    path = tmp_path / "some.yaml"
+@pytest.mark.parametrize(
+    ("said", "options", "found"),
+    [
+        ("fp8: hybrid, fp8_recipe: mxfp8", ["--model.fp8_format=e4m3"], ("e4m3", "mxfp8")),
+        ("fp8: e4m3, fp8_format: mxfp8", ["--model.fp8-format", "hybrid"], ("hybrid", "mxfp8")),
+        ("fp8: e4m3, fp8_format: mxfp8", ["--model.fp8_format=rowwise"], ("e4m3", "rowwise")),
+        ("fp8: e4m3, fp8_format: mxfp8", ["--model.fp8_recipe=delayed"], ("e4m3", "delayed")),
+        ("fp8: e4m3, fp8_format: null, fp8_recipe: delayed", [], ("e4m3", "delayed")),
+        ("fp8: e4m3, fp8_format: delayed, fp8_recipe: null", [], ("e4m3", "delayed")),
+        ("fp8_format: hybrid", [], ("hybrid", "tensorwise")),
+        ("fp8: e4m3, fp8_recipe: mxfp8", ["--model.fp8=null", "--model.fp8_format=null"], (None, None)),
+    ],
+)
+def test_fp8_format_is_read_as_the_name_that_it_means(
+    tmp_path: Path, said: str, options: list[str], found: tuple[str | None, str | None]
+) -> None:
+    """It was a key of its own, in which an option's 'hybrid' took the place of a file's recipe."""
+    sizes = "num_layers: 2, hidden_size: 64, num_attention_heads: 4"
+    path = tmp_path / "config.yaml"
+    path.write_text(f"model: {{{sizes}, {said}}}\noptimizer: {{lr: 1e-4}}\n")
+    run = load(path, *options)
+    assert (run.model.fp8, run.model.fp8_recipe, run.optimizer.lr) == (*found, 1e-4)
+    # estimate and doctor read the same keys
+    given = estimate_settings.given_keys([f"--config={path}", *estimate_settings.joined(options)])
+    assert (given.get("model.fp8"), given.get("model.fp8_recipe", found[1])) == found
+    assert not any("fp8_format" in key for key in [*given, *run.to_dict()["model"]])
 
-    def shortened(text: str, *keys: str) -> str | None:
-        path.write_text(text)
-        return text_without(str(path), read_config(str(path), SECTIONS), keys)
 
-    text = "train:\n  seed: 1  # mine\n  seq_length: 1e1\ndata:\n  paths:\n  - a\n"
-    assert shortened(text, "train.seed") == "train:\n  seq_length: 1e1\ndata:\n  paths:\n  - a\n"
-    assert shortened(text, "train.seed", "train.seq_length") == "data:\n  paths:\n  - a\n"
-    assert shortened("train: {seed: 1, seq_length: 2}\n", "train.seed") is None
-    assert shortened("resume: |\n  x\ntrain:\n  seed: 1\n", "train.seed") == "resume: |\n  x\n"
-    assert shortened("train:\n    seed: 1\n", "train.seed") is None
+def test_fp8_format_and_what_it_means_may_not_differ_in_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {fp8: hybrid, fp8_format: mxfp8, fp8_recipe: delayed}\n")
+    for read_it in (load, lambda path: estimate_settings.given_keys([f"--config={path}"])):
+        with pytest.raises(
+            ValueError, match=r"model\.fp8_format='mxfp8' conflicts with fp8_recipe='delayed'"
+        ):
+            read_it(path)
+
+
+@pytest.mark.parametrize("option", ["--fp8-format=hybrid", "--fp8_format=mxfp8", "--model.fp8_fromat=mxfp8"])
+def test_the_hint_for_megatrons_flag_names_both_settings(option: str) -> None:
+    hint = re.escape("Did you mean model.fp8 (hybrid, e4m3) or model.fp8_recipe (tensorwise, mxfp8, ...)?")
+    for parse in (run_config.parse, estimate_settings.given_keys):
+        with pytest.raises(ValueError, match=hint):
+            parse([option])
 
 
 def test_a_runs_own_file_is_shortened(written: Path, monkeypatch: Any) -> None:

@@ -151,8 +151,8 @@ def test_a_model_that_cannot_be_is_one_line_with_fp8_on_or_off(small, options, w
 
 def test_a_recipe_is_only_without_effect_where_fp8_was_switched_off_by_name():
     assert taken([*SMALL, "--model.fp8=null", "--model.fp8_format=mxfp8"]) is None
-    assert "fp8_format='mxfp8' without model.fp8" in taken([*SMALL, "--model.fp8_format=mxfp8"])
-    assert "fp8_recipe='mxfp8' without model.fp8" in taken([*SMALL, "--model.fp8_recipe=mxfp8"])
+    for key in ("fp8_format", "fp8_recipe"):
+        assert "fp8_recipe='mxfp8' without model.fp8" in taken([*SMALL, f"--model.{key}=mxfp8"])
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_data_under_another_mount_may_and_other_data_may_not():
     [
         "optimizer.lr=0.5",
         "train.seed=7",
-        "model.fp8_format=mxfp8",
+        "model.fp8_recipe=mxfp8",
         "checkpoint.save_interval=3",
         "resume=some/path",
         "dry_run=true",
