@@ -32,7 +32,7 @@ from .derivative import guard
 from .kinds import Kind
 from .noted import NotedSite
 from .observed import observe
-from .passes import Call, added_to_main_grad, backward, bias_gradient, forward, main_grad_of
+from .passes import Call, added_to_main_grad, backward, bias_gradient, for_gradient, forward, main_grad_of
 from .site import GemmSite
 from .tensor_parallel import ALONE, TensorParallel
 from .weight_again import columnwise_of, stamp_of
@@ -255,7 +255,7 @@ class _LinearFunction(torch.autograd.Function):
         way: _Way,
     ) -> torch.Tensor:
         call, grad_enabled, kind = way
-        ctx.weight, ctx.call = weight, call
+        ctx.weight, ctx.call = for_gradient(weight), call
         bound: BoundForward | None = None if kind is None else kind.bound
         if bound is not None:
             done = bound(x, weight, bias, fresh=call.fresh_weight, record=call.record)

@@ -39,7 +39,7 @@ from .coded_tokens import CodedTokens
 from .derivative import first_derivative_only
 from .function import AGAIN, Kept, given_back, refuse_tangents, refuse_tracers, save
 from .grouped_passes import Group, check_numbers, forward, gradients
-from .passes import Call
+from .passes import Call, for_gradient
 from .site import GemmSite
 from .tensor_parallel import ALONE
 from .weight_again import columnwise_of, stamp_of
@@ -198,7 +198,7 @@ class _GroupedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, way: _Way, *weights: torch.Tensor) -> torch.Tensor:
         needs_dgrad, _, *needs_wgrad = (need and way.grad_enabled for need in ctx.needs_input_grad)
-        ctx.group, ctx.weights, ctx.stacked = way.group, weights, None
+        ctx.group, ctx.weights, ctx.stacked = way.group, [for_gradient(weight) for weight in weights], None
         done = forward(x, weights, way.group, needs_wgrad)
         if isinstance(done.weights, stacked.Operands):
             ctx.stacked, tensors = stacked.Saved(done.x, done.weights).taken_apart()  # type: ignore[arg-type]
