@@ -69,9 +69,10 @@ def fp8_linear(
         MX's largest scale the saturated value itself is beyond bfloat16).
 
     Raises:
-        ValueError: x's last dimension is not the weight's.
+        ValueError: x's last dimension is not the weight's, or they are on different devices.
         RuntimeError: it is being exported or jit-traced, or transformed by torch.func.
     """
+    check_devices(site, x, weight, bias)
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{site.plan.name}: input {tuple(x.shape)} does not fit weight {tuple(weight.shape)};"
@@ -117,6 +118,7 @@ def fp8_linear_at_once(
         return None
     if isinstance(x, CodedTokens):
         return None
+    check_devices(site, x, weight, bias)
     if (
         torch.is_grad_enabled()
         or forward_ad._current_level >= 0
@@ -129,6 +131,18 @@ def fp8_linear_at_once(
     if y is not None:
         site.note_forward()
     return y
+
+
+def check_devices(site: GemmSite, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """ValueError unless input, weight and bias are on one device, as torch's linear asks."""
+    device = x.device
+    if weight.device == device and (bias is None or bias.device == device):
+        return
+    beside = "" if bias is None else f" and its bias on {bias.device}"
+    raise ValueError(
+        f"{site.plan.name}: the input is on {device}, the weight on {weight.device}{beside}: move the model or the input;"
+        " weights on meta have no memory before to_empty"
+    )
 
 
 def refuse_tracers(site: GemmSite) -> None:

@@ -37,7 +37,7 @@ from ..tensor import Operand, Sides
 from . import stacked
 from .coded_tokens import CodedTokens
 from .derivative import first_derivative_only
-from .function import AGAIN, Kept, given_back, refuse_tangents, refuse_tracers, save
+from .function import AGAIN, Kept, check_devices, given_back, refuse_tangents, refuse_tracers, save
 from .grouped_passes import Group, check_numbers, forward, gradients
 from .passes import Call, for_gradient
 from .site import GemmSite
@@ -73,7 +73,8 @@ def grouped_linear(
         [T, N] in x's dtype. NaN and Inf as of ``fp8_linear``: those of one expert stay in its rows.
 
     Raises:
-        ValueError: tokens do not sum to T, x's last dimension is not the weights', or lists differ in length.
+        ValueError: tokens do not sum to T, x's last dimension is not the weights', they are on different
+            devices, or lists differ in length.
         RuntimeError: it is being exported or jit-traced, or transformed by torch.func.
     """
     _check(x, weights, tokens, sites)
@@ -177,6 +178,8 @@ def _check(
             f"{name}: {len(weights)} weights, {len(tokens)} numbers of tokens and {len(sites)} sites: one of each for"
             " every expert is needed"
         )
+    for site, weight in zip(sites, weights, strict=True):
+        check_devices(site, x, weight, None)
     if x.ndim != 2 or any(
         weight.ndim != 2 or weight.shape != weights[0].shape or weight.shape[1] != x.shape[1]
         for weight in weights
