@@ -103,7 +103,8 @@ class LeftByTraining:
         yield
         for (left, is_so), weight in zip(before, weights(), strict=True):
             if left is not None:
-                now = _Left.now(weight, frozen=left.frozen) if is_so else left._replace(kind=_kind(weight))
+                same = is_so and not weight.is_meta  # where values are left behind
+                now = _Left.now(weight, frozen=left.frozen) if same else left._replace(kind=_kind(weight))
                 self._left[id(weight)] = now
 
     def known(self, name: str, weights: Collection[torch.Tensor]) -> Known:
