@@ -61,6 +61,14 @@ def quantize(
     return specified.quantize(x, rule, direction, region=region).tensor
 
 
+def measure(x: torch.Tensor) -> torch.Tensor:
+    """float32 [2] on x's device: the amax of x [..., K] (may be Inf, never NaN; 0 of nothing); how many NaN and Inf."""
+    matrix = in_memory(x.detach().reshape(-1, x.shape[-1])).contiguous()
+    (amax,), nonfinite = block_amaxes(matrix, [(0, 0)])
+    counted = amax.new_zeros(()) if nonfinite is None else nonfinite.to(amax.dtype)
+    return torch.stack([amax.view([]), counted.view([])])
+
+
 class _Place(NamedTuple):
     """Views of one slot's numbers in its arena, and the tensors that they are views of. scale: float32 [], delayed."""
 
@@ -233,14 +241,12 @@ class Quantizer:
         """Max amax (float32 [], may be Inf, never NaN) into the slot's running one; add the non-finite count, if any."""
         self._in_arena().running.record(amax, nonfinite)
 
-    def observe(self, x: torch.Tensor, *, count_nonfinite: bool = False) -> None:
+    def observe(self, x: torch.Tensor) -> None:
         """Record the amax that a cast of x [rows, cols] would, without a cast.
 
-        Args:
-            count_nonfinite: as a cast would; False where nothing saturates them, so that whoever uses x meets them.
+        Non-finite elements are not counted: nothing saturates them, whoever uses x meets them.
         """
-        amaxes, nonfinite = block_amaxes(in_memory(x).contiguous(), [(0, 0)])
-        self.record(amaxes[0].view([]), nonfinite if count_nonfinite else None)
+        self.record(measure(x)[0], None)
 
     def _in_arena(self) -> _Place:
         """The slot's numbers, found anew only where the arena has grown or was trimmed."""

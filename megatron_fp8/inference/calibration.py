@@ -55,8 +55,10 @@ def fp8_modules(model: torch.nn.Module) -> list[Any]:
 
 def whole_shape(linear: Any) -> tuple[int, int]:
     """(N, K) of a linear's weight over all tensor-parallel ranks; Megatron-Core's weights say how they are split."""
+    if hasattr(linear, "fp8_sites"):  # nn's, whose weight may be computed
+        return linear.out_features, linear.in_features
     weight: Any = weight_of(linear)
-    rows, cols = getattr(linear, "matrix", weight).shape
+    rows, cols = weight.shape
     if getattr(weight, "tensor_model_parallel", False):
         size = linear.tp_group.size()
         return (rows * size, cols) if weight.partition_dim == 0 else (rows, cols * size)
@@ -345,16 +347,19 @@ def calibrate(
             for batch in batches:
                 run(batch)
                 count += 1
+            weights = [Seen() for _ in linears]
+            for weight, linear in zip(
+                weights, linears, strict=True
+            ):  # in evaluation: to compute one may change it
+                weight.add(weight_of(linear).detach())
     finally:
         model.train(training)
     if not count:
         raise ValueError("calibration was given no batch: give at least one")
     ranges: dict[str, Range] = {}
-    for linear in linears:
+    for weight, linear in zip(weights, linears, strict=True):
         site, shape = linear.fp8_site.plan.name, whole_shape(linear)
         ranges[f"{site}.input"] = _range(_over_ranks(seen[site], group), percentile, shape)
-        weight = Seen()
-        weight.add(weight_of(linear).detach())
         ranges[f"{site}.weight"] = _range(_over_ranks(weight, group), None, shape)
     method = "max" if percentile is None else f"percentile {percentile:g}"
     return Calibration(ranges, {"method": method, "batches": count})

@@ -106,7 +106,8 @@ def prepare_for_inference(
     Args:
         model: a Megatron-Core model of this package's layers, or one that convert_to_fp8 converted. No parameter of it
             takes gradients afterwards. Of a converted model that has run, linears that were never called stay as they
-            are: other code may read their weights. To keep a model that trains, prepare a deep copy. save_pretrained of a
+            are: other code may read their weights; so do those that compute their weight in each call (weight_norm, ...),
+            until the parametrization is removed. To keep a model that trains, prepare a deep copy. save_pretrained of a
             transformers model writes dequantised weights.
         calibration: static activation scales; None scales activations as the recipe does (delayed: by its history).
             Weights are scaled as evaluation scales them: delayed, by their history if that fits them.
@@ -125,12 +126,12 @@ def prepare_for_inference(
         raise ValueError(f"pad_tokens={pad_tokens}: give a number of tokens from 1, or None")
     linears = fp8_modules(model)
     quantised = [linear for linear in linears if linear.fp8_site.casts["weight"].rowwise is not None]
-    active = [linear for linear in quantised if linear.weight is not None]
+    active = [linear for linear in quantised if _held(linear) is not None]
     if not active:
         raise ValueError(_nothing_to_prepare(linears))
     static = {} if calibration is None else _static_scales(active, calibration)
     report = InferenceReport(total_before=model_bytes(model))
-    for tied in (linear for linear in quantised if linear.weight is None):
+    for tied in (of for of in quantised if not hasattr(of, "fp8_sites") and of.weight is None):
         _keep_in_high_precision(tied)
     uncalled = _uncalled(active)
     report.ran = uncalled is not None
@@ -165,6 +166,12 @@ def prepare_for_inference(
     save_in_high_precision(model)
     model.fp8_inference = report  # type: ignore[assignment]
     return model
+
+
+def _held(linear: Any) -> torch.Tensor | None:
+    """The parameter that its weight is, or a part of; None of a tied one, and of one that each call computes."""
+    held: torch.Tensor | None = linear.held if hasattr(linear, "fp8_sites") else linear.weight
+    return held
 
 
 def _uncalled(linears: list[Any]) -> list[Any] | None:

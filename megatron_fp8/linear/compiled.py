@@ -49,11 +49,12 @@ from torch import distributed as dist
 from torch._guards import detect_fake_mode
 from torch.utils.flop_counter import register_flop_formula
 
+from ..quantizer import measure
 from ..state.iteration import LATER, in_backward, recorded
 from ..tensor import Operand, QuantizedSide
 from . import observed
 from .passes import Call, backward, forward, keeps_codes
-from .recording import LateRecord, came_back, counted_forward, measure
+from .recording import LateRecord, came_back, counted_forward
 from .registry import site_by_handle
 from .saved_layout import SideLayout
 from .site import GemmSite
@@ -158,7 +159,7 @@ def linear(
         check_recomputed(found)
     else:
         found.traced.multiplied_by(weight)
-    with counted_forward([found], [x], training, when) as (record, late):
+    with counted_forward([found], [x], [weight], training=training, when=when) as (record, late):
         call = Call(found, _parallel(tp), training, record, not training, not keeps, traced=keeps)
         done = forward(x, weight, bias, call, keeps)
     stamp = stamp_of(found.weights, x.device, training=training)
@@ -191,7 +192,7 @@ def saved_record(late: LateRecord | None, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def empty_record(x: Tensor, sites: int) -> tuple[Tensor, Tensor]:
     """Room for what ``LateRecord.saved`` gives of so many sites."""
-    measured = x.new_empty((sites, 2), dtype=torch.float32)
+    measured = x.new_empty((sites, 2, 2), dtype=torch.float32)
     return measured, torch.empty(7 if sites else 0, dtype=torch.int64, device="cpu")
 
 
@@ -270,7 +271,7 @@ def linear_backward(
     parameter, needs = found.traced.parameter(weight), (needs_dgrad, needs_wgrad)
     came_back(found.state)
     if len(counted):
-        LateRecord.restored(measured, counted).record([found], [weight])
+        LateRecord.restored(measured, counted).record([found])
     done = backward(dy, saved_x, saved_w, parameter, call, needs, bias_dtype)
     empty = dy.new_empty(0)
     dx = empty if done.dx is None else done.dx.view(*_dx_shape(dy, call.tp), weight.shape[1])

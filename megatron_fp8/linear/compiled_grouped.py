@@ -102,7 +102,7 @@ def grouped_linear(
         else:
             site.traced.multiplied_by(weight)
     with (
-        counted_forward(found, x.split(tokens), training, when) as (record, late),
+        counted_forward(found, x.split(tokens), weights, training=training, when=when) as (record, late),
         without_autocast(x.device),
     ):
         calls = tuple(
@@ -215,7 +215,7 @@ def grouped_linear_backward(
     parameters = [site.traced.parameter(weight) for site, weight in zip(found, weights, strict=True)]
     came_back(found[0].state)
     if len(counted):
-        LateRecord.restored(measured, counted).record(found, weights)
+        LateRecord.restored(measured, counted).record(found)
     with without_autocast(dy.device):
         as_one = len(set(needs_wgrad)) == 1 and stacked.alike(calls)
         held = stacked.weights_held(weights, stamps, calls) if as_one and needs_dgrad else None

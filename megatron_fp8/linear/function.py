@@ -33,7 +33,7 @@ from .derivative import guard
 from .kinds import Kind
 from .noted import NotedSite
 from .observed import observe
-from .passes import Call, added_to_main_grad, backward, bias_gradient, forward, main_grad_of
+from .passes import Call, added_to_main_grad, backward, bias_gradient, for_gradient, forward, main_grad_of
 from .recording import LateRecord, came_back, counted_forward
 from .site import GemmSite
 from .tensor_parallel import ALONE, TensorParallel
@@ -70,9 +70,10 @@ def fp8_linear(
         MX's largest scale the saturated value itself is beyond bfloat16).
 
     Raises:
-        ValueError: x's last dimension is not the weight's.
+        ValueError: x's last dimension is not the weight's, or they are on different devices.
         RuntimeError: it is being exported or jit-traced, or transformed by torch.func.
     """
+    check_devices(site, x, weight, bias)
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{site.plan.name}: input {tuple(x.shape)} does not fit weight {tuple(weight.shape)};"
@@ -117,6 +118,7 @@ def fp8_linear_at_once(
         return None
     if isinstance(x, CodedTokens):
         return None
+    check_devices(site, x, weight, bias)
     if (
         torch.is_grad_enabled()
         or forward_ad._current_level >= 0
@@ -129,6 +131,18 @@ def fp8_linear_at_once(
     if y is not None:
         site.note_forward()
     return y
+
+
+def check_devices(site: GemmSite, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """ValueError unless input, weight and bias are on one device, as torch's linear asks."""
+    device = x.device
+    if weight.device == device and (bias is None or bias.device == device):
+        return
+    beside = "" if bias is None else f" and its bias on {bias.device}"
+    raise ValueError(
+        f"{site.plan.name}: the input is on {device}, the weight on {weight.device}{beside}: move the model or the input;"
+        " weights on meta have no memory before to_empty"
+    )
 
 
 def refuse_tracers(site: GemmSite) -> None:
@@ -168,7 +182,7 @@ def _eager_linear(
     call = Call(site, tp, training, when == NOW, fresh_weight, save_original_input)
     if call.record and site.state.observer is None:
         return _linear(x, weight, bias, call, None)
-    with counted_forward([site], [x], training, when) as (record, late):
+    with counted_forward([site], [x], [weight], training=training, when=when) as (record, late):
         return _linear(x, weight, bias, call._replace(record=record), late)
 
 
@@ -271,7 +285,7 @@ class _LinearFunction(torch.autograd.Function):
         way: _Way,
     ) -> torch.Tensor:
         call, grad_enabled, kind, late = way
-        ctx.weight, ctx.call, ctx.late = weight, call, late
+        ctx.weight, ctx.call, ctx.late = for_gradient(weight), call, late
         bound: BoundForward | None = None if kind is None else kind.bound
         if bound is not None:
             done = bound(x, weight, bias, fresh=call.fresh_weight, record=call.record)
@@ -330,7 +344,7 @@ def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None
     call, weight, backwards = ctx.call, ctx.weight, ctx.backwards
     came_back(call.site.state)
     if ctx.late is not None:
-        ctx.late.record([call.site], [weight])
+        ctx.late.record([call.site])
     needs, tensors = ctx.needs_input_grad, ctx.saved_tensors
     if not needs[2]:
         bias_dtype = None

@@ -37,9 +37,9 @@ from ..tensor import Operand, Sides
 from . import stacked
 from .coded_tokens import CodedTokens
 from .derivative import first_derivative_only
-from .function import AGAIN, Kept, given_back, refuse_tangents, refuse_tracers, save
+from .function import AGAIN, Kept, check_devices, given_back, refuse_tangents, refuse_tracers, save
 from .grouped_passes import Group, check_numbers, forward, gradients
-from .passes import Call
+from .passes import Call, for_gradient
 from .recording import LateRecord, came_back, counted_forward
 from .site import GemmSite
 from .tensor_parallel import ALONE
@@ -74,7 +74,8 @@ def grouped_linear(
         [T, N] in x's dtype. NaN and Inf as of ``fp8_linear``: those of one expert stay in its rows.
 
     Raises:
-        ValueError: tokens do not sum to T, x's last dimension is not the weights', or lists differ in length.
+        ValueError: tokens do not sum to T, x's last dimension is not the weights', they are on different
+            devices, or lists differ in length.
         RuntimeError: it is being exported or jit-traced, or transformed by torch.func.
     """
     _check(x, weights, tokens, sites)
@@ -116,7 +117,7 @@ def _eager_grouped_linear(
     check_numbers(sites[0].plan.name, numbers, len(x))
     when = recorded(training, x, *weights)
     with (
-        counted_forward(sites, x.split(numbers), training, when) as (record, late),
+        counted_forward(sites, x.split(numbers), weights, training=training, when=when) as (record, late),
         without_autocast(x.device),
     ):
         calls = tuple(
@@ -178,6 +179,8 @@ def _check(
             f"{name}: {len(weights)} weights, {len(tokens)} numbers of tokens and {len(sites)} sites: one of each for"
             " every expert is needed"
         )
+    for site, weight in zip(sites, weights, strict=True):
+        check_devices(site, x, weight, None)
     if x.ndim != 2 or any(
         weight.ndim != 2 or weight.shape != weights[0].shape or weight.shape[1] != x.shape[1]
         for weight in weights
@@ -200,7 +203,8 @@ class _GroupedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, way: _Way, *weights: torch.Tensor) -> torch.Tensor:
         needs_dgrad, _, *needs_wgrad = (need and way.grad_enabled for need in ctx.needs_input_grad)
-        ctx.group, ctx.weights, ctx.stacked, ctx.late = way.group, weights, None, way.late
+        ctx.group, ctx.weights, ctx.stacked = way.group, [for_gradient(weight) for weight in weights], None
+        ctx.late = way.late
         done = forward(x, weights, way.group, needs_wgrad)
         if isinstance(done.weights, stacked.Operands):
             ctx.stacked, tensors = stacked.Saved(done.x, done.weights).taken_apart()  # type: ignore[arg-type]
@@ -220,7 +224,7 @@ class _GroupedFunction(torch.autograd.Function):
         call = ctx.group.calls[0]
         came_back(call.site.state)
         if ctx.late is not None:
-            ctx.late.record(ctx.group.sites, ctx.weights)
+            ctx.late.record(ctx.group.sites)
         with without_autocast(grad_output.device):
             needs_dgrad, _, *needs_wgrad = ctx.needs_input_grad
             saved = _restored(ctx, given_back(ctx, call.site.plan.name))

@@ -227,7 +227,7 @@ class _NotedQuantizer(Quantizer):
         self._notes.casts.append(_Cast(self._quantizer, x, direction, record, for_product, done))
         return done
 
-    def observe(self, x: torch.Tensor, *, count_nonfinite: bool = False) -> None:
+    def observe(self, x: torch.Tensor) -> None:
         """The quantizer's; no program does it."""
         self._notes.whole = False
-        self._quantizer.observe(x, count_nonfinite=count_nonfinite)
+        self._quantizer.observe(x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from .recording import measure
+from ..quantizer import measure
 from .site import GemmSite
 
 

@@ -417,6 +417,14 @@ def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
     return main_grad
 
 
+def for_gradient(weight: torch.Tensor) -> torch.Tensor:
+    """What a backward keeps of a weight [N, K]: itself, since it may have a main_grad; of a view and of a computed one
+    only shape, dtype and device. torch swaps no parameter of which somebody keeps a view."""
+    if weight.is_leaf and not weight._is_view():
+        return weight
+    return torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+
 def added_to_main_grad(weight: Any) -> torch.Tensor:
     """What autograd gets where dw was added to main_grad: a dummy that DDP will drop."""
     weight.grad_added_to_main_grad = True

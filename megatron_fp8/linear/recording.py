@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..kernels.codes import block_amaxes, in_memory
+from ..params.fp8_parameter import Fp8Parameter
+from ..quantizer import measure
 from ..state.counts import IterationCounts
 from ..state.fp8_state import Fp8State
 from ..state.iteration import LATER, NOW, in_backward
@@ -16,20 +17,11 @@ from .coded_tokens import CodedTokens
 from .site import GemmSite
 
 
-def measure(x: torch.Tensor) -> torch.Tensor:
-    """float32 [2] on x's device: the amax of x [..., K] (may be Inf, never NaN; 0 of nothing); how many NaN and Inf."""
-    matrix = x.side.dequantize(torch.float32) if isinstance(x, CodedTokens) else x.detach()
-    matrix = in_memory(matrix.reshape(-1, matrix.shape[-1])).contiguous()
-    (amax,), nonfinite = block_amaxes(matrix, [(0, 0)])
-    counted = amax.new_zeros(()) if nonfinite is None else nonfinite.to(amax.dtype)
-    return torch.stack([amax.view([]), counted.view([])])
-
-
 class LateRecord:
     """What evaluation-mode forwards add to the iteration once their backward comes; nothing if none does.
 
     Attributes:
-        measured: float32 [sites, 2], ``measure`` of each site's input; zeros where there is none.
+        measured: float32 [sites, 2, 2], ``measure`` of each site's input and weight.
         counts: what the forwards counted.
         after_step: they were called after an optimizer step that ended no iteration.
     """
@@ -39,10 +31,12 @@ class LateRecord:
         self._done = False
 
     @classmethod
-    def of(cls, sites: Sequence[GemmSite], inputs: Sequence[torch.Tensor]) -> LateRecord:
-        """Of one linear, or of a layer's experts, and the input [tokens, K] of each. ``counts`` are still to come."""
-        measured = torch.stack([measure(x) for x in inputs])
-        return cls(measured, IterationCounts(), sites[0].state.must_end_first)
+    def of(
+        cls, sites: Sequence[GemmSite], inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+    ) -> LateRecord:
+        """Of one linear, or of a layer's experts: of each the input [..., K] and weight [N, K]. ``counts`` come later."""
+        measured = [_measure(x) for pair in zip(inputs, weights, strict=True) for x in pair]
+        return cls(torch.stack(measured).view(-1, 2, 2), IterationCounts(), sites[0].state.must_end_first)
 
     def saved(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As tensors that a graph can save: ``measured``, and int64 [7] on the CPU."""
@@ -55,7 +49,7 @@ class LateRecord:
         *counts, after_step = numbers.tolist()
         return cls(measured, IterationCounts(*counts), bool(after_step))
 
-    def record(self, sites: Sequence[GemmSite], weights: Sequence[torch.Tensor]) -> None:
+    def record(self, sites: Sequence[GemmSite]) -> None:
         """The backward came. RuntimeError: the iteration before the forwards was not ended.
 
         A second backward through the same forwards records nothing.
@@ -67,26 +61,39 @@ class LateRecord:
         if self.after_step and state.missing_end:
             raise RuntimeError(state.missing_end)
         state.counts.add(self.counts)
-        for site, (amax, nonfinite), weight in zip(sites, self.measured, weights, strict=True):
+        for site, (of_input, of_weight) in zip(sites, self.measured, strict=True):
             for quantizer in site.casts["input"].quantizers:
-                quantizer.record(amax, nonfinite)
-            site.weights.record(weight)
+                quantizer.record(of_input[0], of_input[1])
+            site.weights.record(of_weight)
+
+
+def _measure(x: torch.Tensor) -> torch.Tensor:
+    """``measure``, also of what is stored in codes: of tokens their decoded values, of a weight what its cast found."""
+    if isinstance(x, Fp8Parameter):
+        return x.measured
+    return measure(x.side.dequantize(torch.float32) if isinstance(x, CodedTokens) else x)
 
 
 @contextmanager
 def counted_forward(
-    sites: Sequence[GemmSite], inputs: Sequence[torch.Tensor], training: bool, when: str
+    sites: Sequence[GemmSite],
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    *,
+    training: bool,
+    when: str,
 ) -> Iterator[tuple[bool, LateRecord | None]]:
-    """Around a forward's casts and products: of one linear, or of a layer's experts, and the input [tokens, K] of each.
+    """Around a forward's casts and products: of one linear, or of a layer's experts.
 
     Args:
+        sites, inputs, weights: of each; inputs [..., K], weights [N, K].
         training: the layer's mode.
         when: the forward is recorded: NOW, LATER or NEVER.
 
     Yields:
         Whether casts record in slots, and what the backward has to record, complete once this is left.
     """
-    late = LateRecord.of(sites, inputs) if when == LATER else None
+    late = LateRecord.of(sites, inputs, weights) if when == LATER else None
     with _observed_once(sites, training, when) as record:
         if training:
             yield record, None

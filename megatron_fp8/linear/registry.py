@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,20 +22,26 @@ class Traced:
     Attributes:
         handle: int64 [] on the CPU, the site's number.
         saved_layout: how its input's codes and scales lie (a SideLayout as text); empty without FP8.
+        owner: gives the layer whose site it is, while that lives: no tensor of it is referred to.
     """
 
     def __init__(self, handle: torch.Tensor, saved_layout: str):
         self.handle, self.saved_layout = handle, saved_layout
-        self._parameter: weakref.ref[torch.Tensor] | None = None
+        self.owner: Callable[[], Any] = lambda: None
+        self._multiplied: int | None = None
 
     def multiplied_by(self, weight: torch.Tensor) -> None:
         """A forward has used this weight."""
-        self._parameter = weakref.ref(weight) if hasattr(weight, "main_grad") else None
+        self._multiplied = id(weight) if hasattr(weight, "main_grad") else None
 
     def parameter(self, weight: torch.Tensor) -> torch.Tensor:
         """The parameter with a main_grad whose values a backward was given: those may be a copy, made by offloading."""
-        found = None if self._parameter is None else self._parameter()
-        return weight if found is None else found
+        layer = self.owner()
+        if layer is None or self._multiplied is None:
+            return weight
+        own: Any = layer._parameters.get("weight")
+        own = getattr(layer, "tied_weight", None) if own is None else own
+        return own if id(own) == self._multiplied else weight
 
 
 def register(site: GemmSite, saved_layout: str) -> Traced:

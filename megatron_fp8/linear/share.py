@@ -26,5 +26,12 @@ class Share:
 
 def weight_of(linear: Any) -> torch.Tensor:
     """The weight that a linear's site multiplies by: its own, or the one that it is tied to and given with each call."""
-    weight: torch.Tensor = linear.tied_weight if linear.weight is None else linear.weight
+    own: torch.Tensor | None = linear.weight
+    weight: torch.Tensor = linear.tied_weight if own is None else own
     return weight
+
+
+def device_of(linear: Any) -> torch.device:
+    """Where that weight is; nn's, which may be computed, say so without it."""
+    device: torch.device | None = getattr(linear, "fp8_device", None)
+    return weight_of(linear).device if device is None else device

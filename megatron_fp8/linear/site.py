@@ -26,7 +26,7 @@ from ..params.fp8_parameter import Fp8Parameter
 from ..plan.operands import READERS, Cast
 from ..plan.site_plan import SitePlan
 from ..plan.switch import WatchedForwards
-from ..quantizer import Casts, Quantizer
+from ..quantizer import Casts, Quantizer, measure
 from ..state.arena import Group
 from ..state.fp8_state import Fp8State
 from ..state.observer import SeenProduct
@@ -366,8 +366,10 @@ class WeightCache:
             assert self.casts.rowwise is not None, (
                 "a weight that the plan keeps in high precision was made FP8"
             )
-            if record:
-                self.record(weight)
+            if record and self._first_this_iteration():
+                weight.record()
+                if (observer := self.state.observer) is not None:
+                    observer.stored(weight.quantizer.slot.name, weight)
             return Sides(weight.quantized.rowwise, weight.quantized.columnwise)
         if self.casts.rowwise is self.casts.columnwise is None:
             return Sides(weight, weight.t())
@@ -396,22 +398,16 @@ class WeightCache:
         if kept.version != self.version(weight):
             return None
         if record and not kept.recorded:
-            self.record(weight)
+            self.record(measure(weight))
         return kept
 
-    def record(self, weight: torch.Tensor) -> None:
-        """Record the weight, which was not cast now, or without a record: once an iteration where weights are kept."""
-        if isinstance(weight, Fp8Parameter):
-            if self._first_this_iteration():
-                weight.record()
-                if (observer := self.state.observer) is not None:
-                    observer.stored(weight.quantizer.slot.name, weight)
-            return
-        kept = self.held if self.held is not None and self.held.version == self.version(weight) else None
+    def record(self, measured: torch.Tensor) -> None:
+        """Record a weight that was cast without a record, once where weights are kept. measured: float32 [2]."""
+        kept = self.held
         if kept is not None and kept.recorded:
             return
         for quantizer in self.casts.quantizers:
-            quantizer.observe(weight.detach(), count_nonfinite=True)
+            quantizer.record(measured[0], measured[1])
         if kept is not None:
             kept.recorded = True
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ..files.say import say
-from ..linear.recording import measure
 from ..plan.overrides import matching
+from ..quantizer import measure
 from ..recipe import recipe_name
 from ..state.arena import Slot
 from ..state.fp8_state import Fp8State

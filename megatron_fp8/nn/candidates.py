@@ -247,7 +247,7 @@ def _reason_to_skip(name: str, module: nn.Module, config: Fp8Config, tied: set[i
         return "is parametrised (weight_norm, ...), its weight computed in each call: convert first, then parametrise"
     if fp8_class(module) is None:
         return f"{type(module).__name__} is a subclass of nn.Linear, which may compute something else"
-    if id(module.weight) in tied:
+    if id(module._parameters.get("weight")) in tied:
         return "tied to an embedding"
     return _weights_stay(module, [module.weight], [_features(module)], config)
 
@@ -342,7 +342,9 @@ def _is_stack(parameter: nn.Parameter) -> bool:
 
 
 def _embedding_weights(model: nn.Module) -> set[int]:
-    return {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    embeddings = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    weights = [module._parameters.get("weight") for module in embeddings]
+    return {id(weight) for weight in weights if weight is not None}
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -12,6 +12,7 @@ parameters than the model's.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +26,7 @@ from ..plan.switch import autocasts, current_switch, without_autocast
 from .config import Fp8Config
 from .expert_kinds import Kind, Stack, kind_of
 from .group import Fp8Group
-from .linear import Fp8Layer, check_weight
+from .linear import COMPUTED, Fp8Layer, check_weight, sources_of
 
 
 class Fp8ExpertLinear(Fp8Layer):
@@ -61,6 +62,15 @@ class Fp8ExpertLinear(Fp8Layer):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_around": None}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8ExpertLinear:
+        """In the copy of the module around it: torch copies a parametrised module without its __setstate__."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        around = memo.get(id(self._around())) if self._around is not None else None
+        if around is not None:
+            copied.stand_in(around)
+        return copied
+
     @property
     def weight(self) -> Any:
         """[out, in], or [in, out] as the stack has it; what inference made of it, once it did."""
@@ -73,25 +83,24 @@ class Fp8ExpertLinear(Fp8Layer):
         own = self._parameters.get("weight")
         return self.around._parameters.get(self._stack.parameter) if own is None else own
 
-    def _computed_from(self) -> list[torch.nn.Parameter]:
-        by = f"parametrizations.{self._stack.parameter}."
-        return [parameter for name, parameter in self.around.named_parameters() if name.startswith(by)]
-
     @property
-    def fp8_device(self) -> torch.device:
-        """Where its weight is."""
-        held = self.held  # a stack that is parametrised is computed whenever it is asked for
-        device: torch.device = (self.weight if held is None else held).device
-        return device
+    def sources(self) -> list[torch.nn.Parameter]:
+        """``held``; those from which the stack is computed."""
+        own = self._parameters.get("weight")
+        if own is not None:
+            return [own]
+        return sources_of(self.around, self._stack.parameter) or list(self.around.parameters(recurse=False))
 
     def values(self) -> dict[Any, int]:
         """How many values of the module's parameters are its own, by something that tells parameters apart."""
-        parameters = [getattr(self.around, of) for of in (self._stack.parameter, self._stack.bias) if of]
-        return {(id(whole), self._number): whole.numel() // len(whole) for whole in parameters}
+        names = [name for name in (self._stack.parameter, self._stack.bias) if name]
+        parameters = [whole for name in names for whole in sources_of(self.around, name)]
+        return {(id(whole), self._number): whole.numel() // self.around.fp8_count for whole in parameters}
 
     def trained(self) -> Iterator[torch.nn.Parameter]:
-        """The stack."""
+        """The stack, or what it is computed from, and what else the module has."""
         yield from self.around.parameters(recurse=False)
+        yield from self.sources
 
     def as_matrix(self, weight: torch.Tensor) -> torch.Tensor:
         """A matrix of the stack as [out_features, in_features]."""
@@ -172,7 +181,10 @@ class Fp8Experts(torch.nn.Module):
         """Where .to() and .cuda() move it: no codes stay on the old device, and histories come along."""
         linears = self.fp8_linears()
         before = [linear.fp8_device for linear in linears]
-        super()._apply(fn, recurse)
+        with self.fp8_group.left.moving(
+            lambda: [of for stack in self.fp8_stacks for of in sources_of(self, stack.parameter)]
+        ):
+            super()._apply(fn, recurse)
         left = set()
         for linear, device in zip(linears, before, strict=True):
             if linear.fp8_device != device:
@@ -212,8 +224,9 @@ class Fp8Experts(torch.nn.Module):
     def _fits_a_graph(self) -> bool:
         """Whether all experts are multiplied in one call, by weights that a tracer knows."""
         for stack in self.fp8_stacks:
-            linears, weights = self.fp8_linears(stack), self._weights(stack)
-            for linear, weight in zip(linears, weights, strict=True):
+            for linear in self.fp8_linears(stack):
+                sources = linear.sources  # a stack that is computed is so when it is multiplied
+                weight = sources[0] if sources else linear.weight
                 if isinstance(weight, Fp8Parameter) or is_heard(linear) or not linear.way(weight)[1]:
                     return False
         return True
@@ -280,7 +293,7 @@ class Fp8Experts(torch.nn.Module):
             del self._parameters[stack.parameter]
 
     def _taken_apart(self) -> list[Stack]:
-        return [stack for stack in self.fp8_stacks if stack.parameter not in self._parameters]
+        return [stack for stack in self.fp8_stacks if "weight" in self.fp8_linears(stack)[0]._parameters]
 
     def _whole(self, stack: Stack) -> torch.Tensor:
         """A stack that was taken apart, dequantised."""
@@ -309,9 +322,8 @@ class Fp8Experts(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for stack in self.fp8_stacks:
             computed = f"{prefix}parametrizations.{stack.parameter}."
-            if f"{prefix}{stack.parameter}" in state_dict or any(
-                key.startswith(computed) for key in state_dict
-            ):
+            named = {f"{prefix}{stack.parameter}{ending}" for ending in ("", *COMPUTED)}
+            if any(key in named or key.startswith(computed) for key in state_dict):
                 for linear in self.fp8_linears(stack):
                     self.fp8_group.loads(linear.fp8_sites)
         for stack in self._taken_apart():

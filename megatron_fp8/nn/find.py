@@ -56,7 +56,7 @@ def _unite(group: Fp8Group, linears: dict[str, Fp8Layer]) -> None:
         before = linear.fp8_group
         if before.states:
             recorded[name] = linear.fp8_site
-            group.take_in(before, linear.weight.device)
+            group.take_in(before, linear.fp8_device)
         sites = linear.fp8_sites
         linear.leave_group()
         linear.join_group(group, name)

@@ -48,8 +48,8 @@ def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
 
     Returns:
         Names of the linears whose weights will travel as codes; the others' recipes need both directions from high
-        precision (rowwise, mxfp8), or leave the weight unquantised, or they are Conv1Ds or experts. The number is also
-        printed.
+        precision (rowwise, mxfp8), or leave the weight unquantised, or they are Conv1Ds, experts or parametrised. The
+        number is also printed.
 
     Raises:
         ValueError: the model has no FP8 linear, is sharded already, or none of its weights can travel as codes.
@@ -60,7 +60,9 @@ def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
     for name, linear in linears.items():
         if not isinstance(linear, Fp8Linear):
             continue
-        weight = linear.weight
+        weight = linear.held
+        if weight is None:  # it is computed, and what travels is what it is computed from
+            continue
         if hasattr(weight, "to_local"):
             raise ValueError(
                 f"{name}.weight is sharded already: call enable_fp8_all_gather before fully_shard"
@@ -232,7 +234,7 @@ class GatheredAsCodes(torch.Tensor):
         weight_generation = fp8_group.state(self._value.device).weight_generation
         if self._amax is None or self._amax[0] != (weight_generation, self._value._version):
             # Not to_local(): it gives another tensor object each time, and the amax is kept by this one.
-            local = [getattr(linear.weight, "_local_tensor", None) for linear in fp8_group.linears]
+            local = [getattr(linear.held, "_local_tensor", None) for linear in fp8_group.linears]
             stale = {id(s): s for s in local if isinstance(s, GatheredAsCodes) and s.device == self.device}
             shards = list({**stale, id(self): self}.values())
             amaxes = torch.stack([compute_amax(shard._value.to(dtype)) for shard in shards])

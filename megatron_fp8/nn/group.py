@@ -282,7 +282,6 @@ class Fp8Group:
     def loads(self, sites: LinearSites) -> None:
         """A linear's weight is about to be loaded. If its histories are not those that ``resume`` came with, it starts
         cold, as any weight without a scale does."""
-        self.left.forget([] if sites.linear is None else sites.linear.sources)
         if not self._resumed:
             sites.start_again()
             for state in self.states.values():

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..linear.function import (
     fp8_linear,
@@ -30,6 +31,9 @@ from .config import Fp8Config, make_config
 from .group import UNTRAINABLE, Fp8Group
 from .inputs import call_in_graph, call_on_values
 from .sites import LONE, LinearSites, rank
+
+COMPUTED = ("_orig", "_g", "_v")
+"""Endings of the parameters of which hooks make a weight: spectral_norm's and prune's, weight_norm's."""
 
 
 class Fp8Layer(torch.nn.Module):
@@ -63,9 +67,12 @@ class Fp8Layer(torch.nn.Module):
 
     @property
     def fp8_device(self) -> torch.device:
-        """Where its weight is."""
-        device: torch.device = self.weight.device
-        return device
+        """Where its weight is, as what holds it says: to compute one may change what it is computed from."""
+        if (held := self.held) is not None:
+            return held.device
+        here = (*self.sources, vars(self).get("weight"), *self.buffers(), *self.parameters())
+        device = next((tensor.device for tensor in here if tensor is not None), self.fp8_sites.ready_on)
+        return self.weight.device if device is None else device
 
     def trained(self) -> Iterator[torch.nn.Parameter]:
         """What an optimizer of it steps."""
@@ -79,11 +86,10 @@ class Fp8Layer(torch.nn.Module):
     @property
     def sources(self) -> list[torch.nn.Parameter]:
         """The parameter that its weight is, or is a part of; those from which it is computed."""
-        held = self.held
-        return self._computed_from() if held is None else [held]
-
-    def _computed_from(self) -> list[torch.nn.Parameter]:
-        return [parameter for name, parameter in self.named_parameters() if name != "bias"]
+        if found := sources_of(self, "weight"):
+            return found
+        every = {name.removeprefix("parametrizations."): of for name, of in self.named_parameters()}
+        return [parameter for name, parameter in every.items() if not name.startswith("bias")]
 
     @property
     def matrix(self) -> torch.Tensor:
@@ -145,7 +151,8 @@ class Fp8Layer(torch.nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Fp8Layer:
         """Where .to() and .cuda() move it: no codes stay on the old device, and histories come along."""
         before = self.fp8_device
-        super()._apply(fn, recurse)
+        with self.fp8_group.left.moving(lambda: self.sources):
+            super()._apply(fn, recurse)
         if self.fp8_device != before:
             self.fp8_sites.leave(before)
             self.fp8_sites.quantise(self.held, self.fp8_device)
@@ -214,11 +221,12 @@ class Fp8Layer(torch.nn.Module):
         return site, fp8, switch
 
     def _in_fp8(self, input: torch.Tensor, weight: torch.Tensor, site: GemmSite) -> torch.Tensor:
+        matrix, bias = self.as_matrix(weight), self.bias
         if self.training:
-            return fp8_linear(input, self.as_matrix(weight), self.bias, site)
-        if (y := fp8_linear_at_once(input, self.as_matrix(weight), self.bias, site)) is not None:
+            return fp8_linear(input, matrix, bias, site)
+        if (y := fp8_linear_at_once(input, matrix, bias, site)) is not None:
             return y
-        return fp8_linear(input, self.as_matrix(weight), self.bias, site, training=False)
+        return fp8_linear(input, matrix, bias, site, training=False)
 
     def _high_precision(
         self, x: torch.Tensor, weight: torch.Tensor, site: GemmSite, *, observe: bool
@@ -303,6 +311,16 @@ class Fp8Linear(Fp8Layer, torch.nn.Linear):
         assert isinstance(linear, Fp8Linear)
         linear.join_group(group, LONE)
         return linear
+
+
+def sources_of(module: torch.nn.Module, name: str) -> list[torch.nn.Parameter]:
+    """The parameter of this name; those from which torch computes it, by a hook or by a parametrization."""
+    own = [module._parameters.get(name + ending) for ending in ("", *COMPUTED)]
+    found = [parameter for parameter in own if parameter is not None]
+    if is_parametrized(module, name):
+        computed: Any = module.parametrizations
+        found += computed[name].parameters()
+    return found
 
 
 def is_prepared(weight: torch.Tensor | None) -> bool:

@@ -144,6 +144,7 @@ class LinearSites:
             plan = replace(plan, name=f"{plan.name}@{recipe_name(recipe)}")
         state = group.state(device)
         site = GemmSite(plan, state, None, seed=state.seed, stream=rank())
+        site.traced.owner = self._linear
         if site.has_histories:
             group.delays = True
             site.weights.fit(self.known, self._tell)

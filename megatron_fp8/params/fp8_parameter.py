@@ -221,6 +221,13 @@ class Fp8Parameter(CodedTensor):
         """float32 [], the largest magnitude of the values that the codes were last cast from; may be Inf."""
         return self._stored.amax
 
+    @property
+    def measured(self) -> torch.Tensor:
+        """float32 [2]: the amax of what was cast last, and how many NaN and Inf it had."""
+        amax, nonfinite = self._stored.amax, self._stored.nonfinite
+        counted = amax.new_zeros(()) if nonfinite is None else nonfinite.to(amax.dtype)
+        return torch.stack([amax.view([]), counted.view([])])
+
     def record(self) -> None:
         """Put the last cast's amax and health into the slot: a forward pass uses the weight now."""
         self._stored.quantizer.record(self._stored.amax, self._stored.nonfinite)

@@ -185,7 +185,7 @@ def sites_of(model: torch.nn.Module) -> dict[str, GemmSite]:
                 f"{name} is a layer of backend {site.plan.backend!r}, which has its own GEMMs: diagnose a model on the"
                 " emulated or native backend"
             )
-        if isinstance(module.weight, Fp8Parameter):
+        if isinstance(module._parameters.get("weight"), Fp8Parameter):
             raise ValueError(
                 f"{name}: its weight lives as FP8, and what it was in high precision is not here: diagnose a model whose"
                 " weights are not FP8 (fp8_param=False, no enable_fp8_all_gather)"

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..files.records import say_lacking
-from ..linear.share import Share, weight_of
+from ..linear.share import Share, device_of
 from ..linear.site import GemmSite
 from ..state.fp8_state import Fp8State
 from .collector import Collector
@@ -194,7 +194,7 @@ def _sites(model: torch.nn.Module | Iterable[Any]) -> Iterator[tuple[str, Any, F
                 yield dispatch.fp8_site.plan.name, dispatch, dispatch.fp8_site.state
             if not hasattr(module, "name_sites"):
                 continue
-            if weight_of(module).device.type == "meta":
+            if device_of(module).type == "meta":
                 raise ValueError("telemetry: the model is on the meta device: move it where it trains first")
             site = module.fp8_site
             if isinstance(site, GemmSite):

@@ -243,14 +243,16 @@ class _Tokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dispatch: Dispatch, training: bool, when: str) -> torch.Tensor:
         ctx.site = dispatch.fp8_site
-        with counted_forward([ctx.site], [x], training, when) as (record, ctx.late):
+        no_weight = x.new_empty(0, x.shape[-1])
+        options: Any = {"training": training, "when": when}
+        with counted_forward([ctx.site], [x], [no_weight], **options) as (record, ctx.late):
             return dispatch.coded(x, "input", record=record)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         if ctx.late is not None:
-            ctx.late.record([ctx.site], [grad.new_empty(0)])  # it has no weight
+            ctx.late.record([ctx.site])
         return grad, None, None, None
 
 

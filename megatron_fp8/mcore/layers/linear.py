@@ -7,6 +7,7 @@ runs Megatron's own code, so its numbers are Megatron's. ``linear_qkv`` and ``li
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class _Fp8Site:
     def bind_fp8_site(self, site: GemmSite) -> None:
         """Take the site that the model's plan has for this layer."""
         self._site, self._sited = site, True
+        site.traced.owner = weakref.ref(self)
 
     @property
     def fp8_site(self) -> GemmSite:

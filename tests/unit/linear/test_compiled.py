@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -160,13 +161,15 @@ def test_offloaded_activations_come_back_the_same():
             site = make_site("tensorwise")[0]
             mine, weight = x.clone().requires_grad_(), torch.nn.Parameter(w.clone())
             weight.main_grad, weight.grad_added_to_main_grad = torch.ones(w.shape), False
+            layer = torch.nn.ParameterDict({"weight": weight})
+            site.traced.owner = weakref.ref(layer)
             with torch.autograd.graph.saved_tensors_hooks(
                 lambda t: t.clone() if offload else t,  # noqa: B023
                 lambda t: t.clone() if offload else t,  # noqa: B023
             ):
                 y = run(mine, weight, None, site)
             y.backward(dy)
-            assert weight.grad_added_to_main_grad
+            assert weight.grad_added_to_main_grad and not weakref.getweakrefs(weight)
             outcomes.append((y, mine.grad, weight.main_grad))
     for found in outcomes[1:]:
         for a, b in zip(found, outcomes[0], strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -272,6 +273,9 @@ def test_offloaded_activations_come_back_the_same(recipe: str) -> None:
     function, outcomes = compiled(grouped_linear), []
     for offload in (False, True):
         sites, weights = experts(recipe), parameters(main_grad=True)
+        layers = [torch.nn.ParameterDict({"weight": weight}) for weight in weights]
+        for site, layer in zip(sites, layers, strict=True):
+            site.traced.owner = weakref.ref(layer)
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t: t.clone() if offload else t,  # noqa: B023
             lambda t: t.clone() if offload else t,  # noqa: B023

@@ -46,6 +46,32 @@ def test_planned_in_bf16_is_megatrons_to_the_bit(ranks: RankPool) -> None:
     assert ranks(1).run(as_megatrons)[0] == [True] * 8
 
 
+def elsewhere(recipe: str) -> list[str]:
+    """What is said of an input, then of a weight on meta, by both linears in training and in evaluation."""
+    said = []
+    with model_parallel():
+        for kind in ("column", "row"):
+            for training in (True, False):
+                for place in ("input", "weight"):
+                    linear = make_linear(fp8_config(ONE, recipe), kind).train(training)
+                    x = random_input(8, 2, 64).detach()
+                    x = x.to("meta") if place == "input" else x
+                    if place == "weight":
+                        linear.to("meta")
+                    with pytest.raises(ValueError) as error:
+                        linear(x)
+                    said.append(str(error.value))
+    return said
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_an_input_on_another_device_is_refused(ranks: RankPool, recipe: str) -> None:
+    said = ranks(1).run(elsewhere, recipe)[0]
+    for of_input, of_weight in zip(said[::2], said[1::2], strict=True):
+        assert "the input is on meta, the weight on cpu" in of_input
+        assert "the input is on cpu, the weight on meta" in of_weight
+
+
 def called_twice(recipe: str) -> dict[str, Any]:
     from megatron_fp8.mcore.runtime import state_of
     from megatron_fp8.mcore.sites import keeping_weights
