@@ -104,7 +104,12 @@ def remedy(error: BaseException) -> str:
     """What helps against an OSError, or one of safetensors', where something is written, in a few words."""
     told = re.search(r"\(os error (\d+)\)", str(error))  # as Rust says it
     code = int(told[1]) if told else getattr(error, "errno", None)
-    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None):  # NumPy gives no number where it wrote only a part
+    if code in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        None,
+    ):  # NumPy gives no number where it wrote only a part
         return "make room there"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "make it writable"

@@ -53,7 +53,7 @@ def _scale(name: str, tensors: Tensors) -> torch.Tensor | str | None:
     """A part's scales, if they are float32 for blocks, and its codes follow from them and from the decoded weight; if
     not, why; None if it has no scales of blocks.
 
-    They do where products are normal, as `check_scale` has it: such a one, and the quotient, are each off by 2^-24 of itself.
+    They do where products are normal, as `check_scale` asks: such a one and the quotient are each off by 2^-24 of itself.
     """
     beside = scale_name(name, tensors.names())
     if beside is None or not beside.endswith("_scale_inv"):
