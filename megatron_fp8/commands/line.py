@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn, TypeVar
 
+from ..files.limits import limit_reached
 from ..files.terminal import printable
 from ..train.exit_codes import EXIT_BAD_INPUT, EXIT_DONE
 from .fitted import fitted
@@ -51,13 +52,15 @@ def refuse(
     tell: Callable[[int, str, Callable[[], None]], None] = lambda code, line, say: say(),
     code: int = EXIT_BAD_INPUT,
 ) -> int:
-    """Say in one line what is wrong, after its traceback if ``debug``; returns the exit code.
+    """Say in one line what is wrong, and which limit was met, after its traceback if ``debug``; returns the exit code.
 
     Args:
         tell: takes (exit code, line, a function that prints the line); with several ranks it tells the others, and lets
             one rank print.
     """
     text = " ".join(str(error).split())
+    if limit := limit_reached(error):
+        text = f"{text.rstrip('.')}. {limit}" if text else limit
     if len(text) > _LONGEST:  # somebody else's file is quoted in it
         text = f"{text[: _LONGEST // 2]} [...] {text[-_LONGEST // 2 :]}"
     line = printable(f"error: {text}")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from importlib import import_module, metadata
 
 from .. import __version__
+from ..files.limits import limit_reached, locale_limit
 from .line import refuse
 from .output import Output
 from .streams import open_closed
@@ -106,6 +107,9 @@ def _run(arguments: list[str]) -> int:
         print(*_versions(), sep="\n")
         return 0
     command, rest = arguments[0], arguments[1:]
+    for argument in rest:
+        if not argument.isascii() and (limit := locale_limit(argument)):
+            return refuse(ValueError(f"{os.fsencode(argument).decode()!r} is not ASCII. {limit}"))
     if command in COMMANDS:
         module, _, function = COMMANDS[command].partition(":")
         try:
@@ -117,10 +121,12 @@ def _run(arguments: list[str]) -> int:
             if (error.name or "").partition(".")[0] != "megatron":
                 raise
             return refuse(_without_megatron(command))
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
+        except (ImportError, OSError, RuntimeError, ValueError, MemoryError) as error:
+            if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+                return refuse(ValueError(f"{str(error.filename)!r} is longer than a file's name may be"))
+            if limit_reached(error) is None:
                 raise
-            return refuse(ValueError(f"{str(error.filename)!r} is longer than a file's name may be"))
+            return refuse(error, debug="--debug" in rest)
     near = difflib.get_close_matches(command, COMMANDS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return refuse(ValueError(f"{command!r} is not a command: they are {', '.join(COMMANDS)}.{hint}"))

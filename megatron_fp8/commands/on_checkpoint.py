@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..files.limits import limit_reached
 from ..files.terminal import printable
 from ..train.exit_codes import EXIT_DONE, EXIT_FAILED
 from .line import CommandParser, refuse, warn_in_lines
@@ -76,7 +77,7 @@ def run_command(
                 try:
                     options, run_options = parser.parse(arguments)
                     prepared = prepare(options, run_options, launch)
-                except (RuntimeError, OSError) as error:
+                except (RuntimeError, OSError, MemoryError) as error:
                     return refuse(error, debug=debug, tell=meeting.tell, code=parallel.exit_code(error))
                 meeting.close()
                 work(prepared)
@@ -89,7 +90,9 @@ def run_command(
         return EXIT_DONE
     except BrokenPipeError:
         raise
-    except Exception:
+    except Exception as error:
+        if limit_reached(error):
+            return refuse(error, debug=debug, code=EXIT_FAILED)
         traceback.print_exc()
         return EXIT_FAILED
     finally:

@@ -16,6 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from ..files.limits import limit_reached
 from ..files.records import say_lacking
 from ..files.shipped import shipped_configs
 from ..files.terminal import printable
@@ -126,10 +127,12 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
         trainer = prepare(arguments, launch, stop)
     except BrokenPipeError:
         return refuse(_READER_LEFT, tell=launch.meeting.tell, code=EXIT_FAILED)
-    except (ValueError, RuntimeError, OSError) as error:
-        from ..train.lost import lost_before_training
+    except (ValueError, RuntimeError, OSError, MemoryError) as error:
+        lost = None
+        if launch.world_size > 1:
+            from ..train.lost import lost_before_training
 
-        lost = lost_before_training(error)
+            lost = lost_before_training(error)
         code = EXIT_FAILED if lost else exit_code(error)
         return refuse(lost or in_words_of_the_run(error), debug=debug, tell=launch.meeting.tell, code=code)
     from ..mcore.checkpoint.saver import SaveError
@@ -149,7 +152,7 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
             watchdog, run = trainer.stepper.watchdog, trainer.run
             saved = checkpoint_before(run, 2**31, trainer.started)
             told = lost_rank(error, watchdog.doing, watchdog.who(), saved) or error
-        if told is not error:
+        if told is not error or limit_reached(error):
             return refuse(told, debug=debug, tell=launch.meeting.tell, code=EXIT_FAILED)
         traceback.print_exc()
         launch.meeting.tell(EXIT_FAILED, f"rank {launch.rank} failed: {type(error).__name__}: {error}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 import time
@@ -101,12 +102,20 @@ def in_words(error: BaseException | None) -> str:
 
 
 def remedy(error: BaseException) -> str:
-    """What helps against an OSError where something is written, in a few words."""
-    code = getattr(error, "errno", None)
-    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    """What helps against an OSError, or one of safetensors', where something is written, in a few words."""
+    told = re.search(r"\(os error (\d+)\)", str(error))  # as Rust says it
+    code = int(told[1]) if told else getattr(error, "errno", None)
+    if code in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        None,
+    ):  # NumPy gives no number where it wrote only a part
         return "make room there"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "make it writable"
+    if code in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN):  # files/limits.py says which
+        return "raise that limit"
     return "see what is there"
 
 

@@ -14,12 +14,9 @@ from ..params.block_codes import BLOCK, codes_of, scales_key
 from .architectures import Entry
 from .config import heads_of
 from .directory import Tensors
-from .formats import scale_name
+from .formats import check_scale, scale_name
 from .layout import Heads, join_qkv, split_qkv
 from .source import Source
-
-# E4M3's smallest magnitude is 2^-9: its product with this is float32's smallest normal number.
-_SMALLEST = torch.finfo(torch.float32).tiny * 2.0**9
 
 
 def block_scales(
@@ -56,7 +53,7 @@ def _scale(name: str, tensors: Tensors) -> torch.Tensor | str | None:
     """A part's scales, if they are float32 for blocks, and its codes follow from them and from the decoded weight; if
     not, why; None if it has no scales of blocks.
 
-    They do where products are normal: such a one, and the quotient, are each off by 2^-24 of themselves.
+    They do where products are normal, as `check_scale` asks: such a one and the quotient are each off by 2^-24 of itself.
     """
     beside = scale_name(name, tensors.names())
     if beside is None or not beside.endswith("_scale_inv"):
@@ -66,8 +63,7 @@ def _scale(name: str, tensors: Tensors) -> torch.Tensor | str | None:
         return f"its scales are {scale.dtype}, and not float32"
     if list(scale.shape) != blocks:
         return f"its scales are {list(scale.shape)}, and not one for each 128x128 block"
-    if not bool((scale.abs() >= _SMALLEST).all()):
-        return f"a scale is below {_SMALLEST:.2g}, and codes do not follow from such products"
+    check_scale(name, scale)
     return scale
 
 

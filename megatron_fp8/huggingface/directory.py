@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..files.disk import in_words, refuse_link_out, sync, write_file
+from ..files.disk import in_words, refuse_link_out, remedy, sync, write_file
 from ..files.strict_json import load_json
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -81,7 +81,7 @@ def written(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"{str(path)!r} cannot be written ({error}): make room, or give another folder."
+            f"{str(path)!r} cannot be written ({error}): {remedy(error)}, or give another folder."
         ) from error
 
 
@@ -165,10 +165,10 @@ def find_file(folder: Path, name: str) -> Path | None:
 def read_json(path: Path) -> dict[str, Any]:
     """An object from a file. Raises ValueError: it is missing, unreadable, or no JSON object."""
     if find_file(path.parent, path.name) is None:
-        remedy = "give a folder as transformers' save_pretrained writes it"
+        instead = "give a folder as transformers' save_pretrained writes it"
         if (path.parent / "adapter_config.json").exists():
-            remedy = "it is an adapter; merge it into its model (merge_and_unload) and save that"
-        raise ValueError(f"{str(path.parent)!r} has no {path.name}: {remedy}.")
+            instead = "it is an adapter; merge it into its model (merge_and_unload) and save that"
+        raise ValueError(f"{str(path.parent)!r} has no {path.name}: {instead}.")
     try:
         content = load_json(path.read_bytes())
     except (OSError, ValueError) as error:

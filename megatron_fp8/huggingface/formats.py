@@ -22,7 +22,7 @@ Sources: compressed-tensors 0.20 (quantization/lifecycle/initialize.py: names, s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -251,22 +251,30 @@ def check_readable(config: dict[str, Any]) -> None:
 
 
 def left_out(config: Mapping[str, Any], names: Set[str]) -> list[str]:
-    """Lines for people: what a directory says of its linears' inputs, which an import does not keep."""
-    static = sorted(name for name in names if name.endswith(".input_scale"))
+    """Lines for people: scales of inputs, outputs and caches, which an import does not keep."""
     scheme = (config.get("quantization_config") or {}).get("activation_scheme")
-    if not static and scheme in (None, "dynamic"):
-        return []
-    has = [f"{len(static)} input_scale tensor(s), such as {static[0]}"] if static else []
-    has += [f"activation_scheme={scheme!r}"] if scheme not in (None, "dynamic") else []
-    return [
-        f"scales of inputs are left out ({'; '.join(has)}): exports say that inputs are quantised as they come, unless"
-        " --calibration makes new ones"
-    ]
+    inputs = _count(names, _INPUTS)
+    inputs += [f"activation_scheme={scheme!r}"] if scheme not in (None, "dynamic") else []
+    notes = []
+    if inputs:
+        notes.append(
+            f"scales of inputs are left out ({'; '.join(inputs)}): exports say that inputs are quantised as they come,"
+            " unless --calibration makes new ones"
+        )
+    if outputs := _count(names, _OUTPUTS):
+        notes.append(f"scales of outputs and of an FP8 cache are left out ({outputs[0]}): exports have none")
+    return notes
+
+
+def _count(names: Set[str], last: Sequence[str]) -> list[str]:
+    """How many names end in one of these, and the first of them; nothing if none does."""
+    found = sorted(name for name in names if name.rpartition(".")[2] in last)
+    return [f"{len(found)} tensor(s), such as {found[0]}"] if found else []
 
 
 def scale_name(weight: str, names: Set[str]) -> str | None:
     """The name of the scale beside a weight, if one is there. Raises ValueError if two are."""
-    siblings = [_sibling(weight, last) for last in ("weight_scale", "weight_scale_inv")]
+    siblings = [_sibling(weight, last) for last in _WEIGHTS]
     there = [name for name in siblings if name in names]
     if len(there) > 1:
         raise ValueError(f"{weight} has two scales, {' and '.join(there)}: remove the one that is not meant.")
@@ -275,8 +283,7 @@ def scale_name(weight: str, names: Set[str]) -> str | None:
 
 def is_companion(name: str) -> bool:
     """Whether a tensor belongs to a quantised linear: to its weight, its inputs, or its outputs in an FP8 cache."""
-    last = name.rpartition(".")[2]
-    return last in ("weight_scale", "weight_scale_inv", "input_scale", "output_scale", *_CACHE)
+    return name.rpartition(".")[2] in (*_WEIGHTS, *_INPUTS, *_OUTPUTS)
 
 
 def is_of_cache(name: str) -> bool:
@@ -285,18 +292,38 @@ def is_of_cache(name: str) -> bool:
     return module.endswith(".self_attn") and last in _CACHE
 
 
+_WEIGHTS = ("weight_scale", "weight_scale_inv")
+_INPUTS = ("input_scale", "activation_scale", "act_scale")  # Devstral has the second, AutoFP8 had the third
 _CACHE = ("q_scale", "k_scale", "v_scale", "kv_scale")
+_OUTPUTS = ("output_scale", *_CACHE)
+
+# E4M3's smallest magnitude is 2^-9: its product with this is float32's smallest normal number.
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny * 2.0**9
 
 
-def decode(name: str, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """code * scale in float32 [N, K].
+def check_scale(name: str, scale: torch.Tensor) -> None:
+    """Raise ValueError naming a weight: its scale, of any shape, is no number that a quantiser could have written.
 
-    Raises ValueError naming the tensor: the scale's shape fits no form, or it is whole numbers, as exponents are.
+    From _SMALLEST_SCALE on products with codes are normal numbers, and so the codes follow from them.
     """
     if not scale.is_floating_point():
         raise ValueError(
             f"{name} has scales of {scale.dtype}: floats that multiply the codes can be imported."
         )
+    values = scale.float()
+    if len(odd := values[~(values.isfinite() & (values >= _SMALLEST_SCALE))]):
+        raise ValueError(
+            f"{name} is damaged: a scale of it is {float(odd[0]):.3g}, and scales are finite and at least"
+            f" {_SMALLEST_SCALE:.2g}. Download the file again, or quantise the model anew."
+        )
+
+
+def decode(name: str, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """code * scale in float32 [N, K].
+
+    Raises ValueError naming the tensor: the scale's shape fits no form, or `check_scale` refuses it.
+    """
+    check_scale(name, scale)
     rows, cols = codes.shape
     granularity: Granularity
     if scale.numel() == 1:

@@ -1,10 +1,31 @@
-"""What a linear is handed besides an ordinary tensor: a jagged batch, or the stand-in of a symbolic trace."""
+"""What a linear is handed besides an ordinary tensor: a jagged batch, a symbolic trace's stand-in, what it refuses."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+
+
+def check_input(name: str, x: torch.Tensor) -> None:
+    """ValueError if FP8 does not take the input's layout or number of dimensions, whatever nn.Linear does."""
+    if x.layout is not torch.strided:
+        raise ValueError(
+            f"{name}: an FP8 linear takes dense inputs, and this one's layout is {x.layout}: give x.to_dense(), or call"
+            " the linear inside fp8_autocast(enabled=False)"
+        )
+    if x.ndim == 0:
+        raise ValueError(
+            f"{name}: the input is a number without dimensions, and [..., in_features] is needed: give x.reshape(1)"
+        )
+
+
+def refuse_script(name: str) -> NoReturn:
+    """RuntimeError: torch.jit.script would read the module's source, and FP8 state has no TorchScript."""
+    raise RuntimeError(
+        f"{name}: torch.jit.script does not compile an FP8 linear: use torch.compile, or script the model after"
+        " convert_from_fp8(model)"
+    )
 
 
 def call_in_graph(module: torch.nn.Module, proxy: torch.fx.Proxy) -> torch.fx.Proxy:

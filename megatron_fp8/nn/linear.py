@@ -9,7 +9,7 @@ Fp8Layer is what does not depend on how the weight lies; conv1d.py has the other
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn import functional
@@ -29,7 +29,7 @@ from ..plan.switch import Switch, autocasts, current_switch, runs_fp8, without_a
 from ..recipe import Recipe
 from .config import Fp8Config, make_config
 from .group import UNTRAINABLE, Fp8Group
-from .inputs import call_in_graph, call_on_values
+from .inputs import call_in_graph, call_on_values, check_input, refuse_script
 from .sites import LONE, LinearSites, rank
 
 COMPUTED = ("_orig", "_g", "_v")
@@ -220,7 +220,12 @@ class Fp8Layer(torch.nn.Module):
             check_weight(self.fp8_name, weight, fp8 and not switch.label)
         return site, fp8, switch
 
+    def __prepare_scriptable__(self) -> NoReturn:
+        """torch.jit.script asks for it."""
+        refuse_script(self.fp8_name)
+
     def _in_fp8(self, input: torch.Tensor, weight: torch.Tensor, site: GemmSite) -> torch.Tensor:
+        check_input(self.fp8_name, input)
         matrix, bias = self.as_matrix(weight), self.bias
         if self.training:
             return fp8_linear(input, matrix, bias, site)

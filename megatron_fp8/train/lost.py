@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ..files.limits import limit_reached
 from .failure import TrainingFailed
 from .stacks import place_of_error
 
@@ -43,6 +44,8 @@ def lost_before_training(error: BaseException) -> TrainingFailed | None:
 
 def _what(error: BaseException) -> str | None:
     if not isinstance(error, (RuntimeError, dist.DistError)) or not _OF_PEERS.search(str(error)):
+        return None
+    if limit_reached(error):  # of this process: gloo's own sockets are files too
         return None
     place = place_of_error(error.__traceback__)
     if place is None or place.kind != "waits":

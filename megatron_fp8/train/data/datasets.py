@@ -16,7 +16,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import parse_and_nor
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from ...files.disk import in_words
+from ...files.disk import in_words, remedy
 from ...state.ranks import own_device
 from ..config.sections import DataSection, TrainSection
 from ..launch.parallel import on_first_rank, wait_for_all
@@ -159,7 +159,7 @@ def build_datasets(
             raise
         raise ValueError(  # Megatron-Core speaks of an option of its own
             f"data.cache_dir={str(kept.parent)!r}: the indices of samples cannot be written"
-            f" ({in_words(error.__cause__)}): make room there, or give another folder with --data.cache_dir."
+            f" ({in_words(error.__cause__)}): {remedy(error.__cause__)}, or give another folder with --data.cache_dir."
         ) from error
     wait_for_all()  # the others open the files after rank 0 has written them
     on_first_rank(lambda: keep_indices(folder, kept / name))
@@ -253,7 +253,9 @@ def corpus_bigram_entropy(prefixes: list[str], most: int = 2**25) -> float:
     parts: list[np.ndarray] = []
     for prefix in prefixes:
         room = most - sum(map(len, parts))
-        parts.append(np.fromfile(prefix + ".bin", dtype=corpus.check_indexed(prefix).dtype, count=room))
+        file, dtype = Path(prefix + ".bin"), corpus.check_indexed(prefix).dtype
+        # NumPy takes memory for all that it is asked for, and gives back what the file has not.
+        parts.append(np.fromfile(file, dtype=dtype, count=min(room, file.stat().st_size // dtype.itemsize)))
     return bigram_entropy(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
 

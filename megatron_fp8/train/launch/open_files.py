@@ -10,6 +10,8 @@ from __future__ import annotations
 import resource
 from contextlib import suppress
 
+from ...files.limits import RAISE_FILES
+
 _OTHERS = 128
 """Files, libraries, devices and NCCL's connections: a process has more, so what is refused could not have run."""
 
@@ -34,6 +36,5 @@ def check_limit(allowed: int, ranks: int, *, keeps_store: bool, over_gloo: bool)
     if ranks > 1 and allowed < needed:
         raise ValueError(
             f"this process may open {allowed} files (`ulimit -Hn`), and {ranks} ranks need at least {needed}, as each is"
-            " connected to all others: raise the limit where ranks are started (limits.conf, LimitNOFILE of the service"
-            " that starts them, --ulimit nofile of a container), or launch fewer."
+            f" connected to all others: raise the limit where ranks are started ({RAISE_FILES}), or launch fewer."
         )

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ... import kernels
+from ...files.limits import check_threads
 from ...kernels.torch_products import replace_slow
 from ...plan.timing import unused_gpu
 from ...state.ranks import first_to_say
@@ -37,6 +38,10 @@ PASSING: tuple[type[BaseException], ...] = (
     *(ConnectionError, TimeoutError),
 )
 """What a network, a GPU or another rank's end raises: the input is not at fault, and another attempt may work."""
+
+
+_THREADS = 60
+"""Of gloo's groups, three each: one process makes 19 of them."""
 
 
 def exit_code(error: BaseException) -> int:
@@ -188,6 +193,8 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
         torch.set_num_threads(train.threads or _threads(launch))
         replace_slow(torch.float16 if model.fp16 else torch.bfloat16)
     if not dist.is_initialized():
+        if backend() == "gloo":
+            check_threads(_THREADS)
         assert launch.meeting is not None
         launch.meeting.arrive("the process group")
         if cuda:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -37,11 +38,12 @@ def follows(scale: float) -> bool:
 
 
 def test_scales_are_kept_down_to_where_products_are_no_longer_normal(tmp_path):
-    scale = torch.tensor([[SMALLEST], [-3.7], [1e30]])
+    scale = torch.tensor([[SMALLEST], [3.7], [1e30]])
     found = kept(tmp_path, scale)
     assert found is not None and torch.equal(found, scale)
-    for bad in (SMALLEST * (1 - 2**-23), 0.0, float("nan")):
-        assert kept(tmp_path, torch.tensor([[1.0], [bad]])) is None
+    for bad in (SMALLEST * (1 - 2**-23), 0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"theirs.weight is damaged: a scale of it is .*at least 6e-36"):
+            kept(tmp_path, torch.tensor([[1.0], [bad]]))
     assert kept(tmp_path, torch.ones(1, 1).bfloat16()) is None
 
 
@@ -49,4 +51,5 @@ def test_codes_follow_from_every_scale_that_is_kept():
     generator = torch.Generator().manual_seed(3)
     mantissas = 1 + torch.rand(300, generator=generator)
     assert all(follows(SMALLEST * mantissa) for mantissa in mantissas.tolist())
-    assert not follows(2.0**-146 * 1.3)  # products of few bits
+    with pytest.raises(ValueError, match="a scale of it is"):
+        follows(2.0**-146 * 1.3)  # products of few bits

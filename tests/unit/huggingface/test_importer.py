@@ -135,7 +135,6 @@ def test_scales_that_are_not_kept_are_named_and_why(tmp_path, capsys):
     head = {HEAD: torch.ones(200, 64).to(torch.float8_e4m3fn), f"{HEAD}_scale_inv": torch.ones(2, 1)}
     changed = {
         f"{Q}_scale_inv": torch.ones(1, 1).bfloat16(),
-        f"{EXPERT}_scale_inv": torch.full([1, 1], 1e-36),
         **head,
     }
     source = directory(tmp_path / "hf", **changed)
@@ -143,7 +142,6 @@ def test_scales_that_are_not_kept_are_named_and_why(tmp_path, capsys):
     said = capsys.readouterr().out
     for words in (
         f"scales of 1 FP8 weight(s) are not kept ({Q}): its scales are torch.bfloat16",
-        f"({EXPERT}): a scale is below 6e-36",
         f"({HEAD}): no export has it in FP8",
     ):
         assert words in said
@@ -174,15 +172,17 @@ def test_what_a_directory_says_of_scales_is_said_again(tmp_path, capsys):
     assert "quantization_config of --like has other=1, which the export has not" in capsys.readouterr().out
 
 
-def test_scales_of_inputs_are_left_out_in_a_line(tmp_path, capsys):
+@pytest.mark.parametrize("name", ["input_scale", "activation_scale", "act_scale"])
+def test_scales_of_inputs_are_left_out_in_a_line(tmp_path, capsys, name):
     static = {"quantization_config": {**IN_BLOCKS["quantization_config"], "activation_scheme": "static"}}
-    inputs = {Q.replace("weight", "input_scale"): torch.ones(1)}
+    layer = "model.layers.0.self_attn"
+    inputs = {
+        f"{layer}.{last}": torch.ones(1) for last in (f"q_a_proj.{name}", "q_a_proj.output_scale", "k_scale")
+    }
     round_trip(directory(tmp_path / "hf", static, **inputs))
     said = capsys.readouterr().out
-    assert (
-        "left out (1 input_scale tensor(s), such as model.layers.0.self_attn.q_a_proj.input_scale; activation_scheme="
-        in said
-    )
+    assert f"inputs are left out (1 tensor(s), such as {layer}.q_a_proj.{name}; activation_scheme=" in said
+    assert f"outputs and of an FP8 cache are left out (2 tensor(s), such as {layer}.k_scale)" in said
     assert "--like has activation_scheme='static', and the export activation_scheme='dynamic'" in said
 
 

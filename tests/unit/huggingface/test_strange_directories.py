@@ -392,3 +392,19 @@ def test_scales_that_may_mean_something_else_are_refused(tmp_path, capsys, scale
     changed = {f"{name}.weight": torch.zeros(256, 128).to(torch.float8_e4m3fn)}
     changed |= {f"{name}.{last}": scale for last, scale in scales.items()}
     assert words in refused(capsys, "import", write(tmp_path / "hf", **changed), tmp_path / "run")
+
+
+@pytest.mark.parametrize("number", [0.0, -1.0, 1e-36, float("nan"), float("inf")])
+@pytest.mark.parametrize("shape", [(), (1,), (256, 1), (2, 1)])
+@pytest.mark.parametrize("last", ["weight_scale", "weight_scale_inv"])
+def test_scales_that_no_quantiser_writes_are_damage(tmp_path, capsys, last, shape, number):
+    """Of a tensor, of rows and of blocks: the weights would be zeros, of the other sign, or a few bits of themselves."""
+    name = "model.layers.0.mlp.up_proj"
+    scale = torch.ones(shape)
+    scale.view(-1)[-1] = number
+    changed = {f"{name}.weight": torch.ones(256, 128).to(torch.float8_e4m3fn), f"{name}.{last}": scale}
+    said = refused(capsys, "import", write(tmp_path / "hf", **changed), tmp_path / "run")
+    assert (
+        f"{name}.weight is damaged: a scale of it is {number:.3g}, and scales are finite and at least 6e-36"
+        in said
+    )

@@ -217,3 +217,36 @@ def test_other_tracers_and_transforms_say_what_to_do():
             transform(x)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
         model(torch.autograd.forward_ad.make_dual(x, x))
+
+
+# ----------------------------------------------------------------------------- inputs and programs that are refused
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda x: x[0, 0], r"the input is a number without dimensions.*reshape\(1\)"),
+        (torch.Tensor.to_sparse, r"dense inputs.*layout is torch.sparse_coo.*to_dense\(\)"),
+        (torch.Tensor.to_sparse_csr, r"layout is torch.sparse_csr"),
+        (torch.Tensor.to_mkldnn, r"layout is torch._mkldnn"),
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_inputs_that_are_no_dense_matrix_are_refused_in_words(make, words, training):
+    with pytest.raises(ValueError, match=words):
+        tower().train(training)(make(tokens(4).detach()))
+
+
+def test_a_sparse_input_in_high_precision_is_nn_linears():
+    model, x = tower(), tokens(4).detach()
+    with fp8_autocast(enabled=False):
+        y = model[0](x.to_sparse())
+    assert torch.equal(y, nn.functional.linear(x.to_sparse(), model[0].weight, model[0].bias))
+
+
+def test_torch_jit_script_is_refused_in_words():
+    with pytest.raises(
+        RuntimeError, match=r"torch.jit.script does not compile an FP8 linear: .*convert_from_fp8"
+    ):
+        torch.jit.script(tower())
+    torch.jit.script(convert_from_fp8(tower()))

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -360,6 +361,11 @@ def test_the_bigram_entropy_reads_no_more_than_it_is_told(tmp_path):
     ]
     assert data.corpus_bigram_entropy(prefixes, most=100) == pytest.approx(0.0)
     assert data.corpus_bigram_entropy(prefixes) == data.corpus_bigram_entropy(prefixes, most=202) > 0
+    with mock.patch.object(np, "fromfile", wraps=np.fromfile) as read:
+        data.corpus_bigram_entropy(prefixes)
+    assert all(
+        call.kwargs["count"] <= 202 for call in read.call_args_list
+    )  # for all of which NumPy takes memory
 
 
 def test_a_batch_goes_to_a_gpu_without_waiting_for_it(monkeypatch):

@@ -82,7 +82,7 @@ def test_what_another_attempt_may_not_meet_is_no_bad_input(error, code, monkeypa
     monkeypatch.setattr(app, "prepare", prepare)
     told = []
     meeting = SimpleNamespace(tell=lambda code, line, say: (told.append(code), say()))
-    assert app._run([], SimpleNamespace(meeting=meeting), None, False) == code
+    assert app._run([], SimpleNamespace(meeting=meeting, world_size=2), None, False) == code
     assert told == [code] and capsys.readouterr().err == f"error: {error}\n"
 
 

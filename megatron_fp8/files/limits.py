@@ -1,0 +1,107 @@
+"""Limits of this process: files, memory, threads, and what its locale can write."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import resource
+import sys
+import threading
+
+RAISE_FILES = "limits.conf, LimitNOFILE of a service, --ulimit nofile of a container"
+"""Where the number of files that a process may open is set, beside the shell."""
+
+_FILES, _FILES_OF_ALL = os.strerror(errno.EMFILE), os.strerror(errno.ENFILE)
+_MEMORY = re.compile("[Cc]an(no|')t allocate memory|std::bad_alloc|failed to map segment")
+_THREADS = re.compile(rf"can't start new thread|{os.strerror(errno.EAGAIN)}$")
+
+
+def limit_reached(error: BaseException | None) -> str | None:
+    """Which limit of this process an error, or what it came from, has met, and how to raise it; None if it met none.
+
+    Errors of torch and of other ranks are known by their texts alone.
+    """
+    while error is not None:
+        text = str(error)
+        if _FILES_OF_ALL in text:
+            return "All files that this machine may have open are open: raise fs.file-max (sysctl), or end others."
+        if _FILES in text:
+            return (
+                f"This process may open {_allowed(resource.RLIMIT_NOFILE)} files (`ulimit -n`), and needs more: raise"
+                f" that where it is started (`ulimit -n 4096`; {RAISE_FILES})."
+            )
+        if isinstance(error, MemoryError) or _MEMORY.search(text):
+            return f"This process needs more memory than it may have: {_raise_memory()}."
+        if isinstance(error, BlockingIOError) or (isinstance(error, RuntimeError) and _THREADS.search(text)):
+            user = _allowed(resource.RLIMIT_NPROC) or "any number"
+            of_user = f"its user may have {user} of them (`ulimit -u`), and a container limits them too (--pids-limit)"
+            causes = [of_user, f"each takes memory: {_raise_memory()}"]
+            if _allowed(resource.RLIMIT_AS):
+                causes.reverse()
+            return f"This process can start no further thread or process: {'; or '.join(causes)}."
+        if isinstance(error, UnicodeError) and (words := locale_limit(getattr(error, "object", ""))):
+            return words
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _allowed(limit: int, unit: int = 1) -> str:
+    """A limit in words; '' if there is none."""
+    allowed, _ = resource.getrlimit(limit)
+    return "" if allowed == resource.RLIM_INFINITY else f"{allowed // unit:,}"
+
+
+def _raise_memory() -> str:
+    """How this process gets more memory."""
+    limits = {"v": _allowed(resource.RLIMIT_AS, 2**20), "d": _allowed(resource.RLIMIT_DATA, 2**20)}
+    if found := [(option, size) for option, size in limits.items() if size]:
+        options = " and ".join(f"`ulimit -{option}` allows {size} MiB" for option, size in found)
+        return f"{options}, so raise that where it is started (`ulimit -{found[0][0]} unlimited`)"
+    return "give its job, service or container more (--mem of SLURM, --memory of Docker), or take a larger machine"
+
+
+def locale_limit(text: str | bytes) -> str | None:
+    """Why this process cannot hold a text that is UTF-8, and what helps; None if it can, or if the text is not UTF-8."""
+    encoding = sys.getfilesystemencoding()
+    if encoding == "utf-8" or not _is_utf8(text):
+        return None
+    names = ("LC_ALL", "LC_CTYPE", "LANG")
+    told = ", ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name)) or "no LC_ALL"
+    return (
+        f"The locale ({told}) makes this process read and write names as {encoding}, and not as UTF-8: start it with"
+        " LC_ALL=C.UTF-8 or PYTHONUTF8=1."
+    )
+
+
+def _is_utf8(text: str | bytes) -> bool:
+    """Whether the bytes that a text was made of are UTF-8."""
+    try:
+        (text if isinstance(text, bytes) else os.fsencode(text)).decode("utf-8")
+    except UnicodeEncodeError:  # a character, and no byte, that the locale has not
+        return True
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def check_threads(count: int) -> None:
+    """Raise RuntimeError or OSError, which `limit_reached` knows, if this process cannot have so many more threads.
+
+    Making a group of gloo's hangs for ever where one of its three threads cannot start (seen in torch 2.13).
+    """
+    if _allowed(resource.RLIMIT_AS):  # Python's threads would also reserve 64 MiB each, which gloo's do not
+        stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+        mmap.mmap(-1, count * (2**21 if stack == resource.RLIM_INFINITY else stack)).close()
+        return
+    release, started = threading.Event(), []
+    try:
+        for _ in range(count):
+            thread = threading.Thread(target=release.wait, name="check", daemon=True)
+            thread.start()
+            started.append(thread)
+    finally:
+        release.set()
+        for thread in started:
+            thread.join()

@@ -1,0 +1,84 @@
+"""Which limit of a process an error has met, by what the limits themselves raise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_fp8.files.disk import remedy
+from megatron_fp8.files.limits import limit_reached, locale_limit
+
+HELD = """
+import os, resource, sys
+from megatron_fp8.files.limits import check_threads, limit_reached
+limit, size, work = getattr(resource, sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+resource.setrlimit(limit, (size, size))
+try:
+    exec(work)
+except Exception as error:
+    print(limit_reached(error))
+"""
+
+
+def under(limit: str, size: int, work: str) -> str:
+    """What is said of `work` in a process with that limit."""
+    done = subprocess.run(
+        [sys.executable, "-c", HELD, limit, str(size), work], capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "limit, size, work, words",
+    [
+        ("RLIMIT_NOFILE", 20, "held = [open(os.devnull) for _ in range(20)]", "may open 20 files (`ulimit -n`)"),
+        ("RLIMIT_AS", 2**30, "bytearray(2**31)", "`ulimit -v` allows 1,024 MiB, so raise that"),
+        ("RLIMIT_DATA", 2**30, "bytearray(2**31)", "`ulimit -d` allows 1,024 MiB, so raise that"),
+        ("RLIMIT_AS", 2**29, "check_threads(200)", "`ulimit -v` allows 512 MiB"),
+        ("RLIMIT_AS", 2**31, "check_threads(20); 1 / 0", "None"),
+    ],
+)  # fmt: skip
+def test_a_limit_is_named_with_how_to_raise_it(limit, size, work, words):
+    assert words in under(limit, size, work)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("[enforce fail at socket.cc:24] rv != -1. socket: Too many open files", "`ulimit -n`"),
+        ("Too many open files in system", "fs.file-max"),
+        (
+            "err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
+            "more memory",
+        ),
+        ("Resource temporarily unavailable", "`ulimit -u`"),
+        ("the indices cannot be written (Too many open files): make room", "`ulimit -n`"),
+    ],
+)
+def test_what_torch_and_other_ranks_raise_is_known_by_its_text(text, words):
+    assert words in str(limit_reached(RuntimeError(text)))
+
+
+def test_what_an_error_came_from_counts_and_other_errors_do_not():
+    error = ValueError("x cannot be read: make it readable")
+    assert limit_reached(error) is None
+    error.__cause__ = OSError(24, os.strerror(24))
+    assert "`ulimit -n`" in str(limit_reached(error))
+    for other in ("CUDA out of memory. Tried to allocate 2 GiB", "Connection closed by peer"):
+        assert limit_reached(RuntimeError(other)) is None
+
+
+def test_the_remedy_of_what_cannot_be_written_is_that_of_its_reason():
+    assert remedy(OSError(24, "")) == "raise that limit"
+    assert remedy(Exception("I/O error: No space left on device (os error 28)")) == "make room there"
+
+
+def test_a_locale_that_has_utf8_stands_in_no_ones_way(monkeypatch):
+    assert locale_limit("é") is None
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    monkeypatch.setenv("LC_ALL", "C")
+    assert "The locale (LC_ALL=C" in str(locale_limit("é".encode()))
+    assert locale_limit(b"\xff") is None
