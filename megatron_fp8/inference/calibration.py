@@ -340,7 +340,7 @@ def calibrate(
     if not linears:
         raise ValueError("the model has no FP8 linear: build or convert it for FP8 first")
     run = forward or _forward_of(model)
-    training, count = model.training, 0
+    modes, count = [(module, module.training) for module in model.modules()], 0
     model.eval()
     try:
         with fp8_disabled("calibration looks at high precision"), _watching(linears) as seen:
@@ -353,7 +353,8 @@ def calibrate(
             ):  # in evaluation: to compute one may change it
                 weight.add(weight_of(linear).detach())
     finally:
-        model.train(training)
+        for module, training in modes:
+            module.training = training
     if not count:
         raise ValueError("calibration was given no batch: give at least one")
     ranges: dict[str, Range] = {}
