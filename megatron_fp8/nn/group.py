@@ -32,7 +32,7 @@ from torch.optim.optimizer import (
 from ..plan.overrides import check_overrides_match
 from ..state.counts import IterationCounts
 from ..state.fp8_state import Fp8State
-from ..state.iteration import has_gradient
+from ..state.iteration import trains
 from ..state.phases import Phases
 from .config import Fp8Config
 from .observed import Unused
@@ -271,7 +271,7 @@ class Fp8Group:
         unwritten, self._unwritten = self._unwritten, []
         before = max(self._resumed_at, self._stepped_at.get(optimizer, 0))
         self._stepped_at[optimizer] = self._backwards
-        if self._backwards == before and not has_gradient(optimizer):
+        if not trains(optimizer, self._backwards != before):
             self.left.note_again(unwritten)  # such a step writes weights, and changes none
             return
         self._written_by_training()

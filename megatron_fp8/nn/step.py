@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..state.counts import IterationCounts
-from ..state.iteration import has_gradient
+from ..state.iteration import trains
 from .find import fp8_linears, groups_of
 from .observed import note_replaced
 
@@ -97,7 +97,7 @@ class _EndOfIteration:
         if _within_its_own_step(optimizer):
             return
         groups = groups_of(self.model)
-        if not any(group.came_back for group in groups) and not has_gradient(optimizer):
+        if not trains(optimizer, any(group.came_back for group in groups)):
             return
         ran = any(group.ran for group in groups)
         # A rank on which nothing ran, but whose gradients are those of others, takes part in their collective.

@@ -15,8 +15,8 @@ A recomputed forward is a forward with gradients. What it records once more are 
 the largest. A forward that a hook runs inside a backward is one too. Nothing here asks whether a backward is running.
 
 An optimizer's step ends an iteration only if it trains: something ran since the last end, and a backward came through it
-or some gradient is not zero. ``torch.distributed.checkpoint.state_dict`` steps a new optimizer with gradients of zero, to
-make its state: such a step ends nothing. An explicit ``fp8_step`` always ends the iteration.
+or some gradient is not zero. ``torch.distributed.checkpoint.state_dict`` steps a new optimizer, with gradients and rates of
+zero, to make its state: such a step ends nothing. An explicit ``fp8_step`` always ends the iteration.
 
 Rejected: to record each forward when its backward comes, whatever the mode. The verdict on health would then miss a
 forward whose backward fails. Rejected: to tell a recomputation from a new forward by whether a backward is running.
@@ -49,8 +49,23 @@ def backward_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-def has_gradient(optimizer: Optimizer) -> bool:
-    """Whether any gradient that the optimizer steps with is not zero. Waits for the device; stops at the first."""
+def trains(optimizer: Optimizer, came_back: bool) -> bool:
+    """Whether a step of this optimizer, which was just taken, trains.
+
+    ``came_back``: a backward came through the model since it was last asked. Waits for the device only where none did, or
+    where all learning rates are 0.
+    """
+    return (came_back and _has_rate(optimizer)) or _has_gradient(optimizer)
+
+
+def _has_rate(optimizer: Optimizer) -> bool:
+    """Whether any learning rate is not 0, of those that the host knows: others are taken for such."""
+    rates = (group.get("lr", 1.0) for group in optimizer.param_groups)
+    return any((isinstance(rate, torch.Tensor) and rate.device.type != "cpu") or rate != 0 for rate in rates)
+
+
+def _has_gradient(optimizer: Optimizer) -> bool:
+    """Whether any gradient that the optimizer steps with is not zero. Stops at the first."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad

@@ -358,6 +358,28 @@ def test_saving_changes_no_bit() -> None:
         assert_same_state(*models)
 
 
+def test_saving_after_a_batch_that_was_dropped_changes_no_bit() -> None:
+    """Its amaxes belong to the iteration that goes on."""
+    models = [tower(DELAYED) for _ in range(2)]
+    optimizers = [sgd(model) for model in models]
+    for saves, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        register_fp8_step(optimizer, model)
+        (model(batch(7)) * 100).sum().backward()
+        optimizer.zero_grad()
+        if saves:
+            get_optimizer_state_dict(model, optimizer)
+        train(model, optimizer, range(2), hook=True)
+    assert_same_state(*models)
+
+
+def test_a_learning_rate_of_zero_trains_where_there_are_gradients() -> None:
+    model = tower(DELAYED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    register_fp8_step(optimizer, model)
+    train(model, optimizer, range(2), hook=True)
+    assert int(fp8_state_dict(model)["up.iteration"]) == 2
+
+
 def test_a_second_step_ends_no_second_iteration() -> None:
     """With gradients that are still there, by the same optimizer or another of the model's."""
     model = tower(DELAYED)
