@@ -15,8 +15,8 @@ A recomputed forward is a forward with gradients. What it records once more are 
 the largest. A forward that a hook runs inside a backward is one too. Nothing here asks whether a backward is running.
 
 An optimizer's step ends an iteration only if it trains: something ran since the last end, and a backward came through it
-or some gradient is not zero. ``torch.distributed.checkpoint.state_dict`` steps a new optimizer, with gradients and rates of
-zero, to make its state: such a step ends nothing. An explicit ``fp8_step`` always ends the iteration.
+or some gradient is not zero. ``torch.distributed.checkpoint.state_dict`` steps a new optimizer with gradients and rates
+of zero, to make its state: such a step ends nothing. An explicit ``fp8_step`` always ends the iteration.
 
 Rejected: to record each forward when its backward comes, whatever the mode. The verdict on health would then miss a
 forward whose backward fails. Rejected: to tell a recomputation from a new forward by whether a backward is running.
