@@ -129,7 +129,7 @@ def watched_gemms(seen: Watched) -> Iterator[None]:
     from megatron_fp8.quantizer import Quantizer
 
     multiply, accumulate = GemmSite.multiply, GemmSite.accumulate
-    cast, asked, observe = Quantizer.__call__, Quantizer.asked, Quantizer.observe
+    cast, asked, record = Quantizer.__call__, Quantizer.asked, Quantizer.record
 
     def counting_multiply(self: Any, gemm: str, *args: Any, **kwargs: Any) -> Any:
         seen.gemms[self.plan.name, gemm, self.plan.gemms[gemm]] += 1
@@ -150,16 +150,16 @@ def watched_gemms(seen: Watched) -> Iterator[None]:
         seen.records += record and found is not None  # otherwise it is cast alone, and counted there
         return found
 
-    def counting_observe(self: Any, x: Any) -> None:
+    def counting_record(self: Any, *args: Any) -> None:
         seen.records += 1
-        observe(self, x)
+        record(self, *args)
 
     with (
         mock.patch.object(GemmSite, "multiply", counting_multiply),
         mock.patch.object(GemmSite, "accumulate", counting_accumulate),
         mock.patch.object(Quantizer, "__call__", counting_cast),
         mock.patch.object(Quantizer, "asked", counting_asked),
-        mock.patch.object(Quantizer, "observe", counting_observe),
+        mock.patch.object(Quantizer, "record", counting_record),
     ):
         yield
 

@@ -139,7 +139,7 @@ def _iteration(settings: Settings, chunks: list[Chunk], plans: Plans) -> Iterato
         if apart:  # the ranks that hold the same experts, or parts of them
             ranks = group_size(settings, expert=True) * model.expert_tp
         if count:
-            yield Traffic("amaxes of the iteration", "all-reduce", "amax", ranks, 4 * (2 * count + 1))
+            yield Traffic("amaxes of the iteration", "all-reduce", "amax", ranks, 4 * (2 * count + 2))
 
 
 def _slots(plan: SitePlan) -> int:
