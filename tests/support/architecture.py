@@ -23,7 +23,7 @@ STREAM: list[tuple[str, ...]] = [
     ("linear",),
     ("telemetry",),
     ("nn",),
-    ("inference",),
+    ("inference", "integrations"),
     ("fp8_utils",),
     ("mcore",),
     ("train",),
