@@ -1,9 +1,9 @@
 """register_fp8 for loops with Hugging Face's accelerate.
 
-    model, optimizer = accelerator.prepare(convert_to_fp8(model), optimizer)
-    fp8 = register_fp8(accelerator, model, optimizer)
-    ...                                          # the loop as it is, with accelerator.save_state and load_state
-    accelerator.log({"loss": loss, **fp8.logs()})
+model, optimizer = accelerator.prepare(convert_to_fp8(model), optimizer)
+fp8 = register_fp8(accelerator, model, optimizer)
+...                                          # the loop as it is, with accelerator.save_state and load_state
+accelerator.log({"loss": loss, **fp8.logs()})
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def register_fp8(accelerator: Accelerator, model: torch.nn.Module, optimizer: An
     """End the FP8 iteration before each step of the optimizer; keep FP8 state where ``accelerator.save_state`` saves.
 
     A step whose FP8 casts met NaN or Inf is skipped, on all ranks: the optimizer finds no gradients, and weights and
-    moments stay as they were. With fp16 the loss scaler is told of an overflow in their place, so that it lowers its scale.
+    moments stay as they were. With fp16 the loss scaler gets an overflow instead, so that it lowers its scale.
 
     ``save_state`` writes ``fp8_state.safetensors`` into its folder (``fp8_state_1`` for the second model that was
-    prepared), and ``load_state`` reads it: training goes on to the same bits. A folder without it is loaded with a warning.
-    ``register_for_checkpointing`` would write a pickle.
+    prepared), and ``load_state`` reads it: training goes on to the same bits. A folder without it loads with a warning.
+    Rejected: ``register_for_checkpointing``, which writes a pickle.
 
     Args:
         model, optimizer: as ``accelerator.prepare`` returned them.
@@ -36,7 +36,9 @@ def register_fp8(accelerator: Accelerator, model: torch.nn.Module, optimizer: An
 
     Raises ValueError: the model or the optimizer was not prepared by this accelerator, or steps elsewhere (DeepSpeed's).
     """
-    bare = accelerator.unwrap_model(model, keep_torch_compile=False)  # accelerate keeps some wrapped, some not
+    bare = accelerator.unwrap_model(
+        model, keep_torch_compile=False
+    )  # accelerate keeps some wrapped, some not
     prepared = [accelerator.unwrap_model(one, keep_torch_compile=False) for one in accelerator._models]
     places = [place for place, one in enumerate(prepared) if one is bare]
     if not places:
@@ -69,7 +71,9 @@ def register_fp8(accelerator: Accelerator, model: torch.nn.Module, optimizer: An
 
 
 class _Fp8Optimizer(AcceleratedOptimizer):
-    """An AcceleratedOptimizer that ends the iteration before it steps; a scaler skips steps that torch's hooks do not see.
+    """An AcceleratedOptimizer that ends the iteration before it steps.
+
+    Rejected: a hook of torch's optimizer, which does not run where the scaler skips the step.
 
     Attributes:
         fp8_iterations, fp8_model: what is counted, of which model.

@@ -38,7 +38,7 @@ class Fp8Iterations:
         """End an iteration, after its last backward and before ``optimizer.step()``. Collective, as ``fp8_step`` is.
 
         Where a cast met NaN or Inf, the step that follows changes nothing, on all ranks: neither weights nor the
-        optimizer's state. Without a scaler it finds no gradients; a scaler is told of an overflow, and lowers its scale.
+        optimizer's state. Without a scaler it finds no gradients; a scaler gets an overflow, and lowers its scale.
 
         Args:
             optimizer: of torch, or what wraps one as ``.optimizer``.
@@ -82,8 +82,8 @@ class Fp8Iterations:
             saved = load_file(path)
         except (OSError, SafetensorError) as error:
             raise ValueError(
-                f"the FP8 state {str(path)!r} cannot be read ({error}): resume from another checkpoint, or remove the file"
-                " to start with cold scales"
+                f"the FP8 state {str(path)!r} cannot be read ({error}): resume from another checkpoint, or remove"
+                " the file to start with cold scales"
             ) from error
         self.load_state_dict(model, saved)
 

@@ -1,7 +1,7 @@
 """Fp8Callback for transformers' Trainer.
 
-    trainer = Trainer(convert_to_fp8(model), arguments, train_dataset=rows, callbacks=[Fp8Callback()])
-    trainer.train(resume_from_checkpoint=True)
+trainer = Trainer(convert_to_fp8(model), arguments, train_dataset=rows, callbacks=[Fp8Callback()])
+trainer.train(resume_from_checkpoint=True)
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ FILE = "fp8_state.safetensors"
 
 
 class Fp8Callback(TrainerCallback):
-    """Ends the FP8 iteration before each optimizer step, keeps FP8 state in the Trainer's checkpoints, logs what it counts.
+    """Ends the FP8 iteration before each optimizer step, keeps FP8 state in Trainer's checkpoints, logs what it counts.
 
-    A step whose FP8 casts met NaN or Inf is skipped, on all ranks: Trainer has no way to skip one, so its optimizer finds
-    no gradients, and weights and moments stay as they were. ``global_step`` and the schedule go on. With fp16 the loss
-    scaler is told of an overflow in their place: it skips the step and lowers its scale, and the schedule waits, as
-    after any overflow. DeepSpeed, which was not tried, steps inside of ``backward``: nothing is left to be skipped there.
+    A step whose FP8 casts met NaN or Inf is skipped, on all ranks. Trainer has no way to skip one, so its optimizer finds
+    no gradients, and weights and moments stay as they were; ``global_step`` and the schedule go on. With fp16 the loss
+    scaler gets an overflow instead: it skips the step and lowers its scale, and the schedule waits, as after any
+    overflow. DeepSpeed was not tried: it steps inside of ``backward``, where no step can be skipped.
 
     Each row of logs with a loss has ``fp8_skipped_steps`` and ``fp8_nonfinite``, counted since the training began.
 
@@ -72,11 +72,13 @@ class Fp8Callback(TrainerCallback):
 def _calling_trainer() -> tuple[Trainer, dict[str, Any]]:
     """The Trainer that runs callbacks now, and the local names of its method that does.
 
-    Found on the stack: events name neither the checkpoint that is resumed nor the folder of a hyperparameter search's trial.
+    Found on the stack: events name neither the checkpoint that is resumed nor the folder of a search's trial.
     """
     frame = sys._getframe(1)
     while not isinstance(frame.f_locals.get("self"), Trainer):
         if frame.f_back is None:
-            raise RuntimeError("Fp8Callback was called by no transformers.Trainer: give it as Trainer(callbacks=[...])")
+            raise RuntimeError(
+                "Fp8Callback was called by no transformers.Trainer: give it as Trainer(callbacks=[...])"
+            )
         frame = frame.f_back
     return frame.f_locals["self"], frame.f_locals

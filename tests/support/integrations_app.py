@@ -34,7 +34,7 @@ def llama() -> Any:
 
 
 def shards_on_cpu() -> None:
-    """accelerate shards on accelerators alone: it is to take these ranks for some, which fully_shard itself does not mind."""
+    """accelerate shards on GPUs alone: it takes these ranks for some, which fully_shard itself does not mind."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -68,7 +68,10 @@ def by_transformers(folder: Path, way: str, options: list[str], resume: bool) ->
 
     more: dict[str, Any] = {}
     if way == "fsdp2":
-        more = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+        more = {
+            "fsdp": True,
+            "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+        }
     arguments = transformers.TrainingArguments(
         folder / ("resumed" if resume else "whole"),
         max_steps=STEPS,
@@ -168,7 +171,9 @@ def by_lightning(folder: Path, way: str, options: list[str], resume: bool) -> di
         logger=False,
         callbacks=[
             Fp8Callback(),
-            ModelCheckpoint(folder / ("resumed" if resume else "whole"), "{step}", every_n_train_steps=STOP, save_top_k=-1),
+            ModelCheckpoint(
+                folder / ("resumed" if resume else "whole"), "{step}", every_n_train_steps=STOP, save_top_k=-1
+            ),
         ],
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -185,10 +190,15 @@ def main() -> None:
         shards_on_cpu()
     whole, resumed = (train(Path(folder), way, options, resume) for resume in (False, True))
     differ = [name for name in whole if not torch.equal(whole[name], resumed[name])]
-    assert whole.keys() == resumed.keys() and not differ, f"{len(differ)} of {len(whole)} differ: {differ[:3]}"
+    assert whole.keys() == resumed.keys() and not differ, (
+        f"{len(differ)} of {len(whole)} differ: {differ[:3]}"
+    )
     sharded = any(value.shape[:1] == (16,) for name, value in whole.items() if name.endswith("q_proj.weight"))
     scales = [float(value) for name, value in whole.items() if name.endswith("q_proj.input.scale")]
-    print(f"rank {dist.get_rank()}: same bits, {len(whole)} tensors, sharded: {sharded}, scales {scales}", flush=True)
+    print(
+        f"rank {dist.get_rank()}: same bits, {len(whole)} tensors, sharded: {sharded}, scales {scales}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
