@@ -1,15 +1,19 @@
 """Trainings by other libraries' loops on the ranks of torchrun: an uninterrupted one, and one resumed in its middle.
 
-    torchrun ... -m tests.support.integrations_app FOLDER LIBRARY ddp|fsdp2 [OPTION ...]
+    torchrun ... -m tests.support.integrations_app FOLDER CASE ...
 
-OPTION: bf16, accumulate, recompute. Each rank compares weights, optimizer and FP8 state to the bit, and prints a line.
+CASE: LIBRARY,ddp|fsdp2[,bf16][,accumulate][,recompute]. Each rank compares weights, optimizer and FP8 state to the bit,
+and prints a line.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,7 +37,8 @@ def llama() -> Any:
     return convert_to_fp8(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)), DELAYED)
 
 
-def shards_on_cpu() -> None:
+@contextmanager
+def shards_on_cpu() -> Iterator[None]:
     """accelerate shards on GPUs alone: it takes these ranks for some, which fully_shard itself does not mind."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
@@ -45,7 +50,8 @@ def shards_on_cpu() -> None:
         if self.distributed_type == DistributedType.MULTI_CPU:
             self.distributed_type = DistributedType.MULTI_GPU
 
-    PartialState.__init__ = as_gpus
+    with mock.patch.object(PartialState, "__init__", as_gpus):
+        yield
 
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
@@ -183,22 +189,31 @@ def by_lightning(folder: Path, way: str, options: list[str], resume: bool) -> di
     return state_of(module, trainer.optimizers[0])
 
 
-def main() -> None:
-    folder, library, way, *options = sys.argv[1:]
+def compare(folder: Path, library: str, way: str, options: list[str]) -> None:
+    """One case: both trainings, compared on this rank."""
+    from accelerate.state import AcceleratorState
+
     train = {"transformers": by_transformers, "accelerate": by_accelerate, "lightning": by_lightning}[library]
-    if way == "fsdp2" and library != "lightning":
-        shards_on_cpu()
-    whole, resumed = (train(Path(folder), way, options, resume) for resume in (False, True))
+    with shards_on_cpu() if way == "fsdp2" else nullcontext():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        whole, resumed = (train(folder, way, options, resume) for resume in (False, True))
     differ = [name for name in whole if not torch.equal(whole[name], resumed[name])]
     assert whole.keys() == resumed.keys() and not differ, (
         f"{len(differ)} of {len(whole)} differ: {differ[:3]}"
     )
-    sharded = any(value.shape[:1] == (16,) for name, value in whole.items() if name.endswith("q_proj.weight"))
-    scales = [float(value) for name, value in whole.items() if name.endswith("q_proj.input.scale")]
+    weight = next(value for name, value in whole.items() if name.endswith("q_proj.weight"))
+    case = ",".join([library, way, *options])
     print(
-        f"rank {dist.get_rank()}: same bits, {len(whole)} tensors, sharded: {sharded}, scales {scales}",
+        f"{case}: rank {dist.get_rank()} has the same {len(whole)} tensors, {len(weight)} rows of 32",
         flush=True,
     )
+
+
+def main() -> None:
+    folder, *cases = sys.argv[1:]
+    for number, case in enumerate(cases):
+        library, way, *options = case.split(",")
+        compare(Path(folder) / str(number), library, way, options)
 
 
 if __name__ == "__main__":
