@@ -17,23 +17,22 @@ from tests.support.command import torchrun
 from tests.support.integrations_app import DELAYED, ROWS, llama
 from tests.support.tower import Tower, batch
 
-CASES = [
-    "transformers,ddp,bf16,accumulate,recompute",
-    "transformers,fsdp2,bf16,accumulate",
-    "accelerate,ddp,accumulate",
-    "accelerate,fsdp2,bf16,accumulate,recompute",
-    "lightning,ddp,bf16,accumulate,recompute",
-    "lightning,fsdp2",
-]
 
-
-def test_resumed_runs_on_two_ranks_are_the_uninterrupted_ones(forking_python, tmp_path):
-    """In one launch: most of its time goes into imports."""
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ["transformers,ddp,bf16,accumulate,recompute", "transformers,fsdp2,bf16,accumulate"],
+        ["accelerate,ddp,accumulate", "accelerate,fsdp2,bf16,accumulate,recompute"],
+        ["lightning,ddp,bf16,accumulate,recompute", "lightning,fsdp2"],
+    ],
+    ids=["transformers", "accelerate", "lightning"],
+)
+def test_resumed_runs_on_two_ranks_are_the_uninterrupted_ones(forking_python, tmp_path, cases):
     for library in ("transformers", "accelerate", "pytorch_lightning"):
         pytest.importorskip(library)
-    done = torchrun("-m", "tests.support.integrations_app", tmp_path, *CASES, python=forking_python)
+    done = torchrun("-m", "tests.support.integrations_app", tmp_path, *cases, python=forking_python)
     assert done.returncode == 0, done.stderr[-3000:]
-    for case in CASES:
+    for case in cases:
         rows = 16 if "fsdp2" in case else 32  # the weight is sharded, or whole
         for rank in range(2):
             assert f"{case}: rank {rank} has the same 238 tensors, {rows} rows of 32" in done.stdout, (
