@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write ``text`` and wait until it is on the disk."""
-    with path.open("w", encoding="utf-8") as stream:
-        stream.write(text)
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write ``content``, text as UTF-8, and wait until it is on the disk."""
+    with path.open("wb") as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
         stream.flush()
         os.fsync(stream.fileno())
 
@@ -29,8 +29,8 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Put ``text`` in place of what the file holds: whoever looks, now or after a crash, sees the old or the new.
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Put ``content`` in place of what the file holds: whoever looks, now or after a crash, sees the old or the new.
 
     OSError for a pipe or a device (/dev/null, say), which a file must not take the place of.
     """
@@ -39,7 +39,7 @@ def replace_file(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.new")
     discard(beside)  # of a killed process, or a link that would be written through
     try:
-        write_file(beside, text)
+        write_file(beside, content)
         beside.replace(path)
     except BaseException:  # a full disk keeps no half of it
         discard(beside)

@@ -6,9 +6,6 @@ Each needs nothing but what docs/pytorch.md says of it.
 from __future__ import annotations
 
 import copy
-import re
-import textwrap
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,10 +61,12 @@ def iterations(model: nn.Module) -> set[int]:
 
 def test_accelerate_with_accumulation():
     accelerate = pytest.importorskip("accelerate")
+    from megatron_fp8.integrations.accelerate import register_fp8
+
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = convert_to_fp8(tower(), "delayed")
     prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    register_fp8_step(optimizer, prepared)
+    register_fp8(accelerator, prepared, optimizer)
     for i in range(6):
         with accelerator.accumulate(prepared):
             accelerator.backward(prepared(batch(i)).square().mean())
@@ -79,6 +78,7 @@ def test_accelerate_with_accumulation():
 def test_lightning_with_accumulation(tmp_path):
     """It runs the model in a closure inside of optimizer.step(), and closures of earlier microbatches outside."""
     lightning = pytest.importorskip("pytorch_lightning")
+    from megatron_fp8.integrations.lightning import Fp8Callback
 
     class Module(lightning.LightningModule):
         def __init__(self):
@@ -89,9 +89,7 @@ def test_lightning_with_accumulation(tmp_path):
             return self.tower(rows[0]).square().mean()
 
         def configure_optimizers(self):
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            register_fp8_step(optimizer, self)
-            return optimizer
+            return torch.optim.SGD(self.parameters(), lr=0.1)
 
     module = Module()
     trainer = lightning.Trainer(
@@ -99,6 +97,7 @@ def test_lightning_with_accumulation(tmp_path):
         accumulate_grad_batches=2,
         accelerator="cpu",
         logger=False,
+        callbacks=Fp8Callback(),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -106,36 +105,6 @@ def test_lightning_with_accumulation(tmp_path):
     )
     trainer.fit(module, torch.utils.data.DataLoader([batch(i) for i in range(6)], batch_size=1))
     assert_same_training(module.tower, by_hand(convert_to_fp8(tower(), "delayed"), 3))
-
-
-def test_transformers_trainer(tmp_path):
-    """The callback of docs/pytorch.md."""
-    transformers = pytest.importorskip("transformers")
-
-    page = (Path(__file__).parents[2] / "docs" / "pytorch.md").read_text(encoding="utf-8")
-    (recipe,) = re.findall(r"^  ```python\n(  class Fp8Step.*?)^  ```", page, re.DOTALL | re.M)
-    model = convert_to_fp8(llama(), "delayed")
-    arguments = transformers.TrainingArguments(
-        tmp_path,
-        max_steps=3,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        bf16=True,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-    )
-    rows = [{"input_ids": row, "labels": row} for row in DATA]
-    names = {"model": model, "arguments": arguments, "rows": rows}
-    names |= {"Trainer": transformers.Trainer, "TrainerCallback": transformers.TrainerCallback}
-    names |= {"fp8_step": fp8_step, "convert_to_fp8": convert_to_fp8}
-    exec(textwrap.dedent(recipe), names)
-    trainer = names["trainer"]
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert iterations(model) == {3} and len(losses) == 3 and losses[-1] < losses[0]
 
 
 def test_grad_scaler():

@@ -22,7 +22,7 @@ STREAM: list[tuple[str, ...]] = [
     ("linear",),
     ("telemetry",),
     ("nn",),
-    ("inference",),
+    ("inference", "integrations"),
     ("fp8_utils",),
     ("mcore",),
     ("train",),
