@@ -21,7 +21,7 @@ _OPTIONS = [
     "--model.num_layers=2", "--model.hidden_size=64", "--model.num_attention_heads=2",
     "--model.ffn_hidden_size=128", "--model.gated_linear_unit=true", "--model.activation_func=silu",
     "--model.normalization=RMSNorm", "--model.add_bias_linear=false", "--model.hidden_dropout=0",
-    "--model.attention_dropout=0", "--model.vocab_size=256", "--model.fp8=hybrid",
+    "--model.attention_dropout=0", "--model.vocab_size=256", "--model.fp8=hybrid", "--model.fp8_recipe=delayed",
     "--train.micro_batch_size=1", "--train.seq_length=32",
     f"--train.train_iters={STEPS}", "--train.max_skipped_steps=3", "--train.eval_iters=0",
     "--optimizer.lr=0.01",

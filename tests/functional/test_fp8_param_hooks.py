@@ -162,7 +162,7 @@ def test_amaxes_of_all_shards_take_one_collective(ranks: RankPool) -> None:
         weights = 4 * layers
         for maxima, dtypes in ranks(2).run(_collectives, layers):
             # Three roles a site, amax and health, and whether somebody has more; a shard's amax and its health.
-            assert maxima == [2 * 3 * weights + 1, 2 * weights]
+            assert maxima == [2 * 3 * weights + 2, 2 * weights]
             assert sorted(dtypes, key=str) == [torch.bfloat16, torch.uint8]
 
 

@@ -83,7 +83,7 @@ def collectives(
         ]
         # Amaxes and non-finite counts of all slots, and a word between the ranks. The softmax over the vocabulary's
         # shards is a maximum too, one a token: [32, 1].
-        wires = {2 * len(arena.slots) + 1: len(arena.slots) for arena in state_of(config).arenas}
+        wires = {2 * len(arena.slots) + 2: len(arena.slots) for arena in state_of(config).arenas}
         settled = [wires[shape.numel()] for shape in maxima if shape.numel() in wires]
         others = [shape.numel() for shape in maxima if shape.numel() not in wires and shape != (32, 1)]
         return settled, others, iteration_counts()
@@ -196,7 +196,7 @@ def test_a_fallback_that_was_opted_into_is_said_and_recorded(layout: Layout, ran
             "fp8_fallback: fp8_backend 'native'"
         )
         assert said.count(f"megatron_fp8: {entry['name']} runs in BF16: {entry['reason']}\n") == 1
-    assert plan.splitlines() == plan_lines(report)
+    assert plan.splitlines() == ["FP8 hybrid, fp8_recipe mxfp8", *plan_lines(report)]
     for elsewhere, no_plan, _, theirs in others:
         assert "runs in BF16" not in elsewhere and no_plan == ""
         counts = {kind: counts[kind] + theirs[kind] for kind in ("fp8_gemms", "hp_gemms")}
