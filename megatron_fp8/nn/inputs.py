@@ -30,7 +30,7 @@ def refuse_script(name: str) -> NoReturn:
     )
 
 
-def call_in_graph(module: torch.nn.Module, proxy: torch.fx.Proxy) -> torch.fx.Proxy:
+def call_in_graph(module: torch.nn.Module, proxy: Any) -> torch.fx.Proxy:
     """A call of the module as one node of the graph that torch.fx.symbolic_trace writes, as it does for nn.Linear.
 
     Raises:
