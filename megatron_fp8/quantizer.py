@@ -14,11 +14,12 @@ from .backends import casts, emulated, specified
 from .backends.base import AmaxReduction, Asked, Quantized, Region, Running, check_matrix
 from .backends.native import backend as native
 from .backends.native.bound import Bound, BoundCasts
+from .files.argument_check import check_tensor
 from .kernels.codes import block_amaxes, in_memory
 from .kernels.cpu import loops
 from .numerics.cast import RandomKey
 from .numerics.rule import Direction, Rule
-from .recipe import Recipe
+from .recipe import Recipe, recipe_name
 from .state.arena import Slot
 from .state.observer import SeenCast
 from .tensor import Float8Tensor
@@ -49,6 +50,8 @@ def quantize(
     Raises:
         ValueError: shape, dtype, role or direction is wrong, or the recipe leaves this role in high precision.
     """
+    check_tensor("quantize", x)
+    recipe_name(recipe)
     check_matrix(x, direction)
     rule = recipe.rule(role)
     if rule is None:

@@ -10,6 +10,7 @@ are the dataclass's own. The repr leaves out what is at its default, and may ser
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -341,5 +342,9 @@ def alignment(recipe: Recipe) -> int:
 def check_recipe_name(name: str) -> str:
     """The name, if it is a recipe's; ValueError naming the choices otherwise."""
     if not isinstance(name, str) or name not in RECIPES:
-        raise ValueError(f"fp8 recipe {name!r} is unknown: use one of {', '.join(RECIPES)}")
+        near = difflib.get_close_matches(str(name).lower(), RECIPES, n=1)
+        hint = f". Did you mean {near[0]!r}?" if near else ""
+        if name in [fmt.value for fmt in Format]:
+            hint = f". {name!r} names element formats: give it as fp8 (of Fp8Config: backward_format)"
+        raise ValueError(f"fp8 recipe {name!r} is unknown: use one of {', '.join(RECIPES)}{hint}")
     return name

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from ..files.limits import usable_cores
 from ..files.terminal import printable
 from .line import CommandParser, tensors_shown
 from .on_checkpoint import run_command
@@ -72,7 +73,6 @@ def _met(launch: Any, source: Path, options: argparse.Namespace) -> Any:
     from ..files.checkpoint import digest
     from ..huggingface.directory import CONFIG, INDEX
     from ..huggingface.sharing import Sharing
-    from ..train.launch.parallel import usable_cores
 
     if launch.world_size == 1:
         return Sharing()

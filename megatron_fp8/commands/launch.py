@@ -8,6 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from ..files.limits import usable_cores
 from ..train.exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
 from ..train.launch.hosts import is_host
 from .line import CommandParser, refuse
@@ -42,6 +43,18 @@ _OWN = {"--ranks", "--max-restarts", "--logs", "--nodes", "--node-rank", "--mast
 _TEXTS = {"-h", "--help", "--keys"}
 
 
+_TORCHRUNS = {
+    **dict.fromkeys(
+        ("n", "np", "nproc", "nproc_per_node", "num_processes", "ntasks_per_node", "gpus"), "--ranks"
+    ),
+    **dict.fromkeys(("nnodes", "num_machines"), "--nodes"),
+    **dict.fromkeys(("machine_rank",), "--node-rank"),
+    **dict.fromkeys(("rdzv_endpoint", "master_addr", "master_port", "main_process_ip"), "--master HOST:PORT"),
+    "log_dir": "--logs",
+}
+"""Options of torchrun, accelerate launch, mpirun and srun -> ours."""
+
+
 def main(arguments: list[str]) -> int:
     """Run `megatron-fp8 launch`; returns the exit code."""
     debug = False
@@ -60,7 +73,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser("launch", HELP)
+    parser = CommandParser("launch", HELP, _TORCHRUNS)
     parser.usage = f"{parser.prog} [--ranks N] [options] COMMAND ..."
     add = parser.add_argument
     add("--ranks", metavar="N", type=int, help="on this node (default: one for each GPU, or 1)")
@@ -173,15 +186,19 @@ def _place(master: str) -> tuple[str, int]:
 def _launch(options: argparse.Namespace, program: list[str]) -> int:
     import torch
 
-    from ..train.launch.launcher import Launching, launch
+    from ..train.launch.launcher import Launching, launch, say
     from ..train.launch.nodes import Nodes
 
     nodes = Nodes()
     if options.nodes > 1:
         nodes = Nodes(options.nodes, options.node_rank, *_place(options.master))
+    gpus = torch.cuda.device_count()
+    ranks, cores = options.ranks or gpus or 1, usable_cores()
+    if not gpus and ranks > cores:
+        say(f"note: {ranks} ranks share {cores} CPU cores and wait for each other: --ranks {cores} is faster")
     launching = Launching(
         [sys.executable, "-u", *program],
-        options.ranks or torch.cuda.device_count() or 1,
+        ranks,
         nodes,
         options.max_restarts,
         options.logs,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeVar
 
 from ..files.limits import limit_reached
 from ..files.terminal import printable
@@ -20,23 +22,44 @@ _LONGEST = 1500
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The options of ``megatron-fp8 COMMAND``, --debug among them. Bad ones raise ValueError; the process goes on."""
+    """The options of ``megatron-fp8 COMMAND``, --debug among them. Bad ones raise ValueError; the process goes on.
 
-    def __init__(self, command: str, description: str):
+    Args:
+        other_words: what other programs call an option, with '_' and without leading '-' -> the option.
+    """
+
+    def __init__(self, command: str, description: str, other_words: Mapping[str, str] = MappingProxyType({})):
         super().__init__(
             prog=f"megatron-fp8 {command}",
             description=fitted(description),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        self._other_words = other_words
         self.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
 
     def parse(self, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         """(options, what the command takes beside them)."""
         return self.parse_args(arguments), []
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """argparse's; of an unknown option the nearest known one is named."""
+        options, rest = self.parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self.near(rest[0])}")
+        return options
+
+    def near(self, argument: str) -> str:
+        """'. Did you mean ...?' for an unknown option that is like a known one; '' otherwise."""
+        name = argument.partition("=")[0]
+        if not name.startswith("-"):
+            return ""
+        meant = self._other_words.get(name.lstrip("-").replace("-", "_"))
+        near = [meant] if meant else difflib.get_close_matches(name, self._option_string_actions, n=1)
+        return f". Did you mean {near[0]}?" if near else ""
+
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}. {self.prog} --help says more.")
+        raise ValueError(f"{message}{'' if message.endswith('?') else '.'} {self.prog} --help says more.")
 
 
 def warn_in_lines() -> None:

@@ -18,6 +18,17 @@ from ..train.exit_codes import EXIT_DONE, EXIT_FAILED
 from .line import CommandParser, refuse, warn_in_lines
 
 
+def element_formats(text: str) -> str:
+    """--fp8's value, checked."""
+    from ..plan.settings import FP8_FORMATS
+    from ..recipe import RECIPES
+
+    if text not in FP8_FORMATS:
+        hint = f"; {text!r} is a recipe: give it as --recipe" if text in RECIPES else ""
+        raise argparse.ArgumentTypeError(f"{text!r} must be one of {', '.join(FP8_FORMATS)}{hint}")
+    return text
+
+
 class Parser(CommandParser):
     """The options of every such command."""
 
@@ -26,7 +37,8 @@ class Parser(CommandParser):
         self.add_argument("checkpoint", help="a run's folder, a folder of checkpoints, or a checkpoint")
         self.add_argument("--config", metavar="FILE", help="the run's config, where the checkpoint has none")
         self.add_argument("--recipe", help="FP8 recipe, or bf16 (default: the one it was trained with)")
-        self.add_argument("--fp8", choices=["hybrid", "e4m3"], help="element formats (default: the run's)")
+        formats = "element formats, hybrid or e4m3 (default: the run's)"
+        self.add_argument("--fp8", type=element_formats, metavar="FORMATS", help=formats)
 
     def parse(self, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         """(options, options of the run's model section such as --model.fp8_pow2_scales=true)."""
@@ -35,7 +47,7 @@ class Parser(CommandParser):
             if not argument.startswith(("--model.", "--checkpoint.accept")) or "=" not in argument:
                 self.error(
                     f"{argument} is not an option (of the run's config --model.NAME=VALUE and --checkpoint.accept=NAME"
-                    " may be given)"
+                    f" may be given){self.near(argument)}"
                 )
         return options, rest
 

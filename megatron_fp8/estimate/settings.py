@@ -13,7 +13,6 @@ of an estimate, and is not there on a laptop. A test compares what both read.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,8 +23,9 @@ from ..files.strict_yaml import load_yaml
 from ..mcore.config.latent_fields import LATENT_RELATIONS
 from ..mcore.config.relations import RELATIONS
 from ..mcore.config.rules import check, check_relation, shown
+from ..plan.key_hint import nearest_key
 from ..plan.overrides import check_overrides, check_overrides_match
-from ..plan.settings import NOT_A_KEY, field_meant, refuse_recipe_alone
+from ..plan.settings import field_meant, refuse_recipe_alone
 from ..train.config.config_file import by_dotted_key, read_config
 from ..train.config.field_rules import check_rules
 from ..train.config.model_fields import known_fields
@@ -212,6 +212,10 @@ def _check_batch(settings: Settings) -> None:
 def _value(name: str, text: str) -> Any:
     try:
         value = load_yaml(text.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"--{name}={shown(text)} holds bytes that are no UTF-8: choose another name."
+        ) from error
     except ValueError as error:
         raise ValueError(f"--{name}={shown(text)} is not YAML: {error}") from error
     if isinstance(value, str):
@@ -232,13 +236,8 @@ def _check_key(key: str, where: str) -> None:
     known = known_keys()
     if key in known or key.startswith("model.fp8_overrides."):
         return
-    last = key.rpartition(".")[2]
-    near = [name for name in known if name.rpartition(".")[2] == last] or difflib.get_close_matches(
-        key, (*known, "model.fp8_format"), n=1
-    )
-    if last == "fp8_format" or "model.fp8_format" in near:
-        near = [NOT_A_KEY]
-    hint = f" Did you mean {near[0]}?" if near else ""
+    near = nearest_key(key, known)
+    hint = f" Did you mean {near}?" if near else ""
     raise ValueError(f"{where}{key} is not a known key.{hint}")
 
 

@@ -39,6 +39,7 @@ import torch
 from .boxes import overlap
 from .disk import in_words, ordinary, read_ordinary, refuse_link_out
 from .elsewhere import named_elsewhere
+from .folder_kind import what_to_give
 from .manifest import LARGEST, MANIFEST, Manifest, NotAManifest, is_plain_name, parse
 from .uncollected import uncollected
 
@@ -65,10 +66,9 @@ def read_manifest(folder: Path) -> Manifest:
             what = f"it has no manifest.json, and no checkpoint is in it.{named_elsewhere(folder)}"
         elif folder.exists():
             what = "it is a file"
-        raise ValueError(
-            f"{str(folder)!r} is not a checkpoint of megatron_fp8: {what.removesuffix('.')}. Give a folder such as "
-            "RUN_DIR/checkpoints/iter_0000100, or a run's folder."
-        ) from None
+        instead = what_to_give(folder) or "give a folder such as RUN_DIR/checkpoints/iter_0000100, or a run's"
+        what = f"{what.removesuffix('.')}. {instead[0].upper()}{instead[1:]}"
+        raise ValueError(f"{str(folder)!r} is not a checkpoint of megatron_fp8: {what}.") from None
     except OSError as error:
         raise ValueError(f"{str(path)!r} cannot be read ({in_words(error)}){_look_at(error)}.") from error
     except NotAManifest as error:

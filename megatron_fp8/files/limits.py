@@ -86,6 +86,12 @@ def _is_utf8(text: str | bytes) -> bool:
     return True
 
 
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def check_threads(count: int) -> None:
     """Raise RuntimeError or OSError, which `limit_reached` knows, if this process cannot have so many more threads.
 

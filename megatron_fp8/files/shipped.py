@@ -6,6 +6,7 @@ They are written once, in the repository's examples/configs; building a wheel co
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 
@@ -17,6 +18,17 @@ _FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "examples" / "configs")
 def shipped_configs() -> dict[str, Path]:
     """Name -> file of every shipped config."""
     return {path.stem: path for folder in _FOLDERS for path in sorted(folder.glob("*.yaml"))}
+
+
+def which_config(given: str) -> str:
+    """For a message: the shipped config that a path or name means perhaps, and all that there are."""
+    known = list(shipped_configs())
+    name = Path(given).stem.lower()
+    near = [one for one in known if name and one.startswith(name)] or difflib.get_close_matches(
+        name, known, n=1
+    )
+    hint = f"Did you mean {' or '.join(near)}? " if near else ""
+    return f"{hint}Shipped ones, by name: {', '.join(known)}."
 
 
 def find_config(given: str) -> str:

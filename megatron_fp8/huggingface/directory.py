@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import json
+import re
 import shutil
 import uuid
 import warnings
@@ -43,6 +44,7 @@ _DTYPES = {
     "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -166,6 +168,15 @@ def read_json(path: Path) -> dict[str, Any]:
     """An object from a file. Raises ValueError: it is missing, unreadable, or no JSON object."""
     if find_file(path.parent, path.name) is None:
         instead = "give a folder as transformers' save_pretrained writes it"
+        name = str(path.parent)
+        if not path.parent.exists() and _HUB_NAME.fullmatch(name):
+            own = path.parent.name
+            instead = (
+                "there is no such folder; to download it from the Hugging Face Hub: pip install huggingface_hub &&"
+                f" hf download {name} --local-dir {own} && megatron-fp8 import {own} RUN_DIR"
+            )
+        elif not path.parent.is_dir():
+            instead = f"{'it is a file' if path.parent.exists() else 'there is no such folder'}; {instead}"
         if (path.parent / "adapter_config.json").exists():
             instead = "it is an adapter; merge it into its model (merge_and_unload) and save that"
         raise ValueError(f"{str(path.parent)!r} has no {path.name}: {instead}.")

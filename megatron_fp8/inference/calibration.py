@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..files.argument_check import check_model
 from ..files.disk import in_words, read_ordinary
 from ..files.strict_json import load_json
 from ..linear.share import weight_of
@@ -45,6 +46,7 @@ _MAGNITUDES = 0x7F80  # bfloat16 bit patterns of finite magnitudes: 0 to 0x7F7F
 
 def fp8_modules(model: torch.nn.Module) -> list[Any]:
     """The linears of a model that have a GEMM site, in module order, named as a whole model's."""
+    check_model(model)
     modules: list[Any] = [module for module in model.modules() if hasattr(type(module), "fp8_site")]
     for module in modules:
         if name_sites := getattr(module, "name_sites", None):

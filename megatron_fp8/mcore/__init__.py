@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["install", "is_installed", "print_plan", "site_report", "uninstall"]
 
+# Megatron-Core's import says these on every machine without apex and Transformer Engine, of which nothing is used here.
+warnings.filterwarnings(
+    "ignore", "(Transformer Engine and )?Apex (is|are) not installed", module=r"megatron\.core\."
+)
+warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(megatron\.core|torch\.jit)\.")
+
 _installed: PatchSet | None = None
 
 
@@ -36,22 +42,19 @@ def install() -> None:
 
     if compat.has_cuda():
         settle_inductor()  # there Megatron-Core compiles functions of its own
-    with warnings.catch_warnings():
-        # Said at import, once a module, on every machine without them; nothing of theirs is used.
-        warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
-        with nullcontext() if compat.has_cuda() else plain_functions():
-            compat.require_whole_te()
-            compat.require_megatron()
-            patches = compat.patches()
-            from .patches import cpu_engine, gpu_engine
+    with nullcontext() if compat.has_cuda() else plain_functions():
+        compat.require_whole_te()
+        compat.require_megatron()
+        patches = compat.patches()
+        from .patches import cpu_engine, gpu_engine
 
-            patches += (gpu_engine if compat.has_cuda() else cpu_engine).patches()
-            from .optimizer import adam
-            from .patches import fp8_hooks
+        patches += (gpu_engine if compat.has_cuda() else cpu_engine).patches()
+        from .optimizer import adam
+        from .patches import fp8_hooks
 
-            patches += [*fp8_hooks.patches(), *adam.patches()]
-        patch_set = PatchSet(patches)
-        patch_set.apply()
+        patches += [*fp8_hooks.patches(), *adam.patches()]
+    patch_set = PatchSet(patches)
+    patch_set.apply()
     _installed = patch_set
     _offer_spec()
 

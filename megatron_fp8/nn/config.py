@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -211,7 +211,8 @@ class Fp8Config:
 
 def as_skip(skip: Any) -> tuple[Skip, ...]:
     """One glob, one predicate or an iterable of them, as a tuple; ValueError for anything else."""
-    entries = (skip,) if isinstance(skip, str) or callable(skip) else tuple(skip or ())
+    several = isinstance(skip, Iterable) and not isinstance(skip, str)
+    entries = () if skip is None else tuple(skip) if several else (skip,)
     for entry in entries:
         if not (callable(entry) or (isinstance(entry, str) and entry)):
             raise ValueError(

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from ..files.argument_check import check_model
 from ..files.say import say
 from ..files.uncollected import uncollected
-from ..plan.notices import say_what_is_padded
+from ..plan.notices import say_what_is_padded, say_without_compiler
 from ..plan.overrides import check_overrides_match
 from ..recipe import Recipe
 from .candidates import candidates, fp8_class, matches, rows_with_sizes, skipped_by
@@ -58,10 +59,11 @@ def convert_to_fp8(
         The model. A linear that was converted before is left as it is.
 
     Raises:
-        ValueError: a glob of the user's matches no module, the model has no linear to convert, a setting is wrong, the
-            backend cannot run on a weight's device, or a recipe or config is given and a linear, which ``skip`` does not
-            name, runs in FP8 already and otherwise than that. The model is unchanged then.
+        ValueError: it is no model, a glob of the user's matches no module, the model has no linear to convert, a setting
+            is wrong, the backend cannot run on a weight's device, or a recipe or config is given and a linear, which
+            ``skip`` does not name, runs in FP8 already and otherwise than that. The model is unchanged then.
     """
+    check_model(model)
     settings = make_config(recipe, config)
     if skip is not DEFAULT:
         if settings.skip != DEFAULT_SKIP and as_skip(skip) != settings.skip:
@@ -87,6 +89,7 @@ def convert_to_fp8(
     leave_fast_paths(model)
     keep_report(model, report)
     say(str(report), to="stdout")
+    say_without_compiler(next(model.parameters()).device)
     say_what_is_padded({one.row.name: one.padded for one in found if one.padded}, len(report.converted))
     return model
 
@@ -97,6 +100,7 @@ def convert_from_fp8(model: M) -> M:
     Raises:
         ValueError: the model has no FP8 linear; or one was sharded by fully_shard, which keeps a class of its own.
     """
+    check_model(model)
     converted = [
         module
         for module in model.modules()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..files.argument_check import check_model
 from ..linear.site import GemmSite
 from .group import Fp8Group
 from .linear import Fp8Layer
@@ -19,6 +20,7 @@ def fp8_linears(model: torch.nn.Module) -> dict[str, Fp8Layer]:
 
     Names are those in the bare model, without what torch.compile, checkpoint wrappers and DistributedDataParallel add.
     """
+    check_model(model)
     found: dict[str, Fp8Layer] = {}
     added: set[str] = set()  # names whose last part is a wrapper's
     for name, module in model.named_modules():

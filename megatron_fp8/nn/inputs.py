@@ -6,6 +6,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..files.argument_check import check_tensor
+
 
 def check_input(name: str, x: torch.Tensor) -> None:
     """ValueError if FP8 does not take the input's layout or number of dimensions, whatever nn.Linear does."""
@@ -28,11 +30,15 @@ def refuse_script(name: str) -> NoReturn:
     )
 
 
-def call_in_graph(module: torch.nn.Module, proxy: torch.fx.Proxy) -> torch.fx.Proxy:
+def call_in_graph(module: torch.nn.Module, proxy: Any) -> torch.fx.Proxy:
     """A call of the module as one node of the graph that torch.fx.symbolic_trace writes, as it does for nn.Linear.
 
-    Raises ValueError: the module itself is what is being traced.
+    Raises:
+        ValueError: the module itself is what is being traced.
+        TypeError: the input is neither a tensor nor what a trace has in its place.
     """
+    if not isinstance(proxy, torch.fx.Proxy):
+        check_tensor(getattr(module, "fp8_name", "") or type(module).__name__, proxy)
     tracer: Any = proxy.tracer
     if tracer.root is module:
         raise ValueError("torch.fx traces what calls an FP8 linear, not the linear: put it into a module")

@@ -181,7 +181,7 @@ class Fp8Layer(torch.nn.Module):
 
     def forward(self, input: Any) -> Any:
         """[..., in_features] -> [..., out_features]."""
-        if isinstance(input, torch.fx.Proxy):
+        if not isinstance(input, torch.Tensor):
             return call_in_graph(self, input)
         if input.is_nested:
             return call_on_values(self, input)

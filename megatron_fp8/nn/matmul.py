@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..files.argument_check import check_tensor
 from ..linear.function import fp8_linear
 from ..linear.site import GemmSite
 from ..plan.resolve import Asked, resolve
@@ -45,6 +46,8 @@ def fp8_matmul(
         from ..linear.compiled import break_graph  # loads torch's compiler
 
         return break_graph(partial(fp8_matmul, backend=backend), a, b, recipe)
+    check_tensor("fp8_matmul", a)
+    check_tensor("fp8_matmul", b)
     taken = Fp8Config(recipe=recipe).resolved_recipe
     if b.ndim != 2 or a.ndim < 1:
         raise ValueError(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..files.argument_check import check_optimizer
 from ..state.counts import IterationCounts
 from ..state.iteration import trains
 from .find import fp8_linears, groups_of
@@ -75,10 +76,11 @@ def register_fp8_step(optimizer: Any, model: torch.nn.Module, *, group: Any = No
         optimizer: of torch, or what wraps one as ``.optimizer`` (accelerate's, Lightning's). Copies and pickles of an
             optimizer lose their hooks: register those again.
 
-    Raises ValueError: the model has no FP8 linear, or the optimizer is none of torch's.
+    Raises ValueError: the model has no FP8 linear; the optimizer is none of torch's, or another model's.
     """
     fp8_linears(model)
     stepping = _optimizer_with_hooks(optimizer)
+    check_optimizer(optimizer, model)
     hooks = stepping._optimizer_step_post_hooks
     for key, hook in list(hooks.items()):
         if isinstance(hook, _EndOfIteration) and hook.model is model:

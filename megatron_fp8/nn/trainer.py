@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
+from ..files.argument_check import check_model, check_optimizer
 from ..files.disk import sync
 from ..params.fp8_parameter import Fp8Parameter
 from ..state.loss_scaler import LossScaler, agree, unscale_
@@ -73,8 +74,8 @@ class Fp8Trainer:
     ``iteration`` counts calls of ``train_step`` and ``skipped`` those that left the weights alone.
 
     Raises:
-        ValueError: a fraction is not in [0, 1), leaves nothing to FP8, comes without a length or an FP8 model, or with
-            weights that live as FP8; clip_grad is not above 0.
+        ValueError: the optimizer is another model's; a fraction is not in [0, 1), leaves nothing to FP8, comes without a
+            length or an FP8 model, or with weights that live as FP8; clip_grad is not above 0.
     """
 
     def __init__(
@@ -92,6 +93,8 @@ class Fp8Trainer:
     ) -> None:
         if clip_grad is not None and not clip_grad > 0:
             raise ValueError(f"clip_grad={clip_grad!r} must be above 0; None switches clipping off")
+        check_model(model)
+        check_optimizer(optimizer, model)
         self.model, self.optimizer, self.compute_loss = model, optimizer, compute_loss
         self.scaler, self.clip_grad, self.group = scaler, clip_grad, group
         self.is_fp8 = any(isinstance(module, Fp8Layer) for module in model.modules())

@@ -9,6 +9,7 @@ import torch
 from ..backends.native import backend as native
 from ..backends.native.padding import padded_products
 from ..files.say import say
+from ..kernels.cpu.library import missing_compiler
 from .site_plan import SitePlan
 
 MX_BLOCK = 32
@@ -44,6 +45,16 @@ def padded_note(plan: SitePlan, device: torch.device, n: int, k: int) -> str | N
     if plan.backend != native.name or not (gemms := padded_products(device, plan.products, n, k)):
         return None
     return f"K {k} x N {n} is not what the GPU's product takes: {', '.join(gemms)} copy codes, to pad them"
+
+
+def say_without_compiler(device: torch.device) -> None:
+    """A line, once, where linears run on a CPU without compiled kernels. Where there is a GPU, models are moved to it."""
+    if device.type == "cpu" and not torch.cuda.is_available() and (reason := missing_compiler()) is not None:
+        say(
+            f"megatron_fp8: {reason}. Without compiled kernels a training step takes about twice as long, with the same"
+            " codes and scales",
+            once=True,
+        )
 
 
 def say_what_is_padded(notes: Mapping[str, str], sites: int) -> None:

@@ -26,6 +26,20 @@ def field_meant(fp8_format: Any) -> str:
     return "fp8" if fp8_format in FP8_FORMATS else "fp8_recipe"
 
 
+def exchanged(name: str, value: Any) -> str | None:
+    """What to write in the place of ``name=value``, where ``fp8`` got a recipe's name or ``fp8_recipe`` formats; or None.
+
+    Args:
+        name: the setting, perhaps with its section before it: 'model.fp8'.
+    """
+    section, dot, last = name.rpartition(".")
+    if last == "fp8" and value in tuple(RECIPES):
+        return f"{value!r} is a recipe: write {name}='hybrid' and {section}{dot}fp8_recipe={value!r}"
+    if last == "fp8_recipe" and value in FP8_FORMATS:
+        return f"{value!r} names element formats: write {section}{dot}fp8={value!r}"
+    return None
+
+
 NOT_A_KEY = "model.fp8 (hybrid, e4m3) or model.fp8_recipe (tensorwise, mxfp8, ...)"
 """What is offered for `fp8_format`, which other programs have in both meanings."""
 

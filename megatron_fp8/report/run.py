@@ -1,4 +1,4 @@
-"""A run, read from its folder. One of FILES is enough; what is missing is empty here."""
+"""A run, read from its folder. One of RUN_FILES is enough; what is missing is empty here."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..files.disk import in_words, read_ordinary
+from ..files.folder_kind import RUN_FILES, what_to_give
 from ..files.lines import Line
 from ..files.manifest import LARGEST
 from ..telemetry.advice import advise
-from ..train.run_record import FILES, PlaceNotKnown, RunRecord, refuse_comparison
+from ..train.run_record import PlaceNotKnown, RunRecord, require_folder
 from .advice import ShownAdvice, read_advice, understood
 from .curves import QUANTITIES, VALIDATION, Curve, read_curves
 from .events import Event, guard_moves, recorded, seen_checkpoints, skipped_steps
@@ -59,7 +60,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     """
     if not folders:
         raise ValueError("no run was given: name the folder of one or of several.")
-    real = [(f.parent if f.name in FILES else f).resolve() for f in folders]
+    real = [(f.parent if f.name in RUN_FILES else f).resolve() for f in folders]
     for folder, given in zip(real, folders, strict=True):
         if real.count(folder) > 1:
             raise ValueError(f"{str(given)!r} was given twice: name each run once.")
@@ -68,13 +69,11 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 def read_run(folder: Path, name: str | None = None) -> Run:
     """The run of a folder. Raises ValueError as ``read_runs`` does."""
-    if not folder.is_dir():
-        raise ValueError(f"there is no folder {str(folder)!r}: give the folder of a run.")
-    refuse_comparison(folder)
-    if not any((folder / file).exists() for file in FILES):
+    require_folder(folder)
+    if not any((folder / file).exists() for file in RUN_FILES):
+        instead = what_to_give(folder) or "give the folder that train calls run_dir"
         raise ValueError(
-            f"{str(folder)!r} is not a run's folder: it has neither of {', '.join(FILES)}. Give the folder that train"
-            " calls run_dir."
+            f"{str(folder)!r} is not a run's folder, which has one of {', '.join(RUN_FILES)}: {instead}."
         )
     record = RunRecord(folder)
     report = record.report() if record.has("report.json") else {}

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..files.argument_check import check_model
 from ..linear.site import GemmSite
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.site_plan import SitePlan
@@ -84,6 +85,7 @@ class ModuleSubject:
         batches: Sequence[Any],
         optimizer: torch.optim.Optimizer | None = None,
     ):
+        check_model(model)
         self.model, self._loss_of, self._batches = bare(model), loss_of, list(batches)
         self.batches = len(self._batches)
         self.sites = sites_of(self.model)

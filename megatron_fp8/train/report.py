@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ..files.disk import in_words, read_ordinary
+from ..files.folder_kind import what_to_give
+from ..files.limits import usable_cores
 from ..files.manifest import LARGEST
 from ..files.strict_json import load_json
 from ..kernels.cpu import loops as cpu
@@ -67,8 +69,6 @@ def device_name() -> str:
     """The GPU's name, or the processor's and its core count."""
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()} (CUDA {torch.version.cuda})"
-    from .launch.parallel import usable_cores
-
     return f"CPU {platform.processor() or platform.machine()}, {usable_cores()} cores"
 
 
@@ -107,7 +107,7 @@ def read_report(folder: Path) -> dict[str, Any]:
         return load_json(read_ordinary(path, LARGEST))
     except OSError as error:
         raise ValueError(
-            f"{str(path)!r} cannot be read ({in_words(error)}): give the folder of a run."
+            f"{str(path)!r} cannot be read ({in_words(error)}): {what_to_give(folder) or 'give the folder of a run'}."
         ) from error
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is not a report ({error}): give the folder of a run.") from error

@@ -16,14 +16,12 @@ from typing import Any
 
 from ..files.checkpoint import complete_checkpoints, iteration_of
 from ..files.disk import in_words
+from ..files.folder_kind import RUN_FILES, what_to_give
 from ..files.lines import Line, read_lines, unfinished
 from ..files.strict_yaml import read_yaml
 from ..telemetry.names import TENSORS
 from .metrics import IterationMetrics
 from .report import read_report
-
-FILES = ("report.json", "metrics.jsonl", "telemetry.jsonl")
-"""A run's folder has one of these at least."""
 
 _NO_NUMBERS = ("iteration", "site", "tensor", "partial", "went_bad")
 """Fields of a line of telemetry that are no statistics."""
@@ -198,17 +196,18 @@ def trained_beyond(path: Path, checkpoint: Path) -> list[str]:
 
 
 def record_of(path: Path) -> RunRecord:
-    """The record of a run, by its folder or one of FILES in it. Raises ValueError: there is none."""
-    folder = path.parent if path.name in FILES and not path.is_dir() else path
-    if not folder.is_dir():
-        raise ValueError(f"there is no folder {str(folder)!r}: give the folder of a run.")
-    refuse_comparison(folder)
+    """The record of a run, by its folder or one of RUN_FILES in it. Raises ValueError: there is none."""
+    folder = path.parent if path.name in RUN_FILES and not path.is_dir() else path
+    require_folder(folder)
     return RunRecord(folder)
 
 
-def refuse_comparison(folder: Path) -> None:
-    """ValueError if this is what `megatron-fp8 compare` wrote, which holds runs and is none."""
-    if not any((folder / name).exists() for name in FILES):
+def require_folder(folder: Path) -> None:
+    """ValueError if this is no folder, or what `megatron-fp8 compare` wrote, which holds runs and is none."""
+    if not folder.is_dir():
+        what = f"{str(folder)!r} is a file" if folder.exists() else f"there is no folder {str(folder)!r}"
+        raise ValueError(f"{what}: {what_to_give(folder) or 'give the folder of a run'}.")
+    if not any((folder / name).exists() for name in RUN_FILES):
         runs = sorted(path for path in (folder / "runs").glob("*") if path.is_dir())
         if runs:
             raise ValueError(

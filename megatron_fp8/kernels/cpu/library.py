@@ -30,6 +30,19 @@ from pathlib import Path
 from ...files.disk import sync
 
 
+def missing_compiler() -> str | None:
+    """Why nothing can be compiled, as far as can be told without running anything; None: a compiler is there."""
+    given = os.environ.get("CC") or "cc"
+    words = given.split()
+    if words and shutil.which(words[0]) is None:
+        return _absent(given)
+    return None
+
+
+def _absent(given: str) -> str:
+    return f"no C compiler: {given} is not there; install one or set CC"
+
+
 def load(sources: Sequence[Path], flags: str) -> tuple[ctypes.CDLL | None, str | None]:
     """(the library of these C sources, None), or (None, why there is none). They include headers that lie beside them."""
     given = os.environ.get("CC") or "cc"
@@ -37,7 +50,7 @@ def load(sources: Sequence[Path], flags: str) -> tuple[ctypes.CDLL | None, str |
         compiler = shlex.split(given)
         version = _run([*compiler, "--version"], timeout=60).stdout
     except FileNotFoundError:
-        return None, f"no C compiler: {given} is not there; install one or set CC"
+        return None, _absent(given)
     except subprocess.CalledProcessError as error:
         return None, f"no C compiler: {given} --version exits with {error.returncode}"
     except (ValueError, OSError, subprocess.TimeoutExpired) as error:

@@ -13,7 +13,7 @@ from ...backends import BACKENDS, LAYER_BACKENDS
 from ...fp8_utils import get_fp8_recipe
 from ...numerics.formats import ROLES
 from ...plan.overrides import check_overrides
-from ...plan.settings import DEFAULT_RECIPE, FP8_FORMATS, import_factory, takes
+from ...plan.settings import DEFAULT_RECIPE, FP8_FORMATS, exchanged, import_factory, takes
 from ...plan.size_table import load_table
 from ...recipe import RECIPES
 from ..te.checks import check_te_settings
@@ -83,6 +83,8 @@ def one_of(
     choices = ", ".join(repr(choice) for choice in (*allowed, *also)) + (f" or {none}" if none else "")
     near = difflib.get_close_matches(str(value).lower(), (*allowed, *also), n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
+    if meant := exchanged(name, value):
+        hint = f" {meant}."
     raise ValueError(f"{name}={value!r} is unknown: it must be one of {choices}.{hint}")
 
 

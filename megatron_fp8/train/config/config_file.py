@@ -6,7 +6,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from ...files.shipped import shipped_configs
+from ...files.shipped import which_config
 from ...files.strict_yaml import read_yaml
 from ...mcore.config.rules import shown
 from ...plan.settings import without_fp8_format
@@ -22,8 +22,7 @@ def read_config(path: str, sections: Container[str]) -> dict[str, Any]:
         content = read_yaml(Path(path))
     except OSError as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
-        shipped = ", ".join(shipped_configs())
-        raise ValueError(f"--config={path!r}: {reason}. Shipped ones, by name: {shipped}.") from error
+        raise ValueError(f"--config={path!r}: {reason}. {which_config(path)}") from error
     except ValueError as error:
         raise ValueError(f"--config={path} is not YAML: {error}") from error
     if content is None:

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ...files.folder_kind import is_model_directory, what_to_give
+
 
 def check_paths(run: Any) -> None:
     """Raise ValueError naming the option if a path is empty, cannot be one, or leads in a circle.
@@ -50,6 +52,7 @@ def check_config_file(path: str) -> None:
     """Raise ValueError if `path`, of --config, is no file that can be read. Its content is not looked at."""
     check_path("--config", path)
     if Path(path).is_dir():
-        raise ValueError(
-            f"--config={path} is a folder: give a YAML file, such as {path.rstrip('/')}/config.yaml."
-        )
+        instead = f"give a YAML file, such as {path.rstrip('/')}/config.yaml"
+        if is_model_directory(Path(path)):
+            instead = what_to_give(Path(path)) or instead
+        raise ValueError(f"--config={path} is a folder: {instead}.")

@@ -8,7 +8,6 @@ Names may be written with '-' for '_'. A later option wins over an earlier one, 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 import functools
 import json
@@ -26,7 +25,8 @@ from ...files.shipped import find_config
 from ...mcore.config.fields import KNOWN
 from ...mcore.config.rules import Rule, shown
 from ...mcore.config.table import OWN_RULES
-from ...plan.settings import DEFAULT_RECIPE, NOT_A_KEY, field_meant, refuse_recipe_alone
+from ...plan.key_hint import nearest_key
+from ...plan.settings import DEFAULT_RECIPE, field_meant, refuse_recipe_alone
 from .config_file import by_dotted_key, read_config
 from .field_rules import RULES, check_rules
 from .model_section import NAMES, ModelSection, settle_precision
@@ -109,6 +109,7 @@ def parse(arguments: list[str]) -> RunConfig:
             raise ValueError("-- alone is not an option: leave it out, and write --section.key=value.")
         if value is None:
             raise ValueError(f"--{name} has no value: write --{name}=VALUE.")
+        _check_text({name: value})
         if name == "config":
             check_config_file(value)
             files.append(value)
@@ -370,13 +371,10 @@ def _check_key(key: str, where: str, *, in_file: bool = False) -> None:
         return
     if key in (f"optimizer.{name}" for name in _NOT_OFFERED):
         raise ValueError(f"{where}{key}: {_NOT_OFFERED[key.partition('.')[2]]}.")
-    # 'model.fp8_recepi' is near 'model.fp8_recipe'; 'fp8' alone is near 'model.fp8'.
     section, _, name = key.rpartition(".")
+    near = nearest_key(key, known)
+    hint = f" Did you mean {near}?" if near else " Sections are " + ", ".join(SECTIONS) + "."
     by_last_part = [other for other in known if other.rpartition(".")[2] == name]
-    near = by_last_part or difflib.get_close_matches(key, (*known, "model.fp8_format"), n=1)
-    if name == "fp8_format" or "model.fp8_format" in near:
-        near = [NOT_A_KEY]
-    hint = f" Did you mean {near[0]}?" if near else " Sections are " + ", ".join(SECTIONS) + "."
     owner = by_last_part[0].rpartition(".")[0] if by_last_part else ""
     if in_file and name in SECTIONS:
         hint = f" It is a section: is it indented too far, under {section}:?"

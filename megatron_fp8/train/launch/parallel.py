@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ... import kernels
-from ...files.limits import check_threads
+from ...files.limits import check_threads, usable_cores
 from ...kernels.torch_products import replace_slow
 from ...plan.timing import unused_gpu
 from ...state.ranks import first_to_say
@@ -260,12 +260,6 @@ def seed_streams(seed: int) -> None:
     # Without a GPU torch.manual_seed keeps a call for each kind of device that may yet come, with a trace of the stack.
     (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 _held = ExitStack()

@@ -19,6 +19,10 @@ REFUSED = {
     "no number": (["--ranks=abc", "train"], "invalid int value: 'abc'"),
     "too many": (["--ranks=100000", "train"], "--ranks 100000 must be"),
     "an option of another name": (["--rank=2", "train"], "unrecognized arguments: --rank=2"),
+    "torchrun's word": (["--nproc-per-node=2", "train"], "Did you mean --ranks?"),
+    "its short form": (["-n", "2", "train"], "Did you mean --ranks?"),
+    "torchrun's nodes": (["--nnodes", "2", "train"], "Did you mean --nodes?"),
+    "with underscores": (["--node_rank=1", "train"], "Did you mean --node-rank?"),
     "a misspelt command": (["trian"], "Did you mean 'train'?"),
     "no such script": (["no/such.py"], "'no/such.py' is neither"),
     "a command of one process": (["report", "a b"], "run megatron-fp8 report 'a b'."),
@@ -39,6 +43,15 @@ REFUSED = {
     "a number of many digits": ([*NODES, f"--master=a:{'9' * 5000}", "train"], "must be HOST:PORT"),
     "logs in a file": ([f"--logs={__file__}", SCRIPT], "give another folder by --logs"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "gpus", "said"), [(3, 0, True), (2, 0, False), (3, 4, False)])
+def test_more_ranks_than_cores_is_said_before_they_start(monkeypatch, capsys, ranks, gpus, said):
+    monkeypatch.setattr("megatron_fp8.commands.launch.usable_cores", lambda: 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("megatron_fp8.train.launch.launcher.launch", lambda launching, debug: launching.ranks)
+    assert main(["launch", f"--ranks={ranks}", SCRIPT]) == ranks
+    assert ("3 ranks share 2 CPU cores" in capsys.readouterr().err) is said
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -1,6 +1,6 @@
 """Shipped configs by name."""
 
-from megatron_fp8.files.shipped import find_config, shipped_configs
+from megatron_fp8.files.shipped import find_config, shipped_configs, which_config
 
 
 def test_a_name_is_a_shipped_config_and_a_file_is_itself(tmp_path, monkeypatch):
@@ -12,3 +12,10 @@ def test_a_name_is_a_shipped_config_and_a_file_is_itself(tmp_path, monkeypatch):
     assert find_config("tiny_gpt_cpu") == "tiny_gpt_cpu"
     for other in ("no_such", "folder/tiny_gpt_cpu", "", "x" * 9999, "a\0b"):
         assert find_config(other) == other
+
+
+def test_a_name_that_is_none_is_answered_by_the_nearest():
+    for given in ("tiny_gpt", "tiny_gtp_cpu", "configs/tiny_gpt.yaml", "Tiny_GPT_CPU"):
+        assert which_config(given).startswith("Did you mean tiny_gpt_cpu? Shipped ones, by name: "), given
+    assert which_config("llama3").startswith("Did you mean llama3_70b or llama3_8b?")
+    assert which_config("zzz").startswith("Shipped ones") and which_config("").startswith("Shipped ones")

@@ -58,7 +58,9 @@ def test_a_shipped_config_is_known_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for run in (parse(["--config", "tiny_gpt_cpu"]), parse(["--config=tiny_gpt_cpu"])):
         assert run.model.hidden_size == 256 and run.run_dir == "runs/tiny_gpt_cpu"
-    with pytest.raises(ValueError, match=r"no such file\. Shipped ones, by name: .*tiny_gpt_cpu"):
+    with pytest.raises(
+        ValueError, match=r"no such file\. Did you mean tiny_gpt_cpu\? Shipped ones, by name: .*tiny_gpt_cpu"
+    ):
         parse(["--config=tiny_gpt_cpo"])
 
 
