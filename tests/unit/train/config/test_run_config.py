@@ -359,3 +359,20 @@ def test_of_several_values_the_one_that_is_wrong_is_named(tmp_path, options, ref
     file.write_text("train: {seed: x}")
     with pytest.raises(ValueError, match=f"^{re.escape(refused.format(file=file))}"):
         parse([option.format(file=file) for option in options])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "ranks, options, tensor, sequence",
+    [
+        (1, [], 1, False),
+        (2, [], 2, True),
+        (4, [], 2, True),  # two query groups
+        (3, [], 1, False),
+        (2, ["--model.sequence_parallel=false"], 2, False),
+        (2, ["--model.tensor_model_parallel_size=1"], 1, False),
+    ],
+)
+def test_a_tensor_parallel_size_of_auto_is_that_of_the_ranks(ranks, options, tensor, sequence):
+    run = run_config.parse(["--config=tiny_gpt_cpu", *options], ranks)
+    assert (run.model.tensor_model_parallel_size, run.model.sequence_parallel) == (tensor, sequence)
