@@ -101,7 +101,9 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> None:
     except LayoutError as error:
         least = read(asked)
         found = layout(least, options.gpus, device(options.device or _ASSUMED, least.model), reserve)
-        said = f"A layout that fits: {' '.join(found)}" if found else "No layout tried fits into so many GPUs."
+        said = (
+            f"A layout that fits: {' '.join(found)}" if found else "No layout tried fits into so many GPUs."
+        )
         raise ValueError(f"{error} {said}") from error
     on = device(options.device if chosen else _ASSUMED, settings.model)
     there = asked_of(settings.model, on)

@@ -84,8 +84,8 @@ def changes(settings: Settings) -> Iterator[tuple[tuple[str, ...], Settings]]:
 
 
 def layouts(settings: Settings) -> Iterator[tuple[tuple[str, ...], Settings]]:
-    """Every tensor, pipeline and expert parallel size that the GPUs allow, fewest ranks for a model first; each alone, then
-    with a sharded optimizer, FP8 weights, recomputation and smaller micro-batches, one upon the other."""
+    """Every tensor, pipeline and expert parallel size that the GPUs allow, fewest ranks of a model first; each alone,
+    then with a sharded optimizer, FP8 weights, recomputation and smaller micro-batches, one upon the other."""
     model = settings.model
     tensor = [size for size in (1, 2, 4, 8) if settings.gpus % size == 0]
     pipeline = [size for size in (1, 2, 4, 8, 16, 32) if model.num_layers % size == 0]
@@ -112,7 +112,7 @@ def layouts(settings: Settings) -> Iterator[tuple[tuple[str, ...], Settings]]:
 
 
 def layout(settings: Settings, gpus: int, device: Device, reserve: float = RESERVE) -> tuple[str, ...] | None:
-    """Options with which the model fits into so many GPUs, whatever layout its settings have; None: nothing tried does."""
+    """Options with which the model fits into so many GPUs, whatever its settings' layout; None: nothing tried does."""
     plans, there = Plans(settings.model), int(device.memory * (1 - reserve))
     tried = layouts(replace(settings, gpus=gpus))
 

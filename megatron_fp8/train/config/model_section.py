@@ -124,7 +124,7 @@ ModelSection.__doc__ = (
 
 
 def settle_tensor_parallel(section: Any, ranks: int, *, sequence_given: bool) -> None:
-    """Replace a tensor parallel size of 'auto' by what the ranks allow, with sequence parallelism unless that is given."""
+    """Replace a tensor parallel size of 'auto' by what the ranks allow, and sequence parallelism unless given."""
     if section.tensor_model_parallel_size != AUTO:
         return
     groups = section.num_query_groups or section.num_attention_heads

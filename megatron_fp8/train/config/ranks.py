@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-
 AUTO = "auto"
 """What model.tensor_model_parallel_size says where the number of ranks decides."""
 

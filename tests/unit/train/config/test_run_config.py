@@ -374,5 +374,5 @@ def test_of_several_values_the_one_that_is_wrong_is_named(tmp_path, options, ref
     ],
 )
 def test_a_tensor_parallel_size_of_auto_is_that_of_the_ranks(ranks, options, tensor, sequence):
-    run = run_config.parse(["--config=tiny_gpt_cpu", *options], ranks)
+    run = parse(["--config=tiny_gpt_cpu", *options], ranks)
     assert (run.model.tensor_model_parallel_size, run.model.sequence_parallel) == (tensor, sequence)
