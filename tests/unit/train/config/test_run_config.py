@@ -292,7 +292,7 @@ def test_every_shipped_config_is_listed_here():
 
 @pytest.mark.parametrize(("name", "world_size"), LAYOUTS.items())
 def test_shipped_configs_are_valid(name, world_size):
-    run = load(CONFIGS / f"{name}.yaml")
+    run = parse([f"--config={CONFIGS / name}.yaml"], world_size)
     config = transformer_config(run.model)
     experts = config.num_moe_experts is not None  # trained as DeepSeek-V3 was: E4M3, all layers in FP8
     assert config.fp8 == ("e4m3" if experts else "hybrid")
