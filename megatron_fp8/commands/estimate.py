@@ -100,9 +100,11 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> None:
         settings = read(asked, options.gpus)
     except LayoutError as error:
         least = read(asked)
-        found = layout(least, options.gpus, device(options.device or _ASSUMED, least.model), reserve)
+        proposal = layout(least, options.gpus, device(options.device or _ASSUMED, least.model), reserve)
         said = (
-            f"A layout that fits: {' '.join(found)}" if found else "No layout tried fits into so many GPUs."
+            f"A layout that fits: {' '.join(proposal)}"
+            if proposal
+            else "No layout tried fits into so many GPUs."
         )
         raise ValueError(f"{error} {said}") from error
     on = device(options.device if chosen else _ASSUMED, settings.model)
