@@ -79,7 +79,7 @@ def main() -> int:
     wanted, overrides = parser.parse_known_args()
     page, out = PAGES[wanted.page], wanted.out or ROOT / "runs" / wanted.page
     config, recipes = wanted.config or page.config, wanted.recipes or page.recipes
-    options = [f"--config={config}", f"--recipes={recipes}", f"--seeds={wanted.seeds}"]
+    options = [f"--config={config}", f"--recipes={recipes}", f"--seeds={wanted.seeds}", "--ranks=2"]
     code = megatron_fp8(["compare", *options, f"--out={out}", *overrides])
     if code:
         return code

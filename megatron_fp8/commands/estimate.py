@@ -72,9 +72,9 @@ def _parser() -> CommandParser:
 def _run(options: argparse.Namespace, run_options: list[str]) -> None:
     from ..estimate.device import device
     from ..estimate.estimate import estimate, in_bf16
-    from ..estimate.fit import RESERVE, fit
+    from ..estimate.fit import RESERVE, fit, layout
     from ..estimate.payoff import grouped, of_sites
-    from ..estimate.settings import joined, read
+    from ..estimate.settings import LayoutError, joined, read
     from ..estimate.sites import Plans
     from ..estimate.text import shown, unsure
     from ..study.doctor.elsewhere import asked_of
@@ -95,8 +95,18 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> None:
         if not one.partition("=")[0].strip():
             raise ValueError(f"--set {one!r} names no key: write --set KEY=VALUE.")
         given.append(f"--{one}")
-    settings = read([*given, *joined(run_options)], options.gpus)
-    chosen = options.device is not None
+    chosen, asked = options.device is not None, [*given, *joined(run_options)]
+    try:
+        settings = read(asked, options.gpus)
+    except LayoutError as error:
+        least = read(asked)
+        proposal = layout(least, options.gpus, device(options.device or _ASSUMED, least.model), reserve)
+        said = (
+            f"A layout that fits: {' '.join(proposal)}"
+            if proposal
+            else "No layout tried fits into so many GPUs."
+        )
+        raise ValueError(f"{error} {said}") from error
     on = device(options.device if chosen else _ASSUMED, settings.model)
     there = asked_of(settings.model, on)
     found = estimate(settings, on, chosen=chosen)

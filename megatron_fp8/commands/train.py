@@ -171,7 +171,7 @@ def prepare(arguments: list[str], launch: Any, stop: Any) -> Any:
     from ..train.launch import parallel
     from ..train.launch.facts import run_facts
 
-    run = run_config.parse(arguments)
+    run = run_config.parse(arguments, launch.world_size)
     config = transformer_config(run.model)
     parallel.check_layout(run.model, run.train, launch.world_size, launch.told)
     tokenizer = load_tokenizer(run.data.tokenizer)

@@ -93,12 +93,6 @@ def group_size(settings: Settings, expert: bool) -> int:
     if not expert:
         return settings.data_parallel * model.context_parallel_size
     of_experts = model.expert_ranks
-    if settings.gpus % of_experts:
-        raise ValueError(
-            f"--gpus={settings.gpus} must be a multiple of the {of_experts} ranks that hold all experts once"
-            f" (model.expert_model_parallel_size={model.expert_model_parallel_size} x expert tensor parallel"
-            f" {model.expert_tp} x pipeline {model.pipeline_model_parallel_size}): change one of them."
-        )
     return settings.gpus // of_experts
 
 

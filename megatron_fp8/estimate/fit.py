@@ -6,6 +6,7 @@ numbers and of the user first. Nothing else of the run is changed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,6 +81,46 @@ def changes(settings: Settings) -> Iterator[tuple[tuple[str, ...], Settings]]:
     for split in splits:
         if together and (made := apply(settings, {**together, **split})) is not None:
             yield _words({**together, **split}), made
+
+
+def layouts(settings: Settings) -> Iterator[tuple[tuple[str, ...], Settings]]:
+    """Every tensor, pipeline and expert parallel size that the GPUs allow, fewest ranks of a model first; each alone,
+    then with a sharded optimizer, FP8 weights, recomputation and smaller micro-batches, one upon the other."""
+    model = settings.model
+    tensor = [size for size in (1, 2, 4, 8) if settings.gpus % size == 0]
+    pipeline = [size for size in (1, 2, 4, 8, 16, 32) if model.num_layers % size == 0]
+    experts = [size for size in range(1, (model.num_moe_experts or 1) + 1) if settings.gpus % size == 0]
+    sizes = [one for one in itertools.product(pipeline, tensor, experts) if one[0] * one[1] <= settings.gpus]
+    for pp, tp, ep in sorted(sizes, key=lambda one: (one[0] * one[1], one)):
+        together: dict[str, Any] = {
+            "model.tensor_model_parallel_size": tp,
+            "model.sequence_parallel": tp > 1,
+            "model.pipeline_model_parallel_size": pp,
+        }
+        if model.virtual_pipeline_model_parallel_size:
+            together["model.virtual_pipeline_model_parallel_size"] = None
+        if model.num_moe_experts:
+            together["model.expert_model_parallel_size"] = ep
+        if (made := apply(settings, together)) is None:
+            continue
+        yield _words(together), made
+        for group in (_sharded, _fp8_param, _recompute, _smaller):
+            for more in group(made):
+                together |= more
+                if (smaller := apply(settings, together)) is not None:
+                    yield _words(together), smaller
+
+
+def layout(settings: Settings, gpus: int, device: Device, reserve: float = RESERVE) -> tuple[str, ...] | None:
+    """Options with which the model fits into so many GPUs, whatever its settings' layout; None: nothing tried does."""
+    plans, there = Plans(settings.model), int(device.memory * (1 - reserve))
+    tried = layouts(replace(settings, gpus=gpus))
+
+    def enough(made: Settings) -> bool:
+        stages = range(made.model.pipeline_model_parallel_size)
+        return all(memory(made, stage, plans, gpu=True).total <= there for stage in stages)
+
+    return next((words for words, made in tried if enough(made)), None)
 
 
 def apply(settings: Settings, change: dict[str, Any]) -> Settings | None:
@@ -174,6 +215,8 @@ def _words(change: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _value(value: Any) -> str:
+    if value is None:
+        return "null"
     if isinstance(value, bool):
         return str(value).lower()
     return f"[{','.join(value)}]" if isinstance(value, list) else str(value)

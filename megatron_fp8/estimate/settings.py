@@ -29,7 +29,7 @@ from ..plan.settings import field_meant, refuse_recipe_alone
 from ..train.config.config_file import by_dotted_key, read_config
 from ..train.config.field_rules import check_rules
 from ..train.config.model_fields import known_fields
-from ..train.config.ranks import least_ranks
+from ..train.config.ranks import AUTO, least_ranks, tensor_ranks
 from ..train.config.sections import (
     CheckpointSection,
     DataSection,
@@ -56,6 +56,10 @@ _SECTIONS: dict[str, Any] = {
 _TOP = {"run_dir", "resume", "dry_run", "debug"}
 _NAMES = ("model", *_SECTIONS)
 _BYTES_VOCABULARY = 257  # of a run without a tokenizer: every byte, and the end of a document
+
+
+class LayoutError(ValueError):
+    """The GPUs are no multiple of the ranks that the layout needs, or the batch does not divide among them."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,10 @@ def settle(given: dict[str, Any], gpus: int | None = None) -> Settings:
         sections[name] = _SECTIONS[name](**{k: given[f"{name}.{k}"] for k in keys if f"{name}.{k}" in given})
         check_rules(name, sections[name])
     section = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("model.")}
+    if section.get("tensor_model_parallel_size") == AUTO:
+        names = ("num_attention_heads", "num_query_groups", "ffn_hidden_size")
+        size = tensor_ranks(gpus or 1, *(section.get(name) for name in names))
+        section = {"sequence_parallel": size > 1, **section, "tensor_model_parallel_size": size}
     train = sections["train"]
     model, notes = _model(section, given, train.seq_length)
     _check_together(sections, model, given.get("model.fp8_guard"))
@@ -166,10 +174,16 @@ def settle(given: dict[str, Any], gpus: int | None = None) -> Settings:
     if gpus < 1:
         raise ValueError(f"--gpus={gpus} must be at least 1: how many the whole run has.")
     if gpus % ranks:
-        raise ValueError(
+        raise LayoutError(
             f"--gpus={gpus} must be a multiple of the {ranks} ranks that hold one model (tensor"
             f" {model.tensor_model_parallel_size} x pipeline {model.pipeline_model_parallel_size} x context"
             f" {model.context_parallel_size}): change one of them."
+        )
+    if gpus % model.expert_ranks:
+        raise LayoutError(
+            f"--gpus={gpus} must be a multiple of the {model.expert_ranks} ranks that hold all experts once"
+            f" (model.expert_model_parallel_size={model.expert_model_parallel_size} x expert tensor parallel"
+            f" {model.expert_tp} x pipeline {model.pipeline_model_parallel_size}): change one of them."
         )
     settings = Settings(model, train, sections["optimizer"], gpus, tuple(notes))
     _check_batch(settings)
@@ -194,7 +208,7 @@ def _check_batch(settings: Settings) -> None:
     train, model = settings.train, settings.model
     at_once = train.micro_batch_size * settings.data_parallel
     if train.global_batch_size % at_once:
-        raise ValueError(
+        raise LayoutError(
             f"train.global_batch_size={train.global_batch_size} must be a multiple of train.micro_batch_size="
             f"{train.micro_batch_size} x {settings.data_parallel} data-parallel ranks (--gpus={settings.gpus}): change"
             " one of them."

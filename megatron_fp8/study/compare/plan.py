@@ -146,7 +146,7 @@ def plan(
                 f"--{name} is what a comparison sets itself: leave it out (--seeds, --out and --recipes)."
             )
     names = _recipes(recipes)
-    base = run_config.parse([f"--config={config}", *overrides])
+    base = run_config.parse([f"--config={config}", *overrides], ranks or 1)
     if base.checkpoint.folder is not None:
         raise ValueError(
             f"checkpoint.folder={base.checkpoint.folder!r} would be one folder for all runs, and each would go on from"
@@ -167,7 +167,7 @@ def plan(
             resume = base.resume if fresh else "auto"
             arguments = [f"--config={config}", *options, f"--run_dir={folder}", f"--resume={resume}"]
             try:
-                run = run_config.parse(arguments)
+                run = run_config.parse(arguments, ranks)
                 if seed == numbers[0]:
                     transformer_config(run.model)
             except ValueError as error:

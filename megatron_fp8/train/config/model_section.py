@@ -22,6 +22,7 @@ from ...mcore.config.table import FIELDS
 from ...mcore.config.transformer_config import TransformerConfig
 from .field_rules import check_training_fields
 from .position_fields import POSITION_FIELDS, ROTARY, check_positions
+from .ranks import AUTO, tensor_ranks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu, "squared_relu": squared_relu}
@@ -41,6 +42,7 @@ _TYPES: dict[str, Any] = {
     "pipeline_dtype": typing.Optional[_DTYPE],  # noqa: UP045
     "autocast_dtype": typing.Optional[_DTYPE],  # noqa: UP045
     "activation_func": Literal["gelu", "silu", "relu", "squared_relu"],
+    "tensor_model_parallel_size": int | Literal["auto"],
     "pipeline_model_parallel_layout": typing.Optional[str],  # noqa: UP045
     "q_lora_rank": typing.Optional[int],  # noqa: UP045 (queries without a latent; Megatron-Core says int)
     "cuda_graph_scope": str,
@@ -119,6 +121,17 @@ ModelSection: Any = dataclasses.make_dataclass("ModelSection", _model_fields(), 
 ModelSection.__doc__ = (
     "The model: every TransformerConfig field, and how GPTModel embeds tokens and positions."
 )
+
+
+def settle_tensor_parallel(section: Any, ranks: int, *, sequence_given: bool) -> None:
+    """Replace a tensor parallel size of 'auto' by what the ranks allow, and sequence parallelism unless given."""
+    if section.tensor_model_parallel_size != AUTO:
+        return
+    groups = section.num_query_groups or section.num_attention_heads
+    sizes = (section.num_attention_heads, groups, section.ffn_hidden_size)
+    section.tensor_model_parallel_size = tensor_ranks(ranks, *sizes)
+    if not sequence_given:
+        section.sequence_parallel = section.tensor_model_parallel_size > 1
 
 
 def settle_precision(section: Any) -> None:

@@ -5,6 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+AUTO = "auto"
+"""What model.tensor_model_parallel_size says where the number of ranks decides."""
+
+
+def tensor_ranks(ranks: int, *sizes: int | None) -> int:
+    """The largest tensor parallel size that divides the ranks and the model's heads, query groups and ffn size."""
+    return math.gcd(ranks, *(size for size in sizes if size))
+
 
 def dense_ranks(model: Any) -> int:
     """Ranks that hold one copy of the dense model, context parallel ones included."""

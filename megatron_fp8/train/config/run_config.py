@@ -29,7 +29,7 @@ from ...plan.key_hint import nearest_key
 from ...plan.settings import DEFAULT_RECIPE, field_meant, refuse_recipe_alone
 from .config_file import by_dotted_key, read_config
 from .field_rules import RULES, check_rules
-from .model_section import NAMES, ModelSection, settle_precision
+from .model_section import NAMES, ModelSection, settle_precision, settle_tensor_parallel
 from .paths import check_config_file, check_paths
 from .sections import (
     CheckpointSection,
@@ -94,8 +94,10 @@ def _plain(value: Any) -> Any:
     return value.name if isinstance(value, enum.Enum) else value
 
 
-def parse(arguments: list[str]) -> RunConfig:
+def parse(arguments: list[str], ranks: int = 1) -> RunConfig:
     """The run config of a command line, whose options count more than its files, wherever they stand.
+
+    ``ranks``: of the run; they decide a tensor parallel size of 'auto'.
 
     Raises ValueError with one line: an unknown key (with the nearest known one), a value of the wrong type or out of
     range, a file that is missing or not YAML.
@@ -130,6 +132,7 @@ def parse(arguments: list[str]) -> RunConfig:
     own = {name: values[name] for name in _OWN if values.get(name) is not None}
     own.setdefault("run_dir", f"runs/{Path(files[-1]).stem if files else 'train'}")
     run = RunConfig(**sections, **own)
+    settle_tensor_parallel(run.model, ranks, sequence_given="model.sequence_parallel" in given)
     for name in SECTIONS:
         check_rules(name, getattr(run, name))
     check_rules("", run)

@@ -87,7 +87,7 @@ def test_what_cannot_be_is_said(option: str, words: str | None) -> None:
         read([TINY, option])  # without recompute_granularity nobody reads it
         return
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
-        read([TINY, option])
+        read([TINY, "--model.tensor_model_parallel_size=2", option])
 
 
 def test_overrides_may_name_an_expert_of_any_rank() -> None:
@@ -121,7 +121,7 @@ def test_without_gpus_it_is_as_few_as_hold_the_model_and_its_experts() -> None:
 
 def test_ranks_that_hold_no_whole_model_are_refused() -> None:
     with pytest.raises(ValueError, match="--gpus=3 must be a multiple of the 2 ranks"):
-        read([TINY], gpus=3)
+        read([TINY, "--model.tensor_model_parallel_size=2"], gpus=3)
 
 
 def test_an_estimate_is_quick_and_imports_no_megatron() -> None:

@@ -69,12 +69,16 @@ def test_runs_do_not_share_a_folder_of_checkpoints(tmp_path):
 
 
 def test_ranks_are_those_of_the_layout(tmp_path):
-    comparison = planned(tmp_path)
+    assert planned(tmp_path).ranks == 1
+    assert planned(tmp_path, ranks=2).runs[0].config.model.tensor_model_parallel_size == 2
+    two = "--model.tensor_model_parallel_size=2"
+    comparison = planned(tmp_path, overrides=[two])
     assert comparison.ranks == 2
     assert command(comparison.runs[0], comparison.ranks)[3:6] == ["launch", "--ranks=2", "train"]
     assert command(comparison.runs[0], 1)[3] == "train"
     assert planned(tmp_path, ranks=4, overrides=["--train.micro_batch_size=4"]).ranks == 4
     experts = [
+        two,
         "--model.num_moe_experts=4",
         "--model.expert_model_parallel_size=2",
         "--train.micro_batch_size=4",

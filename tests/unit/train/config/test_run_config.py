@@ -294,7 +294,7 @@ def test_every_shipped_config_is_listed_here():
 
 @pytest.mark.parametrize(("name", "world_size"), LAYOUTS.items())
 def test_shipped_configs_are_valid(name, world_size):
-    run = load(CONFIGS / f"{name}.yaml")
+    run = parse([f"--config={CONFIGS / name}.yaml"], world_size)
     config = transformer_config(run.model)
     experts = config.num_moe_experts is not None  # trained as DeepSeek-V3 was: E4M3, all layers in FP8
     assert config.fp8 == ("e4m3" if experts else "hybrid")
@@ -361,3 +361,20 @@ def test_of_several_values_the_one_that_is_wrong_is_named(tmp_path, options, ref
     file.write_text("train: {seed: x}")
     with pytest.raises(ValueError, match=f"^{re.escape(refused.format(file=file))}"):
         parse([option.format(file=file) for option in options])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "ranks, options, tensor, sequence",
+    [
+        (1, [], 1, False),
+        (2, [], 2, True),
+        (4, [], 2, True),  # two query groups
+        (3, [], 1, False),
+        (2, ["--model.sequence_parallel=false"], 2, False),
+        (2, ["--model.tensor_model_parallel_size=1"], 1, False),
+    ],
+)
+def test_a_tensor_parallel_size_of_auto_is_that_of_the_ranks(ranks, options, tensor, sequence):
+    run = parse(["--config=tiny_gpt_cpu", *options], ranks)
+    assert (run.model.tensor_model_parallel_size, run.model.sequence_parallel) == (tensor, sequence)
