@@ -35,7 +35,7 @@ class Training:
     def __init__(self, number: int | None, run_dir: str) -> None:
         self.number, self.finished = number, 0
         self.stepper = SimpleNamespace(stop=StopRequest({}))
-        section = SimpleNamespace(folder=None)
+        section = SimpleNamespace(folder=None, saves=True)
         self.run = SimpleNamespace(train=SimpleNamespace(train_iters=9), checkpoint=section, run_dir=run_dir)
         self.liveness = SimpleNamespace(skipped=0, taken=0, spike="")
         self.display: Any = SimpleNamespace(close=lambda: None)

@@ -33,7 +33,6 @@ BASE: dict[str, Any] = {
     "bias_activation_fusion": True,
     "add_bias_linear": False,
     "fp8": "hybrid",
-    "fp8_recipe": None,
 }
 
 
