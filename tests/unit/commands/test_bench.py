@@ -121,6 +121,7 @@ def test_tune_measures_the_gemms_of_a_config(tmp_path, monkeypatch):
 
     out = tmp_path / "table.json"
     smaller = ["--train.micro_batch_size=1", "--train.seq_length=64", "--model.fp8_format=blockwise"]
+    smaller.append("--model.tensor_model_parallel_size=2")
     asked = f"--model.fp8_size_filter={out}"  # the run asks for the table already
     assert bench(CONFIG, *smaller, asked, "--tune", f"--out={out}", "--repetitions=4") == 0
     table = load_table(str(out))

@@ -70,7 +70,7 @@ def test_linear_that_is_observed() -> None:
         site = GemmSite(fp8_site("a", 0, DelayedScaling(), "native", "test"), Fp8State(), None)
         x, w = leaf(64, 32), leaf(48, 32)
         y = x @ w.t()
-        observe(site, x, w, y, record=True)
+        observe(site, x, w, y, training=True)
         y.sum().backward()
 
 
