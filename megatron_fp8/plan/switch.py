@@ -180,7 +180,7 @@ def remember_fp8(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Forwards:
-    """Remembers the switches around one layer's forwards of this iteration, for the recomputations of those.
+    """Remembers the switches around one layer's forwards of an iteration, for the recomputations of those.
 
     Args:
         by_recipe: whether the layer runs the recipe that a switch names: then forwards with other recipes differ.
@@ -208,17 +208,18 @@ class Forwards:
                 self._iteration, self._met = iteration, {}
             self._met[training, here.turns_off(site.plan), here.label if self._by_recipe else ""] = here
             return here
-        if iteration != self._iteration:
+        if not self._met:
             return here
-        met = [switch for (mode, *_), switch in self._met.items() if mode == training]
-        met = met or [*self._met.values()]  # the mode was changed between the forward and its backward
+        # Training's recomputations do not look at evaluations; a layer in evaluation may have been in training before.
+        met = {key[1:]: switch for key, switch in self._met.items() if key[0] or not training}
+        met = met or {key[1:]: switch for key, switch in self._met.items()}
         if len(met) > 1:
             raise RuntimeError(
                 f"{site.plan.name} ran with FP8 switched off and on (or in several ways) in one iteration, and"
                 " torch.utils.checkpoint does not say which call it recomputes: checkpoint"
                 " megatron_fp8.plan.switch.remember_fp8(function) in place of the function"
             )
-        return met[0]
+        return next(iter(met.values()))
 
 
 # ------------------------------------------------------------------------------------------------------------ watched

@@ -265,6 +265,29 @@ def test_forwards_that_differed_are_told_apart_or_refused(training: bool) -> Non
         y.sum().backward()
 
 
+def test_a_mode_that_changes_before_the_backward_is_no_guess() -> None:
+    """The layer is in evaluation mode when its training forward is recomputed, and evaluated in high precision before."""
+    model = tower("tensorwise")
+    y = checkpoint(model, batch(0), use_reentrant=True)
+    with fp8_autocast(enabled=False), torch.no_grad():
+        model.eval()(batch(1))
+    with pytest.raises(RuntimeError, match="remember_fp8"):
+        y.sum().backward()
+
+
+def test_a_recomputation_after_the_end_of_its_iteration_runs_as_its_forward_did() -> None:
+    found = []
+    for recompute in (True, False):
+        model = tower("tensorwise")
+        with fp8_autocast(enabled=False):
+            y = called(model, "reentrant" if recompute else "eager")(batch(0))
+        fp8_step(model)
+        y.square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+    for again, kept in zip(*found, strict=True):
+        assert_same_bytes(again, kept)
+
+
 def test_an_evaluation_in_another_precision_does_not_concern_training() -> None:
     model = tower("tensorwise")
     with fp8_autocast(enabled=False), torch.no_grad():
