@@ -55,7 +55,9 @@ class Fp8Iterations:
 
     def state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """``fp8_state_dict(model)`` and the counts (int64 [])."""
-        counts = {name: torch.tensor(getattr(self, name), dtype=torch.int64) for name in COUNTERS}
+        counts = {
+            name: torch.tensor(getattr(self, name), dtype=torch.int64, device="cpu") for name in COUNTERS
+        }
         return {**fp8_state_dict(model), **counts}
 
     def load_state_dict(self, model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:

@@ -4,7 +4,7 @@ And which steps of optimizers end one."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -32,6 +32,13 @@ from tests.support.tower import DELAYED, Tower, assert_same_state, batch, sgd, t
 
 RECIPES = [DELAYED, "tensorwise", "rowwise", "blockwise", "mxfp8"]
 ROUTES = ["eager", "compiled", "reentrant", "non-reentrant"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 def called(model: nn.Module, route: str) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -50,7 +50,7 @@ def test_a_recipe_name_is_accepted_at_both_doors(door, recipe):
 
 def test_the_default_recipe_is_that_of_every_entry_of_ours():
     """It was Megatron-Core's here and in `train`, and tensorwise in convert_to_fp8."""
-    expected = recipe_name(Fp8Config().resolved_recipe())
+    expected = recipe_name(Fp8Config().resolved_recipe)
     assert (
         make(fp8="e4m3").fp8_recipe
         == make(fp8="e4m3", fp8_recipe=None).fp8_recipe

@@ -172,7 +172,7 @@ def test_names_and_plans(ranks: RankPool) -> None:
 
 
 def high_precision_counts() -> list[int]:
-    from megatron_fp8.mcore.sites import count_high_precision
+    from megatron_fp8.linear.recording import count_linear
     from megatron_fp8.state.fp8_state import Fp8State
 
     found = []
@@ -180,7 +180,7 @@ def high_precision_counts() -> list[int]:
         state = Fp8State()
         x, w = torch.randn(4, 8, requires_grad=x_grad), torch.randn(3, 8, requires_grad=w_grad)
         y = x @ w.t()
-        count_high_precision(state, x, w, y)
+        count_linear(state, x, w, y, training=True)
         assert state.counts.hp_gemms == 1
         if y.requires_grad:
             y.sum().backward()
