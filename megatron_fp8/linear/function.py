@@ -225,13 +225,13 @@ def watch_high_precision(
     training: bool,
     shard: bool = False,
 ) -> None:
-    """Tell the observer, if there is one, of a linear that ran in high precision, in training or with gradients.
+    """Tell the observer, if there is one, of a linear that ran in high precision in training.
 
     It does not hear of what is traced or transformed, or has no memory.
     """
     if torch.compiler.is_compiling() or (observer := site.state.observer) is None:
         return
-    if not training and not y.requires_grad:
+    if not training:
         return
     if x.is_meta or isinstance(x, FakeTensor) or torch._C._functorch.peek_interpreter_stack() is not None:
         return

@@ -114,7 +114,9 @@ def _observed_once(sites: Sequence[GemmSite], training: bool, when: str) -> Iter
     elif in_backward():
         with state.unobserved():
             yield now
-    elif now or not (training or when == LATER):
+    elif (
+        now or not training
+    ):  # nobody knows yet whether an evaluation's backward comes: no observer counts it
         yield now
     else:
         slots = [
