@@ -76,7 +76,7 @@ def test_what_was_never_saved_is_said_by_every_command(results: dict[str, Any], 
 def test_a_diagnosis_is_of_the_recipe_that_trained_and_not_of_the_import(results: dict[str, Any]) -> None:
     done = results["diagnose two"]
     assert "settings are those of runs/two/config.yaml" in done.stderr
-    assert "decoder.layers.0.mlp.linear_fc1" in done.stdout and "BF16, which has nothing" not in done.stderr
+    assert "8 sites" in done.stdout and "BF16, which has nothing" not in done.stderr
 
 
 def test_a_report_names_its_page(results: dict[str, Any]) -> None:
