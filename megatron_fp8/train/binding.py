@@ -72,7 +72,8 @@ def run_of_manifest(manifest: Manifest) -> dict[str, Any]:
     recipe = (manifest.facts.get("precision") or {}).get("fp8_recipe")
     if not recipe or not run.get("model"):
         return run
-    return {**run, "model": {**without_fp8_format(run["model"]), "fp8_recipe": recipe}}
+    model = without_fp8_format(run["model"])
+    return {**run, "model": {**model, "fp8_recipe": model.get("fp8_recipe") or recipe}}
 
 
 def _model_changes(run: RunConfig, manifest: Manifest) -> list[Change]:
