@@ -8,6 +8,7 @@ from tests.support.estimates import GELU, TINY
 
 ONE = {"model__tensor_model_parallel_size": 1, "model__sequence_parallel": False}
 TWO = {"model__tensor_model_parallel_size": 2, "model__sequence_parallel": False}
+BOTH = {"model__tensor_model_parallel_size": 2, "model__sequence_parallel": True}
 DISTRIBUTED = {"optimizer__use_distributed_optimizer": True}
 PIPELINE = {**ONE, "model__pipeline_model_parallel_size": 2}
 FP8 = {"model__fp8_param": True}
@@ -55,7 +56,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         GELU,
         {**PIPELINE, **DISTRIBUTED, **FP8, **OUTPUT, "model__fp8_format": "blockwise"},
     ),
-    "tensorwise, fp8_param, sharded": (4, TINY, {**DISTRIBUTED, **FP8, **THREE}),
+    "tensorwise, fp8_param, sharded": (4, TINY, {**BOTH, **DISTRIBUTED, **FP8, **THREE}),
     "mxfp8, fp8_param, sharded": (
         2,
         TINY,
@@ -113,7 +114,11 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
             "model__fp8_overrides": "{'*.linear_fc1': bf16, '*.linear_proj': blockwise}",
         },
     ),
-    "rowwise, gathered codes": (4, TINY, {**DISTRIBUTED, **FP8, **THREE, "model__fp8_format": "rowwise"}),
+    "rowwise, gathered codes": (
+        4,
+        TINY,
+        {**BOTH, **DISTRIBUTED, **FP8, **THREE, "model__fp8_format": "rowwise"},
+    ),
     "blockwise, shards not aligned": (
         2,
         GELU,
@@ -152,6 +157,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         4,
         TINY,
         {
+            **BOTH,
             **MOE,
             **THREE,
             "model__expert_model_parallel_size": 2,
@@ -188,6 +194,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         4,
         TINY,
         {
+            **BOTH,
             **MOE,
             **BIASED,
             **LATENT,

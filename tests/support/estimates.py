@@ -86,7 +86,7 @@ def _trained(arguments: list[str], iterations: int) -> Iterator[tuple[_Step, lis
     from megatron_fp8.train.config.run_config import parse
     from megatron_fp8.train.model import build_chunks, build_optimizer
 
-    run = parse(arguments)
+    run = parse(arguments, torch.distributed.get_world_size())
     model = run.model
     layout = Layout(
         tp=model.tensor_model_parallel_size,
