@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..files.limits import usable_cores
+from ..files.resource_limits import usable_cores
 from ..files.terminal import printable
 from .line import CommandParser, tensors_shown
 from .on_checkpoint import run_command

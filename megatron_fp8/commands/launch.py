@@ -8,7 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from ..files.limits import usable_cores
+from ..files.resource_limits import usable_cores
 from ..train.exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
 from ..train.launch.hosts import is_host
 from .line import CommandParser, refuse

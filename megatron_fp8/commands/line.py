@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
-from ..files.limits import limit_reached
+from ..files.resource_limits import limit_reached
 from ..files.terminal import printable
 from ..train.exit_codes import EXIT_BAD_INPUT, EXIT_DONE
 from .fitted import fitted

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib import import_module, metadata
 
 from .. import __version__
-from ..files.limits import limit_reached, locale_limit
+from ..files.resource_limits import limit_reached, locale_limit
 from .line import refuse
 from .output import Output
 from .streams import open_closed

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..files.limits import limit_reached
+from ..files.resource_limits import limit_reached
 from ..files.terminal import printable
 from ..train.exit_codes import EXIT_DONE, EXIT_FAILED
 from .line import CommandParser, refuse, warn_in_lines

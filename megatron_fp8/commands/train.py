@@ -16,8 +16,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ..files.limits import limit_reached
 from ..files.records import say_lacking
+from ..files.resource_limits import limit_reached
 from ..files.shipped import shipped_configs
 from ..files.terminal import printable
 from ..train.exit_codes import EXIT_DONE, EXIT_FAILED

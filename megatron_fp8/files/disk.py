@@ -114,7 +114,12 @@ def remedy(error: BaseException) -> str:
         return "make room there"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "make it writable"
-    if code in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN):  # files/limits.py says which
+    if code in (
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.EAGAIN,
+    ):  # files/resource_limits.py says which
         return "raise that limit"
     return "see what is there"
 

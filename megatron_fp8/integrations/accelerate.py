@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
-from .iterations import Fp8Iterations
+from .common import Fp8Iterations
 
 
 def register_fp8(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Fp8Iterations:

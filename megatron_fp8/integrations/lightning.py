@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .iterations import Fp8Iterations, warn_of_cold_start
+from .common import Fp8Iterations, warn_of_cold_start
 
 _INSTALLED = [name for name in ("lightning", "pytorch_lightning") if find_spec(name)]
 if not _INSTALLED:

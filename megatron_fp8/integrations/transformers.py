@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from .iterations import Fp8Iterations
+from .common import Fp8Iterations
 
 FILE = "fp8_state.safetensors"
 

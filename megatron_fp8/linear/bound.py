@@ -29,7 +29,7 @@ from ..backends.native.direct import Product
 from ..quantizer import Casts
 from ..state.fp8_state import Fp8State
 from .kinds import Kinds
-from .site import Kept, WeightCache
+from .weight_cache import CachedWeight, WeightCache
 
 
 class Multiply(NamedTuple):
@@ -185,7 +185,7 @@ class BoundForward:
         scale = None if column is None else column.delayed_scale()
         made: list[torch.Tensor] = cast.cast(weight.data_ptr(), stream)
         sides = partial(cast.tensor, made, weight.dtype)
-        weights.keep(weight, Kept(weights.version(weight), record, scale, sides, self._weight_facts))
+        weights.keep(weight, CachedWeight(weights.version(weight), record, scale, sides, self._weight_facts))
         return made
 
     def _bound(self, weight: torch.Tensor, record: bool) -> Bound | None:

@@ -52,7 +52,8 @@ from torch.utils.flop_counter import register_flop_formula
 from ..quantizer import measure
 from ..state.iteration import LATER, in_backward, recorded
 from ..tensor import Operand, QuantizedSide
-from . import observed
+from .high_precision import observe_backward as record_gradient
+from .high_precision import observe_forward
 from .passes import Call, backward, forward, keeps_codes
 from .recording import LateRecord, came_back, counted_forward
 from .registry import site_by_handle
@@ -337,7 +338,7 @@ def observe(
     """(a copy of y; float32 [], the amax of x); in training the amaxes of x and weight are recorded."""
     amax = measure(x)[0].clone()
     if training:
-        observed.observe_forward(site_by_handle(site), amax, weight)
+        observe_forward(site_by_handle(site), amax, weight)
     return y.clone(), amax
 
 
@@ -354,8 +355,8 @@ def observe_backward(
     found = site_by_handle(site)
     came_back(found.state)
     if not training:
-        observed.observe_forward(found, amax, weight)
-    observed.observe_backward(found, dy)
+        observe_forward(found, amax, weight)
+    record_gradient(found, dy)
     return dy.clone()
 
 

@@ -11,30 +11,26 @@ Elsewhere they are called directly: for a small linear, torch's dispatcher would
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..backends.native import backend as native
-from ..numerics.rule import Granularity
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.switch import is_watched, without_autocast
-from ..state.iteration import NEVER, NOW, in_backward, recorded
-from ..state.observer import SeenLinear
-from ..tensor import Operand, QuantizedSide
+from ..state.iteration import NOW, recorded
+from ..tensor import QuantizedSide
 from .bound import BoundBackward, BoundForward
 from .coded_tokens import CodedTokens
 from .derivative import guard
 from .kinds import Kind
 from .noted import NotedSite
-from .observed import observe
 from .passes import Call, added_to_main_grad, backward, bias_gradient, for_gradient, forward, main_grad_of
 from .recording import LateRecord, came_back, counted_forward
+from .saved_operands import AGAIN, Facts, SavedOperand, Spec, check_given_back, facts_of
 from .site import GemmSite
 from .tensor_parallel import ALONE, TensorParallel
 from .weight_again import columnwise_of, stamp_of
@@ -199,46 +195,6 @@ def _linear(
     return y
 
 
-def observe_high_precision(
-    x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, site: GemmSite, *, training: bool
-) -> torch.Tensor:
-    """Record the amaxes of a linear that ran in high precision, for delayed scaling (observed.py).
-
-    Returns y [..., N], unchanged. Go on with what is returned: in traced code the recording hangs on it.
-    """
-    if not site.has_histories or recorded(training, y) == NEVER:
-        return y
-    if torch.compiler.is_compiling() or site.forwards.as_operator(x, weight):
-        from .compiled import traced_observation
-
-        return traced_observation(x, weight, y, site, training=training)
-    observe(site, x, weight, y, training=training)
-    return y
-
-
-def watch_high_precision(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    y: torch.Tensor,
-    site: GemmSite,
-    *,
-    training: bool,
-    shard: bool = False,
-) -> None:
-    """Tell the observer, if there is one, of a linear that ran in high precision in training.
-
-    It does not hear of what is traced or transformed, or has no memory.
-    """
-    if torch.compiler.is_compiling() or (observer := site.state.observer) is None:
-        return
-    if not training:
-        return
-    if x.is_meta or isinstance(x, FakeTensor) or torch._C._functorch.peek_interpreter_stack() is not None:
-        return
-    with _disable_current_modes():  # what keeps or counts operations has no business with an observer's
-        observer.high_precision(SeenLinear(site.plan.name, x, weight, y, not in_backward(), shard))
-
-
 def refuse_tangents(ctx: Any, *tangents: Any) -> Any:
     """The forward-mode derivative of an FP8 linear: RuntimeError."""
     raise RuntimeError(
@@ -261,7 +217,7 @@ class _Told(NamedTuple):
 
     x_shape: torch.Size
     bias_dtype: torch.dtype | None
-    specs: tuple[_Spec, _Spec]
+    specs: tuple[Spec, Spec]
     saved: tuple[Facts, ...]
 
 
@@ -322,9 +278,9 @@ def _forward(
     done = forward(x, weight, bias, call if noted is None else call._replace(site=noted), needs_wgrad)
     again = needs_dgrad and done.weight.columnwise is None
     sides = done.x if needs_wgrad else None, done.weight.columnwise if needs_dgrad else None
-    kept_x, kept_w = Kept.of(sides[0]), Kept.of(sides[1])
+    kept_x, kept_w = SavedOperand.of(sides[0]), SavedOperand.of(sides[1])
     if again:
-        kept_w = Kept((weight, *stamp_of(call.site.weights, x.device, training=call.training)), AGAIN)
+        kept_w = SavedOperand((weight, *stamp_of(call.site.weights, x.device, training=call.training)), AGAIN)
     if not call.site.state.keeps_weights:
         call.site.weights.forget()  # the next call quantises again; what backward needs is saved below
     tensors = *kept_x.tensors, *kept_w.tensors
@@ -369,7 +325,7 @@ def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None
     check_given_back(call.site.plan.name, tensors, facts)
     queue = list(tensors)
     with without_autocast(grad_output.device):  # backward() may be called inside it
-        saved_x, saved_w = (None if spec == AGAIN else Kept.restore(spec, queue) for spec in specs)
+        saved_x, saved_w = (None if spec == AGAIN else SavedOperand.restore(spec, queue) for spec in specs)
         if specs[1] == AGAIN:
             saved_w = columnwise_of(call.site.weights, *queue)
         done = backward(
@@ -388,93 +344,3 @@ def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None
     if dx is not None and dx.shape != x_shape:
         dx = dx.view(x_shape)
     return dx, done.dw, done.dbias, None
-
-
-# ------------------------------------------------------------------------------------------------------------- saved
-
-# Between what forward saves and what backward gets back stand hooks (torch.autograd.graph.saved_tensors_hooks:
-# offloading, recomputation, compression, a user's own), and autograd looks at nothing that they give. Codes may come back
-# as another tensor that lies otherwise; of another shape C would read past its end, of another dtype other numbers.
-
-Facts = tuple[torch.Size, torch.dtype, torch.device] | None
-"""What a tensor has to have again; of None nothing."""
-
-
-def save(ctx: Any, tensors: Sequence[torch.Tensor | None]) -> None:
-    """``ctx.save_for_backward`` of tensors that ``given_back`` will check."""
-    ctx.saved_facts = facts_of(tensors)
-    ctx.save_for_backward(*tensors)
-
-
-def given_back(ctx: Any, name: str) -> list[Any]:
-    """What ``save`` has saved, as ``check_given_back`` lets it pass."""
-    tensors = list(ctx.saved_tensors)
-    check_given_back(name, tensors, ctx.saved_facts)
-    return tensors
-
-
-def facts_of(tensors: Iterable[torch.Tensor | None]) -> tuple[Facts, ...]:
-    """Those of tensors that are saved for backward."""
-    return tuple(_facts(tensor) for tensor in tensors)
-
-
-def check_given_back(name: str, tensors: Iterable[torch.Tensor | None], facts: Sequence[Facts]) -> None:
-    """ValueError, in the name of a layer, unless these tensors can be those that had such facts when they were saved.
-
-    Their values and strides are not looked at.
-    """
-    for tensor, wanted in zip(tensors, facts, strict=True):
-        found = _facts(tensor)
-        if found != wanted:
-            raise ValueError(
-                f"{name}: {_described(wanted)} was saved for backward, and {_described(found)} came back: an unpack hook"
-                " of torch.autograd.graph.saved_tensors_hooks has to give back the same shape and dtype on the same"
-                " device"
-            )
-
-
-def _facts(tensor: torch.Tensor | None) -> Facts:
-    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
-
-
-def _described(facts: Facts) -> str:
-    if facts is None:
-        return "nothing"
-    shape, dtype, device = facts
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
-
-
-AGAIN = "again"
-"""Kept of a weight: itself and its stamp, from which ``columnwise_of`` makes the operand."""
-
-
-_Spec = tuple[Granularity, bool, bool, bool, int] | str | None
-"""What an operand is besides its tensors."""
-
-
-class Kept(NamedTuple):
-    """An operand taken apart into tensors for save_for_backward and the facts that put it together again."""
-
-    tensors: tuple[torch.Tensor, ...]
-    spec: _Spec
-
-    @staticmethod
-    def of(operand: Operand | None) -> Kept:
-        if operand is None:
-            return Kept((), None)
-        if isinstance(operand, QuantizedSide):
-            return Kept(
-                (operand.codes, operand.scale_inv),
-                (operand.granularity, operand.pow2, operand.finite, operand.tiled, operand.padding),
-            )
-        return Kept((operand,), "plain")
-
-    @staticmethod
-    def restore(spec: _Spec, tensors: list[torch.Tensor]) -> Operand | None:
-        """The operand again; takes its tensors off the front of the list."""
-        if spec is None:
-            return None
-        if isinstance(spec, str):
-            return tensors.pop(0)
-        codes, scale_inv = tensors.pop(0), tensors.pop(0)
-        return QuantizedSide(codes, scale_inv, *spec)

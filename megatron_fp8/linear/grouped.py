@@ -37,10 +37,11 @@ from ..tensor import Operand, Sides
 from . import stacked
 from .coded_tokens import CodedTokens
 from .derivative import first_derivative_only
-from .function import AGAIN, Kept, check_devices, given_back, refuse_tangents, refuse_tracers, save
+from .function import check_devices, refuse_tangents, refuse_tracers
 from .grouped_passes import Group, check_numbers, forward, gradients
 from .passes import Call, for_gradient
 from .recording import LateRecord, came_back, counted_forward
+from .saved_operands import AGAIN, SavedOperand, given_back, save
 from .site import GemmSite
 from .tensor_parallel import ALONE
 from .weight_again import columnwise_of, stamp_of
@@ -81,7 +82,6 @@ def grouped_linear(
     _check(x, weights, tokens, sites)
     refuse_tracers(sites[0])
     fresh = [False] * len(sites) if fresh_weights is None else list(fresh_weights)
-    run = _eager_grouped_linear
     eager = (x, weights, tokens, sites, training, fresh, save_original_input)
     in_codes = isinstance(x, CodedTokens) or any(isinstance(weight, Fp8Parameter) for weight in weights)
     if torch.compiler.is_compiling():
@@ -89,7 +89,7 @@ def grouped_linear(
         from .compiled_grouped import traced_grouped_linear
 
         if in_codes:
-            done: torch.Tensor = break_graph(run, *eager)
+            done: torch.Tensor = break_graph(_eager_grouped_linear, *eager)
             return done
         return traced_grouped_linear(x, weights, tokens, sites, training, save_original_input)
     # Every site is asked: each remembers what it answered.
@@ -97,11 +97,11 @@ def grouped_linear(
     if any(watched):
         if in_codes:
             with _disable_current_modes():
-                return run(*eager)
+                return _eager_grouped_linear(*eager)
         from .compiled_grouped import traced_grouped_linear  # loads torch's compiler
 
         return traced_grouped_linear(x, weights, tokens, sites, training, save_original_input)
-    return run(*eager)
+    return _eager_grouped_linear(*eager)
 
 
 def _eager_grouped_linear(
@@ -211,7 +211,7 @@ class _GroupedFunction(torch.autograd.Function):
             save(ctx, tensors)
             return done.y
         assert isinstance(done.x, list)
-        of_x = [Kept.of(side) for side in done.x]
+        of_x = [SavedOperand.of(side) for side in done.x]
         saved = [*of_x, *_kept_weights(weights, done.weights, way.group, needs_dgrad)]
         _forget(way.group)
         ctx.kept = [(len(kept.tensors), kept.spec) for kept in saved]
@@ -236,15 +236,15 @@ class _GroupedFunction(torch.autograd.Function):
 
 def _kept_weights(
     weights: Sequence[torch.Tensor], sides: Sequence[Sides], group: Group, needs_dgrad: bool
-) -> list[Kept]:
+) -> list[SavedOperand]:
     """dgrad's operand of each expert; of one that backward makes again, what it is made of."""
     found = []
     for weight, side, call in zip(weights, sides, group.calls, strict=True):
         if needs_dgrad and side.columnwise is None:
             stamp = stamp_of(call.site.weights, weight.device, training=call.training)
-            found.append(Kept((weight, *stamp), AGAIN))
+            found.append(SavedOperand((weight, *stamp), AGAIN))
         else:
-            found.append(Kept.of(side.columnwise if needs_dgrad else None))
+            found.append(SavedOperand.of(side.columnwise if needs_dgrad else None))
     return found
 
 
@@ -267,5 +267,5 @@ def _restored(ctx: Any, tensors: list[torch.Tensor]) -> tuple[Any, Any]:
         if spec == AGAIN:
             found.append(columnwise_of(ctx.group.calls[i - count].site.weights, *these))
         else:
-            found.append(Kept.restore(spec, these))
+            found.append(SavedOperand.restore(spec, these))
     return found[:count], found[count:]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -135,36 +134,3 @@ def _observed_once(sites: Sequence[GemmSite], training: bool, when: str) -> Iter
 def came_back(state: Fp8State) -> None:
     """A backward came through a site."""
     state.activity.backwards += 1
-
-
-def count_linear(
-    state: Fp8State,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    y: torch.Tensor,
-    *,
-    training: bool,
-    kind: str = "hp_gemms",
-) -> None:
-    """Count a linear whose GEMMs no site multiplies: y [..., N] = x [..., K] @ weight^T, as 'hp_gemms' or 'fp8_gemms'.
-
-    Traced code counts nothing, since torch.compile would guard on the numbers; it leaves a mark that something ran.
-    """
-    if torch.compiler.is_compiling():
-        if torch.is_grad_enabled():
-            state.activity.traced = True
-        return
-    gradients = int(x.requires_grad) + int(weight is not None and weight.requires_grad)
-
-    def count(number: int) -> None:
-        setattr(state.counts, kind, getattr(state.counts, kind) + number)
-
-    if training:
-        count(1)
-    if y.requires_grad:
-
-        def count_backward(_: torch.Tensor) -> Any:
-            came_back(state)
-            count(gradients + (not training))
-
-        y.register_hook(count_backward)

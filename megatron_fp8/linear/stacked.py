@@ -26,8 +26,9 @@ from ..tensor import Float8Tensor, QuantizedSide
 from .packed import Packed, PackedLayout
 from .passes import Call
 from .saved_layout import SideLayout
-from .site import GemmSite, Kept
+from .site import GemmSite
 from .weight_again import still_held
+from .weight_cache import CachedWeight
 from .weight_gradients import each_weight_gradient
 
 
@@ -213,7 +214,7 @@ def _kept(weights: Sequence[torch.Tensor], calls: Sequence[Call]) -> Operands | 
     return _of_one_cast(kept) or all(one is None for one in kept)
 
 
-def _of_one_cast(kept: Sequence[Kept | None]) -> Operands | None:
+def _of_one_cast(kept: Sequence[CachedWeight | None]) -> Operands | None:
     """What all sites have kept, if one cast made it."""
     made = [one.made_by for one in kept if one is not None and isinstance(one.made_by, _Expert)]
     in_order = [one.number for one in made] == list(range(len(kept)))
@@ -322,7 +323,7 @@ def _keep(
             continue
         column = cache.casts.columnwise
         scale = None if column is None else column.delayed_scale()
-        cache.keep(weight, Kept(cache.version(weight), record, scale, _Expert(made, e)))
+        cache.keep(weight, CachedWeight(cache.version(weight), record, scale, _Expert(made, e)))
 
 
 # ----------------------------------------------------------------------------------------------------- the gradients

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from ..tensor import Operand
-from .site import Kept, WeightCache
+from .weight_cache import CachedWeight, WeightCache
 
 _DELAYED, _EVALUATED = 1, 2  # a stamp's flags
 
@@ -83,7 +83,9 @@ def columnwise_of(
     return side
 
 
-def still_held(weights: WeightCache, weight: torch.Tensor, generation: int, flags: int) -> Kept | None:
+def still_held(
+    weights: WeightCache, weight: torch.Tensor, generation: int, flags: int
+) -> CachedWeight | None:
     """What the forward with this stamp made of the weight, or another one with the same scale, if that is still here."""
     kept = weights.held
     if kept is None or kept.fitted != weights.fits(training=not flags & _EVALUATED):

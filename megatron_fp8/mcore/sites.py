@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from ..files.uncollected import uncollected
 from ..fp8_utils import get_fp8_recipe
-from ..linear.recording import count_linear
+from ..linear.high_precision import count_linear
 from ..linear.share import Share, weight_of
 from ..linear.site import GemmSite
 from ..plan import resolve as resolver

@@ -15,13 +15,8 @@ import torch
 from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..linear.function import (
-    fp8_linear,
-    fp8_linear_at_once,
-    observe_high_precision,
-    watch_high_precision,
-)
-from ..linear.recording import count_linear
+from ..linear.function import fp8_linear, fp8_linear_at_once
+from ..linear.high_precision import record_high_precision
 from ..linear.share import Share
 from ..linear.site import GemmSite
 from ..params.fp8_parameter import Fp8Parameter
@@ -240,12 +235,9 @@ class Fp8Layer(torch.nn.Module):
         y = self.plain_forward(x, weight)
         if not torch.compiler.is_compiling():
             self.fp8_sites.called = True
-        matrix = self.as_matrix(weight)
-        count_linear(site.state, x, weight, y, training=self.training)
-        watch_high_precision(x, matrix, y, site, training=self.training)
-        if observe and site.is_fp8:
-            return observe_high_precision(x, matrix, y, site, training=self.training)
-        return y
+        return record_high_precision(
+            x, self.as_matrix(weight), y, site, training=self.training, observe=observe
+        )
 
     def plain_forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The forward of the class that it was converted from, with the layer's weight."""

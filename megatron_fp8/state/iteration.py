@@ -12,7 +12,7 @@ alone, never on what came before it:
     backward, whatever the mode of its forward at once                       at once
 
 A recomputed forward is a forward with gradients. What it records once more are the same amaxes, of which the arena keeps
-the largest. A forward that a hook runs inside a backward is one too. Nothing here asks whether a backward is running.
+the largest. A forward that a hook runs inside a backward is a forward, too. Whether a backward runs decides nothing.
 
 An optimizer's step ends an iteration only if it trains: something ran since the last end, and a backward came through it
 or some gradient is not zero. ``torch.distributed.checkpoint.state_dict`` steps a new optimizer with gradients and rates

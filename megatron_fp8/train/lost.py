@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..files.limits import limit_reached
+from ..files.resource_limits import limit_reached
 from .failure import TrainingFailed
 from .stacks import place_of_error
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from ..files.disk import in_words, read_ordinary
 from ..files.folder_kind import what_to_give
-from ..files.limits import usable_cores
 from ..files.manifest import LARGEST
+from ..files.resource_limits import usable_cores
 from ..files.strict_json import load_json
 from ..kernels.cpu import loops as cpu
 from ..kernels.torch_products import is_replaced

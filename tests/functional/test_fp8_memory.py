@@ -62,7 +62,7 @@ class Saved:
 @contextmanager
 def saved_for_backward(layer: Any) -> Iterator[Saved]:
     """What the body saves, by part: 'linear', 'weight' (quantised weights), 'attention' (the core) and 'rest'."""
-    from megatron_fp8.linear.site import WeightCache
+    from megatron_fp8.linear.weight_cache import WeightCache
 
     saved = Saved()
     parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8.nn import fp8_state_dict, fp8_step
+from megatron_fp8.nn import convert_to_fp8, fp8_state_dict, fp8_step
 from megatron_fp8.recipe import DelayedScaling
 
 DELAYED = DelayedScaling(amax_history_len=3)
+ROUTES = ["eager", "compiled", "reentrant", "non-reentrant"]
+"""Ways to call a model (``called``)."""
 
 
 class Tower(nn.Module):
@@ -61,3 +65,17 @@ def assert_same_state(mine: nn.Module, other: nn.Module) -> None:
 
 def sgd(model: nn.Module, **options) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def called(model: nn.Module, route: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The model's forward, compiled or under one of torch's two ways of checkpointing."""
+    if route == "eager":
+        return model
+    if route == "compiled":
+        return torch.compile(model, backend="aot_eager")
+    return lambda x: checkpoint(model, x, use_reentrant=route == "reentrant")
+
+
+def tower(recipe: object, *, training: bool = True, seed: int = 0) -> Tower:
+    model: Tower = convert_to_fp8(Tower(seed), recipe)
+    return model.train(training)

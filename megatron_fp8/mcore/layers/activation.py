@@ -19,7 +19,7 @@ from ...backends import specified
 from ...backends.native import backend as native
 from ...kernels.deferred import DeferredTensor, written
 from ...linear.derivative import first_derivative_only
-from ...linear.function import given_back, save
+from ...linear.saved_operands import given_back, save
 from ...numerics.formats import E4M3
 from ...numerics.rule import BLOCK_1X128, Rule
 from ...tensor import QuantizedSide

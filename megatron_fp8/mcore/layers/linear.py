@@ -17,10 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...linear.function import (
     fp8_linear,
     fp8_linear_at_once,
-    observe_high_precision,
-    watch_high_precision,
 )
-from ...linear.recording import count_linear
+from ...linear.high_precision import record_high_precision
 from ...linear.share import Share
 from ...linear.site import GemmSite
 from ...linear.tensor_parallel import ALONE, TensorParallel
@@ -146,12 +144,9 @@ class _Fp8Site:
     def _after_high_precision(
         self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, switch: Switch, *, shard: bool = False
     ) -> torch.Tensor:
-        site, training = self.fp8_site.acting, self.training
-        count_linear(site.state, x, weight, y, training=training)
-        watch_high_precision(x, weight, y, site, training=training, shard=shard)
-        if switch.turns_off(site.plan):
-            return y
-        return observe_high_precision(x, weight, y, site, training=training)
+        site = self.fp8_site.acting
+        on = not switch.turns_off(site.plan)
+        return record_high_precision(x, weight, y, site, training=self.training, observe=on, shard=shard)
 
 
 class Fp8ColumnParallelLinear(_Fp8Site, ColumnParallelLinear):

@@ -211,7 +211,7 @@ def _refused(key: str, arguments: list[str]) -> tuple[str, str] | None:
         if name.removesuffix("+") == f"--{key}":
             try:
                 _parser().parse_args([argument] if equals else [argument, after], defaults=False)
-            except Exception:
+            except Exception:  # as in _typed: whatever the parser stumbles over is in what was given
                 return (value if equals else after), ""
     return None
 

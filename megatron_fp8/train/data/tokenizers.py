@@ -83,7 +83,7 @@ class ByteTokenizer:
         return np.frombuffer(text, dtype=np.uint8)
 
     def encode_with_mask(self, text: bytes, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-        raise NotImplementedError("bytes have no template for chats, whose spans these are")
+        raise AssertionError("bytes have no template for chats, whose spans these are")
 
     def left_out(self, text: bytes) -> int:
         return 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import resource
 from contextlib import suppress
 
-from ...files.limits import RAISE_FILES
+from ...files.resource_limits import RAISE_FILES
 
 _OTHERS = 128
 """Files, libraries, devices and NCCL's connections: a process has more, so what is refused could not have run."""

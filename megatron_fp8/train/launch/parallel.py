@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ... import kernels
-from ...files.limits import check_threads, usable_cores
+from ...files.resource_limits import check_threads, usable_cores
 from ...kernels.torch_products import replace_slow
 from ...plan.timing import unused_gpu
 from ...state.ranks import first_to_say

@@ -11,7 +11,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8.linear.function import fp8_linear, observe_high_precision
+from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.high_precision import observe_high_precision
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.plan.switch import current_switch, fp8_disabled, remember_fp8, runs_fp8

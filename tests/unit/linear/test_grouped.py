@@ -196,7 +196,7 @@ def test_recomputed_it_is_the_same() -> None:
         assert_same_bytes(one, other, f"tensor {i}")
     assert_same_bytes(again.arena.scale, plain.arena.scale)
     assert_same_bytes(again.arena.last_amax, plain.arena.last_amax)
-    assert 2 * plain.counts.nonfinite > again.counts.nonfinite > plain.counts.nonfinite > 0
+    assert again.counts.nonfinite == 2 * plain.counts.nonfinite > 0
 
 
 def test_random_bits_do_not_depend_on_who_was_idle() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
-from megatron_fp8.linear.site import GemmSite, WeightCache
-from megatron_fp8.linear.weight_again import columnwise_of, stamp_of
+from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.plan.site_plan import bf16_site, fp8_site
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.fp8_state import Fp8State
@@ -88,73 +85,3 @@ def test_plan_is_what_the_site_was_given():
     plan = fp8_site("a", 2, RECIPES["rowwise"], "emulated", "test")
     site = GemmSite(plan, Fp8State(), None)
     assert site.plan is plan and site.backend is not None and site.backend.name == "emulated"
-
-
-# ---------------------------------------------------------------------------------------------------------- the weight
-
-
-def made(name: str = "delayed", **options: bool) -> tuple[WeightCache, Fp8State, torch.Tensor]:
-    state = Fp8State(**options)
-    return make_site(name, state=state)[0].weights, state, randn(24, 40, seed=1)
-
-
-def codes(cache: WeightCache, w: torch.Tensor, *, fresh: bool = False, record: bool = True) -> Any:
-    return cache.quantized(w, fresh=fresh, record=record).rowwise
-
-
-def test_it_is_quantised_once_until_somebody_wrote_it():
-    cache, state, w = made()
-    first = codes(cache, w)
-    assert codes(cache, w) is first is cache.kept.rowwise and state.counts.casts == 1
-    assert codes(cache, w, fresh=True) is not first
-    for write in (
-        lambda: w.mul_(2),
-        lambda: setattr(state, "weight_generation", state.weight_generation + 1),
-        cache.forget,
-    ):
-        before = codes(cache, w)
-        write()
-        assert codes(cache, w) is not before
-    assert codes(cache, w.clone()) is not codes(cache, w)
-
-
-def test_nothing_serves_twice_where_weights_are_not_kept():
-    cache, state, w = made(keeps_weights=False)
-    assert codes(cache, w) is not codes(cache, w)
-    assert state.counts.casts == 2
-
-
-def test_training_records_what_evaluation_quantised():
-    cache, state, w = made()
-    evaluated = codes(cache, w, record=False)
-    assert not state.arenas[0].rows.any()
-    assert codes(cache, w) is evaluated and state.counts.casts == 1
-    assert float(state.arenas[0].rows[0].max()) == float(w.abs().max())
-
-
-@pytest.mark.parametrize("name", ["delayed", "blockwise", "no-weight"])
-def test_backward_gets_the_forwards_codes_also_from_a_copy_and_after_an_update(name):
-    cache, state, w = made(name)
-    for _ in range(2):  # the second has a delayed scale
-        forward = cache.quantized(w, fresh=False, record=True)
-        expected = forward.columnwise
-        stamp, scale = stamp_of(cache, w.device, training=True)
-        kept = columnwise_of(cache, w, stamp, scale)
-        state.finish_iteration()
-        for found in (kept, columnwise_of(cache, w.clone(), stamp, scale)):
-            if isinstance(found, torch.Tensor):
-                assert_same_bytes(found, expected)
-            else:
-                assert_same_bytes(found.codes, expected.codes)
-                assert_same_bytes(found.scale_inv, expected.scale_inv)
-    assert (ALL_RECIPES[name].rule("weight") is None) == (forward.rowwise is w)
-
-
-def test_it_is_observed_once_an_iteration_and_not_cast():
-    cache, state, w = made()
-    cache.observe(w)
-    cache.observe(4 * w)
-    assert float(state.arenas[0].rows[0].max()) == float(w.abs().max()) and state.counts.casts == 0
-    state.finish_iteration()
-    cache.observe(4 * w)
-    assert float(state.arenas[0].rows[0].max()) == 4 * float(w.abs().max())

@@ -11,8 +11,9 @@ import torch
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.kernels.cpu import loops
 from megatron_fp8.linear import stacked
-from megatron_fp8.linear.function import check_given_back, facts_of, fp8_linear
+from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.grouped import grouped_linear
+from megatron_fp8.linear.saved_operands import check_given_back, facts_of
 from megatron_fp8.mcore.layers.activation import store_swiglu_input_in_fp8
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.sites import make_site, randn

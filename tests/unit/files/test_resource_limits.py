@@ -9,11 +9,11 @@ import sys
 import pytest
 
 from megatron_fp8.files.disk import remedy
-from megatron_fp8.files.limits import limit_reached, locale_limit
+from megatron_fp8.files.resource_limits import limit_reached, locale_limit
 
 HELD = """
 import os, resource, sys
-from megatron_fp8.files.limits import check_threads, limit_reached
+from megatron_fp8.files.resource_limits import check_threads, limit_reached
 limit, size, work = getattr(resource, sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 resource.setrlimit(limit, (size, size))
 try:
