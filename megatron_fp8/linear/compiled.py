@@ -187,12 +187,12 @@ def _(x, weight, bias, site, layout, tp, keeps, training, when, number):
 
 
 def saved_record(late: LateRecord | None, x: Tensor) -> tuple[Tensor, Tensor]:
-    """``late.saved()``, or empty tensors."""
+    """Returns ``late.saved()``; empty tensors where there is no late record."""
     return empty_record(x, 0) if late is None else late.saved()
 
 
 def empty_record(x: Tensor, sites: int) -> tuple[Tensor, Tensor]:
-    """Room for what ``LateRecord.saved`` gives of so many sites."""
+    """Returns uninitialised tensors in the shapes of ``LateRecord.saved`` for this many sites."""
     measured = x.new_empty((sites, 2, 2), dtype=torch.float32)
     return measured, torch.empty(7 if sites else 0, dtype=torch.int64, device="cpu")
 
@@ -335,7 +335,7 @@ def traced_observation(x: Tensor, weight: Tensor, y: Tensor, site: GemmSite, *, 
 def observe(
     x: Tensor, weight: Tensor, y: Tensor, site: Tensor, training: bool, number: int
 ) -> tuple[Tensor, Tensor]:
-    """(a copy of y; float32 [], the amax of x); in training the amaxes of x and weight are recorded."""
+    """Returns a copy of y, and the amax of x (float32 []). In training it records the amaxes of x and weight."""
     amax = measure(x)[0].clone()
     if training:
         observe_forward(site_by_handle(site), amax, weight)
@@ -351,7 +351,7 @@ def _(x, weight, y, site, training, number):
 def observe_backward(
     dy: Tensor, weight: Tensor, amax: Tensor, site: Tensor, training: bool, number: int
 ) -> Tensor:
-    """A copy of dy; its amax is recorded, and in evaluation what the forward did not record."""
+    """Returns a copy of dy and records its amax; in evaluation also the amaxes of x and weight."""
     found = site_by_handle(site)
     came_back(found.state)
     if not training:

@@ -222,8 +222,7 @@ class _Told(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """How a forward goes: with or without gradients, of which kind it is, if it may be bound, and what its backward
-    records of it."""
+    """Options of a forward: the call, whether gradients are enabled, its call cache entry, its late record."""
 
     call: Call
     grad_enabled: bool

@@ -192,7 +192,7 @@ def _check(
 
 
 class _Way(NamedTuple):
-    """How a forward goes: of which experts, with or without gradients, and what its backward records of it."""
+    """Options of a forward: the experts' calls, whether gradients are enabled, its late record."""
 
     group: Group
     grad_enabled: bool

@@ -1,7 +1,7 @@
-"""Linears that run in high precision: their GEMMs are counted, an observer is told, and amaxes recorded.
+"""Counts linears that run in high precision, and records their amaxes.
 
-Amaxes are those of delayed scaling, whose histories fill during warm-up, so that scales are there when FP8 begins. The
-other recipes have no history: for them nothing is recorded.
+Delayed scaling needs the amaxes: its histories fill during warm-up, so that scales exist when FP8 begins. Other recipes
+have no history, and record nothing here.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def record_high_precision(
     observe: bool,
     shard: bool = False,
 ) -> torch.Tensor:
-    """All that a linear which ran in high precision adds to the iteration.
+    """Count a linear that ran in high precision, tell the observer, and record amaxes.
 
     Args:
         x, weight, y: y [..., N] = x [..., K] @ weight [N, K]^T.
         training: the layer's mode.
-        observe: amaxes are recorded; False where somebody switched FP8 off around the call.
+        observe: record amaxes; False where FP8 was switched off around the call.
         shard: x is this rank's tokens of a matrix that its tensor-parallel group gathers.
 
     Returns:
-        y. Go on with what is returned: in traced code the recording hangs on it.
+        y. Use this one: traced code drops the recording of a y that nobody uses.
     """
     count_linear(site.state, x, weight, y, training=training)
     watch_high_precision(x, weight, y, site, training=training, shard=shard)
@@ -57,7 +57,7 @@ def count_linear(
 ) -> None:
     """Count a linear whose GEMMs no site multiplies: y [..., N] = x [..., K] @ weight^T, as 'hp_gemms' or 'fp8_gemms'.
 
-    Traced code counts nothing, since torch.compile would guard on the numbers; it leaves a mark that something ran.
+    Traced code counts nothing, since torch.compile would guard on the numbers; it only sets ``activity.traced``.
     """
     if torch.compiler.is_compiling():
         if torch.is_grad_enabled():

@@ -418,8 +418,10 @@ def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def for_gradient(weight: torch.Tensor) -> torch.Tensor:
-    """What a backward keeps of a weight [N, K]: itself, since it may have a main_grad; of a view and of a computed one
-    only shape, dtype and device. torch swaps no parameter of which somebody keeps a view."""
+    """Returns what a backward needs of a weight [N, K]: the parameter itself, which may have a main_grad.
+
+    Of a view or a computed weight it needs shape, dtype and device alone: torch cannot swap a parameter that has views.
+    """
     if weight.is_leaf and not weight._is_view():
         return weight
     return torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)

@@ -1,4 +1,4 @@
-"""How a linear's forward and backward record what ``state/iteration.py`` says they add to the iteration."""
+"""Records a linear's amaxes, non-finite values and GEMMs by the rules of ``state/iteration.py``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .site import GemmSite
 
 
 class LateRecord:
-    """What evaluation-mode forwards add to the iteration once their backward comes; nothing if none does.
+    """What the backward of an evaluation-mode forward records of that forward.
 
     Attributes:
         measured: float32 [sites, 2, 2], ``measure`` of each site's input and weight.
         counts: what the forwards counted.
-        after_step: they were called after an optimizer step that ended no iteration.
+        after_step: an optimizer had stepped before the forward, and the iteration was not ended.
     """
 
     def __init__(self, measured: torch.Tensor, counts: IterationCounts, after_step: bool):
@@ -33,25 +33,25 @@ class LateRecord:
     def of(
         cls, sites: Sequence[GemmSite], inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
     ) -> LateRecord:
-        """Of one linear, or of a layer's experts: of each the input [..., K] and weight [N, K]. ``counts`` come later."""
+        """Measures each site's input [..., K] and weight [N, K]; the caller sets ``counts`` after the forward."""
         measured = [_measure(x) for pair in zip(inputs, weights, strict=True) for x in pair]
         return cls(torch.stack(measured).view(-1, 2, 2), IterationCounts(), sites[0].state.must_end_first)
 
     def saved(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """As tensors that a graph can save: ``measured``, and int64 [7] on the CPU."""
+        """Returns the record as tensors for a graph: ``measured``, and int64 [7] on the CPU."""
         numbers = [*vars(self.counts).values(), int(self.after_step)]
         return self.measured, torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     @classmethod
     def restored(cls, measured: torch.Tensor, numbers: torch.Tensor) -> LateRecord:
-        """What ``saved`` gave."""
+        """Returns the record that ``saved`` took apart."""
         *counts, after_step = numbers.tolist()
         return cls(measured, IterationCounts(*counts), bool(after_step))
 
     def record(self, sites: Sequence[GemmSite]) -> None:
-        """The backward came. RuntimeError: the iteration before the forwards was not ended.
+        """Record the forward; the backward calls this. A second backward of the same forward records nothing.
 
-        A second backward through the same forwards records nothing.
+        RuntimeError: an optimizer stepped before the forward, and the iteration was not ended.
         """
         if self._done:
             return
@@ -67,7 +67,7 @@ class LateRecord:
 
 
 def _measure(x: torch.Tensor) -> torch.Tensor:
-    """``measure``, also of what is stored in codes: of tokens their decoded values, of a weight what its cast found."""
+    """``measure`` of a tensor; tokens in codes are decoded first, and an FP8 parameter knows what its cast measured."""
     if isinstance(x, Fp8Parameter):
         return x.measured
     return measure(x.side.dequantize(torch.float32) if isinstance(x, CodedTokens) else x)
@@ -82,7 +82,7 @@ def counted_forward(
     training: bool,
     when: str,
 ) -> Iterator[tuple[bool, LateRecord | None]]:
-    """Around a forward's casts and products: of one linear, or of a layer's experts.
+    """A context around the forward of one linear, or of a layer's experts, that counts it by the rules.
 
     Args:
         sites, inputs, weights: of each; inputs [..., K], weights [N, K].
@@ -90,7 +90,7 @@ def counted_forward(
         when: the forward is recorded: NOW, LATER or NEVER.
 
     Yields:
-        Whether casts record in slots, and what the backward has to record, complete once this is left.
+        Whether casts record in slots, and what the backward records later; its counts are set on leaving.
     """
     late = LateRecord.of(sites, inputs, weights) if when == LATER else None
     with _observed_once(sites, training, when) as record:
@@ -105,8 +105,11 @@ def counted_forward(
 
 @contextmanager
 def _observed_once(sites: Sequence[GemmSite], training: bool, when: str) -> Iterator[bool]:
-    """Yields whether casts record in slots. An observer is told of each forward once: not of a recomputation, but of a
-    forward under no_grad in training mode, which may be recomputed. What that records is taken back."""
+    """Yields whether casts record in slots, and lets an observer see each training forward once.
+
+    The observer sees a training forward under no_grad, since its recomputation is hidden. Such a forward records in slots
+    while it is seen, and this restores them.
+    """
     state, now = sites[0].state, when == NOW
     if state.observer is None:
         yield now
@@ -132,5 +135,5 @@ def _observed_once(sites: Sequence[GemmSite], training: bool, when: str) -> Iter
 
 
 def came_back(state: Fp8State) -> None:
-    """A backward came through a site."""
+    """Count a backward that reached a site."""
     state.activity.backwards += 1

@@ -1,4 +1,4 @@
-"""What a forward saves for its backward: operands as tensors, and a check of what comes back.
+"""Saves a forward's operands for its backward, and checks what saved-tensor hooks give back.
 
 Between what forward saves and what backward gets back stand hooks (torch.autograd.graph.saved_tensors_hooks:
 offloading, recomputation, compression, a user's own), and autograd looks at nothing that they give. Codes may come back
@@ -16,7 +16,7 @@ from ..numerics.rule import Granularity
 from ..tensor import Operand, QuantizedSide
 
 Facts = tuple[torch.Size, torch.dtype, torch.device] | None
-"""What a tensor has to have again; of None nothing."""
+"""Shape, dtype and device that a saved tensor must have when it comes back; None of None."""
 
 
 def save(ctx: Any, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -33,12 +33,12 @@ def given_back(ctx: Any, name: str) -> list[Any]:
 
 
 def facts_of(tensors: Iterable[torch.Tensor | None]) -> tuple[Facts, ...]:
-    """Those of tensors that are saved for backward."""
+    """The facts of each tensor that is saved for backward."""
     return tuple(_facts(tensor) for tensor in tensors)
 
 
 def check_given_back(name: str, tensors: Iterable[torch.Tensor | None], facts: Sequence[Facts]) -> None:
-    """ValueError, in the name of a layer, unless these tensors can be those that had such facts when they were saved.
+    """Raise ValueError in a layer's name unless the tensors have the facts that they had when they were saved.
 
     Their values and strides are not looked at.
     """
@@ -68,7 +68,7 @@ AGAIN = "again"
 
 
 Spec = tuple[Granularity, bool, bool, bool, int] | str | None
-"""What an operand is besides its tensors."""
+"""An operand without its tensors."""
 
 
 class SavedOperand(NamedTuple):

@@ -23,7 +23,7 @@ from .fitted import Known, fitted
 
 
 class CachedWeight:
-    """A quantised weight, of what memory in which state it is, and the delayed scale that was used, if one was.
+    """A quantised weight, the version of the weight that it was made of, and the delayed scale that was used, if any.
 
     Args:
         sides: gives the quantised weight.
@@ -65,7 +65,7 @@ class CachedWeight:
 
 
 class WeightCache:
-    """Quantises a site's weight, and keeps what that gave.
+    """Quantises a site's weight and caches the result.
 
     Args:
         casts: the role's.
@@ -178,7 +178,10 @@ class WeightCache:
         return kept
 
     def record(self, measured: torch.Tensor) -> None:
-        """Record a weight that was cast without a record, once where weights are kept. measured: float32 [2]."""
+        """Record the amax and non-finite count (float32 [2]) of a weight whose cast recorded neither.
+
+        A cached weight is recorded once.
+        """
         kept = self.held
         if kept is not None and kept.recorded:
             return
@@ -188,7 +191,7 @@ class WeightCache:
             kept.recorded = True
 
     def recorded_nothing(self) -> None:
-        """What was recorded last was taken back."""
+        """Let the next call record the weight again: its slots were restored."""
         self._observed = -1
         if self.held is not None:
             self.held.recorded = False

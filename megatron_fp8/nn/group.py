@@ -82,11 +82,10 @@ class Fp8Group:
         self.delays = False
         self._said_untrainable = False
         self._resumed = False
-        self._resumed_at = 0  # backwards until then
         self._unwritten: list[torch.nn.Parameter] = []  # while an optimizer steps
-        self._stepped_at: weakref.WeakKeyDictionary[Optimizer, int] = (
-            weakref.WeakKeyDictionary()
-        )  # and until its step
+        # Number of backwards at the last resume, and at each optimizer's last step.
+        self._resumed_at = 0
+        self._stepped_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.making = threading.Lock()
         self._phases = Phases()
         self._members: list[LinearSites] = []
@@ -238,7 +237,7 @@ class Fp8Group:
 
     @property
     def came_back(self) -> bool:
-        """Whether a backward came through its linears in this iteration, on this rank."""
+        """Whether a backward reached one of its linears in this iteration, on this rank."""
         return any(state.came_back for state in self.states.values())
 
     @property
@@ -260,12 +259,12 @@ class Fp8Group:
             state.weight_generation += 1
 
     def before_optimizer_step(self) -> None:
-        """Remember the weights that nobody has written since the training did."""
+        """Remember which weights hold what training left in them."""
         if self.delays:
             self._unwritten = self.left.unwritten(w for linear in self.linears for w in linear.sources)
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
-        """The weights are other ones now; what ran before a training step must be ended before the next forward."""
+        """Drop cached codes. After a training step, require the end of the iteration before the next forward."""
         for state in self.states.values():
             state.weight_generation += 1  # kept codes are stale, even where no version of a weight says so
         unwritten, self._unwritten = self._unwritten, []
@@ -297,7 +296,7 @@ class Fp8Group:
             )
 
     def take_in(self, other: Fp8Group, device: torch.device) -> None:
-        """What another group's iteration has done is this one's, on the device where its linear is now."""
+        """Add another group's counts and activity to this one's, on the device where its linear is now."""
         for state in other.states.values():
             own = self.state(device)
             own.counts.add(state.counts)

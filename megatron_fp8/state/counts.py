@@ -21,7 +21,7 @@ class IterationCounts:
         return any(vars(self).values())
 
     def since(self, before: IterationCounts) -> IterationCounts:
-        """What was counted since these were a copy of it."""
+        """Returns these counts minus the earlier ones."""
         return IterationCounts(**{name: value - vars(before)[name] for name, value in vars(self).items()})
 
     def add(self, other: IterationCounts) -> None:

@@ -22,11 +22,11 @@ from .phases import Phase, Phases
 
 @dataclass
 class Activity:
-    """What counters do not tell of an iteration. Apart from Fp8State, so that traced code may write it.
+    """Which work an iteration has seen, beside its counters. A plain object, so that traced code can write to it.
 
     Attributes:
-        backwards: backward passes that came through sites, ever.
-        ended: how many of them the last end of an iteration found.
+        backwards: number of backward calls of sites since the state was made.
+        ended: ``backwards`` at the last end of an iteration.
         traced: compiled code in high precision, which counts nothing, may have run in this iteration.
     """
 
@@ -53,8 +53,8 @@ class Fp8State:
         last: of the last finished iteration; its ``nonfinite`` is the verdict on health (Megatron-Core: of all ranks).
         arenas: one for each reduction group.
         capturing: a CapturedStep (graph.py) captures.
-        missing_end: the error of the next training forward, where an optimizer stepped and the iteration was not ended.
-        activity: whether anything ran.
+        missing_end: error message of the next training forward, if an optimizer stepped and the iteration was not ended.
+        activity: what ran, beside the counters.
         experiment: iterations that end now are not ended (``unrecorded``).
         watcher: who watches (``watch``).
         observer: who is told what passes in this iteration: the watcher, if it wants to. Follows from both.
@@ -138,7 +138,7 @@ class Fp8State:
 
     @contextmanager
     def uncounted(self) -> Iterator[IterationCounts]:
-        """What is counted inside does not stay counted. Yields counts that are what was, once this is left.
+        """Undoes on leaving what was counted inside. Yields counts, which hold on leaving what was undone.
 
         Nothing is counted while torch.compile traces; its operators use this when they run.
         """
@@ -154,18 +154,17 @@ class Fp8State:
             vars(self.counts).update(vars(before))
 
     def miss_end(self, message: str) -> None:
-        """An optimizer stepped, and what ran before is not ended: this is the error of the next training forward."""
+        """Make the next training forward an error with this message: an optimizer stepped before the iteration ended."""
         self.missing_end, self._missed_in_backward = message, in_backward()
 
     @property
     def must_end_first(self) -> bool:
-        """Whether a training forward that begins here is an error. Where an optimizer steps inside a backward, what that
-        backward recomputes is not."""
+        """Whether a training forward is an error here. No recomputation is, if the optimizer steps inside the backward."""
         return bool(self.missing_end) and not (self._missed_in_backward and in_backward())
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
-        """No observer is told of what is cast and multiplied inside."""
+        """Hides casts and products inside from the observer."""
         observer = self.observer
         self._tell(None)
         try:
@@ -180,7 +179,7 @@ class Fp8State:
 
     @property
     def came_back(self) -> bool:
-        """Whether a backward came through a site in this iteration, on this rank."""
+        """Whether a backward reached a site in this iteration, on this rank."""
         return self.activity.backwards != self.activity.ended
 
     @contextmanager

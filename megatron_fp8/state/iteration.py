@@ -31,7 +31,7 @@ NOW, LATER, NEVER = "now", "later", "never"
 
 
 def recorded(training: bool, *inputs: torch.Tensor | None) -> str:
-    """When a forward of these inputs in this mode, called here, is recorded: NOW, NEVER, or LATER: by its backward."""
+    """When to record a forward of these inputs in this mode: NOW, LATER (in its backward) or NEVER."""
     if not torch.is_grad_enabled():
         return NEVER
     if training:
@@ -50,16 +50,17 @@ def backward_task() -> int:
 
 
 def trains(optimizer: Optimizer, came_back: bool) -> bool:
-    """Whether a step of this optimizer, which was just taken, trains.
+    """Whether the step that this optimizer just took trains the model.
 
-    ``came_back``: a backward came through the model since it was last asked. Waits for the device only where none did, or
-    where all learning rates are 0.
+    Args:
+        came_back: a backward reached the model since its last step. Else, and if all learning rates are 0, gradients are
+            read, which waits for the device.
     """
     return (came_back and _has_rate(optimizer)) or _has_gradient(optimizer)
 
 
 def _has_rate(optimizer: Optimizer) -> bool:
-    """Whether any learning rate is not 0, of those that the host knows: others are taken for such."""
+    """Whether any learning rate is not 0. One that lies on a device counts as such, unread."""
     rates = (group.get("lr", 1.0) for group in optimizer.param_groups)
     return any((isinstance(rate, torch.Tensor) and rate.device.type != "cpu") or rate != 0 for rate in rates)
 

@@ -17,6 +17,8 @@ import pytest
 from tests.support.command import ROOT, lines, run, torchrun
 from tests.support.planted import batches, loss_of, trained
 
+pytestmark = pytest.mark.timeout(900)  # its fixture runs the whole story
+
 PAGE = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")
 STORY = PAGE.partition("## A model of your own")[0]
 BLOCKS = re.findall(r"^```(bash|)\n(.*?)^```", STORY, re.DOTALL | re.MULTILINE)
