@@ -159,7 +159,7 @@ class Fp8State:
 
     @property
     def must_end_first(self) -> bool:
-        """Whether a training forward is an error here. No recomputation is, if the optimizer steps inside the backward."""
+        """Whether a training forward is an error here. No recomputation is, if the optimizer steps in the backward."""
         return bool(self.missing_end) and not (self._missed_in_backward and in_backward())
 
     @contextmanager

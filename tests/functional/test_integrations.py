@@ -15,6 +15,7 @@ import torch
 from megatron_fp8.nn import Fp8Linear, convert_to_fp8
 from tests.support.command import torchrun
 from tests.support.integrations_app import DELAYED, ROWS, llama
+from tests.support.lightning_trainer import quiet_trainer
 from tests.support.tower import Tower, batch
 
 
@@ -180,8 +181,6 @@ def test_lightning_logs_and_both_its_names(tmp_path):
 def lightning_run(folder: Path, steps: int, checkpoint: Path | None = None) -> tuple[Any, Any]:
     import pytorch_lightning as lightning
 
-    from megatron_fp8.integrations.lightning import Fp8Callback
-
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -197,16 +196,7 @@ def lightning_run(folder: Path, steps: int, checkpoint: Path | None = None) -> t
             return torch.optim.AdamW(self.parameters(), lr=0.1)
 
     module = Module()
-    trainer = lightning.Trainer(
-        max_steps=steps,
-        accelerator="cpu",
-        logger=False,
-        callbacks=Fp8Callback(),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    trainer = quiet_trainer(folder, max_steps=steps)
     trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(100), batch_size=1), ckpt_path=checkpoint)
     return module, trainer
 

@@ -15,6 +15,7 @@ from torch import nn
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.inference import prepare_for_inference
 from megatron_fp8.nn import Fp8Linear, convert_to_fp8, fp8_state_dict, fp8_step, register_fp8_step
+from tests.support.lightning_trainer import quiet_trainer
 
 DATA = torch.arange(8 * 16).view(8, 16) % 31 + 1
 
@@ -78,7 +79,6 @@ def test_accelerate_with_accumulation():
 def test_lightning_with_accumulation(tmp_path):
     """It runs the model in a closure inside of optimizer.step(), and closures of earlier microbatches outside."""
     lightning = pytest.importorskip("pytorch_lightning")
-    from megatron_fp8.integrations.lightning import Fp8Callback
 
     class Module(lightning.LightningModule):
         def __init__(self):
@@ -92,17 +92,7 @@ def test_lightning_with_accumulation(tmp_path):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     module = Module()
-    trainer = lightning.Trainer(
-        max_steps=3,
-        accumulate_grad_batches=2,
-        accelerator="cpu",
-        logger=False,
-        callbacks=Fp8Callback(),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = quiet_trainer(tmp_path, max_steps=3, accumulate_grad_batches=2)
     trainer.fit(module, torch.utils.data.DataLoader([batch(i) for i in range(6)], batch_size=1))
     assert_same_training(module.tower, by_hand(convert_to_fp8(tower(), "delayed"), 3))
 
