@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,6 +16,11 @@ from ..state.iteration import LATER, NOW, in_backward
 from .coded_tokens import CodedTokens
 from .site import GemmSite
 
+_numbers = itertools.count()
+_recorded: dict[int, None] = {}
+"""Numbers of the records that a backward has made, the oldest first: a graph may give a second backward the same one."""
+_MOST = 65_536
+
 
 class LateRecord:
     """What the backward of an evaluation-mode forward records of that forward.
@@ -27,7 +33,7 @@ class LateRecord:
 
     def __init__(self, measured: torch.Tensor, counts: IterationCounts, after_step: bool):
         self.measured, self.counts, self.after_step = measured, counts, after_step
-        self._done = False
+        self._number = next(_numbers)
 
     @classmethod
     def of(
@@ -38,24 +44,28 @@ class LateRecord:
         return cls(torch.stack(measured).view(-1, 2, 2), IterationCounts(), sites[0].state.must_end_first)
 
     def saved(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the record as tensors for a graph: ``measured``, and int64 [7] on the CPU."""
-        numbers = [*vars(self.counts).values(), int(self.after_step)]
+        """Returns the record as tensors for a graph: ``measured``, and int64 [8] on the CPU."""
+        numbers = [*vars(self.counts).values(), int(self.after_step), self._number]
         return self.measured, torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     @classmethod
     def restored(cls, measured: torch.Tensor, numbers: torch.Tensor) -> LateRecord:
         """Returns the record that ``saved`` took apart."""
-        *counts, after_step = numbers.tolist()
-        return cls(measured, IterationCounts(*counts), bool(after_step))
+        *counts, after_step, number = numbers.tolist()
+        record = cls(measured, IterationCounts(*counts), bool(after_step))
+        record._number = number
+        return record
 
     def record(self, sites: Sequence[GemmSite]) -> None:
         """Record the forward; the backward calls this. A second backward of the same forward records nothing.
 
         RuntimeError: an optimizer stepped before the forward, and the iteration was not ended.
         """
-        if self._done:
+        if self._number in _recorded:
             return
-        self._done = True
+        _recorded[self._number] = None
+        if len(_recorded) > _MOST:
+            del _recorded[next(iter(_recorded))]
         state = sites[0].state
         if self.after_step and state.missing_end:
             raise RuntimeError(state.missing_end)
