@@ -194,7 +194,7 @@ def saved_record(late: LateRecord | None, x: Tensor) -> tuple[Tensor, Tensor]:
 def empty_record(x: Tensor, sites: int) -> tuple[Tensor, Tensor]:
     """Returns uninitialised tensors in the shapes of ``LateRecord.saved`` for this many sites."""
     measured = x.new_empty((sites, 2, 2), dtype=torch.float32)
-    return measured, torch.empty(8 if sites else 0, dtype=torch.int64, device="cpu")
+    return measured, torch.empty(7 if sites else 0, dtype=torch.int64, device="cpu")
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:

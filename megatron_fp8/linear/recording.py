@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..params.fp8_parameter import Fp8Parameter
 from ..quantizer import measure
@@ -16,10 +16,8 @@ from ..state.iteration import LATER, NOW, in_backward
 from .coded_tokens import CodedTokens
 from .site import GemmSite
 
-_numbers = itertools.count()
-_recorded: dict[int, None] = {}
-"""Numbers of the records that a backward has made, the oldest first: a graph may give a second backward the same one."""
-_MOST = 65_536
+_restored: set[StorageWeakRef] = set()
+"""Memory of restored records that were made: a retained graph gives a second backward the same tensors."""
 
 
 class LateRecord:
@@ -33,7 +31,8 @@ class LateRecord:
 
     def __init__(self, measured: torch.Tensor, counts: IterationCounts, after_step: bool):
         self.measured, self.counts, self.after_step = measured, counts, after_step
-        self._number = next(_numbers)
+        self._memory: StorageWeakRef | None = None
+        self._done = False
 
     @classmethod
     def of(
@@ -44,16 +43,17 @@ class LateRecord:
         return cls(torch.stack(measured).view(-1, 2, 2), IterationCounts(), sites[0].state.must_end_first)
 
     def saved(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the record as tensors for a graph: ``measured``, and int64 [8] on the CPU."""
-        numbers = [*vars(self.counts).values(), int(self.after_step), self._number]
+        """Returns the record as tensors for a graph: ``measured``, and int64 [7] on the CPU."""
+        numbers = [*vars(self.counts).values(), int(self.after_step)]
         return self.measured, torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     @classmethod
     def restored(cls, measured: torch.Tensor, numbers: torch.Tensor) -> LateRecord:
         """Returns the record that ``saved`` took apart."""
-        *counts, after_step, number = numbers.tolist()
+        *counts, after_step = numbers.tolist()
         record = cls(measured, IterationCounts(*counts), bool(after_step))
-        record._number = number
+        record._memory = StorageWeakRef(numbers.untyped_storage())
+        record._done = record._memory in _restored
         return record
 
     def record(self, sites: Sequence[GemmSite]) -> None:
@@ -61,11 +61,12 @@ class LateRecord:
 
         RuntimeError: an optimizer stepped before the forward, and the iteration was not ended.
         """
-        if self._number in _recorded:
+        if self._done:
             return
-        _recorded[self._number] = None
-        if len(_recorded) > _MOST:
-            del _recorded[next(iter(_recorded))]
+        self._done = True
+        if self._memory is not None:
+            _restored.difference_update([memory for memory in _restored if memory.expired()])
+            _restored.add(self._memory)
         state = sites[0].state
         if self.after_step and state.missing_end:
             raise RuntimeError(state.missing_end)
