@@ -9,12 +9,14 @@ import sys
 from .line import CommandParser, refuse
 
 HELP = """\
-What this machine can run: versions, what is missing and how to get it, versions
-that are known not to work together, and an FP8 GEMM of every recipe on every
-backend, compared with the exact product of the same codes. Then the support
-matrix: which recipe runs on which backend and device, why not, and what to do.
+Whether FP8 works on this machine, in the first line. Then versions, what is
+missing and how to get it, versions that are known not to work together, and an
+FP8 GEMM of every recipe on every backend, compared with the exact product of
+the same codes.
 
   megatron-fp8 doctor
+  megatron-fp8 doctor --matrix                  which recipe runs on which device,
+                                                why not, and what to do
   megatron-fp8 doctor --config tiny_gpt_cpu     is all here that this run needs?
   megatron-fp8 doctor --config my.yaml --model.fp8_backend=native
   megatron-fp8 doctor --json                    docs/doctor.md has the schema
@@ -38,7 +40,8 @@ def main(arguments: list[str]) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser("doctor", HELP)
     parser.add_argument("--config", metavar="FILE", help="a run's config, a file or a shipped one's name")
-    parser.add_argument("--json", action="store_true", help="one object")
+    parser.add_argument("--matrix", action="store_true", help="also which recipe runs on which device")
+    parser.add_argument("--json", action="store_true", help="one object, with the matrix")
     return parser
 
 
@@ -53,7 +56,7 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> int:
         )
     given = [f"--config={options.config}"] if options.config is not None else []
     found = examine([*given, *joined(run_options)])
-    print(json.dumps(found.as_dict()) if options.json else shown(found))
+    print(json.dumps(found.as_dict()) if options.json else shown(found, with_matrix=options.matrix))
     if found.wrong:
         print(
             f"error: {', '.join(found.wrong)} computed a wrong product; please report this", file=sys.stderr

@@ -205,16 +205,20 @@ def _sites(found: Estimate, sites: Sequence[Alike]) -> str:
     return "\n".join([title, *_columns(rows)])
 
 
+_TOO_NEAR = 0.05
+"""Share of a step time by which the roofline cannot tell two precisions apart."""
+
+
 def pays(found: Estimate, bf16: Estimate) -> str:
     """Whether FP8 pays, in words that the figures carry."""
     ratio = found.time.seconds / bf16.time.seconds
     memory, before = found.fullest.total, bf16.fullest.total
     verdict = (
         "FP8 pays"
-        if ratio < 0.995
+        if ratio < 1 - _TOO_NEAR
         else "FP8 does not pay"
-        if ratio > 1.005
-        else "FP8 changes next to nothing"
+        if ratio > 1 + _TOO_NEAR
+        else "FP8 and BF16 are too near to tell"
     )
     return _wrapped(
         f"{verdict}, by the roofline: a step takes {ratio:.2f} x BF16's {seconds(bf16.time.seconds)}; the fullest rank"

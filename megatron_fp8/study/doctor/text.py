@@ -26,12 +26,33 @@ _UNSEEN = (
 )
 
 
-def shown(found: Examination) -> str:
-    """All of it."""
-    parts = [_machine(found), _versions(found), _conflicts(found), _tried(found), _matrix(found.matrix)]
+def shown(found: Examination, *, with_matrix: bool) -> str:
+    """The verdict, then what it rests on; the support matrix of other machines only if asked for."""
+    parts = [_verdict(found), _machine(found), _versions(found), _conflicts(found), _tried(found)]
+    if with_matrix:
+        parts.append(_matrix(found.matrix))
     if found.needs is not None:
         parts.append(_needs(found))
     return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def _verdict(found: Examination) -> list[str]:
+    good = {
+        backend: [
+            trial.recipe for trial in found.trials if (trial.backend, trial.result) == (backend, "good")
+        ]
+        for backend in dict.fromkeys(trial.backend for trial in found.trials)
+    }
+    ran = "; ".join(f"{backend} ({', '.join(filter(None, of))})" for backend, of in good.items() if of)
+    if found.wrong:
+        verdict = f"FP8 is wrong here: {', '.join(found.wrong)} computed a wrong product. Please report this."
+    elif not ran:
+        verdict = "FP8 cannot run here: no backend ran."
+    else:
+        verdict = f"FP8 works here: {ran}."
+    if found.needs:
+        verdict += f" The config needs {len(found.needs)} that this machine lacks: see the end."
+    return [_wrapped(verdict, "", "  ")]
 
 
 def _fact(label: str, text: str) -> str:
@@ -55,9 +76,7 @@ def _machine(found: Examination) -> list[str]:
     column = found.generation
     lines = [
         _fact("device", found.device),
-        _fact(
-            "column of the matrix", f"{column.column} ({column.name})" if column else "none is for this GPU"
-        ),
+        _fact("column of --matrix", f"{column.column} ({column.name})" if column else "none is for this GPU"),
     ]
     if found.gpu_not_used:
         lines.append(_fact("GPU", f"not used: {found.gpu_not_used}"))

@@ -37,9 +37,10 @@ def test_text_fits_a_terminal_without_colour(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(examination, "conflicts", lambda facts: [conflict for _, conflict in RULES])
-    code, out, err = run(capsys, "--config=tiny_gpt_cpu", "--model.fp8_backend=native")
+    code, out, err = run(capsys, "--config=tiny_gpt_cpu", "--model.fp8_backend=native", "--matrix")
     assert max(map(len, out.splitlines())) <= 80 and "\x1b" not in out and not err
     assert code == 1 and "fp8_backend=native: " in out
+    assert out.startswith("FP8 works here: emulated (delayed, tensorwise, rowwise, blockwise, mxfp8).")
     for words in (
         "Versions",
         "not to work together",
@@ -92,10 +93,12 @@ def test_what_was_not_looked_at_is_said_and_data_may_follow(
 
 def test_exit_codes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(examination, "trials", lambda: iter([Trial("emulated", "delayed", "wrong", 0.5)]))
-    code, out, err = run(capsys)
+    code, out, err = run(capsys, "--matrix")
     assert code == 1 and "WRONG" in out and "no*" in out and "emulated computed a wrong product" in err
+    assert out.startswith("FP8 is wrong here: emulated computed a wrong product.")
     monkeypatch.setattr(examination, "trials", lambda: iter(()))
-    assert run(capsys)[0] == 0
+    code, out, _ = run(capsys)
+    assert code == 0 and out.startswith("FP8 cannot run here") and "What runs where" not in out
     monkeypatch.setattr(needs, "megatron", lambda: None)
     code, out, _ = run(capsys, "--config=tiny_gpt_cpu")
     assert code == 1 and "megatron-core 0.16: it is not installed ->" in out

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from benchmarks import estimates
 from megatron_fp8.commands.main import main
 from megatron_fp8.estimate.off import sentence
+from megatron_fp8.estimate.text import pays
 
 TINY, LLAMA = "examples/configs/tiny_gpt_cpu.yaml", "examples/configs/llama3_8b.yaml"
 
@@ -177,3 +180,15 @@ def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.
 def test_the_page_has_a_table_that_the_command_prints() -> None:
     """The others: tests/functional/test_estimate_page.py."""
     assert estimates.section("llama3_8b", "h100") in estimates.PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [(0.94, "FP8 pays"), (0.99, "too near to tell"), (1.04, "too near to tell"), (1.06, "FP8 does not pay")],
+)
+def test_a_roofline_tells_no_small_differences(ratio: float, words: str) -> None:
+    of: list[Any] = [
+        SimpleNamespace(time=SimpleNamespace(seconds=s), fullest=SimpleNamespace(total=1))
+        for s in (ratio, 1.0)
+    ]
+    assert words in " ".join(pays(*of).split())
