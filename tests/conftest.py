@@ -45,6 +45,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(TimeLimits())
+    # Else Inductor takes graphs that operators of an earlier commit have left on disk.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(config._tmp_path_factory.getbasetemp() / "inductor")  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(trylast=True)

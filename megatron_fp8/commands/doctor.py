@@ -12,7 +12,7 @@ HELP = """\
 Whether FP8 works on this machine, in the first line. Then versions, what is
 missing and how to get it, versions that are known not to work together, and an
 FP8 GEMM of every recipe on every backend, compared with the exact product of
-the same codes.
+its codes.
 
   megatron-fp8 doctor
   megatron-fp8 doctor --matrix                  which recipe runs on which device,

@@ -19,7 +19,8 @@ What crosses as an argument, and why so:
 * its ``saved_layout``, a string with all that the outputs' layouts depend on: guarded, so that layers of one recipe
   share a graph and layers of another do not;
 * the number of this call in the trace. Two calls of one layer on one input may look equal, and are not: each adds to
-  the gradient. No compiler may merge them.
+  the gradient. No compiler may merge them. Numbers begin elsewhere for each state of this folder's sources: Inductor
+  keeps graphs on disk by their code, and operators of other sources may return other layouts for the same code.
 
 Effects that the graph does not see: slots (a maximum and a sum, in any order), counters, the kept weight, main_grad. No
 result in the graph reads them. The weight's codes stay with the site between forward and backward, and are made again
@@ -40,7 +41,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,7 +68,15 @@ from .weight_again import columnwise_of, stamp_of, was_training
 # The first versions of torch that this runs on lack the tag.
 _KEPT_OUT_OF_GRAPHS = hasattr(torch.Tag, "cudagraph_unsafe")
 TAGS = [torch.Tag.needs_exact_strides] + ([torch.Tag.cudagraph_unsafe] if _KEPT_OUT_OF_GRAPHS else [])
-_calls = itertools.count()
+
+
+def first_call(sources: Path) -> int:
+    """The number of a process's first call: from a checksum of the modules in this folder."""
+    texts = b"".join(path.read_bytes() for path in sorted(sources.glob("*.py")))
+    return zlib.crc32(texts) << 24
+
+
+_calls = itertools.count(first_call(Path(__file__).parent))
 
 
 @torch.compiler.assume_constant_result

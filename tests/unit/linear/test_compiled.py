@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.support.compare import assert_same_bytes
+from megatron_fp8.linear.compiled import first_call, next_call
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.high_precision import observe_high_precision
 from megatron_fp8.linear.site import GemmSite
@@ -178,6 +181,15 @@ def test_offloaded_activations_come_back_the_same():
 
 
 # ---------------------------------------------------------------------------------- neither merged nor done twice
+
+
+def test_graphs_that_other_sources_left_on_disk_are_not_taken(tmp_path):
+    """Inductor finds a graph by its code, in which calls are numbered: each state of the sources has its own numbers."""
+    (tmp_path / "compiled.py").write_text("shape = (sites, 2)")
+    before = first_call(tmp_path)
+    (tmp_path / "compiled.py").write_text("shape = (sites, 2, 2)")
+    assert first_call(tmp_path) != before and first_call(tmp_path) == first_call(tmp_path)
+    assert 0 <= next_call() - first_call(Path(inspect.getfile(GemmSite)).parent) < 2**24
 
 
 def test_two_calls_on_one_input_are_two_gradients():
