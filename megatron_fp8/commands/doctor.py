@@ -15,8 +15,7 @@ FP8 GEMM of every recipe on every backend, compared with the exact product of
 its codes.
 
   megatron-fp8 doctor
-  megatron-fp8 doctor --matrix                  which recipe runs on which device,
-                                                why not, and what to do
+  megatron-fp8 doctor --matrix                  which recipe runs on which GPU
   megatron-fp8 doctor --config tiny_gpt_cpu     is all here that this run needs?
   megatron-fp8 doctor --config my.yaml --model.fp8_backend=native
   megatron-fp8 doctor --json                    docs/doctor.md has the schema
