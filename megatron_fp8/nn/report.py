@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 COLUMNS = ("module", "type", "shape", "runs", "why")
+_WIDTH, _WIDEST = 100, 24
+"""Of the table, and of each of its columns but the first, in characters."""
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
+"""A number that is a part of a module's name."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,8 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Fp8Report:
-    """Every module that holds parameters of its own; ``str()`` is a table, with alike layers on one line.
+    """Every module that holds parameters of its own; ``str()`` is a table of at most 100 columns: alike
+    layers on one line, each reason once, below.
 
     Attributes:
         keep_columnwise: the config's.
@@ -80,7 +87,7 @@ class Fp8Report:
 
     @property
     def flops_in_fp8(self) -> float:
-        """The share of multiplications by weights that are in FP8, if each token meets each weight matrix once.
+        """The share of multiplications by weights that are in FP8, assuming one token per matrix.
 
         All experts count. Convolutions do not, nor do products of two activations, as attention has them.
         """
@@ -112,19 +119,21 @@ class Fp8Report:
         grouped: dict[tuple[str, ...], list[str]] = {}
         for row in self.rows:
             shape = " x ".join(map(str, row.shape))
-            numbers = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "#", row.name)
-            grouped.setdefault((numbers, row.kind, shape, row.runs, row.reason), []).append(row.name)
-        lines = [(_name(names), *key[1:]) for key, names in grouped.items()]
-        widths = [max(len(line[i]) for line in [COLUMNS, *lines]) for i in range(len(COLUMNS) - 1)]
-        table = [_line(cells, widths) for cells in [COLUMNS, *lines]]
+            pattern = _NUMBER.sub("#", row.name)
+            grouped.setdefault((pattern, row.kind, shape, row.runs, row.reason), []).append(row.name)
+        reasons = {key[-1]: "" for key in grouped if key[-1]}
+        reasons = {reason: str(number) for number, reason in enumerate(reasons, start=1)}
+        lines = [(_name(names), *key[1:-1], reasons.get(key[-1], "")) for key, names in grouped.items()]
+        told = [_wrapped(f"{number:>2}  {reason}", "    ") for reason, number in reasons.items()]
         made_again = "keep_columnwise=False: each backward makes dgrad's own codes of a weight again"
-        return "\n".join([*table, self._summary(), *([] if self.keep_columnwise else [made_again])])
+        parts = [*_table([COLUMNS, *lines]), *told, _wrapped(self._summary())]
+        return "\n".join([*parts, *([] if self.keep_columnwise else [made_again])])
 
     def _summary(self) -> str:
         running = sum(row.converted and row.in_use for row in self.rows)
         return (
             f"{running} of {len(self.rows)} modules with parameters run in FP8: {_percent(self.weights_in_fp8)} of the"
-            f" weights, {_percent(self.flops_in_fp8)} of the linears' FLOPs if a token meets each matrix once"
+            f" weights, {_percent(self.flops_in_fp8)} of the linears' FLOPs assuming one token per matrix"
             + (", not counting what has no shape yet" if any(row.lazy for row in self.rows) else "")
         )
 
@@ -154,12 +163,43 @@ def _percent(share: float) -> str:
     return "> 99 %" if 0.99 < share < 1 else f"{share:.0%}".replace("%", " %")
 
 
-def _name(names: Iterable[str]) -> str:
-    """'layers.0.fc1', or 'layers.0.fc1 .. layers.31.fc1 (32)'."""
+def _name(names: Sequence[str]) -> str:
+    """'layers.0.fc1', 'layers.0-31.fc1 (32)' where only one number differs and none is left out, or first and last."""
     names = [name or "(the model)" for name in names]
-    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+    if len(names) == 1:
+        return names[0]
+    numbers = [[int(number) for number in _NUMBER.findall(name)] for name in names]
+    differing = [i for i, column in enumerate(zip(*numbers, strict=True)) if len(set(column)) > 1]
+    if len(differing) == 1:
+        place = differing[0]
+        column = [each[place] for each in numbers]
+        if column == list(range(column[0], column[-1] + 1)):
+            parts = iter(range(len(numbers[0])))
+            said = f"{column[0]}-{column[-1]}"
+            name = _NUMBER.sub(lambda found: said if next(parts) == place else found[0], names[0])
+            return f"{name} ({len(names)})"
+    return f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
-def _line(cells: tuple[str, ...], widths: list[int]) -> str:
-    padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)]
-    return "  ".join([*padded, cells[-1]]).rstrip()
+def _table(lines: list[tuple[str, ...]]) -> Iterator[str]:
+    """Columns as wide as they need to be; names of modules get what the others leave, and what is longer is wrapped."""
+    widths = [0, *(min(max(map(len, column)), _WIDEST) for column in [*zip(*lines, strict=True)][1:])]
+    widths[0] = min(max(len(line[0]) for line in lines), _WIDTH - sum(widths) - 2 * (len(widths) - 1))
+    for line in lines:
+        cells = [_broken(cell, width) for cell, width in zip(line, widths, strict=True)]
+        for parts in zip_longest(*cells, fillvalue=""):
+            yield "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
+
+
+def _broken(cell: str, width: int) -> list[str]:
+    """Its lines, broken after spaces and dots, and elsewhere where a word is too long."""
+    lines = [""]
+    for word in re.findall(rf"[^ .]{{1,{width - 1}}}[ .]?|[ .]", cell):
+        if len((lines[-1] + word).rstrip()) > width:
+            lines.append("")
+        lines[-1] += word
+    return [line.rstrip() for line in lines]
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
