@@ -122,6 +122,8 @@ def _measure(
         for shape in wanted.shapes:
             peers.linear(bench, shape)
     print(_as_table(bench.rows))
+    if said := verdict(bench.rows):
+        print(said)
     return bench
 
 
@@ -276,6 +278,32 @@ def _as_table(rows: list[dict[str, Any]]) -> str:
         ("section", "K x N x tokens", "recipe", "FP8 ms", "BF16 ms (quantise: copy)", "x BF16", "spread"),
         cells,
     )
+
+
+_WHOLE = ("step", "layer", "linear", "inference", "gemm")
+"""Sections that say whether FP8 pays, the one that says most first."""
+
+
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """Whether FP8 pays here, recipe by recipe, by the section that says most; '' if none of those shows a spread.
+
+    A recipe is faster or slower if it is in every shape, by more than half the ratio's spread.
+    """
+    shown = {row["section"] for row in rows if row["spread"] is not None}
+    section = next((name for name in _WHOLE if name in shown), None)
+    of: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["section"] == section:
+            of.setdefault(row["contender"], []).append(row)
+    found: dict[str, list[str]] = {"faster": [], "slower": [], "too near or mixed": []}
+    for contender, theirs in of.items():
+        ratios = [row["ratio"] for row in theirs]
+        sure = [abs(1 - row["ratio"]) > row["spread"] * row["ratio"] / 2 for row in theirs]
+        word = "faster" if max(ratios) < 1 else "slower" if min(ratios) > 1 else "too near or mixed"
+        span = f"{min(ratios):.2f}" + (f" to {max(ratios):.2f}" if len(ratios) > 1 else "")
+        found[word if all(sure) else "too near or mixed"].append(f"{contender} ({span} x)")
+    parts = [f"{word}: {', '.join(names)}" for word, names in found.items() if names]
+    return f"FP8 against BF16 here, by {section}: {'; '.join(parts)}." if parts else ""
 
 
 def _write_table(

@@ -22,7 +22,7 @@ from .on_checkpoint import Parser, run_command, say
 HELP = """\
 Takes a checkpoint of a run and the batches that its training reads next, and measures what FP8 costs there: every
 layer in high precision, all as planned, each layer alone in FP8, then the GEMMs and operands of the worst. It prints
-a table, worst first, and a verdict in words, and writes diagnosis.json, diagnosis.png and overrides.yaml.
+the answer in words, then a table, worst first, and writes diagnosis.json, diagnosis.png and overrides.yaml.
 
   megatron-fp8 diagnose runs/fp8                               the latest checkpoint, the four batches that come next
   megatron-fp8 diagnose runs/fp8 --iteration 11                the batches from iteration 11 on, the checkpoint before
@@ -222,8 +222,8 @@ def _diagnose(prepared: _Prepared) -> None:
         "recorded_loss": replay.recorded,
     }
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    print(format_table(found, width=width), end="\n\n", flush=True)
-    print(textwrap.fill(found.verdict, width) if width else found.verdict, flush=True)
+    print(textwrap.fill(found.verdict, width) if width else found.verdict, end="\n\n", flush=True)
+    print(format_table(found, width=width), flush=True)
     _write_all(prepared, found, facts)
 
 

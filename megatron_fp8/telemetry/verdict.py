@@ -1,4 +1,4 @@
-"""What a diagnosis says in words: only what its figures support."""
+"""What a diagnosis says in words: its answer first, and only what its figures support."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .search import Cure
 def bad_in_high_precision(what: str) -> str:
     """Where high precision gives NaN or Inf, or no gradient."""
     return (
-        f"bad in high precision too: not FP8. With every GEMM in high precision {what}, so nothing can be said of what"
-        " FP8 costs; look at the model, its data and the learning rate."
+        f"FP8 is not the cause: it is bad in high precision too. With every GEMM in high precision {what}, so nothing can"
+        " be said of what FP8 costs; look at the model, its data and the learning rate."
     )
 
 
@@ -25,20 +25,16 @@ def too_high(losses: tuple[float, ...], good_loss: float | None) -> bool:
 def verdict(
     found: Attribution, cure: Cure, losses: tuple[float, ...], noise: float, good_loss: float | None
 ) -> str:
-    """One paragraph. ``losses``: in high precision; ``noise``: of the gradient between batches, relative."""
+    """One paragraph, the answer first. ``losses``: in high precision; ``noise``: of batches' gradients, relative."""
     outstanding = [finding for finding in found.findings if finding.stands_out]
-    lines = [_headline(outstanding) if outstanding else _nothing(found)]
-    lines += [_of(finding) for finding in _one_a_site(outstanding)[:4]]
     mean = fmean(losses)
+    also = ""
+    if good_loss is not None and too_high(losses, good_loss):
+        also = f"in high precision the loss is bad too, {mean:.4g} where it was {good_loss:.4g}"
+    lines = [_answer(found, outstanding, also)]
+    lines += [_of(finding) for finding in _one_a_site(outstanding)[:4]]
     lines.append(_all_at_once(found, mean))
     lines.append(_against_noise(found, noise))
-    if too_high(losses, good_loss):
-        lines.append(
-            f"The loss is bad in high precision too: {mean:.4g}, and was {good_loss:.4g}."
-            + ("" if outstanding else " That is not FP8: look at the learning rate and the data.")
-        )
-    elif not outstanding and far_off(found, Limits()) is None:
-        lines.append("If something is wrong with the training, it is in high precision too, and not FP8.")
     if cure.parts:
         lines.append(_cured(cure))
     elif outstanding:
@@ -55,33 +51,45 @@ def far_off(found: Attribution, limits: Limits) -> float | None:
     return times if times > limits.ratio else None
 
 
-def _nothing(found: Attribution) -> str:
-    """Says that nothing stands out, and, if so, that all sites together are far off in some batches."""
-    distances, best = (measured.distances(found.counted) for measured in (found.planned, found.at_best))
-    times = far_off(found, Limits())
-    if times is None:
-        who = "all sites together cost no" if found.skipped else "no site costs"
-        return f"nothing stands out: {who} more than rounding to FP8's significant bits does."
-    if found.skipped:
-        return (
-            f"nothing stands out of what was measured alone, and as planned the gradient is {times:.3g} times as far from"
-            " high precision as rounding to FP8's significant bits puts it: a larger budget would tell where."
-        )
-    ratios = [a / b if b else 1.0 for a, b in zip(distances.values, best.values, strict=True)]
-    worst = max(range(len(ratios)), key=ratios.__getitem__)
+def _answer(found: Attribution, outstanding: list[Finding], also: str) -> str:
+    """Whether it is FP8. ``also``: what is bad in high precision, '' if nothing is."""
+    if outstanding:
+        sites = list(dict.fromkeys(finding.site for finding in outstanding))
+        where = sites[0] if len(sites) == 1 else f"{len(sites)} sites, most in {sites[0]}"
+        costs = f"FP8 costs more than it has to in {where}"
+        return f"FP8 is not the only cause: {also}; and {costs}." if also else f"{costs}."
+    unknown = _far_off_in_words(found)
+    if unknown:
+        part = f"a part of the cause: {also}" if also else "the cause"
+        return f"Not known whether FP8 is {part}. {unknown}"
+    if also:
+        return f"FP8 is not the cause: {also}. Look at the learning rate and the data."
+    who = "all sites together cost no" if found.skipped else "no site costs"
     return (
-        f"nothing stands out in all batches alike: as planned the gradient is {times:.3g} times as far from high"
-        f" precision as rounding to FP8's significant bits puts it, {ratios[worst]:.3g} times in batch {worst},"
-        f" {min(ratios):.3g} times in another; {found.findings[0].key} has most of that. More batches would"
-        " tell whether it is chance."
+        f"Nothing is wrong with FP8 here: {who} more than rounding to FP8's significant bits does. What is wrong, if"
+        " something is, is wrong in high precision too."
     )
 
 
-def _headline(outstanding: list[Finding]) -> str:
-    sites = list(dict.fromkeys(finding.site for finding in outstanding))
-    if len(sites) == 1:
-        return f"{sites[0]} stands out."
-    return f"{len(sites)} sites stand out, {sites[0]} most."
+def _far_off_in_words(found: Attribution) -> str:
+    """That the plan is far off, though no site stands out; '' if it is near."""
+    times = far_off(found, Limits())
+    if times is None:
+        return ""
+    as_planned = (
+        f"as planned the gradient is {times:.3g} times as far from high precision as rounding to FP8's significant bits"
+        " puts it"
+    )
+    if found.skipped:
+        return f"Of what was measured alone nothing stands out, and {as_planned}: a larger budget would tell where."
+    distances, best = (measured.distances(found.counted) for measured in (found.planned, found.at_best))
+    ratios = [a / b if b else 1.0 for a, b in zip(distances.values, best.values, strict=True)]
+    worst = max(range(len(ratios)), key=ratios.__getitem__)
+    return (
+        f"Nothing stands out in all batches alike, and {as_planned}, {ratios[worst]:.3g} times in batch {worst},"
+        f" {min(ratios):.3g} times in another; {found.findings[0].key} has most of that. More batches would"
+        " tell whether it is chance."
+    )
 
 
 def _one_a_site(outstanding: list[Finding]) -> list[Finding]:

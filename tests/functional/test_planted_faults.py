@@ -18,9 +18,9 @@ RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 NOTICE = "gradients lose a bit for nothing"
 READS = {"input": ("fprop", "wgrad"), "grad_output": ("dgrad", "wgrad")}
 IN_WORDS = {
-    "nan": "bad in high precision too: not FP8",
-    "spikes": "in high precision too, and not FP8",
-    "learning rate": "The loss is bad in high precision too",
+    "nan": "FP8 is not the cause: it is bad in high precision too",
+    "spikes": "is wrong in high precision too",
+    "learning rate": "in high precision the loss is bad too",
 }
 
 

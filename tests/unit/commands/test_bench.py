@@ -41,6 +41,10 @@ def test_every_recipe_is_right_and_timed(tmp_path, capsys, fp8):
         assert (row["k"], row["n"], row["tokens"]) == (48, 40, 36)
         assert row["fp8_ms"] > 0 and row["bf16_ms"] > 0 and row["ratio"] > 0 and row["spread"] >= 0
     assert "| linear " in (said := capsys.readouterr().out) and processor_name() in said
+    assert (
+        said.splitlines()[-2].startswith("FP8 against BF16 here, by linear: ")
+        and "wrote" in said.splitlines()[-1]
+    )
 
 
 def test_few_rounds_show_no_spread_and_say_so(tmp_path, capsys):
@@ -54,6 +58,27 @@ def test_few_rounds_show_no_spread_and_say_so(tmp_path, capsys):
     )
     assert bench(*few, "--repetitions=4", f"--compare={out}") == 2
     assert "it shows no spread, being of fewer than 4 repetitions" in capsys.readouterr().err
+
+
+def test_the_verdict_tells_no_more_than_ratios_and_their_spread():
+    def row(section, contender, ratio, spread):
+        return {"section": section, "contender": contender, "ratio": ratio, "spread": spread}
+
+    linears = [
+        *(row("linear", "mxfp8", ratio, 0.1) for ratio in (0.6, 0.94)),
+        row("linear", "rowwise", 0.96, 0.1),  # within its spread
+        *(row("linear", "delayed", ratio, 0.02) for ratio in (0.8, 1.2)),
+        row("linear", "tensorwise", 1.3, 0.1),
+    ]
+    quantised = row("quantise", "mxfp8", 2.0, 0.1)  # against a copy: says nothing of a run
+    assert benching.verdict([quantised, *linears]) == (
+        "FP8 against BF16 here, by linear: faster: mxfp8 (0.60 to 0.94 x); slower: tensorwise (1.30 x);"
+        " too near or mixed: rowwise (0.96 x), delayed (0.80 to 1.20 x)."
+    )
+    assert benching.verdict([row("step", "mxfp8", 0.5, 0.1), *linears]).endswith(
+        "by step: faster: mxfp8 (0.50 x)."
+    )
+    assert benching.verdict([quantised]) == "" == benching.verdict([row("linear", "mxfp8", 0.5, None)])
 
 
 WRONG = {
