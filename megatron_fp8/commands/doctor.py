@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from .line import CommandParser, refuse
+from .line import CommandParser, refuse, warn_in_lines
 
 HELP = """\
 Whether FP8 works on this machine, in the first line. Then versions, what is
@@ -20,11 +20,12 @@ its codes.
   megatron-fp8 doctor --config my.yaml --model.fp8_backend=native
   megatron-fp8 doctor --json                    docs/doctor.md has the schema
 
-Options of the run may follow --config as in `train`. Megatron-Core is not
-imported; `megatron-fp8 train --dry-run` checks the whole config.
+Options of the run may follow --config as in `train`. Where nothing is missing,
+the config is checked as `train` checks it before ranks meet; what data hold and
+whether the layout fits the ranks, `megatron-fp8 train --dry-run` checks.
 
 Exit codes: 0 done; 1 a product is wrong, or the config needs what is not here;
-2 bad input.
+2 bad input, or a config that `train` refuses.
 """
 
 
@@ -55,6 +56,11 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> int:
         )
     given = [f"--config={options.config}"] if options.config is not None else []
     found = examine([*given, *joined(run_options)])
+    if given and not found.needs:
+        from .train import settings
+
+        warn_in_lines()
+        settings([*given, *run_options], ranks=1)
     print(json.dumps(found.as_dict()) if options.json else shown(found, with_matrix=options.matrix))
     if found.wrong:
         print(

@@ -159,24 +159,35 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
         return EXIT_FAILED
 
 
-def prepare(arguments: list[str], launch: Any, stop: Any) -> Any:
-    """Everything before the first step: config, ranks, data, model, report. The trainer; None after a dry run."""
+def settings(arguments: list[str], ranks: int) -> tuple[Any, Any, Any, int]:
+    """(the run's config, Megatron-Core's, tokenizer, vocabulary size), checked; nothing is written.
+
+    Raises:
+        ValueError: `train` refuses these options on any machine.
+    """
     from .. import mcore
 
     mcore.install()
     from ..train.config import run_config
     from ..train.config.model_section import padded_vocab_size, transformer_config
-    from ..train.data import datasets as data
+    from ..train.data.datasets import check_tokenizer
     from ..train.data.tokenizers import load_tokenizer
+
+    run = run_config.parse(arguments, ranks)
+    config = transformer_config(run.model)
+    tokenizer = load_tokenizer(run.data.tokenizer)
+    vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
+    check_tokenizer(run.data, tokenizer, run.model.vocab_size or run.model.padded_vocab_size or 0)
+    return run, config, tokenizer, vocab_size
+
+
+def prepare(arguments: list[str], launch: Any, stop: Any) -> Any:
+    """Everything before the first step: config, ranks, data, model, report. The trainer; None after a dry run."""
+    run, config, tokenizer, vocab_size = settings(arguments, launch.world_size)
     from ..train.launch import parallel
     from ..train.launch.facts import run_facts
 
-    run = run_config.parse(arguments, launch.world_size)
-    config = transformer_config(run.model)
     parallel.check_layout(run.model, run.train, launch.world_size, launch.told)
-    tokenizer = load_tokenizer(run.data.tokenizer)
-    vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
-    data.check_tokenizer(run.data, tokenizer, run.model.vocab_size or run.model.padded_vocab_size or 0)
     launch.meeting.agree(
         "settings", run_facts(run, tokenizer, launch.world_size), run.train.distributed_timeout_minutes * 60
     )

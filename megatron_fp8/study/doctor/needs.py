@@ -1,7 +1,6 @@
 """What a run's config needs, and which of it is not on this machine. Megatron-Core is not imported for it.
 
-The config's keys are read as `estimate` reads them; the whole config is checked by `megatron-fp8 train --dry-run`, which
-needs what is asked for here.
+The config's keys are read as `estimate` reads them. Where nothing is missing, `doctor` checks the config as `train` does.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from .versions import megatron
 
 _ANY_BACKEND = "fp8_backend=auto (the emulated backend runs on every device)"
 
-NOT_LOOKED_AT = ("ranks", "memory", "speed")
-"""What no need is said of: whether there are as many GPUs as the layout wants, whether it fits, how long it takes."""
+NOT_LOOKED_AT = ("ranks", "data", "memory", "speed")
+"""What no need is said of: as many GPUs as the layout wants, what data files hold, whether it fits, how long it takes."""
 
 TE_FUNCTIONS = (
     "apply_rope_fusion", "fused_single_qkv_rope", "cpu_offloading", "fine_grained_activation_offloading",

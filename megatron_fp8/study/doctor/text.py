@@ -21,8 +21,8 @@ _LEGEND = (
 )
 
 _UNSEEN = (
-    f"Not looked at: {', '.join(NOT_LOOKED_AT)} (whether this machine has as many devices as the layout wants, whether"
-    " it fits, how long it takes): `megatron-fp8 estimate` says what the run needs"
+    f"Not looked at: {', '.join(NOT_LOOKED_AT)} (whether this machine has as many devices as the layout wants, what is"
+    " in the data files, whether it fits, how long it takes): `megatron-fp8 estimate` says what the run needs"
 )
 
 

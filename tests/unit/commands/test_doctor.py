@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_fp8 import mcore
 from megatron_fp8.commands.doctor import HELP
 from megatron_fp8.commands.main import main
+from megatron_fp8.commands.train import settings
 from megatron_fp8.study.doctor import examination, needs
 from megatron_fp8.study.doctor.trials import Trial
 from megatron_fp8.study.doctor.versions import RULES
@@ -24,7 +27,11 @@ SCHEMA: dict[str, set[str]] = {
 
 @pytest.fixture(autouse=True)
 def a_cpu(monkeypatch: pytest.MonkeyPatch):
+    """And what the command changes in its process is as it was."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    yield
+    mcore.uninstall()
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -68,7 +75,7 @@ def test_json_of_schema_1(capsys: pytest.CaptureFixture[str]):
     assert found["needs"] == {
         "options": ["--config=tiny_gpt_cpu"],
         "missing": [],
-        "not_looked_at": ["ranks", "memory", "speed"],
+        "not_looked_at": ["ranks", "data", "memory", "speed"],
     }
     assert {cell["known"] for cell in found["matrix"]} == {"tried here", "documentation", "not known"}
     good = [trial["recipe"] for trial in found["trials"] if trial["result"] == "good"]
@@ -84,9 +91,11 @@ def test_what_was_not_looked_at_is_said_and_data_may_follow(
 ):
     monkeypatch.setattr(examination, "trials", lambda: iter(()))
     monkeypatch.setattr(needs, "megatron", lambda: "0.16.1")
-    code, out, _ = run(capsys, "--config=llama3_70b", "--data", __file__)
+    code, out, _ = run(capsys, "--config=llama3_70b", "--data.tokenizer=bytes", "--data", __file__)
     said = " ".join(out.split())
-    assert code == 0 and "Not looked at: ranks, memory, speed" in said and "all that it needs" not in said
+    assert (
+        code == 0 and "Not looked at: ranks, data, memory, speed" in said and "all that it needs" not in said
+    )
     code, out, _ = run(capsys, "--config=llama3_70b", "--data", __file__, "none.txt")
     assert code == 1 and "data.paths=none.txt: there is no such file" in " ".join(out.split())
 
@@ -110,3 +119,22 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     ):
         code, out, err = run(capsys, *bad)
         assert code == 2 and not out and err.startswith("error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model.num_attention_heads=3"], "num_attention_heads"),
+        (["--model.fp8_recipe=mxfp8", "--model.fp8_margin=1"], "fp8_margin"),
+        (["--optimizer.lr=-1"], "optimizer.lr"),
+        (["--data.paths=[README.md]", "--data.tokenizer=null", "--model.vocab_size=50000"], "data.tokenizer"),
+    ],
+)
+def test_a_config_that_train_refuses_is_refused_in_its_words(capsys, monkeypatch, options, said):
+    """No machine could run it, so that exit code 0 would send a user to a queue for nothing."""
+    monkeypatch.setattr(examination, "trials", lambda: iter(()))
+    code, out, err = run(capsys, "--config=tiny_gpt_cpu", *options)
+    assert code == 2 and not out and err.startswith("error: ") and said in err
+    with pytest.raises(ValueError) as refused:
+        settings(["--config=tiny_gpt_cpu", *options], ranks=1)
+    assert err == f"error: {refused.value}\n"
