@@ -30,6 +30,7 @@ FP8 training for Megatron-Core models.
   generate   continue a prompt
   export     write a checkpoint for transformers and vLLM
   import     make a run of a Llama, Qwen, Mixtral or DeepSeek-V3 directory
+  tokenizer  train a tokenizer on your text
   formats    the numbers behind FP8: values, range, error, scaling
   bench      time FP8 against BF16 here; --tune finds GEMMs for which FP8 pays
   estimate   what a run will need, before it is built
@@ -54,6 +55,7 @@ COMMANDS = {
     "generate": "generate:main",
     "export": "export:main",
     "import": "import_:main",
+    "tokenizer": "tokenizer:main",
     "formats": "formats:main",
     "bench": "bench:main",
     "estimate": "estimate:main",

@@ -49,8 +49,9 @@ def check_tokenizer(section: DataSection, tokenizer: Tokenizer, vocab_size: int)
         what = "data.paths" if section.paths else "the Python standard library's source (no data was given)"
         raise ValueError(
             f"model.vocab_size={vocab_size} and no data.tokenizer: the model would learn the bytes of {what}, and use"
-            f" {tokenizer.vocab_size} of its ids. Give --data FILE... and --data.tokenizer=tokenizer.json, or prefixes of"
-            " prepared .bin/.idx pairs; or, to train on bytes, say --data.tokenizer=bytes."
+            f" {tokenizer.vocab_size} of its ids. Give --data FILE... and --data.tokenizer=tokenizer.json (`megatron-fp8"
+            " tokenizer` trains one on your text), or prefixes of prepared .bin/.idx pairs; or, to train on bytes, say"
+            " --data.tokenizer=bytes."
         )
 
 

@@ -281,6 +281,7 @@ LAYOUTS = {
     "tiny_moe_cpu": 2,
     "padded_heads_cpu": 1,
     "dense_182m": 8,
+    "one_gpu": 1,
     "llama3_8b": 64,
     "llama3_70b": 256,
     "qwen3_30b_a3b": 64,

@@ -1,0 +1,80 @@
+"""`megatron-fp8 tokenizer`: a tokenizer trained on one's own text, for a model that is trained from the beginning."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from ..files.disk import in_words, replace_file
+from ..files.terminal import printable
+from .line import CommandParser, run
+
+HELP = """\
+Trains a byte-level BPE tokenizer on text and writes it as a Hugging Face tokenizers file, tokenizer.json. A model that is
+imported has its own; this is for a model that is trained from the beginning.
+
+  megatron-fp8 tokenizer --out tokenizer.json                       on the Python standard library's source
+  megatron-fp8 tokenizer --data my_corpus --out tokenizer.json      files of text or records, or folders, as in `train`
+  megatron-fp8 train --config one_gpu --data my_corpus --data.tokenizer=tokenizer.json
+
+model.vocab_size of the run must be at least as large; 32768 suits the configs that come with the package.
+Of more than 256 MB of text a sample is read, spread over all of it. The same text gives the same file.
+
+Exit codes: 0 done; 2 bad input.
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Train and write; the exit code."""
+    parser = CommandParser("tokenizer", HELP)
+    add = parser.add_argument
+    add(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="text (default: the Python standard library's source)",
+    )
+    add("--column", help="of records: the column to learn (default: text)")
+    add("--vocab-size", type=int, default=32768, metavar="N", help="ids, at most (default %(default)s)")
+    add("--out", required=True, metavar="FILE", help="where the tokenizer goes, such as tokenizer.json")
+    return run(parser, arguments, _tokenizer)
+
+
+def _tokenizer(options: Namespace) -> None:
+    out = Path(options.out)
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise ValueError(
+            f"--out={options.out} must be a file in a folder that is there: make the folder first."
+        )
+    from .. import mcore
+
+    mcore.install()
+    from ..train.data import bpe, corpus
+    from ..train.data.records import files_of
+    from ..train.data.texts import look_at
+
+    files = [file for path in options.data for file in files_of(Path(path))]
+    look_at(files)
+    files = files or corpus.standard_library_files()
+    try:
+        trained = bpe.train_bpe(files, options.vocab_size, options.column, progress=sys.stderr.isatty())
+    except ImportError as error:
+        raise ValueError("the package tokenizers is not installed: pip install tokenizers") from error
+    try:
+        replace_file(out, trained.to_str(pretty=True) + "\n")
+    except OSError as error:
+        raise ValueError(
+            f"--out={options.out} cannot be written ({in_words(error)}): give another file."
+        ) from error
+    size = sum(path.stat().st_size for path in files)
+    print(printable(f"wrote       {out}: {trained.get_vocab_size():,} ids, from {size:,} bytes of text"))
+    data = " ".join(["--data", *options.data]) if options.data else ""
+    print(
+        printable(
+            f"use it      megatron-fp8 train --config one_gpu {data} --data.tokenizer={out}".replace(
+                "  --", " --"
+            )
+        )
+    )

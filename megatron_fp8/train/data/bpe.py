@@ -1,0 +1,75 @@
+"""A byte-level BPE tokenizer trained on a corpus, by the package tokenizers.
+
+Byte-level: every text has ids, none is unknown. Text is split before it is merged as GPT-4's tokenizer splits it
+(https://github.com/openai/tiktoken, cl100k_base): words with the space before them, digits by threes, punctuation apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import records
+from .texts import DocumentRules, content_digest
+from .tokenizers import ByteTokenizer
+
+END = "<|endoftext|>"
+SMALLEST = 257
+"""Ids: one for each byte, and the end of a document."""
+LARGEST = 1 << 22
+SAMPLE_BYTES = 256_000_000
+"""Of a larger corpus so much is read, in documents that are spread over all of it: merges change little beyond."""
+_SPLIT = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+
+
+def train_bpe(
+    files: Sequence[Path], vocab_size: int, column: str | None = None, *, progress: bool = False
+) -> Any:
+    """Returns a tokenizers.Tokenizer of at most ``vocab_size`` ids, the end of document first.
+
+    The same files give the same tokenizer. A corpus that is too small for so many merges gives fewer ids.
+
+    Args:
+        files: texts or records, as data.paths names them.
+        vocab_size: from ``SMALLEST`` to ``LARGEST``.
+        column: of records, as data.column.
+
+    Raises:
+        ValueError: ``vocab_size`` is none of these, or a file cannot be read, is no text or has no such column.
+        ImportError: the package tokenizers is not installed.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < SMALLEST:
+        raise ValueError(f"a vocabulary of {vocab_size} has no id for each byte: give at least {SMALLEST}.")
+    if vocab_size > LARGEST:
+        raise ValueError(
+            f"a vocabulary of {vocab_size} ids is larger than any in use: give at most {LARGEST:,}."
+        )
+    tokenizer = Tokenizer(models.BPE())
+    by_words = pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated")
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([by_words, by_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=progress,
+    )
+    tokenizer.train_from_iterator(sample(files, DocumentRules(column)), trainer)
+    return tokenizer
+
+
+def sample(files: Sequence[Path], rules: DocumentRules, most: int = SAMPLE_BYTES) -> Iterator[str]:
+    """The documents of the files; where they have more than ``most`` bytes, each n-th one. ValueError as `train`'s."""
+    for path in files:
+        content_digest(path, is_text=records.is_text(path))
+    every = -(-sum(path.stat().st_size for path in files) // most)
+    number = 0
+    for path in files:
+        for document in records.documents(path, ByteTokenizer(), rules):
+            if number % every == 0:
+                yield document.text.decode()
+            number += 1
