@@ -108,7 +108,8 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 """Of each command: values that are paths (A), numbers (N), words (W) and files to write (F), and others."""
 REQUIRED = {
     "report": ("run",), "inspect": ("run",), "generate": ("run", "--prompt=the"), "calibrate": ("run", "--batches=1"),
-    "export": ("run", "new"), "import": ("hf", "new"), "tokenizer": ("--out=new", "--data=corpus.txt"), "diagnose": ("run", "--against=run"),
+    "export": ("run", "new"), "import": ("hf", "new"),
+    "tokenizer": ("--out=new", "--data=corpus.txt"), "diagnose": ("run", "--against=run"),
     "bench": ("--only=quantise", "--recipe=rowwise", "--shape=16x16x1", "--repetitions=1"),
     "compare": ("--config=config.yaml",), "train": ("--config=config.yaml", "--run_dir=new", "--train.train_iters=1"),
 }  # fmt: skip
