@@ -35,7 +35,7 @@ from ..numerics.formats import E4M3
 from ..numerics.rule import TENSOR, Rule
 from ..numerics.scaling import compute_scale, compute_scale_inv
 from ..plan.switch import fp8_disabled
-from ..state.ranks import device_of, same_everywhere
+from ..state.ranks import checked_group, device_of, same_everywhere
 
 FORMAT, VERSION = "megatron_fp8 calibration", 1
 TENSORS, RECORD = "calibration.safetensors", "calibration.json"
@@ -338,6 +338,7 @@ def calibrate(
         raise ValueError(
             f"percentile {percentile!r}: a number above 0 and up to 100 is needed, such as 99.99"
         )
+    checked_group(group)
     linears = fp8_modules(model)
     if not linears:
         raise ValueError("the model has no FP8 linear: build or convert it for FP8 first")

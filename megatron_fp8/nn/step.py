@@ -1,4 +1,4 @@
-"""The end of an iteration: ``fp8_step`` settles what the iteration's casts recorded, once, in one collective.
+"""The end of an iteration: ``fp8_step`` updates scales and histories by what its casts recorded, in one collective.
 
 Rejected: to update when a context is left, or in the backward of the first or last layer. Gradient accumulation, a module
 that is called twice and recomputation each have several of those in one iteration.
@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ..files.argument_check import check_optimizer
 from ..state.counts import IterationCounts
 from ..state.iteration import trains
+from ..state.ranks import checked_group
 from .find import fp8_linears, groups_of
 from .observed import note_replaced
 
@@ -41,10 +42,10 @@ def fp8_step(model: torch.nn.Module, *, group: Any = None) -> IterationCounts:
         that were cast, the same on all ranks.
 
     Raises:
-        ValueError: the model has no FP8 linear.
+        ValueError: the model has no FP8 linear, or ``group`` is no process group.
         RuntimeError: ranks hold different FP8 linears.
     """
-    return _end_iteration(model, group, ran=True)
+    return _end_iteration(model, checked_group(group), ran=True)
 
 
 def _end_iteration(model: torch.nn.Module, group: Any, *, ran: bool) -> IterationCounts:
@@ -79,6 +80,7 @@ def register_fp8_step(optimizer: Any, model: torch.nn.Module, *, group: Any = No
     Raises ValueError: the model has no FP8 linear; the optimizer is none of torch's, or another model's.
     """
     fp8_linears(model)
+    checked_group(group)
     stepping = _optimizer_with_hooks(optimizer)
     check_optimizer(optimizer, model)
     hooks = stepping._optimizer_step_post_hooks

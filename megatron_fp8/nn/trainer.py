@@ -32,6 +32,7 @@ from ..files.disk import sync
 from ..params.fp8_parameter import Fp8Parameter
 from ..state.loss_scaler import LossScaler, agree, unscale_
 from ..state.phases import Phases
+from ..state.ranks import checked_group
 from .find import groups_of
 from .linear import Fp8Layer
 from .state_dict import fp8_state_dict, load_fp8_state_dict
@@ -94,6 +95,7 @@ class Fp8Trainer:
         if clip_grad is not None and not clip_grad > 0:
             raise ValueError(f"clip_grad={clip_grad!r} must be above 0; None switches clipping off")
         check_model(model)
+        checked_group(group)
         check_optimizer(optimizer, model)
         self.model, self.optimizer, self.compute_loss = model, optimizer, compute_loss
         self.scaler, self.clip_grad, self.group = scaler, clip_grad, group

@@ -1,1 +1,1 @@
-"""What runs in which precision, and why: one entry a GEMM site, settled when the model is built; who may switch off."""
+"""What runs in which precision, and why: one entry a GEMM site, made when the model is built; who may switch off."""

@@ -1,4 +1,4 @@
-"""What is worth a line when a model's plan is settled, though nothing is wrong."""
+"""What is worth a line when a model's plan is made, though nothing is wrong."""
 
 from __future__ import annotations
 

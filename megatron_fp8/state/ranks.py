@@ -24,6 +24,16 @@ V = TypeVar("V")
 _NOBODY = 2**62
 
 
+def checked_group(group: Any) -> Any:
+    """The group, which a user gave. ValueError: it is neither None nor a process group that this rank is in."""
+    if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        return group
+    raise ValueError(
+        f"group={group!r} must be a process group of torch.distributed that this rank is in (of a DeviceMesh:"
+        " mesh.get_group(name)), or None for all ranks"
+    )
+
+
 def first_to_say(value: V | None, group: Any = None, *, order: int = 0) -> tuple[int, V] | None:
     """(rank in the group, value) of the rank that has one, the lowest ``order`` first and then the lowest rank; None if
     nobody has. One all-reduce of 8 bytes; a broadcast of the value where there is one."""

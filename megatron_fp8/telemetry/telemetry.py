@@ -22,6 +22,7 @@ from ..files.records import say_lacking
 from ..linear.share import Share, device_of
 from ..linear.site import GemmSite
 from ..state.fp8_state import Fp8State
+from ..state.ranks import checked_group
 from .collector import Collector
 from .health import FirstBad, told
 from .output import Lines, Output, Scalars, WandbRun, read_records
@@ -82,6 +83,7 @@ class Telemetry:
         self._bad = FirstBad()
         if not self.settings.on:
             return
+        checked_group(group)
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         by_state: dict[int, tuple[Fp8State, dict[str, Any]]] = {}

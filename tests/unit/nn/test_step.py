@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.support.compare import assert_same_bytes
+from megatron_fp8.inference.calibration import calibrate
 from megatron_fp8.nn import (
     convert_from_fp8,
     convert_to_fp8,
@@ -17,7 +18,9 @@ from megatron_fp8.nn import (
     fp8_step,
     register_fp8_step,
 )
+from megatron_fp8.nn.trainer import Fp8Trainer
 from megatron_fp8.quantizer import Quantizer
+from megatron_fp8.telemetry import Telemetry
 from tests.support.tower import DELAYED, Tower, assert_same_state, batch, sgd, train
 
 
@@ -148,3 +151,19 @@ def test_models_without_fp8_linears():
     convert_from_fp8(model)
     with pytest.raises(ValueError, match="has no FP8 linear"):
         fp8_step(model)
+
+
+@pytest.mark.parametrize("group", [3, "data", -100], ids=["a number", "a name", "of other ranks"])
+def test_what_is_no_process_group_is_refused_by_whoever_takes_one(group):
+    """torch.distributed.new_group gives -100 to the ranks that are not in the new group."""
+    model = convert_to_fp8(Tower())
+    with pytest.raises(ValueError, match=f"group={group!r} must be a process group of torch.distributed"):
+        fp8_step(model, group=group)
+    for call in (
+        lambda: register_fp8_step(sgd(model), model, group=group),
+        lambda: Fp8Trainer(model, sgd(model), lambda m, x: m(x).sum(), group=group),
+        lambda: Telemetry(model, every=1, group=group),
+        lambda: calibrate(model, [batch(0)], group=group),
+    ):
+        with pytest.raises(ValueError, match="must be a process group"):
+            call()
