@@ -1,4 +1,4 @@
-"""FP8 training for Megatron-Core and for any PyTorch model, and the numbers it is made of.
+"""FP8 training for Megatron-Core and for any PyTorch model.
 
 Importing this package loads nothing else: each name brings its module when it is first used, torch with the first of
 them, Megatron-Core with its configs or ``megatron_fp8.mcore``. So `megatron-fp8 --help` is not made to wait.

@@ -1,4 +1,4 @@
-"""Module paths that documentation once named, and where they lead today, so that code written by it still runs.
+"""Old documented module paths, redirected to the new ones.
 
 Nothing in this package imports an old path. A path that was never documented is not here.
 """

@@ -1,4 +1,4 @@
-"""``quantize``, which keeps nothing between calls; and ``Quantizer``, which a GEMM site keeps for each of its roles."""
+"""quantize, without state; and Quantizer, with a site's state for one operand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What any backend is asked in, and answers in: directions, places of shards, quantised matrices, and what is refused."""
+"""The interface of a backend: requests, quantised matrices, checks of arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Casts of matrices on CPUs by C, of one or of many in one call; what C does not take goes through specified.py.
+"""CPU casts in C, of one matrix or many in one call. What C does not take goes through specified.py.
 
 Amaxes, scales and codes of both directions are one call (kernels/cpu/casts.c), but where ranks share amaxes: then those
 are found first, reduced, and handed to it.

@@ -1,4 +1,4 @@
-"""Products with at most 16 tokens on CPUs, in training and inference alike: a weight's codes are read once, as they lie.
+"""CPU products of at most 16 tokens, in training and inference. A weight's codes are read once, as they lie.
 
 With many tokens both operands are decoded first: that is little work beside the product. With one token it is most of
 the work. So kernels/cpu/few_rows.c reads codes and sums at once.

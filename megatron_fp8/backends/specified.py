@@ -1,4 +1,4 @@
-"""Quantising as specified, on any device: amaxes, scales and codes of a matrix in one or both directions.
+"""The reference quantiser on any device: amaxes, scales and codes, one or both directions.
 
 The emulated backend has nothing else; the native one has it for what no Triton kernel does. Elements go through
 kernels/codes.py, in C where that is faster.

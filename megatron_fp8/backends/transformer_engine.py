@@ -1,4 +1,4 @@
-"""Transformer Engine as a backend: its linears cast and multiply, this package says how, and checks that they do.
+"""Transformer Engine's linears as a backend, configured and checked by this package.
 
 The other backends are handed a matrix and a rule. Transformer Engine (TE) is handed a layer: casts, GEMMs, communication
 and the amax history are its own, and what it shall do is said once, by a recipe object given to its autocast. So this

@@ -1,4 +1,4 @@
-"""What `megatron-fp8 bench` does: what is measured, its tables, and the file that fp8_size_filter takes (`--tune`)."""
+"""The work of `megatron-fp8 bench`: measurements, tables, the file for fp8_size_filter (`--tune`)."""
 
 from __future__ import annotations
 

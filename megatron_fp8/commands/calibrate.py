@@ -1,4 +1,4 @@
-"""`megatron-fp8 calibrate`: how large the activations of a trained checkpoint are, and the static scales that follow."""
+"""`megatron-fp8 calibrate`: activation ranges of a trained checkpoint, for static scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megatron-fp8 doctor`: what this machine can run, what is missing and how to get it, and what other machines could."""
+"""`megatron-fp8 doctor`: what this machine can run, and what is missing."""
 
 from __future__ import annotations
 

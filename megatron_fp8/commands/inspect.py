@@ -1,4 +1,4 @@
-"""`megatron-fp8 inspect`: what is in a checkpoint, without starting ranks, building a model or needing Megatron-Core."""
+"""`megatron-fp8 inspect`: the contents of a checkpoint, without ranks, model or Megatron-Core."""
 
 from __future__ import annotations
 

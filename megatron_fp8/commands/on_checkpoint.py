@@ -1,5 +1,4 @@
-"""What the commands of one or several ranks share, on a checkpoint or before one: options, the order of their work, ranks
-given back."""
+"""Shared options and steps of the commands that start from a checkpoint or start ranks."""
 
 from __future__ import annotations
 

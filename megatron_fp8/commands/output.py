@@ -1,4 +1,4 @@
-"""What a command prints, to a disk that may be full: lost output is reported once, without a traceback; the work goes on.
+"""Standard output on a full disk: lost output is reported once, work goes on.
 
 A training is worth more than its log. The exit code says that something was lost. A reader of standard output that leaves
 ends a command (BrokenPipeError), but not a training, which saves first.

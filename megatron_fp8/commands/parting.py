@@ -1,4 +1,4 @@
-"""`megatron-fp8 diagnose A --against B`: where two runs on the same data part, by what they left on the disk."""
+"""`megatron-fp8 diagnose A --against B`: the first difference of two runs on the same data."""
 
 from __future__ import annotations
 

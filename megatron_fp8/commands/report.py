@@ -1,4 +1,4 @@
-"""`megatron-fp8 report`: what a run ran and how it went, on the terminal or, of several runs, as a page to look at."""
+"""`megatron-fp8 report`: a run's precision and course, on the terminal or as a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Standard streams that whoever started the command had closed (`>&-`, some daemons and cron jobs): to nowhere.
+"""Replaces closed standard streams (`>&-`, some daemons and cron jobs) by the null device.
 
 Python has None for such a stream, and the next file or socket that is opened gets its number: what a library writes to
 number 2 would then go into a connection between ranks.

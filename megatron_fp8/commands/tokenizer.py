@@ -1,4 +1,4 @@
-"""`megatron-fp8 tokenizer`: a tokenizer trained on one's own text, for a model that is trained from the beginning."""
+"""`megatron-fp8 tokenizer`: trains a tokenizer on the user's text."""
 
 from __future__ import annotations
 

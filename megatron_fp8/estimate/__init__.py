@@ -1,1 +1,1 @@
-"""What a run will need, from its config alone: parameters, bytes on each rank, bytes on the wire, time by a roofline."""
+"""Estimates of a run from its config: parameters, memory, communication, time by a roofline."""

@@ -1,4 +1,4 @@
-"""Bytes that one microbatch leaves on a rank for its backward pass, by kind and layer.
+"""Activation memory of one microbatch, by kind and layer.
 
 Each line here is a tensor that autograd keeps, found by looking at what a GPT of this package saves; where a tensor is a
 view of a larger one, the larger one is what stays. tests/functional/test_estimate.py holds the sums to 2 % of what is

@@ -1,4 +1,4 @@
-"""How Megatron-Core's DistributedDataParallel lays parameters out in buffers, and what a rank's optimizer owns of them.
+"""Buffers of Megatron-Core's DistributedDataParallel, and each rank's share of optimizer state.
 
 A buffer holds the gradients (and with the distributed optimizer the parameters) of one dtype and one data-parallel
 group, from the last parameter to the first. With the distributed optimizer each parameter starts at a multiple of 64

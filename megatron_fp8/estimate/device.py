@@ -1,4 +1,4 @@
-"""The device of `--device`: a name, a file of figures, or what `megatron-fp8 bench` wrote on a machine."""
+"""The device of `--device`: a known name, a file, or results of `megatron-fp8 bench`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What single operations of a layer keep for their backward pass: the words that activations are told in."""
+"""Bytes that single operations of a layer save for backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of a run as an estimate sees it: its sizes, how ranks share it, and which layers stand where."""
+"""The model of an estimate: sizes, parallel layout, layers of each stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model's fields that an estimate reads: what each may be, and which change shapes in ways that none is known for."""
+"""Rules for the model fields that an estimate reads."""
 
 from __future__ import annotations
 

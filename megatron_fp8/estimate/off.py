@@ -1,4 +1,4 @@
-"""How far the roofline was off where it was measured: a real step's time over the roofline's, of one machine.
+"""Measured step times over the roofline's, by machine.
 
 `python -m benchmarks.roofline --write` measures it and writes off.yaml. The roofline there was of that machine's own
 `megatron-fp8 bench`, not of a data sheet.

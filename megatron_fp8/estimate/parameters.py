@@ -1,4 +1,4 @@
-"""Every parameter of a GPT, in the order in which Megatron-Core's module lists them, as one rank holds it.
+"""All parameters of a GPT on one rank, in Megatron-Core's order.
 
 The order matters to whoever lays them out in buffers. Rank and whole differ in the dimension that tensor parallelism
 cuts, in the experts that a rank has, and in a vocabulary that is padded so that it can be cut.

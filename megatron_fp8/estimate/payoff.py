@@ -1,4 +1,4 @@
-"""Will FP8 pay: what it changes of each GEMM site, in bytes and, by the roofline, in time."""
+"""The gain of FP8 for each GEMM site, in bytes and roofline time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a roofline asks of a device: its peaks, and the devices known by name, from vendors' data sheets.
+"""Peak rates of devices, from vendors' data sheets.
 
 devices.yaml has their figures, and says of each whether it was read, is quoted, or is assumed.
 """

@@ -1,4 +1,4 @@
-"""A run's config, read without Megatron-Core: what an estimate needs of it, in a second and on any machine.
+"""A run's config for estimates, read without Megatron-Core.
 
     settings = read(["--config=examples/configs/llama3_8b.yaml", "--model.fp8_param=true"], gpus=64)
 

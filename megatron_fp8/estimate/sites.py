@@ -1,4 +1,4 @@
-"""What each GEMM site of a chunk multiplies, and which weights live as FP8: the plan, before there is a model."""
+"""GEMM sites of a model chunk, and its FP8 weights, without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks agree on in an iteration, so that all of them take its step or none does: all-reduces of a number each.
+"""The small all-reduces of an iteration: NaN and Inf of casts and gradients, gradient norms.
 
 They are apart from the estimate's ``wire``, since their bytes are nothing: what they cost is that everybody waits.
 """

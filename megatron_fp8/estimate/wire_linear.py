@@ -1,5 +1,4 @@
-"""What the linears of a tensor-parallel group exchange in one microbatch: activations, as codes where they can be, and
-gradients."""
+"""Tensor-parallel communication of the linears in one microbatch, in bytes."""
 
 from __future__ import annotations
 

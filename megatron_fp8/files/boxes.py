@@ -1,5 +1,7 @@
-"""Whether parts of a tensor, by offset and shape, lie over each other: parts inside of a tensor that do not, and have as
-many elements as it, are all of it."""
+"""Overlap checks for parts of a tensor, by offset and shape.
+
+Parts inside a tensor that do not overlap, and have as many elements as it, are all of it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint as files: which folder is complete, which is the latest, what is in it. No ranks, no Megatron-Core.
+"""Checkpoint folders: complete ones, the latest, their contents; without ranks or Megatron-Core.
 
 A folder of checkpoints holds
 

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written down to the disk, replaced, removed, seen from another machine."""
+"""Atomic files: written, synced, replaced, removed; on local and network file systems."""
 
 from __future__ import annotations
 

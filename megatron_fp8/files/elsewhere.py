@@ -1,4 +1,4 @@
-"""Where a run's folder says that its checkpoints are, when they are not in it: said, and not followed.
+"""The note in a run's folder about checkpoints in another folder. It is shown, and not followed.
 
 A run's folder may come from somebody else. If its config.yaml could choose what is read, `export` of such a folder could
 give away a checkpoint of one's own in its place; and a relative path counts from where the run was started, which nobody

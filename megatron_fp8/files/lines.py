@@ -1,4 +1,4 @@
-"""Files of one JSON object a line (.jsonl), as runs write them and other people may have changed them.
+"""JSON Lines files of runs, with tolerance for edits and half-written lines.
 
 Whoever shows a run reads it with `read_lines`, which names the line that is wrong. A run that goes on reads with
 `records_until`, which passes over such lines and says which: a damaged record is no reason to lose a training.

@@ -1,4 +1,4 @@
-"""A checkpoint's manifest as text: everything in it has its key and type, and a checksum over all of it.
+"""The manifest of a checkpoint: typed keys, and a checksum over all of it.
 
     {"format": "megatron_fp8 checkpoint", "version": 3, "sha256": "...",
      "iteration": 500, "state": {...}, "facts": {...}, "files": {"__0_0.distcp": {"bytes": 1, "sha256": "..."}, ...}}

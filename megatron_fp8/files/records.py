@@ -1,4 +1,4 @@
-"""Files that grow by one record at a time; a full disk does not end the training that writes them.
+"""Append-only files of records; a full disk does not end the training.
 
 What cannot be written now is kept in memory and written before the next record, from the byte where writing stopped; one
 warning says that something is missing, and ``close`` what is missing for good: whoever closes a run's files says it in

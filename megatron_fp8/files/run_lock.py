@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a lock that is a file, on any file system, and that its owner keeps alive.
+"""A file lock for one run a folder, on any file system. Its owner keeps it alive.
 
     .lock    {"owner": a random name, "host", "pid", "job", "since", "beats", ...}, rewritten every few seconds
 

@@ -1,5 +1,4 @@
-"""JSON that somebody else may have written: UTF-8, each key once, and no deeper than anything that is written here; and
-numbers that JSON has not, as words."""
+"""Strict JSON: UTF-8, unique keys, bounded depth, NaN and Inf as words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML that people write, read so that nothing of it is dropped without a word, and nothing in it grows out of bounds."""
+"""Strict YAML: unique keys, bounded size, nothing dropped in silence."""
 
 from __future__ import annotations
 

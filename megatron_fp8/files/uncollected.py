@@ -1,4 +1,4 @@
-"""Without Python's collector of cycles, which reads all objects again and again while very many are made."""
+"""A pause of Python's garbage collector while very many objects are made."""
 
 from __future__ import annotations
 

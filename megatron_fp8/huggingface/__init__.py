@@ -1,4 +1,4 @@
-"""Checkpoints of this package to and from directories of Hugging Face's form, in BF16 and FP8.
+"""Import and export of Hugging Face checkpoints, in BF16 and FP8.
 
 architectures   what the models are called, and which tensor is which: data
 config          config.json <-> the run config's model section

@@ -1,4 +1,4 @@
-"""Scales of 128x128 blocks that travel with a weight: from a DeepSeek-V3's directory into a checkpoint, and out again.
+"""128x128 block scales of imported weights: kept in a checkpoint for the export.
 
 A weight comes in decoded, and its scales beside it, where its codes follow from both (params/block_codes.py). It goes
 out with the bytes that it came with, until training changes it: checkpoints of training have no such scales.

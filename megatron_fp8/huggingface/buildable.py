@@ -1,4 +1,7 @@
-"""Whether training can build the run that an import makes: asked before terabytes are written, in config.json's words."""
+"""A check before an import: can training build this model?
+
+It is asked before terabytes are written, and answered in config.json's words.
+"""
 
 from __future__ import annotations
 

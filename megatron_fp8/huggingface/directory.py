@@ -1,4 +1,4 @@
-"""A directory of Hugging Face's form: config.json, and safetensors in one file or in several with an index.
+"""Hugging Face directories: config.json, and safetensors in one or several files.
 
 A directory is written under another name beside its place and renamed when everything in it is on the disk: whoever looks
 sees a whole model or none.

@@ -1,4 +1,4 @@
-"""A checkpoint of this package, in any parallel layout, becomes a directory that transformers and vLLM read.
+"""Export of a checkpoint in any layout to a directory for transformers and vLLM.
 
 Tensors are read one by one, whole, from the files of the checkpoint: no ranks, no model, no Megatron-Core. Its weights
 are in high precision, rounded from the float32 masters, even if they lived as FP8. Training quantised these same values,

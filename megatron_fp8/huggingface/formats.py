@@ -1,4 +1,4 @@
-"""FP8 weights in files: what is written beside the codes, under which name, and how config.json announces it.
+"""FP8 weight formats of exports: tensor names, scales, config.json entries.
 
     name         scale per    scale beside `weight`          quant_method
     fp8-tensor   tensor       weight_scale float32 [1]       compressed-tensors, format float-quantized

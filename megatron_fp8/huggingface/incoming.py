@@ -1,4 +1,4 @@
-"""What a checkpoint will hold of a directory: described at first, then made tensor by tensor, each from the directory's.
+"""The plan of an import: each checkpoint tensor, made on request from the directory's.
 
 No bit is lost: BF16 weights stay BF16, other formats and FP8 codes times their scales become float32.
 """

@@ -1,4 +1,4 @@
-"""Names of what an export can be, apart from what they stand for, which needs torch (formats.py)."""
+"""Names of export formats, without torch (formats.py has the formats)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What an import remembers of an FP8 directory in blocks, in the checkpoint's manifest: where fp8-block could not give
-its bytes back from tensors and scales alone. A checkpoint that training saves has none of it.
+"""Metadata of an imported FP8 directory, in the checkpoint's manifest.
+
+It is there where fp8-block could not give its bytes back from tensors and scales alone, and not in a checkpoint that
+training saves.
 """
 
 from __future__ import annotations

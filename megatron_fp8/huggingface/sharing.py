@@ -1,4 +1,4 @@
-"""The ranks that import a directory together, or one process on its own: who makes which tensors, and one answer for all.
+"""Work sharing of an import among ranks or in one process.
 
 Each rank reads, makes and writes its own tensors and reads no others. What one rank refuses, all refuse.
 """

@@ -1,4 +1,4 @@
-"""A checkpoint that is to be exported: its tensors by name, and what its run's config says about them."""
+"""The checkpoint of an export: tensors by name, and the run's config."""
 
 from __future__ import annotations
 

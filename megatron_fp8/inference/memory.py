@@ -1,4 +1,4 @@
-"""Bytes a model holds: every storage once, found by walking the tensors that are there, never by a formula."""
+"""Measured bytes of a model: each storage once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any number of tokens from one: rows of zeros up to the alignment of the recipe's kernels, and cut off again.
+"""Padding of tokens to the kernels' alignment, and back.
 
 A prompt has any number of tokens, and decoding has one. FP8 tensor cores like multiples of 16 rows, or 32 (recipe.py,
 alignment); sizes that they cannot take at all a backend pads inside its own GEMM. Here whole activations are padded

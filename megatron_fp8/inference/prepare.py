@@ -1,4 +1,4 @@
-"""A model made ready for inference: weights quantised once, their high-precision copies freed, activations as asked for.
+"""prepare_for_inference: quantises weights once and frees the high-precision ones.
 
     model = prepare_for_inference(model)                             # activations scaled as the recipe does in training
     model = prepare_for_inference(model, calibration=calibration)    # ... with static scales

@@ -1,4 +1,4 @@
-"""A weight for inference: one byte a value whatever the recipe, for the forward product alone.
+"""Inference weights: one byte a value in any recipe, for fprop alone.
 
 A weight in training needs codes for both directions of its GEMMs; where blocks are one wide those are two bytes a value.
 Inference reads the rowwise side and nothing else. ``inference_weight`` quantises it once, with the quantizer of its GEMM

@@ -1,4 +1,4 @@
-"""What all integrations do: end the iteration, skip an unhealthy step, save and load the FP8 state.
+"""Shared steps of all integrations: end of iteration, unhealthy steps, FP8 state.
 
 A step is unhealthy if an FP8 cast of its iteration met NaN or Inf, on any rank. A cast saturates an Inf, which the
 gradients then do not show, so neither a loss scaler nor a check of the gradient norm can be relied on.

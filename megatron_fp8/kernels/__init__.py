@@ -1,4 +1,4 @@
-"""Kernels: compiled C for CPUs (cpu/), Triton for NVIDIA GPUs (the other files; importing them loads Triton)."""
+"""Kernels: C for CPUs (cpu/), Triton for NVIDIA GPUs (all other files)."""
 
 from __future__ import annotations
 

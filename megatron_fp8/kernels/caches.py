@@ -1,4 +1,6 @@
-"""Where Triton's and torch's compilers keep code: only in folders that nobody but this user can have filled.
+"""Private cache folders for the compilers of Triton and torch.
+
+Code is loaded only from folders that nobody but this user can have filled.
 
 What lies in such a folder is loaded and run. torch's own choice is ``torchinductor_NAME`` under the system's temporary
 folder, which it makes if it is not there and does not look at if it is: whoever makes it first has code of his run.

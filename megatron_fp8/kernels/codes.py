@@ -1,4 +1,4 @@
-"""Codes, amaxes and scales on any device: compiled C for large CPU tensors (cpu/), else the specification in torch.
+"""Codes, amaxes and scales on any device, in C or in torch.
 
 Here it is chosen for elements. What C does in one call of more than these (a whole cast, a product of codes, a layer's
 experts, statistics) is chosen where it is asked for; docs/architecture.md lists by whom. Both ways give the same bytes

@@ -1,4 +1,6 @@
-"""A matrix that is not written to memory yet: what a norm or SwiGLU hands to an FP8 linear.
+"""A matrix that is computed on demand: the result of a norm or of SwiGLU.
+
+The FP8 linear behind it computes and quantises it in one kernel.
 
 An FP8 linear wants codes, and a kernel that makes codes can compute the norm, or SwiGLU, as it reads
 (kernels/sources.TileSource). So on GPUs these return a ``DeferredTensor``: a tensor to autograd and to Megatron, which

@@ -1,4 +1,4 @@
-"""Transposing codes: for a side that arrives in one direction (a gathered shard, a parameter) and is needed in the other.
+"""Transposition of codes: gathered shards and parameters needed in the other direction.
 
 torch's copy of a transposed byte matrix writes single bytes. Here a tile is turned on chip, and both sides of it are
 accessed in whole sectors.

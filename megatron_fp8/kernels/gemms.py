@@ -1,4 +1,4 @@
-"""Products of matrices with float32 sums, on any device, and what follows them: scales, bias, one rounding.
+"""Products with float32 sums on any device, then scales, bias, one rounding.
 
 Which GEMM multiplies 16-bit operands (float32 sums, rounded once) depends on the processor:
 

@@ -1,4 +1,4 @@
-"""Block-scaled FP8 GEMMs of many pairs of matrices in one launch: the products of a layer's experts.
+"""Block-scaled FP8 GEMMs of a layer's experts in one Triton launch.
 
 Experts have operands of their own, wherever they lie, and numbers of rows that differ. A table in the device's memory has
 one line for each product: addresses, strides of scales, sizes. A second one names, for each program, its product and

@@ -1,4 +1,4 @@
-"""Launching a Triton kernel again: what depends on kinds of arguments only is found once and kept.
+"""Cached launches of Triton kernels, by kinds of arguments.
 
 Triton's own way to a launch binds arguments by name, asks of each what the code is specialised on, makes texts of the
 options, and compares every global constant of the kernel's source with what it was: 100 us of a core for the 26 arguments

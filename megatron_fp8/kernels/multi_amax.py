@@ -1,4 +1,4 @@
-"""The delayed-scaling update of every tensor of an arena in one launch: histories, heads and scales, in place.
+"""The delayed-scaling update of an arena in one Triton launch.
 
 The same bits as state/arena.py's dozen torch operations. Nothing is read back, and nothing that outlives the call is
 allocated, so a CUDA graph may hold the update of a step. (Whether it is due, with an interval above 1, is decided

@@ -1,4 +1,4 @@
-"""E8M0 scales of 1x32 blocks as Blackwell's tensor cores read them: tiles of 128 rows by 4 blocks, 512 bytes each.
+"""E8M0 scales in the layout of Blackwell's tensor cores. Tiles are of 128 rows by 4 blocks, 512 bytes each.
 
 Scale (i, j) lies at byte ((i // 128) * tiles_across + j // 4) * 512 + (i % 32) * 16 + (i % 128 // 32) * 4 + j % 4, and
 2^0 around the matrix: a NaN there would meet codes of zero. The cast of a linear's operand writes its scales so

@@ -1,4 +1,4 @@
-"""RMSNorm whose result is quantised as it is computed: the input of a column-parallel linear is never written in BF16.
+"""RMSNorm fused with quantisation: the norm's result is never written in BF16.
 
 Two launches: the statistic of every row, then any of quantize.py's passes over the ``Normalized`` source made of it. The
 input is read twice and codes are written once; norm and quantisation apart read it once, write the result and read that

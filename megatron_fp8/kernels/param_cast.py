@@ -1,4 +1,4 @@
-"""Casting a piece of a float32 master into FP8 codes: the distributed optimizer's part of a sharded weight.
+"""Casts of pieces of a float32 master into FP8 codes, for the distributed optimizer.
 
 A rank owns the elements offset .. offset + n of the flattened weight [rows, cols]. Both passes round them to the model's
 dtype as they read, so no rounded copy is written. Tiles are those of the whole matrix, masked to the piece, so blocks are

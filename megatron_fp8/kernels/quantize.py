@@ -1,4 +1,4 @@
-"""Quantising kernels: high precision is read once (per reduction that the recipe needs), both directions are written.
+"""Quantisation kernels: high precision is read once a reduction, both directions are written.
 
 | recipe | passes over the matrix | functions |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""Whether Triton can run a kernel here, and why not: it is asked for one, once a process.
+"""A check that Triton can run a kernel here, once a process.
 
 Triton needs more than its own package: a C compiler and Python's headers, for the part that talks to CUDA's driver, and a
 folder that it can write to. Where one is missing the first kernel would end a training in a traceback.

@@ -1,4 +1,4 @@
-"""Where a tile of a matrix comes from: read as it is, or computed from what is read.
+"""Tile loaders: a tile is read as it is, or computed from its inputs.
 
 A kernel sees a matrix [rows, cols] as tiles of its dtype. A ``TileSource`` says what the matrix is made of, and ``load``
 makes a tile of it, rounded to the dtype that the unfused operation would write. So one set of kernels serves all

@@ -1,4 +1,4 @@
-"""How a matrix is cut into tiles, one a program, and how codes are written: shared by all kernels that quantise.
+"""Tiling of matrices, and writing of codes, for all quantisation kernels.
 
 Codes of the columnwise side are written transposed, [cols, rows] and contiguous, as Hopper's FP8 GEMM reads them. A
 tile is turned on chip, and is at least 64 rows high, so that each of its columns is written as whole 32-byte sectors.

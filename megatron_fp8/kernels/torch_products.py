@@ -1,4 +1,4 @@
-"""torch's own products of 16-bit matrices on a CPU without instructions for them, given to float32.
+"""Replaces torch's 16-bit products in float32 on CPUs without instructions for them.
 
 oneDNN has a GEMM for BF16 where there is AVX512, and for FP16 where there is AVX512-FP16. Elsewhere, as on many
 laptops, torch multiplies more than a few rows element by element, 6 to 80 times as slow as in float32: nine tenths of

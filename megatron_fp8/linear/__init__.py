@@ -1,1 +1,1 @@
-"""The linear layer: a GEMM site's three products, what is saved between them, and what tensor parallelism sends."""
+"""The linear layer: three products, what is saved between them, tensor parallelism."""

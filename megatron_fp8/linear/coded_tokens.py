@@ -1,4 +1,4 @@
-"""Tokens on their way between ranks, as codes and scales: a matrix that shows its values' dtype and holds bytes.
+"""Quantised tokens between ranks: a tensor subclass of codes and scales.
 
 A row is one token: its codes, a byte a value, and behind them its scales as they lie in memory. So whatever moves rows,
 Megatron-Core's token dispatchers with their permutations and collectives, moves tokens in FP8 without knowing it, and

@@ -1,4 +1,4 @@
-"""The linear layer in compiled code, and under dispatch modes: two operators that are called and not looked into.
+"""The linear as two operators, for torch.compile and dispatch modes.
 
     linear           y, codes, scales, stamp, scale, measured, counted  =  x, weight, bias, site
     linear_backward  dx, dw, dbias  =  dy, (x | codes, scales), weight, stamp, scale, measured, counted, site

@@ -1,4 +1,4 @@
-"""A layer's experts in compiled code, and under dispatch modes: two operators, as compiled.py's are of one linear.
+"""A layer's experts as two operators, for torch.compile and dispatch modes.
 
     grouped_linear           y, codes, scales, stamps, scale, ...  =  x, weights, counts, sites
     grouped_linear_backward  dx, dw of each weight            =  dy, (x | codes, scales), weights, counts, stamps, ...

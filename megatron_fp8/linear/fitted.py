@@ -1,4 +1,4 @@
-"""A delayed weight's scale in evaluation: the history's, or the weight's own where it was replaced since.
+"""Evaluation scale of a delayed weight: the history's, or current where it was overwritten.
 
 Delayed scaling knows a weight by the iterations that cast it. Weights that somebody puts there afterwards, such as
 merged adapters and averages, may lie far beyond that scale, and evaluation, which records nothing, would saturate them

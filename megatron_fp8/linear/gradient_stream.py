@@ -1,4 +1,4 @@
-"""The random bits of stochastic rounding: each backward of a site in an iteration draws from a stream of its own."""
+"""Random streams of stochastic rounding: one for each backward of a site."""
 
 from __future__ import annotations
 

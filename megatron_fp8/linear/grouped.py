@@ -1,4 +1,4 @@
-"""The linears of a layer's experts, each on tokens of its own, with their products in one call.
+"""The linears of a layer's experts, with their products in one call.
 
     fprop  y_e [T_e, N]  = x_e  [T_e, K]   @ w_e  [N, K]^T
     dgrad  dx_e [T_e, K] = dy_e [T_e, N]   @ w_e  [N, K]           for every expert e, whose T_e tokens lie together

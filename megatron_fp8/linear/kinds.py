@@ -1,4 +1,4 @@
-"""Which calls of a linear are alike: what they are known by, and what they are bound to (bound.py)."""
+"""Keys of cached execution plans: kinds of calls of a linear (bound.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A linear's call, noted as the ordinary way runs it: what was cast and what was multiplied.
+"""Records one call of a linear: its casts and its products.
 
 ``passes.py`` runs a ``NotedSite`` in place of the site: the same quantizers, the same products, written down. What was
 written down becomes a program (bound.py) if it is all that there was: each product is of sides that were given or cast,

@@ -1,4 +1,4 @@
-"""The columnwise sides of all experts' tokens in two tensors, whose sizes follow from the number of all tokens.
+"""Saved expert activations in two tensors of sizes known before the call.
 
 A compiler has to know how large what an operator returns will be before anybody knows how many tokens each expert gets.
 So the experts' codes lie one behind the other, and so do their scales, each expert's as ``SideLayout`` has them of one

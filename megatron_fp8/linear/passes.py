@@ -1,4 +1,4 @@
-"""The linear layer's arithmetic, without autograd: what its forward and its backward compute, and in which order.
+"""Forward and backward of the linear layer, without autograd.
 
     fprop  y [M, N]  = x  [M, K]   @ w  [N, K]^T        x, w    quantised rowwise
     dgrad  dx [M, K] = dy [M, N]   @ w  [N, K]          dy rowwise, w columnwise

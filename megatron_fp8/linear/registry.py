@@ -1,4 +1,4 @@
-"""How compiled code finds a GEMM site: by a number, which a graph can hold as a tensor. And what else only it needs."""
+"""Numbers by which compiled code finds GEMM sites. A graph can hold a number as a tensor."""
 
 from __future__ import annotations
 

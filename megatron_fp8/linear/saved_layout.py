@@ -1,4 +1,4 @@
-"""How the columnwise side of a layer's input lies in memory, written as a string that a graph can hold as a constant.
+"""Memory layout of a saved input's codes and scales, as a string. A graph can hold a string as a constant.
 
 A compiler has to know shape, strides and dtype of everything that an operator will return, before there is a tensor. So
 both backends promise a layout: the emulated one writes codes in the input's order and returns a transposed view, the

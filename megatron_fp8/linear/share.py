@@ -1,4 +1,4 @@
-"""Which part of a site one rank has: its part of the weight, and its tokens. What adds up figures of ranks asks."""
+"""This rank's part of a site: of its weight, and of its tokens. Sums over ranks ask for it."""
 
 from __future__ import annotations
 

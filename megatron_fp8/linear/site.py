@@ -1,4 +1,4 @@
-"""A GEMM site at run time: the plan entry made into quantizers, and the three GEMMs by name."""
+"""A GEMM site at run time: quantizers of the plan's entry, and three GEMMs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts that are all quantised alike on a CPU, as one: their operands are stacks, and Python does little for each.
+"""CPU experts of one recipe as one stack of operands.
 
 ``grouped.py`` does for every expert what a linear does, some 500 calls of Python in a forward and a backward, which take
 longer than small experts' products. Where nothing sets an expert apart (one recipe, all of it in FP8 and emulated,

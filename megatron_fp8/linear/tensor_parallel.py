@@ -1,4 +1,4 @@
-"""What a linear layer sends to the other ranks of its tensor-parallel group: FP8 codes, a byte a value, where it can be.
+"""Tensor-parallel communication of a linear, in FP8 codes where possible.
 
 Tokens are [sequence, batch] flattened, so a gather along the sequence is a gather along the rows. The columnwise side of
 a quantised matrix has the tokens last. The emulated backend keeps it as a transposed view of codes in row order: its

@@ -1,4 +1,4 @@
-"""dgrad's side of a weight that backward makes again: what it has to know of the forward, and how.
+"""dgrad's codes of a weight, made again in backward.
 
 A forward that keeps no columnwise side, or whose side somebody else may replace before the backward runs (compiled
 code, offloading, another forward), saves a stamp: which state of the weight it quantised, and by which delayed scale.

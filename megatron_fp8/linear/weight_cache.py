@@ -1,4 +1,4 @@
-"""The quantised weight of a GEMM site, cached for as long as nobody can have written the weight.
+"""The cached codes of a site's weight, valid until the weight may have changed.
 
 Optimizers that write through flat buffers leave no trace in a tensor's version; whoever steps tells the state, whose
 ``weight_generation`` covers those.

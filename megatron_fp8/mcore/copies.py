@@ -1,4 +1,4 @@
-"""Copies of a model: a moving average of its weights, or the reference that a preference loss compares with.
+"""Copies of a model: moving averages, and references of preference losses.
 
 ``copy.deepcopy`` of a Megatron-Core model raises TypeError, in BF16 too: its modules hold process groups, and experts'
 dispatchers what the last forward computed. Here groups are shared, and results of computations are copied as values.

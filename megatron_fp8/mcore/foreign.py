@@ -1,4 +1,4 @@
-"""Linears of a transformer layer that no FP8 plan reaches: with fp8 they would run in BF16 in silence, and are refused.
+"""Refuses FP8 models with linears outside the plan. They would run in BF16 in silence.
 
 Naming one in ``fp8_overrides`` as 'bf16' says that it may. With fp8 off nothing is refused.
 """

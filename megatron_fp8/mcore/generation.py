@@ -1,4 +1,4 @@
-"""Decoding with a KV cache: a GPTModel token by token, on Megatron-Core's own inference context, without TE.
+"""Decoding with a KV cache, on Megatron-Core's inference context, without TE.
 
     decoder = Decoder(model, batch_size=1, max_length=256)
     logits = decoder(prompt)                   # prefill: every token of the prompt at once

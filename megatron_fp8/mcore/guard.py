@@ -1,4 +1,4 @@
-"""The guard under Megatron-Core: ill sites get another plan, between two iterations, on all ranks together.
+"""The guard under Megatron-Core: new plans for ill sites, between iterations, on all ranks.
 
 state/guard.py finds them. Here a site is planned anew, as an override by name would have it, and takes the old one's
 place in its linear. The old one's slots stay in their arena and are never cast again: ranks agree on slots by order.

@@ -1,4 +1,4 @@
-"""The end of an FP8 iteration under Megatron-Core: one amax collective per group, then one shared verdict on health.
+"""The end of an FP8 iteration: one amax collective a group, one verdict on health.
 
 It runs after ``finalize_model_grads_func`` and before the optimizer step, which asks the runtimes of the models that it
 steps (``found_nonfinite``) and skips on all ranks together: saturating casts hide an Inf from the gradients, so a loss

@@ -1,4 +1,4 @@
-"""Names in the whole model: layers numbered over all pipeline stages, experts over all expert parallel ranks.
+"""Global module names: layers over all stages, experts over all expert-parallel ranks.
 
 Each rank numbers its own layers and experts from 0. Whatever is shown, matched or saved by name has the numbers that one
 rank with everything would give, so that a name means one linear on every rank and in every layout.

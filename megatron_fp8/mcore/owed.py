@@ -1,4 +1,4 @@
-"""Notices a training loop that never ends its FP8 iterations: delayed scaling would keep its first scales for ever.
+"""Detects a training loop without the end of FP8 iterations. Delayed scaling would keep its first scales for ever.
 
 Megatron-Core's schedules end them (``finalize_model_grads_func``). A loop of one's own calls ``finish_iteration`` after
 the last backward; if an optimizer steps and it was not called, the next forward in training mode is an error.

@@ -1,4 +1,4 @@
-"""FP8 weights under Megatron-Core: when they are made, where they live, and what its data parallelism is told.
+"""FP8 weights under Megatron-Core: creation, storage, data parallelism.
 
 Until ``DistributedDataParallel`` takes the model, weights are ordinary BF16 parameters: they are initialised, loaded,
 inspected and moved as in any model. There they become ``Fp8Parameter``s: by then every linear has its full name, so the

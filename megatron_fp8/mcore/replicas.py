@@ -1,4 +1,4 @@
-"""Whether what ranks hold in common is the same on all of them, bit by bit.
+"""Bitwise comparison of replicated state across ranks.
 
 Finite damage, such as a flipped bit in a master weight, shows in no loss and no cast. But most of a model lies on several
 ranks, which make it of the same bits by the same operations:

@@ -1,4 +1,4 @@
-"""What this package keeps for the models of one Megatron-Core config: one object, found from the config.
+"""Per-config state of this package under Megatron-Core.
 
 All parts of a model hold its config and have little else in common, so what belongs to its models hangs there. A plain
 Megatron ``TransformerConfig`` has no field for it and no hash; and copies that Megatron-Core makes of it while it builds

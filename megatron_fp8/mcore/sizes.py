@@ -1,4 +1,4 @@
-"""The size filter under Megatron-Core: a linear's shape on this rank, and the GEMMs that a config will have."""
+"""The size filter under Megatron-Core: GEMM shapes of a config on this rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layer specs: Megatron-Core's own GPT specs, with this package's linears, norm and core attention in them."""
+"""Layer specs: Megatron-Core's GPT specs with this package's modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This package's modules in the place of Megatron-Core's own: in a spec, and where a module is built from any spec.
+"""Replaces Megatron-Core's modules by this package's, in specs and at construction.
 
 Specs name classes, and Megatron-Core builds them all through ``build_module``. There the config is known, so one rule
 serves every spec (GPT's, BERT's, T5's, a user's own): with ``fp8`` the classes below are built as this package's; without

@@ -1,4 +1,4 @@
-"""What of a model could run in FP8: each module with parameters, whether it will, and why."""
+"""The modules of a model with parameters: will they run in FP8, and why."""
 
 from __future__ import annotations
 

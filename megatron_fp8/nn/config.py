@@ -1,4 +1,4 @@
-"""Fp8Config: everything that can be said about FP8 in a PyTorch model, checked when it is said."""
+"""Fp8Config: all FP8 settings of a PyTorch model, checked at construction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""convert_to_fp8: the linears of a PyTorch model become Fp8Linears, in place, and a table says which and why.
+"""convert_to_fp8: linears become Fp8Linears in place, with a report.
 
 So do modules of experts, whose linears are stacked (experts.py). What is converted changes its class. The module stays
 the same object with the same parameters, buffers and hooks, so optimizers, tied weights, references held elsewhere and

@@ -1,4 +1,4 @@
-"""The modules of experts that convert_to_fp8 knows: several matrices in one parameter, and a forward that routes tokens.
+"""Expert modules known to convert_to_fp8: stacked matrices, and a forward with routing.
 
 Such a module has no linear to convert. What can be converted is known by its class, one entry of ``KINDS`` for each
 way of computing: which parameters are the stacks, and the forward again, with each product of a stack left to

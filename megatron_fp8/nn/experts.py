@@ -1,4 +1,4 @@
-"""Fp8Experts: a module of experts whose matrices are stacked in parameters [experts, out, in], with its products in FP8.
+"""Fp8Experts: experts with stacked parameters [experts, out, in], in FP8.
 
 Like a linear it is converted by changing its class, to one that is made of Fp8Experts and the module's own: parameters,
 state-dict keys, hooks and isinstance are as they were. Each expert's linear is a site of its own, under its own name

@@ -1,4 +1,4 @@
-"""FP8 all-gather for fully_shard (FSDP2): each rank casts its shard, and a byte a value travels.
+"""FP8 all-gather for fully_shard (FSDP2): a byte a value on the wire.
 
 fully_shard keeps a weight as shards and gathers it before use. With a weight of this class the shard is quantised first,
 with the scale of the whole weight, so the gathered codes are those of the gathered weight, bit for bit: casting before or

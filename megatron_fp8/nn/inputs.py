@@ -1,4 +1,4 @@
-"""What a linear is handed besides an ordinary tensor: a jagged batch, a symbolic trace's stand-in, what it refuses."""
+"""Unusual inputs of a linear: nested tensors, symbolic traces, refusals."""
 
 from __future__ import annotations
 

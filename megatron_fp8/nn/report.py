@@ -1,4 +1,4 @@
-"""What a conversion did, module by module, as data and as a table; and what training then found to be otherwise."""
+"""The report of a conversion, module by module, as data and as a table. Training adds what it found to be otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GEMM sites of one linear of a model: one for each device and recipe that it runs on and by.
+"""GEMM sites of one linear: one for each device and recipe.
 
 They belong to the model's group (group.py), and the linear refers to them. Rejected: one table in the group, by name,
 device and recipe, in which a linear looks itself up. torch.compile guards on what it reads: a name differs from layer to

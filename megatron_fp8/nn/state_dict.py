@@ -1,4 +1,4 @@
-"""The state of delayed scaling as plain tensors by name, apart from the model's state dict.
+"""The state dict of delayed scaling, apart from the model's.
 
 A converted model's ``state_dict()`` has the keys of the unconverted one, so weights load either way, strictly. Here is
 what a training needs besides, to go on bit for bit: amax histories, scales and the number of the iteration.

@@ -1,4 +1,4 @@
-"""The end of an iteration: ``fp8_step`` updates scales and histories by what its casts recorded, in one collective.
+"""fp8_step: the end of an iteration, in one collective.
 
 Rejected: to update when a context is left, or in the backward of the first or last layer. Gradient accumulation, a module
 that is called twice and recomputation each have several of those in one iteration.

@@ -1,4 +1,4 @@
-"""Fp8Trainer: one optimizer step of a PyTorch model in FP8, in the order in which its parts must happen.
+"""Fp8Trainer: one optimizer step of a PyTorch model in FP8.
 
     trainer = Fp8Trainer(model, optimizer, compute_loss, scaler=LossScaler(), clip_grad=1.0)
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Between real numbers and 8-bit codes: the saturating cast, its stochastic sister, and the exact way back.
+"""Casts to and from 8-bit codes: saturating, stochastic, and exact decoding.
 
 There is one form of the cast here: ``code = RNE(clamp(float32(x) * float32(scale)))``, the product formed in float32.
 NaN -> 0x7F in both formats, +-Inf -> +-max, -0 keeps its sign, overflow saturates, nothing is flushed to zero.

@@ -1,4 +1,4 @@
-"""What is said of one operand: which format, how many elements share a scale, and what kind of scale. Frozen data.
+"""The rule of one operand: format, granularity, kind of scale. Frozen data.
 
 A recipe gives a Rule for each operand (recipe.py); casts and scales are made by it, whichever recipe it came from.
 """

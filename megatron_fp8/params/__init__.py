@@ -1,1 +1,1 @@
-"""Weights that live as FP8: the tensor subclass that buffers, optimizers and checkpoints take for a BF16 parameter."""
+"""FP8 parameters: tensor subclasses in the place of BF16 parameters."""

@@ -1,4 +1,4 @@
-"""Weights that came as FP8 codes with a float32 scale for each 128x128 block, as DeepSeek's directories have them.
+"""Weights given as FP8 codes with float32 scales of 128x128 blocks (DeepSeek's).
 
 A checkpoint holds such a weight in high precision, code * scale in float32, as it holds any other, and its scales beside
 it, among the FP8 state of its linear. The codes follow from both: the quotient is off by 2^-23 of itself at most, and

@@ -1,4 +1,4 @@
-"""A tensor that shows values and holds codes: what torch does to it, in one place.
+"""The base of tensor subclasses with codes: torch's operations, in one place.
 
 ``CodedTensor`` shows a shape, a dtype and a device to torch, and keeps codes. A subclass says how to get the value
 (``dequantize``), how to take one (``write``) and how to make another name for the same storage (``alias``). From that

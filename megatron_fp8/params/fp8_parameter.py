@@ -1,4 +1,4 @@
-"""A weight that lives as FP8: the tensor that Megatron's buffers, optimizers and checkpoints take for a BF16 parameter.
+"""Fp8Parameter: an FP8 weight in the place of a BF16 parameter.
 
 With ``fp8_param`` a GEMM weight has no BF16 copy. Its codes are the parameter, the optimizer's float32 master is the
 value, and each step the master is rounded to the parameter's nominal dtype (BF16) and cast. The numbers are those of

@@ -1,4 +1,4 @@
-"""Casting a sharded master: every rank has a piece of the float32 weight, and all must use the scales of the whole.
+"""Casts of sharded masters with the scales of the whole weight.
 
 The distributed optimizer cuts its flat buffer into equal parts; cuts fall inside tensors, rows and blocks. A piece is
 rounded to BF16, completed with zeros to whole rows of blocks, and its amaxes taken; the amaxes of all tensors are

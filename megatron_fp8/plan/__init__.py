@@ -1,1 +1,1 @@
-"""What runs in which precision, and why: one entry a GEMM site, made when the model is built; who may switch off."""
+"""The precision plan: one entry a GEMM site, made with the model."""

@@ -1,5 +1,7 @@
-"""In what tokens are sent to their experts: in codes, where all experts of a layer read the same ones, and each scale
-belongs to one token."""
+"""The format of tokens on their way to experts.
+
+It is FP8 where all experts of a layer read the same codes, and each scale belongs to one token.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which key of a run's config an unknown one means: misspelt, of another section, or another program's word."""
+"""Suggestions for unknown config keys: typos, other sections, other programs' words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the GEMMs of a linear multiply: for each operand of each GEMM how it is quantised, or that it is not.
+"""Operands of a linear's GEMMs: the quantisation of each, or none.
 
 An operand is read in two directions, each by one GEMM. Where both want it quantised alike it is cast once, for both;
 where they differ it is cast twice, each time from high precision.

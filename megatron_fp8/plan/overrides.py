@@ -1,4 +1,4 @@
-"""Exceptions by name: what a user says of some linears, of some of their GEMMs, or of some of their operands.
+"""Overrides by name: exceptions for linears, GEMMs or operands.
 
     NAME                            the whole linear
     NAME:fprop, :dgrad, :wgrad      one of its GEMMs, both operands

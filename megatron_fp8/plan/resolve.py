@@ -1,4 +1,4 @@
-"""What a linear runs in, and why: the one place where settings, a name and a device become an entry of the plan.
+"""Resolves settings, a name and a device to a plan entry.
 
 Each front end says what its user asked for as ``Asked``: Megatron's config in mcore/sites.py, an Fp8Config in
 nn/config.py, the arguments of a product in nn/matmul.py.

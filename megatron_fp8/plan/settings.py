@@ -1,4 +1,4 @@
-"""From what a user says of a recipe to the recipe: one way for Megatron's config fields and for nn's Fp8Config.
+"""Resolves recipe settings of users to a recipe, for Megatron-Core and nn.
 
 A setting reaches a recipe that has a field of its name, and no other. So a new recipe that has a margin gets the user's,
 without a word here.

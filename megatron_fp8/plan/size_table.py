@@ -1,4 +1,4 @@
-"""Which GEMMs are too small for FP8 to pay: a table of times measured on one device, and what it says of a shape.
+"""A table of measured GEMM times: which shapes are too small for FP8.
 
 FP8 makes the multiplications cheaper, which are K * N * tokens, and adds quantisation, which is a pass over each operand;
 below some size it costs more than it saves. Where that is depends on the GPU, the recipe and the version of everything,

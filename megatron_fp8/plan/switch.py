@@ -1,4 +1,4 @@
-"""What is ambient, and little is: which layer is being built, what is said of FP8 around a call, and who watches it.
+"""Ambient state: the layer under construction, autocast contexts, observers.
 
 While a model is built, ``building_layer`` tells the linears inside it their global layer number. At run time a ``Switch``
 is all that a context can say: FP8 is off, or another recipe runs. ``runs_fp8`` is the one answer to whether a call of a

@@ -1,4 +1,4 @@
-"""Interleaved timing, on CPU and GPU, and the name of the machine: what every benchmark is made of.
+"""Interleaved timing on CPU and GPU, and the machine's name, for benchmarks.
 
 Times on a shared machine drift, so contenders are never timed one after another: each repetition runs all of them once,
 in turn, and a ratio is the median of the ratios inside the repetitions.

@@ -1,4 +1,4 @@
-"""A report of runs to look at: one HTML file with curves, statistics of every site, the precision map and what happened.
+"""The HTML report of runs: curves, statistics, precision map, events.
 
     runs' files -> curves, statistics, events, precision, advice (what they hold, checked) -> packing -> charts, page
 

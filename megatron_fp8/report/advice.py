@@ -1,4 +1,4 @@
-"""Advice as a page shows it: what telemetry, a diagnosis or a person says of a run, shown as it is written."""
+"""Advice on a report's page: telemetry's, a diagnosis's or a person's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The charts, as Bokeh models without data: the page's script fills their sources with the numbers in the file.
+"""The report's charts: Bokeh models without data. The page's script fills their sources with the numbers in the file.
 
 So no name or text of a run is in a model, and a curve is kept once, deflated, and not again as Bokeh's JSON. The script
 finds models by name: figures by that of their quantity, sources by 'quantity/run', 'gaps/quantity/run' and so on.

@@ -1,4 +1,4 @@
-"""What happened in a run beside its steps: skipped ones, starts, saves, and what the guard did.
+"""Events of a run: skipped steps, starts, saves, the guard's acts.
 
 events.jsonl has an object for a start from a checkpoint and for each save: {"iteration", "event", "text"}. Skipped steps
 are in metrics.jsonl, the guard's moves in report.json; if a run recorded no save, its checkpoints count as saves.

@@ -1,4 +1,4 @@
-"""Numbers as text for a page: deflated, in base64; statistics with as many bits of mantissa as there is room for.
+"""Compact numbers for a page: deflated, in base64, with rounded mantissas.
 
 A statistic is kept as the upper 24 bits of its float32. What is no number has a code of its own among the NaNs. If the
 sites of a training are too many to fit, mantissas get shorter first (deflate then has less to keep), and after that

@@ -1,4 +1,4 @@
-"""The precision map: every site and GEMM of report.json; sites that are alike in all but their numbers share a row."""
+"""The precision map of report.json: sites and GEMMs, alike layers in one row."""
 
 from __future__ import annotations
 

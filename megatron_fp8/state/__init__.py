@@ -1,1 +1,1 @@
-"""What an iteration knows of FP8: amaxes, health, histories and scales, settled once; phases, graphs, loss scaling."""
+"""FP8 state of an iteration: amaxes, health, histories, phases, graphs, loss scaling."""

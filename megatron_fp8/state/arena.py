@@ -1,4 +1,4 @@
-"""FP8 state: the largest magnitudes and the health of every quantised tensor, settled once per iteration.
+"""Arenas: amaxes and health of many tensors, updated once an iteration.
 
 Each (GEMM site, role) has a slot in one arena per reduction group. A cast writes its amax and its count of non-finite
 elements into the slot; ``Fp8State.finish_iteration`` then, for every arena,

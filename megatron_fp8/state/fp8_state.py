@@ -1,4 +1,4 @@
-"""The FP8 state of one model: all its arenas, the iteration they are in, and what the last one found.
+"""The FP8 state of one model: arenas, the current iteration, the last one's counts.
 
 Everything that an iteration settles goes through ``Fp8State.finish_iteration``, once, after the last backward.
 """

@@ -1,4 +1,4 @@
-"""CUDA graphs: a training step captured with its FP8 update inside, and what the host does at every replay.
+"""CUDA graphs: captures a training step with its FP8 update.
 
     for batch in first_batches:                  # delayed scaling: until every tensor has its scale
         train_eagerly(batch)

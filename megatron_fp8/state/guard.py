@@ -1,4 +1,4 @@
-"""The guard: which tensors have been ill for several iterations, by what the arena knows anyway.
+"""The guard: finds tensors with several unhealthy iterations in a row.
 
 The arena has the largest magnitude of each tensor, the scale that its casts used, and how many of its elements were not
 finite. That tells three illnesses:

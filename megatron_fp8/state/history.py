@@ -1,4 +1,4 @@
-"""Histories of delayed scaling: the latest amaxes of every tensor that shares a recipe and a format."""
+"""Amax histories of delayed scaling, for all tensors of one recipe and format."""
 
 from __future__ import annotations
 

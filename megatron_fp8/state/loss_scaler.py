@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: one factor on the loss, so that small float16 gradients do not become zero.
+"""Dynamic loss scaling, for gradients in float16.
 
 float16 ends at 6e-8, and gradients are often smaller. The loss is multiplied by a scale before the backward pass, and
 gradients are divided by it after. The scale is right when it is as large as it can be without an overflow, and that

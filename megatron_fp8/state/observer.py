@@ -1,4 +1,4 @@
-"""The one seam for whoever watches FP8 at work: what was cast, what was multiplied, and when an iteration ended.
+"""The observer interface: casts, products, ends of iterations.
 
 Telemetry and diagnosis look on; the linear knows neither. ``Fp8State.watch`` puts an observer in place. Without one, and
 in iterations that it does not want, a cast and a product ask only whether it is there, and no operation runs.

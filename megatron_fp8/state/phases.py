@@ -1,4 +1,4 @@
-"""When FP8 runs: the first fraction of a run, and the last one, can be in high precision (warm-up and healing).
+"""Phases of a run in high precision: warm-up and the end (healing).
 
 The plan says what a site runs; the phases say in which iterations the plan is in force. Which phase it is follows from
 the number of the iteration alone, so a resumed run, a recomputation and an evaluation between two iterations are right

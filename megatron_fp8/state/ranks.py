@@ -1,4 +1,4 @@
-"""What ranks ask each other, at a cost that is the answer's and not the number of ranks times what each has to say.
+"""Small collectives among ranks, at the cost of the answer.
 
 ``all_gather_object`` hands every rank everything of every other, padded to the longest: 16,384 ranks with 1 MB each would
 need 16 GB on each of them. Ranks that hold replicas say the same, and mostly nobody has anything to object. So here ranks

@@ -1,4 +1,4 @@
-"""The latest amaxes of many tensors, and the largest of each: read anew is only what an iteration changed."""
+"""Ring buffers of amaxes, and their maxima, updated incrementally."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Delayed state by name, as plain tensors on the CPU: what a state dict of FP8 is made of, under any framework."""
+"""Delayed-scaling state as plain CPU tensors by name."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is learned about FP8 without a run of one's own, or from several: formats, comparisons of runs, timings here."""
+"""Studies of FP8: formats, comparisons of runs, benchmarks, the doctor."""

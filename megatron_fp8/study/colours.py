@@ -1,4 +1,4 @@
-"""What a colour means in every picture of this room: a format or a recipe has the same one wherever it is drawn.
+"""Colours of formats and recipes, the same in every picture.
 
 Eight colours that people with any kind of colour vision tell apart (Okabe and Ito 2008); high precision is grey or black.
 """

@@ -1,4 +1,4 @@
-"""What to do about what telemetry shows: rules as data, from evidence to a cause to a line to paste.
+"""Advice from telemetry: rules as data, from evidence to a setting.
 
 A rule speaks of one statistic of some tensors, in sites that scale in a certain way. It holds of a tensor when the
 statistic was beyond the limit in at least two measured iterations (or in the only one). Limits lie far from what

@@ -1,4 +1,4 @@
-"""The gradients that a linear in high precision makes: nobody but autograd sees them, so its nodes are asked.
+"""Gradients of linears in high precision, from autograd's nodes.
 
 A site with an FP8 GEMM multiplies all three products itself and shows them. One that runs in the model's own dtype is
 torch's or Megatron-Core's linear: the node that gives x and weight their gradients is looked up behind its output, and

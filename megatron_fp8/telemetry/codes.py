@@ -1,4 +1,4 @@
-"""What quantising did to a matrix: values that vanished, values that saturated, the error, and the scales.
+"""Effects of quantisation on a matrix: underflow, saturation, error, scales.
 
 ``measure_codes`` is torch's way, on any device; on CPUs with a compiler statistics.py has kernels/cpu/figures.py do it.
 """

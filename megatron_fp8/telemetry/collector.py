@@ -1,4 +1,4 @@
-"""The observer of one FP8 state: measures what passes in some iterations, and adds up ranks at their end.
+"""Measures one FP8 state's tensors in some iterations, and sums over ranks.
 
 A piece of a tensor is measured where the observer is told of it, inside forward or backward: what is kept are two short
 vectors a tensor (statistics.py), and no tensor. In iterations that are not measured it returns at once.

@@ -1,4 +1,4 @@
-"""Variants run on all batches and compared with high precision, one after another, within a number of passes."""
+"""Runs variants of a model on all batches, within a budget of passes."""
 
 from __future__ import annotations
 

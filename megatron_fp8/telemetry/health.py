@@ -1,4 +1,4 @@
-"""When a tensor of a site went bad for the first time, and why: by the figures of measured iterations.
+"""The first bad iteration of a site's tensor, and the reason.
 
 It looks at three statistics, as far as they are measured. The limits are far from what training in good health shows:
 they find what ruins a run, and not what costs a little precision.

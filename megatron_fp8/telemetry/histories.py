@@ -1,4 +1,4 @@
-"""What a delayed what-if remembers: the amaxes of all iterations, of every tensor that the run casts."""
+"""Amax histories of delayed what-if recipes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a variant's losses and gradients are from those in high precision, batch by batch.
+"""Distances of a variant's losses and gradients from high precision.
 
 Differences are paired: the same batch, random numbers and delayed state in both. Of the gradient
 

@@ -1,4 +1,4 @@
-"""The statistics by name, as data: what each is, whose definition it has, what it needs, and of which tensors it can be.
+"""The statistics by name, as data: definition, source, inputs.
 
 A name is written as Transformer Engine's debug features write it, so that dashboards carry over::
 

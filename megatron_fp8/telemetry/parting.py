@@ -1,4 +1,4 @@
-"""Where two runs on the same data part: the first iteration, site and tensor whose records differ.
+"""The first difference of two runs' records: iteration, site, tensor.
 
 Within an iteration a difference travels forward through the sites and back through their gradients, so of the tensors
 that differ in the first such iteration the first in that order is the one where it began. Records come in the order in

@@ -1,4 +1,4 @@
-"""Who counts what: each element of a site's tensors once, though ranks hold replicas, shards and parts of it.
+"""Each rank's part of a tensor, counted once among replicas and shards.
 
 Every rank says of each of its sites which part of the weight it holds and which tokens it sees (linear/share.py). Of
 ranks that say the same, the first counts what they all hold. That is all there is to tensor, sequence, context, data,

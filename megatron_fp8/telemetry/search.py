@@ -1,5 +1,4 @@
-"""The smallest set of overrides found that gives back what stands out: added one after another, measured again after
-each, then pruned."""
+"""A greedy search for the smallest set of overrides that helps, then pruned."""
 
 from __future__ import annotations
 

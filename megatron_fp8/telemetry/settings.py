@@ -1,4 +1,4 @@
-"""What to measure, where and when: one value for the config section, for the API and for Transformer Engine's YAML."""
+"""Telemetry settings: tensors, statistics, iterations; for config, API and TE's YAML."""
 
 from __future__ import annotations
 

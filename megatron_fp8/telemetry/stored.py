@@ -1,4 +1,4 @@
-"""A weight that lives as FP8, for statistics: its master, rounded as it was cast, beside its codes.
+"""Statistics of FP8 parameters: the rounded master beside its codes.
 
 Statistics need the values that the codes were made of, and the parameter has none of those: the optimizer has, in
 float32. Where it is sharded, each rank measures the piece that it owns, in flat order, and the pieces add up.

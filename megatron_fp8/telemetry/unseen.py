@@ -1,4 +1,4 @@
-"""What has no figures though it was asked for: said once, by name, so that a gap in a report is no riddle.
+"""Warnings about requested statistics without figures, once each.
 
 Two gaps cannot be closed. A linear in high precision that torch.compile traced shows nothing: an operator around it would
 be a break in the compiler's graph, in layers that this package does not run. And where Megatron-Core adds the weight

@@ -1,4 +1,4 @@
-"""In what ways a model is run to see what FP8 costs and where: a variant says of each site what is quantised.
+"""Variants of a model: which sites, GEMMs and operands are quantised.
 
 A variant is one immutable value and knows no model; ``installed`` puts stand-ins for its sites in place for as long as it
 runs (linear/stand_in.py).

@@ -1,4 +1,4 @@
-"""The codes that a tensor would have in another recipe, so that the same figures can be taken of them.
+"""Codes of a tensor in another recipe, for the same statistics.
 
 Most recipes make their scales of the tensor at hand, so nothing more is needed. Delayed scaling makes its scale of
 earlier iterations: ``WhatIfHistory`` keeps their amaxes, and has to be told of every iteration, measured or not.

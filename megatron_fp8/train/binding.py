@@ -1,4 +1,4 @@
-"""What a checkpoint and the run that reads it must agree on, and what the run may say otherwise.
+"""Compatibility of a checkpoint and the run that reads it.
 
 The manifest holds the config of the run that saved it. A model section that would compute something else with the same
 weights is refused, field by field (``model_fields`` says which), unless `--checkpoint.accept` names the field. So is

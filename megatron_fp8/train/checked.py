@@ -1,4 +1,4 @@
-"""A checkpoint's files are compared with its manifest by all ranks together: each reads a share of them, whole.
+"""Verifies a checkpoint's files against its manifest, shared among ranks.
 
 Rank 0 alone would read terabytes while the others wait for it, longer than a collective may.
 """

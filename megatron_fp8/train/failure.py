@@ -1,4 +1,4 @@
-"""A training that cannot go on: how that is raised, and where the first NaN or Inf is."""
+"""Training failures, and the place of the first NaN or Inf."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Initial weights that do not depend on the layout: tensor, pipeline or no parallelism start from one model.
+"""Initial weights independent of the parallel layout.
 
 Megatron-Core draws weights in the order in which each rank builds its layers, so other pipeline stages give another
 model, and expert parallel ranks draw the same experts. Here every matrix is drawn whole, from a generator seeded by the

@@ -1,4 +1,4 @@
-"""What stands in the way of a start is moved to `previous-1`, `previous-2`, ...: nothing is removed, and a line says so.
+"""Moves old run folders to `previous-1`, `previous-2`, ...; nothing is removed.
 
 A process may be killed between any two renames. One of them decides: before it, --resume=auto goes on from the earlier
 run's latest checkpoint, with its records; after it, it starts as this start was asked to. So the order is

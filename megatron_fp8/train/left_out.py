@@ -1,4 +1,4 @@
-"""Samples that a run leaves out, because its loss rose far above what it was when it read them.
+"""Samples skipped after a loss spike.
 
     checkpoints/left_out.json    {"left_out": [{"first": 40, "last": 48, "iteration": 12, "went_back_to": 10,
                                                 "why": "..."}, ...], "sha256": "..."}

@@ -1,4 +1,4 @@
-"""Whether a training still learns: steps that are skipped one after the other, and losses far above what they were."""
+"""Warns of repeated skipped steps, and of losses far above earlier ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training: iterations until all are done or a stop is asked for, with what they record, save and validate."""
+"""The training loop: iterations, records, saves, validation."""
 
 from __future__ import annotations
 

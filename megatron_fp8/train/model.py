@@ -1,4 +1,4 @@
-"""The model of a run: Megatron-Core's GPTModel on FP8 layers, in chunks, wrapped for data parallelism."""
+"""The model of a run: Megatron-Core's GPTModel on FP8 layers, with data parallelism."""
 
 from __future__ import annotations
 

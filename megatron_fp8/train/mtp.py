@@ -1,4 +1,4 @@
-"""The loss of multi-token prediction: Megatron-Core trains on it, and leaves it out of the loss that it reports."""
+"""The loss of multi-token prediction, for reports."""
 
 from __future__ import annotations
 

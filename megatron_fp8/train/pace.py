@@ -1,4 +1,4 @@
-"""Which rank all others wait for: each one's own seconds an iteration, against the mean of the others.
+"""Finds the slowest rank: its own seconds against the others' mean.
 
 Ranks that train together take the same time for an iteration, whoever is slow: the others wait in a collective for it. So
 a thread looks ten times a second whether this rank waits, and what it does not wait is its own. Twice a minute or so the

@@ -1,4 +1,4 @@
-"""A run's model as a checkpoint has it, and the batches that its training reads next, for experiments.
+"""A checkpoint's model and its next batches, for experiments.
 
 Weights are those of the checkpoint: float32 masters rounded to the model's dtype. That holds for a run whose weights
 live as FP8 too, since its codes are made of the same values. The parallel layout is the run's, or the one that

@@ -1,4 +1,4 @@
-"""From a checkpoint to a model for inference: the run's config, its tokenizer, its weights in the layout of this launch.
+"""A checkpoint as a model for inference, in this launch's layout.
 
 A checkpoint remembers its run, so a folder is all that is needed. The parallel layout is not the run's: as many tensor
 parallel ranks as were launched (by default one), one pipeline stage, no sequence parallelism; checkpoints do not depend

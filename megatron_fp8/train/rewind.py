@@ -1,4 +1,4 @@
-"""Going back behind a spike of the loss: to the last checkpoint, without the samples that were read since.
+"""Rollback after a loss spike: the last checkpoint, without the samples since.
 
 PaLM's cure (Chowdhery et al., arXiv 2204.02311, section 5.1): its loss spiked about twenty times, at batches that did no
 harm to an earlier state of the weights; training went back about 100 steps and left out 200 to 500 batches. Here the

@@ -1,4 +1,4 @@
-"""The two folders that a run writes into: tried before anything is trained, held for one run, what was there kept.
+"""A run's two folders: checked, locked, old contents kept.
 
     run_dir              config.yaml, report.json, metrics.jsonl, validation.jsonl, events.jsonl, tensorboard/, stacks/
     checkpoint.folder    checkpoints; by default run_dir/checkpoints

@@ -1,4 +1,4 @@
-"""What a run left in its folder, read in one way by all who show or compare it: report, page, advice, --against.
+"""The files of a run, read for report, page, advice and `--against`.
 
 A line that cannot be understood is refused with its file and number, and a report that lacks something with its name: a
 figure that was passed over in silence would make two runs look alike. An unfinished last line is no damage, since a run

@@ -1,4 +1,4 @@
-"""Whether a replay computes what the run computed: the scales of its shards, and the loss that it recorded.
+"""Checks that a replay computes what the run computed.
 
 A checkpoint fits any parallel layout, but a scale made of a shard's own values does not: with ``tensorwise`` a weight
 cut in two has two scales. Delayed scales come from the checkpoint and are shared over the ranks, and blocks do not

@@ -1,4 +1,4 @@
-"""How many bytes a micro-batch keeps from its forward for its backward, counted as autograd keeps them."""
+"""Bytes of activations that a microbatch saves for backward, as autograd counts."""
 
 from __future__ import annotations
 

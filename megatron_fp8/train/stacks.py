@@ -1,4 +1,4 @@
-"""Where the threads of this process are: whether they wait for other ranks, and in what; all of their stacks as text.
+"""Stack dumps of this process's threads, with waits for other ranks.
 
 A call that waits shows in Python's innermost frame: one of torch.distributed's functions, or a line that waits for a
 handle (`.wait(`) or for a GPU (`.item()`, `.tolist()`, `synchronize(`), which are C and have no frame of their own.

@@ -1,4 +1,4 @@
-"""Where a run began that goes on from another run's checkpoint, until it has one of its own.
+"""The parent checkpoint of a run, until it has one of its own.
 
     checkpoints/started_from.json    {"checkpoint": "/runs/base/checkpoints/iter_0005000", "iteration": 5000,
                                       "manifest": SHA-256 of its manifest.json, "job": "SLURM job 4711", "sha256": "..."}

@@ -1,4 +1,4 @@
-"""Whether the state that no step looks at is finite: masters, moments, histories of delayed scaling.
+"""Finiteness of masters, moments and amax histories.
 
 A NaN in a master is in a weight after the next step, and the casts after it find it. But the second moment's Inf makes
 Adam's update zero, so that its weight never moves again, a row of an embedding may be read once in a thousand steps,

@@ -1,4 +1,4 @@
-"""One step of a run on one rank, in Megatron-Core's schedule, and the losses that all ranks agree on.
+"""One training step on one rank, in Megatron-Core's schedule.
 
 A step is: batches -> Megatron-Core's forward/backward schedule -> finalise gradients (inside the schedule; the FP8
 iteration ends there, and loss and health are agreed on) -> optimizer -> learning rate.

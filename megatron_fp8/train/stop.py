@@ -1,4 +1,4 @@
-"""Stopping on request: a signal, or the end of a SLURM job's time, makes a run save and return between two iterations.
+"""Stops a run between iterations, on a signal or a time limit.
 
 A cluster takes its nodes back with a signal and a few minutes' notice, and the signal reaches ranks at different times,
 some of them not at all. So a signal's handler only notes it, and the notes of all ranks are added up in a collective

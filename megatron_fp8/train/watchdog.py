@@ -1,4 +1,4 @@
-"""A run that stands still says so, and where: a thread of each rank that knows how long an iteration takes here.
+"""The watchdog: a thread that reports a run without progress.
 
     run_dir/stacks/START/iteration-12-step-15s/rank-3.txt    one line of JSON (rank, host, what, where), then all stacks
 

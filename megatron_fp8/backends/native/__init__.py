@@ -1,1 +1,1 @@
-"""NVIDIA GPUs: what this machine multiplies (probe), what the product must be given (layout), and both as a backend."""
+"""The native backend for NVIDIA GPUs: probe, operand layout, products."""

@@ -1,4 +1,4 @@
-"""The native backend: codes made by Triton kernels and multiplied by the GPU's FP8 tensor cores.
+"""The native backend: Triton quantisation kernels and FP8 tensor cores.
 
 GEMMs are torch's scaled matrix product (cuBLASLt, CUTLASS); what it wants to be handed is layout.py's business,
 what it can do on this machine probe.py's. The result is what numerics.md says, acc * (scale_inv_a * scale_inv_b) +

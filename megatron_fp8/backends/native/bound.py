@@ -1,4 +1,4 @@
-"""The casts of one slot that come again: bound to the shape of what they cast (kernels/bound.py).
+"""Cached plans for repeated casts of one slot, by shape (kernels/bound.py).
 
 A shape is bound when it comes a second time, so that what never comes again costs nothing more; of experts, whose tokens
 vary, there may be many, so the table is emptied when it is full.

@@ -1,4 +1,4 @@
-"""How far codes reach along the dimension that a product sums over: to the end of a block, with zeros behind the matrix.
+"""Zero padding of codes along a product's contraction dimension.
 
 torch's scaled products sum over whole 16s, 32s or 128s. What wgrad sums over are tokens, of which an expert has any
 number. So the casts of a linear's operands write zeros behind the last token of columnwise codes (``whole``), which costs

@@ -1,4 +1,4 @@
-"""Products of sides that lie as torch's product wants them: found once for sides that lie alike, then called.
+"""Cached calls of torch's scaled product for operands in its layout.
 
 So lie all that a linear's casts make in sizes that need no padding. What it takes to see that, and to describe both sides
 to ``plan``, is more than the product takes the host.

@@ -1,4 +1,4 @@
-"""What torch's scaled matrix product must be given: shapes, strides, scale layouts and padding, as plain arithmetic.
+"""Operand requirements of torch's scaled product: shapes, strides, scale layouts, padding.
 
 ``torch._scaled_mm`` (and its successor ``_scaled_mm_v2``, whose recipes are explicit) multiplies codes on tensor cores,
 and both are particular about what they are handed:

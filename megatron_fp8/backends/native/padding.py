@@ -1,4 +1,4 @@
-"""Which weights tensor cores do not take as they are: their codes are copied, to be padded, in each product (layout.py).
+"""Weights whose codes are padded in each product, for the plan's report (layout.py).
 
 That changes no number, and costs a pass over the codes of weight and tokens; other sizes cost none (docs/shapes.md).
 """

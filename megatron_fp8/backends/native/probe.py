@@ -1,4 +1,4 @@
-"""What this machine's tensor cores and this torch multiply in FP8: asked by trying, and checked against float64.
+"""FP8 products of this GPU and torch: tried once, checked against float64.
 
 Which scaled products torch has depends on the GPU, on the CUDA libraries it was built with and on its own version, and
 tables of versions are wrong the day after (rowwise scales had no float32 result, 128x128 blocks gave wrong numbers unless

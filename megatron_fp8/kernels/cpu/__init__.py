@@ -1,1 +1,1 @@
-"""Compiled C for CPUs: the casts' inner loops and a BF16 GEMM, built once by the machine's own compiler."""
+"""C kernels for CPUs: casts and a BF16 GEMM, compiled on this machine."""

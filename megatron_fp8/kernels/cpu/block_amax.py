@@ -1,4 +1,4 @@
-"""Largest magnitudes of a matrix's blocks, and E8M0 scales of them, in C (loops.c), for CPU tensors."""
+"""Block amaxes of CPU tensors, and their E8M0 scales, in C (loops.c)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrices to codes and scales, in one or both directions: one call of C for one matrix or for many (casts.c, blocks.c).
+"""Quantisation of CPU matrices in C, one or many a call (casts.c, blocks.c).
 
 What numerics/scaling.py and numerics/cast.py specify, to the bit.
 """

@@ -1,4 +1,4 @@
-"""Products of few rows by FP8 codes that are read once, as they lie (few_rows.c): decoding a token is such products.
+"""Products of few rows by FP8 codes in C (few_rows.c), as in decoding. Codes are read once, as they lie.
 
 A CPU reads weights from memory for every token, so a byte a value in place of BF16's two is time. The codes become
 bfloat16 in registers, without instructions for it float32 in the first cache; sums are float32, in the order of the same

@@ -1,4 +1,4 @@
-"""A linear with few tokens in one call (few_tokens.c): x to codes, to bfloat16, times a weight's codes.
+"""A linear of few tokens in one call of C (few_tokens.c): quantise, decode, multiply.
 
 Each step is a call of its own elsewhere (blocks.py, loops.py, few_rows.py), with tensors for what it gives. For one token
 those take longer than the steps. The bits are theirs.

@@ -1,4 +1,4 @@
-"""Sums and extremes of matrices and of their codes, in C (figures.c), in one pass: what telemetry measures on CPUs.
+"""Sums and extremes of matrices and their codes in C (figures.c), for telemetry.
 
 For machines without a compiler megatron_fp8/telemetry has the same in torch, which takes thirty times as long.
 """

@@ -1,4 +1,4 @@
-"""Products of a layer's experts on CPUs in one call (grouped.c): each as ``loops.multiply`` makes it."""
+"""Products of a layer's experts in one call of C (grouped.c)."""
 
 from __future__ import annotations
 

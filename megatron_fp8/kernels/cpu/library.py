@@ -1,4 +1,4 @@
-"""A shared library made from C sources: compiled once by the machine's own compiler, kept, and checked before it is run.
+"""C sources as a shared library: compiled once, cached, checked before loading.
 
 The compiler is ``CC``, else ``cc``, and compiles for its own processor. What it makes is kept under the user's cache
 folder as ``cpu-KEY-DIGEST.so``: KEY is a hash of all that went into it, DIGEST one of the file. It is loaded only if

@@ -1,4 +1,4 @@
-"""Emulated FP8's inner loops in C, for CPU tensors: cast, decode and product, 3 to 10 times torch's speed.
+"""Inner loops of emulated FP8 in C: cast, decode, product. They take a third to a tenth of torch's time.
 
 The C sources are compiled by the machine's own C compiler when the first large tensor needs them (library.py). Where
 that fails, ``reason()`` says why and callers keep to torch operations: the same codes, the same values, and GEMMs that

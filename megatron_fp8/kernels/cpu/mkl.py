@@ -1,4 +1,4 @@
-"""MKL's GEMM of bfloat16 matrices with a float32 result, for processors with AMX, whose tile instructions it uses.
+"""MKL's BF16 GEMM with float32 results, for CPUs with AMX.
 
 torch's CPU library has MKL in it and exports this function, but no operation of torch calls it for two matrices. The
 alternative, ``torch.backends.mkldnn.matmul.fp32_precision = "bf16"`` around a float32 product, was used before and is

@@ -1,4 +1,4 @@
-"""Attention of one query to all keys of a cache (one_query.c): what a token that is decoded asks in each layer.
+"""Attention of one query to a KV cache in C (one_query.c), as in decoding.
 
 In torch's operations it is a dozen for each sequence, since a cache's tokens lie side by side and its products want
 them head by head: with eight sequences those took as long as the layer's linears in FP8.

@@ -1,5 +1,4 @@
-"""Products of bfloat16 matrices with float32 sums on CPUs, by gemm.c where it can be, else by MKL's with AMX; and what
-follows where sums are scaled afterwards."""
+"""BF16 products with float32 sums on CPUs, by gemm.c or MKL. Scales of sums are multiplied afterwards."""
 
 from __future__ import annotations
 

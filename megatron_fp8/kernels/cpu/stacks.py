@@ -1,5 +1,6 @@
-"""Matrices that are cast and multiplied alike, as the operands of a layer's experts are: each as ``blocks.quantize``
-and ``grouped.multiply_each`` have it, described to C at once.
+"""Casts and products of equal matrices in one call of C, as experts have them.
+
+Each is as ``blocks.quantize`` and ``grouped.multiply_each`` make it.
 
 What C is told of a matrix takes Python longer than C takes with a small expert, so what all share is told once and
 copied, and an expert adds its addresses. Codes of all lie in one tensor, one behind the other, and so do scales.

@@ -1,4 +1,4 @@
-"""FP8 parameters that start from the codes of an imported directory (params/block_codes.py), not from codes made anew.
+"""FP8 parameters that start from an imported directory's codes (params/block_codes.py).
 
 That takes parameters with the same scales, ``blockwise`` with ``fp8_pow2_scales=False`` and ``fp8_param=True``, and a
 layout that cuts the weight between blocks. The float32 masters are code * scale; each step casts anew from them.

@@ -1,4 +1,4 @@
-"""Delayed scaling in a checkpoint: scale, history and warm flag of every tensor, as plain tensors under its name.
+"""Delayed-scaling state in a checkpoint: scale, history and warm flag by name.
 
 A linear gives them with its weights (``sharded_state_dict``) and takes them back with its weights (``load_state_dict``):
 keys follow the module's place in the whole model, never the number of a slot, so that any layout reads any other's.

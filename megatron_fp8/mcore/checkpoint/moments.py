@@ -1,4 +1,4 @@
-"""Adam's moments from a checkpoint, without the optimizer: to look at the update that a gradient would make."""
+"""Adam's moments of a checkpoint, read without the optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The random streams of every rank in a checkpoint, as tensors: Python's, NumPy's, torch's and Megatron-Core's.
+"""Random states of all ranks in a checkpoint, as tensors. They are Python's, NumPy's, torch's and Megatron-Core's.
 
 Streams belong to places in a layout, and to CPUs or to GPUs: they are put back where both are the same, and drawn anew,
 from the seed and the iteration, where they are not.

@@ -1,4 +1,4 @@
-"""Saving: everything down to the disk under a name nobody reads, then one rename, then ``latest``.
+"""Atomic saves: all files to the disk, one rename, then ``latest``.
 
     .saving-iter_0000100-...   every rank writes and syncs its tensors; rank 0 sees every file of every rank in its size,
                                and adds the manifest with all checksums

@@ -1,4 +1,4 @@
-"""Sharded tensors to a checkpoint folder and back, in Megatron-Core's torch_dist format, on the calling ranks.
+"""Sharded tensors in Megatron-Core's torch_dist format: written and read.
 
 Megatron-Core says what each tensor is a shard of (``sharded_state_dict``), plans and checks; torch.distributed.checkpoint
 writes the files. Megatron-Core's own writer forks two processes a save and starts a manager process: they outlive a rank

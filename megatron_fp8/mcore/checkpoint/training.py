@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a Megatron-Core model in training, and how a run takes it up again.
+"""Checkpoints of a Megatron-Core model in training: contents and resume.
 
     names of tensors                     what
     decoder.layers.3....weight           weights in the model's dtype, by their place in the whole model

@@ -1,4 +1,4 @@
-"""Checkpoints that hold weights alone: an imported model, from which training starts with a fresh optimizer.
+"""Checkpoints of weights alone, as an import writes them.
 
 Master weights are then read from the weights' own tensors, in the precision in which those are stored; Adam's moments,
 and what else the optimizer has, are zero.

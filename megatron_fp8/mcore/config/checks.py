@@ -1,4 +1,4 @@
-"""Which FP8 settings of a `TransformerConfig` are valid: errors name the value, the rule and the remedy."""
+"""Checks of a `TransformerConfig`'s FP8 settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which settings `moe_fp8_dispatch` cannot be had with: errors that name the value, the rule and the remedy."""
+"""Checks of `moe_fp8_dispatch` against other settings."""
 
 from __future__ import annotations
 

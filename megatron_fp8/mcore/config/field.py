@@ -1,5 +1,4 @@
-"""What becomes of one field of Megatron-Core's TransformerConfig in models of this package's layers: the words that
-mcore/config/table.py speaks in."""
+"""The vocabulary of mcore/config/table.py: what becomes of a Megatron-Core field here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A config against the table of fields: what is out of range or cannot be had is an error, what does nothing is said.
+"""Checks a config against the table of fields: errors and notices.
 
 Fields at Megatron-Core's default are as they are. With FP8 off, Megatron-Core's own behaviour holds, and only what
 cannot work on this machine is said; `megatron-fp8 train`, whose layers are always this package's, checks a BF16 model

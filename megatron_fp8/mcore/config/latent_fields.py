@@ -1,5 +1,4 @@
-"""The fields that Megatron-Core's MLATransformerConfig adds: what each may be, as mcore/config/table.py has it of the
-rest."""
+"""Rules for the fields of Megatron-Core's MLATransformerConfig."""
 
 from __future__ import annotations
 

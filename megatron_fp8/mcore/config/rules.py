@@ -1,4 +1,4 @@
-"""What a setting may be, as data: a rule knows which values it admits and says so in words."""
+"""Rules for settings, as data: admitted values, and their words."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Every field of Megatron-Core's TransformerConfig: what it may be, and what it does in models of this package's
-layers.
+"""The table of all TransformerConfig fields: rules, and their effect here.
 
 A field works (and `where` is the file that reads it), works only together with another one, has no effect (which is
 said when it is set), or cannot be had (which is an error when it is set). mcore/config/fields.py reads the table; a

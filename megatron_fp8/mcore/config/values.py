@@ -1,4 +1,4 @@
-"""What only some of Megatron-Core's fields take: recipes, dtypes, layouts of pipeline stages, scopes of CUDA graphs."""
+"""Values of special Megatron-Core fields: recipes, dtypes, pipeline layouts, CUDA-graph scopes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core attention for layer specs without Transformer Engine: fast on CPUs, and able to split the sequence.
+"""Core attention without Transformer Engine, for CPUs and context parallelism.
 
 Megatron-Core's DotProductAttention writes out the whole score matrix and refuses context parallelism.
 `CoreAttention` is that class with another forward where both mean the same: PyTorch's

@@ -1,4 +1,4 @@
-"""Norms and SwiGLU that stand before an FP8 linear leave their result deferred: the linear's kernel computes it.
+"""Norms and SwiGLU fused into the quantisation of the FP8 linear behind them.
 
 In Megatron-Core's layer
 

@@ -1,4 +1,4 @@
-"""Multi-latent attention with a KV cache of latents: what makes it small is kept, and not what it is multiplied out to.
+"""Multi-latent attention with a KV cache of latents.
 
 Of a token the cache holds the latent that all heads' keys and values come from, after its norm, and the rotated key
 that all heads share: ``kv_lora_rank + qk_pos_emb_head_dim`` values a layer, whatever the number of heads. Megatron-Core's

@@ -1,4 +1,4 @@
-"""Adam with compact moments: the first in FP8, the second in float16, 3.06 bytes a parameter where float32 takes 8.
+"""Adam with moments in FP8 and float16: 3.06 bytes a parameter. float32 takes 8.
 
 Every 128 values share a float32 scale, a power of two. Masters stay float32, and one parameter's moments are float32
 while it is updated. This is the division of FP8-LM (Peng et al., arXiv 2310.18313), for its reason:

@@ -1,4 +1,4 @@
-"""Megatron-Core's optimizers over FP8 parameters: where masters come from, when codes are made again, what is sent.
+"""Megatron-Core's optimizers over FP8 parameters: masters, casts, communication.
 
 Most of it is Megatron's own: the distributed optimizer calls ``quantize_param_shard`` after its step and gathers bytes;
 the other one calls ``copy_`` on every weight, which quantises. Four things it leaves to whoever owns the training loop,

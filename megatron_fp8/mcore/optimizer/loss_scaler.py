@@ -1,4 +1,4 @@
-"""Loss scaling under Megatron-Core: its names and its calls, this package's rule, and one verdict for all ranks.
+"""Loss scaling under Megatron-Core: one verdict on overflow for all ranks.
 
 Megatron-Core 0.16 asks each optimizer of a chain (dense weights, experts) for its own verdict, over that optimizer's own
 group, and lets each one's scaler act on it at once. Three things go wrong, all silent:

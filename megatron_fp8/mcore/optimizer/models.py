@@ -1,4 +1,4 @@
-"""Whose models an optimizer of Megatron-Core steps: it heeds their health, and no other model's in the process.
+"""Which models an optimizer steps; it heeds their health alone.
 
 Megatron-Core hands the model's chunks to the function that makes each optimizer, and most optimizers forget them. They
 are noted there: on a rank where nothing is trained an optimizer has no parameters to be known by, and must skip with the

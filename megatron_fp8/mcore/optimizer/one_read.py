@@ -1,4 +1,4 @@
-"""The gradient norm, read back together with whether a gradient is NaN or Inf: one wait for the GPU where there were two.
+"""The gradient norm and its finiteness, in one read from the GPU.
 
 Megatron-Core's step asks first whether to skip, reads the answer, then computes the norm and reads that. Where one rank
 is alone nothing has to be agreed on in between, so here the norm is computed before the first answer is known, both are

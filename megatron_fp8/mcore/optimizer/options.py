@@ -1,4 +1,4 @@
-"""Options of Megatron-Core's optimizer that do not go with FP8 parameters, or with a machine without CUDA.
+"""Refuses optimizer options that do not work with FP8 parameters, or without CUDA.
 
 They would crash while the optimizer is made or in its first step, with a message about something else, or do what nobody
 has seen; here they are refused, with the reason, before anything is made.

@@ -1,4 +1,4 @@
-"""What each rank of a distributed optimizer stores: the part that it holds, as boxes of the whole tensors.
+"""The distributed optimizer's state on this rank, as boxes of whole tensors.
 
 The distributed optimizer cuts masters and moments by number: a rank holds a run of a weight's elements, from ``start`` to
 ``end``, wherever rows end. A checkpoint knows parts of tensors as boxes, by offset and shape. A run is made of few of

@@ -1,4 +1,4 @@
-"""NVIDIA's apex, where it is installed: Megatron-Core's own hooks take it up, and the report says for what.
+"""NVIDIA's apex, where it is installed: what Megatron-Core uses of it.
 
 Megatron-Core chooses its fused Adam, gradient clipping and LayerNorm when it is imported, and its fused accumulation of
 weight gradients by ``gradient_accumulation_fusion``. What this package does: it stands aside where apex is complete (on a

@@ -1,4 +1,4 @@
-"""Patches for experts that lie over the ranks in another way than dense layers, without expert parallelism.
+"""Patches for experts with another layout over ranks, without expert parallelism.
 
 Megatron-Core keeps an expert's weight apart from dense ones, in buffers that experts' own data parallel ranks reduce,
 where expert parallelism is more than 1. With 1, and experts split over more or fewer tensor parallel ranks than dense

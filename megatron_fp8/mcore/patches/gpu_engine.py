@@ -1,4 +1,4 @@
-"""Patches for Megatron-Core on a GPU without Transformer Engine and apex, whose stand-ins for them wait for the GPU.
+"""Patches for GPUs without Transformer Engine and apex. Megatron-Core's stand-ins for them wait for the GPU.
 
 Its own gradient norm reads one number a weight back to the host; a large model has hundreds.
 """

@@ -1,4 +1,4 @@
-"""Patches for multi-token prediction: the mean of its loss under context parallelism, and a weight of no use.
+"""Patches for multi-token prediction: loss under context parallelism, an unused weight.
 
 Its loss is the mean over the tokens of all ranks. Megatron-Core divides the sum of a rank's losses by the tokens that it
 predicts, and takes the mean over ranks. The rank with the end of the sequence predicts fewer, so that its tokens weigh

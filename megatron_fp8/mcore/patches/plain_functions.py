@@ -1,4 +1,4 @@
-"""Megatron-Core's first import without its compiler, on a machine where nothing of it will be compiled.
+"""Megatron-Core's import without torch.compile, on machines without use for it.
 
 Megatron-Core decorates some fifty functions with torch.compile. To decorate is to import torch's compiler, a quarter of
 the seconds that a rank needs to start; and the CPU engine puts the plain functions back at once (cpu_engine.py).

@@ -1,4 +1,4 @@
-"""Patches for routers that a bias of each expert balances, and for those that balance over a whole batch.
+"""Patches for routers with expert biases, and with balancing over a whole batch.
 
 After each batch Megatron-Core moves an expert's bias up where fewer tokens than the mean came to it, down where more did
 (DeepSeek-V3's balance without a loss, arXiv:2408.15664). Two things are wrong with it:

@@ -1,4 +1,4 @@
-"""Which settings cannot be had from Transformer Engine's layers: errors, because TE would drop them without a word."""
+"""Refuses settings that Transformer Engine's layers would drop in silence."""
 
 from __future__ import annotations
 

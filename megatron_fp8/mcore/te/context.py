@@ -1,4 +1,4 @@
-"""FP8 contexts where Transformer Engine's layers may run: ours says which layers, TE's lets them run FP8.
+"""FP8 contexts for Transformer Engine's layers.
 
 Megatron-Core enters the context once around all layers with delayed scaling, else around each layer. TE updates the
 scales of delayed scaling when its outermost context is left, so it must not be entered once a layer. Layers that stay in

@@ -1,4 +1,4 @@
-"""Transformer Engine's linears in the place of this package's: the same plan, the same report, TE's casts and GEMMs.
+"""Transformer Engine's linears under this package's plan and report.
 
 Megatron-Core's own wrappers of them do the construction, the communication and the checkpoints. What is added: a place in
 the precision plan; running in BF16 where the plan says so, inside TE's FP8 context too; refusing to run in BF16 where the

@@ -1,4 +1,4 @@
-"""A GEMM site whose layer is Transformer Engine's: a place in the plan, with nothing to quantise or multiply."""
+"""A GEMM site of a Transformer Engine layer: an entry of the plan alone."""
 
 from __future__ import annotations
 

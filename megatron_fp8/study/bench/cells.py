@@ -1,4 +1,4 @@
-"""FP8 against BF16 on this machine: quantisation, single GEMMs, and a linear forward and backward, by shape and recipe.
+"""Benchmarks of FP8 against BF16: quantisation, GEMMs, a linear.
 
 A wrong result is never timed: codes are compared with what was quantised, products with the float64 product of
 the same codes, a linear's output and gradients with BF16's. Contenders take turns, and ratios are taken turn by turn.

@@ -1,4 +1,4 @@
-"""An all-gather of codes and scales, quantisation included, against one of BF16, among processes of this machine.
+"""Benchmark of an FP8 all-gather against BF16, among local processes.
 
 It is what sequence parallelism and sharded FP8 weights send. Two processes over gloo on a CPU, one for each GPU over
 nccl, started anew for each cell; with a single GPU there is nothing to gather from, which is said.

@@ -1,4 +1,4 @@
-"""A Llama-like layer, a training step and a forward for inference, in plain PyTorch: FP8 by conversion against BF16.
+"""Benchmarks of a Llama-like layer, a training step and an inference forward.
 
 Of a shape K x N x tokens, K is the hidden size and N the feed-forward size. The layer has fused query, key and value and
 fused gate and up projections, attention of heads of 64 (one head where 64 does not divide K), RMSNorm and SwiGLU.

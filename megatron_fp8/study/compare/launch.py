@@ -1,4 +1,4 @@
-"""Trains the runs of a comparison, one after another, as `megatron-fp8 train` does; what is finished is not repeated."""
+"""Trains the runs of a comparison; finished ones are not repeated."""
 
 from __future__ import annotations
 

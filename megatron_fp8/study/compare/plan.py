@@ -1,4 +1,4 @@
-"""The runs of a comparison, all checked before the first starts; and which of them are there already.
+"""The runs of a comparison, checked before the first starts.
 
 Runs differ in recipe and seed alone. With one seed all start from the same weights and read the same batches in the same
 order, so the losses of a seed are compared with each other (paired), and seeds among themselves show the noise.

@@ -1,4 +1,4 @@
-"""What the runs of a comparison came to: figures of each recipe, and a verdict in words that the figures support.
+"""Results of a comparison: figures of each recipe, and a verdict.
 
 The loss of a recipe is compared with high precision's of the same seed, since those two started from the same weights and
 read the same batches. The band is how far high precision's own losses lie apart over the seeds: what chance alone does. A

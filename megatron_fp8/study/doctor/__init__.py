@@ -1,1 +1,1 @@
-"""What a machine can run, and what other machines could: trials, versions, the support matrix, a config's needs."""
+"""The doctor: trials, versions, support matrix, needs of a config."""

@@ -1,4 +1,4 @@
-"""What torch and Transformer Engine say that a GPU multiplies, for GPUs that are not here to be asked.
+"""Documented FP8 products of GPUs, by torch and Transformer Engine.
 
 On the machine itself nothing of this counts: the native backend tries each product, and Transformer Engine is asked.
 Each rule names its source. They are of CUDA 12.9 and newer, and of the releases named in ``SOURCES``.

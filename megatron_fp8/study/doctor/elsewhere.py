@@ -1,4 +1,4 @@
-"""Whether a run's FP8 would be native on a device that is not here: the matrix, asked for one config.
+"""Native FP8 of a config on another device, by the support matrix.
 
 `estimate` takes FP8's peak from a data sheet, which has it whether or not this package runs the recipe there. So it asks
 the same cells that `doctor` prints.

@@ -1,4 +1,4 @@
-"""All that the doctor found on this machine, as one object and as the JSON that scripts read.
+"""All findings of the doctor, as one object and as JSON.
 
     {"schema": 1, "exit_code": 0,
      "machine":   {"device", "generation", "gpu_not_used", "cpu_kernels"},

@@ -1,4 +1,4 @@
-"""The kinds of device that the support matrix has a column for, and which of them this machine is."""
+"""Device generations: the support matrix's columns, and this machine's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The support matrix: recipe x backend x device generation, from the rules by which the backends themselves decide.
+"""The support matrix: recipe x backend x device, by the backends' own rules.
 
 What refuses a device is asked as the backends ask it, with another device's facts: `capability_reason`,
 `architecture_reason`, `lacking` and `by_kernel` of the native backend, `unmapped` and `device_reason` of Transformer

@@ -1,4 +1,4 @@
-"""An examination as text of at most 80 columns, which needs neither colour nor a terminal."""
+"""The doctor's text: at most 80 columns, without colour."""
 
 from __future__ import annotations
 

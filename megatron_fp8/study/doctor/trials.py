@@ -1,4 +1,4 @@
-"""What runs on this machine, by running it: each recipe on each backend, against the exact product."""
+"""Trials: each recipe on each backend here, against the exact product."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions of what decides results and speed, and the combinations of them that are known not to work.
+"""Versions of packages, and combinations known not to work.
 
 A combination is here only with a source: this package's own check, its documentation, or a public issue.
 """

@@ -1,4 +1,4 @@
-"""Delayed scaling on magnitudes that stay, grow or jump: the package's own state, tensor after tensor.
+"""Delayed scaling on magnitudes that stay, grow or jump.
 
 The scale of an iteration comes from the largest magnitudes of earlier ones. Where the next tensor is larger than all of
 them its top saturates; where it is far smaller than one that is still remembered, its values lie low in the format.

@@ -1,4 +1,4 @@
-"""Formats and scaling drawn: on a terminal with characters that every terminal and pipe has, and as a PNG file."""
+"""Pictures of formats and scaling, on a terminal and as PNG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One tensor with outliers, quantised by every recipe: how many elements share a scale decides what an outlier costs.
+"""One tensor with outliers, quantised by every recipe.
 
 A scale is set by the largest element that shares it. One outlier moves the others of its tensor, row or block down the
 format's range, and below the smallest normal value their relative error grows until they become 0.

@@ -1,4 +1,4 @@
-"""The tables of `megatron-fp8 formats`: rows of plain values for a CSV file, and for people at most 80 columns."""
+"""Tables of `megatron-fp8 formats`, as CSV and for 80 columns."""
 
 from __future__ import annotations
 

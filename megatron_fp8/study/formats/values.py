@@ -1,4 +1,4 @@
-"""What each format can hold: every value, how far apart values lie, and what rounding to them costs, by magnitude.
+"""Values of each format: all of them, spacing, rounding error by magnitude.
 
 Two things are known of a format: the values of its codes, and how the package rounds to it. Everything else here (largest
 and smallest value, dynamic range, subnormals, spacing, error) is found from those two, so no number

@@ -1,5 +1,7 @@
-"""What every option of a run may be, and what several have to be together, as data. The model's fields that are
-Megatron-Core's own have their rules in mcore/config/table.py."""
+"""Rules for every option of a run, alone and together, as data.
+
+The model's fields that are Megatron-Core's own have their rules in mcore/config/table.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""One line of help for each key of a run's config, read where the field is defined: from the docstrings of this package's
-dataclasses and of Megatron-Core's, whichever version is installed.
+"""One line of help for each config key, from the fields' docstrings.
+
+They are this package's and those of the installed Megatron-Core.
 """
 
 from __future__ import annotations

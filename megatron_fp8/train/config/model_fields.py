@@ -1,4 +1,4 @@
-"""What each field of a run's model section means for a checkpoint: whether a run that reads it may say something else.
+"""Model fields in a checkpoint: which of them a resuming run may change.
 
     SHAPE       which tensors there are, of what size, and how they are cut into heads: never another
     FUNCTION    what is computed with them: another only where the user accepts it by name (a longer context, say)

@@ -1,4 +1,4 @@
-"""The paths of a run's config, looked at before anything opens one and fails without the option's name."""
+"""Checks of a config's paths, by option name."""
 
 from __future__ import annotations
 

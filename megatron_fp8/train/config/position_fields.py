@@ -1,5 +1,4 @@
-"""The model section's fields about positions, which are GPTModel's and not its config's: what each may be, which of them
-do nothing, and what they have to be with attention's own."""
+"""Rules for the model section's position fields (GPTModel's, not its config's)."""
 
 from __future__ import annotations
 

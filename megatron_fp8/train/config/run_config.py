@@ -1,4 +1,4 @@
-"""The typed config of a run: YAML files, then dotted options, every key checked before anything starts.
+"""The typed config of a run: YAML files, then dotted options.
 
     megatron-fp8 train --config FILE --model.fp8=hybrid --train.train_iters=300
 

@@ -1,4 +1,4 @@
-"""The sections of a run's config: every option of training but the model's, with its default and its rule."""
+"""The sections of a run's config, except the model's."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From text to batches: tokenised once, checked when read, in an order that any layout shares."""
+"""From text to batches, in an order independent of the layout."""

@@ -1,4 +1,4 @@
-"""The bigram entropy of a corpus: what a model that looks at one token only can reach at best.
+"""The bigram entropy of a corpus: a bound for models of one token's context.
 
 A loss below it shows that the model uses more context than the last token.
 """

@@ -1,4 +1,4 @@
-"""Every id of the data is looked at before training: one outside the vocabulary was made by another tokenizer.
+"""Checks that all token ids are inside the vocabulary.
 
 All ranks read together, in rounds of a part each, so none waits longer for the others than a part takes to read, however
 large the data is. What was found is kept, and while it is read how far that has come.

@@ -1,4 +1,4 @@
-"""Megatron-Core's indices of samples, kept from run to run: used only if they are what was built, and plain numbers.
+"""A verified cache of Megatron-Core's sample indices.
 
     cache/indices/NAME/             NAME is a digest of all that they are computed from
         ...-document_index.npy, ... Megatron-Core's

@@ -1,4 +1,4 @@
-"""A folder of the cache that one process fills, while others that want the same wait for it.
+"""A cache folder with one writer; other processes wait.
 
     cache/NAME/         NAME is a digest, 32 digits, of all that its files are made from
         .lock           of whoever fills it now (files/run_lock.py), on any file system

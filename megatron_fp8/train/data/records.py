@@ -1,4 +1,4 @@
-"""Records of JSONL, CSV, Parquet and Arrow files, as documents; and the files of a folder.
+"""Documents of JSONL, CSV, Parquet and Arrow files, and files of folders.
 
 JSONL and CSV are read here, line by line; the rest by the package datasets, as a stream.
 """

@@ -1,4 +1,4 @@
-"""Text files: read, checked, cut into documents, and what of them is lost on the way to ids, which is said."""
+"""Text files: read, checked, split into documents; losses of a tokenizer."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From processes to ranks: found, met, agreed on one run, and laid out in parallel groups."""
+"""From processes to ranks: discovery, agreement, parallel groups."""

@@ -1,4 +1,4 @@
-"""The same config and seed give the same losses, to the bit: what that takes of torch, and on GPUs of its libraries.
+"""Bitwise determinism: settings of torch and of GPU libraries.
 
 * Operations of torch: their deterministic form, where they have one; flash attention's backward, scatter and index_add
   have. What has none is an error that names it, not a warning that everybody filters.

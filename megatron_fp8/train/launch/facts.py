@@ -1,4 +1,4 @@
-"""What must be the same on all ranks before the first step, as plain values under the names that users know.
+"""Values that all ranks must share before the first step, by name.
 
 Hosts, devices and ranks may differ, and so may local paths: of a file its content counts.
 """

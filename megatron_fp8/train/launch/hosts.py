@@ -1,4 +1,4 @@
-"""What may be the name or the address of a host, and whether it is this one's."""
+"""Host names and addresses: valid ones, and this machine's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of this node, started and watched by torch's elastic agent, as torchrun does; said in this package's words.
+"""Starts and watches this node's ranks by torch's elastic agent.
 
 What differs from torchrun: bad input (exit code 2) is not tried again; a signal to end is a request to save; the exit
 code is the ranks' own; a rank that dies is named, with its last line and its log; no rank outlives the launcher.

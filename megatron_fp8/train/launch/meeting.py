@@ -1,4 +1,4 @@
-"""From a rank's start to its first step: who is missing, whether all want the same run, and ending together.
+"""Start-up of ranks: missing ranks, one config, a common end.
 
 Ranks meet in a store before they make a process group, which cannot tell why it does not come about. There a rank that
 refuses its input, or fails, leaves a message: the others end within a second or two with its exit code, wherever they

@@ -1,4 +1,4 @@
-"""Where the launchers of all nodes meet: torch's rendezvous, with nodes numbered as they were told.
+"""Rendezvous of the launchers of all nodes, by torch.
 
 Node 0 keeps the store, at the address that all nodes were given, and has the first ranks: who reads its log reads the
 run. Torch itself numbers nodes by name.

@@ -1,4 +1,4 @@
-"""Open files: every connection of a process is one, and many ranks need more of them than a shell allows by default.
+"""Raises the limit of open files: each connection of a process is one.
 
 Over gloo each rank is connected to each other one of its group (a group of N ranks adds N + 3 open files to each), and
 checkpoints are agreed on in a group of all ranks. Whoever keeps the store in which ranks meet has two connections to each

@@ -1,4 +1,4 @@
-"""What a launcher does with signals: whoever asks it to end asks its ranks to save first.
+"""Signals of a launcher: its ranks save before they end.
 
     SIGINT (Ctrl-C), SIGTERM, SIGHUP    the ranks get SIGTERM, which any script may listen to: they finish their
                                         iteration, save and end; a file says which it was, for a training to name it

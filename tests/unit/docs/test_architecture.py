@@ -51,3 +51,11 @@ def test_who_chooses_between_c_and_torch_is_on_the_map():
 def test_every_folder_is_there():
     for folder in re.findall(r"`([\w/]+)/`", PAGE):
         assert any((base / folder).is_dir() for base in (PACKAGE, *PACKAGE.glob("*"), PACKAGE.parent)), folder
+
+
+def test_every_module_begins_with_what_it_is_in_at_most_fifteen_words():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        told = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        assert told, path
+        first = re.split(r"(?<=[.!?])\s", told.partition("\n\n")[0].replace("\n", " "))[0]
+        assert len(first.split()) <= 15, (path, first)
