@@ -1,6 +1,7 @@
 """Every command of README.md and docs/ that takes seconds runs as it is written; of the others it is said why not.
 
-`docs/start.md` and `docs/diagnose.md` have tests of their own, which run each page from its first command to its last.
+`docs/start.md`, `docs/diagnose.md` and `docs/finetune.md` have tests of their own, which run each page from its first
+command to its last.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ RUN = "runs/tiny_gpt_cpu"
 ELSEWHERE = {
     "docs/start.md": "tests/functional/test_docs_blocks.py",
     "docs/diagnose.md": "tests/functional/test_story.py",
+    "docs/finetune.md": "tests/functional/test_finetune_page.py",
 }
 NOT_HERE = {
     r"make |pip |python -m pip |jupyter ": "installs, tests or opens something",
