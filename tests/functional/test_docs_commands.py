@@ -1,6 +1,7 @@
 """Every command of README.md and docs/ that takes seconds runs as it is written; of the others it is said why not.
 
-`docs/start.md`, `docs/diagnose.md` and `docs/one_gpu.md` have tests of their own, which run each page from first to last.
+`docs/start.md`, `docs/diagnose.md`, `docs/one_gpu.md` and `docs/finetune.md` have tests of their own, which run each
+page from first to last.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ ELSEWHERE = {
     "docs/start.md": "tests/functional/test_docs_blocks.py",
     "docs/diagnose.md": "tests/functional/test_story.py",
     "docs/one_gpu.md": "tests/functional/test_one_gpu.py",
+    "docs/finetune.md": "tests/functional/test_finetune_page.py",
 }
 NOT_HERE = {
     r"make |pip |python -m pip |jupyter ": "installs, tests or opens something",
