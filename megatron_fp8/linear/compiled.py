@@ -49,6 +49,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch._dynamo.exc import UnspecializeRestartAnalysis
 from torch._guards import detect_fake_mode
 from torch.utils.flop_counter import register_flop_formula
 
@@ -395,8 +396,13 @@ torch.library.register_autograd("megatron_fp8::observe", _pass_observed, setup_c
 
 @torch.compiler.assume_constant_result
 def prepare_layer(layer: Any) -> bool:
-    """layer.make_sites(). The tracer runs it and does not look inside: sites are there before the graph reads them."""
-    layer.make_sites()
+    """layer.make_sites(), which the tracer runs and does not look into; if it made any, it traces from the beginning.
+
+    The trace so far has read that there are no sites. Dynamo traces a function again where its graph breaks, and fails
+    if what it reads then is something else; and a graph that begins with sites is shared by all layers that are alike.
+    """
+    if layer.make_sites():
+        raise UnspecializeRestartAnalysis(restart_reason="FP8 layers were prepared")
     return True
 
 

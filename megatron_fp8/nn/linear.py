@@ -127,16 +127,16 @@ class Fp8Layer(torch.nn.Module):
         """This rank's part of the site: the whole weight, and tokens that no other rank has."""
         return Share(tokens=rank())
 
-    def make_sites(self) -> None:
-        """The sites that a call here and now uses."""
-        self.fp8_sites.get_ready(self.fp8_device, current_switch().recipe)
+    def make_sites(self) -> bool:
+        """Make the sites that a call here and now uses. Returns whether some were not there."""
+        return self.fp8_sites.get_ready(self.fp8_device, current_switch().recipe)
 
     def _require_sites(self, device: torch.device, label: str) -> None:
         """make_sites, unless they are there: traced code then has nothing of this layer that others do not share."""
         # Not asked of .made: a tracer that has looked into it would not see what is put there now.
         if self.fp8_sites.ready_on == device and not label:
             return
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             from ..linear.compiled import prepare_layer  # loads torch's compiler
 
             prepare_layer(self)

@@ -110,14 +110,17 @@ class LinearSites:
 
     # ------------------------------------------------------------------------------------------------------ making them
 
-    def get_ready(self, device: torch.device, recipe: Recipe | None) -> None:
+    def get_ready(self, device: torch.device, recipe: Recipe | None) -> bool:
         """Make what a call on this device needs: the own sites of all the group's linears there, so that ranks have the
-        same slots in the same order whichever linears they call; and this linear's site by fp8_autocast's recipe."""
+        same slots in the same order whichever linears they call; and this linear's site by fp8_autocast's recipe.
+        Returns whether some were not there, or not ready."""
+        before = self.ready_on, len(self.made)
         if (device, "") not in self.made or "" in self._left:
             self.group.make_sites(device)
         own = self.on(device)
         if recipe is not None and own.is_fp8:
             self.on(device, recipe)
+        return before != (self.ready_on, len(self.made))
 
     def on(self, device: torch.device, recipe: Recipe | None = None) -> GemmSite:
         """The site on a device, by fp8_autocast's recipe if one is given; made when first asked for."""

@@ -27,7 +27,7 @@ from ..numerics.formats import FloatFormat
 from ..numerics.scaling import compute_scale
 from ..numerics.subnormals import keeping_subnormals
 from ..recipe import DelayedScaling
-from .counts import IterationCounts
+from .counts import Counter, IterationCounts
 from .history import History
 from .observer import Observer
 from .ranks import collected, from_rank, same_everywhere
@@ -62,7 +62,7 @@ class Arena:
     Args:
         group: the ranks that share amaxes; None for a single process.
         device: where everything below is.
-        counts, observer: its Fp8State's, which changes both.
+        counter, observer: its Fp8State's, which changes the observer.
 
     Attributes (n slots, and spare room until the first reduction):
         rows: float32 [2, n]: running amaxes; counts of NaN and Inf.
@@ -77,11 +77,11 @@ class Arena:
         self,
         group: Group,
         device: torch.device,
-        counts: IterationCounts | None = None,
+        counter: Counter | None = None,
         observer: Observer | None = None,
     ):
         self.group, self.device = group, device
-        self.counts = IterationCounts() if counts is None else counts
+        self.counter = Counter() if counter is None else counter
         self.observer = observer
         self.slots: list[Slot] = []
         self.rows = torch.zeros(2, 0, device=device, dtype=torch.float32)
@@ -92,6 +92,11 @@ class Arena:
         self.own_damage = torch.zeros(2, 0, device=device, dtype=torch.bool)
         self._histories: dict[tuple[DelayedScaling, str], History] = {}
         self._agreed: int | None = None  # slots that all ranks are known to share
+
+    @property
+    def counts(self) -> IterationCounts:
+        """The counts of the calling thread (Counter)."""
+        return self.counter.here
 
     @property
     def world_size(self) -> int:

@@ -1,7 +1,10 @@
-"""What an iteration did, counted on this rank."""
+"""Counters of one iteration on this rank, and where a thread counts."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 
@@ -20,11 +23,42 @@ class IterationCounts:
         """Whether anything was counted."""
         return any(vars(self).values())
 
-    def since(self, before: IterationCounts) -> IterationCounts:
-        """Returns these counts minus the earlier ones."""
-        return IterationCounts(**{name: value - vars(before)[name] for name, value in vars(self).items()})
-
     def add(self, other: IterationCounts) -> None:
         """Count what the other has, too."""
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+
+class Counter:
+    """Where the calling thread counts: in the counts of the iteration, or in counts of its own.
+
+    An evaluation that runs in another thread than the training must leave no trace. To undo what it counted would undo
+    what the training counted meanwhile.
+
+    Attributes:
+        iteration: the counts of the iteration that runs.
+    """
+
+    def __init__(self) -> None:
+        self.iteration = IterationCounts()
+        self._thread = threading.local()
+
+    def __reduce__(self) -> tuple[type[Counter], tuple[()]]:
+        """Copies and pickles begin anew."""
+        return Counter, ()
+
+    @property
+    def here(self) -> IterationCounts:
+        """The counts of the calling thread."""
+        own: IterationCounts | None = getattr(self._thread, "counts", None)
+        return self.iteration if own is None else own
+
+    @contextmanager
+    def apart(self, counts: IterationCounts) -> Iterator[None]:
+        """The calling thread counts in these."""
+        outer = getattr(self._thread, "counts", None)
+        self._thread.counts = counts
+        try:
+            yield
+        finally:
+            self._thread.counts = outer

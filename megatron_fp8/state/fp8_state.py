@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .arena import Arena, Group, Slot
-from .counts import IterationCounts
+from .counts import Counter, IterationCounts
 from .guard import Finding, Guard
 from .iteration import in_backward
 from .observer import Observer
@@ -49,7 +49,7 @@ class Fp8State:
             backward makes them again.
         seed: of stochastic rounding.
         phases: in which iterations FP8 runs.
-        counts: of the iteration that runs, on this rank.
+        counter: of the iteration that runs, on this rank.
         last: of the last finished iteration; its ``nonfinite`` is the verdict on health (Megatron-Core: of all ranks).
         arenas: one for each reduction group.
         capturing: a CapturedStep (graph.py) captures.
@@ -70,7 +70,7 @@ class Fp8State:
     keeps_columnwise: bool = True
     seed: int = 0
     phases: Phases = field(default_factory=Phases)
-    counts: IterationCounts = field(default_factory=IterationCounts)
+    counter: Counter = field(default_factory=Counter, repr=False, compare=False)
     last: IterationCounts = field(default_factory=IterationCounts)
     arenas: list[Arena] = field(default_factory=list)
     capturing: bool = False
@@ -96,7 +96,7 @@ class Fp8State:
         for arena in self.arenas:
             if arena.group is group:
                 return arena
-        self.arenas.append(Arena(group, self.device, self.counts, self.observer))
+        self.arenas.append(Arena(group, self.device, self.counter, self.observer))
         return self.arenas[-1]
 
     def reduce_over(self, group: Group) -> None:
@@ -132,13 +132,18 @@ class Fp8State:
         """The phase of this iteration. ValueError where the training's length should be known and is not."""
         return self.phase or self.phases.at(self.iteration)
 
+    @property
+    def counts(self) -> IterationCounts:
+        """Of the iteration that runs, on this rank; inside ``uncounted`` what was counted there."""
+        return self.counter.here
+
     def slots(self) -> list[Slot]:
         """Every slot of every arena."""
         return [slot for arena in self.arenas for slot in arena.slots]
 
     @contextmanager
     def uncounted(self) -> Iterator[IterationCounts]:
-        """Undoes on leaving what was counted inside. Yields counts, which hold on leaving what was undone.
+        """What this thread counts inside is none of the iteration's. Yields the counts that have it.
 
         Nothing is counted while torch.compile traces; its operators use this when they run.
         """
@@ -146,12 +151,8 @@ class Fp8State:
         if torch.compiler.is_compiling():
             yield inside
             return
-        before = replace(self.counts)
-        try:
+        with self.counter.apart(inside):
             yield inside
-        finally:
-            inside.add(self.counts.since(before))
-            vars(self.counts).update(vars(before))
 
     def miss_end(self, message: str) -> None:
         """Make the next training forward an error with this message: an optimizer stepped before the iteration ended."""
@@ -191,12 +192,13 @@ class Fp8State:
         """
         rows = [arena.rows.clone() for arena in self.arenas]
         watcher, missing_end, activity = self.watcher, self.missing_end, replace(self.activity)
+        counts = replace(self.counter.iteration)
         self.watch(None)
         self.experiment = True
         try:
-            with self.uncounted():
-                yield
+            yield
         finally:
+            vars(self.counter.iteration).update(vars(counts))  # a backward counts in threads of autograd's
             for arena, before in zip(self.arenas, rows, strict=True):
                 arena.rows.copy_(before)
             self.experiment, self.missing_end = False, missing_end
@@ -224,15 +226,13 @@ class Fp8State:
         """What follows is captured, not run: counted apart, and no quantised weight is shared with what is run."""
         assert not self.capturing, "captures do not nest"
         self.capturing = True
-        self._outside, counts = self.counts, IterationCounts()
-        self._count_in(counts)
+        self._outside, self.counter.iteration = self.counter.iteration, IterationCounts()
 
     def end_capture(self) -> IterationCounts:
         """Back to what is run; what was captured does at each replay."""
         assert self._outside is not None, "end_capture comes after begin_capture"
         self.capturing = False
-        captured = self.counts
-        self._count_in(self._outside)
+        captured, self.counter.iteration = self.counter.iteration, self._outside
         self.weight_generation += 1
         return captured
 
@@ -244,11 +244,6 @@ class Fp8State:
         self.activity.backwards += 1  # which the replay's own Python did not count
         self.activity.ended = self.activity.backwards
         return counts
-
-    def _count_in(self, counts: IterationCounts) -> None:
-        self.counts = counts
-        for arena in self.arenas:
-            arena.counts = counts
 
     def finish_iteration(self, ran: bool = True) -> IterationCounts:
         """Reduce and update every arena, once, after the iteration's last backward. Returns what the iteration did.
@@ -278,8 +273,7 @@ class Fp8State:
                 arena.update(self.iteration)
         if self.watcher is not None:
             self.watcher.ended(self.iteration)
-        self.last = self.counts
-        self._count_in(IterationCounts())
+        self.last, self.counter.iteration = self.counter.iteration, IterationCounts()
         self.iteration += 1
         self.weight_generation += 1
         self.missing_end = ""

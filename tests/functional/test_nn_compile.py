@@ -5,6 +5,7 @@ Compiled by 'aot_eager', which traces and differentiates as Inductor does and ro
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -158,7 +159,7 @@ def test_a_recipe_chosen_inside_of_compiled_code_is_refused_where_it_cannot_be_t
 
 
 def test_layers_of_one_shape_share_a_graph():
-    """Blocks compiled one by one: what the second one compiles serves the third and all others."""
+    """Blocks compiled one by one: what the first one compiles serves all others."""
     model = convert_to_fp8(nn.Sequential(*[Net() for _ in range(3)]), DELAYED)
     counter = CompileCounterWithBackend("aot_eager")
     for block in model:
@@ -166,4 +167,25 @@ def test_layers_of_one_shape_share_a_graph():
     for _ in range(2):
         model(torch.ones(8, 32, requires_grad=True)).sum().backward()
         assert fp8_step(model).fp8_gemms == 6 * 3
-    assert counter.frame_count == 2  # the first one makes the sites, of all
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_graph_may_break_in_the_first_call_of_all(training: bool):
+    """Dynamo traces the function again up to the break, and finds sites that the first trace has made."""
+
+    class Broken(Net):
+        def forward(self, x):
+            found = super().forward(x)
+            print(end="")
+            return super().forward(found)
+
+    torch.manual_seed(0)
+    model = convert_to_fp8(Broken(), DELAYED).train(training)
+    eager = copy.deepcopy(model)
+    counter = CompileCounterWithBackend("aot_eager")
+    traced = torch.compile(model, backend=counter)
+    for _ in range(2):
+        x = torch.randn(8, 32)
+        assert_same_bytes(traced(x), eager(x))
+    assert counter.frame_count >= 2

@@ -58,7 +58,7 @@ class _Fp8Site:
         """This layer's site; a layer outside any prepared model resolves its own."""
         # _sited and not `_site is None`: a tracer keeps what it once read of _site, and would miss what is put there now.
         if not self._sited:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling():
                 from ...linear.compiled import prepare_layer  # loads torch's compiler
 
                 prepare_layer(self)
@@ -77,11 +77,13 @@ class _Fp8Site:
         """A copy belongs to another model, whose plan gives it a site."""
         return {**self.__dict__, "_site": None, "_sited": False, "_forwards": Forwards()}
 
-    def make_sites(self) -> None:
-        """Resolve this layer on its own, unless a model's plan has."""
-        if self._site is None:
+    def make_sites(self) -> bool:
+        """Resolve this layer on its own, unless a model's plan has. Returns whether it did."""
+        missing = self._site is None
+        if missing:
             with _disable_current_modes():  # fake tensors and tracers go, the site stays
                 self.bind_fp8_site(make_site(self, type(self).__name__))
+        return missing
 
     def _called(self) -> tuple[GemmSite, Switch, bool]:
         """Of this call: its site; the switch under which it runs, in a recomputation that of its forward; whether it uses
