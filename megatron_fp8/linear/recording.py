@@ -106,6 +106,7 @@ def counted_forward(
     late = LateRecord.of(sites, inputs, weights) if when == LATER else None
     with _observed_once(sites, training, when) as record:
         if training:
+            sites[0].state.activity.recorded |= when == NOW
             yield record, None
             return
         with sites[0].state.uncounted() as counts:

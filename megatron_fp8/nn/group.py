@@ -107,6 +107,8 @@ class Fp8Group:
         copied = memo[id(self)] = Fp8Group(copy.deepcopy(self.config, memo))
         copied.iteration, copied._phases = self.iteration, self._phases
         copied.delays = self.delays
+        for device, state in self.states.items():
+            copied.state(device).continue_from(state)
         return copied
 
     # -------------------------------------------------------------------------------------------------------- members
@@ -255,6 +257,7 @@ class Fp8Group:
         self.iteration = iteration
         self.left, self._resumed, self._resumed_at = LeftByTraining(), True, self._backwards
         for state in self.states.values():
+            state.discard_iteration()
             state.iteration = iteration
             state.weight_generation += 1
 
@@ -275,7 +278,7 @@ class Fp8Group:
             return
         self._written_by_training()
         for state in self.states.values():
-            if state.counts.fp8_gemms:
+            if state.counts.fp8_gemms and (state.activity.recorded or state.came_back):
                 state.miss_end(MISSING_STEP)
 
     def loads(self, sites: LinearSites) -> None:
@@ -303,6 +306,7 @@ class Fp8Group:
             own.missing_end = own.missing_end or state.missing_end
             own.activity.backwards += state.activity.backwards - state.activity.ended
             own.activity.traced |= state.activity.traced
+            own.activity.recorded |= state.activity.recorded
 
 
 class _OptimizerWatch:

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..files.argument_check import check_optimizer
 from ..state.counts import IterationCounts
-from ..state.iteration import trains
+from ..state.iteration import in_backward, trains
 from ..state.ranks import checked_group
 from .find import fp8_linears, groups_of
 from .observed import note_replaced
@@ -49,7 +49,7 @@ def fp8_step(model: torch.nn.Module, *, group: Any = None) -> IterationCounts:
 
 
 def _end_iteration(model: torch.nn.Module, group: Any, *, ran: bool) -> IterationCounts:
-    """``fp8_step``; ``ran`` False: nothing ran here, and the iteration ends only if something ran on another rank."""
+    """``fp8_step``; ``ran`` False: nothing trained here, and the iteration ends only if it did on another rank."""
     if group is None and dist.is_initialized():  # now: the model may have been converted before that
         group = dist.group.WORLD
     total = IterationCounts()
@@ -70,14 +70,16 @@ def register_fp8_step(optimizer: Any, model: torch.nn.Module, *, group: Any = No
     zero (state/iteration.py); torch.distributed.checkpoint also steps optimizers to make their state. At the end of it,
     since a closure given to ``optimizer.step(closure)`` runs the model inside: LBFGS's several calls of it are one
     iteration. Returns a handle, ``handle.remove()`` undoes it. Registered again for the same model, it counts once. A
-    step that a gradient scaler skips does not come here; the next one that is taken ends both iterations. Where several
-    optimizers train one model, register it with one that steps in each iteration.
+    step that a gradient scaler skips does not come here, and the Inf that made it skip hides the next iteration's amax:
+    with a scaler call ``fp8_step`` yourself. Where several optimizers train one model, register it with one that steps
+    in each iteration; where they take turns, with each.
 
     Args:
         optimizer: of torch, or what wraps one as ``.optimizer`` (accelerate's, Lightning's). Copies and pickles of an
             optimizer lose their hooks: register those again.
 
-    Raises ValueError: the model has no FP8 linear; the optimizer is none of torch's, or another model's.
+    Raises ValueError: the model has no FP8 linear; the optimizer is none of torch's, or another model's. The optimizer's
+    step raises RuntimeError where it is inside a backward.
     """
     fp8_linears(model)
     checked_group(group)
@@ -100,12 +102,18 @@ class _EndOfIteration:
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _within_its_own_step(optimizer):
             return
+        if in_backward():
+            raise RuntimeError(
+                "register_fp8_step: the optimizer steps inside a backward, where the iteration is not over yet: call"
+                " fp8_step(model) after the backward, and do not register"
+            )
         groups = groups_of(self.model)
-        if not trains(optimizer, any(group.came_back for group in groups)):
-            return
+        trained = trains(optimizer, any(group.came_back for group in groups))
         ran = any(group.ran for group in groups)
-        # A rank on which nothing ran, but whose gradients are those of others, takes part in their collective.
-        nonfinite = _end_iteration(self.model, self.group, ran=ran).nonfinite
+        if not trained and not ran:
+            return
+        # A rank on which nothing ran, or nothing came back, takes part in the collective of those on which it did.
+        nonfinite = _end_iteration(self.model, self.group, ran=trained and ran).nonfinite
         if nonfinite and not self.said:  # a scaler's overflow, which it has skipped, leaves weights alone
             self.said = _say_ruined(self.model, nonfinite)
 

@@ -28,11 +28,17 @@ class Activity:
         backwards: number of backward calls of sites since the state was made.
         ended: ``backwards`` at the last end of an iteration.
         traced: compiled code in high precision, which counts nothing, may have run in this iteration.
+        recorded: a forward of this iteration was recorded at once.
     """
 
     backwards: int = 0
     ended: int = 0
     traced: bool = False
+    recorded: bool = False
+
+    def end(self) -> None:
+        """The iteration is over."""
+        self.ended, self.traced, self.recorded = self.backwards, False, False
 
 
 @dataclass
@@ -277,8 +283,23 @@ class Fp8State:
         self.iteration += 1
         self.weight_generation += 1
         self.missing_end = ""
-        self.activity.ended, self.activity.traced = self.activity.backwards, False
+        self.activity.end()
         return self.last
+
+    def discard_iteration(self) -> None:
+        """Begin the iteration anew: forget what it has counted and recorded."""
+        self.counter.iteration, self.missing_end = IterationCounts(), ""
+        for arena in self.arenas:
+            arena.rows.zero_()
+        self.activity.end()
+
+    def continue_from(self, other: Fp8State) -> None:
+        """Take the counts and the activity of another state's iteration, in which a copied model is, too."""
+        self.counter.iteration.add(other.counter.iteration)
+        self.activity = replace(
+            other.activity, backwards=other.activity.backwards - other.activity.ended, ended=0
+        )
+        self.missing_end = other.missing_end
 
     def _read(self, reduced: list[torch.Tensor]) -> list[list[float]]:
         """What arenas reduced, float32 [3] each, and what is read along: all that an iteration reads back."""

@@ -16,7 +16,8 @@ the largest. A forward that a hook runs inside a backward is a forward, too. Whe
 
 An optimizer's step ends an iteration only if it trains: something ran since the last end, and a backward came through it
 or some gradient is not zero. ``torch.distributed.checkpoint.state_dict`` steps a new optimizer with gradients and rates
-of zero, to make its state: such a step ends nothing. An explicit ``fp8_step`` always ends the iteration.
+of zero, to make its state: such a step ends nothing. An explicit ``fp8_step`` always ends the iteration. Ranks decide
+together, where something ran: the part of a sharded gradient that one of them holds may be zero or empty.
 
 Rejected: to record each forward when its backward comes, whatever the mode. The verdict on health would then miss a
 forward whose backward fails. Rejected: to tell a recomputation from a new forward by whether a backward is running.
@@ -66,7 +67,7 @@ def _has_rate(optimizer: Optimizer) -> bool:
 
 
 def _has_gradient(optimizer: Optimizer) -> bool:
-    """Whether any gradient that the optimizer steps with is not zero. Stops at the first."""
+    """Whether any gradient that the optimizer steps with is not zero, of what this rank holds. Stops at the first."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad

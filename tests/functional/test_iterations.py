@@ -185,3 +185,30 @@ def dispatched_case() -> list[Any]:
 def test_tokens_in_fp8_in_evaluation_mode(ranks: RankPool) -> None:
     for training, evaluation in ranks(2).run(dispatched_case, timeout=300):
         assert training == evaluation
+
+
+def probe_case(trains_input: bool, rate_at_first: float) -> list[int]:
+    """The iterations that a head of one output counts, whose only row is rank 0's, behind a frozen FP8 backbone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 1))
+    convert_to_fp8(model, DELAYED)
+    model[0].requires_grad_(False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step else rate_at_first)
+    register_fp8_step(optimizer, model)
+    found = []
+    for step in range(2):
+        x = batch(step + 10 * dist.get_rank()).requires_grad_(trains_input)
+        model(x).square().mean().backward()
+        optimizer.step()
+        warmup.step()
+        found.append(model[0].fp8_group.iteration)
+    return found
+
+
+@pytest.mark.parametrize(("trains_input", "rate_at_first"), [(False, 1.0), (True, 1.0), (True, 0.0)])
+def test_a_rank_whose_shard_is_empty_ends_the_iteration_with_the_others(
+    ranks: RankPool, trains_input: bool, rate_at_first: float
+) -> None:
+    assert ranks(2).run(probe_case, trains_input, rate_at_first, timeout=100) == [[1, 2], [1, 2]]

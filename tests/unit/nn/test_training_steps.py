@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
 from megatron_fp8.nn import (
+    Fp8Linear,
     convert_to_fp8,
     fp8_autocast,
     fp8_state_dict,
@@ -145,3 +148,105 @@ def test_a_dry_forward_before_a_load_is_no_iteration() -> None:
     model(batch(0)).sum().backward()
     optimizer.step()
     assert int(fp8_state_dict(model)["up.iteration"]) == 4
+
+
+def test_an_optimizer_that_steps_inside_a_backward_is_told_to_end_iterations_itself() -> None:
+    model = tower(DELAYED)
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.01)
+        register_fp8_step(optimizer, model)
+        parameter.register_post_accumulate_grad_hook(lambda p, optimizer=optimizer: optimizer.step())
+    with pytest.raises(RuntimeError, match="steps inside a backward, where the iteration is not over yet"):
+        model(batch(0)).sum().backward()
+
+
+def test_a_copy_made_before_the_step_is_in_the_same_iteration() -> None:
+    """Registered for both: each ends its iteration, with the amaxes that were recorded before the copy was made."""
+    model = tower(DELAYED)
+    optimizer = sgd(model)
+    register_fp8_step(optimizer, model)
+    train(model, optimizer, range(2), hook=True)
+    model(batch(2)).sum().backward()
+    copied = copy.deepcopy(model)
+    for mine, other in zip(copied.parameters(), model.parameters(), strict=True):
+        mine.grad = other.grad.clone()
+    theirs = sgd(copied)
+    register_fp8_step(theirs, copied)
+    optimizer.step()
+    theirs.step()
+    assert_same_state(copied, model)
+    copied(batch(3)).sum().backward()
+    twin = copy.deepcopy(copied)
+    sgd(twin).step()  # nobody ends its iteration
+    with pytest.raises(RuntimeError, match="fp8_step was not called"):
+        twin(batch(4))
+
+
+def test_a_forward_without_gradients_between_two_steps_asks_for_no_end() -> None:
+    model = tower(DELAYED)
+    first, second = (torch.optim.SGD(linear.parameters(), lr=0.01) for linear in (model.up, model.down))
+    model(batch(0)).sum().backward()
+    fp8_step(model)
+    first.step()
+    with torch.no_grad():
+        model(batch(1))
+    second.step()
+    model(batch(2)).sum().backward()
+    first.step()
+    with pytest.raises(RuntimeError, match="fp8_step was not called"):
+        model(batch(3))
+
+
+def test_what_an_unfinished_iteration_met_is_not_the_resumed_ones() -> None:
+    model = tower(DELAYED)
+    train(model, sgd(model), range(2))
+    saved = fp8_state_dict(model)
+    x = batch(2).detach()
+    x[0, 0] = torch.inf
+    model(x).sum().backward()
+    load_fp8_state_dict(model, saved)
+    model(batch(3)).sum().backward()
+    counts = fp8_step(model)
+    assert counts.nonfinite == 0 and counts.fp8_gemms == 3 * 2
+
+
+def test_saving_does_not_unite_linears_in_the_middle_of_their_first_iteration() -> None:
+    model = nn.Sequential(Fp8Linear(32, 32), nn.GELU(), Fp8Linear(32, 32))
+    fp8_state_dict(model)
+    model = nn.Sequential(Fp8Linear(32, 32), nn.GELU(), Fp8Linear(32, 32))
+    loss = model(batch(0)).sum()
+    with pytest.raises(RuntimeError, match="save and load FP8 state before it, or call fp8_step"):
+        fp8_state_dict(model)
+    loss.backward()
+    assert fp8_step(model).fp8_gemms == 6 and fp8_state_dict(model)
+
+
+def test_an_evaluation_in_another_thread_changes_no_count() -> None:
+    """It runs through the same linears while the training counts, and ends, its iterations."""
+    model = tower(DELAYED)
+    teacher = model.down
+    stop, interval = threading.Event(), sys.getswitchinterval()
+
+    def evaluate() -> None:
+        teacher.eval()
+        with torch.no_grad():
+            while not stop.is_set():
+                teacher(torch.ones(4, teacher.in_features))
+
+    thread = threading.Thread(target=evaluate)
+    x = batch(0).detach()
+    x[0, 0] = torch.inf
+    wanted = (1, 2)  # an Inf in the input; fprop and wgrad
+    try:
+        sys.setswitchinterval(1e-5)
+        model.up(x).sum().backward()
+        fp8_step(model)
+        thread.start()
+        for _ in range(200):
+            model.up(x).sum().backward()
+            counts = fp8_step(model)
+            assert (counts.nonfinite, counts.fp8_gemms) == wanted
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        thread.join()
