@@ -177,6 +177,7 @@ def _eager_linear(
     when = recorded(training, x, weight, bias)
     call = Call(site, tp, training, when == NOW, fresh_weight, save_original_input)
     if call.record and site.state.observer is None:
+        site.state.activity.awaits = True
         return _linear(x, weight, bias, call, None)
     with counted_forward([site], [x], [weight], training=training, when=when) as (record, late):
         return _linear(x, weight, bias, call._replace(record=record), late)

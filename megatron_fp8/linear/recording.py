@@ -12,7 +12,7 @@ from ..params.fp8_parameter import Fp8Parameter
 from ..quantizer import measure
 from ..state.counts import IterationCounts
 from ..state.fp8_state import Fp8State
-from ..state.iteration import LATER, NOW, in_backward
+from ..state.iteration import LATER, NEVER, NOW, in_backward
 from .coded_tokens import CodedTokens
 from .site import GemmSite
 
@@ -105,8 +105,8 @@ def counted_forward(
     """
     late = LateRecord.of(sites, inputs, weights) if when == LATER else None
     with _observed_once(sites, training, when) as record:
+        sites[0].state.activity.awaits |= when != NEVER
         if training:
-            sites[0].state.activity.recorded |= when == NOW
             yield record, None
             return
         with sites[0].state.uncounted() as counts:

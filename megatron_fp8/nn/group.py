@@ -238,6 +238,11 @@ class Fp8Group:
         return any(state.ran for state in self.states.values())
 
     @property
+    def awaits(self) -> bool:
+        """Whether a backward may come through a forward of this iteration."""
+        return any(state.activity.awaits for state in self.states.values())
+
+    @property
     def came_back(self) -> bool:
         """Whether a backward reached one of its linears in this iteration, on this rank."""
         return any(state.came_back for state in self.states.values())
@@ -278,7 +283,7 @@ class Fp8Group:
             return
         self._written_by_training()
         for state in self.states.values():
-            if state.counts.fp8_gemms and (state.activity.recorded or state.came_back):
+            if state.counts.fp8_gemms and (state.activity.awaits or state.came_back):
                 state.miss_end(MISSING_STEP)
 
     def loads(self, sites: LinearSites) -> None:
@@ -306,7 +311,7 @@ class Fp8Group:
             own.missing_end = own.missing_end or state.missing_end
             own.activity.backwards += state.activity.backwards - state.activity.ended
             own.activity.traced |= state.activity.traced
-            own.activity.recorded |= state.activity.recorded
+            own.activity.awaits |= state.activity.awaits
 
 
 class _OptimizerWatch:

@@ -28,17 +28,17 @@ class Activity:
         backwards: number of backward calls of sites since the state was made.
         ended: ``backwards`` at the last end of an iteration.
         traced: compiled code in high precision, which counts nothing, may have run in this iteration.
-        recorded: a forward of this iteration was recorded at once.
+        awaits: a forward of this iteration ran through which a backward may come.
     """
 
     backwards: int = 0
     ended: int = 0
     traced: bool = False
-    recorded: bool = False
+    awaits: bool = False
 
     def end(self) -> None:
         """The iteration is over."""
-        self.ended, self.traced, self.recorded = self.backwards, False, False
+        self.ended, self.traced, self.awaits = self.backwards, False, False
 
 
 @dataclass

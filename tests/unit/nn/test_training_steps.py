@@ -210,10 +210,11 @@ def test_what_an_unfinished_iteration_met_is_not_the_resumed_ones() -> None:
     assert counts.nonfinite == 0 and counts.fp8_gemms == 3 * 2
 
 
-def test_saving_does_not_unite_linears_in_the_middle_of_their_first_iteration() -> None:
+@pytest.mark.parametrize("training", [True, False])
+def test_saving_does_not_unite_linears_in_the_middle_of_their_first_iteration(training: bool) -> None:
     model = nn.Sequential(Fp8Linear(32, 32), nn.GELU(), Fp8Linear(32, 32))
     fp8_state_dict(model)
-    model = nn.Sequential(Fp8Linear(32, 32), nn.GELU(), Fp8Linear(32, 32))
+    model = nn.Sequential(Fp8Linear(32, 32), nn.GELU(), Fp8Linear(32, 32)).train(training)
     loss = model(batch(0)).sum()
     with pytest.raises(RuntimeError, match="save and load FP8 state before it, or call fp8_step"):
         fp8_state_dict(model)
