@@ -32,7 +32,7 @@ Where FP8 does not pay (small GEMMs), leave those layers in BF16 by measurement:
   megatron-fp8 train --config my.yaml --model.fp8_size_filter=table.json
 
 The table is of one device, recipe and backend, and is refused elsewhere. Without --config or --shape it has a grid of
-sizes, and a shape in between is decided by the nearest smaller one. Options of the run, as in `train`, may follow
+sizes; a shape that is not among them goes by the next smaller one. Options of the run, as in `train`, may follow
 --config: --model.fp8_recipe=mxfp8 --train.micro_batch_size=2.
 
 How to read it: `x BF16` is time over BF16's time, so less than 1 is faster. The weight is quantised anew in every linear,

@@ -30,7 +30,7 @@ from ..study.bench import peers, versus
 from ..study.bench.cells import Bench
 from ..study.bench.sections import SECTIONS
 from ..train.exit_codes import EXIT_FAILED
-from .line import refuse
+from .line import refuse, warn_in_lines
 
 _CPU_SHAPES = [Gemm(512, 1024, 512)]
 _GPU_SHAPES = [Gemm(4096, 6144, 8192), Gemm(4096, 28672, 8192), Gemm(8192, 8192, 8192)]
@@ -55,6 +55,7 @@ class _Wanted:
 
 def work(options: argparse.Namespace, run_options: list[str]) -> int:
     """Measure, print, and write what was asked for; 0, 1 if a result was wrong, 2 for bad input."""
+    warn_in_lines()
     old: dict[str, Any] | None = None
     device = own_device()
     try:
@@ -287,7 +288,8 @@ _WHOLE = ("step", "layer", "linear", "inference", "gemm")
 def verdict(rows: list[dict[str, Any]]) -> str:
     """Whether FP8 pays here, recipe by recipe, by the section that says most; '' if none of those shows a spread.
 
-    A recipe is faster or slower if it is in every shape, by more than half the ratio's spread.
+    A recipe is faster or slower if it is in every shape, by more than half the ratio's spread; else the shapes differ, or
+    the spread is too large to tell.
     """
     shown = {row["section"] for row in rows if row["spread"] is not None}
     section = next((name for name in _WHOLE if name in shown), None)
@@ -295,13 +297,14 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         if row["section"] == section:
             of.setdefault(row["contender"], []).append(row)
-    found: dict[str, list[str]] = {"faster": [], "slower": [], "too near or mixed": []}
+    found: dict[str, list[str]] = {"faster": [], "slower": [], "mixed": [], "too noisy to tell": []}
     for contender, theirs in of.items():
         ratios = [row["ratio"] for row in theirs]
         sure = [abs(1 - row["ratio"]) > row["spread"] * row["ratio"] / 2 for row in theirs]
-        word = "faster" if max(ratios) < 1 else "slower" if min(ratios) > 1 else "too near or mixed"
+        word = "faster" if max(ratios) < 1 else "slower" if min(ratios) > 1 else "mixed"
         span = f"{min(ratios):.2f}" + (f" to {max(ratios):.2f}" if len(ratios) > 1 else "")
-        found[word if all(sure) else "too near or mixed"].append(f"{contender} ({span} x)")
+        spread = "" if all(sure) else f", spread up to {max(row['spread'] for row in theirs):.0%}"
+        found[word if all(sure) else "too noisy to tell"].append(f"{contender} ({span} x{spread})")
     parts = [f"{word}: {', '.join(names)}" for word, names in found.items() if names]
     return f"FP8 against BF16 here, by {section}: {'; '.join(parts)}." if parts else ""
 

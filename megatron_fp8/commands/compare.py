@@ -21,7 +21,7 @@ Trains a config in BF16 and in each recipe, with the same data, seeds and parall
   megatron-fp8 compare --config my.yaml --recipes delayed,blockwise --seeds 1,2 --train.train_iters=200 --out runs/cmp
 
 Every key of `megatron-fp8 train` may follow as --section.key=value, for all runs alike. Runs are trained one after
-another on this machine, each on as many processes as its layout needs (--ranks: more of them, data parallel).
+another on this machine, each on as many processes as its layout needs (--ranks N adds data-parallel ones).
 
 Writes into DIR (--out): compare.md (tables and a verdict), compare.json, compare.png, compare.html (every run's report
 on one page), runs/RECIPE-seed-SEED and logs/. A comparison that was ended goes on when the same command is given again: a

@@ -275,7 +275,11 @@ def overrides_text(overrides: dict[str, Any], found: Any) -> str:
     """YAML of overrides, for people too."""
     import yaml
 
-    given = "" if found.cure.given_back is None else f" They give back {found.cure.given_back:.0%} of that."
+    given = (
+        ""
+        if found.cure.given_back is None
+        else (f" They give back {found.cure.given_back:.0%} of that at this checkpoint.")
+    )
     head = f"# Costs more in FP8 than it has to, by megatron-fp8 diagnose.{given}\n"
     return head + yaml.safe_dump(overrides, sort_keys=False, width=1000)
 

@@ -47,13 +47,14 @@ def _parser() -> CommandParser:
 
 def _run(options: argparse.Namespace, run_options: list[str]) -> int:
     from ..estimate.settings import joined
+    from ..files.shipped import config_hint
     from ..study.doctor.examination import examine
     from ..study.doctor.text import shown
 
     if run_options and options.config is None:
-        raise ValueError(
-            f"{run_options[0]!r} is an option of a run: give the run's --config too, or leave it out."
-        )
+        word, parser = run_options[0], _parser()
+        hint = parser.near(word) or "." + config_hint(word)
+        raise ValueError(f"{word!r} is no option of doctor, and one of a run only beside its --config{hint}")
     given = [f"--config={options.config}"] if options.config is not None else []
     found = examine([*given, *joined(run_options)])
     if given and not found.needs:

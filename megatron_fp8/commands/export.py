@@ -95,6 +95,8 @@ def _export(options: argparse.Namespace) -> None:
     print(
         f"{done.config['architectures'][0]}, {what}{kept}: {options.out}, {len(done.files)} file(s) of tensors"
     )
+    if not any((Path(options.out) / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        print("no tokenizer: every byte is a token of this model, or it was imported without one")
     for note in (*done.notes, *source.notes):
         print(printable(note))
 

@@ -24,7 +24,7 @@ FP8 training for Megatron-Core models.
   launch     several ranks of train, generate, import, ... or of a script
   report     what a run ran, layer by layer, and how it went; as a page too
   compare    train BF16 and several recipes, and say how they differ
-  diagnose   what FP8 costs a run, by layer and GEMM, and overrides that cure it
+  diagnose   what FP8 costs a run, by layer and GEMM, and overrides against it
   inspect    what is in a checkpoint
   calibrate  measure a trained model's activations, for static scales
   generate   continue a prompt

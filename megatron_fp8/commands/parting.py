@@ -152,7 +152,7 @@ def _checkpoints(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
             found["checkpoint"] = {"name": name, "weight": most, "relative": differences[most]}
             return [
                 f"checkpoint  {name} is the first whose weights differ: {len(differences)} tensors, most"
-                f" {most}, by {differences[most]:.2g} of its norm"
+                f" {most}, by {100 * differences[most]:.3g} % of its norm"
             ]
     found["checkpoint"] = None
     if not common:

@@ -15,7 +15,7 @@ Trains a byte-level BPE tokenizer on text and writes it as a Hugging Face tokeni
 imported has its own; this is for a model that is trained from the beginning.
 
   megatron-fp8 tokenizer --out tokenizer.json                       on the Python standard library's source
-  megatron-fp8 tokenizer --data my_corpus --out tokenizer.json      files of text or records, or folders, as in `train`
+  megatron-fp8 tokenizer --data my_corpus --out tokenizer.json      files of text, records or chats, or folders of them
   megatron-fp8 train --config one_gpu --data my_corpus --data.tokenizer=tokenizer.json
 
 model.vocab_size of the run must be at least as large; 32768 suits the configs that come with the package.
@@ -48,6 +48,8 @@ def _tokenizer(options: Namespace) -> None:
         raise ValueError(
             f"--out={options.out} must be a file in a folder that is there: make the folder first."
         )
+    if out.exists():
+        raise ValueError(f"--out={options.out} is there already: give another file, or remove it.")
     from .. import mcore
 
     mcore.install()
@@ -58,6 +60,9 @@ def _tokenizer(options: Namespace) -> None:
     files = [file for path in options.data for file in files_of(Path(path))]
     look_at(files)
     files = files or corpus.standard_library_files()
+    size = sum(path.stat().st_size for path in files if path.is_file())
+    if options.data and not size and all(path.is_file() for path in files):
+        raise ValueError(f"--data has no text: {files[0]} is empty.")
     try:
         trained = bpe.train_bpe(files, options.vocab_size, options.column, progress=sys.stderr.isatty())
     except ImportError as error:
@@ -68,7 +73,6 @@ def _tokenizer(options: Namespace) -> None:
         raise ValueError(
             f"--out={options.out} cannot be written ({in_words(error)}): give another file."
         ) from error
-    size = sum(path.stat().st_size for path in files)
     print(printable(f"wrote       {out}: {trained.get_vocab_size():,} ids, from {size:,} bytes of text"))
     data = " ".join(["--data", *options.data]) if options.data else ""
     print(

@@ -32,9 +32,7 @@ usage: megatron-fp8 train --config FILE [--section.key=value ...]
 
 Trains a GPT in FP8 (or BF16) with Megatron-Core: on CPU over gloo, on GPUs over nccl.
 
-  one process    megatron-fp8 train --config tiny_gpt_cpu \\
-                     --model.tensor_model_parallel_size=1 \\
-                     --model.sequence_parallel=false
+  one process    megatron-fp8 train --config tiny_gpt_cpu
   several        megatron-fp8 launch --ranks 2 train --config tiny_gpt_cpu
   under SLURM    srun python -m megatron_fp8 train --config llama3_8b
 

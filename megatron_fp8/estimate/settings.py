@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..files.data_option import data_as_paths
-from ..files.shipped import find_config
+from ..files.shipped import config_hint, find_config
 from ..files.strict_yaml import load_yaml
 from ..mcore.config.latent_fields import LATENT_RELATIONS
 from ..mcore.config.relations import RELATIONS
@@ -133,7 +133,7 @@ def given_keys(options: list[str]) -> dict[str, Any]:
         name, equals, value = option.removeprefix("--").partition("=")
         if not option.startswith("--") or not equals:
             raise ValueError(
-                f"{option!r} is not an option: options are --config FILE and --section.key=value."
+                f"{option!r} is not an option: options are --config FILE and --section.key=value.{config_hint(option)}"
             )
         name = name.replace("-", "_")
         if name == "config":
@@ -260,10 +260,8 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
     refuse_recipe_alone(section.get("fp8_recipe"), fp8_given="fp8" in section)
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if not section.get(name):
-            raise ValueError(
-                f"model.{name}={shown(section.get(name))} must be at least 1: give it, or a config file such as --config"
-                " tiny_gpt_cpu."
-            )
+            said = f"={shown(section[name])} must be at least 1" if name in section else " is missing"
+            raise ValueError(f"model.{name}{said}: give it, or a config such as --config tiny_gpt_cpu.")
     for name, only in UNKNOWN_SHAPES.items():
         if section.get(name, only) != only:
             raise ValueError(

@@ -20,6 +20,12 @@ def shipped_configs() -> dict[str, Path]:
     return {path.stem: path for folder in _FOLDERS for path in sorted(folder.glob("*.yaml"))}
 
 
+def config_hint(word: str) -> str:
+    """' Did you mean --config ...?' for a word of a command line that names a shipped config or is a file; else ''."""
+    is_config = word in shipped_configs() or word.endswith((".yaml", ".yml"))
+    return f" Did you mean --config {word}?" if is_config else ""
+
+
 def which_config(given: str) -> str:
     """For a message: the shipped config that a path or name means perhaps, and all that there are."""
     known = list(shipped_configs())

@@ -71,6 +71,12 @@ RULES = (
         "finer", recipes=("delayed",), shown=("cur_amax", "scale_inv_max", "dynamic_range"), stale=True,
     ),
     Rule(
+        "margin too large", "underflows%", 5.0,
+        "fp8_margin (or fp8_amax_epsilon) makes the scale smaller than this tensor needs, and FP8's range goes unused",
+        "--model.fp8_margin=0 --model.fp8_amax_epsilon=0", recipes=("tensorwise", "rowwise", "blockwise"),
+        shown=("cur_amax", "scale_inv_max"), stale=True,
+    ),
+    Rule(
         "gradients too small for E4M3", "underflows%", 5.0,
         "gradients of very different size share a scale, and E4M3's range is 2^14 smaller than E5M2's",
         "--model.fp8=hybrid", tensors=("grad_output",), recipes=OWN_SCALES, formats=("e4m3",),

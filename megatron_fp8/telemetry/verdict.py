@@ -66,8 +66,8 @@ def _answer(found: Attribution, outstanding: list[Finding], also: str) -> str:
         return f"FP8 is not the cause: {also}. Look at the learning rate and the data."
     who = "all sites together cost no" if found.skipped else "no site costs"
     return (
-        f"Nothing is wrong with FP8 here: {who} more than rounding to FP8's significant bits does. What is wrong, if"
-        " something is, is wrong in high precision too."
+        f"FP8 is not the cause at this checkpoint: {who} more than rounding to FP8's significant bits does. If training"
+        " goes wrong here, look at the learning rate, the data or the model."
     )
 
 
@@ -117,11 +117,11 @@ def _all_at_once(found: Attribution, mean: float) -> str:
     sure = "" if abs(change.mean) > change.spread else f", within its spread of {change.spread:.2g}"
     text = (
         f"As planned the loss is {mean + change.mean:.4g}, in high precision {mean:.4g} ({change.mean:+.2g}{sure}); the"
-        f" gradient's error is {_percent(planned.gradient_errors.mean)}, by rounding alone"
-        f" {_percent(best.gradient_errors.mean)}, by rounding to BF16 {_percent(found.bf16.gradient_errors.mean)}."
+        f" gradient is off by {_percent(planned.gradient_errors.mean)}; rounding to FP8's bits alone would give"
+        f" {_percent(best.gradient_errors.mean)}, rounding to BF16 {_percent(found.bf16.gradient_errors.mean)}."
     )
     if found.interaction is not None:
-        text += f" All at once changes the loss by {found.interaction:+.2g} more than the sum of each alone."
+        text += f" Together the sites change the loss by {found.interaction:+.2g} more than each alone adds up to."
     return text
 
 

@@ -19,7 +19,7 @@ NOTICE = "gradients lose a bit for nothing"
 READS = {"input": ("fprop", "wgrad"), "grad_output": ("dgrad", "wgrad")}
 IN_WORDS = {
     "nan": "FP8 is not the cause: it is bad in high precision too",
-    "spikes": "is wrong in high precision too",
+    "spikes": "FP8 is not the cause at this checkpoint",
     "learning rate": "in high precision the loss is bad too",
 }
 

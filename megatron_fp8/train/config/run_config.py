@@ -21,7 +21,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from ...files.data_option import data_as_paths
-from ...files.shipped import find_config
+from ...files.shipped import config_hint, find_config
 from ...mcore.config.fields import KNOWN
 from ...mcore.config.rules import Rule, shown
 from ...mcore.config.table import OWN_RULES
@@ -317,8 +317,9 @@ def _named(arguments: list[str]) -> Iterator[tuple[str, str | None]]:
             yield waiting, argument
             waiting = None
         else:
+            hint = config_hint(argument)
             raise ValueError(
-                f"{argument!r} is not an option: options are --config FILE and --section.key=value."
+                f"{argument!r} is not an option: options are --config FILE and --section.key=value.{hint}"
             )
     if waiting is not None:
         yield waiting, None

@@ -12,9 +12,11 @@ from typing import Any
 
 from . import records
 from .texts import DocumentRules, content_digest
-from .tokenizers import ByteTokenizer
+from .tokenizers import ByteTokenizer, ChatTemplate
 
 END = "<|endoftext|>"
+_CONTENTS = "{% for message in messages %}{{ message['content'] or '' }}\n{% endfor %}"
+"""Of a chat what was said: the marks around it are those of a template, which comes with a tokenizer."""
 SMALLEST = 257
 """Ids: one for each byte, and the end of a document."""
 LARGEST = 1 << 22
@@ -66,10 +68,12 @@ def sample(files: Sequence[Path], rules: DocumentRules, most: int = SAMPLE_BYTES
     """The documents of the files; where they have more than ``most`` bytes, each n-th one. ValueError as `train`'s."""
     for path in files:
         content_digest(path, is_text=records.is_text(path))
+    reader = ByteTokenizer()
+    reader.chat = ChatTemplate(_CONTENTS, {})
     every = -(-sum(path.stat().st_size for path in files) // most)
     number = 0
     for path in files:
-        for document in records.documents(path, ByteTokenizer(), rules):
+        for document in records.documents(path, reader, rules):
             if number % every == 0:
                 yield document.text.decode()
             number += 1

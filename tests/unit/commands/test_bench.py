@@ -73,7 +73,7 @@ def test_the_verdict_tells_no_more_than_ratios_and_their_spread():
     quantised = row("quantise", "mxfp8", 2.0, 0.1)  # against a copy: says nothing of a run
     assert benching.verdict([quantised, *linears]) == (
         "FP8 against BF16 here, by linear: faster: mxfp8 (0.60 to 0.94 x); slower: tensorwise (1.30 x);"
-        " too near or mixed: rowwise (0.96 x), delayed (0.80 to 1.20 x)."
+        " mixed: delayed (0.80 to 1.20 x); too noisy to tell: rowwise (0.96 x, spread up to 10%)."
     )
     assert benching.verdict([row("step", "mxfp8", 0.5, 0.1), *linears]).endswith(
         "by step: faster: mxfp8 (0.50 x)."

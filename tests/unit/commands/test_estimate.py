@@ -157,7 +157,7 @@ def test_a_run_that_does_not_fit_is_told_what_would(capsys: pytest.CaptureFixtur
         (["--config", "nowhere.yaml"], "there is no such file"),
         (
             [],
-            "model.num_layers=None must be at least 1: give it, or a config file such as --config tiny_gpt_cpu.",
+            "model.num_layers is missing: give it, or a config such as --config tiny_gpt_cpu.",
         ),
         (["--config", TINY, "--device", "h1"], "neither one of"),
         (["--config", TINY, "--set", "model.fp8"], "has no value"),

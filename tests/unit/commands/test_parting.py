@@ -45,7 +45,7 @@ def test_checkpoints_are_where_the_config_says(runs, tmp_path, capsys):
             w = torch.full((3,), 1.0 + value * (iteration > 2))
             write_checkpoint(tmp_path / "disk" / folder.name, iteration, {"w": w})
     text = said(capsys, 0, one, "--against", two)
-    assert "iter_0000004 is the first whose weights differ: 1 tensors, most w, by 1 of its norm" in text
+    assert "iter_0000004 is the first whose weights differ: 1 tensors, most w, by 100 % of its norm" in text
     configure(two, checkpoint={"folder": None})  # the one in its own folder, where none is
     text = said(capsys, 0, one, "--against", two)
     assert f"none of the same iteration is in {tmp_path / 'disk' / 'one'} and {two / 'checkpoints'}" in text

@@ -14,7 +14,7 @@ from megatron_fp8.train.config.run_config import parse as parse_run
 
 SITE = "decoder.layers.1.mlp.linear_fc1"
 HEALTHY = {
-    "underflows%": 0.01, "overflows%": 0.0, "sqnr_db": 31.5, "cur_amax": 1.0, "scale_inv_max": 0.01, "kurtosis": 3.0,
+    "underflows%": 0.01, "overflows%": 0.0, "sqnr_db": 31.5, "cur_amax": 1.0, "scale_inv_max": 1e-5, "kurtosis": 3.0,
     "dynamic_range": 20.0, "std": 0.1, "nonfinite": 0.0,
 }  # fmt: skip
 WORDS = {
@@ -50,11 +50,17 @@ def test_healthy_figures_need_no_advice(recipe, tensor):
     )
 
 
+_LARGE = {"underflows%": 9.0, "scale_inv_max": 0.01}
+"""A scale that was made from more than the tensor's amax of 1."""
+
+
 @pytest.mark.parametrize(
     ("recipe", "fp8", "tensor", "figures", "title", "line"),
     [
         ("delayed", "hybrid", "input", {"overflows%": 2.0}, "delayed scale too small", "--model.fp8_margin=1"),
-        ("delayed", "hybrid", "weight", {"underflows%": 9.0}, "delayed scale too large", '"tensorwise"'),
+        ("delayed", "hybrid", "weight", _LARGE, "delayed scale too large", '"tensorwise"'),
+        ("tensorwise", "hybrid", "weight", _LARGE, "margin too large", "_margin=0"),
+        ("blockwise", "e4m3", "input", _LARGE, "margin too large", "_margin=0"),
         ("tensorwise", "hybrid", "input", {"underflows%": 9.0}, "one scale for too much", '"blockwise"'),
         ("tensorwise", "e4m3", "grad_output", {"underflows%": 9.0}, "gradients too small", "--model.fp8=hybrid"),
         ("tensorwise", "hybrid", "grad_output", {"underflows%": 9.0}, "one scale for too much", '"blockwise"'),
@@ -76,7 +82,7 @@ def test_evidence_to_line(recipe, fp8, tensor, figures, title, line):
     (found,) = advise(records(tensor, **figures), report(recipe, fp8=fp8))
     assert found.title.startswith(title) and line in found.line, found
     assert (found.sites, found.tensor, found.iterations) == ((SITE,), tensor, (10, 30))
-    (statistic,) = [name for name in figures if not name.startswith(("mxfp8", "fp8_"))]
+    (statistic,) = [name for name in figures if not name.startswith(("mxfp8", "fp8_", "scale_"))]
     assert found.figures[statistic] == figures[statistic]
     assert SITE in str(found) and found.line in str(found)
     assert json.loads(json.dumps(found.as_dict()))["sites"] == [SITE]
