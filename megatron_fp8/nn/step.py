@@ -108,12 +108,13 @@ class _EndOfIteration:
                 " fp8_step(model) after the backward, and do not register"
             )
         groups = groups_of(self.model)
-        trained = trains(optimizer, any(group.came_back for group in groups))
-        ran = any(group.ran for group in groups)
-        if not trained and not ran:
+        came_back = any(group.came_back for group in groups)
+        trained = trains(optimizer, came_back)
+        if not (trained or came_back or any(group.awaits for group in groups)):
             return
         # A rank on which nothing ran, or nothing came back, takes part in the collective of those on which it did.
-        nonfinite = _end_iteration(self.model, self.group, ran=trained and ran).nonfinite
+        ran = trained and any(group.ran for group in groups)
+        nonfinite = _end_iteration(self.model, self.group, ran=ran).nonfinite
         if nonfinite and not self.said:  # a scaler's overflow, which it has skipped, leaves weights alone
             self.said = _say_ruined(self.model, nonfinite)
 

@@ -212,3 +212,23 @@ def test_a_rank_whose_shard_is_empty_ends_the_iteration_with_the_others(
     ranks: RankPool, trains_input: bool, rate_at_first: float
 ) -> None:
     assert ranks(2).run(probe_case, trains_input, rate_at_first, timeout=100) == [[1, 2], [1, 2]]
+
+
+def alone_after_no_grad_case() -> int:
+    """Rank 0 alone looks at the model in training mode, without gradients, and saves a stateless optimizer's state."""
+    model = convert_to_fp8(Tower(), DELAYED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    register_fp8_step(optimizer, model)
+    train(model, optimizer, range(1), hook=True)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model(batch(3))
+        for parameter in model.parameters():  # as torch.distributed.checkpoint.state_dict does
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.step()
+    return model.up.fp8_group.iteration
+
+
+def test_one_rank_may_save_alone_after_a_forward_without_gradients(ranks: RankPool) -> None:
+    assert ranks(2).run(alone_after_no_grad_case, timeout=60) == [1, 1]

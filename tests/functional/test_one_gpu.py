@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
 from megatron_fp8.commands.main import main
+from tests.support.command import ROOT, empty_cache, run
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "one_gpu.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^megatron-fp8 (.+)$", PAGE, re.M)
 SMALL = (
@@ -32,20 +29,14 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for number, source in enumerate(sorted((ROOT / "megatron_fp8" / "numerics").glob("*.py"))):
         row = json.dumps({"text": source.read_text(encoding="utf-8")}) + "\n"
         (folder / "my_corpus" / f"part-{number}.jsonl").write_text(row, encoding="utf-8")
-    found, iterations = {}, iter((6, 6, 8))
+    found, iterations, cache = {}, iter((6, 6, 8)), empty_cache(folder)
     for command in COMMANDS[3:]:
         words = shlex.split(command)
         if words[0] == "train":
             words += f"{SMALL}{next(iterations)}".split()
         if words[0] == "diagnose":
             words += ["--budget=40"]
-        done = subprocess.run(
-            [sys.executable, "-m", "megatron_fp8", *words],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
+        done = run("-m", "megatron_fp8", *words, cwd=folder, timeout=200, XDG_CACHE_HOME=cache)
         assert done.returncode == 0, (command, done.stderr)
         found[command] = done.stdout
     assert (folder / "fp8.html").is_file() and (folder / "exported" / "tokenizer.json").is_file()

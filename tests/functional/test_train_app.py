@@ -245,7 +245,7 @@ def test_every_bad_input_is_named_before_training(folder, config):
     others = {
         "trian": "Did you mean 'train'",
         f"report {folder / 'nothing'}": "nothing",
-        "doctor x": "is an option of a run",
+        "doctor x": "is no option of doctor",
     }
     commands += [case.split() for case in others]
     cases |= others
