@@ -53,11 +53,8 @@ from torch._dynamo.exc import UnspecializeRestartAnalysis
 from torch._guards import detect_fake_mode
 from torch.utils.flop_counter import register_flop_formula
 
-from ..quantizer import measure
 from ..state.iteration import LATER, in_backward, recorded
 from ..tensor import Operand, QuantizedSide
-from .high_precision import observe_backward as record_gradient
-from .high_precision import observe_forward
 from .passes import Call, backward, forward, keeps_codes
 from .recording import LateRecord, came_back, counted_forward
 from .registry import site_by_handle
@@ -331,64 +328,6 @@ def _(
 ):
     """One product for each gradient that is wanted."""
     return 2 * math.prod(dy_shape) * weight_shape[1] * (needs_dgrad + needs_wgrad)
-
-
-# ------------------------------------------------------------------------------------------------- high precision
-
-
-def traced_observation(x: Tensor, weight: Tensor, y: Tensor, site: GemmSite, *, training: bool) -> Tensor:
-    """observe_high_precision while torch.compile traces: a copy of y that cannot be had without the recording."""
-    handle = handle_for(site, x, weight)
-    seen: Tensor = torch.ops.megatron_fp8.observe(x, weight, y, handle, training, next_call())[0]
-    return seen
-
-
-@torch.library.custom_op("megatron_fp8::observe", mutates_args=(), tags=TAGS)
-def observe(
-    x: Tensor, weight: Tensor, y: Tensor, site: Tensor, training: bool, number: int
-) -> tuple[Tensor, Tensor]:
-    """Returns a copy of y, and the amax of x (float32 []). In training it records the amaxes of x and weight."""
-    amax = measure(x)[0].clone()
-    if training:
-        observe_forward(site_by_handle(site), amax, weight)
-    return y.clone(), amax
-
-
-@observe.register_fake
-def _(x, weight, y, site, training, number):
-    return y.clone(), x.new_empty((), dtype=torch.float32)
-
-
-@torch.library.custom_op("megatron_fp8::observe_backward", mutates_args=(), tags=TAGS)
-def observe_backward(
-    dy: Tensor, weight: Tensor, amax: Tensor, site: Tensor, training: bool, number: int
-) -> Tensor:
-    """Returns a copy of dy and records its amax; in evaluation also the amaxes of x and weight."""
-    found = site_by_handle(site)
-    came_back(found.state)
-    if not training:
-        observe_forward(found, amax, weight)
-    record_gradient(found, dy)
-    return dy.clone()
-
-
-@observe_backward.register_fake
-def _(dy, weight, amax, site, training, number):
-    return dy.clone()
-
-
-def _save_site(ctx: Any, inputs: Any, output: Any) -> None:
-    _, weight, _, site, ctx.training, ctx.number = inputs
-    ctx.save_for_backward(weight, output[1], site)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _pass_observed(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    passed = torch.ops.megatron_fp8.observe_backward(dy, *ctx.saved_tensors, ctx.training, ctx.number)
-    return None, None, passed, None, None, None
-
-
-torch.library.register_autograd("megatron_fp8::observe", _pass_observed, setup_context=_save_site)
 
 
 # ------------------------------------------------------------------------------------------------ before the trace

@@ -11,7 +11,7 @@ from typing import Any
 
 COLUMNS = ("module", "type", "shape", "runs", "why")
 _WIDTH, _WIDEST = 100, 24
-"""Of the table, and of each of its columns but the first, in characters."""
+"""Most characters of a line of the table, and of a column except the first."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 """A number that is a part of a module's name."""
 
@@ -164,7 +164,7 @@ def _percent(share: float) -> str:
 
 
 def _name(names: Sequence[str]) -> str:
-    """'layers.0.fc1', 'layers.0-31.fc1 (32)' where only one number differs and none is left out, or first and last."""
+    """Returns one name as it is, 'layers.0-31.fc1 (32)' for a range without a gap, or else the first and the last."""
     names = [name or "(the model)" for name in names]
     if len(names) == 1:
         return names[0]
@@ -182,7 +182,7 @@ def _name(names: Sequence[str]) -> str:
 
 
 def _table(lines: list[tuple[str, ...]]) -> Iterator[str]:
-    """Columns as wide as they need to be; names of modules get what the others leave, and what is longer is wrapped."""
+    """Yields the lines of a table. The first column takes the width that the others leave; longer cells are wrapped."""
     widths = [0, *(min(max(map(len, column)), _WIDEST) for column in [*zip(*lines, strict=True)][1:])]
     widths[0] = min(max(len(line[0]) for line in lines), _WIDTH - sum(widths) - 2 * (len(widths) - 1))
     for line in lines:
@@ -192,7 +192,7 @@ def _table(lines: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 def _broken(cell: str, width: int) -> list[str]:
-    """Its lines, broken after spaces and dots, and elsewhere where a word is too long."""
+    """Splits a cell into lines of at most ``width`` characters, after spaces and dots where it can."""
     lines = [""]
     for word in re.findall(rf"[^ .]{{1,{width - 1}}}[ .]?|[ .]", cell):
         if len((lines[-1] + word).rstrip()) > width:

@@ -52,7 +52,7 @@ def far_off(found: Attribution, limits: Limits) -> float | None:
 
 
 def _answer(found: Attribution, outstanding: list[Finding], also: str) -> str:
-    """Whether it is FP8. ``also``: what is bad in high precision, '' if nothing is."""
+    """Returns whether FP8 is the cause. ``also``: what is bad in high precision, '' if nothing is."""
     if outstanding:
         sites = list(dict.fromkeys(finding.site for finding in outstanding))
         where = sites[0] if len(sites) == 1 else f"{len(sites)} sites, most in {sites[0]}"
@@ -72,7 +72,7 @@ def _answer(found: Attribution, outstanding: list[Finding], also: str) -> str:
 
 
 def _far_off_in_words(found: Attribution) -> str:
-    """That the plan is far off, though no site stands out; '' if it is near."""
+    """Returns how far off the plan is where no site stands out; '' if it is near."""
     times = far_off(found, Limits())
     if times is None:
         return ""

@@ -97,7 +97,10 @@ def test_the_example_learns_in_fp8_as_in_float32(forking_python, recipe):
     assert run.returncode == 0, run.stderr
     assert "8 of 16 modules with parameters run in FP8" in run.stdout
     assert re.search(r"blocks\.0-1\.qkv \(2\) +Linear +192 x 64 +delayed, \w+", run.stdout)
-    assert re.search(r"lm_head +Linear +256 x 64 +float32 +5\n", run.stdout) and " 5  skip 'lm_head'" in run.stdout
+    assert (
+        re.search(r"lm_head +Linear +256 x 64 +float32 +5\n", run.stdout)
+        and " 5  skip 'lm_head'" in run.stdout
+    )
     start, fp8_start = (float(x) for x in re.search(r"^ +1 +(\S+) +(\S+)$", run.stdout, re.M).groups())
     end, fp8_end = (float(x) for x in re.search(r"^ +end +(\S+) +(\S+)", run.stdout, re.M).groups())
     assert abs(start - fp8_start) < 0.02 and end < start - 2 and abs(end - fp8_end) < 0.1
