@@ -6,6 +6,7 @@ import atexit
 import gc
 import json
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -105,6 +106,14 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if left := left_behind(before):
         pytest.fail(f"{request.node.nodeid} leaves changed behind:\n" + "\n".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def no_open_dataloader() -> Iterator[None]:
+    """A Trainer that stops at max_steps leaves its data open for all Accelerators of the process: at its end they step."""
+    yield
+    if accelerate := sys.modules.get("accelerate.state"):
+        accelerate.GradientState().dataloader_references = [None]
 
 
 @pytest.fixture(scope="session")

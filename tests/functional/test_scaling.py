@@ -3,6 +3,7 @@ and for nothing that grows with all the others. And what is done once, as a mode
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections import Counter
@@ -187,11 +188,14 @@ def calls() -> Iterator[list[int]]:
         found[0] += event in ("call", "c_call")
 
     before = sys.getprofile()
+    gc.collect()
+    gc.disable()  # what it calls for what earlier tests left is no part of this
     sys.setprofile(count)
     try:
         yield found
     finally:
         sys.setprofile(before)
+        gc.enable()
 
 
 def of_many_layers(layers: int, experts: int | None, folder: Path) -> dict[str, int]:
