@@ -2,7 +2,7 @@
 
 Native multiplies experts one after the other where torch multiplies one linear (rowwise, MXFP8), and keeps each expert's
 codes where its weight's cast put them. torch's product of all experts wants all codes in one tensor, gives BF16 alone and
-is another kernel, with other last bits (docs/log.md, 2026-11-23). Here it is tried on the forward product:
+is another kernel, with other last bits (docs/decisions/gpu_products.md). Here it is tried on the forward product:
 
     y_e [T_e, N] = x_e [T_e, K] @ w_e [N, K]^T        for every expert e, of codes that were made before
 

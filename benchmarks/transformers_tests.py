@@ -46,7 +46,7 @@ REASONS = {
         "rounding to FP8 makes the last bit in which two attentions differ a step of FP8",
     ),
 }
-"""Test -> recipes that may lose it, and why (figures: docs/log.md). Believed where the specification loses it, too."""
+"""Test -> recipes that may lose it, and why (figures: docs/decisions/layouts.md). The specification must lose it, too."""
 
 STAND_INS = {
     "exporters/test_export.py": "ExportTesterMixin",

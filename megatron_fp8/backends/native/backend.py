@@ -323,7 +323,8 @@ def grouped_gemm(
     fast_accumulation: bool = False,
 ) -> None:
     """outs[i] = ``gemm`` of a[i] and b[i]: in one launch of those that this package's kernel multiplies, one after the
-    other of those that torch does, whose grouped product (no blocks, no float32, other last bits) docs/log.md speaks of.
+    other of those that torch does, whose grouped product (no blocks, no float32, other last bits)
+    docs/decisions/gpu_products.md speaks of.
 
     Args: as of base.gemm_in_turn.
     """

@@ -1,7 +1,7 @@
 """Huge pages for weights that are read from end to end for each token.
 
 With pages of 4 KiB a core that streams weights looks up an address every 64 cache lines, and its prefetchers stop there.
-One that lies in pages of 2 MiB is read a sixth faster (docs/log.md). Programs have to ask for them on most systems
+One that lies in pages of 2 MiB is read a sixth faster. Programs have to ask for them on most systems
 (``/sys/kernel/mm/transparent_hugepage/enabled`` says ``madvise``).
 
 Asked of memory that is written already, since malloc hands out memory that it had before: Linux 6.1 copies it into huge
