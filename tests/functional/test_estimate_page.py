@@ -1,4 +1,4 @@
-"""docs/estimates.md has the tables that `python -m benchmarks.estimates` prints."""
+"""docs/estimates.md and benchmarks/results/estimates.md have the tables of `python -m benchmarks.estimates`."""
 
 from __future__ import annotations
 
@@ -9,5 +9,9 @@ from benchmarks import estimates
 
 @pytest.mark.parametrize("device", estimates.DEVICES)
 @pytest.mark.parametrize("name", estimates.LAYOUTS)
-def test_it_has_every_table(name: str, device: str) -> None:
-    assert estimates.section(name, device) in estimates.PAGE.read_text(encoding="utf-8")
+def test_the_results_have_every_table(name: str, device: str) -> None:
+    assert estimates.section(name, device) in estimates.FULL.read_text(encoding="utf-8")
+
+
+def test_the_page_has_the_bytes() -> None:
+    assert estimates.summary() in estimates.PAGE.read_text(encoding="utf-8")
