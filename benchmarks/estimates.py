@@ -2,7 +2,8 @@
 `python -m benchmarks.estimates [--write]`
 
 Bytes of the fullest rank, and the step's time by a roofline of data-sheet peaks: no GPU is needed, and none was measured.
---write puts them into docs/estimates.md, between its marks.
+--write puts all of it into benchmarks/results/estimates.md, and the bytes on an H100 into docs/estimates.md between its
+marks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common import put_between, table
+from benchmarks.common import RESULTS, put_between, table
 from megatron_fp8.estimate.device import device
 from megatron_fp8.estimate.estimate import Estimate, estimate
 from megatron_fp8.estimate.fit import RESERVE
@@ -19,6 +20,7 @@ from megatron_fp8.estimate.parameters import totals
 from megatron_fp8.estimate.settings import read
 
 PAGE = Path(__file__).parents[1] / "docs" / "estimates.md"
+FULL = RESULTS / "estimates.md"
 CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
 DEVICES = ("h100", "b200")
 RUNS = {
@@ -111,9 +113,22 @@ def section(name: str, on: str) -> str:
     )
 
 
-def sections() -> str:
-    """All tables."""
-    return "\n\n".join(section(name, on) for name in LAYOUTS for on in DEVICES)
+def full() -> str:
+    """All tables, as a page."""
+    title = "# Estimates of shipped configs\n\n`python -m benchmarks.estimates --write`\n\n"
+    said = "Estimated, not measured: [how they are made](../../docs/estimates.md).\n\n"
+    return title + said + "\n\n".join(section(name, on) for name in LAYOUTS for on in DEVICES) + "\n"
+
+
+def memory(name: str) -> list[list[str]]:
+    """Two rows of the documentation's table: layout and GB on an H100, on 64 and on 2,048 GPUs."""
+    return [[TITLES[name], *row[:5]] for row in rows(name, "h100") if row[0] in ("64", "2,048")]
+
+
+def summary() -> str:
+    """The documentation's table."""
+    header = ["model", "GPUs", "layout", *(f"{title} GB" for title in RUNS)]
+    return table(header, [row for name in LAYOUTS for row in memory(name)])
 
 
 BEGIN, END = "<!-- python -m benchmarks.estimates --write: from here -->", "<!-- to here -->"
@@ -122,10 +137,11 @@ BEGIN, END = "<!-- python -m benchmarks.estimates --write: from here -->", "<!--
 def main() -> int:
     """Print the tables, or write them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write docs/estimates.md")
-    text = sections()
+    parser.add_argument("--write", action="store_true", help="write docs/estimates.md and benchmarks/results")
+    text = full()
     if parser.parse_args().write:
-        put_between(PAGE, BEGIN, END, text)
+        FULL.write_text(text, encoding="utf-8")
+        put_between(PAGE, BEGIN, END, summary())
     else:
         print(text)
     return 0

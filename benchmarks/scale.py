@@ -4,7 +4,8 @@
 
 Of Megatron-Core's GPTModel, dense and with experts, and of plain linears that convert_to_fp8 converts: plan and names,
 report, plan of a checkpoint, at several sizes; the amax update of delayed scaling; and tables of what ranks exchange in
-an iteration, by the estimate's formulae. --write puts all into docs/scaling.md and the figures into benchmarks/results.
+an iteration, by the estimate's formulae. --write puts all into benchmarks/results, and one table of the latter into
+docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import math
 import pickle
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import describe, environment, put_between, table, write_results
+from benchmarks.common import environment, put_between, table, write_results
 from benchmarks.estimates import CONFIGS, LAYOUTS, TITLES
 from megatron_fp8.estimate.settings import read
 from megatron_fp8.estimate.sites import Plans
@@ -38,6 +39,8 @@ from megatron_fp8.files.uncollected import uncollected
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 BEGIN, END = "<!-- python -m benchmarks.scale --write: from here -->", "<!-- to here -->"
 WORLDS = (8, 64, 512, 2048, 16384)
+SHOWN = ("llama3_70b", (64, 16384))
+"""Model and GPUs of the documentation's table."""
 NAMES = ("llama3_8b", "llama3_70b", "deepseek_v3")
 SITES_A_LAYER = 100
 SIZES = {
@@ -70,25 +73,27 @@ def least(name: str, gpus: int) -> bool:
     return gpus % model.model_ranks == 0 and gpus % experts == 0
 
 
+def exchange(name: str, worlds: Sequence[int]) -> str:
+    """A table: by kind of group, calls, messages and bytes that a rank sends."""
+    rows = []
+    for gpus in (gpus for gpus in worlds if least(name, gpus)):
+        by_axis: dict[str, list[int]] = {}
+        for one in traffic(name, gpus):
+            sums = by_axis.setdefault(one.axis, [0, 0, 0, 0])
+            sums[0] = max(sums[0], one.ranks)
+            for index, value in enumerate((one.calls, one.messages, one.sent), 1):
+                sums[index] += value
+        for axis, (ranks, calls, messages, sent) in by_axis.items():
+            rows.append(
+                [f"{gpus:,}", axis, f"{ranks:,}", f"{calls:,}", f"{messages:,}", f"{sent / 1e6:,.3f}"]
+            )
+    return table(["GPUs", "group", "its ranks", "calls", "messages, by rings", "MB sent"], rows)
+
+
 def exchanged() -> str:
-    """A table of each model: by kind of group, calls, messages and bytes that a rank sends."""
-    parts = []
-    for name in NAMES:
-        rows = []
-        for gpus in (gpus for gpus in WORLDS if least(name, gpus)):
-            by_axis: dict[str, list[int]] = {}
-            for one in traffic(name, gpus):
-                sums = by_axis.setdefault(one.axis, [0, 0, 0, 0])
-                sums[0] = max(sums[0], one.ranks)
-                for index, value in enumerate((one.calls, one.messages, one.sent), 1):
-                    sums[index] += value
-            for axis, (ranks, calls, messages, sent) in by_axis.items():
-                rows.append(
-                    [f"{gpus:,}", axis, f"{ranks:,}", f"{calls:,}", f"{messages:,}", f"{sent / 1e6:,.3f}"]
-                )
-        header = ["GPUs", "group", "its ranks", "calls", "messages, by rings", "MB sent"]
-        parts.append(f"### {TITLES[name]}\n\n{table(header, rows)}")
-    return "\n\n".join(parts)
+    """The tables of all models."""
+    parts = [f"### {TITLES[name]}\n\n{exchange(name, WORLDS)}" for name in NAMES]
+    return "\n\n".join(["## What ranks exchange in an iteration, by formulae", *parts])
 
 
 # ----------------------------------------------------------------------------------------------------------- measured
@@ -343,13 +348,8 @@ def main() -> int:
     print(shown)
     if options.write:
         command = "python -m benchmarks.scale --write"
-        write_results("scale", "100,000 sites", command, record, shown, found)
-        put_between(
-            PAGE,
-            BEGIN,
-            END,
-            f"{describe(record)}\n\n{shown}\n\n## In numbers\n\n{exchanged()}",
-        )
+        write_results("scale", "100,000 sites", command, record, f"{shown}\n\n{exchanged()}", found)
+        put_between(PAGE, BEGIN, END, exchange(*SHOWN))
     return 0
 
 

@@ -68,6 +68,7 @@ def say_what_is_padded(notes: Mapping[str, str], sites: int) -> None:
         name, note = next(iter(notes.items()))
         say(
             f"megatron_fp8: {len(notes)} of this rank's {sites} GEMM sites have sizes that are padded ({name}:"
-            f" {note}); multiples of 16 on each rank (of 128 in blocks, of 32 in mxfp8) cost nothing (docs/shapes.md)",
+            f" {note}); multiples of 16 on each rank (of 128 in blocks, of 32 in mxfp8) cost nothing"
+            " (docs/no_speed_up.md)",
             once=True,
         )

@@ -22,7 +22,7 @@ def test_experts_that_do_not_fit_are_said_before_training(ranks, recipe):
     assert line.startswith(
         f"megatron_fp8: 4 of this rank's 6 GEMM sites have sizes that are padded ({first}: K 64 x N 72 "
     )
-    assert "docs/shapes.md" in line
+    assert "docs/no_speed_up.md" in line
     note = "K 36 x N 64 is not what the GPU's product takes: fprop, dgrad, wgrad copy codes, to pad them"
     noted = {name: each for name, each in notes.items() if each}
     assert set(noted) == {name for name in notes if ".experts." in name} and len(noted) == 4

@@ -1,6 +1,6 @@
 """Weights whose codes are padded in each product, for the plan's report (layout.py).
 
-That changes no number, and costs a pass over the codes of weight and tokens; other sizes cost none (docs/shapes.md).
+That changes no number, and costs a pass over the codes of weight and tokens; other sizes cost none (docs/no_speed_up.md).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from tests.support.scaled_mm import fake_torch
 from tests.support.sites import RECIPES
 
 WHOLE = {"delayed": 16, "tensorwise": 16, "rowwise": 16, "blockwise": 128, "blockwise-fp32": 128, "mxfp8": 32}
-"""As the table in docs/shapes.md has it."""
+"""As the table in docs/no_speed_up.md has it."""
 
 
 @pytest.fixture
