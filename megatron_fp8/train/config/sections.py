@@ -84,7 +84,7 @@ class OptimizerSection:
     state_dtype: Literal["float32", "fp8"] = "float32"
     """How Adam keeps its moments. fp8: the first in E4M3, the second in float16, 3.06 bytes a parameter and not 8."""
     loss_scale: float | None = None
-    """With model.fp16: a loss scale that never changes; None: one that is searched for (docs/loss_scaling.md)."""
+    """With model.fp16: a loss scale that never changes; None: a dynamic one (docs/unstable.md)."""
     initial_loss_scale: float = 2.0**32
     """The first loss scale. Too large costs a skipped step for each halving."""
     min_loss_scale: float = 1.0
