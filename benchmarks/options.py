@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from benchmarks.common import put_between
 from megatron_fp8.commands.line import CommandParser
 from megatron_fp8.commands.main import COMMANDS, USAGE
+from megatron_fp8.mcore.config.table import FIELDS
 from megatron_fp8.train.config.key_help import key_help
 from megatron_fp8.train.config.model_section import GPTOptions
 from megatron_fp8.train.config.run_config import RunConfig
@@ -34,6 +35,23 @@ _OF_TRAIN = (
     ("`--keys`", "list them"),
 )
 """Its other options are keys; jsonargparse reads them, and no parser here has them."""
+
+THEIRS = "Section `model`: all other fields of Megatron-Core"
+_FOREWORD = "Each with its default. Their meaning is Megatron-Core's: `megatron-fp8 train --keys` prints a line on each."
+EFFECTS = {
+    "works": "Have their effect",
+    "needs": "Need a GPU, apex or Transformer Engine",
+    "ignored": "Have no effect here, which a line says",
+    "refused": "Refused, with the reason",
+}
+"""What becomes of a field of Megatron-Core -> its words on the page."""
+_ABOUT_PRECISION = {
+    "fp16",
+    "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+    "tp_only_amax_red",
+}
 
 
 def parser_of(command: str) -> CommandParser:
@@ -82,16 +100,40 @@ def sections() -> Iterator[str]:
         table = _table(["option", "what it does"], options_of(command))
         yield f"### {command}\n\n{said[0].upper()}{said[1:]}.\n\n{table}"
     yield "## Keys"
-    yield from (
-        f"### {title}\n\n{_table(['key', 'default', 'what it does'], rows)}" for title, rows in keys().items()
-    )
+    for title, rows in keys().items():
+        if title == THEIRS:
+            yield f"### {title}\n\n{_FOREWORD}"
+            yield from _by_effect(rows)
+        else:
+            yield f"### {title}\n\n{_table(['key', 'default', 'what it does'], rows)}"
+
+
+def _by_effect(rows: list[list[str]]) -> Iterator[str]:
+    """Keys of Megatron-Core, with their defaults: a paragraph for each thing that can become of them here."""
+    found: dict[str, list[str]] = {effect: [] for effect in EFFECTS}
+    for key, default, _ in rows:
+        name = key.strip("`").removeprefix("model.")
+        found[_effect(name)].append(f"`{name}={default.strip('`')}`")
+    for effect, names in found.items():
+        yield f"{EFFECTS[effect]}: {', '.join(names)}."
+
+
+def _effect(name: str) -> str:
+    """A key of EFFECTS. What only goes with a field that is refused has no effect."""
+    field = FIELDS.get(name)  # none: of latent attention, and it works
+    if field is None:
+        return "works"
+    alone = field.only and not field.also and _effect(field.only[0]) == "refused"
+    if field.ignored or alone:
+        return "ignored"
+    return ("needs" if field.where else "refused") if field.refused else "works"
 
 
 def keys() -> dict[str, list[list[str]]]:
     """Title of a table -> its [key, default, what it does]; Megatron-Core's own fields last, of which there are most."""
     theirs = {field.name for field in dataclasses.fields(MLATransformerConfig) if "fp8" not in field.name}
-    theirs -= {field.name for field in dataclasses.fields(GPTOptions)}
-    run, own, last = "The run", "Section `model`: FP8, vocabulary and positions", "Section `model`: all else"
+    theirs -= {field.name for field in dataclasses.fields(GPTOptions)} | _ABOUT_PRECISION
+    run, own = "The run", "Section `model`: precision, vocabulary and positions"
     found: dict[str, list[list[str]]] = {run: [], own: []}
     fields: list[list[str]] = []
     values = RunConfig().to_dict()
@@ -101,7 +143,7 @@ def keys() -> dict[str, list[list[str]]]:
         title = own if section == "model" else f"Section `{section}`" if section else run
         rows = fields if section == "model" and name in theirs else found.setdefault(title, [])
         rows.append([f"`{key}`", f"`{default!r}`", said])
-    return {**found, last: fields}
+    return {**found, THEIRS: fields}
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:

@@ -36,8 +36,8 @@ tokens), its generation_config.json and its tokenizer.
 def main(arguments: list[str]) -> int:
     """`megatron-fp8 export`; 0, or 2 for bad input."""
     parser = CommandParser("export", HELP)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT")
-    parser.add_argument("out", metavar="OUT")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's folder, or a checkpoint")
+    parser.add_argument("out", metavar="OUT", help="the directory to write")
     parser.add_argument(
         "--format", choices=("bf16", *FP8_FORMATS), default="bf16", help="bf16 is the model's own dtype"
     )

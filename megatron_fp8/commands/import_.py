@@ -46,8 +46,8 @@ class _Prepared:
 def main(arguments: list[str]) -> int:
     """`megatron-fp8 import`; 0, or 2 for bad input."""
     parser = CommandParser("import", HELP)
-    parser.add_argument("source", metavar="DIR")
-    parser.add_argument("run_dir", metavar="RUN_DIR")
+    parser.add_argument("source", metavar="DIR", help="the model's directory")
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the new run")
     parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json, if DIR has none")
     try:
         return run_command(parser, arguments, _prepare, _import)

@@ -33,11 +33,11 @@ def _parser() -> CommandParser:
     parser = CommandParser("inspect", HELP)
     add = parser.add_argument
     add("checkpoint", help="a run's folder, a folder of checkpoints, or a checkpoint")
-    add("--json", action="store_true", help='one object; a number that is none is a text: "NaN", "Infinity"')
+    add("--json", action="store_true", help='one object, with "NaN" and "Infinity" as texts')
     add(
         "--check",
         action="store_true",
-        help="read every file, compare it with the checksum it was written with, and look for NaN and Inf in tensors",
+        help="compare every file with its checksum, and look for NaN and Inf in tensors",
     )
     return parser
 

@@ -92,7 +92,7 @@ def _parser() -> CommandParser:
         metavar="CODE",
         type=int,
         default=0,
-        help="of a run that was stopped and saved (default 0); 143 for Kubernetes, which takes 0 for the end",
+        help="exit code of a run that was stopped and saved (default 0; Kubernetes: 143)",
     )
     add(
         "command",

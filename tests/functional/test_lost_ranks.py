@@ -1,6 +1,6 @@
 """Ranks and clocks in trouble: what is said, what it ends with, and that nothing is computed otherwise.
 
-docs/reliability.md names a test of this file for each.
+docs/reliability.md lists them all.
 """
 
 import json

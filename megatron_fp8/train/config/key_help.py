@@ -27,9 +27,17 @@ OWN: dict[str, str] = {
     "model.fp8_margin": "Powers of two of headroom that scales leave (delayed, tensorwise).",
     "model.fp8_amax_history_len": "Delayed scaling: iterations whose largest magnitudes are remembered.",
     "model.fp8_amax_compute_algo": "Delayed scaling: 'max' of the history, or 'most_recent'.",
+    "model.fp8_quantizer_factory": "Import path of a custom recipe's factory, such as package.module.function.",
+    "model.activation_func_fp8_input_store": "Store the input of the MLP's activation in FP8 until the backward.",
+    "model.moe_router_padding_for_fp8": "Old name of moe_router_padding_for_quantization.",
+    "model.fp16": "Train in float16 with a loss scale, not in BF16 (docs/unstable.md).",
+    "model.first_last_layers_bf16": "Keep the first and last layers in BF16.",
+    "model.num_layers_at_start_in_bf16": "With first_last_layers_bf16: layers in BF16 at the start.",
+    "model.num_layers_at_end_in_bf16": "With first_last_layers_bf16: layers in BF16 at the end.",
+    "model.tp_only_amax_red": "Delayed scaling: reduce amaxes over tensor and context parallel ranks only.",
     "model.transformer_impl": "Which layers a model is made from: 'local', Megatron-Core's own with this package's FP8.",
 }
-"""What is other here than Megatron-Core's docstrings say, which speak of Transformer Engine."""
+"""In place of Megatron-Core's docstrings, which speak of Transformer Engine or say less."""
 
 _WIDTH = 130
 _LEFT, _INDENT = 50, " " * 6

@@ -77,17 +77,17 @@ class GPTOptions:
     """What the model takes beside its TransformerConfig."""
 
     vocab_size: int | None = None
-    """None: the tokenizer's. Padded to a multiple of make_vocab_size_divisible_by x tensor parallel size."""
+    """Size of the vocabulary; None: the tokenizer's. It is padded: see make_vocab_size_divisible_by."""
     make_vocab_size_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of this times the tensor parallel size."""
+    """Pads the vocabulary to a multiple of this times the tensor parallel size."""
     padded_vocab_size: int | None = None
-    """Rows of the vocabulary, whatever the tensor parallel size; None: as make_vocab_size_divisible_by says."""
+    """Rows of the vocabulary; None: as make_vocab_size_divisible_by says."""
     position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
-    """How tokens know their place: turned queries and keys, a learned vector for each position, or not at all."""
+    """Positions: rotary, a learned vector each, or none."""
     rotary_percent: float = 1.0
-    """The part of each head's channels that rotary positions turn, above 0 and at most 1."""
+    """Part of each head's channels with rotary positions, above 0 and at most 1."""
     rotary_base: int = 10000
-    """The base of the rotary frequencies; a larger one suits longer sequences."""
+    """Base of the rotary frequencies; larger for longer sequences."""
     rope_scaling: bool = False
     """Llama-3.1's scaling of low rotary frequencies."""
     rope_scaling_factor: float = 8.0

@@ -37,22 +37,21 @@ class TrainSection:
     deterministic: bool = True
     """Same losses to the bit on GPUs too, at some cost there (docs/performance.md). What cannot be so is an error."""
     threads: int = 0
-    """CPU threads per rank, at most 1024; 0: OMP_NUM_THREADS, or without it (or with 1, which launchers of several ranks
-    set) the machine's cores shared among its ranks."""
+    """CPU threads per rank, at most 1024; 0: OMP_NUM_THREADS if above 1, else the machine's cores shared among its ranks.
+    Launchers of several ranks set OMP_NUM_THREADS=1."""
     max_skipped_steps: int = 10
-    """Skipped steps in a row after which the run ends as failed; those of a loss scale that can still fall do not
-    count. 0: never."""
+    """Skipped steps in a row that end the run as failed; 0: never. Those of a loss scale that can still fall do not
+    count."""
     rewind_on_spike: int = 0
-    """How often a run may go back to its last checkpoint after a spike of the loss, and leave out the samples since.
-    0: never; a spike is said."""
+    """How often a run may go back to its last checkpoint after a loss spike and leave out the samples since; 0: never.
+    A spike is reported in any case."""
     check_replicas_every: int = 0
-    """Iterations between comparisons of what ranks hold in common (docs/reliability.md), by digests. Before each save and
-    at the end they are compared in any case. 0: then alone."""
+    """Iterations between comparisons of what ranks hold in common (docs/reliability.md); 0: only at saves and the end."""
     distributed_timeout_minutes: int = 30
     """A collective that waits longer than this ends the run."""
     watchdog: float = 15.0
-    """Seconds that an iteration may take before every rank writes where it is, or three times as long as those before,
-    where that is more (docs/reliability.md). At least 1; 0: no rank does, and a slow rank is not named."""
+    """Seconds of an iteration after which every rank writes where it is (docs/reliability.md); 0: never. At least 1, and
+    three times as long as the iterations before, where that is more. With 0 a slow rank is not named."""
     count_saved: bool = False
     """Count in the first iteration the bytes that a micro-batch keeps for its backward (report.json: saved_bytes)."""
 
@@ -74,17 +73,17 @@ class OptimizerSection:
     weight_decay: float = 0.1
     """Decoupled weight decay; biases and norms have none."""
     adam_beta1: float = 0.9
-    """How much of Adam's mean of gradients is kept at each step."""
+    """Decay of Adam's mean of gradients."""
     adam_beta2: float = 0.95
-    """How much of Adam's mean of squared gradients is kept at each step."""
+    """Decay of Adam's mean of squared gradients."""
     adam_eps: float = 1e-8
-    """Added to the root that Adam divides by."""
+    """Added to the denominator of Adam's update."""
     clip_grad: float = 1.0
-    """Largest norm of the whole gradient; 0 switches clipping (and the norm) off."""
+    """Largest norm of the whole gradient; 0: no clipping, no norm."""
     state_dtype: Literal["float32", "fp8"] = "float32"
-    """How Adam keeps its moments. fp8: the first in E4M3, the second in float16, 3.06 bytes a parameter and not 8."""
+    """Dtype of Adam's moments; fp8: the first in E4M3, the second in float16, 3.06 bytes a parameter instead of 8."""
     loss_scale: float | None = None
-    """With model.fp16: a loss scale that never changes; None: one that is searched for (docs/loss_scaling.md)."""
+    """With model.fp16: a constant loss scale; None: a dynamic one (docs/unstable.md)."""
     initial_loss_scale: float = 2.0**32
     """The first loss scale. Too large costs a skipped step for each halving."""
     min_loss_scale: float = 1.0
@@ -102,7 +101,7 @@ class OptimizerSection:
     overlap_param_gather: bool = False
     """Gather parameters during the forward pass (needs use_distributed_optimizer and overlap_grad_reduce)."""
     reuse_grad_buf_for_mxfp8_param_ag: bool | None = None
-    """With model.fp8_param, send weights that travel in BF16 (rowwise, mxfp8) through the gradient buffer; None: do."""
+    """With model.fp8_param: send weights that travel in BF16 (rowwise, mxfp8) through the gradient buffer; None: yes."""
 
 
 @dataclass
@@ -110,14 +109,14 @@ class DataSection:
     """What to train on. Without paths: the Python standard library's own source files, as bytes."""
 
     paths: list[str] = field(default_factory=list)
-    """Files of text, JSONL, CSV, Parquet, Arrow or JSON (the last three need the package datasets), folders of them, or
-    prefixes of Megatron .bin/.idx pairs."""
+    """Files of text, JSONL, CSV, Parquet, Arrow or JSON, folders of them, or prefixes of Megatron .bin/.idx pairs.
+    Parquet, Arrow and JSON need the package datasets."""
     column: str | None = None
-    """The column of a file of records to learn: a text, or a chat's messages; None: messages, or else text."""
+    """The column of records to learn: a text, or a chat's messages; None: messages, or else text."""
     loss: Literal["all", "assistant"] = "all"
     """Which tokens have a loss: all, or the assistant's of chats (messages)."""
     tokenizer: str | None = None
-    """A Hugging Face tokenizers file (tokenizer.json); bytes, or None: every byte is a token."""
+    """A Hugging Face tokenizer.json; bytes or None: every byte is a token."""
     split: str = "96,4,0"
     """Weights of the training, validation and test documents."""
     cache_dir: str | None = None
@@ -133,11 +132,11 @@ class CheckpointSection:
     keep_last: int = 2
     """Complete checkpoints to keep; older ones are removed after a save. 0 keeps all."""
     async_save: bool = False
-    """Write while training goes on (a copy of the model and optimizer state is held in memory meanwhile)."""
+    """Write while training goes on, from a copy in CPU memory."""
     folder: str | None = None
     """Where checkpoints are; None: the folder checkpoints in run_dir."""
     accept: list[str] = field(default_factory=list)
-    """Settings that may change what a checkpoint's model computes, such as model.rotary_base for a longer context."""
+    """Settings that may differ from the checkpoint's, such as model.rotary_base for a longer context."""
 
     @property
     def saves(self) -> bool:
@@ -160,7 +159,7 @@ class TelemetrySection:
     statistics: list[str] = field(default_factory=lambda: list(DEFAULT))
     """Statistics by name; each tensor gets those that it can have."""
     what_if: list[str] = field(default_factory=list)
-    """Recipes of which the codes' statistics are measured as well, such as mxfp8 while another one trains."""
+    """Recipes whose codes are measured as well, such as mxfp8 while another one trains."""
     te_config: str | None = None
     """A YAML file of Transformer Engine's debug features: what it logs is measured too."""
     wandb: bool = False

@@ -29,3 +29,26 @@ def test_options_that_help_shows_have_their_row(command, capsys):
 def test_every_key_has_its_row():
     rows = [name.strip("`") for rows in options.keys().values() for name, *_ in rows]
     assert sorted(rows) == sorted(known_keys())
+
+
+def test_every_key_is_on_the_page():
+    """In a row, or by name with its default, in one of the lists."""
+    page = options.page()
+    listed = re.findall(r"`(\w+)=[^`]+`[,.]", page[page.index(options.THEIRS) :])
+    rows = [name.strip("`").removeprefix("model.") for name, *_ in options.keys()[options.THEIRS]]
+    assert sorted(listed) == sorted(rows)
+    for title, others in options.keys().items():
+        assert title == options.THEIRS or all(f"| {name} |" in page for name, *_ in others)
+
+
+def test_what_becomes_of_a_field_is_said():
+    of = {
+        line.partition(": ")[0]: line
+        for line in options.page().splitlines()
+        if line.startswith(tuple(options.EFFECTS.values()))
+    }
+    assert list(of) == list(options.EFFECTS.values())
+    assert "`hidden_size=" in of[options.EFFECTS["works"]]
+    assert "`moe_permute_fusion=" in of[options.EFFECTS["needs"]]
+    assert "`attention_backend=" in of[options.EFFECTS["ignored"]]
+    assert "`delay_wgrad_compute=" in of[options.EFFECTS["refused"]]
