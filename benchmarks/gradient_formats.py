@@ -42,14 +42,13 @@ def section() -> str:
     """What docs/recipes.md says about it."""
     return (
         "## E5M2 or E4M3 for gradients\n\n"
-        "`fp8='hybrid'` has gradients in E5M2, `fp8='e4m3'` in E4M3: a bit of mantissa more, and 2^14 less range. The\n"
-        "table has the SQNR in dB (higher is better) of gradients whose rows are of one size, or of different ones.\n\n"
+        "`fp8='hybrid'` has gradients in E5M2, `fp8='e4m3'` in E4M3: a bit of mantissa more, and 2^14 less range. SQNR in\n"
+        "dB (higher is better) of gradients whose rows are of one size, or of different ones:\n\n"
         f"{table()}\n\n"
-        "With a scale for each block of 32 (mxfp8) no range is needed inside a block, so E4M3 is 6 dB better whatever\n"
-        "the gradients are: a run with `fp8='hybrid', fp8_recipe='mxfp8'` says so once at its start. Blocks of 128 do\n"
-        "as well here, and reports of trainings disagree ([TransformerEngine #2754]"
+        "With mxfp8 take E4M3: a block of 32 needs no range, and a run with `fp8='hybrid', fp8_recipe='mxfp8'` says so.\n"
+        "Blocks of 128 do as well here, but reports of trainings disagree ([TransformerEngine #2754]"
         "(https://github.com/NVIDIA/TransformerEngine/issues/2754)):\n"
-        "measure it. One scale for a whole tensor needs E5M2's range where rows differ much.\n\n"
+        "measure it. One scale for a whole tensor needs E5M2 where rows differ much.\n\n"
         "Made by `python -m benchmarks.gradient_formats`.\n"
     )
 
