@@ -45,8 +45,8 @@ def section() -> str:
     """What docs/recipes.md says about it."""
     return (
         "## E5M2 or E4M3 for gradients\n\n"
-        "`fp8='hybrid'` has gradients in E5M2, `fp8='e4m3'` in E4M3: a bit of mantissa more, and 2^14 less range. SQNR in\n"
-        "dB (higher is better) of gradients whose rows are of one size, or of different ones:\n\n"
+        "`fp8='hybrid'` has gradients in E5M2, `fp8='e4m3'` in E4M3: a bit of mantissa more, and 2^14 less range. SQNR\n"
+        "in dB (higher is better) of gradients whose rows are of one size, or of different ones:\n\n"
         f"{table()}\n\n"
         "With mxfp8 take E4M3: a block of 32 needs no range, and a run with `fp8='hybrid', fp8_recipe='mxfp8'` says so.\n"
         "Blocks of 128 gain as much here, but reports of trainings disagree ([TransformerEngine #2754]"

@@ -136,8 +136,8 @@ def shown(content: dict[str, Any], name: str, record: dict[str, Any], heading: s
         f" than pairs of bytes. {page.layers}\n\n"
         f"{as_table(content)}\n\n{verdict(content)}\n\n![loss by iteration]({name}.png)\n\n"
         f"Made by `python -m benchmarks.recipes {which}--write --seeds {seeds}`: {describe(record)}. The"
-        f" columns are explained in [compare.md](compare.md). Another run on the same machine gives the same losses to the"
-        f" last bit{page.about_speed}.\n\n{page.section()}"
+        f" columns are explained in [compare.md](compare.md). Another run on the same machine gives the same losses to"
+        f" the last bit{page.about_speed}.\n\n{page.section()}"
     ).rstrip()
 
 
