@@ -13,6 +13,7 @@ from megatron_fp8.recipe import RECIPES
 NAMES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 SPREADS = {"normal": 0.0, "rows over 2^±8": 4.0, "rows over 2^±24": 12.0}
 """Standard deviation of the binary logarithm of a row's size."""
+FORMATS = (Format.HYBRID, Format.E4M3)
 
 
 def sqnr(recipe: str, fmt: Format, spread: float) -> float:
@@ -27,13 +28,15 @@ def sqnr(recipe: str, fmt: Format, spread: float) -> float:
 
 
 def table() -> str:
-    """Markdown."""
-    lines = [
-        "| gradients | " + " | ".join(f"{name}, E5M2 | E4M3" for name in NAMES) + " |",
-        "|---" * (2 * len(NAMES) + 1) + "|",
-    ]
-    for data, spread in SPREADS.items():
-        cells = [f"{sqnr(name, fmt, spread):.1f}" for name in NAMES for fmt in (Format.HYBRID, Format.E4M3)]
+    """Markdown; recipes with the same figures are one column."""
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for name in NAMES:
+        cells = [f"{sqnr(name, fmt, spread):.1f}" for spread in SPREADS.values() for fmt in FORMATS]
+        columns.setdefault(tuple(cells), []).append(name)
+    head = "".join(f" {', '.join(names)}: E5M2 | E4M3 |" for names in columns.values())
+    lines = [f"| gradients |{head}", "|---" * (2 * len(columns) + 1) + "|"]
+    for row, data in enumerate(SPREADS):
+        cells = [cell for column in columns for cell in column[2 * row : 2 * row + 2]]
         lines.append(f"| {data} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -42,14 +45,13 @@ def section() -> str:
     """What docs/recipes.md says about it."""
     return (
         "## E5M2 or E4M3 for gradients\n\n"
-        "`fp8='hybrid'` has gradients in E5M2, `fp8='e4m3'` in E4M3: a bit of mantissa more, and 2^14 less range. The\n"
-        "table has the SQNR in dB (higher is better) of gradients whose rows are of one size, or of different ones.\n\n"
+        "`fp8='hybrid'` has gradients in E5M2, `fp8='e4m3'` in E4M3: a bit of mantissa more, and 2^14 less range. SQNR\n"
+        "in dB (higher is better) of gradients whose rows are of one size, or of different ones:\n\n"
         f"{table()}\n\n"
-        "With a scale for each block of 32 (mxfp8) no range is needed inside a block, so E4M3 is 6 dB better whatever\n"
-        "the gradients are: a run with `fp8='hybrid', fp8_recipe='mxfp8'` says so once at its start. Blocks of 128 do\n"
-        "as well here, and reports of trainings disagree ([TransformerEngine #2754]"
+        "With mxfp8 take E4M3: a block of 32 needs no range, and a run with `fp8='hybrid', fp8_recipe='mxfp8'` says so.\n"
+        "Blocks of 128 gain as much here, but reports of trainings disagree ([TransformerEngine #2754]"
         "(https://github.com/NVIDIA/TransformerEngine/issues/2754)):\n"
-        "measure it. One scale for a whole tensor needs E5M2's range where rows differ much.\n\n"
+        "measure it. One scale for a whole tensor needs E5M2 where rows differ much.\n\n"
         "Made by `python -m benchmarks.gradient_formats`.\n"
     )
 

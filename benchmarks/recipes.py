@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import gradient_formats
-from benchmarks.common import RESULTS, describe, environment
+from benchmarks.common import RESULTS, describe, environment, put_between
 from megatron_fp8.commands.main import main as megatron_fp8
 from megatron_fp8.study.compare.output import as_table
 from megatron_fp8.study.compare.plan import BASELINE
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 0.01
+BEGIN, END = "<!-- python -m benchmarks.recipes --write: from here -->", "<!-- to here -->"
+"""A page that has these lines keeps what stands before and behind them."""
 
 
 class Page(NamedTuple):
@@ -43,12 +45,11 @@ class Page(NamedTuple):
 
 PAGES = {
     "recipes": Page(
-        "FP8 against BF16 on the small model, by recipe",
+        "FP8 against BF16 on a small model",
         "examples/configs/tiny_gpt_cpu.yaml",
         "delayed,tensorwise,rowwise,blockwise,mxfp8",
         "tensor and sequence parallel",
-        "First and last layer in BF16, as in the config. Each run has one recipe; one can also mix them, by layer, GEMM"
-        " and operand ([numerics.md](numerics.md#overrides-by-name)).",
+        "First and last layer in BF16, as in the config.",
         gradient_formats.section,
     ),
     "moe": Page(
@@ -108,24 +109,46 @@ def judge(content: dict[str, Any]) -> str:
     return "; ".join(wrong)
 
 
-def write(content: dict[str, Any], out: Path, name: str) -> None:
-    """docs/NAME.md, docs/NAME.png and benchmarks/results/NAME.json, which has the numbers of both."""
+def verdict(content: dict[str, Any]) -> str:
+    """The comparison's verdict; one sentence for all recipes where no difference is larger than chance makes them."""
+    spread, rows = content["band"]["spread"], [r for r in content["recipes"] if r["recipe"] != BASELINE]
+    if any(abs(difference) > spread for row in rows for difference in row["differences"]):
+        return content["verdict"]
+    said = (
+        f"No recipe is further from {BASELINE} than {BASELINE}'s own {len(content['seeds'])} seeds are from each other"
+        f" ({spread:.4f} nats), which is a rough measure of chance."
+    )
+    for word, sign in (("Worse", 1), ("Better", -1)):
+        names = [row["recipe"] for row in rows if all(sign * d > 0 for d in row["differences"])]
+        said += f" {word} with every seed: {', '.join(names)}." if names else ""
+    return f"{said} On a CPU FP8 is emulated: these speeds say nothing about a GPU."
+
+
+def shown(content: dict[str, Any], name: str, record: dict[str, Any], heading: str) -> str:
+    """What docs/NAME.md says of a comparison that was made where `record` tells."""
     page, seeds = PAGES[name], ",".join(map(str, content["seeds"]))
     which = "" if name == "recipes" else f"--page {name} "
-    record = {**environment(["megatron-core"]), "threads": 1, "measured": "wall time, one thread a rank"}
-    text = (
-        f"# {page.title}\n\n"
+    return (
+        f"{heading} {page.title}\n\n"
         f"`{content['config']}`, {content['iterations']} iterations, {content['ranks']} CPU ranks ({page.ranks}), the"
         f" same data for every run, and for each seed the same weights and order. Validation loss in nats a byte; the"
         f" bigram entropy of the data is {content['bigram_entropy']:.4f}, which a model must beat to have learned more"
         f" than pairs of bytes. {page.layers}\n\n"
-        f"{as_table(content)}\n\n{content['verdict']}\n\n![loss by iteration]({name}.png)\n\n"
+        f"{as_table(content)}\n\n{verdict(content)}\n\n![loss by iteration]({name}.png)\n\n"
         f"Made by `python -m benchmarks.recipes {which}--write --seeds {seeds}`: {describe(record)}. The"
-        f" numbers are in benchmarks/results/{name}.json, the columns in [compare.md](compare.md). Another run of"
-        f" the same command on the same machine gives the same losses to the last bit"
-        f"{page.about_speed}.\n\n{page.section()}"
-    )
-    (ROOT / "docs" / f"{name}.md").write_text(f"{text.rstrip()}\n")
+        f" columns are explained in [compare.md](compare.md). Another run on the same machine gives the same losses to"
+        f" the last bit{page.about_speed}.\n\n{page.section()}"
+    ).rstrip()
+
+
+def write(content: dict[str, Any], out: Path, name: str) -> None:
+    """docs/NAME.md, docs/NAME.png and benchmarks/results/NAME.json, which has the numbers of both."""
+    record = {**environment(["megatron-core"]), "threads": 1, "measured": "wall time, one thread a rank"}
+    path = ROOT / "docs" / f"{name}.md"
+    if BEGIN in path.read_text(encoding="utf-8"):
+        put_between(path, BEGIN, END, shown(content, name, record, "##"))
+    else:
+        path.write_text(f"{shown(content, name, record, '#')}\n", encoding="utf-8")
     shutil.copyfile(out / "compare.png", ROOT / "docs" / f"{name}.png")
     results = {"environment": record, "results": content}
     (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -25,7 +25,7 @@ The numbers behind FP8, computed by this package's own casts, scales and recipes
   recipes     one tensor with outliers, quantised with a scale for the tensor, a row, a block, an MX block
   delayed     delayed scaling on tensors whose size stays, grows or jumps: saturation and noise
 
-E2M1 is there to compare with; nothing here trains in it. What the numbers mean: docs/formats.md.
+E2M1 is there to compare with; nothing here trains in it. What the numbers mean: docs/recipes.md.
 """
 
 _TITLES = {

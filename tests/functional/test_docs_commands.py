@@ -95,7 +95,7 @@ def test_commands_run(tmp_path):
         "README.md",
         "docs/doctor.md",
         "docs/estimates.md",
-        "docs/formats.md",
+        "docs/recipes.md",
         "docs/inference.md",
     } <= pages
 

@@ -15,7 +15,7 @@ from tests.support.command import ROOT
 def build_site(folder: Path) -> None:
     """AssertionError with what mkdocs said, if it warned or asked for a network. Skips where its tools are too old."""
     if sys.version_info < (3, 11):
-        pytest.skip("the site is built with Python 3.11 or newer (docs/compatibility.md)")
+        pytest.skip("the site is built with Python 3.11 or newer (docs/installation.md)")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):

@@ -99,7 +99,7 @@ def cpu_product(generation: Generation) -> str:
 def _emulated(cell: Cell, recipe: Recipe, generation: Generation) -> Cell:
     if generation.is_cpu:
         reason = emulated.supports(torch.device("cpu"), recipe)
-        return _refused(cell, reason, None, note=cpu_product(generation), source="docs/compatibility.md")
+        return _refused(cell, reason, None, note=cpu_product(generation), source="docs/installation.md")
     cell = _refused(cell, emulated.supports(torch.device("cuda"), recipe), None, source="docs/backends.md")
     return replace(cell, known="not known", source=None) if generation.architecture else cell
 

@@ -197,7 +197,7 @@ RULES: tuple[Rule, ...] = (
             "Python 3.14 and newer with megatron-core",
             "megatron-core has no wheels for it",
             "Python 3.10 to 3.13 for training; convert_to_fp8 works without it",
-            "docs/compatibility.md",
+            "docs/installation.md",
         ),
     ),
     (
@@ -242,7 +242,7 @@ RULES: tuple[Rule, ...] = (
             "Triton 3.6's interpreter with NumPy 2.4",
             "interpreted kernels fail; compiled ones are not concerned",
             "unset TRITON_INTERPRET, or pip install 'numpy<2.4'",
-            "docs/compatibility.md",
+            "docs/installation.md",
         ),
     ),
     (
@@ -251,7 +251,7 @@ RULES: tuple[Rule, ...] = (
             "torch 2.8 and 2.11 with torch.compile",
             "a converted model has to have run once before torch.compile traces it",
             "run it once before, or torch 2.13",
-            "docs/compatibility.md",
+            "docs/installation.md",
         ),
     ),
     (

@@ -105,4 +105,4 @@ def test_help_teaches(capsys):
         formats("--help")
     assert left.value.code == 0 and "formats" in COMMANDS and "  formats " in USAGE
     said = capsys.readouterr().out
-    assert all(word in said for word in ("--csv", "magnitudes", "docs/formats.md"))
+    assert all(word in said for word in ("--csv", "magnitudes", "docs/recipes.md"))

@@ -206,7 +206,7 @@ def test_every_start_says_what_will_be_slow(tensor_cores, capsys, monkeypatch):
     ids=["RTX 40", "H100, CUDA before 12.9", "H100", "B200"],
 )  # fmt: skip
 def test_whose_products_of_blocks_are_this_packages(capability, torch_has_blocks, pow2, float32, gradients):
-    """Those of experts are one launch, and no others: the table in docs/megatron.md."""
+    """Those of experts are one launch, and no others, as docs/megatron.md has it."""
 
     def refusal(request):
         lacking = "blocks begin with CUDA 12.9" if "block" in request.mode.name.lower() else None
