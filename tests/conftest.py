@@ -110,7 +110,8 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_open_dataloader() -> Iterator[None]:
-    """A Trainer that stops at max_steps leaves its data open for all Accelerators of the process: at its end they step."""
+    """A Trainer that stops at max_steps leaves its data open for every Accelerator of the process, which then steps
+    without accumulation."""
     yield
     if accelerate := sys.modules.get("accelerate.state"):
         accelerate.GradientState().dataloader_references = [None]
