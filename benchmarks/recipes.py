@@ -56,8 +56,8 @@ PAGES = {
         "examples/configs/tiny_moe_cpu.yaml",
         "blockwise,mxfp8,tensorwise",
         "expert parallel",
-        "Grouped experts and a shared one, latent attention, multi-token prediction ([megatron.md](megatron.md)), in E4M3 in"
-        " all layers.",
+        "Grouped experts and a shared one, latent attention, multi-token prediction ([megatron.md](megatron.md)), in E4M3"
+        " in all layers.",
         str,
         "; other programs ran beside it, so its speeds say nothing",
     ),

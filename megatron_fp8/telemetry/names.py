@@ -127,9 +127,7 @@ STATISTICS = (
         OURS,
         "codes",
     ),
-    Statistic(
-        "nonfinite", "How many values are NaN or Inf.", OURS, "values"
-    ),
+    Statistic("nonfinite", "How many values are NaN or Inf.", OURS, "values"),
 )
 """Every statistic there is."""
 

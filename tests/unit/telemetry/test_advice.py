@@ -243,5 +243,8 @@ OTHERS = ("not finite", "the loss rose first", "gradient spikes", "gradients los
 
 def row(rule):
     tensors = () if len(rule.tensors) == 3 else rule.tensors
-    where = ", ".join([*tensors, *rule.recipes, *(f"{name.upper()} codes" for name in rule.formats)]) or "everywhere"
+    where = (
+        ", ".join([*tensors, *rule.recipes, *(f"{name.upper()} codes" for name in rule.formats)])
+        or "everywhere"
+    )
     return f"| {rule.name} | `{rule.statistic}` {'<' if rule.below else '>'} {rule.limit:g} | {where} |"
