@@ -57,11 +57,10 @@ PAGES = {
         "examples/configs/tiny_moe_cpu.yaml",
         "blockwise,mxfp8,tensorwise",
         "expert parallel",
-        "Experts in one call, a shared one, latent attention, multi-token prediction, routing by sigmoid scores within"
-        " groups, a bias of each expert, a router in float32 ([megatron.md](megatron.md)). E4M3 everywhere, in all"
-        " layers, as in the config. A name has an expert's number in the whole model, whichever rank has it.",
+        "Grouped experts and a shared one, latent attention, multi-token prediction ([megatron.md](megatron.md)), in E4M3"
+        " in all layers.",
         str,
-        "; other programs ran beside it, so its speeds say nothing at all",
+        "; other programs ran beside it, so its speeds say nothing",
     ),
 }
 

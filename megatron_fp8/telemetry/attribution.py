@@ -46,6 +46,8 @@ class Finding:
     """What a site, or one of its GEMMs or operands, costs in FP8, all else in high precision.
 
     Attributes:
+        site, gemm, role: what is in FP8 alone: the site, or one GEMM (fprop, dgrad, wgrad) or one operand (input, weight,
+            grad_output) of it, else None.
         loss_change, loss_spread: mean over batches, and what chance may add to it.
         gradient_error, cosine: of all parameters together, against the gradient in high precision.
         bias: the error of the mean over batches.

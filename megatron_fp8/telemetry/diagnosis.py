@@ -24,8 +24,7 @@ class Diagnosis:
     """What was found.
 
     Attributes:
-        ranking: worst first: sites, and GEMMs and operands of the worst; ``.site``, ``.gemm`` or ``.role`` or None,
-            ``.loss_change``, ``.gradient_error``, ``.stands_out`` and more.
+        ranking: findings, worst first: sites, and GEMMs and operands of the worst.
         overrides: for Fp8Config(overrides=...) and ``fp8_overrides``; empty where nothing stands out.
         verdict: the same in words.
         clean: nothing stands out, in no batch is the plan far off, and that could be measured.

@@ -71,34 +71,34 @@ class Statistic:
 STATISTICS = (
     Statistic("min", "The smallest value.", TE, "values"),
     Statistic("max", "The largest value.", TE, "values"),
-    Statistic("mean", "The sum of the values, divided by how many there are.", TE, "values"),
+    Statistic("mean", "The sum of the values over their number.", TE, "values"),
     Statistic(
         "std",
-        "The standard deviation of all values together, with n - 1 for n.",
+        "The standard deviation of all values, with n - 1.",
         TE,
         "values",
-        "of several micro-batches or ranks TE mixes variances with n and with n - 1",
+        "TE mixes n and n - 1 over microbatches and ranks",
     ),
     Statistic("l1_norm", "The sum of the magnitudes.", TE, "values"),
     Statistic("l2_norm", "The square root of the sum of the squares.", TE, "values"),
     Statistic("cur_amax", "The largest magnitude.", TE, "values"),
     Statistic(
         "dynamic_range",
-        "log2 of the largest magnitude less log2 of the smallest that is not zero.",
+        "log2 of the largest magnitude over the smallest that is not zero.",
         TE,
         "values",
-        "of a tensor of zeros TE has Inf, here it is left out",
+        "Inf for zeros, here left out",
     ),
     Statistic(
         "max_blockwise_dynamic_range",
-        "The dynamic range of that block which has the largest; 0 where all blocks are zeros.",
+        "The largest dynamic range of a block; 0 where all are zeros.",
         TE,
         "values",
-        "blocks end with the row and are filled up with zeros, TE refuses tensors that blocks do not divide",
+        "TE refuses tensors that blocks do not divide, here zeros fill the last block of a row",
     ),
     Statistic(
         "kurtosis",
-        "The fourth central moment divided by the square of the second (both with n); 3 for a normal distribution.",
+        "The fourth central moment over the square of the second (both with n); 3 for a normal distribution.",
         OURS,
         "values",
     ),
@@ -107,29 +107,27 @@ STATISTICS = (
     ),
     Statistic(
         "overflows%",
-        "Values strictly beyond the largest that their scale can hold, in percent of all: they saturated.",
+        "Values strictly beyond the largest that their scale can hold, in percent of all.",
         TE,
         "codes",
-        "TE has it for delayed scaling only; here what is beyond by the scale's own rounding (2^-21) does not count",
+        "delayed scaling only; here what the scale's rounding puts beyond (2^-21) does not count",
     ),
     Statistic("scale_inv_min", "The smallest scale that codes are multiplied by.", TE, "codes"),
     Statistic("scale_inv_max", "The largest scale that codes are multiplied by.", TE, "codes"),
     Statistic(
         "mse",
-        "The mean square of what the codes stand for less the values.",
+        "The mean squared error of the values that the codes stand for.",
         TE,
         "codes",
-        "TE rounds what the codes stand for to the tensor's dtype first",
+        "rounded to the tensor's dtype first",
     ),
     Statistic(
         "sqnr_db",
-        "10 log10 of the sum of the squared values over the sum of the squared errors; left out where no error is.",
+        "10 log10 of the squared values' sum over the squared errors' sum.",
         OURS,
         "codes",
     ),
-    Statistic(
-        "nonfinite", "How many values are NaN or Inf; they are left out of all other figures.", OURS, "values"
-    ),
+    Statistic("nonfinite", "How many values are NaN or Inf.", OURS, "values"),
 )
 """Every statistic there is."""
 
