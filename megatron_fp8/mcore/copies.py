@@ -1,8 +1,8 @@
-"""Copies a model: for moving averages, and for the reference model of a preference loss.
+"""Copies of a model: moving averages, and references of preference losses.
 
-``copy.deepcopy`` of a Megatron-Core model raises TypeError, in BF16 too: its modules hold process groups, and expert
-dispatchers hold results of the last forward. Here copies share the groups and clone those results. A copy has its own
-FP8 state, which starts with the model's histories, iteration and guard moves.
+``copy.deepcopy`` of a Megatron-Core model raises TypeError, in BF16 too: its modules hold process groups, and experts'
+dispatchers what the last forward computed. Here groups are shared, and results of computations are copied as values.
+A copy has FP8 state of its own, which begins with the model's histories, its iteration and its guard's moves.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ T = TypeVar("T", torch.nn.Module, list[torch.nn.Module])
 
 
 def copy_model(model: T) -> T:
-    """Returns a copy of a model in the same layout, with its own memory. Call it between two iterations.
+    """A copy of a model in the same layout, with memory of its own; between two iterations.
 
     Args:
-        model: a GPTModel or Float16Module, not in DistributedDataParallel, whose buffers belong to an optimizer. For
-            a virtual pipeline: the list of this rank's chunks, which share their FP8 state.
+        model: as GPTModel or Float16Module has it, not in DistributedDataParallel, whose buffers belong to an optimizer;
+            of a virtual pipeline the list of this rank's chunks, whose FP8 state is one.
 
-    The copy's parameters have no gradients, but the flags that Megatron-Core sets on parameters
-    (tensor_model_parallel, ...). Collective with FP8.
-
-    Raises ValueError for a model in DistributedDataParallel, for one chunk of several, or if FP8 cannot run as the
-    config asks.
+    Its parameters have no gradients; they have the flags that Megatron-Core set on them (tensor_model_parallel, ...).
+    Collective where FP8 is. Raises ValueError for a model in DistributedDataParallel, for one chunk of several, or if FP8
+    cannot run as the config asks.
     """
     chunks: list[Any] = model if isinstance(model, list) else [model]
     whole = [unwrap(chunk) for chunk in chunks]
@@ -44,7 +42,7 @@ def copy_model(model: T) -> T:
     if len(chunks) < stages:
         raise ValueError(
             f"{len(chunks)} of {stages} chunks of a virtual pipeline cannot be copied alone, since they share their FP8"
-            " state: give copy_model the list of all chunks of this rank"
+            " state: copy_model takes the list of all of this rank's"
         )
     if any(hasattr(param, "main_grad") for chunk in chunks for param in chunk.parameters()):
         raise ValueError(
@@ -52,34 +50,34 @@ def copy_model(model: T) -> T:
             " another one from a copy of the config and load its state_dict."
         )
     saved = fp8_state_dict(whole) if config.fp8 else None
-    memo = {id(result): _replacement(result) for result in _uncopyable(chunks)}
+    memo = {id(found): _instead(found) for found in _held(chunks)}
     copied: Any = copy.deepcopy(chunks, memo)
-    for original, duplicate in zip(_parameters(chunks), _parameters(copied), strict=True):
-        for name, value in vars(original).items():
-            if isinstance(value, bool | int | float | str):  # flags only: no master weight, no gradient buffer
-                vars(duplicate).setdefault(name, value)
+    for theirs, mine in zip(_parameters(chunks), _parameters(copied), strict=True):
+        for name, value in vars(theirs).items():
+            if isinstance(value, bool | int | float | str):  # not its master, nor its gradient's buffer
+                vars(mine).setdefault(name, value)
     if saved is not None:
         _take_over(whole, [unwrap(chunk) for chunk in copied], saved)
-    result: T = copied if isinstance(model, list) else copied[0]
-    return result
+    found: T = copied if isinstance(model, list) else copied[0]
+    return found
 
 
 def _parameters(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
     return [param for chunk in chunks for param in chunk.parameters()]
 
 
-def _replacement(value: Any) -> Any:
-    """Returns a copied tensor's clone; a process group itself, since groups are shared."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+def _instead(held: Any) -> Any:
+    """What a copy has in the place of what cannot be copied."""
+    return held.detach().clone() if isinstance(held, torch.Tensor) else held
 
 
-def _uncopyable(chunks: list[torch.nn.Module]) -> Iterator[Any]:
-    """Yields the process groups and the tensors with a grad_fn that the model's modules refer to."""
+def _held(chunks: list[torch.nn.Module]) -> Iterator[Any]:
+    """Process groups, and results of computations that have a gradient's graph, wherever a model's modules keep them."""
     seen: set[int] = set()
     waiting: list[Any] = [*chunks]
     while waiting:
         value = waiting.pop()
-        if id(value) in seen or isinstance(value, type | ModuleType):  # a Python module refers to everything
+        if id(value) in seen or isinstance(value, type | ModuleType):  # a module leads to all others
             continue
         seen.add(id(value))
         if isinstance(value, dist.ProcessGroup):
@@ -88,7 +86,7 @@ def _uncopyable(chunks: list[torch.nn.Module]) -> Iterator[Any]:
             if value.grad_fn is not None:
                 yield value
         elif isinstance(value, dict):
-            waiting += dict.values(value)  # a lazy dict loads on lookup: read only the values it has
+            waiting += dict.values(value)  # of one that loads what it is asked for, what it has
         elif isinstance(value, list | tuple | set):
             waiting += value
         elif not callable(value) or isinstance(value, torch.nn.Module):
@@ -96,7 +94,7 @@ def _uncopyable(chunks: list[torch.nn.Module]) -> Iterator[Any]:
 
 
 def _take_over(chunks: list[Any], copied: list[Any], saved: dict[str, torch.Tensor]) -> None:
-    """Gives the copies their sites, their FP8 state and their FP8 parameters' quantizers."""
+    """Give the copies their sites, and what the model remembers."""
     before, after = runtime_of(chunks[0].config), runtime_of(copied[0].config)
     assert before is not after, "a copy has FP8 state of its own"
     prepare(copied)
