@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["install", "is_installed", "print_plan", "site_report", "uninstall"]
 
-# Importing Megatron-Core prints these warnings on every machine without apex and Transformer Engine. This package uses neither.
+# Megatron-Core's import warns so on every machine without apex and Transformer Engine, and this package needs neither.
 warnings.filterwarnings(
     "ignore", "(Transformer Engine and )?Apex (is|are) not installed", module=r"megatron\.core\."
 )

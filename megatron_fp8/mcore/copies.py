@@ -52,11 +52,11 @@ def copy_model(model: T) -> T:
             " another one from a copy of the config and load its state_dict."
         )
     saved = fp8_state_dict(whole) if config.fp8 else None
-    memo = {id(result): _replacement(result) for result in _uncopyable(chunks)}
+    memo = {id(value): _replacement(value) for value in _uncopyable(chunks)}
     copied: Any = copy.deepcopy(chunks, memo)
     for original, duplicate in zip(_parameters(chunks), _parameters(copied), strict=True):
         for name, value in vars(original).items():
-            if isinstance(value, bool | int | float | str):  # flags only: no master weight, no gradient buffer
+            if isinstance(value, bool | int | float | str):  # flags, no master, no buffer
                 vars(duplicate).setdefault(name, value)
     if saved is not None:
         _take_over(whole, [unwrap(chunk) for chunk in copied], saved)
