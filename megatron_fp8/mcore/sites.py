@@ -1,4 +1,4 @@
-"""Resolves the GEMM site of each linear from the config and its place in the model.
+"""Resolves each linear's GEMM site from the config and the linear's name.
 
 ``prepare`` gives every FP8 linear of the model chunks its fully qualified name, with global layer numbers, resolves
 its plan and allocates its slots. Megatron's schedules call it through ``set_is_first_microbatch``, before the first
