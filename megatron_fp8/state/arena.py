@@ -142,7 +142,7 @@ class Arena:
         (CPU).
 
         amax_history[0] is the running amax of an unfinished iteration, the last entry is the latest iteration's. No
-        value goes to the host, except warm.
+        host sync.
         """
         assert slot.delayed is not None
         histories = self._histories[slot.delayed, slot.fmt.name]
