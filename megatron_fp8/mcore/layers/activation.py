@@ -1,11 +1,11 @@
-"""SwiGLU that keeps its input for backward in scaled FP8 (``activation_func_fp8_input_store``).
+"""SwiGLU that saves its input for backward in scaled FP8 (``activation_func_fp8_input_store``).
 
-Megatron-Core's version stores ``input.to(float8_e4m3fn)`` without a scale: values under 2^-10 vanish. Here blocks of
-1x128 carry a power-of-two scale each: one byte a value and 3 % for scales.
+Megatron-Core's version stores ``input.to(float8_e4m3fn)`` without a scale: values under 2^-10 become zero. Here each
+1x128 block has a power-of-two scale: one byte a value and 3 % for scales.
 
-On GPUs, between two linears that make codes by kernels (fusion.py), SwiGLU writes neither its result nor its gradient:
-both are DeferredTensors, computed by the linears' kernels in float32 with one rounding, whether the input is stored or
-kept.
+On GPUs, between two linears that make codes by kernels (fusion.py), SwiGLU writes neither its result nor its
+gradient: both are DeferredTensors, which the linears' kernels compute in float32 with one rounding, whether the input
+is saved in FP8 or not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STORE = Rule(E4M3, BLOCK_1X128, "pow2")
 
 
 class _SwiGLU(torch.autograd.Function):
-    """y = silu(gate) * up * weights, with [gate, up] the halves of x's last dimension; float32 inside.
+    """y = silu(gate) * up * weights, with [gate, up] the halves of x's last dimension; computed in float32.
 
     x [tokens, 2 n], weights [tokens, 1] (a router's probabilities) or None; y [tokens, n] in x's dtype.
     """
@@ -59,9 +59,9 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _UnwrittenSwiGLU(torch.autograd.Function):
-    """_SwiGLU of x [..., 2 n] whose result [..., n] and, where ``deferred_grad``, gradient are DeferredTensor.
+    """_SwiGLU of x [..., 2 n] whose result [..., n] and, with ``deferred_grad``, gradient are DeferredTensors.
 
-    ``store`` keeps x for backward in scaled FP8.
+    ``store`` saves x for backward in scaled FP8.
     """
 
     @staticmethod
@@ -86,11 +86,11 @@ class _UnwrittenSwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         from ...kernels.swiglu_quantize import SwigluGradient, swiglu_weight_grad  # loads Triton
 
-        weights, *kept = given_back(ctx, "SwiGLU")
+        weights, *saved = given_back(ctx, "SwiGLU")
         dy = written(grad_output).reshape(-1, ctx.x_shape[-1] // 2)  # [tokens, n]
-        x = kept[0].reshape(-1, ctx.x_shape[-1])
+        x = saved[0].reshape(-1, ctx.x_shape[-1])
         if ctx.store:  # a code times a power of two is exact in 16 bits too
-            x = QuantizedSide(x, kept[1], BLOCK_1X128, True).dequantize(dy.dtype)
+            x = QuantizedSide(x, saved[1], BLOCK_1X128, True).dequantize(dy.dtype)
         dx = DeferredTensor(SwigluGradient(dy, x, weights), ctx.x_shape)
         dweights = None
         if weights is not None and ctx.needs_input_grad[1]:
@@ -99,7 +99,7 @@ class _UnwrittenSwiGLU(torch.autograd.Function):
 
 
 def _deferred(x: torch.Tensor, weights: torch.Tensor | None, store: bool) -> torch.Tensor | None:
-    """SwiGLU inside an MLP whose second linear makes codes of the result; None elsewhere."""
+    """SwiGLU in an MLP whose second linear makes codes of the result; returns None elsewhere."""
     mlp = fusion.running_mlp()
     if mlp is None or not mlp.linear_fc2.makes_codes_of("input"):
         return None
@@ -113,7 +113,7 @@ def _stored(x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | 
 
 
 def store_swiglu_input_in_fp8(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Megatron's bias_swiglu_impl: deferred between FP8 linears, and with the scaled store where it is asked for."""
+    """Wraps Megatron's bias_swiglu_impl: deferred between FP8 linears, and with the scaled store if requested."""
 
     def bias_swiglu_impl(
         input: torch.Tensor,
