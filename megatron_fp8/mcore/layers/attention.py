@@ -178,13 +178,11 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """
     if not (torch.compiler.is_compiling() or is_watched(q)) and one_query.takes(q, k, v):
         return one_query.attend(q[0], k, v, scale).unsqueeze(0)
-    compute_dtype = torch.promote_types(q.dtype, torch.float32)
+    wide = torch.promote_types(q.dtype, torch.float32)
     outputs = []
     for i in range(q.shape[1]):
-        keys, values = (
-            x[:, i].transpose(0, 1).contiguous().to(compute_dtype) for x in (k, v)
-        )  # [groups, sk, d]
-        queries = q[0, i].to(compute_dtype).reshape(len(keys), -1, q.shape[-1])  # [groups, heads / groups, d]
+        keys, values = (x[:, i].transpose(0, 1).contiguous().to(wide) for x in (k, v))  # [groups, sk, d]
+        queries = q[0, i].to(wide).reshape(len(keys), -1, q.shape[-1])  # [groups, heads / groups, d]
         weights = (queries @ keys.transpose(1, 2) * scale).softmax(-1)
         outputs.append((weights @ values).flatten(0, 1))  # [heads, dv]
     return torch.stack(outputs).to(q.dtype).unsqueeze(0)
@@ -206,7 +204,7 @@ def _packed(
     assert of_q is not None and of_k is not None, "packed sequences say where they end"
     queries, keys = _sequences(of_q, padded_q, len(q)), _sequences(of_k, padded_k, len(k))
     for (start, length, room), (key_start, key_length, _) in zip(queries, keys, strict=True):
-        sequence_q, sequence_k, sequence_v = (
+        q_i, k_i, v_i = (
             x.unsqueeze(1)
             for x in (
                 q[start : start + length],
@@ -214,11 +212,7 @@ def _packed(
                 v[key_start : key_start + key_length],
             )
         )
-        parts.append(
-            _sdpa(
-                sequence_q, sequence_k, sequence_v, scale, **_causal_mask(sequence_q, sequence_k, causal)
-            ).squeeze(1)
-        )
+        parts.append(_sdpa(q_i, k_i, v_i, scale, **_causal_mask(q_i, k_i, causal)).squeeze(1))
         parts.append(q.new_zeros(room - length, q.shape[1], v.shape[-1]))
     return torch.cat(parts)
 

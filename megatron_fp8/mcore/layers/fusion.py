@@ -40,12 +40,7 @@ def connect(layer: Any) -> None:
         (layer.input_layernorm, getattr(layer.self_attention, "linear_qkv", None)),
         (layer.pre_mlp_layernorm, getattr(layer.mlp, "linear_fc1", None)),
     ):
-        if (
-            isinstance(norm, Norm)
-            and norm.kind == "RMSNorm"
-            and reader is not None
-            and _has_codes_interface(reader)
-        ):
+        if isinstance(norm, Norm) and norm.kind == "RMSNorm" and reader is not None and _is_ours(reader):
             norm.reader_takes_codes = functools.partial(reader.makes_codes_of, "input")
 
 
@@ -58,14 +53,10 @@ def running_mlp() -> Any:
 def computes_activation(mlp: Any) -> bool:
     """Whether an MLP called now defers its activation to its second linear's kernels, where they exist."""
     reader = mlp.linear_fc2
-    return (
-        _has_codes_interface(reader)
-        and reader.makes_codes_of("input")
-        and _has_codes_interface(mlp.linear_fc1)
-    )
+    return _is_ours(reader) and reader.makes_codes_of("input") and _is_ours(mlp.linear_fc1)
 
 
-def _has_codes_interface(linear: Any) -> bool:
+def _is_ours(linear: Any) -> bool:
     return hasattr(linear, "makes_codes_of")
 
 
@@ -87,9 +78,7 @@ def known_to_activation(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # not in compiled code: the compiler fuses by itself
             return original(self, *args, **kwargs)
-        token = _mlp.set(
-            self if _has_codes_interface(self.linear_fc1) and _has_codes_interface(self.linear_fc2) else None
-        )
+        token = _mlp.set(self if _is_ours(self.linear_fc1) and _is_ours(self.linear_fc2) else None)
         try:
             return original(self, *args, **kwargs)
         finally:
