@@ -1,8 +1,8 @@
 """The table of all TransformerConfig fields: rules, and their effect here.
 
-A field works (and `where` is the file that reads it), works only together with another one, has no effect (which is
-said when it is set), or cannot be had (which is an error when it is set). mcore/config/fields.py reads the table; a
-test holds it against the dataclass, and fields.py refuses what is set and does not stand here.
+A field has its effect (`where` is the file that reads it), has it only together with another field, has no effect
+(setting it gives a warning), or is unavailable (setting it is an error). mcore/config/fields.py reads the table. A
+test compares it with the dataclass, and fields.py refuses a set field that is not in it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .rules import (
 )
 from .values import DTYPE, FUNCTION, LAYOUT, PATTERN, RECIPE, SCOPE
 
-_HALF = 65504.0  # float16's largest number: torch raises for a larger one where it computes in float16
+_HALF = 65504.0  # float16's largest number: torch raises for a larger one if it computes in float16
 _CP_COMM = one_of("p2p", "all_gather", "a2a", "a2a+p2p")
 _OWN_GRAPHS = (
     "Megatron-Core's CUDA graphs update FP8 through Transformer Engine, and a replay would skip the host's part of an"
@@ -49,7 +49,7 @@ _ATTENTION_IN_BF16 = (
 )
 _LOCAL = "the layers here are Megatron-Core's own with this package's GEMMs"
 
-# Where fields are read, under megatron/core unless it says megatron_fp8.
+# Files that read fields, under megatron/core unless they begin with megatron_fp8.
 _BLOCK, _LAYER = "transformer/transformer_block", "transformer/transformer_layer"
 _ATTENTION, _SDPA, _MLP = "transformer/attention", "transformer/dot_product_attention", "transformer/mlp"
 _ROUTER, _EXPERTS, _MOE = "transformer/moe/router", "transformer/moe/experts", "transformer/moe/moe_layer"
@@ -59,7 +59,7 @@ _OURS = "megatron_fp8/mcore/config/checks"
 
 _TE_OVERLAP = "an overlap of tensor parallel communication inside Transformer Engine's linears"
 _FOR_MOE = ("num_moe_experts",)
-_LATENT = "multi_latent_attention"  # it turns heads by its own fields, and has its own sizes and scale
+_LATENT = "multi_latent_attention"  # it has its own fields for rotary positions, sizes and scale
 
 FIELDS: dict[str, Field] = {
     # ---- sizes
@@ -393,4 +393,4 @@ OWN_RULES: dict[str, Rule] = {
     "fp8_guard": either(FLAG, one_of(*LADDERS)),
     "fp8_guard_patience": integer(1, 2**31 - 1, "iterations in a row"),
 }
-"""This package's own fields, as far as one value decides."""
+"""Rules for this package's own fields, as far as they concern one value."""
