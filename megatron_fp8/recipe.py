@@ -256,7 +256,7 @@ class MXFP8BlockScaling(Recipe):
 RoleFactory = Callable[[str], Rule | Recipe | None]
 
 
-def _takes_one(function: Callable[..., Any]) -> bool:
+def _accepts_one_argument(function: Callable[..., Any]) -> bool:
     """Whether it can be called with one argument; True if Python cannot tell (functions written in C)."""
     try:
         inspect.signature(function).bind("input")
@@ -281,7 +281,7 @@ class CustomRecipe(Recipe):
     qfactory: RoleFactory
 
     def __post_init__(self) -> None:
-        if not callable(self.qfactory) or not _takes_one(self.qfactory):
+        if not callable(self.qfactory) or not _accepts_one_argument(self.qfactory):
             trouble = "does not take one argument" if callable(self.qfactory) else "is not callable"
             raise ValueError(
                 f"CustomRecipe qfactory {self.qfactory!r} {trouble}: give a function of the role ('input', 'weight' or"

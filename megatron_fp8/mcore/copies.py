@@ -59,7 +59,7 @@ def copy_model(model: T) -> T:
             if isinstance(value, bool | int | float | str):  # flags, no master, no buffer
                 vars(duplicate).setdefault(name, value)
     if saved is not None:
-        _take_over(whole, [unwrap(chunk) for chunk in copied], saved)
+        _transfer_state(whole, [unwrap(chunk) for chunk in copied], saved)
     result: T = copied if isinstance(model, list) else copied[0]
     return result
 
@@ -95,7 +95,7 @@ def _uncopyable(chunks: list[torch.nn.Module]) -> Iterator[Any]:
             pending.append(getattr(value, "__dict__", {}))
 
 
-def _take_over(chunks: list[Any], copied: list[Any], saved: dict[str, torch.Tensor]) -> None:
+def _transfer_state(chunks: list[Any], copied: list[Any], saved: dict[str, torch.Tensor]) -> None:
     """Gives the copies their sites, their FP8 state and their FP8 parameters' quantizers."""
     before, after = runtime_of(chunks[0].config), runtime_of(copied[0].config)
     assert before is not after, "a copy has FP8 state of its own"
@@ -106,6 +106,6 @@ def _take_over(chunks: list[Any], copied: list[Any], saved: dict[str, torch.Tens
             quantizer = linear.fp8_site.quantizers["weight"]
             prepared = isinstance(linear.weight.quantizer, FittedQuantizer)
             linear.weight.quantised_by(replaced_by(quantizer) if prepared else quantizer)
-    for theirs, mine in zip(chunks, copied, strict=True):
-        if theirs in before.fp8_params:
-            after.fp8_params.add(mine)
+    for original, duplicate in zip(chunks, copied, strict=True):
+        if original in before.fp8_params:
+            after.fp8_params.add(duplicate)

@@ -32,7 +32,7 @@ def _is_te(kind: type) -> bool:
 
 def foreign_linears(model: Any) -> dict[str, str]:
     """Returns the model's layer linears that are no FP8 sites: name -> description and remedy."""
-    kinds = {kind: what for kind in set(map(type, model.modules())) if (what := _foreign(kind)) is not None}
+    kinds = {kind: what for kind in set(map(type, model.modules())) if (what := _describe(kind)) is not None}
     found = {
         name: kinds[type(module)]
         for name, module in model.named_modules()
@@ -72,7 +72,7 @@ def require_mtp_block(model: Any) -> None:
         )
 
 
-def _foreign(kind: type) -> str | None:
+def _describe(kind: type) -> str | None:
     """Returns the description and remedy if modules of this class are linears outside the plan, else None."""
     if hasattr(kind, "bind_fp8_site"):
         return None

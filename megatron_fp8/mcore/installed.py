@@ -96,7 +96,7 @@ def patches() -> list[Patch]:
         Patch(
             "megatron.core.tensor_parallel.random",
             "checkpoint",
-            _returning_no_parameter,
+            _alias_returned_parameters,
             "recompute_modules=['mlp'] with biases returns a bias from the region: endless recursion",
             wrap=True,
             everywhere=True,
@@ -104,7 +104,7 @@ def patches() -> list[Patch]:
         Patch(
             "megatron.core.tensor_parallel.mappings",
             "reduce_from_tensor_model_parallel_region",
-            _returning_no_view,
+            _return_no_view,
             "experts with biases add them in place to its output, which autograd forbids for the view that it is",
             wrap=True,
             everywhere=True,
@@ -112,7 +112,7 @@ def patches() -> list[Patch]:
         Patch(
             "megatron.core.fp8_utils",
             "prepare_model_for_fp8_inference",
-            _preparing_our_layers,
+            _dispatch_prepare_for_inference,
             "it knows Transformer Engine's linears only, and without Transformer Engine it raises",
             wrap=True,
             everywhere=True,
@@ -121,7 +121,7 @@ def patches() -> list[Patch]:
     return found if has_te() else found + _without_te()
 
 
-def _preparing_our_layers(megatrons: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _dispatch_prepare_for_inference(megatrons: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wraps Megatron-Core's function for Transformer Engine models; all other models get this package's."""
     from .. import fp8_utils
     from ..inference.calibration import fp8_modules
@@ -183,7 +183,7 @@ def _null_context(**kwargs: Any) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _returning_no_parameter(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+def _alias_returned_parameters(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps Megatron-Core's activation checkpoint for functions that also return a parameter (an MLP: its bias).
 
     An autograd function that returns a parameter makes it its own output: recomputing the region would differentiate
@@ -201,7 +201,7 @@ def _returning_no_parameter(checkpoint: Callable[..., Any]) -> Callable[..., Any
     return safe
 
 
-def _returning_no_view(reduce: Callable[..., Any]) -> Callable[..., Any]:
+def _return_no_view(reduce: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the all-reduce: its result may be changed in place, since autograd sees a new tensor with the same
     memory."""
 

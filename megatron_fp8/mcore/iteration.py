@@ -51,7 +51,7 @@ def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
     state.finish_iteration()
     if config.fp8:
         _announce_switch(state, "FP16" if config.fp16 else "BF16")
-    counts = _finished(config, state)
+    counts = _final_counts(config, state)
     if config.fp8:
         move_ill_sites(model_chunks, state, partial=_groups_are_partial(config))
     return counts
@@ -69,10 +69,10 @@ class CapturedIteration(CapturedStep):
     def replayed(self) -> IterationCounts:
         """As CapturedStep's. Collective over all ranks where a reduction group does not have all of them."""
         super().replayed()
-        return _finished(self._config, self._state)
+        return _final_counts(self._config, self._state)
 
 
-def _finished(config: Any, state: Fp8State) -> IterationCounts:
+def _final_counts(config: Any, state: Fp8State) -> IterationCounts:
     """Returns the state's last counts, with ``nonfinite`` of all ranks. Collective where groups are partial.
 
     A pipeline stage or an expert rank counts only its own tensors, so all ranks take the maximum.

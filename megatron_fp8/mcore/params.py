@@ -49,7 +49,7 @@ def make_fp8_params(model_chunks: list[Any], *, two_way: bool = True) -> list[st
         RuntimeError: the weights belong to a DistributedDataParallel already.
     """
     prepare(model_chunks)
-    done = []
+    converted = []
     for chunk in model_chunks:
         for linear in fp8_linears([chunk]):
             site, weight = linear.fp8_site, linear.weight
@@ -76,10 +76,10 @@ def make_fp8_params(model_chunks: list[Any], *, two_way: bool = True) -> list[st
                     " they are cast to FP8. Set bf16=True and params_dtype=torch.bfloat16, or fp8_param=False."
                 )
             linear.weight = fp8_parameter(weight, quantizer)
-            done.append(f"{site.plan.name}.weight")
+            converted.append(f"{site.plan.name}.weight")
         model = unwrap(chunk)
         runtime_of(model.config).fp8_params.add(model)
-    return done
+    return converted
 
 
 _STAYS_BF16 = (

@@ -88,11 +88,11 @@ def differing(chunks: list[Any], optimizer: Any, *, redundant: bool = True) -> s
             devices whose kernels add up in no fixed order.
     """
     with state_of(unwrap(chunks[0]).config).uncounted():
-        damaged = _find_weight_unlike_master(optimizer, _named(chunks))
+        damaged = _find_weight_unlike_master(optimizer, _named_states(chunks))
     difference = ""
-    for group, held in _shared(chunks, optimizer, redundant):
+    for group, make_digests in _replicated_state(chunks, optimizer, redundant):
         if size(group) > 1:
-            difference_here = _describe_difference(held(), group)
+            difference_here = _describe_difference(make_digests(), group)
             difference = difference or difference_here
     # A weight that differs from its master identifies the damaged rank; of two ranks that differ, either may be damaged.
     first = first_to_say(damaged or difference or None, order=0 if damaged else 1)
@@ -109,11 +109,11 @@ class _NamedState(NamedTuple):
     """The master and the moments of the whole parameter, if this rank has them."""
 
 
-def _named(chunks: list[Any]) -> list[_NamedState]:
+def _named_states(chunks: list[Any]) -> list[_NamedState]:
     return [_NamedState(name, p, {}) for chunk in chunks for name, p in named_parameters(unwrap(chunk))]
 
 
-def _with_state(named: list[_NamedState], optimizer: Any) -> None:
+def _add_state(named: list[_NamedState], optimizer: Any) -> None:
     """Adds each parameter's state in optimizers that are not sharded."""
     of_master = {id(getattr(each.parameter, "main_param", each.parameter)): each for each in named}
     for part in parts_of(optimizer):
@@ -135,13 +135,13 @@ def _is_sharded(part: Any) -> bool:
     return hasattr(part, "gbuf_ranges")
 
 
-def _shared(
+def _replicated_state(
     chunks: list[Any], optimizer: Any, redundant: bool
 ) -> Iterator[tuple[Any, Callable[[], list[Held]]]]:
     """Yields groups, and a function that digests what their ranks replicate; in the same order on all ranks of a
     group."""
-    named = _named(chunks)
-    _with_state(named, optimizer)
+    named = _named_states(chunks)
+    _add_state(named, optimizer)
     dense = [each for each in named if getattr(each.parameter, "allreduce", True)]
     experts = [each for each in named if not getattr(each.parameter, "allreduce", True)]
     whole, whole_experts = (
@@ -149,14 +149,14 @@ def _shared(
     )
     stale = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
     over_data = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    yield over_data, lambda: [*_biases(chunks), *_held(dense, weights=not stale)]
-    yield parallel_state.get_expert_data_parallel_group(), lambda: _held(experts, weights=not stale)
-    yield parallel_state.get_tensor_model_parallel_group(), lambda: [*_biases(chunks), *_held(whole)]
-    yield parallel_state.get_expert_tensor_parallel_group(), lambda: _held(whole_experts)
+    yield over_data, lambda: [*_bias_digests(chunks), *_digests(dense, weights=not stale)]
+    yield parallel_state.get_expert_data_parallel_group(), lambda: _digests(experts, weights=not stale)
+    yield parallel_state.get_tensor_model_parallel_group(), lambda: [*_bias_digests(chunks), *_digests(whole)]
+    yield parallel_state.get_expert_tensor_parallel_group(), lambda: _digests(whole_experts)
     if (shared := _shared_embedding(chunks, named)) is not None:
-        yield parallel_state.get_embedding_group(), lambda: _held([shared], weights=not stale)
+        yield parallel_state.get_embedding_group(), lambda: _digests([shared], weights=not stale)
     for arena in state_of(unwrap(chunks[0]).config).arenas:
-        yield arena.group, partial(_of_arena, arena)
+        yield arena.group, partial(_arena_digests, arena)
 
 
 def _is_replicated(each: _NamedState, redundant: bool) -> bool:
@@ -166,20 +166,20 @@ def _is_replicated(each: _NamedState, redundant: bool) -> bool:
     return redundant or getattr(each.parameter, "sequence_parallel", False)
 
 
-def _held(named: list[_NamedState], *, weights: bool = True) -> list[Held]:
+def _digests(named: list[_NamedState], *, weights: bool = True) -> list[Held]:
     """Lists causes before effects: a moment that differs makes its master differ in the next step, and that its
     weight."""
     found = []
     for each in named:
         for key, tensor in sorted(each.state.items(), key=lambda item: item[0] == "master"):
             words = f"the master of {each.name}" if key == "master" else f"{key} of {each.name}"
-            found.append(_of_tensor(words, tensor))
+            found.append(_tensor_digest(words, tensor))
         if weights:
-            found.append(_of_tensor(f"the weight {each.name}", each.parameter))
+            found.append(_tensor_digest(f"the weight {each.name}", each.parameter))
     return found
 
 
-def _of_tensor(words: str, tensor: torch.Tensor) -> Held:
+def _tensor_digest(words: str, tensor: torch.Tensor) -> Held:
     stored = tensor.stored_tensors() if isinstance(tensor, (Fp8Parameter, Moment)) else [tensor]
     digests = torch.stack([digest(one) * (2 * place + 1) for place, one in enumerate(stored)])
     return Held([words], digests.sum()[None], partial(_are_finite, stored))
@@ -189,13 +189,13 @@ def _are_finite(tensors: list[torch.Tensor], _: int) -> bool:
     return all(bool(one.detach().float().isfinite().all()) for one in tensors)
 
 
-def _biases(chunks: list[Any]) -> Iterator[Held]:
+def _bias_digests(chunks: list[Any]) -> Iterator[Held]:
     """Yields experts' biases, which every rank of a stage updates by the same token counts."""
     for chunk in chunks:
         whole = in_whole_model(unwrap(chunk))
         for name, buffer in unwrap(chunk).named_buffers():
             if name.endswith("expert_bias"):
-                yield _of_tensor(whole(name), buffer)
+                yield _tensor_digest(whole(name), buffer)
 
 
 def _shared_embedding(chunks: list[Any], named: list[_NamedState]) -> _NamedState | None:
@@ -208,7 +208,7 @@ def _shared_embedding(chunks: list[Any], named: list[_NamedState]) -> _NamedStat
     return next((each._replace(name="the embedding") for each in named if each.parameter is weight), None)
 
 
-def _of_arena(arena: Any) -> list[Held]:
+def _arena_digests(arena: Any) -> list[Held]:
     """Delayed scales and histories, with one digest per tensor."""
     found = []
     for history in arena.histories():

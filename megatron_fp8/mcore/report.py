@@ -36,7 +36,7 @@ def own_precision(config: Any) -> str:
     return "fp16" if config.fp16 else "bf16"
 
 
-def _named(precision: str, own: str) -> str:
+def _precision_name(precision: str, own: str) -> str:
     """Returns a plan's precision, with the model's own dtype in place of 'bf16'."""
     return own if precision == "bf16" else precision
 
@@ -68,10 +68,10 @@ def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[st
         entries = list(union({(entry["name"], *entry["notes"]): entry for entry in entries}).values())
     merged: dict[str, dict[str, Any]] = {}
     for entry in entries:
-        known = merged.setdefault(entry["name"], entry)
-        known["notes"] = sorted({*known["notes"], *entry["notes"]})
-        known["precision"] = _named(known["precision"], own)
-        known["gemms"] = {gemm: _named(precision, own) for gemm, precision in known["gemms"].items()}
+        first = merged.setdefault(entry["name"], entry)
+        first["notes"] = sorted({*first["notes"], *entry["notes"]})
+        first["precision"] = _precision_name(first["precision"], own)
+        first["gemms"] = {gemm: _precision_name(precision, own) for gemm, precision in first["gemms"].items()}
     places: dict[str, int] = {}
     for name in merged:
         places.setdefault(split_expert(name)[0], len(places))

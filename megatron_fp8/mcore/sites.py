@@ -51,7 +51,7 @@ def resolve(
     Args:
         te: the linear is Transformer Engine's.
     """
-    number = _number(layer)
+    number = _layer_number(layer)
     if not config.fp8:
         return bf16_site(name, number, "fp8 is off")
     reason = None if layer is None else layer.bf16_reason
@@ -60,7 +60,7 @@ def resolve(
     )
 
 
-def _number(layer: LayerBeingBuilt | None) -> int | None:
+def _layer_number(layer: LayerBeingBuilt | None) -> int | None:
     return None if layer is None or layer.number < 0 else layer.number
 
 
@@ -92,8 +92,8 @@ class Alike:
     ) -> SitePlan:
         """As the function ``resolve``, for a linear that no override names."""
         key = id(config), None if layer is None else layer.bf16_reason, device, te
-        if (known := self._plans.get(key)) is not None:
-            return known.of(name, _number(layer))
+        if (cached := self._plans.get(key)) is not None:
+            return cached.of(name, _layer_number(layer))
         plan = resolve(config, name, layer, device, te=te)
         if plan.cause != "fallback":  # each fallback has its own warning and reason
             self._plans[key] = plan
@@ -267,12 +267,12 @@ def check_plan(model_chunks: list[Any]) -> None:
     # Site names are exchanged only if an error message needs them.
     if not all(anywhere(matched(overrides, entries))):
         check_overrides_match(overrides, union(entries))
-    fallen = {name: reason for name, (_, cause, reason) in entries.items() if cause == "fallback"}
-    any_left, any_fallen = anywhere([is_something_left(entries.values()), bool(fallen)])
+    fallbacks = {name: reason for name, (_, cause, reason) in entries.items() if cause == "fallback"}
+    any_left, any_fallen = anywhere([is_something_left(entries.values()), bool(fallbacks)])
     if not any_left:
         check_something_left(union(entries).values())
     if any_fallen:
-        for name, reason in union(fallen).items():
+        for name, reason in union(fallbacks).items():
             say_fallback(name, asked(config).dtype, reason)
     runtime_of(config).checked.update(models)
 

@@ -102,9 +102,9 @@ def _all_layers_have_experts(config: Any) -> bool:
 def announce(plans: Iterable[SitePlan]) -> None:
     """Prints a line on the first rank if the filter left sites in BF16. The report has the reasons."""
     plans = list(plans)
-    left = [plan.name for plan in plans if plan.cause == "size"]
-    if left:
+    small = [plan.name for plan in plans if plan.cause == "size"]
+    if small:
         say(
-            f"megatron_fp8: fp8_size_filter leaves {len(left)} of this rank's {len(plans)} GEMM sites in BF16, where FP8"
-            f" does not pay; the report says why: {', '.join(left[:4])}{', ...' if len(left) > 4 else ''}"
+            f"megatron_fp8: fp8_size_filter leaves {len(small)} of this rank's {len(plans)} GEMM sites in BF16, where FP8"
+            f" does not pay; the report says why: {', '.join(small[:4])}{', ...' if len(small) > 4 else ''}"
         )

@@ -74,13 +74,13 @@ def build_own_modules(original: Callable[..., Any]) -> Callable[..., Any]:
             fp8 = getattr(config, "fp8", None)
             spec_or_module = with_own_modules(spec_or_module, lambda theirs: fp8 or _refuses(theirs, config))
             if fp8 and getattr(config, "moe_fp8_dispatch", False):
-                spec_or_module = _dispatching_in_fp8(spec_or_module)
+                spec_or_module = _with_fp8_dispatch(spec_or_module)
         return original(spec_or_module, *args, **kwargs)
 
     return build_module
 
 
-def _dispatching_in_fp8(spec: Any) -> Any:
+def _with_fp8_dispatch(spec: Any) -> Any:
     """Returns the spec with this package's MoE layer in place of Megatron-Core's.
 
     Only when it is built: a transformer layer compares the class to select the arguments of its constructor.

@@ -72,7 +72,7 @@ def block_amaxes(
             nonfinite = count if nonfinite is None else nonfinite + count
             bits.masked_fill_(bits > inf, 0)
         for block, parts in zip(blocks, found, strict=True):
-            parts.append(_largest(blocked(bits, *block), (1, 3)))
+            parts.append(_max_over(blocked(bits, *block), (1, 3)))
     results = []
     for (block_rows, _), parts in zip(blocks, found, strict=True):
         amax = torch.cat(parts)
@@ -82,7 +82,7 @@ def block_amaxes(
     return results, nonfinite
 
 
-def _largest(bits: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+def _max_over(bits: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     """Returns bits.amax(dims). On CPU torch reduces short int32 rows six times as fast as int16 ones."""
     if bits.dtype == torch.int16 and bits.shape[-1] in range(2, 65):
         return bits.to(torch.int32).amax(dims).to(torch.int16)
@@ -107,7 +107,7 @@ def compute_amax(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> t
         return torch.zeros(
             [n for d, n in enumerate(x.shape) if d not in dims], device=x.device, dtype=torch.float32
         )
-    return (_largest(bits, dims) if dims else bits).view(x.dtype).to(torch.float32)
+    return (_max_over(bits, dims) if dims else bits).view(x.dtype).to(torch.float32)
 
 
 def round_down_to_power_of_two(x: torch.Tensor) -> torch.Tensor:

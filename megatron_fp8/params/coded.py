@@ -94,7 +94,7 @@ class CodedTensor(torch.Tensor):
                 f"{func} on {type(args[0]).__name__} would send a dequantised copy and change nothing here: send its"
                 " codes (parameter.codes), or write the received value with copy_"
             )
-        return _on_values(func, args, kwargs)
+        return _run_on_values(func, args, kwargs)
 
 
 def _alias(self: CodedTensor, *_: Any, **__: Any) -> CodedTensor:
@@ -133,7 +133,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operation on dequantised values; quantises those that it changed in place."""
     values: dict[int, torch.Tensor] = {}
 

@@ -159,7 +159,7 @@ def load_table(path: str) -> SizeTable:
     try:
         changed = Path(path).stat().st_mtime_ns
     except OSError as error:
-        raise _wrong(path, f"it cannot be read ({error.strerror})") from error
+        raise _error(path, f"it cannot be read ({error.strerror})") from error
     return _load(path, changed)
 
 
@@ -168,25 +168,25 @@ def _load(path: str, changed: int) -> SizeTable:
     try:
         content = load_json(read_ordinary(Path(path), _LARGEST))
     except OSError as error:
-        raise _wrong(path, f"it cannot be read ({error.strerror})") from error
+        raise _error(path, f"it cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise _wrong(path, f"it is not JSON ({error})") from error
+        raise _error(path, f"it is not JSON ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else content
-        raise _wrong(path, f"its format is {str(found)[:60]!r} and must be {FORMAT!r}")
+        raise _error(path, f"its format is {str(found)[:60]!r} and must be {FORMAT!r}")
     for key in ("device", "backend", "recipe", "date"):
         if not isinstance(content.get(key), str) or not content[key]:
-            raise _wrong(path, f"{key}={content.get(key)!r} must be a text")
+            raise _error(path, f"{key}={content.get(key)!r} must be a text")
     if not isinstance(content.get("roles"), dict):
-        raise _wrong(path, f"roles={content.get('roles')!r} must say how each role is quantised")
+        raise _error(path, f"roles={content.get('roles')!r} must say how each role is quantised")
     rows = content.get("rows")
     if not isinstance(rows, list) or not rows:
-        raise _wrong(path, f"rows={str(rows)[:60]} must be a list of measured shapes")
+        raise _error(path, f"rows={str(rows)[:60]} must be a list of measured shapes")
     ratios: dict[Gemm, Ratio] = {}
     for number, row in enumerate(rows):
         gemm, ratio = _row(path, f"rows[{number}]", row)
         if gemm in ratios:
-            raise _wrong(path, f"rows[{number}] measures {gemm} a second time")
+            raise _error(path, f"rows[{number}] measures {gemm} a second time")
         ratios[gemm] = ratio
     texts = {key: content[key] for key in ("device", "backend", "recipe", "date")}
     return SizeTable(path, roles=content["roles"], ratios=ratios, **texts)
@@ -194,22 +194,22 @@ def _load(path: str, changed: int) -> SizeTable:
 
 def _row(path: str, where: str, row: Any) -> tuple[Gemm, Ratio]:
     if not isinstance(row, dict):
-        raise _wrong(path, f"{where}={row!r} must have k, n, tokens, ratio and spread")
+        raise _error(path, f"{where}={row!r} must have k, n, tokens, ratio and spread")
     for key in Gemm._fields:
         value = row.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise _wrong(path, f"{where}.{key}={value!r} must be a positive integer")
+            raise _error(path, f"{where}.{key}={value!r} must be a positive integer")
     for key, least in (("ratio", "above 0"), ("spread", "of at least 0")):
         number: Any = row.get(key)
         good = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
         if not good or number < 0 or (number == 0 and key == "ratio"):
-            raise _wrong(
+            raise _error(
                 path, f"{where}.{key}={number!r} must be a number {least}, of FP8's time over BF16's"
             )
     return Gemm(row["k"], row["n"], row["tokens"]), Ratio(float(row["ratio"]), float(row["spread"]))
 
 
-def _wrong(path: str, why: str) -> ValueError:
+def _error(path: str, why: str) -> ValueError:
     return ValueError(f"fp8_size_filter={path!r} is not a table of measured GEMMs: {why}. {_remedy(path)}")
 
 

@@ -66,12 +66,12 @@ def union(items: Mapping[K, V], group: Any = None) -> dict[K, V]:
     Every item is sent once, by one rank; there are as many rounds as ranks with new items.
     """
     found: dict[K, V] = {}
-    while (first := first_to_say(_new(items, found), group)) is not None:
+    while (first := first_to_say(_new_items(items, found), group)) is not None:
         found.update(first[1])
     return found
 
 
-def _new(items: Mapping[K, V], known: Mapping[K, V]) -> dict[K, V] | None:
+def _new_items(items: Mapping[K, V], known: Mapping[K, V]) -> dict[K, V] | None:
     return {key: value for key, value in items.items() if key not in known} or None
 
 

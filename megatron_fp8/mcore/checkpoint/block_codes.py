@@ -29,7 +29,7 @@ def take_codes(folder: Path, metadata: Any, model: dict[str, dict[str, Any]]) ->
     """
     if not any(map(is_scales_key, metadata.state_dict_metadata)):
         return []
-    taken, rest = 0, 0
+    exact, rest = 0, 0
     for flat in model.values():
         for shard in flat.values():
             pieces = nested_values(shard.build()) if isinstance(shard, ShardedTensorFactory) else [shard]
@@ -38,10 +38,10 @@ def take_codes(folder: Path, metadata: Any, model: dict[str, dict[str, Any]]) ->
                 continue
             if _has_block_scales(shard.data) and _align_with_blocks(pieces):
                 _set_codes(shard.data, pieces, folder, metadata)
-                taken += 1
+                exact += 1
             else:
                 rest += 1
-    lines = [f"{taken} weights on a rank keep the FP8 codes and scales that they came with"] if taken else []
+    lines = [f"{exact} weights on a rank keep the FP8 codes and scales that they came with"] if exact else []
     if rest:
         lines.append(
             f"{rest} weights on a rank came as FP8 and were decoded: codes stay as they are with fp8_recipe=blockwise,"

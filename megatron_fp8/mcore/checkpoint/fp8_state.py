@@ -54,13 +54,13 @@ def take_slots(linear: Any, state_dict: dict[str, Any], prefix: str) -> None:
     for role, quantizer in delayed_quantizers(linear).items():
         saved = {part: found.get(f"{start}{role}.{part}") for part in SAVED_PARTS}
         if all(value is not None for value in saved.values()):
-            scale, history, warm = (_one_row(part, saved[part]) for part in SAVED_PARTS)
+            scale, history, warm = (_reduce_rows(part, saved[part]) for part in SAVED_PARTS)
             quantizer.slot.arena.load_slot(
                 quantizer.slot, {"scale": scale, "amax_history": history, "warm": warm}
             )
 
 
-def _one_row(part: str, value: Any) -> torch.Tensor:
+def _reduce_rows(part: str, value: Any) -> torch.Tensor:
     """Reduces a loaded [..., n] to [n]: over data-parallel ranks the smallest scale and the largest amaxes."""
     rows = value.reshape(-1, value.shape[-1])
     return rows.amin(0) if part == "scale" else rows.amax(0)
@@ -133,7 +133,7 @@ def warm_from_weights(linears: list[Any], cold: set[str]) -> int:
         if arena.world_size > 1:
             dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=arena.group)
         for (slot, _), amax in zip(found, amaxes, strict=True):
-            _warm(arena, slot, amax)
+            _warm_slot(arena, slot, amax)
     return sum(map(len, by_arena.values()))
 
 
@@ -147,7 +147,7 @@ def _amax(weight: torch.Tensor) -> torch.Tensor:
     return torch.where(magnitudes.isfinite(), magnitudes, torch.zeros_like(magnitudes)).amax()
 
 
-def _warm(arena: Arena, slot: Slot, amax: torch.Tensor) -> None:
+def _warm_slot(arena: Arena, slot: Slot, amax: torch.Tensor) -> None:
     assert slot.delayed is not None
     if not bool(amax > 0):
         return

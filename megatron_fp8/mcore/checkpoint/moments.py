@@ -37,17 +37,15 @@ def load_moments(folder: Path, chunks: list[Any]) -> Iterator[tuple[torch.nn.Par
         return
     for chunk, shards in zip(chunks, model_state(chunks).values(), strict=True):
         parameters = {name: p for name, p in unwrap(chunk).named_parameters() if name in shards}
-        wanted: dict[str, dict[str, Any]] = {moment: {} for moment in MOMENTS}
+        requests: dict[str, dict[str, Any]] = {moment: {} for moment in MOMENTS}
         for name, parameter in parameters.items():
             pair = [_moment_shard(moment, shards[name], parameter) for moment in MOMENTS]
             if all(
-                key in known
-                for shard, known in zip(pair, (first, second), strict=True)
-                for key in _keys(shard)
+                key in keys for shard, keys in zip(pair, (first, second), strict=True) for key in _keys(shard)
             ):
                 for moment, shard in zip(MOMENTS, pair, strict=True):
-                    wanted[moment][name] = shard
-        loaded = load_shards(folder, wanted, metadata).state
+                    requests[moment][name] = shard
+        loaded = load_shards(folder, requests, metadata).state
         for name in loaded[MOMENTS[0]]:
             yield parameters[name], {moment: loaded[moment][name] for moment in MOMENTS}
 

@@ -60,7 +60,7 @@ class SaveError(RuntimeError):
 
 
 @dataclass
-class _Before:
+class _PreviousSave:
     """The previous save: this rank's plan, the positions of its shards, and on the first rank ``.metadata``."""
 
     planned: Any = None
@@ -72,7 +72,7 @@ class _NotShared(OSError):
     """Rank 0 does not see other ranks' files."""
 
 
-class _NotSettled(OSError):
+class _FailedAfterCommit(OSError):
     """The checkpoint is complete, but a later step failed; the message names it and the remedy."""
 
 
@@ -110,7 +110,7 @@ class Saver:
         self._first = dist.get_rank() == 0
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
-        self._before = _Before()
+        self._before = _PreviousSave()
 
     def save(self, sharded_state: dict[str, Any], manifest: Manifest, make: Make | None = None) -> None:
         """Saves; with ``asynchronous`` returns as soon as training may change the tensors. Waits for the previous
@@ -166,12 +166,12 @@ class Saver:
             )
 
     def _write(self, since: float, prepared: Prepared, manifest: Manifest, make: Make | None = None) -> None:
-        begun = self._on_each(lambda: self._begin(manifest.iteration) if self._first else "")
-        unfinished = self.folder / from_rank(0, begun, self._group)
+        folder_here = self._on_each(lambda: self._begin(manifest.iteration) if self._first else "")
+        unfinished = self.folder / from_rank(0, folder_here, self._group)
         try:
             self._shards(unfinished, prepared, make)
-            mine = self._on_each(lambda: self._own_files(unfinished))
-            records = collected(list(mine.items()), self._group)
+            own_files = self._on_each(lambda: self._own_files(unfinished))
+            records = collected(list(own_files.items()), self._group)
             manifest.files = {name: record for _, (name, record) in records}
             writers = {name: rank for rank, (name, _) in records}
             self._on_first(lambda: self._see(unfinished, manifest.files, writers))
@@ -194,17 +194,17 @@ class Saver:
         planned = not total(int(plan.items != before.planned), self._group)
         if not planned:
             self._settle(shards, plan)
-        written = self._on_each(shards.write)
-        if planned and not total(int(written != before.written), self._group):
+        positions = self._on_each(shards.write)
+        if planned and not total(int(positions != before.written), self._group):
             self._on_first(lambda: (unfinished / METADATA).write_bytes(before.metadata))
             return
         if planned:
             self._settle(shards, plan)
-        results = collected([written] if written else [], self._group)
+        results = collected([positions] if positions else [], self._group)
         metadata = self._on_each(
             lambda: shards.finish([result for _, result in results]) if self._first else b""
         )
-        self._before = _Before(plan.items, written, metadata)
+        self._before = _PreviousSave(plan.items, positions, metadata)
 
     def _settle(self, shards: Shards, plan: Any) -> None:
         plans = collected([plan] if plan.items else [], self._group)
@@ -216,7 +216,7 @@ class Saver:
         error_here: Exception | None = None
         try:
             result = work()
-        except (_NotShared, _NotSettled) as error:
+        except (_NotShared, _FailedAfterCommit) as error:
             error_here = error
         except Exception as error:  # whatever it is, the others must not wait for this rank
             cause = root_cause(error)  # without its traceback, which cannot be sent
@@ -229,7 +229,7 @@ class Saver:
         self._on_each(lambda: work() if self._first else None)
 
     def _failure(self, rank: int, cause: BaseException) -> SaveError:
-        if isinstance(cause, _NotSettled):
+        if isinstance(cause, _FailedAfterCommit):
             return SaveError(str(cause))
         reason = " ".join(str(cause).split()) or type(cause).__name__
         what = f"the checkpoint could not be saved in {str(self.folder)!r} (rank {rank}: {reason})."
@@ -301,7 +301,7 @@ class Saver:
         try:
             sync(self.folder)
         except OSError as error:
-            raise _NotSettled(
+            raise _FailedAfterCommit(
                 f"the checkpoint {final} is complete, but the disk does not confirm its name ({in_words(error)}): after a"
                 f" loss of power it may be gone. {remedy(error).capitalize()} and start again with --resume={final}."
             ) from error
@@ -314,7 +314,7 @@ class Saver:
         try:
             replace_file(pointer, final.name + "\n")
         except OSError as error:
-            raise _NotSettled(
+            raise _FailedAfterCommit(
                 f"the checkpoint {final} is complete, but {str(pointer)!r} cannot be written ({in_words(error)})."
                 f" It may name an earlier one: {remedy(error)} and start again with --resume={final}."
             ) from error

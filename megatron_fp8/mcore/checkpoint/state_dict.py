@@ -50,7 +50,7 @@ def load_fp8_state_dict(model_chunks: list[Any], saved: Mapping[str, torch.Tenso
         ValueError: the linears or recipes are not the saved ones. Nothing is changed then.
     """
     expected = fp8_state_dict(model_chunks)
-    saved = _renumbered(saved, expected)
+    saved = _rename_old_experts(saved, expected)
     check_saved(expected, saved, "Build the model as the saved one was, in the same layout")
     state = state_of(unwrap(model_chunks[0]).config)
     state.iteration = int(saved[ITERATION])
@@ -58,7 +58,9 @@ def load_fp8_state_dict(model_chunks: list[Any], saved: Mapping[str, torch.Tenso
     load_slots(_slots(model_chunks), saved)
 
 
-def _renumbered(saved: Mapping[str, torch.Tensor], expected: Collection[str]) -> Mapping[str, torch.Tensor]:
+def _rename_old_experts(
+    saved: Mapping[str, torch.Tensor], expected: Collection[str]
+) -> Mapping[str, torch.Tensor]:
     """Renames state from versions in which each rank numbered its experts from 0."""
     first: dict[str, int] = {}
     for stem, number in map(split_expert, expected):

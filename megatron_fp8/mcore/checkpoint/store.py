@@ -210,13 +210,13 @@ def load_shards(folder: Path, sharded_state: dict[str, Any], metadata: Any) -> L
         )
     except Exception as error:  # any failure is raised on all ranks
         error_here = error
-    if (found := first_to_say(None if error_here is None else _in_words(error_here))) is not None:
+    if (found := first_to_say(None if error_here is None else _describe_error(error_here))) is not None:
         rank, (why, text) = found
         raise ValueError(f"the checkpoint {str(folder)!r} {why} (rank {rank}: {text})") from error_here
     return Loaded(state, reading.not_finite)
 
 
-def _in_words(error: Exception) -> tuple[str, str]:
+def _describe_error(error: Exception) -> tuple[str, str]:
     text = " ".join(str(error).split()) or type(error).__name__
     return "is damaged" if isinstance(error, CheckpointingException) else "cannot be read", text
 

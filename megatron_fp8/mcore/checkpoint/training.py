@@ -125,48 +125,48 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
     metadata = read_metadata(folder)
     stored = metadata.state_dict_metadata
     resumed = Resumed(manifest)
-    resumed.notes += _take_moves(saved_moves(manifest.state), chunks)
+    resumed.notes += _apply_moves(saved_moves(manifest.state), chunks)
     if manifest.facts.get("layout") != layout_facts(chunks)["layout"]:
         resumed.new_streams = "another parallel layout"
     elif not fit_here(stored):
         resumed.new_streams = "a GPU's random streams are not a CPU's"
 
     model = model_state(chunks)
-    wanted: dict[str, Any] = {**model}
-    wanted["optimizer"] = optimizer.sharded_state_dict(model, is_loading=True, metadata=_metadata())
+    request: dict[str, Any] = {**model}
+    request["optimizer"] = optimizer.sharded_state_dict(model, is_loading=True, metadata=_metadata())
     missing: list[str] = []
     present: list[str] = []
     for flat in model.values():
         absent, found = fit_to_checkpoint(flat, stored)
         missing, present = missing + absent, present + found
     if resumed.new_streams is None:
-        wanted["rng"] = sharded_streams(empty=True)
+        request["rng"] = sharded_streams(empty=True)
     if has_optimizer(stored):
-        _rename_masters(wanted["optimizer"], stored)
+        _rename_masters(request["optimizer"], stored)
     else:
-        start_optimizer(wanted["optimizer"], _MASTERS)
+        start_optimizer(request["optimizer"], _MASTERS)
         resumed.notes.append(
             "the checkpoint holds weights alone: masters start from them, the optimizer afresh"
         )
-    _check_same_model(folder, wanted, stored)
+    _check_same_model(folder, request, stored)
     # Cold delayed scales need whole weights. Otherwise sharded weights come from their masters, after the gather.
     from_masters = set() if missing else _sharded_params(_can_copy_masters(optimizer))
     for name, flat in model.items():
-        wanted[name] = {key: shard for key, shard in flat.items() if id(shard.data) not in from_masters}
+        request[name] = {key: shard for key, shard in flat.items() if id(shard.data) not in from_masters}
 
     # Separately: from a checkpoint of weights alone both load the same tensors, in different dtypes.
-    optimizing = load_shards(folder, {"optimizer": wanted.pop("optimizer")}, metadata)
-    rest = load_shards(folder, wanted, metadata)
-    if bad := _anywhere(rest.not_finite or optimizing.not_finite):
+    optimizing = load_shards(folder, {"optimizer": request.pop("optimizer")}, metadata)
+    rest = load_shards(folder, request, metadata)
+    if bad := _first_on_any_rank(rest.not_finite or optimizing.not_finite):
         raise ValueError(
             f"the checkpoint {str(folder)!r} cannot be trained on from: {bad} holds NaN or Inf. {use_another(folder)}"
         )
     loaded = {**rest.state, **optimizing.state}
     for name, chunk in zip(model, chunks, strict=True):
-        _load_chunk(unwrap(chunk), loaded[name], model[name].keys() - wanted[name].keys())
+        _load_chunk(unwrap(chunk), loaded[name], model[name].keys() - request[name].keys())
     optimizer.load_state_dict(loaded["optimizer"])
-    _take_numbers(manifest.state, chunks, optimizer)
-    resumed.notes += _settle_fp8(chunks, stored, set(missing), present)
+    _load_numbers(manifest.state, chunks, optimizer)
+    resumed.notes += _reconcile_fp8(chunks, stored, set(missing), present)
     _weights_to_model(chunks, optimizer)
     resumed.notes += take_codes(folder, metadata, model_state(chunks))
     if resumed.new_streams is None:
@@ -181,7 +181,7 @@ def _load_chunk(model: Any, loaded: dict[str, Any], left: Collection[str]) -> No
     assert not missing and not found.unexpected_keys, (missing, found.unexpected_keys)
 
 
-def _anywhere(key: str) -> str:
+def _first_on_any_rank(key: str) -> str:
     """Returns '<key> on rank <rank>' of the first rank with a key; '' if none has one. Collective."""
     found = first_to_say(key or None)
     return "" if found is None else f"{found[1]} on rank {found[0]}"
@@ -201,14 +201,14 @@ def load_weights(folder: Path, model: Any, *, left_out: tuple[str, ...] = ()) ->
     prepare([model])
     metadata = read_metadata(folder)
     stored = metadata.state_dict_metadata
-    wanted = model_state([model])
-    missing, _ = fit_to_checkpoint(wanted["model0"], stored)
-    _check_same_model(folder, wanted, {k: v for k, v in stored.items() if not k.startswith(left_out)}, "")
-    loaded = load_shards(folder, wanted, metadata)
+    request = model_state([model])
+    missing, _ = fit_to_checkpoint(request["model0"], stored)
+    _check_same_model(folder, request, {k: v for k, v in stored.items() if not k.startswith(left_out)}, "")
+    loaded = load_shards(folder, request, metadata)
     unwrap(model).load_state_dict(loaded.state["model0"])
     warm_from_weights(fp8_linears([model]), _slots(missing))
     state_of(unwrap(model).config).weight_generation += 1  # cached quantised weights are stale
-    return _anywhere(loaded.not_finite)
+    return _first_on_any_rank(loaded.not_finite)
 
 
 def _metadata() -> dict[str, Any]:
@@ -273,9 +273,9 @@ def _weights_from_masters(model: dict[str, Any], optimizer: Any, optimizing: Any
     ranks' shards are one step old until the next forward. With a distributed optimizer each rank stores the parts of
     weights whose masters it has.
     """
-    cut = _sharded_params(_distributed(optimizer))
+    sharded = _sharded_params(_distributed(optimizer))
     whole = {
-        name: {key: shard for key, shard in flat.items() if id(shard.data) not in cut}
+        name: {key: shard for key, shard in flat.items() if id(shard.data) not in sharded}
         for name, flat in model.items()
     }
     masters = {
@@ -357,7 +357,7 @@ def _weights(stored: dict[str, Any]) -> set[str]:
     return {key for key in stored if not key.startswith(("optimizer.", "rng.")) and not is_slot_key(key)}
 
 
-def _take_moves(moves: list[Move], chunks: list[Any]) -> list[str]:
+def _apply_moves(moves: list[Move], chunks: list[Any]) -> list[str]:
     """Applies the saved guard moves; returns lines for the log. Before state is loaded: a moved site has other slots."""
     config = unwrap(chunks[0]).config
     moves = [move for move in moves if not matching(move.site, getattr(config, "fp8_overrides", None) or {})]
@@ -371,7 +371,7 @@ def _take_moves(moves: list[Move], chunks: list[Any]) -> list[str]:
     return [f"fp8_guard had moved {len(moves)} sites ({names}); to undo one, name it in fp8_overrides"]
 
 
-def _take_numbers(state: dict[str, Any], chunks: list[Any], optimizer: Any) -> None:
+def _load_numbers(state: dict[str, Any], chunks: list[Any], optimizer: Any) -> None:
     step = int(state["optimizer_step"])
     for group in optimizer.param_groups:
         if step and group["params"]:
@@ -384,7 +384,7 @@ def _take_numbers(state: dict[str, Any], chunks: list[Any], optimizer: Any) -> N
     fp8.weight_generation += 1  # cached quantised weights are stale
 
 
-def _settle_fp8(
+def _reconcile_fp8(
     chunks: list[Any], stored: dict[str, Any], missing: set[str], present: list[str]
 ) -> list[str]:
     """Drops delayed state that this run does not use, warms what the checkpoint lacks; returns lines for the log.

@@ -24,8 +24,8 @@ from .table import FIELDS
 
 def default_of(field: Any) -> Any:
     """Returns a dataclass field's default; calls its factory if it has one."""
-    made = field.default_factory is not dataclasses.MISSING
-    return field.default_factory() if made else field.default
+    has_factory = field.default_factory is not dataclasses.MISSING
+    return field.default_factory() if has_factory else field.default
 
 
 DEFAULTS: dict[str, Any] = {

@@ -43,7 +43,7 @@ def shown(value: Any) -> str:
 def integer(low: int, high: int, unit: str = "") -> Rule:
     """A whole number (not a bool) from `low` to `high`, both included."""
     words = f"a whole number of at least {low:,} and at most {high:,}{' ' if unit else ''}{unit}"
-    return Rule(words, lambda v: _whole(v) and low <= v <= high, edges=(low, high))
+    return Rule(words, lambda v: _is_integer(v) and low <= v <= high, edges=(low, high))
 
 
 def number(low: float, high: float = math.inf, *, without: Iterable[float] = ()) -> Rule:
@@ -52,10 +52,10 @@ def number(low: float, high: float = math.inf, *, without: Iterable[float] = ())
     words = f"a finite number {'above' if low in left_out else 'of at least'} {low:g}"
     if high < math.inf:
         words += f" and {'below' if high in left_out else 'at most'} {high:g}"
-    return Rule(words, lambda v: _finite(v) and low <= v <= high and v not in left_out, edges=(low, high))
+    return Rule(words, lambda v: _is_finite(v) and low <= v <= high and v not in left_out, edges=(low, high))
 
 
-FLAG = Rule("true or false", lambda v: isinstance(v, bool) or (_whole(v) and v in (0, 1)))
+FLAG = Rule("true or false", lambda v: isinstance(v, bool) or (_is_integer(v) and v in (0, 1)))
 ANYTHING = Rule("anything", lambda v: True)
 SIZE, COUNT = integer(1, 2**24), integer(1, 2**16)
 RANKS = integer(1, 2**20, "ranks")
@@ -107,11 +107,11 @@ def list_of(rule: Rule, length: int | None = None) -> Rule:
     )
 
 
-def _whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def _finite(value: Any) -> bool:
+def _is_finite(value: Any) -> bool:
     try:
         return not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
     except OverflowError:  # an integer beyond float's range

@@ -58,7 +58,7 @@ class _SwiGLU(torch.autograd.Function):
         return torch.cat([dgate, dy * silu], -1).to(grad_output.dtype), dweights
 
 
-class _UnwrittenSwiGLU(torch.autograd.Function):
+class _DeferredSwiGLU(torch.autograd.Function):
     """_SwiGLU of x [..., 2 n] whose result [..., n] and, with ``deferred_grad``, gradient are DeferredTensors.
 
     ``store`` saves x for backward in scaled FP8.
@@ -98,15 +98,17 @@ class _UnwrittenSwiGLU(torch.autograd.Function):
         return dx if ctx.deferred_grad else dx.written(), dweights, None, None
 
 
-def _deferred(x: torch.Tensor, weights: torch.Tensor | None, store: bool) -> torch.Tensor | None:
+def _deferred_swiglu(x: torch.Tensor, weights: torch.Tensor | None, store: bool) -> torch.Tensor | None:
     """SwiGLU in an MLP whose second linear makes codes of the result; returns None elsewhere."""
     mlp = fusion.running_mlp()
     if mlp is None or not mlp.linear_fc2.makes_codes_of("input"):
         return None
-    return _UnwrittenSwiGLU.apply(x, weights, store, mlp.linear_fc1.makes_codes_of("grad_output"))
+    return _DeferredSwiGLU.apply(x, weights, store, mlp.linear_fc1.makes_codes_of("grad_output"))
 
 
-def _stored(x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None) -> torch.Tensor:
+def _swiglu_with_fp8_store(
+    x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None
+) -> torch.Tensor:
     x = x if bias is None else x + bias
     y = _SwiGLU.apply(x.reshape(-1, x.shape[-1]), weights)  # [tokens, n]
     return y.view(*x.shape[:-1], x.shape[-1] // 2)
@@ -123,12 +125,12 @@ def store_swiglu_input_in_fp8(original: Callable[..., torch.Tensor]) -> Callable
     ) -> torch.Tensor:
         deferred = None
         if bias is None and not cpu_offload_input:
-            deferred = _deferred(input, None, fp8_input_store)
+            deferred = _deferred_swiglu(input, None, fp8_input_store)
         if deferred is not None:
             return deferred
         if not fp8_input_store:
             return original(input, bias, fp8_input_store, cpu_offload_input)
-        return _stored(input, bias, None)
+        return _swiglu_with_fp8_store(input, bias, None)
 
     return bias_swiglu_impl
 
@@ -139,11 +141,11 @@ def store_expert_swiglu_input_in_fp8(original: Callable[..., torch.Tensor]) -> C
     def weighted_bias_swiglu_impl(
         input: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, fp8_input_store: bool = False
     ) -> torch.Tensor:
-        deferred = _deferred(input, weights, fp8_input_store) if bias is None else None
+        deferred = _deferred_swiglu(input, weights, fp8_input_store) if bias is None else None
         if deferred is not None:
             return deferred
         if not fp8_input_store:
             return original(input, bias, weights, fp8_input_store)
-        return _stored(input, bias, weights)
+        return _swiglu_with_fp8_store(input, bias, weights)
 
     return weighted_bias_swiglu_impl

@@ -135,10 +135,10 @@ def _causal_mask(query: Tensor, key: Tensor, causal: bool) -> dict[str, Any]:
         return {"is_causal": causal}
     if queries == 1:
         return {}
-    return {"attn_mask": _last_queries(queries, keys, query.device)}
+    return {"attn_mask": _last_queries_mask(queries, keys, query.device)}
 
 
-def _last_queries(queries: int, keys: int, device: torch.device) -> Tensor:
+def _last_queries_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     """Returns the causal mask of the last queries among as many positions as keys, [queries, keys].
 
     On a GPU it is a CausalBias without data, which torch passes to flash attention. A mask in memory has quadratic
@@ -200,7 +200,7 @@ def _packed(
         packed.cu_seqlens_kv,
         packed.cu_seqlens_kv_padded,
     )
-    of_q, padded_q, of_k, padded_k = (None if end is None else _numbers(end, read) for end in ends)
+    of_q, padded_q, of_k, padded_k = (None if end is None else _read_values(end, read) for end in ends)
     assert of_q is not None and of_k is not None, "packed sequences say where they end"
     queries, keys = _sequences(of_q, padded_q, len(q)), _sequences(of_k, padded_k, len(k))
     for (start, length, room), (key_start, key_length, _) in zip(queries, keys, strict=True):
@@ -217,7 +217,7 @@ def _packed(
     return torch.cat(parts)
 
 
-def _numbers(ends: Tensor, read: WeakTensorKeyDictionary) -> list[int]:
+def _read_values(ends: Tensor, read: WeakTensorKeyDictionary) -> list[int]:
     """Returns the values of an integer tensor that all layers of a microbatch share: reading them waits for a GPU.
 
     Args:
@@ -257,7 +257,7 @@ def _zigzag(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, scale: fl
     parts = []
     for queries, chunk in zip(q.split(n), (rank, 2 * size - 1 - rank), strict=True):
         visible = (chunk + 1) * n
-        mask = _last_queries(n, visible, q.device)
+        mask = _last_queries_mask(n, visible, q.device)
         parts.append(_sdpa(queries, k[:visible], v[:visible], scale, attn_mask=mask))
     return torch.cat(parts)
 

@@ -41,7 +41,7 @@ class _RMSNorm(torch.autograd.Function):
             return DeferredTensor(
                 Normalized(x.reshape(-1, x.shape[-1]), rstd.view(-1), weight, offset), x.shape
             )
-        return _scaled(x, weight, rstd, offset)
+        return _apply_scale(x, weight, rstd, offset)
 
     @staticmethod
     @first_derivative_only
@@ -59,7 +59,7 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-def _scaled(x: Tensor, weight: Tensor, rstd: Tensor, offset: float) -> Tensor:
+def _apply_scale(x: Tensor, weight: Tensor, rstd: Tensor, offset: float) -> Tensor:
     return (x * rstd).mul_(weight.to(rstd.dtype) + offset).to(x.dtype)
 
 
@@ -93,7 +93,7 @@ def rms_norm(
     """
     if not (deferred or torch.is_grad_enabled()):  # for one token the autograd function would double the time
         x = written(x)
-        return _scaled(x, weight, _rstd(x, eps), float(zero_centered_gamma))
+        return _apply_scale(x, weight, _rstd(x, eps), float(zero_centered_gamma))
     return _RMSNorm.apply(x, weight, eps, float(zero_centered_gamma), deferred)
 
 

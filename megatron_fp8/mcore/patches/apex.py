@@ -43,7 +43,7 @@ def apex_use(config: Any, model_chunks: list[Any]) -> str:
     except metadata.PackageNotFoundError:
         version = "apex"
     uses = [what for what, used in _uses(config, model_chunks).items() if used]
-    return f"{version} used for {', '.join(uses)}" if uses else f"{version} is not used: {_why_not()}"
+    return f"{version} used for {', '.join(uses)}" if uses else f"{version} is not used: {_reason_unused()}"
 
 
 def _uses(config: Any, model_chunks: list[Any]) -> dict[str, bool]:
@@ -61,7 +61,7 @@ def _uses(config: Any, model_chunks: list[Any]) -> dict[str, bool]:
     }
 
 
-def _why_not() -> str:
+def _reason_unused() -> str:
     if not compat.has_cuda():
         return "its kernels need a CUDA device"
     if compat.has_te():

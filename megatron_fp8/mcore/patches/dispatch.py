@@ -130,14 +130,14 @@ def _send_rows(rows: torch.Tensor, forward: _Send, backward: _Send) -> Any:
     """Sends rows by ``there``, and their gradients by ``back``."""
     if not torch.is_grad_enabled() or not rows.requires_grad:
         return _apply(rows, forward)
-    return _Sent.apply(rows, forward, backward)
+    return _SendRows.apply(rows, forward, backward)
 
 
 def _apply(rows: torch.Tensor, send: _Send) -> torch.Tensor:
     return rows.sent_by(send) if isinstance(rows, CodedTokens) else send(rows)
 
 
-class _Sent(torch.autograd.Function):
+class _SendRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, there: _Send, back: _Send) -> torch.Tensor:
         ctx.back = back

@@ -64,8 +64,8 @@ def remember_biases(original: Callable[..., None]) -> Callable[..., None]:
 
 def settle_biases(runtime: Fp8Runtime, *, skipped: bool) -> None:
     """Restores the biases of a runtime's models if the step after their update was skipped."""
-    moved, runtime.moved_biases = runtime.moved_biases, []
-    for bias, before in moved if skipped else []:
+    saved, runtime.moved_biases = runtime.moved_biases, []
+    for bias, before in saved if skipped else []:
         bias.copy_(before)
 
 

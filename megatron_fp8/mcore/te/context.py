@@ -33,7 +33,7 @@ def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> A
     if is_init and hasattr(config, "freeze"):
         config.freeze()
     ours = fp8_utils.get_fp8_context(config, layer_no, is_init)
-    return _both(ours, config) if not is_init and _has_te_layers(config) else ours
+    return _nested_contexts(ours, config) if not is_init and _has_te_layers(config) else ours
 
 
 def choose_te_layers(config: Any) -> bool:
@@ -62,7 +62,7 @@ def _has_te_layers(config: Any) -> bool:
 
 
 @contextmanager
-def _both(ours: AbstractContextManager[None], config: Any) -> Iterator[None]:
+def _nested_contexts(ours: AbstractContextManager[None], config: Any) -> Iterator[None]:
     with ours:
         if current_switch().off != "none":
             yield

@@ -97,11 +97,11 @@ class _TeSiteLinear:
                 " would run in BF16: run the model through Megatron-Core's transformer block after"
                 " megatron_fp8.mcore.install(), or enter megatron_fp8.mcore.te.context.get_fp8_context(config)"
             )
-        here, wanted = engine.recipe_in_force(), recipe_of(self.config)
-        if here is not wanted and repr(here) != repr(wanted):  # some modules hold a copy of the config
+        here, expected = engine.recipe_in_force(), recipe_of(self.config)
+        if here is not expected and repr(here) != repr(expected):  # some modules hold a copy of the config
             raise RuntimeError(
                 f"{site.plan.name} was called in a Transformer Engine context with another recipe ({here}) than the"
-                f" config's ({wanted})"
+                f" config's ({expected})"
             )
 
     def _check_quantizers(self, site: TeSite) -> None:
