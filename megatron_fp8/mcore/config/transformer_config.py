@@ -51,7 +51,7 @@ class TransformerConfig(megatron_config.TransformerConfig):
     """For sites that cannot run as requested: 'error', or 'warn' (runs in BF16, recorded and printed)."""
 
     fp8_overrides: dict[str, str] = field(default_factory=dict)
-    """Per-layer exceptions: a glob over fully qualified module names to 'bf16' or the name of a recipe."""
+    """Exceptions by layer: a glob over full module names to 'bf16' or a recipe's name."""
 
     fp8_amax_epsilon: float = 0.0
     """Lower bound for every amax before its scale is computed (all recipes but mxfp8)."""
@@ -63,38 +63,37 @@ class TransformerConfig(megatron_config.TransformerConfig):
     """Round grad_output stochastically, reproducibly for a seed."""
 
     fp8_size_filter: str | None = None
-    """A table of measured GEMMs (`megatron-fp8 bench --tune --out FILE`): sites that are too small for FP8 on this device
-    run in BF16, each with the measurement in the report. None: no filter. It is a table and not a required speed-up,
-    since a number without measurements would be a guess. Overrides by name have priority."""
+    """A table of measured GEMMs (`megatron-fp8 bench --tune`): sites too small for FP8 to pay here run in BF16. The
+    report has each measurement. None: size decides nothing. Overrides by name win."""
 
     fp8_size_filter_tokens: int | None = None
-    """Tokens of a microbatch for the table: micro batch size x sequence length / context parallel size.
-    `megatron-fp8 train` sets them; None elsewhere needs a table with one token count."""
+    """Tokens of a microbatch on a rank, by which the table decides; `megatron-fp8 train` knows them. They are micro
+    batch size x sequence length / context parallel size. None elsewhere needs a table of one token count."""
 
     fp8_keep_columnwise: bool = True
-    """Keep dgrad's separate codes of a weight, if it has any, from the forward to the backward.
+    """Keep the copy of a weight's codes that dgrad reads from the forward to the backward.
     False: each backward makes them again from the weight, the same bits: less memory, one cast more a microbatch."""
 
     fp8_output_layer: bool = False
-    """The output projection is an FP8 site too, `output_layer`. False: it stays in the model's dtype, as in Megatron-Core
-    and in DeepSeek-V3. first_last_layers_bf16 applies to transformer layers only."""
+    """Run the output projection (`output_layer`) in FP8 too. False: it stays in the model's dtype, as in Megatron-Core
+    and in DeepSeek-V3. first_last_layers_bf16 is about transformer layers, and does not concern it."""
 
     moe_fp8_dispatch: bool = False
-    """Tokens are sent to their experts as FP8 codes and scales, quantised once, and so is the gradient of the result. It
-    needs a recipe with scales per row or 1xN block. False: in the model's dtype, as in Megatron-Core."""
+    """Send tokens to their experts as FP8 codes and scales, quantised once, and the gradient of what comes back too. It
+    needs a recipe with scales of a row or of 1xN blocks. False: in the model's dtype, as in Megatron-Core."""
 
     fp8_high_precision_warmup: float = 0.0
-    """Fraction of training that runs in BF16 before FP8 starts; delayed scaling's histories are filled meanwhile."""
+    """Fraction of training in BF16 before FP8 starts; delayed scaling fills its histories meanwhile."""
 
     fp8_high_precision_healing: float = 0.0
-    """Fraction of training, its end, that runs in BF16 again."""
+    """Fraction of training in BF16 again, at its end."""
 
     fp8_guard: bool | str = False
-    """Sites whose tensors are not finite, saturate or underflow in several iterations in a row leave FP8, or change their
-    recipe: True or 'bf16': to BF16; 'ladder': delayed -> tensorwise -> blockwise -> BF16. False: no guard."""
+    """Move sites whose tensors are not finite, saturate or underflow to BF16; 'ladder': first to other recipes. True and
+    'bf16' mean the same; 'ladder': delayed -> tensorwise -> blockwise -> BF16. False: off."""
 
     fp8_guard_patience: int = 3
-    """Unhealthy iterations in a row before fp8_guard moves a site."""
+    """Iterations in a row before fp8_guard moves a site."""
 
     if TYPE_CHECKING:  # at run time the dataclass generates it, with Megatron's fields too
 
