@@ -151,7 +151,7 @@ def make_params_first(original: Callable[..., None]) -> Callable[..., None]:
         if ddp_config.fp8_param_gather and not enabled:
             raise ValueError(
                 f"DistributedDataParallelConfig.fp8_param_gather=True, and the model's config has fp8={config.fp8!r},"
-                f" fp8_param={getattr(config, 'fp8_param', False)!r}: set fp8_param=True there, which this follows, or"
+                f" fp8_param={getattr(config, 'fp8_param', False)!r}: set fp8_param=True there, which also sets this, or"
                 " drop it"
             )
         if enabled:
@@ -183,9 +183,9 @@ def _check_buffers(config: Any, ddp_config: Any) -> None:
         )
     if not travels_in_bf16(config):
         raise ValueError(
-            "reuse_grad_buf_for_mxfp8_param_ag=True is for models all FP8 weights of which travel in BF16 (fp8_recipe"
+            "reuse_grad_buf_for_mxfp8_param_ag=True is for models whose FP8 weights are all sent in BF16 (fp8_recipe"
             f" 'rowwise' or 'mxfp8'); fp8_recipe={config.fp8_recipe!r} with fp8_overrides="
-            f"{getattr(config, 'fp8_overrides', None) or {}!r} has weights that travel as codes. Set it to False."
+            f"{getattr(config, 'fp8_overrides', None) or {}!r} has weights that are sent as codes. Set it to False."
         )
 
 
@@ -194,15 +194,15 @@ def memory_warning(model_chunks: list[Any]) -> str | None:
     linears = fp8_linears(model_chunks)
     if any(_STAYS_BF16 in linear.fp8_site.notes for linear in linears):
         return (
-            "fp8_param=True saves nothing here. Rowwise and MXFP8 weights need codes of their own in each direction, so"
-            " under the distributed optimizer BF16 travels and 4 bytes a value are kept (BF16 training keeps 2): set"
+            "fp8_param=True saves nothing here. Rowwise and MXFP8 weights need different codes for each direction, so"
+            " under the distributed optimizer BF16 is sent and 4 bytes a value are stored (BF16 training stores 2): set"
             " reuse_grad_buf_for_mxfp8_param_ag=True in DistributedDataParallelConfig and OptimizerConfig, which sends"
             " them through the gradient buffer, or use delayed, tensorwise or blockwise"
         )
     if any(isinstance(linear.weight, TwoWayFp8Parameter) for linear in linears):
         return (
-            "rowwise and MXFP8 weights are kept in both directions, 2 bytes a value and scales: slightly more than BF16"
-            " training's weights, and half of what fp8_param=False keeps"
+            "rowwise and MXFP8 weights are stored in both directions, 2 bytes a value and scales: slightly more than BF16"
+            " training's weights, and half of what fp8_param=False stores"
         )
     return None
 

@@ -114,9 +114,7 @@ class Fp8State:
 
     def watch(self, observer: Observer | None) -> None:
         """Sets the observer that receives casts and products; None removes it. There is one at a time."""
-        assert observer is None or self.watcher is None, (
-            "somebody watches already: who watches last stops first"
-        )
+        assert observer is None or self.watcher is None, "another observer is set: remove it first"
         self.watcher = observer
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -43,7 +43,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]
         {},
         {**DISTRIBUTED, "fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True},
         {},
-        "weights that travel as codes",
+        "weights that are sent as codes",
     ),
     "shared by a mixture": (
         "mxfp8",

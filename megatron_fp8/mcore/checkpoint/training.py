@@ -344,7 +344,7 @@ def _check_same_model(
     found = first_to_say(problem or None)
     text = "" if found is None else found[1]
     if unused := next((key for key, used in zip(stored_keys, used_somewhere, strict=True) if not used), None):
-        text = text or f"it has {unused}, which this one has not"
+        text = text or f"it has {unused}, which this model does not have"
     if text:
         raise ValueError(
             f"the checkpoint {str(folder)!r} is of another model: {text}. Give the model section it was trained with"

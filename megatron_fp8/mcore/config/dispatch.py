@@ -25,7 +25,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     (
         "moe_shared_expert_overlap",
         bool,
-        "the dispatcher would hand shared experts the codes, and they read the values",
+        "the dispatcher would pass codes to shared experts, which read values",
         "Set it to False",
     ),
     (
@@ -38,7 +38,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     (
         "moe_latent_size",
         bool,
-        "the latent projection's gradient is no linear's of this package",
+        "the latent projection is no linear of this package",
         "Set it to None",
     ),
     (

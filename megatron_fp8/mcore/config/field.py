@@ -48,7 +48,7 @@ def te_layers(what: str, rule: Rule = FLAG) -> Field:
     """A field that only Transformer Engine's layers support."""
     return Field(
         rule,
-        refused=f"{what} is of Transformer Engine's layers, and those here are others",
+        refused=f"{what} needs Transformer Engine's layers, and this package has its own",
         here=compat.has_te,
     )
 

@@ -95,7 +95,7 @@ LATENT_RELATIONS: tuple[Relation, ...] = (
     ),
     Relation(
         ("rotary_base", "original_max_position_embeddings", "qk_pos_emb_head_dim", "beta_fast", "beta_slow"),
-        "all of a head's frequencies would lie on one side of YaRN's ramp, which Megatron-Core then turns round: with"
+        "all of a head's frequencies would lie on one side of YaRN's ramp, which Megatron-Core then inverts: with"
         " rope_type='rope' nothing is stretched",
         lambda c: not _has_yarn(c) or _rises(c),
     ),

@@ -43,10 +43,7 @@ _OWN_GRAPHS = (
 _SAVE_ON_CPU = (
     "wrap layers in torch.autograd.graph.save_on_cpu(), which keeps FP8 codes as they are, or recompute"
 )
-_ATTENTION_IN_BF16 = (
-    "attention itself runs in BF16, as DeepSeek-V3's does: PyTorch's scaled_dot_product_attention, which it is,"
-    " takes no FP8"
-)
+_ATTENTION_IN_BF16 = "attention itself runs in BF16, as in DeepSeek-V3: PyTorch's scaled_dot_product_attention does not support FP8"
 _LOCAL = "the layers here are Megatron-Core's own with this package's GEMMs"
 
 # Files that read fields, under megatron/core unless they begin with megatron_fp8.
@@ -176,7 +173,7 @@ FIELDS: dict[str, Field] = {
     "sequence_parallel": works(FLAG, "tensor_parallel/layers"),
     "context_parallel_size": works(RANKS, "megatron_fp8/mcore/layers/attention"),
     "cp_comm_type": ignored(
-        "context parallelism here gathers keys and values, whatever it says",
+        "context parallelism here always gathers keys and values",
         optional(either(_CP_COMM, list_of(_CP_COMM))),
     ),
     "hierarchical_context_parallel_sizes": refused(
@@ -218,7 +215,7 @@ FIELDS: dict[str, Field] = {
     "batch_p2p_comm": works(FLAG, _P2P, "pipeline_model_parallel_size"),
     "batch_p2p_sync": works(FLAG, _P2P, "pipeline_model_parallel_size"),
     "overlap_p2p_comm_warmup_flush": works(FLAG, _PP, "virtual_pipeline_model_parallel_size"),
-    "use_ring_exchange_p2p": refused("torch as it is released has no ring_exchange"),
+    "use_ring_exchange_p2p": refused("released versions of torch have no ring_exchange"),
     "deallocate_pipeline_outputs": works(FLAG, _PP, "pipeline_model_parallel_size"),
     "defer_embedding_wgrad_compute": works(FLAG, _PP, "pipeline_model_parallel_size"),
     "wgrad_deferral_limit": works(
@@ -323,7 +320,7 @@ FIELDS: dict[str, Field] = {
     "moe_use_legacy_grouped_gemm": works(FLAG, "models/gpt/moe_module_specs", "moe_grouped_gemm"),
     "use_fused_weighted_squared_relu": ignored("it is for grouped experts"),
     "moe_latent_size": te_layers("the latent projection of experts", optional(SIZE)),
-    "overlap_moe_expert_parallel_comm": refused("its schedule takes Transformer Engine's layers", here=compat.has_te),
+    "overlap_moe_expert_parallel_comm": refused("its schedule needs Transformer Engine's layers", here=compat.has_te),
     "ep_overlap_early_attn_memory_release": works(
         FLAG, "models/common/model_chunk_schedule_plan", "overlap_moe_expert_parallel_comm"
     ),
@@ -369,7 +366,7 @@ FIELDS: dict[str, Field] = {
     # ---- the rest
     "transformer_impl": Field(
         one_of("local", "transformer_engine", "inference_optimized"),
-        ignored=f"{_LOCAL}; fp8_backend says who multiplies",
+        ignored=f"{_LOCAL}; fp8_backend selects the GEMMs",
     ),
     "deterministic_mode": works(FLAG, "tensor_parallel/layers"),
     "use_te_rng_tracker": te_function("that tracker of random numbers", "tensor_parallel/random"),

@@ -119,7 +119,7 @@ class TransformerConfig(megatron_config.TransformerConfig):
         if self.is_frozen and _is_fp8_setting(name):
             raise ValueError(
                 f"{name}={value!r} comes after the model was built with {name}={getattr(self, name)!r}: FP8 "
-                f"settings are taken over when the model is built. Set it before, or build the model again from"
+                f"settings are fixed when the model is built. Set it before, or build the model again from"
                 f" dataclasses.replace(config, {name}={value!r})."
             )
         super().__setattr__(name, value)

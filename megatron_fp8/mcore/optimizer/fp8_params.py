@@ -218,7 +218,7 @@ def patches() -> list[Patch]:
         f"{core}.optimizer.distrib_optimizer.DistributedOptimizer",
     )
     buffers = f"{core}.distributed.param_and_grad_buffer"
-    cast_again = "a skipped step copies no master, and delayed scales have moved"
+    cast_again = "a skipped step copies no master, and delayed scales have changed"
     return [
         Patch(
             f"{plain}.Float16OptimizerWithFloat16Params",

@@ -114,7 +114,7 @@ def joined(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def patches() -> list[Patch]:
     """Returns the patches of Megatron-Core's two functions that store a distributed optimizer in the model's shapes."""
-    why = "it stores runs of a weight's elements, which Megatron-Core's own sharded tensors refuse"
+    why = "it stores ranges of a weight's elements, which Megatron-Core's own sharded tensors refuse"
     optimizer = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
     return [
         Patch(optimizer, "sharded_param_state_fs_model_space", sharded_state, why),
