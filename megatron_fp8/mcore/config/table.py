@@ -43,7 +43,10 @@ _OWN_GRAPHS = (
 _SAVE_ON_CPU = (
     "wrap layers in torch.autograd.graph.save_on_cpu(), which keeps FP8 codes as they are, or recompute"
 )
-_ATTENTION_IN_BF16 = "attention itself runs in BF16, as in DeepSeek-V3: PyTorch's scaled_dot_product_attention does not support FP8"
+_ATTENTION_IN_BF16 = (
+    "attention itself runs in BF16, as in DeepSeek-V3:"
+    " PyTorch's scaled_dot_product_attention does not support FP8"
+)
 _LOCAL = "the layers here are Megatron-Core's own with this package's GEMMs"
 
 # Files that read fields, under megatron/core unless they begin with megatron_fp8.
