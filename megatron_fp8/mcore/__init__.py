@@ -99,8 +99,7 @@ def site_report(model: Any, *, gather: bool = True) -> list[dict[str, Any]]:
 
 
 def print_plan(model: Any) -> None:
-    """Prints the config's recipe and its origin, then the precision of every site. Sites with equal plans share a
-    line.
+    """Prints the config's recipe and its origin, then the precision of every site. Sites with equal plans share a line.
 
     All ranks call it; the first one prints.
     """

@@ -30,8 +30,7 @@ from .sites import fp8_linears, make_site
 
 
 def move_ill_sites(model_chunks: list[Any], state: Fp8State, *, partial: bool) -> list[Move]:
-    """Moves the sites that the finished iteration found unhealthy; returns all moves of this iteration, on every
-    rank.
+    """Moves the sites that the finished iteration found unhealthy; returns all moves of this iteration, on every rank.
 
     Collective if ``partial``: ranks hold different sites. A site that fp8_overrides names is never moved.
     """

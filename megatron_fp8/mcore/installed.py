@@ -1,7 +1,6 @@
 """The installed Megatron-Core, and the patches that depend on its environment.
 
-Importing this module imports neither Megatron-Core nor Transformer Engine; only the version check imports
-Megatron-Core.
+Importing this module imports neither Megatron-Core nor Transformer Engine; only the version check imports Megatron-Core.
 """
 
 from __future__ import annotations
@@ -225,8 +224,7 @@ def amax_group(config: Any, *, expert: bool) -> Any:
     """Returns the group that reduces the amaxes of one GEMM site: TP x DP x CP within a pipeline stage.
 
     TP x CP with tp_only_amax_red; for experts expert TP x expert DP, the ranks that hold (parts of) the same experts.
-    The first call for experts with tensor parallelism is collective over these ranks: Megatron-Core makes no such
-    group.
+    The first call for experts with tensor parallelism is collective over these ranks: Megatron-Core makes no such group.
     """
     from megatron.core import parallel_state
 
@@ -265,7 +263,6 @@ def _timeout_of(group: Any) -> Any:
 def product_ranks(columns: Sequence[int], rows: Sequence[int], rank: int) -> list[int]:
     """Returns the sorted ranks of the grid that two groups span; ``rank`` is in both groups.
 
-    Megatron-Core numbers ranks in mixed radix, so offsets within a group are the same in every group of the same
-    kind.
+    Megatron-Core numbers ranks in mixed radix, so offsets within a group are the same in every group of the same kind.
     """
     return sorted(row + column - rank for row in rows for column in columns)

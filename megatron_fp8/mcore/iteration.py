@@ -28,8 +28,7 @@ _latest = IterationCounts()
 
 
 def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
-    """Reduces and updates all FP8 state of these chunks' config. Collective over all ranks; call it once per
-    iteration.
+    """Reduces and updates all FP8 state of these chunks' config. Collective over all ranks; call it once per iteration.
 
     Megatron-Core's schedules call it, after ``config.finalize_model_grads_func``. A custom training loop calls it
     with a list of its model (or chunks) after the last backward of an iteration, whatever the number of microbatches,

@@ -12,10 +12,9 @@ Also, each weight equals its rounded master. Each rank computes a digest of each
 Ranks compare one number a group, the hash of all its digests. Only if these differ do they search for the tensor and
 the ranks.
 
-State without a replica is not checked: the sharded optimizer's masters and moments, and weights of tensor parallel
-ranks without data parallelism. A damaged weight that the next step rewrites from its master is not found either; all
-ranks used it in that step. With overlap_param_gather other ranks' weight shards are one step old, and are not
-compared.
+State without a replica is not checked: the sharded optimizer's masters and moments, and weights of tensor parallel ranks
+without data parallelism. A damaged weight that the next step rewrites from its master is not found either; all ranks
+used it in that step. With overlap_param_gather other ranks' weight shards are one step old, and are not compared.
 
 Rejected: comparing the parameters, which sends them; sums of values, which lose a low bit of a large tensor and
 depend on the order of rounding. A digest is a sum of integers: one flipped bit always changes it.

@@ -45,8 +45,7 @@ class Fp8Runtime:
         optimizers: Megatron-Core's optimizers that step these models.
         moved_biases: experts' biases that were updated after the last batch, with their earlier values
             (patches/router.py).
-        sequence_ends: values of integer tensors that layers have read, with the tensor's version
-            (layers/attention.py).
+        sequence_ends: values of integer tensors that layers have read, with the tensor's version (layers/attention.py).
     """
 
     state: Fp8State = field(default_factory=lambda: Fp8State(own_device(), keeps_weights=False))

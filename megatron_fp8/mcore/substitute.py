@@ -5,9 +5,8 @@ rule covers every spec (GPT's, BERT's, T5's, a user's own). With ``fp8`` the cla
 package's. Without it Megatron-Core's own are built, except where they would refuse the config (their norms under
 sequence parallelism, their attention under context parallelism).
 
-Rejected: replacing the provider from which Megatron-Core's GPT specs take their classes. It has no access to the
-config, so BF16 models got this package's modules; and BERT's, T5's and heterogeneous specs name their classes
-themselves.
+Rejected: replacing the provider from which Megatron-Core's GPT specs take their classes. It has no access to the config,
+so BF16 models got this package's modules; and BERT's, T5's and heterogeneous specs name their classes themselves.
 """
 
 from __future__ import annotations

@@ -178,8 +178,7 @@ class RandomKey:
 
 
 def philox_bits(index: torch.Tensor, key: RandomKey) -> torch.Tensor:
-    """Returns 32 random bits per element: the first word of Philox4x32-10 (Salmon et al., SC 2011) at counter =
-    index.
+    """Returns 32 random bits per element: the first word of Philox4x32-10 (Salmon et al., SC 2011) at counter = index.
 
     Args:
         index: int64, any shape, the logical element indices.

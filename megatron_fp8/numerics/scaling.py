@@ -150,8 +150,7 @@ def compute_scale_inv(scale: torch.Tensor) -> torch.Tensor:
 
 
 def compute_e8m0(amax: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """Returns MX block scales, rounded UP so that no element saturates (arXiv 2506.08027; OCP's reference rounds
-    down).
+    """Returns MX block scales, rounded UP so that no element saturates (arXiv 2506.08027; OCP's reference rounds down).
 
     Args:
         amax: float32, any shape, >= 0; Inf gives the largest scale.

@@ -1,8 +1,7 @@
 """The base class of tensor subclasses that store codes: dispatch of torch's operations.
 
-``CodedTensor`` has a shape, a dtype and a device for torch, and stores codes. A subclass defines how to read the
-value (``dequantize``), how to write one (``write``) and how to make another tensor over the same storage (``alias``).
-Then
+``CodedTensor`` has a shape, a dtype and a device for torch, and stores codes. A subclass defines how to read the value
+(``dequantize``), how to write one (``write``) and how to make another tensor over the same storage (``alias``). Then
 
 * ``detach``, ``.data`` and a view of the whole share the storage, so a write through them changes the tensor;
 * ``copy_``, indexed assignment and every in-place operation compute on the value and write the result back;

@@ -1,9 +1,8 @@
 """Fp8Parameter: an FP8 weight in the place of a BF16 parameter.
 
 With ``fp8_param`` a GEMM weight has no BF16 copy. Its codes are the parameter, the optimizer's float32 master is the
-value, and each step rounds the master to the parameter's nominal dtype (BF16) and casts it. The numbers equal those
-of training that keeps a BF16 parameter and casts it every iteration, without the copy, and with half of the gathered
-bytes.
+value, and each step rounds the master to the parameter's nominal dtype (BF16) and casts it. The numbers equal those of
+training that keeps a BF16 parameter and casts it every iteration, without the copy, and with half of the gathered bytes.
 
 ``Fp8Parameter`` reports dtype BF16 and stores bytes:
 
@@ -364,8 +363,7 @@ class TwoWayFp8Parameter(Fp8Parameter):
 
 
 def fp8_parameter(weight: torch.Tensor, quantizer: Quantizer) -> Fp8Parameter:
-    """Returns the FP8 parameter of a weight [rows, cols]: quantises it now, and keeps its value until the master has
-    it.
+    """Returns the FP8 parameter of a weight [rows, cols]: quantises it now, and keeps its value until the master has it.
 
     Takes over requires_grad and attributes that were set on the weight (tensor parallelism's and others).
 

@@ -242,8 +242,7 @@ def is_watched(*tensors: torch.Tensor) -> bool:
 
 
 class WatchedForwards:
-    """Records which forwards of a site's iteration a dispatch mode watched, so that a recomputation runs the same
-    way.
+    """Records which forwards of a site's iteration a dispatch mode watched, so that a recomputation runs the same way.
 
     A recomputation must save the same tensors as its forward, but the mode around the forward may be off by then.
     """

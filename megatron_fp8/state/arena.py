@@ -138,8 +138,7 @@ class Arena:
         return list(self._histories.values())
 
     def saved_slot(self, slot: Slot) -> dict[str, torch.Tensor]:
-        """Returns a delayed slot's checkpoint state: float32 scale [1] and amax_history [length], uint8 warm [1]
-        (CPU).
+        """Returns a delayed slot's checkpoint state: float32 scale [1] and amax_history [length], uint8 warm [1] (CPU).
 
         amax_history[0] is the running amax of an unfinished iteration, the last entry is the latest iteration's. No
         host sync.
@@ -249,8 +248,7 @@ class Arena:
 
     @keeping_subnormals
     def reduce_new(self) -> float:
-        """Reduces the slots that were added since ranks last agreed; returns the sum of non-finite counts of all
-        slots.
+        """Reduces the slots that were added since ranks last agreed; returns the sum of non-finite counts of all slots.
 
         Collective. Call it if ``reduce`` found such slots on any rank.
         """

@@ -51,8 +51,7 @@ class Fp8State:
         weight_generation: a cached quantised weight of another generation is stale.
         keeps_weights: cache quantised weights within a generation, where no write goes undetected (as one through
             ``.data`` would); False: each forward quantises its weight.
-        keeps_columnwise: cache dgrad's separate codes of weights until backward; False: each backward makes them
-            again.
+        keeps_columnwise: cache dgrad's separate codes of weights until backward; False: each backward makes them again.
         seed: of stochastic rounding.
         phases: the iterations in which FP8 runs.
         counter: counts of the current iteration on this rank.
@@ -60,8 +59,7 @@ class Fp8State:
             ranks).
         arenas: one for each reduction group.
         capturing: a CapturedStep (graph.py) captures.
-        missing_end: error message of the next training forward, if an optimizer stepped before the iteration was
-            ended.
+        missing_end: error message of the next training forward, if an optimizer stepped before the iteration was ended.
         activity: work of the iteration beside its counters.
         experiment: ``finish_iteration`` changes nothing (``unrecorded``).
         watcher: the observer set by ``watch``.
@@ -217,8 +215,7 @@ class Fp8State:
         """An iteration that ends inside reads additional figures back in its only wait for the GPU.
 
         Args:
-            figures: called at that time, on every rank; returns a vector on the state's device. It may use a
-                collective.
+            figures: called at that time, on every rank; returns a vector on the state's device. It may use a collective.
 
         Yields:
             A list of the figures as floats, empty until then.

@@ -10,10 +10,9 @@ faults:
 A margin puts every amax that many powers of two below the largest value, because the user requested the headroom. So
 underflow is measured from there, and at most down to where the amax itself becomes zero.
 
-Only delayed scaling can have the last two, since its scale comes from earlier iterations. Every other scale comes
-from the tensor itself and puts its amax at the top of the range; the amax does not show small values that such a cast
-loses, but telemetry does (underflows%). Rejected: counting underflows in every cast, also for users without the
-guard.
+Only delayed scaling can have the last two, since its scale comes from earlier iterations. Every other scale comes from
+the tensor itself and puts its amax at the top of the range; the amax does not show small values that such a cast loses,
+but telemetry does (underflows%). Rejected: counting underflows in every cast, also for users without the guard.
 
 A tensor is unhealthy after the same fault in ``patience`` iterations in a row; an iteration in which it was not cast
 does not count. All ranks of a reduction group see the same figures, so they find the same.

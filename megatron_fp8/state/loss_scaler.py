@@ -29,8 +29,7 @@ STUCK = 20
 
 @dataclass
 class LossScaler:
-    """The loss scale of one training. Every rank has one and passes it the same overflow flags, so that all stay
-    equal.
+    """The loss scale of one training. Every rank has one and passes it the same overflow flags, so that all stay equal.
 
     Attributes:
         initial_scale: the first scale.

@@ -60,8 +60,7 @@ def from_rank(rank: int, value: V | None, group: Any = None) -> V:
 
 
 def union(items: Mapping[K, V], group: Any = None) -> dict[K, V]:
-    """Returns the items of all ranks, each key once with the value of the first rank that has it, in the order of
-    ranks.
+    """Returns the items of all ranks, each key once with the value of the first rank that has it, in the order of ranks.
 
     Every item is sent once, by one rank; there are as many rounds as ranks with new items.
     """

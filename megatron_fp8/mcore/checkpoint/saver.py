@@ -7,10 +7,9 @@
     latest                     rank 0 replaces it atomically
     iter_0000070               rank 0 removes checkpoints older than the last ones to keep
 
-If a rank is killed before the rename, a folder remains that the next save removes; after it, the checkpoint is
-complete. A full disk, a folder that is not shared by all ranks, or any other failure of any rank, raises on all ranks
-together, and the folder is removed at once. If only ``latest`` cannot be written, the checkpoint stays and the error
-names it.
+If a rank is killed before the rename, a folder remains that the next save removes; after it, the checkpoint is complete.
+A full disk, a folder that is not shared by all ranks, or any other failure of any rank, raises on all ranks together,
+and the folder is removed at once. If only ``latest`` cannot be written, the checkpoint stays and the error names it.
 
 Training cannot continue from weights, masters or moments with NaN or Inf. They are saved under another name,
 ``not_finite_0000100``, for debugging: no reader loads it without its explicit path, ``latest`` does not change, and
@@ -77,8 +76,7 @@ class _FailedAfterCommit(OSError):
 
 
 class Saver:
-    """Writes the checkpoints of one run into one folder, the same for all ranks. All ranks create and call it
-    together.
+    """Writes the checkpoints of one run into one folder, the same for all ranks. All ranks create and call it together.
 
     Args:
         folder: created with the first save.
@@ -113,8 +111,7 @@ class Saver:
         self._before = _PreviousSave()
 
     def save(self, sharded_state: dict[str, Any], manifest: Manifest, make: Make | None = None) -> None:
-        """Saves; with ``asynchronous`` returns as soon as training may change the tensors. Waits for the previous
-        save.
+        """Saves; with ``asynchronous`` returns as soon as training may change the tensors. Waits for the previous save.
 
         Args:
             make: creates the tensors of shards on the meta device and ensures that they are finite; only without

@@ -29,8 +29,7 @@ def save_weights(folder: Path, weights: dict[str, torch.Tensor], manifest: Manif
         weights: this rank's, on the meta device: names, shapes and dtypes. No other rank has one of them.
         make: creates each one when it is written, in their order; one is in memory at a time.
 
-    Raises, on all ranks, SaveError if the disk is full, or the folder cannot be written, and ValueError if `make`
-    does.
+    Raises, on all ranks, SaveError if the disk is full, or the folder cannot be written, and ValueError if `make` does.
     """
     errors: list[ValueError] = []
 

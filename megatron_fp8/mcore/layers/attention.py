@@ -1,15 +1,13 @@
 """Core attention without Transformer Engine, for CPUs and context parallelism.
 
-Megatron-Core's DotProductAttention materialises the whole score matrix and refuses context parallelism.
-`CoreAttention` is that class with another forward where both are equivalent: PyTorch's scaled_dot_product_attention,
-which computes scores in float32 and saves q, k, v and one number a row. Options that it does not have (attention
-dropout, sliding windows, softmax offsets, explicit masks) run Megatron-Core's own forward, or are refused under
-context parallelism.
+Megatron-Core's DotProductAttention materialises the whole score matrix and refuses context parallelism. `CoreAttention`
+is that class with another forward where both are equivalent: PyTorch's scaled_dot_product_attention, which computes
+scores in float32 and saves q, k, v and one number a row. Options that it does not have (attention dropout, sliding
+windows, softmax offsets, explicit masks) run Megatron-Core's own forward, or are refused under context parallelism.
 
-Under context parallelism the sequence is split into 2*cp chunks, and rank r holds chunks r and 2*cp-1-r ("zigzag",
-the order of get_batch_on_this_cp_rank), so that causal work is balanced. Keys and values are all-gathered over the CP
-group; their gradients are reduce-scattered. config.cp_comm_type selects other ways to move the same data and is not
-read.
+Under context parallelism the sequence is split into 2*cp chunks, and rank r holds chunks r and 2*cp-1-r ("zigzag", the
+order of get_batch_on_this_cp_rank), so that causal work is balanced. Keys and values are all-gathered over the CP group;
+their gradients are reduce-scattered. config.cp_comm_type selects other ways to move the same data and is not read.
 """
 
 from __future__ import annotations
@@ -153,8 +151,7 @@ def _last_queries_mask(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask: Any) -> Tensor:
-    """Attention of q [sq, b, heads, d] to k [sk, b, groups, d], v [sk, b, groups, dv]: [sq, b, heads, dv],
-    contiguous.
+    """Attention of q [sq, b, heads, d] to k [sk, b, groups, d], v [sk, b, groups, dv]: [sq, b, heads, dv], contiguous.
 
     Grouped queries share their key and value head inside the kernel; nothing is repeated. A decoded token on a CPU,
     one query with many keys, runs `_one_query`.
@@ -263,8 +260,7 @@ def _zigzag(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, scale: fl
 
 
 def zigzag_positions(size: int, device: Any = "cpu") -> Tensor:
-    """Returns the indices of chunks 0, 1, ... of the sequence among the 2 * size chunks in rank order: int64 [2 *
-    size].
+    """Returns the indices of chunks 0, 1, ... of the sequence among the 2 * size chunks in rank order: int64 [2 * size].
 
     Created on the device: a copy from the host would wait, in each layer.
     """

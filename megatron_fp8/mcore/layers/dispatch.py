@@ -1,5 +1,4 @@
-"""Experts' tokens sent between ranks in FP8 (`moe_fp8_dispatch`): quantised once, before Megatron-Core dispatches
-them.
+"""Experts' tokens sent between ranks in FP8 (`moe_fp8_dispatch`): quantised once, before Megatron-Core dispatches them.
 
     forward    tokens [s, b, hidden] -> codes and scales -> permuted, sent, sorted by expert -> fc1's fprop reads them
                experts' outputs, sent back and summed in BF16 (combine), as without the option
@@ -8,9 +7,8 @@ them.
 
 Each token is cast once, however many experts it goes to, by the rule that all experts' linears have for this operand;
 the experts do not cast it again. wgrad's codes are derived from the received codes (linear/coded_tokens.py).
-Megatron-Core's MoELayer is hooked at two places: `preprocess`, which passes tokens to the dispatcher, and
-`postprocess`, which receives the sum. The dispatchers themselves are Megatron-Core's own (patches/dispatch.py has the
-replaced parts).
+Megatron-Core's MoELayer is hooked at two places: `preprocess`, which passes tokens to the dispatcher, and `postprocess`,
+which receives the sum. The dispatchers themselves are Megatron-Core's own (patches/dispatch.py has the replaced parts).
 
 A layer sends BF16 if its experts do not all read codes with scales per token: its linears run in BF16, by plan, phase
 or context; they have several rules; scales span tokens; or wgrad needs values that were never quantised. The sites'

@@ -1,10 +1,9 @@
 """Adam that counts steps once a parameter group, as Megatron-Core's checkpoints expect.
 
-Megatron-Core uses Transformer Engine's or apex's FusedAdam, which store ``step`` in the parameter group. Without them
-it uses torch's AdamW, which stores a step per parameter, and its distributed optimizer then cannot resume: saving
-before the first step fails an assertion, and after a load all parameters share one step tensor, which each of them
-increments. This Adam has FusedAdam's interface; its arithmetic is torch's own function, so its bits equal
-torch.optim.AdamW's.
+Megatron-Core uses Transformer Engine's or apex's FusedAdam, which store ``step`` in the parameter group. Without them it
+uses torch's AdamW, which stores a step per parameter, and its distributed optimizer then cannot resume: saving before
+the first step fails an assertion, and after a load all parameters share one step tensor, which each of them increments.
+This Adam has FusedAdam's interface; its arithmetic is torch's own function, so its bits equal torch.optim.AdamW's.
 """
 
 from __future__ import annotations

@@ -12,11 +12,10 @@ consists of few boxes; in a matrix, of the end of a row, of whole rows, and of t
 So each rank writes its own range and reads its own range. Nothing is sent, no rank has all of a weight, and files
 hold named tensors in the whole model's shapes, which any layout can load.
 
-Rejected: Megatron-Core's three formats. ``fully_reshardable`` gathers 12 bytes a parameter of a rank's part of the
-model in the memory of one rank of each data-parallel group, and reads as much on all of them. ``dp_reshardable``
-stores buckets in place of named tensors: another tensor or pipeline layout, or another recipe, could not load it.
-This replaces ``fully_sharded_model_space``, which stored ranges without splitting them, and which 0.16's own tensors
-refuse.
+Rejected: Megatron-Core's three formats. ``fully_reshardable`` gathers 12 bytes a parameter of a rank's part of the model
+in the memory of one rank of each data-parallel group, and reads as much on all of them. ``dp_reshardable`` stores
+buckets in place of named tensors: another tensor or pipeline layout, or another recipe, could not load it. This replaces
+``fully_sharded_model_space``, which stored ranges without splitting them, and which 0.16's own tensors refuse.
 """
 
 from __future__ import annotations
@@ -138,8 +137,7 @@ def _ranges(optimizer: Any, model: Any) -> Iterator[tuple[torch.nn.Parameter, An
 
 
 def held(optimizer: Any, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """Returns this rank's part of a parameter's master and moments by name, each one-dimensional, in the range's
-    order.
+    """Returns this rank's part of a parameter's master and moments by name, each one-dimensional, in the range's order.
 
     Raises ValueError: the master stores only the bits that its BF16 weight lacks.
     """

@@ -1,10 +1,9 @@
 """NVIDIA's apex, if installed: which parts Megatron-Core uses.
 
-Megatron-Core selects apex's fused Adam, gradient clipping and LayerNorm when it is imported, and its fused
-accumulation of weight gradients by ``gradient_accumulation_fusion``. This package leaves apex in place where it is
-complete (on a GPU, with the CUDA extension that the part needs), and replaces the parts that apex lacks: RMSNorm, and
-anything whose extension was not built. FP8 linears accumulate their own weight gradients in float32; apex does it for
-BF16 linears.
+Megatron-Core selects apex's fused Adam, gradient clipping and LayerNorm when it is imported, and its fused accumulation
+of weight gradients by ``gradient_accumulation_fusion``. This package leaves apex in place where it is complete (on a
+GPU, with the CUDA extension that the part needs), and replaces the parts that apex lacks: RMSNorm, and anything whose
+extension was not built. FP8 linears accumulate their own weight gradients in float32; apex does it for BF16 linears.
 """
 
 from __future__ import annotations

@@ -169,8 +169,7 @@ def fp8_checkpoint(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Transformer Engine's checkpoint signature over Megatron's own: the recomputation runs under the same FP8
-    switch.
+    """Transformer Engine's checkpoint signature over Megatron's own: the recomputation runs under the same FP8 switch.
 
     Tensors passed by keyword, as in multi-token prediction, are passed on by position: gradients flow to no others.
     """

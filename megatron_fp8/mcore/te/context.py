@@ -1,9 +1,8 @@
 """FP8 contexts for Transformer Engine's layers.
 
-Megatron-Core enters the context once around all layers with delayed scaling, else around each layer. TE updates
-delayed scales when its outermost context is left, so entering it once a layer would be wrong. Layers that stay in
-BF16 leave the context during their call (te/layers.py), so they work with delayed scaling, which Megatron-Core
-refuses.
+Megatron-Core enters the context once around all layers with delayed scaling, else around each layer. TE updates delayed
+scales when its outermost context is left, so entering it once a layer would be wrong. Layers that stay in BF16 leave the
+context during their call (te/layers.py), so they work with delayed scaling, which Megatron-Core refuses.
 """
 
 from __future__ import annotations

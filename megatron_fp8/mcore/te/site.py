@@ -17,8 +17,7 @@ class TeSite:
 
     Attributes:
         plan: the site's entry.
-        state: the model's FP8 state: its iteration and counts. There are no slots: TE does not expose amaxes and
-            health.
+        state: the model's FP8 state: its iteration and counts. There are no slots: TE does not expose amaxes and health.
         notes: for the report, made while it ran.
         verified: whether TE's quantizers were checked against the recipe.
         quantizers, casts: none, for every role.
