@@ -162,8 +162,7 @@ class DelayedScaling(Recipe):
         super().__post_init__()
 
     def rule(self, role: str) -> Rule:
-        """Per-tensor fp32 scale. Without state (a tensor quantised on its own) it scales as Float8CurrentScaling
-        does."""
+        """Per-tensor fp32 scale. Without state (a single tensor) it scales as Float8CurrentScaling does."""
         return Rule(
             self.fp8_format.for_role(role),
             TENSOR,

@@ -116,8 +116,8 @@ class QuantizedSide:
 
     @keeping_subnormals
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Returns codes * scale_inv in float32, rounded once to dtype; NaN codes and scales give dtype's canonical
-        quiet NaN."""
+        """Returns codes * scale_inv in float32, rounded once to dtype; NaN codes and scales give the canonical quiet
+        NaN."""
         if self.tiled or self.padding:
             return self.plain().dequantize(dtype)
         is_transposed = not self.codes.is_contiguous() and self.codes.t().is_contiguous()
@@ -200,8 +200,7 @@ def expand_scale(
 
 
 def scale_blocks_(values: torch.Tensor, scale: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-    """Multiplies values [rows, cols] by their blocks' scales, in place; without a scale per element if blocks are
-    whole."""
+    """Multiplies values [rows, cols] by their blocks' scales, in place; whole blocks need no scale per element."""
     if granularity.is_tensor or granularity.cols == 0:
         return values.mul_(scale)
     height, width = granularity.rows, granularity.cols

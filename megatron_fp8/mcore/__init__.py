@@ -72,8 +72,7 @@ def uninstall() -> None:
 
 
 def _offer_spec() -> None:
-    """Updates `spec.gpt_layer_fp8_spec` (for --spec) if spec.py is imported: it exists only while the hooks are
-    installed."""
+    """Updates `spec.gpt_layer_fp8_spec` (for --spec) if spec.py is imported: it exists while hooks are installed."""
     if spec := sys.modules.get(f"{__name__}.spec"):
         spec.offer()
 

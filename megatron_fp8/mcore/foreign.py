@@ -16,8 +16,7 @@ from .names import in_whole_model
 
 
 def is_te_linear(module: Any) -> bool:
-    """Whether a module's GEMMs are Transformer Engine's, by the names of its classes: Transformer Engine need not be
-    installed."""
+    """Whether a module's GEMMs are Transformer Engine's, by its classes' names: it need not be installed."""
     kind: Any = type(module)
     return _is_te(kind)
 
@@ -43,8 +42,7 @@ def foreign_linears(model: Any) -> dict[str, str]:
 
 
 def refuse_foreign_layers(model: Any) -> None:
-    """Raises ValueError if FP8 is on and a layer linear would run in BF16 without an override to 'bf16' in
-    fp8_overrides."""
+    """Raises ValueError if FP8 is on and a layer linear would run in BF16 without a 'bf16' override in fp8_overrides."""
     config = model.config
     for name, what in foreign_linears(model).items() if config.fp8 else ():
         override = whole_override(name, getattr(config, "fp8_overrides", None) or {})

@@ -61,8 +61,7 @@ def move_ill_sites(model_chunks: list[Any], state: Fp8State, *, partial: bool) -
 
 
 def _slots_of_senders(model_chunks: list[Any]) -> dict[str, dict[str, str]]:
-    """Returns site -> slot -> role, for operands that are quantised before they are sent to the site
-    (moe_fp8_dispatch)."""
+    """Returns site -> slot -> role, for operands that are quantised before they are sent (moe_fp8_dispatch)."""
     found: dict[str, dict[str, str]] = {}
     for dispatch in _dispatches(model_chunks):
         for linear, slot, role in dispatch.slots():

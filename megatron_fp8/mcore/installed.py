@@ -201,8 +201,7 @@ def _alias_returned_parameters(checkpoint: Callable[..., Any]) -> Callable[..., 
 
 
 def _return_no_view(reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the all-reduce: its result may be changed in place, since autograd sees a new tensor with the same
-    memory."""
+    """Wraps the all-reduce: its result can be changed in place, as a new tensor with the same memory."""
 
     @functools.wraps(reduce)
     def reduced(*args: Any, **kwargs: Any) -> Any:
@@ -252,8 +251,7 @@ def _product(tensor: Any, data: Any) -> Any:
 
 
 def _timeout_of(group: Any) -> Any:
-    """Returns the timeout of a group's collectives as a timedelta; None (torch's default) if its backend has no such
-    option."""
+    """Returns the timeout of a group's collectives as a timedelta; None (torch's default) if its backend has none."""
     from ..state.ranks import device_of
 
     options = getattr(group._get_backend(device_of(group)), "options", None)

@@ -18,8 +18,7 @@ _IN_CHECKPOINTS, _IN_MODELS = ".experts.experts.", ".experts.local_experts."
 
 
 def in_whole_model(model: Any) -> Callable[[str], str]:
-    """Returns a function from a module's or parameter's name in ``model`` on this rank to its name in the whole
-    model."""
+    """Returns a function from a name in ``model`` (a module's or parameter's) to the name in the whole model."""
     return _in_whole_model(model.named_modules())
 
 
@@ -70,7 +69,6 @@ def of_key(key: str) -> str:
 
 
 def split_expert(name: str) -> tuple[str, int]:
-    """Splits an expert's name into the part common to its layer's experts and its number; other names: the name and
-    0."""
+    """Splits an expert's name into the part common to the layer's experts and the number; other names: itself and 0."""
     found = _EXPERT.match(name)
     return (found[1], int(found[2])) if found else (name, 0)

@@ -16,8 +16,7 @@ from .runtime import Fp8Runtime
 
 
 def watch(runtime: Fp8Runtime) -> None:
-    """Hooks all optimizers: a step of these models' parameters or masters without ``finish_iteration`` is recorded.
-    Once a runtime."""
+    """Detects, by a hook on all optimizers, a step of these models without ``finish_iteration``. Once a runtime."""
     reference = weakref.ref(runtime)  # the hook is global and must not keep the models' state alive
 
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

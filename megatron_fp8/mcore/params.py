@@ -142,8 +142,7 @@ def travels_in_bf16(config: Any) -> bool:
 
 
 def make_params_first(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps DistributedDataParallel.__init__: makes the module's weights FP8 parameters first if its config has
-    fp8_param."""
+    """Wraps DistributedDataParallel.__init__: makes weights FP8 parameters first if the config has fp8_param."""
 
     @functools.wraps(original)
     def __init__(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:

@@ -137,8 +137,7 @@ def _is_sharded(part: Any) -> bool:
 def _replicated_state(
     chunks: list[Any], optimizer: Any, redundant: bool
 ) -> Iterator[tuple[Any, Callable[[], list[Held]]]]:
-    """Yields groups, and a function that digests what their ranks replicate; in the same order on all ranks of a
-    group."""
+    """Yields groups, and functions that digest what their ranks replicate; in equal order on all ranks of a group."""
     named = _named_states(chunks)
     _add_state(named, optimizer)
     dense = [each for each in named if getattr(each.parameter, "allreduce", True)]
@@ -166,8 +165,7 @@ def _is_replicated(each: _NamedState, redundant: bool) -> bool:
 
 
 def _digests(named: list[_NamedState], *, weights: bool = True) -> list[Held]:
-    """Lists causes before effects: a moment that differs makes its master differ in the next step, and that its
-    weight."""
+    """Lists causes before effects: a wrong moment makes its master wrong in the next step, and that its weight."""
     found = []
     for each in named:
         for key, tensor in sorted(each.state.items(), key=lambda item: item[0] == "master"):

@@ -97,7 +97,7 @@ def recipe_line(config: Any) -> str:
 
 
 def plan_lines(entries: list[dict[str, Any]]) -> list[str]:
-    """Formats a site report as text: sites that differ only in their layer share a line, which starts with their
+    """Formats a site report as text: sites that differ only in their layer share a line, which begins with their
     number."""
     alike: dict[tuple[str, ...], int] = {}
     for entry in entries:

@@ -63,8 +63,7 @@ class Fp8Runtime:
         _living.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Runtime:
-        """Returns itself for a config's copy, a new runtime for a model's copy (copies.py): then ``memo`` has
-        modules."""
+        """Returns itself for a config's copy, a new runtime for a model's (copies.py): then ``memo`` has modules."""
         if not any(isinstance(value, torch.nn.Module) for value in memo.values()):
             return self
         copied = Fp8Runtime(frozen=self.frozen, te_layers=self.te_layers)
@@ -109,8 +108,7 @@ def runtime_of(config: Any) -> Fp8Runtime:
 
 
 def set_length(config: Any, iterations: int) -> None:
-    """Sets the training's length in iterations, for the models of this config and of its later copies. ValueError:
-    see Phases."""
+    """Sets the training's length in iterations, for this config's models and later copies. ValueError: see Phases."""
     phases = _phases(config, iterations)
     vars(config)[_LENGTH] = iterations
     runtime = find_runtime(config)

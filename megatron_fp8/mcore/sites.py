@@ -100,8 +100,7 @@ class Alike:
         return plan
 
     def ranks(self, config: Any, *, expert: bool) -> tuple[Any, int]:
-        """Returns the group that reduces a linear's amaxes, and the stream number of this rank's tokens for random
-        rounding."""
+        """Returns the group that reduces a linear's amaxes, and the random stream of this rank's tokens."""
         key = id(config), expert
         if key not in self._ranks:
             stream = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -290,8 +289,7 @@ def _raise_on_all_ranks(refused: ValueError | None) -> None:
 
 
 def count_plain_linear(module: Any, state: Fp8State) -> None:
-    """Counts the GEMMs of a linear that is no FP8 site (the output projection without fp8_output_layer) as
-    high-precision GEMMs."""
+    """Counts the GEMMs of a linear that is no FP8 site (such as the output projection) as high-precision GEMMs."""
 
     def count(module: Any, args: Any, kwargs: Any, output: Any) -> None:
         out = output[0] if isinstance(output, tuple) else output

@@ -114,8 +114,7 @@ def _own_class(theirs: Any) -> type | None:
 
 
 def _refuses(theirs: Any, config: Any) -> bool:
-    """Whether Megatron-Core's class cannot be built from a config that this package's class accepts, with or without
-    FP8."""
+    """Whether Megatron-Core's class cannot be built from a config that this package's class accepts."""
     if theirs is DotProductAttention:
         return bool(config.context_parallel_size > 1 or config.multi_latent_attention)
     if theirs is GroupedMLP:

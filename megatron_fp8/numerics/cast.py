@@ -154,7 +154,7 @@ def one_nan_(values: torch.Tensor) -> torch.Tensor:
 
 
 def known_finite(codes: torch.Tensor, fmt: FloatFormat) -> bool:
-    """Whether no code is NaN or Inf: every magnitude byte is below the first special's. Always False on a GPU (no
+    """Whether no code is NaN or Inf: all magnitudes are below the first special code. Always False on a GPU (no
     read)."""
     first = 0x7C if fmt.has_inf else 0x7F
     if waiting.looking_waits(codes.device):

@@ -65,8 +65,7 @@ def cast_by_kernel(quantizer: Quantizer, device: torch.device) -> bool:
 
 
 def whole_scales(quantizer: Quantizer, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (scale, inverse) of a matrix with these amaxes: the delayed scale if there is one, else the current
-    one."""
+    """Returns (scale, inverse) of a matrix with these amaxes: the delayed scale, or else the current one."""
     delayed = quantizer.delayed_scale()
     if delayed is None:
         return block_scales(amax, quantizer.rule)
@@ -186,7 +185,7 @@ class Fp8Parameter(CodedTensor):
         amax: torch.Tensor,
         nonfinite: torch.Tensor | None,
     ) -> Fp8Parameter:
-        """Makes one from existing codes (uint8 [rows, cols]) of nominal ``dtype``; no copy, and not yet a
+        """Makes one from codes (uint8 [rows, cols]) of nominal ``dtype``, without a copy; not yet a
         torch.nn.Parameter."""
         stored = _Stored(quantizer, dtype, [codes])
         stored.set_scales([scale_inv], amax, nonfinite)

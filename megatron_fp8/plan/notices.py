@@ -37,8 +37,7 @@ def say_what_is_lost(plans: Iterable[SitePlan], remedy: str) -> None:
 
 
 def say_fallback(name: str, dtype: str, reason: str) -> None:
-    """Prints a line, once, for a linear that stays in ``dtype``: it cannot run as requested, and the user allowed a
-    fallback."""
+    """Prints a line, once, for a linear that stays in ``dtype`` because it cannot run as requested."""
     say(f"megatron_fp8: {name} runs in {dtype}: {reason}", once=True)
 
 
@@ -55,8 +54,7 @@ def padded_note(plan: SitePlan, device: torch.device, n: int, k: int) -> str | N
 
 
 def say_without_compiler(device: torch.device) -> None:
-    """Prints a line, once, if linears run on a CPU without compiled kernels. Not if there is a GPU: models are moved
-    to it."""
+    """Prints a line, once, if linears run on a CPU without compiled kernels and there is no GPU."""
     if device.type == "cpu" and not torch.cuda.is_available() and (reason := missing_compiler()) is not None:
         say(
             f"megatron_fp8: {reason}. Without compiled kernels a training step takes about twice as long, with the same"

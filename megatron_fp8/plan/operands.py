@@ -21,8 +21,7 @@ READERS = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_outp
 
 @dataclass(frozen=True)
 class Cast:
-    """The quantisation of an operand for one GEMM: its rule, and the recipe whose history gives the scale if it is
-    delayed."""
+    """The quantisation of an operand for one GEMM: its rule, and the recipe with the history of a delayed one."""
 
     rule: Rule
     delayed: DelayedScaling | None = None

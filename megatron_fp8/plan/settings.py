@@ -61,8 +61,7 @@ def without_fp8_format(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_recipe_alone(recipe: str | None, *, fp8_given: bool) -> None:
-    """Raises ValueError if a model section names a recipe but neither sets nor disables FP8: the run would be in
-    BF16."""
+    """Raises ValueError if a model section names a recipe without setting or disabling FP8: it would run in BF16."""
     if recipe is not None and not fp8_given:
         raise ValueError(
             f"model.fp8_recipe={recipe!r} without model.fp8, which would train in BF16: give model.fp8=hybrid or e4m3 (or"

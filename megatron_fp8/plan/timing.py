@@ -102,8 +102,7 @@ def device_label(device: torch.device) -> str:
 
 
 def unused_gpu(environ: Mapping[str, str] = os.environ, driver: Path = Path("/dev/nvidiactl")) -> str | None:
-    """Returns why torch does not use this machine's NVIDIA GPU; None if it does, there is none, or it is hidden on
-    purpose."""
+    """Returns why torch does not use this machine's NVIDIA GPU; None if it does, or none is visible on purpose."""
     if torch.cuda.is_available() or not driver.exists() or environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     if torch.version.cuda is None:

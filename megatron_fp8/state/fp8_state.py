@@ -164,8 +164,7 @@ class Fp8State:
 
     @property
     def must_end_first(self) -> bool:
-        """Whether a training forward raises here. A recomputation does not if the optimizer steps during the
-        backward."""
+        """Whether a training forward raises here; not a recomputation while the optimizer steps in the backward."""
         return bool(self.missing_end) and not (self._missed_in_backward and in_backward())
 
     @contextmanager
@@ -302,8 +301,7 @@ class Fp8State:
         self.missing_end = other.missing_end
 
     def _read(self, reduced: list[torch.Tensor]) -> list[list[float]]:
-        """Reads the arenas' reduced values, float32 [3] each, and the additional figures: an iteration's only host
-        sync."""
+        """Reads the arenas' reduced values, float32 [3] each, and additional figures: an iteration's only host sync."""
         if self._along is None:
             return torch.stack(reduced).tolist() if reduced else []
         figures, result = self._along

@@ -153,8 +153,7 @@ def unscale_(grads: Iterable[torch.Tensor], scale: float) -> bool:
 
 
 def agree(overflow: bool, group: Any = None) -> bool:
-    """Whether any rank of ``group`` (None: all ranks) has an overflow. Collective if torch.distributed is
-    initialised."""
+    """Whether any rank of ``group`` (None: all) has an overflow. Collective if torch.distributed is initialised."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return overflow
     on_gpu = dist.get_backend(group) == "nccl"

@@ -79,5 +79,5 @@ class Observer(Protocol):
         """A linear in high precision ran."""
 
     def ended(self, iteration: int) -> None:
-        """The iteration of this number has ended, observed or not, and its amaxes are reduced. All ranks call it: it
-        may communicate."""
+        """The iteration has ended, observed or not, and its amaxes are reduced. All ranks call it: it may
+        communicate."""

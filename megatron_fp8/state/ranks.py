@@ -75,8 +75,7 @@ def _new_items(items: Mapping[K, V], known: Mapping[K, V]) -> dict[K, V] | None:
 
 
 def anywhere(flags: Sequence[bool], group: Any = None) -> list[bool]:
-    """Returns for each flag whether any rank has it set; every rank passes equally many. One all-reduce, a byte a
-    flag."""
+    """Returns for each flag whether any rank has it set; all pass equally many. One all-reduce, a byte a flag."""
     if size(group) == 1 or not flags:
         return list(flags)
     reduced = torch.tensor(list(flags), dtype=torch.uint8, device=device_of(group))

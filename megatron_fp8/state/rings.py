@@ -62,8 +62,7 @@ class Rings:
         return self.maxima.amax(0)
 
     def roll(self, which: torch.Tensor) -> None:
-        """Advances the heads where which (bool [k]): the running entry becomes the latest; the next ``put``
-        overwrites the oldest."""
+        """Advances heads where which (bool [k]): the running entry becomes the latest; ``put`` overwrites the oldest."""
         self.head.add_(which).masked_fill_(self.head == self.length, 0)
 
     def unrolled(self) -> torch.Tensor:

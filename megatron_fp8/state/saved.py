@@ -29,8 +29,7 @@ def must_be_finite(key: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def saved_slots(slots: Mapping[str, Slot]) -> dict[str, torch.Tensor]:
-    """Returns ``NAME.scale`` (float32 [1]), ``NAME.amax_history`` (float32 [length]), ``NAME.warm`` (uint8 [1]) of
-    each slot."""
+    """Returns ``NAME.scale`` (float32 [1]), ``.amax_history`` (float32 [length]), ``.warm`` (uint8 [1]) of each slot."""
     return {
         f"{name}.{part}": tensor.cpu()
         for name, slot in slots.items()

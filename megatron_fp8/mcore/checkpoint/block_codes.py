@@ -57,8 +57,7 @@ def _has_block_scales(parameter: Any) -> bool:
 
 
 def _align_with_blocks(pieces: list[Any]) -> bool:
-    """Whether the blocks of this rank's parameter, whose rows ``pieces`` are, coincide with blocks of the whole
-    tensors."""
+    """Whether the blocks of this rank's parameter, with rows ``pieces``, are blocks of the whole tensors."""
     for number, piece in enumerate(pieces):
         for axis in (0, 1):
             start, size, whole = piece.global_offset[axis], piece.local_shape[axis], piece.global_shape[axis]

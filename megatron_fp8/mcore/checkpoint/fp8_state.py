@@ -138,8 +138,7 @@ def warm_from_weights(linears: list[Any], cold: set[str]) -> int:
 
 
 def _amax(weight: torch.Tensor) -> torch.Tensor:
-    """Returns the largest finite magnitude, float32 []; 0 if there is none. An FP8 weight has the amax of its last
-    cast."""
+    """Returns the largest finite magnitude, float32 []; 0 if there is none. An FP8 weight has its last cast's amax."""
     if isinstance(weight, Fp8Parameter):
         amax = weight.cast_amax
         return torch.where(amax.isfinite(), amax, torch.zeros_like(amax)).reshape(())

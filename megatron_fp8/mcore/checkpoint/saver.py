@@ -329,8 +329,7 @@ class Saver:
         self._remove_leftovers()
 
     def _put_aside(self, path: Path) -> Path | None:
-        """Renames a checkpoint before its removal, so that an interrupted removal leaves no partial checkpoint;
-        returns the new name."""
+        """Renames a checkpoint before its removal, so that none is left half removed; returns the new name."""
         if not os.path.lexists(path):
             return None
         aside = self.folder / f"{_UNFINISHED}{path.name}-old-{uuid.uuid4().hex[:8]}"

@@ -140,8 +140,7 @@ class Shards:
 
     @uncollected()
     def settle(self, plans: list[dcp.SavePlan]) -> None:
-        """Merges the plans on the first rank, before anything is written. ValueError unless they cover every tensor,
-        each element once."""
+        """Merges the plans on the first rank, before any write. ValueError unless they cover each element once."""
         # torch compares volumes only if there are several plans: a single one would pass with missing elements.
         settled, self._metadata = self._planner.create_global_plan([*plans, dcp.SavePlan([])])
         for plan, other in zip(plans, settled, strict=False):
@@ -222,8 +221,7 @@ def _describe_error(error: Exception) -> tuple[str, str]:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Returns the OSError that caused ``error``, if there is one: torch.save reports a full disk as an unexpected
-    position."""
+    """Returns the OSError behind ``error``, if any: torch.save reports a full disk as an unexpected position."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__
@@ -288,8 +286,7 @@ class _Planner(torch_dist.MCoreLoadPlanner):
 
 
 class _TensorsOnly(torch_dist.TorchDistLoadShardedStrategy):
-    """Megatron-Core's loading strategy with this file's planner, and with ``.metadata`` as the safe unpickler read
-    it."""
+    """Megatron-Core's loading strategy with this file's planner and the safely unpickled ``.metadata``."""
 
     def __init__(self, metadata: Any) -> None:
         super().__init__()

@@ -326,8 +326,7 @@ def _is_stored(shard: Any, stored: dict[str, Any]) -> bool:
 def _check_same_model(
     folder: Path, wanted: dict[str, Any], stored: dict[str, Any], otherwise: str = ", or --resume=never"
 ) -> None:
-    """Raises ValueError, on every rank, unless the checkpoint has the ranks' tensors in their shapes, and no other
-    weights."""
+    """Raises ValueError, on every rank, unless the checkpoint has the ranks' tensors in their shapes, and no others."""
     problem, keys = "", set()
     for shard in _shards(wanted):
         for tensor in nested_values(shard.build()) if isinstance(shard, ShardedTensorFactory) else [shard]:
@@ -387,8 +386,7 @@ def _load_numbers(state: dict[str, Any], chunks: list[Any], optimizer: Any) -> N
 def _reconcile_fp8(
     chunks: list[Any], stored: dict[str, Any], missing: set[str], present: list[str]
 ) -> list[str]:
-    """Drops delayed state that this run does not use, warms what the checkpoint lacks; returns lines for the log.
-    Collective."""
+    """Drops delayed state without use here, warms what the checkpoint lacks; returns lines for the log. Collective."""
     linears = fp8_linears(chunks)
     recipes = sorted(union(dict.fromkeys(recipes_of(linears))))
     slots = sorted(filter(is_slot_key, stored))  # of the checkpoint, the same on every rank

@@ -108,8 +108,7 @@ def _is_refused(field: Field) -> bool:
 
 
 def _why_ineffective(config: Any, field: Field, fields: Mapping[str, Field]) -> str:
-    """Returns ' with FIELD' or ' without FIELD' for the field that makes this one ineffective; '' if it has its
-    effect."""
+    """Returns ' with FIELD' or ' without FIELD' for the field that makes this one ineffective; '' if none does."""
     if field.unless and _is_on(config, field.unless):
         return f" with {field.unless}"
     if not field.only:

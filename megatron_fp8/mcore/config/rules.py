@@ -128,8 +128,7 @@ class Relation:
 
 
 def check_relation(settings: Any, relation: Relation, before: str = "") -> None:
-    """Raises ValueError, one line with the settings, their values, the rule and the remedy, unless the relation
-    holds."""
+    """Raises ValueError, one line with the settings, values, rule and remedy, unless the relation holds."""
     if not relation.holds(settings):
         values = ", ".join(f"{before}{name}={shown(getattr(settings, name))}" for name in relation.names)
         raise ValueError(f"{values}: {relation.words}. Change one of them.")

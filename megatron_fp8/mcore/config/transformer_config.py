@@ -249,8 +249,7 @@ _REPLACED_FOR_CHECK = frozenset({"fp8_recipe", "first_last_layers_bf16"})
 
 @contextmanager
 def _fp8_versions_present() -> Iterator[None]:
-    """Inside, Megatron-Core's config finds the Transformer Engine versions that it requires for FP8: this package
-    needs none."""
+    """Inside, Megatron-Core's config finds the Transformer Engine versions that it requires for FP8."""
     original = megatron_config.is_te_min_version
 
     def is_te_min_version(version: str, check_equality: bool = True) -> bool:

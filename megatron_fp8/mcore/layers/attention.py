@@ -126,8 +126,7 @@ def _options_without_sdpa(attention: DotProductAttention) -> list[str]:
 
 
 def _causal_mask(query: Tensor, key: Tensor, causal: bool) -> dict[str, Any]:
-    """Returns scaled_dot_product_attention's mask arguments. Fewer queries than keys are the last ones (a KV cache
-    has the rest)."""
+    """Returns the mask arguments for SDPA. Fewer queries than keys are the last ones (a KV cache has the rest)."""
     queries, keys = len(query), len(key)
     if queries == keys or not causal:
         return {"is_causal": causal}
@@ -229,8 +228,7 @@ def _read_values(ends: Tensor, read: WeakTensorKeyDictionary) -> list[int]:
 
 
 def _sequences(ends: list[int], padded: list[int] | None, total: int) -> list[tuple[int, int, int]]:
-    """Returns (start, length, length with padding) of each packed sequence; the last one's padding ends with the
-    tensor."""
+    """Returns (start, length, padded length) of each packed sequence; the last one's padding ends with the tensor."""
     starts = (padded or ends)[:-1]
     lengths = [end - start for start, end in itertools.pairwise(ends)]  # padding excluded
     return [

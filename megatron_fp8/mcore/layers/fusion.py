@@ -44,8 +44,7 @@ def connect(layer: Any) -> None:
 
 
 def running_mlp() -> Any:
-    """Returns the MLP whose forward is running, if its linears are this package's; None elsewhere, and in compiled
-    code."""
+    """Returns the MLP whose forward is running, if its linears are this package's; else, and in compiled code, None."""
     return None if torch.compiler.is_compiling() else _mlp.get()
 
 

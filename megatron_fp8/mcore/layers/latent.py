@@ -55,8 +55,7 @@ def latents_kept(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keys_and_values_as_they_are(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps MultiLatentAttention._adjust_key_value_for_inference, which already gets the keys and values of all
-    tokens."""
+    """Wraps MultiLatentAttention._adjust_key_value_for_inference: keys and values of all tokens pass unchanged."""
 
     @functools.wraps(original)
     def adjusted(

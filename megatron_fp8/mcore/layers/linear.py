@@ -193,8 +193,7 @@ class Fp8RowParallelLinear(_Fp8Site, RowParallelLinear):
         return self._fp8_forward(input, weight, kwargs["bias"], site, ALONE)
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As Megatron's; with sequence parallelism it includes the reduce-scatter, so that its backward gathers
-        codes."""
+        """As Megatron's; with sequence parallelism it does the reduce-scatter, so that its backward gathers codes."""
         if not self.sequence_parallel or self.explicit_expert_comm:
             return super().forward(input_)
         site, _, fp8 = self._called()

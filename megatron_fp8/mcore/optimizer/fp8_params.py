@@ -33,8 +33,7 @@ from ..patches.patching import Patch
 
 
 def masters_from_the_start(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps Float16OptimizerWithFloat16Params.__init__: its masters start from the original weights, not from the
-    codes."""
+    """Wraps Float16OptimizerWithFloat16Params.__init__: masters start from the original weights, not from codes."""
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -74,8 +73,7 @@ def checked_and_cleared(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _set_owned_piece(optimizer: Any, param: Fp8Parameter) -> None:
-    """Sets which part of a parameter's master this rank holds. Of several instances with the same part, the first
-    owns it."""
+    """Sets the part of a parameter's master that this rank holds. Of several instances with it, the first owns it."""
     if param not in optimizer.model_param_gbuf_map or optimizer.distributed_optimizer_instance_id != 0:
         param.own_piece(0, 0)
         return
@@ -112,8 +110,7 @@ def without_slices_of_codes(original: Callable[..., Any]) -> Any:
 
 
 def recast_when_skipped(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an optimizer's step: after a skipped one, casts delayed codes again from the masters, with the new
-    scales."""
+    """Wraps an optimizer's step: after a skipped one, casts delayed codes again from masters, with new scales."""
 
     @functools.wraps(original)
     def step(self: Any) -> Any:
@@ -181,8 +178,7 @@ def send_masters(original: Callable[..., None]) -> Callable[..., None]:
 
 @torch.no_grad()
 def _fill(bucket: Any, rank: int, ranks: int) -> None:
-    """Fills this rank's part of the bucket from masters; before there is an optimizer, from the parameters' own
-    values."""
+    """Fills this rank's part of the bucket from masters; without an optimizer, from the parameters' values."""
     size = bucket.param_data.numel() // ranks
     for param in bucket.params_list:
         start, end = bucket.param_to_index[param]

@@ -36,8 +36,7 @@ def norm_on_device(grads: list[torch.Tensor], group: Any) -> torch.Tensor:
 
 
 def norm_of_shards(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wraps get_grad_norm of an optimizer, or of chained ones in one group: uses this norm if all of them shard FP8
-    models."""
+    """Wraps get_grad_norm of an optimizer, or of chained ones in one group, if all of them shard FP8 models."""
 
     @functools.wraps(original)
     def get_grad_norm(self: Any) -> Any:

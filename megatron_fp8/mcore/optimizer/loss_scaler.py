@@ -147,8 +147,7 @@ def _settle(optimizer: Any, overflow: bool) -> bool:
 
 
 def patches() -> list[Patch]:
-    """Returns patches for the scaler that Megatron-Core makes, and for the three functions that decide to skip a
-    step."""
+    """Returns patches for Megatron-Core's scaler, and for the three functions that decide to skip a step."""
     core = "megatron.core.optimizer"
     why = "each optimizer of a chain decides for itself, and none sees what FP8 casts saturated"
     return [

@@ -100,8 +100,7 @@ def _in_float64(part: Any) -> bool:
 
 
 def _norm(part: Any) -> torch.Tensor:
-    """Returns float64 [1] on the gradients' device: the norm, or its square where Megatron-Core takes the root on the
-    host."""
+    """Returns float64 [1] on the gradients' device: the norm, or its square if the host takes the root."""
     from megatron.core.optimizer import clip_grads
 
     grads = [clip_grads.to_local_if_dtensor(grad) for grad in part.get_main_grads_for_grad_norm()]

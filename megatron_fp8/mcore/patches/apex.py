@@ -69,8 +69,7 @@ def _reason_unused() -> str:
 
 
 def cpu_patches() -> list[Patch]:
-    """Patches for an installed apex without a GPU: Megatron-Core would clip with CUDA kernels; its own functions
-    replace them."""
+    """Patches for apex without a GPU: Megatron-Core's own functions clip in place of CUDA kernels."""
     from megatron.core import utils
 
     core = "megatron.core.optimizer"

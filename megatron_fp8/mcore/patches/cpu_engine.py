@@ -32,8 +32,7 @@ _MODULES = (
 
 @cache  # torch's list of operators takes 20 ms
 def factories() -> dict[str, tuple[str, ...]]:
-    """Returns module -> names of torch's functions that make tensors on a ``device``, all that this torch version
-    has."""
+    """Returns module -> names of the functions of this torch version that make tensors on a ``device``."""
     taking_device = {
         schema.name.removeprefix("aten::")
         for schema in torch._C._jit_get_all_schemas()

@@ -166,8 +166,7 @@ def tensor_pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Te
 
 
 def cpu_device_context(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps DeviceContext.__init__: `with torch.device("cuda")` and set_default_device("cuda") make tensors on the
-    CPU."""
+    """Wraps DeviceContext.__init__: torch.device("cuda") and set_default_device("cuda") make tensors on the CPU."""
 
     @functools.wraps(original)
     def __init__(self: Any, device: Any) -> None:

@@ -55,8 +55,7 @@ def count_of_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tied_without_a_weight(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wraps LanguageModule.setup_embeddings_and_output_layer: first removes the weight of an output layer that uses
-    this stage's table."""
+    """Wraps LanguageModule.setup_embeddings_and_output_layer: removes the weight of a tied output layer first."""
 
     @functools.wraps(original)
     def setup_embeddings_and_output_layer(self: Any) -> None:

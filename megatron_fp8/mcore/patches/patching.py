@@ -136,8 +136,7 @@ def resolve(patches: Iterable[Patch]) -> list[Any]:
 
 
 def _locate(path: str) -> Any:
-    """Imports the longest prefix of `path` that is a module and follows the rest as attributes; returns None if that
-    fails."""
+    """Imports the longest prefix of `path` that is a module and follows the rest as attributes; None on failure."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         prefix = ".".join(parts[:length])

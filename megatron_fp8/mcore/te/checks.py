@@ -31,8 +31,7 @@ def wants_te(config: Any) -> bool:
 
 
 def check_te_settings(config: TransformerConfig) -> None:
-    """Raises ValueError for a setting that Transformer Engine's layers do not support; other backends are not
-    checked."""
+    """Raises ValueError for a setting that Transformer Engine's layers do not support, if they are the backend."""
     if not wants_te(config):
         return
     for setting, refused, why in _REFUSED:

@@ -86,8 +86,7 @@ def amax_group(config: Any) -> Any:
 
 
 def checkpoint(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns Megatron's te_checkpoint: inside a TE context TE's own, which restores the context's state, else
-    ``ours``."""
+    """Returns Megatron's te_checkpoint: inside a TE context TE's own, which restores the context, else ``ours``."""
 
     def te_checkpoint(*args: Any, **kwargs: Any) -> Any:
         return (theirs if engine.is_enabled() else ours)(*args, **kwargs)
