@@ -49,8 +49,8 @@ class Fp8State:
         device: of slots, scales and histories.
         iteration: the current one, counted from 0.
         weight_generation: a cached quantised weight of another generation is stale.
-        keeps_weights: cache quantised weights within a generation, where no write goes undetected (as one through
-            ``.data`` would); False: each forward quantises its weight.
+        keeps_weights: cache quantised weights within a generation. Only if no code writes weights meanwhile through
+            ``.data``, which the cache cannot detect. False: each forward quantises its weight.
         keeps_columnwise: cache dgrad's separate codes of weights until backward; False: each backward makes them again.
         seed: of stochastic rounding.
         phases: the iterations in which FP8 runs.
