@@ -168,7 +168,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask: Any) -> Tensor:
 def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """`_sdpa` for q [1, b, heads, d] without a mask: computed in float32 (float64 stays), rounded once.
 
-    In a KV cache a head's keys are a whole token apart, and torch's flash kernel for CPUs reads them line by line.
+    In a KV cache a head's keys are a whole token apart, and torch's flash kernel for CPUs reads them one cache line at a time.
     Copying a sequence's keys first takes a tenth of that time, and C that reads them in place a third to a fifth of
     the copy. Without C one sequence is copied at a time, which bounds the memory.
     """
