@@ -168,9 +168,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask: Any) -> Tensor:
 def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """`_sdpa` for q [1, b, heads, d] without a mask: computed in float32 (float64 stays), rounded once.
 
-    In a KV cache a head's keys are a whole token apart, and torch's flash kernel for CPUs reads them one cache line at a time.
-    Copying a sequence's keys first takes a tenth of that time, and C that reads them in place a third to a fifth of
-    the copy. Without C one sequence is copied at a time, which bounds the memory.
+    In a KV cache a head's keys are a whole token apart, and torch's flash kernel for CPUs reads them one cache line at
+    a time. Copying a sequence's keys first takes a tenth of that time, and C that reads them in place a third to a
+    fifth of the copy. Without C one sequence is copied at a time, which bounds the memory.
     """
     if not (torch.compiler.is_compiling() or is_watched(q)) and one_query.takes(q, k, v):
         return one_query.attend(q[0], k, v, scale).unsqueeze(0)
