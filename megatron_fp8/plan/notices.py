@@ -48,9 +48,7 @@ def padded_note(plan: SitePlan, device: torch.device, n: int, k: int) -> str | N
     """
     if plan.backend != native.name or not (gemms := padded_products(device, plan.products, n, k)):
         return None
-    return (
-        f"the GPU's GEMM does not support K {k} x N {n} as it is: {', '.join(gemms)} copy codes, to pad them"
-    )
+    return f"K {k} x N {n} is not what the GPU's product takes: {', '.join(gemms)} copy codes, to pad them"
 
 
 def say_without_compiler(device: torch.device) -> None:

@@ -23,7 +23,7 @@ def test_experts_that_do_not_fit_are_said_before_training(ranks, recipe):
         f"megatron_fp8: 4 of this rank's 6 GEMM sites have sizes that are padded ({first}: K 64 x N 72 "
     )
     assert "docs/shapes.md" in line
-    note = "the GPU's GEMM does not support K 36 x N 64 as it is: fprop, dgrad, wgrad copy codes, to pad them"
+    note = "K 36 x N 64 is not what the GPU's product takes: fprop, dgrad, wgrad copy codes, to pad them"
     noted = {name: each for name, each in notes.items() if each}
     assert set(noted) == {name for name in notes if ".experts." in name} and len(noted) == 4
     if recipe == "rowwise":
@@ -57,7 +57,7 @@ def converted(widths: tuple[int, ...]) -> tuple[str, dict[str, str]]:
 
 def test_a_converted_model_says_the_same(ranks):
     ((said, reasons),) = ranks(1).run(converted, (64, 64, 36, 64))
-    note = "the GPU's GEMM does not support K 64 x N 36 as it is: fprop, dgrad copy codes, to pad them"
+    note = "K 64 x N 36 is not what the GPU's product takes: fprop, dgrad copy codes, to pad them"
     assert said.startswith(
         f"megatron_fp8: 2 of this rank's 3 GEMM sites have sizes that are padded (1: {note})"
     ), said
