@@ -1,6 +1,6 @@
-"""The door for Megatron users: Megatron's names and signatures, without Transformer Engine.
+"""The interface for Megatron users: Megatron's names and signatures, without Transformer Engine.
 
-``config`` is any object with Megatron's FP8 fields; this package's own fields are read where they exist.
+``config`` is any object with Megatron's FP8 fields; this package's own fields are read if present.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = [
 
 
 def get_fp8_recipe(config: Any, name: str | None = None) -> Recipe:
-    """The recipe that the config describes.
+    """Returns the recipe that the config describes.
 
     Args:
         config: fp8, fp8_recipe, fp8_margin, fp8_interval, fp8_amax_history_len, fp8_amax_compute_algo,
             fp8_quantizer_factory, and fp8_amax_epsilon, fp8_pow2_scales, fp8_stochastic_rounding if present.
-        name: another recipe than config.fp8_recipe, with the config's options.
+        name: a recipe to use in place of config.fp8_recipe, with the config's options.
 
     Raises:
         ValueError: fp8 is off, a name is unknown, or an option does not exist for the recipe.
@@ -64,12 +64,12 @@ def get_fp8_recipe(config: Any, name: str | None = None) -> Recipe:
 
 
 def _text(value: Any) -> str:
-    """The value of a string-valued enum, or the string itself."""
+    """Returns the value of a string-valued enum, or the string itself."""
     return str(getattr(value, "value", value))
 
 
 def is_first_last_bf16_layer(config: Any, layer_no: int) -> bool:
-    """Whether layer layer_no (global, from 0; negative: no layer in particular) is to stay in BF16."""
+    """Whether layer layer_no (global, from 0; negative: no particular layer) stays in BF16."""
     if layer_no < 0 or not config.first_last_layers_bf16:
         return False
     return (
@@ -79,16 +79,16 @@ def is_first_last_bf16_layer(config: Any, layer_no: int) -> bool:
 
 
 def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> AbstractContextManager[None]:
-    """The context Megatron-Core builds (is_init=True) and runs a layer in.
+    """Returns the context in which Megatron-Core builds (is_init=True) or runs a layer.
 
     Args:
         config: a TransformerConfig.
         layer_no: global layer index from 0, the same on every pipeline stage; -1 for all layers at once, as Megatron
             does with delayed scaling.
-        is_init: True while building: linears made inside learn their layer, and their plan says whether it stays in BF16.
-            False while running: in a first or last layer that stays in BF16, linears whose plan knows no layer
-            (Fp8Linear, or one that was built outside such a context) run in high precision. Leaving the context does
-            nothing, so delayed scaling composes with BF16 layers.
+        is_init: True while building: linears made inside get the layer number, and their plan decides whether it
+            stays in BF16. False while running: in a first or last layer that stays in BF16, linears whose plan has no
+            layer number (Fp8Linear, or one that was built outside such a context) run in high precision. Leaving the
+            context updates nothing, so delayed scaling works together with BF16 layers.
     """
     if not config.fp8:
         return nullcontext()
@@ -102,8 +102,9 @@ def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> A
 
 
 def get_fp8_align_size(fp8_recipe: Any) -> int:
-    """Megatron-Core pads experts' tokens to a multiple of this: 32 for MXFP8, and for another recipe with such blocks,
-    else 16. GEMMs here are faster for it. 'custom' is 16: its name does not tell its rules.
+    """Returns the multiple to which Megatron-Core pads experts' tokens: 32 for MXFP8 and similar blocks, else 16.
+
+    GEMMs here are faster with it. 'custom' is 16: its rules do not follow from its name.
 
     Raises:
         ValueError: no recipe has that name.
@@ -113,20 +114,20 @@ def get_fp8_align_size(fp8_recipe: Any) -> int:
 
 
 def is_float8tensor(tensor: Any) -> bool:
-    """Whether this is a quantised tensor of this package: a weight that lives as FP8, or a Float8Tensor."""
+    """Whether this is a quantised tensor of this package: an Fp8Parameter or a Float8Tensor."""
     return isinstance(tensor, (Fp8Parameter, Float8Tensor))
 
 
 def dequantize_fp8_tensor(fp8_tensor: Fp8Parameter | Float8Tensor) -> torch.Tensor:
-    """The matrix back, in the dtype that was quantised."""
+    """Returns the matrix in its dtype before quantisation."""
     return fp8_tensor.dequantize()
 
 
 def modify_underlying_storage(tensor: Fp8Parameter, new_raw_data: torch.Tensor) -> None:
-    """Move the codes of an FP8 weight into ``new_raw_data``: uint8 memory of its size, a slice of Megatron's buffer.
+    """Moves the codes of an FP8 weight into ``new_raw_data``: uint8 memory of its size, a slice of Megatron's buffer.
 
     Raises:
-        ValueError: other dtype or size, or a weight that travels in BF16.
+        ValueError: other dtype or size, or a weight that is sent in BF16.
     """
     tensor.replace_storage(new_raw_data)
 
@@ -138,7 +139,7 @@ def quantize_param_shard(
     data_parallel_group: Any,
     fsdp_shard_model_params: Any = None,
 ) -> None:
-    """Cast this rank's pieces of the float32 masters into the FP8 weights, with the scales of the whole tensors.
+    """Casts this rank's pieces of the float32 masters into the FP8 weights, with the scales of the whole tensors.
 
     Arguments as params/shards.py's quantize_shards; collective over the data-parallel group.
 
@@ -151,20 +152,20 @@ def quantize_param_shard(
 
 
 def post_all_gather_processing(model_params: Sequence[Fp8Parameter]) -> None:
-    """After the gather of the codes: make the other direction of each weight, which does not travel."""
+    """Rebuilds the other direction of each weight, which is not sent, after the gather of the codes."""
     for param in model_params:
         param.refresh()
 
 
 def correct_amax_history_if_needed(model: Any) -> None:
-    """Nothing: an amax enters the history when a forward pass uses the weight, so copies leave no trace there."""
+    """Does nothing: a forward pass that uses the weight records its amax, so copies do not change the history."""
 
 
 def prepare_model_for_fp8_inference(model: Any) -> Any:
-    """The same model, its FP8 linears' weights quantised once and their tokens padded where kernels like it. In place.
+    """Quantises the weights of the model's FP8 linears once and pads their tokens where kernels are faster. In place.
 
-    Megatron-Core's inference wrappers call it with a GPTModel; a model of nn.Fp8Linear may be given too. More choices:
-    inference.prepare_for_inference. A model that was prepared already is left alone.
+    Returns the same model. Megatron-Core's inference wrappers call it with a GPTModel; a model of nn.Fp8Linear is
+    accepted too. More options: inference.prepare_for_inference. A prepared model is returned unchanged.
 
     Raises:
         ValueError: the model has no FP8 linear.

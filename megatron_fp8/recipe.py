@@ -1,11 +1,11 @@
-"""Recipes: which format, which granularity and which kind of scale each operand gets. Frozen data, no state.
+"""Recipes: format, granularity and kind of scale of each operand. Frozen data, no state.
 
-A recipe answers one question, ``rule(role)``: how is the operand 'input', 'weight' or 'grad_output' quantised? The
-answer is a Rule (numerics/rule.py), or None for "not at all". Class names and keywords are Transformer Engine's where it
-has them.
+A recipe has one method, ``rule(role)``: the quantisation of the operand 'input', 'weight' or 'grad_output'. It
+returns a Rule (numerics/rule.py), or None for no quantisation. Class names and keywords are Transformer Engine's
+where it has them.
 
-Everything that changes a number is a field, so two recipes are equal exactly when they quantise alike; equality and hash
-are the dataclass's own. The repr leaves out what is at its default, and may serve as a cache key.
+Everything that changes a number is a field, so two recipes are equal exactly when they quantise alike; equality and
+hash are the dataclass's own. The repr omits fields at their defaults, and can be a cache key.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ GEMM_OPERANDS = {
 
 
 Products = Mapping[str, tuple[Rule | None, Rule | None]]
-"""GEMM -> how its first and its second operand are quantised."""
+"""GEMM -> the rules of its first and its second operand; None: not quantised."""
 
 
 def products_of(recipe: Recipe | Products) -> Products:
-    """What the GEMMs multiply of a layer that runs in one recipe; products are themselves."""
+    """Returns the rules of each GEMM of a layer with one recipe; products are returned unchanged."""
     if isinstance(recipe, Mapping):
         return recipe
     return {gemm: (recipe.role_rules[a], recipe.role_rules[b]) for gemm, (a, b) in GEMM_OPERANDS.items()}
 
 
 def refuse_e5m2_twice(products: Products, whose: str) -> None:
-    """ValueError if two operands of one GEMM would be E5M2; ``whose`` begins the message."""
+    """Raises ValueError if both operands of one GEMM would be E5M2; ``whose`` begins the message."""
     for gemm, (first, second) in products.items():
         if first and second and first.fmt is second.fmt is E5M2:
             a, b = GEMM_OPERANDS[gemm]
@@ -90,11 +90,12 @@ def refuse_e5m2_twice(products: Products, whose: str) -> None:
 
 
 class Recipe:
-    """A recipe: a frozen dataclass with ``rule()``, and a row of RECIPES that names it. The plan, the backends and the
-    configs know no more of it: settings reach it where it has a field of their name (plan/settings.py).
+    """A recipe: a frozen dataclass with ``rule()``, and an entry of RECIPES with its name. The plan, the backends and
+    the configs use nothing else of it: it receives the settings for which it has a field of the same name
+    (plan/settings.py).
 
     Raises:
-        ValueError: a flag is no flag, a rule cannot be, or two operands of one GEMM would be E5M2.
+        ValueError: a flag is not a bool, a rule is invalid, or both operands of one GEMM would be E5M2.
     """
 
     stochastic_rounding: bool = False
@@ -112,12 +113,12 @@ class Recipe:
         refuse_e5m2_twice(products_of(self), type(self).__name__)
 
     def rule(self, role: str) -> Rule | None:
-        """How 'input', 'weight' or 'grad_output' is quantised; None: it stays in high precision."""
+        """Returns the rule of 'input', 'weight' or 'grad_output'; None: it stays in high precision."""
         raise NotImplementedError(f"{type(self).__name__} has no rule(role)")
 
     @cached_property
     def role_rules(self) -> Mapping[str, Rule | None]:
-        """role -> rule(role), asked once: planning a model asks for each site."""
+        """role -> rule(role), computed once: planning a model reads it for each site."""
         return {role: self.rule(role) for role in ROLES}
 
     def __repr__(self) -> str:
@@ -134,10 +135,10 @@ class DelayedScaling(Recipe):
     Args:
         margin: powers of two of headroom.
         fp8_format: Format.HYBRID (default) or Format.E4M3.
-        amax_history_len: iterations remembered (Transformer Engine's default; Megatron-Core's is 1).
+        amax_history_len: iterations in the history (Transformer Engine's default; Megatron-Core's is 1).
         amax_compute_algo: 'max' of the history, or 'most_recent'.
         interval: the scale is recomputed every interval-th iteration; the history rolls every iteration.
-        amax_epsilon: amax is taken to be at least this.
+        amax_epsilon: lower bound of amax.
         stochastic_rounding: for grad_output.
     """
 
@@ -161,7 +162,7 @@ class DelayedScaling(Recipe):
         super().__post_init__()
 
     def rule(self, role: str) -> Rule:
-        """Per-tensor fp32 scale; quantised on its own (no state at hand) it acts as Float8CurrentScaling does."""
+        """Per-tensor fp32 scale. Without state (a single tensor) it scales as Float8CurrentScaling does."""
         return Rule(
             self.fp8_format.for_role(role),
             TENSOR,
@@ -220,7 +221,7 @@ class Float8RowwiseScaling(Recipe):
 class Float8BlockScaling(Recipe):
     """1x128 blocks for input and grad_output, 128x128 for weight (DeepSeek-V3, arXiv 2412.19437, section 3.3).
 
-    Scales are powers of two; ``use_f32_scales`` keeps them in full float32.
+    Scales are powers of two; with ``use_f32_scales`` any float32.
     """
 
     fp8_format: Format = Format.E4M3
@@ -254,8 +255,8 @@ class MXFP8BlockScaling(Recipe):
 RoleFactory = Callable[[str], Rule | Recipe | None]
 
 
-def _takes_one(function: Callable[..., Any]) -> bool:
-    """Whether it can be called with one argument; True where Python cannot tell (functions written in C)."""
+def _accepts_one_argument(function: Callable[..., Any]) -> bool:
+    """Whether it can be called with one argument; True if Python cannot tell (functions written in C)."""
     try:
         inspect.signature(function).bind("input")
     except TypeError:
@@ -267,10 +268,10 @@ def _takes_one(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True, repr=False)
 class CustomRecipe(Recipe):
-    """A recipe made by the user: ``qfactory(role)`` gives each role's Rule, or a recipe to take that role's rule from,
-    or None to leave the role in high precision (then the GEMMs that would read it run in high precision).
+    """A user's recipe: ``qfactory(role)`` returns each role's Rule, or a recipe whose rule for that role applies, or
+    None to leave the role in high precision (then the GEMMs that read it run in high precision).
 
-    It is asked once for each role, when the recipe is made.
+    It is called once for each role, when the recipe is made.
 
     Raises:
         ValueError: qfactory does not take one role, returns something else, or pairs E5M2 with E5M2 in one GEMM.
@@ -279,7 +280,7 @@ class CustomRecipe(Recipe):
     qfactory: RoleFactory
 
     def __post_init__(self) -> None:
-        if not callable(self.qfactory) or not _takes_one(self.qfactory):
+        if not callable(self.qfactory) or not _accepts_one_argument(self.qfactory):
             trouble = "does not take one argument" if callable(self.qfactory) else "is not callable"
             raise ValueError(
                 f"CustomRecipe qfactory {self.qfactory!r} {trouble}: give a function of the role ('input', 'weight' or"
@@ -289,7 +290,7 @@ class CustomRecipe(Recipe):
         refuse_e5m2_twice(products_of(self), "CustomRecipe")
 
     def rule(self, role: str) -> Rule | None:
-        """What qfactory says of the role."""
+        """The rule that qfactory returned for the role."""
         if role not in ROLES:
             raise ValueError(f"role {role!r} is unknown: choose one of {', '.join(ROLES)}")
         return self.role_rules[role]
@@ -321,7 +322,7 @@ RECIPES: dict[str, type] = {
 
 
 def recipe_name(recipe: Recipe) -> str:
-    """The config name of a recipe: 'delayed', 'tensorwise', ..."""
+    """Returns the config name of a recipe: 'delayed', 'tensorwise', ..."""
     for name, cls in RECIPES.items():
         if type(recipe) is cls:
             return name
@@ -331,16 +332,19 @@ def recipe_name(recipe: Recipe) -> str:
 
 
 def alignment(recipe: Recipe) -> int:
-    """What the number of tokens is to be a multiple of, so that FP8 products take them as they are: 16, and a whole block
-    where tokens are scaled in blocks of up to 32 (MX). Of 128 the last block may be a part: filled up, an expert's few
-    tokens would be mostly zeros. Megatron-Core has the same numbers for its recipes (get_fp8_align_size)."""
-    rules = (recipe.role_rules["input"], recipe.role_rules["grad_output"])  # what has tokens
+    """Returns the multiple of tokens that FP8 GEMMs need without padding: 16, and a whole block for blocks of up to
+    32 (MX).
+
+    With blocks of 128 the last block may be partial: padding an expert's few tokens to 128 would be mostly zeros.
+    Megatron-Core has the same numbers for its recipes (get_fp8_align_size).
+    """
+    rules = (recipe.role_rules["input"], recipe.role_rules["grad_output"])  # the operands with tokens
     blocks = {rule.granularity.cols for rule in rules if rule is not None}
     return math.lcm(16, *(size for size in blocks if 0 < size <= BLOCK_1X32.cols))
 
 
 def check_recipe_name(name: str) -> str:
-    """The name, if it is a recipe's; ValueError naming the choices otherwise."""
+    """Returns the name if it is a recipe's; otherwise raises ValueError with the choices."""
     if not isinstance(name, str) or name not in RECIPES:
         near = difflib.get_close_matches(str(name).lower(), RECIPES, n=1)
         hint = f". Did you mean {near[0]!r}?" if near else ""

@@ -1,11 +1,11 @@
-"""Float8Tensor: codes and the scales that give them meaning. Data, not behaviour: it never multiplies.
+"""Float8Tensor: codes and their scales. Data only: it never multiplies.
 
 A matrix x [rows, cols] can be quantised along either dimension. The ``rowwise`` side holds codes [rows, cols] with
-blocks along cols; the ``columnwise`` side holds codes of the transposed matrix, [cols, rows], with blocks along rows. In
-both the contraction of the GEMM that reads the side is its last dimension.
+blocks along cols; the ``columnwise`` side holds codes of the transposed matrix, [cols, rows], with blocks along rows.
+In both the last dimension is the contraction of the GEMM that reads the side.
 
-Rejected: a torch.Tensor subclass that dispatches ``mm``. Then the tensor must know about GEMMs, backends and
-configuration, and data depends on what computes with it.
+Rejected: a torch.Tensor subclass that dispatches ``mm``. Then the tensor would depend on GEMMs, backends and
+configuration, and data on the code that computes with it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class QuantizedSide:
 
     Attributes:
         codes: float8 [rows, cols + padding]; the contraction is last.
-        scale_inv: float32, or float8_e8m0fnu for MXFP8. Shape [] (per tensor), [rows, 1] (per row), or
-            [ceil(rows / R), ceil(cols / C)] for R x C blocks: the logical layout.
+        scale_inv: float32, or float8_e8m0fnu for MXFP8. Shape [] (per tensor), [rows, 1] (per row), or [ceil(rows /
+            R), ceil(cols / C)] for R x C blocks: the logical layout.
         granularity: elements that share a scale, in this side's orientation.
         pow2: every scale is a power of two, so that codes times scales are exact in bfloat16.
-        finite: known to hold no NaN or Inf code and no NaN scale (False: not known). Decoding and products then do not
-            look for any, and make numbers of those that are there after all.
-        tiled: scale_inv is one row of bytes, as Blackwell's product reads it (kernels/mx_scales.py): of operands that a
-            linear's casts make for its products.
-        padding: columns of zeros behind the matrix, up to a whole block: of operands that a linear's casts make for its
-            products, which sum over them. ``plain`` has the logical layout again, of this and of tiles.
+        finite: known to have no NaN or Inf code and no NaN scale (False: not known). Decoding and products then skip
+            the check, and would turn such codes into numbers.
+        tiled: scale_inv is one row of bytes in the layout of Blackwell's GEMM (kernels/mx_scales.py). Only operands
+            that a linear casts for its GEMMs.
+        padding: columns of zeros after the matrix, up to a whole block, for GEMMs that sum over them. Only operands
+            that a linear casts for its GEMMs. ``plain`` restores the logical layout of both.
     """
 
     codes: torch.Tensor
@@ -68,9 +68,9 @@ class QuantizedSide:
 
     @cached_property
     def scale_range(self) -> tuple[float, float]:
-        """Smallest and largest scale_inv, found once: sides of a weight that changes are made anew.
+        """Smallest and largest scale_inv, computed once: a changed weight has new sides.
 
-        A block of zeros under MX's smallest scale, 2^-127, does not count.
+        A block of zeros with MX's smallest scale, 2^-127, does not count.
         """
         if self.scale_inv.numel() == 0:
             return 1.0, 1.0
@@ -88,11 +88,11 @@ class QuantizedSide:
         return 2.0 ** (low - 127), 2.0 ** (high - 127)
 
     def float_scale_inv(self) -> torch.Tensor:
-        """scale_inv as float32, in its logical shape."""
+        """Returns scale_inv as float32, in its logical shape."""
         return _float_scale(self.plain().scale_inv)
 
     def plain(self) -> QuantizedSide:
-        """Itself, or in the logical layout: without padding, a view; if tiled, with a copy of its scales."""
+        """Returns the logical layout: itself; without padding, as a view; if tiled, with a copy of its scales."""
         if self.padding:
             return replace(self, codes=self.codes[:, : self.shape[1]], padding=0).plain()
         if not self.tiled:
@@ -104,11 +104,11 @@ class QuantizedSide:
         return replace(self, scale_inv=plain.view(torch.float8_e8m0fnu), tiled=False)
 
     def expanded_scale_inv(self) -> torch.Tensor:
-        """float32, broadcastable to codes: one scale for every element (a copy only where blocks are real)."""
+        """Returns float32, broadcastable to codes: one scale for every element (a copy only for blocks)."""
         return expand_scale(self.float_scale_inv(), self.granularity, self.codes.shape)
 
     def transposed(self) -> QuantizedSide:
-        """The other direction, where it is the same codes and scales (views): per tensor and square blocks only."""
+        """Returns the other direction as views of the same codes and scales: per tensor and square blocks only."""
         assert self.granularity.symmetric, "a 1-wide block has other scales along the other direction"
         assert not self.padding, "zeros behind the columns would be rows"
         scale_inv = self.scale_inv if self.granularity.is_tensor else self.scale_inv.t()
@@ -116,20 +116,21 @@ class QuantizedSide:
 
     @keeping_subnormals
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """codes * scale_inv in float32, rounded once to dtype; NaN codes and scales give dtype's canonical quiet NaN."""
+        """Returns codes * scale_inv in float32, rounded once to dtype; NaN codes and scales give the canonical quiet
+        NaN."""
         if self.tiled or self.padding:
             return self.plain().dequantize(dtype)
-        turned = not self.codes.is_contiguous() and self.codes.t().is_contiguous()
-        codes = self.codes.t() if turned else self.codes
+        is_transposed = not self.codes.is_contiguous() and self.codes.t().is_contiguous()
+        codes = self.codes.t() if is_transposed else self.codes
         block = (self.granularity.rows, self.granularity.cols)
-        scale_inv, block = (self.scale_inv.t(), block[::-1]) if turned else (self.scale_inv, block)
-        done = decode_blocks(codes, scale_inv, block, dtype)
-        if done is not None:
-            return done.t() if turned else done
-        # A code times a power of two is a bfloat16 number, or is rounded to one once, as from float32.
+        scale_inv, block = (self.scale_inv.t(), block[::-1]) if is_transposed else (self.scale_inv, block)
+        result = decode_blocks(codes, scale_inv, block, dtype)
+        if result is not None:
+            return result.t() if is_transposed else result
+        # A code times a power of two is exact in bfloat16, or rounded to it once, as from float32.
         work = torch.bfloat16 if self.pow2 and dtype == torch.bfloat16 else torch.float32
         scale = self.float_scale_inv()
-        if waiting.looking_waits(codes.device):  # nobody looks: NaN gets its bits once, at the end
+        if waiting.looking_waits(codes.device):  # no read: NaN gets its canonical bits at the end
             values = scale_blocks_(self.codes.to(work), scale.to(work), self.granularity).to(dtype)
             return values if self.finite else one_nan_(values)
         finite = self.finite or known_finite(codes, self.fmt)
@@ -140,7 +141,7 @@ class QuantizedSide:
 
 @dataclass(frozen=True)
 class Float8Tensor:
-    """A quantised matrix: one or both directions. ``dtype`` is the dtype of what was quantised."""
+    """A quantised matrix: one or both directions. ``dtype`` is the dtype of the matrix before quantisation."""
 
     rowwise: QuantizedSide | None
     columnwise: QuantizedSide | None
@@ -163,7 +164,7 @@ class Float8Tensor:
         return self.columnwise.shape[::-1]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The matrix back, in the orientation that was quantised; dtype defaults to the original's."""
+        """Returns the matrix in its original orientation; dtype defaults to the original's."""
         dtype = dtype or self.dtype
         if self.rowwise is not None:
             return self.rowwise.dequantize(dtype)
@@ -176,21 +177,21 @@ Operand = QuantizedSide | torch.Tensor
 
 
 class Sides(NamedTuple):
-    """Both sides of a matrix [rows, cols]: [rows, cols] and [cols, rows]. An FP8 weight for inference has one."""
+    """Both sides of a matrix [rows, cols]: [rows, cols] and [cols, rows]. An FP8 weight for inference has only one."""
 
     rowwise: Operand | None
     columnwise: Operand | None
 
 
 def _float_scale(scale_inv: torch.Tensor) -> torch.Tensor:
-    """float32 or float8_e8m0fnu as float32."""
+    """Converts float32 or float8_e8m0fnu scales to float32."""
     return scale_inv if scale_inv.dtype == torch.float32 else e8m0_to_scale_inv(scale_inv.view(torch.uint8))
 
 
 def expand_scale(
     scale: torch.Tensor, granularity: Granularity, shape: torch.Size | tuple[int, ...]
 ) -> torch.Tensor:
-    """One scale per element [rows, cols] (or broadcastable to it), from one per block."""
+    """Expands one scale per block to one per element [rows, cols] (or broadcastable to it)."""
     if granularity.is_tensor or granularity.cols == 0:
         return scale
     rows, cols = shape
@@ -199,7 +200,7 @@ def expand_scale(
 
 
 def scale_blocks_(values: torch.Tensor, scale: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-    """values [rows, cols] *= the scale of its block, in place; no scale per element is made where blocks are whole."""
+    """Multiplies values [rows, cols] by their blocks' scales, in place; whole blocks need no scale per element."""
     if granularity.is_tensor or granularity.cols == 0:
         return values.mul_(scale)
     height, width = granularity.rows, granularity.cols

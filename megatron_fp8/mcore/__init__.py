@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["install", "is_installed", "print_plan", "site_report", "uninstall"]
 
-# Megatron-Core's import says these on every machine without apex and Transformer Engine, of which nothing is used here.
+# Megatron-Core's import warns so on every machine without apex and Transformer Engine, and this package needs neither.
 warnings.filterwarnings(
     "ignore", "(Transformer Engine and )?Apex (is|are) not installed", module=r"megatron\.core\."
 )
@@ -24,13 +24,13 @@ _installed: PatchSet | None = None
 
 
 def install() -> None:
-    """Makes Megatron-Core run here (without CUDA: on the CPU, over gloo) and gives it the FP8 hooks.
+    """Prepares Megatron-Core for FP8: sets the FP8 hooks and, without CUDA, the patches for the CPU and gloo.
 
-    Call it once per process before building groups, models or optimizers; calling it again does nothing.
-    Whether Megatron-Core was imported before does not matter.
+    Call it once per process before building groups, models or optimizers. Further calls do nothing. Megatron-Core may
+    have been imported before.
 
-    Raises RuntimeError if Megatron-Core is missing, of another series, or lacks a name that has to be
-    patched, or Transformer Engine is installed and does not import; then nothing is changed.
+    Raises RuntimeError if Megatron-Core is missing, of another series, or lacks a name that is patched, or if an
+    installed Transformer Engine does not import. Then nothing is changed.
     """
     global _installed
     if _installed is not None:
@@ -41,7 +41,7 @@ def install() -> None:
     from .patches.plain_functions import plain_functions
 
     if compat.has_cuda():
-        settle_inductor()  # there Megatron-Core compiles functions of its own
+        settle_inductor()  # with CUDA, Megatron-Core compiles some of its functions
     with nullcontext() if compat.has_cuda() else plain_functions():
         compat.require_whole_te()
         compat.require_megatron()
@@ -60,9 +60,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes `install()`: every name holds what it held before. Does nothing if not installed.
+    """Undoes `install()`: restores every patched name. Does nothing if not installed.
 
-    Without CUDA, functions that Megatron-Core compiles stay plain where `install()` was the first to import them.
+    Without CUDA, Megatron-Core functions that `install()` was the first to import stay uncompiled.
     """
     global _installed
     if _installed is not None:
@@ -72,7 +72,7 @@ def uninstall() -> None:
 
 
 def _offer_spec() -> None:
-    """Tell spec.py, if it was imported: its object for --spec is there while the hooks are."""
+    """Updates `spec.gpt_layer_fp8_spec` (for --spec) if spec.py is imported: it exists while hooks are installed."""
     if spec := sys.modules.get(f"{__name__}.spec"):
         spec.offer()
 
@@ -83,11 +83,11 @@ def is_installed() -> bool:
 
 
 def site_report(model: Any, *, gather: bool = True) -> list[dict[str, Any]]:
-    """What runs in which precision, and why: one dict for each GEMM site of a model or of a list of its chunks.
+    """Lists what runs in which precision, and why: one dict for each GEMM site.
 
     Args:
-        model: this rank's model, or its chunks.
-        gather: join the sites of all ranks (collective, where torch.distributed is initialised); each is one entry.
+        model: this rank's model, or the list of its chunks.
+        gather: join the sites of all ranks into one list (collective if torch.distributed is initialised).
 
     Raises:
         ValueError: a site cannot run as the config asks.
@@ -98,8 +98,10 @@ def site_report(model: Any, *, gather: bool = True) -> list[dict[str, Any]]:
 
 
 def print_plan(model: Any) -> None:
-    """Print the config's recipe and whose choice it is, then what runs in which precision, alike sites in one line. All
-    ranks call it, the first one prints."""
+    """Prints the config's recipe and its origin, then the precision of every site. Sites with equal plans share a line.
+
+    All ranks call it; the first one prints.
+    """
     from ..files.say import say
     from .report import plan_lines, recipe_line
     from .runtime import unwrap

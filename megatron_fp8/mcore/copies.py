@@ -1,8 +1,8 @@
-"""Copies of a model: moving averages, and references of preference losses.
+"""Copies a model: for moving averages, and for the reference model of a preference loss.
 
-``copy.deepcopy`` of a Megatron-Core model raises TypeError, in BF16 too: its modules hold process groups, and experts'
-dispatchers what the last forward computed. Here groups are shared, and results of computations are copied as values.
-A copy has FP8 state of its own, which begins with the model's histories, its iteration and its guard's moves.
+``copy.deepcopy`` of a Megatron-Core model raises TypeError, in BF16 too: its modules hold process groups, and expert
+dispatchers hold results of the last forward. Here copies share the groups and clone those results. A copy has its own
+FP8 state, which starts with the model's histories, iteration and guard moves.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ T = TypeVar("T", torch.nn.Module, list[torch.nn.Module])
 
 
 def copy_model(model: T) -> T:
-    """A copy of a model in the same layout, with memory of its own; between two iterations.
+    """Returns a copy of a model in the same layout, with its own memory. Call it between two iterations.
 
     Args:
-        model: as GPTModel or Float16Module has it, not in DistributedDataParallel, whose buffers belong to an optimizer;
-            of a virtual pipeline the list of this rank's chunks, whose FP8 state is one.
+        model: a GPTModel or Float16Module, not in DistributedDataParallel, whose buffers belong to an optimizer. For
+            a virtual pipeline: the list of this rank's chunks, which share their FP8 state.
 
-    Its parameters have no gradients; they have the flags that Megatron-Core set on them (tensor_model_parallel, ...).
-    Collective where FP8 is. Raises ValueError for a model in DistributedDataParallel, for one chunk of several, or if FP8
-    cannot run as the config asks.
+    The copy's parameters have no gradients, but the flags that Megatron-Core sets on parameters
+    (tensor_model_parallel, ...). Collective with FP8.
+
+    Raises ValueError for a model in DistributedDataParallel, for one chunk of several, or if FP8 cannot run as the
+    config asks.
     """
     chunks: list[Any] = model if isinstance(model, list) else [model]
     whole = [unwrap(chunk) for chunk in chunks]
@@ -42,7 +44,7 @@ def copy_model(model: T) -> T:
     if len(chunks) < stages:
         raise ValueError(
             f"{len(chunks)} of {stages} chunks of a virtual pipeline cannot be copied alone, since they share their FP8"
-            " state: copy_model takes the list of all of this rank's"
+            " state: give copy_model the list of all chunks of this rank"
         )
     if any(hasattr(param, "main_grad") for chunk in chunks for param in chunk.parameters()):
         raise ValueError(
@@ -50,34 +52,34 @@ def copy_model(model: T) -> T:
             " another one from a copy of the config and load its state_dict."
         )
     saved = fp8_state_dict(whole) if config.fp8 else None
-    memo = {id(found): _instead(found) for found in _held(chunks)}
+    memo = {id(value): _replacement(value) for value in _uncopyable(chunks)}
     copied: Any = copy.deepcopy(chunks, memo)
-    for theirs, mine in zip(_parameters(chunks), _parameters(copied), strict=True):
-        for name, value in vars(theirs).items():
-            if isinstance(value, bool | int | float | str):  # not its master, nor its gradient's buffer
-                vars(mine).setdefault(name, value)
+    for original, duplicate in zip(_parameters(chunks), _parameters(copied), strict=True):
+        for name, value in vars(original).items():
+            if isinstance(value, bool | int | float | str):  # flags, no master, no buffer
+                vars(duplicate).setdefault(name, value)
     if saved is not None:
-        _take_over(whole, [unwrap(chunk) for chunk in copied], saved)
-    found: T = copied if isinstance(model, list) else copied[0]
-    return found
+        _transfer_state(whole, [unwrap(chunk) for chunk in copied], saved)
+    result: T = copied if isinstance(model, list) else copied[0]
+    return result
 
 
 def _parameters(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
     return [param for chunk in chunks for param in chunk.parameters()]
 
 
-def _instead(held: Any) -> Any:
-    """What a copy has in the place of what cannot be copied."""
-    return held.detach().clone() if isinstance(held, torch.Tensor) else held
+def _replacement(value: Any) -> Any:
+    """Returns a copied tensor's clone; a process group itself, since groups are shared."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _held(chunks: list[torch.nn.Module]) -> Iterator[Any]:
-    """Process groups, and results of computations that have a gradient's graph, wherever a model's modules keep them."""
+def _uncopyable(chunks: list[torch.nn.Module]) -> Iterator[Any]:
+    """Yields the process groups and the tensors with a grad_fn that the model's modules refer to."""
     seen: set[int] = set()
-    waiting: list[Any] = [*chunks]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen or isinstance(value, type | ModuleType):  # a module leads to all others
+    pending: list[Any] = [*chunks]
+    while pending:
+        value = pending.pop()
+        if id(value) in seen or isinstance(value, type | ModuleType):  # a Python module refers to everything
             continue
         seen.add(id(value))
         if isinstance(value, dist.ProcessGroup):
@@ -86,15 +88,15 @@ def _held(chunks: list[torch.nn.Module]) -> Iterator[Any]:
             if value.grad_fn is not None:
                 yield value
         elif isinstance(value, dict):
-            waiting += dict.values(value)  # of one that loads what it is asked for, what it has
+            pending += dict.values(value)  # a lazy dict loads on lookup: read only the values it has
         elif isinstance(value, list | tuple | set):
-            waiting += value
+            pending += value
         elif not callable(value) or isinstance(value, torch.nn.Module):
-            waiting.append(getattr(value, "__dict__", {}))
+            pending.append(getattr(value, "__dict__", {}))
 
 
-def _take_over(chunks: list[Any], copied: list[Any], saved: dict[str, torch.Tensor]) -> None:
-    """Give the copies their sites, and what the model remembers."""
+def _transfer_state(chunks: list[Any], copied: list[Any], saved: dict[str, torch.Tensor]) -> None:
+    """Gives the copies their sites, their FP8 state and their FP8 parameters' quantizers."""
     before, after = runtime_of(chunks[0].config), runtime_of(copied[0].config)
     assert before is not after, "a copy has FP8 state of its own"
     prepare(copied)
@@ -104,6 +106,6 @@ def _take_over(chunks: list[Any], copied: list[Any], saved: dict[str, torch.Tens
             quantizer = linear.fp8_site.quantizers["weight"]
             prepared = isinstance(linear.weight.quantizer, FittedQuantizer)
             linear.weight.quantised_by(replaced_by(quantizer) if prepared else quantizer)
-    for theirs, mine in zip(chunks, copied, strict=True):
-        if theirs in before.fp8_params:
-            after.fp8_params.add(mine)
+    for original, duplicate in zip(chunks, copied, strict=True):
+        if original in before.fp8_params:
+            after.fp8_params.add(duplicate)

@@ -1,6 +1,6 @@
-"""Refuses FP8 models with linears outside the plan. They would run in BF16 in silence.
+"""Refuses FP8 models with linears outside the plan. Such linears would silently run in BF16.
 
-Naming one in ``fp8_overrides`` as 'bf16' says that it may. With fp8 off nothing is refused.
+``fp8_overrides`` with the value 'bf16' for a linear's name allows it. Without FP8 nothing is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .names import in_whole_model
 
 
 def is_te_linear(module: Any) -> bool:
-    """Whether a module's GEMMs are Transformer Engine's, told by its classes' names: it need not be installed."""
+    """Whether a module's GEMMs are Transformer Engine's, by its classes' names: it need not be installed."""
     kind: Any = type(module)
     return _is_te(kind)
 
@@ -30,8 +30,8 @@ def _is_te(kind: type) -> bool:
 
 
 def foreign_linears(model: Any) -> dict[str, str]:
-    """Names of the model's layer linears that are no FP8 sites -> what they are and the remedy."""
-    kinds = {kind: what for kind in set(map(type, model.modules())) if (what := _foreign(kind)) is not None}
+    """Returns the model's layer linears that are no FP8 sites: name -> description and remedy."""
+    kinds = {kind: what for kind in set(map(type, model.modules())) if (what := _describe(kind)) is not None}
     found = {
         name: kinds[type(module)]
         for name, module in model.named_modules()
@@ -42,7 +42,7 @@ def foreign_linears(model: Any) -> dict[str, str]:
 
 
 def refuse_foreign_layers(model: Any) -> None:
-    """ValueError for FP8 asked for and a linear that would run in BF16 and is not named in fp8_overrides as 'bf16'."""
+    """Raises ValueError if FP8 is on and a layer linear would run in BF16 without a 'bf16' override in fp8_overrides."""
     config = model.config
     for name, what in foreign_linears(model).items() if config.fp8 else ():
         override = whole_override(name, getattr(config, "fp8_overrides", None) or {})
@@ -54,7 +54,7 @@ def refuse_foreign_layers(model: Any) -> None:
 
 
 def require_mtp_block(model: Any) -> None:
-    """ValueError where FP8 and multi-token prediction were asked for, and the last stage's model was built without it."""
+    """Raises ValueError if FP8 and multi-token prediction are on and the last stage's model has no layers for it."""
     config = model.config
     layers = getattr(config, "mtp_num_layers", None)
     if (
@@ -70,8 +70,8 @@ def require_mtp_block(model: Any) -> None:
         )
 
 
-def _foreign(kind: type) -> str | None:
-    """What modules of a class are, and the remedy, if they are such linears."""
+def _describe(kind: type) -> str | None:
+    """Returns the description and remedy if modules of this class are linears outside the plan, else None."""
     if hasattr(kind, "bind_fp8_site"):
         return None
     if _is_te(kind):

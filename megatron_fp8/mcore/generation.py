@@ -4,16 +4,15 @@
     logits = decoder(prompt)                   # prefill: every token of the prompt at once
     logits = decoder(token)                    # then one at a time
 
-``StaticInferenceContext`` holds keys and values of all layers; attention writes into it and reads from it, keys rotated
-once (layers/rotary.py). Of multi-latent attention it holds the latents that keys and values are made of
-(layers/latent.py). It runs on the CPU through the engine's patches (``mcore.install()``), FP8 or not.
-Megatron-Core's other context, for batches that change, needs flash attention and a GPU, and is not used.
+``StaticInferenceContext`` holds keys and values of all layers. Attention writes rotated keys into it, so each key is
+rotated once (layers/rotary.py). Multi-latent attention stores its latents instead of keys and values
+(layers/latent.py). The CPU runs it through the engine's patches (``mcore.install()``), with or without FP8.
+Megatron-Core's dynamic-batching context needs flash attention and a GPU, and is not used.
 
-How decoding differs from one forward over the whole sequence: attention sums the same numbers in another order, in any
-precision. FP8 adds nothing to that where a token's scales are its own (rowwise, blockwise, MXFP8) or known before
-(static, delayed with a history): each linear gives the same bytes for a token alone as among others. With one dynamic
-scale for the whole tensor (tensorwise) a token's codes depend on the tokens it came with, and the logits differ as
-those of two batches do.
+How decoding differs from one forward over the whole sequence: attention adds up in another order, in any precision.
+FP8 adds no difference where a token's scales do not depend on other tokens (rowwise, blockwise, MXFP8) or are stored
+(static, delayed with a history): each linear's result has the same bytes. Tensorwise has one dynamic scale for the
+whole tensor, so codes and logits depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from .runtime import unwrap
 
 
 class Decoder:
-    """A model and the keys and values of the tokens it has seen.
+    """A model with the KV cache of the tokens it has processed.
 
     Args:
         model: a GPTModel on one pipeline stage, without sequence and context parallelism, in Float16Module or not.
-            Its layers of multi-token prediction, if it has any, do not run.
+            Layers for multi-token prediction do not run.
         batch_size: sequences.
-        max_length: tokens of each that the cache holds.
-        every_token: logits of all tokens that are given; False: of the last one.
+        max_length: capacity of the cache, in tokens per sequence.
+        every_token: return the logits of all tokens of a call; False: of the last one.
 
     Raises:
-        ValueError: the model is split in a way that one token cannot be, or a size is less than 1.
+        ValueError: the model's layout does not allow decoding, or a size is less than 1.
     """
 
     def __init__(self, model: Any, batch_size: int, max_length: int, *, every_token: bool = False):
@@ -56,21 +55,21 @@ class Decoder:
 
     @property
     def length(self) -> int:
-        """Tokens of each sequence seen so far."""
+        """Tokens of each sequence in the cache."""
         return self.context.sequence_len_offset
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of this rank's cache, for all tokens that it has room for; 0 before the first call."""
+        """Memory of this rank's cache at full capacity, in bytes; 0 before the first call."""
         memory = self.context.key_value_memory_dict
         return storage_bytes(tensor for of_layer in memory.values() for tensor in of_layer)
 
     @torch.no_grad()
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [b, 1, V] after tokens int64 [b, n], or [b, n, V] with every_token; the same on all ranks.
+        """Returns logits [b, 1, V] for tokens int64 [b, n], or [b, n, V] with every_token; equal on all ranks.
 
         Raises:
-            ValueError: another batch size, no tokens, or more than the cache has room for.
+            ValueError: wrong batch size, no tokens, or more tokens than the cache has space for.
         """
         batch, count = tokens.shape
         if batch != self.batch_size or not 1 <= count <= self.max_length - self.length:
@@ -79,7 +78,7 @@ class Decoder:
                 f" {self.max_length - self.length} tokens (the cache holds {self.max_length}, {self.length} are in it)"
             )
         if self.model.training or unwrap(self.model).training:
-            self.model.eval()  # it goes through all modules, which takes a tenth of a token of a small model
+            self.model.eval()  # not on every call: it visits all modules, a tenth of a small model's time per token
         positions = torch.arange(
             self.length, self.length + count, device=tokens.device, dtype=torch.int64
         ).expand(batch, -1)
@@ -92,13 +91,13 @@ class Decoder:
         return logits
 
     def reset(self) -> None:
-        """Forget every token; the memory stays."""
+        """Empties the cache; its memory stays allocated."""
         self.context.reset()
 
 
 @contextmanager
 def _without_multi_token_prediction(model: Any) -> Iterator[None]:
-    """Megatron-Core's GPTModel runs those layers on whatever it is given, and then wants labels for them."""
+    """Disables multi-token prediction: GPTModel would run those layers in decoding and ask for labels."""
     before = model.mtp_process, model.config.mtp_num_layers
     model.mtp_process, model.config.mtp_num_layers = False, None
     try:
@@ -130,15 +129,15 @@ def generate(
     generator: torch.Generator | None = None,
     end: int | Collection[int] | None = None,
 ) -> Iterator[torch.Tensor]:
-    """Yield up to ``count`` tokens, int64 [b] each, that follow a prompt int64 [b, n]. On every rank.
+    """Yields up to ``count`` tokens, int64 [b] each, after a prompt int64 [b, n]. All ranks call it.
 
     Args:
-        decoder: one that has seen what comes before the prompt, or nothing.
-        generator: of the random draws, on the CPU; rank 0's draws count.
-        end: stop after a step in which every sequence has had this id, or one of these.
+        decoder: its cache holds the tokens before the prompt, if there are any.
+        generator: for sampling, on the CPU; rank 0's samples are broadcast.
+        end: stop ids. Generation stops once every sequence has produced one.
 
     Raises:
-        ValueError: prompt and tokens do not fit into the decoder's cache.
+        ValueError: prompt and tokens exceed the decoder's cache.
     """
     room = decoder.max_length - decoder.length
     if prompt.shape[1] + count - 1 > room:

@@ -1,11 +1,12 @@
-"""The guard under Megatron-Core: new plans for ill sites, between iterations, on all ranks.
+"""The guard under Megatron-Core: new plans for unhealthy sites, on all ranks.
 
-state/guard.py finds them. Here a site is planned anew, as an override by name would have it, and takes the old one's
-place in its linear. The old one's slots stay in their arena and are never cast again: ranks agree on slots by order.
+It runs between iterations. state/guard.py finds the unhealthy sites. Here such a site gets a new plan, as an override
+by name would give it, and a new site object in its linear. The old site's slots stay in their arena and are never
+cast again: ranks identify slots by order.
 
-Ranks that hold a site share its arena, so they find the same and move it at the same iteration without asking each
-other. Stages of a pipeline, and ranks with other experts, are told of moves of sites that they do not hold: every rank
-knows all moves, and the first one prints and saves them.
+Ranks that hold a site share its arena, so all of them find the same and move it at the same iteration without
+communication. Other pipeline stages and expert ranks receive moves of sites that they do not hold: every rank knows
+all moves, and the first one prints and saves them.
 """
 
 from __future__ import annotations
@@ -29,20 +30,19 @@ from .sites import fp8_linears, make_site
 
 
 def move_ill_sites(model_chunks: list[Any], state: Fp8State, *, partial: bool) -> list[Move]:
-    """Move the sites that the finished iteration found ill; all moves of this iteration, on every rank. Collective
-    where ``partial``: some ranks hold other sites than others.
+    """Moves the sites that the finished iteration found unhealthy; returns all moves of this iteration, on every rank.
 
-    A site that fp8_overrides names stays as the user has it.
+    Collective if ``partial``: ranks hold different sites. A site that fp8_overrides names is never moved.
     """
     guard = state.guard
     if guard is None:
         return []
     moves = []
-    sent = _slots_of_senders(model_chunks)
+    sender_slots = _slots_of_senders(model_chunks)
     for linear in fp8_linears(model_chunks):
         site = linear.fp8_site
         slots = {q.slot.name: role for role, q in site.quantizers.items() if q is not None}
-        slots |= sent.get(site.plan.name, {})
+        slots |= sender_slots.get(site.plan.name, {})
         found = [finding for finding in state.ill if finding.slot in slots]
         overrides = getattr(unwrap(model_chunks[0]).config, "fp8_overrides", None) or {}
         if not found or not site.is_fp8 or matching(site.plan.name, overrides):
@@ -50,7 +50,7 @@ def move_ill_sites(model_chunks: list[Any], state: Fp8State, *, partial: bool) -
         to = guard.next_rung(recipe_name(site.plan.recipe), found[0].illness)
         why = "; ".join(f"{slots[finding.slot]} {finding}" for finding in found)
         moves.append(Move(site.plan.name, to, state.iteration, why))
-    moves = _everybodys(moves) if partial else moves
+    moves = _moves_of_all_ranks(moves) if partial else moves
     if moves:
         take(model_chunks, state, moves)
         for move in moves:
@@ -61,7 +61,7 @@ def move_ill_sites(model_chunks: list[Any], state: Fp8State, *, partial: bool) -
 
 
 def _slots_of_senders(model_chunks: list[Any]) -> dict[str, dict[str, str]]:
-    """Site -> slot -> role, of operands that are quantised before they are sent to the site (moe_fp8_dispatch)."""
+    """Returns site -> slot -> role, for operands that are quantised before they are sent (moe_fp8_dispatch)."""
     found: dict[str, dict[str, str]] = {}
     for dispatch in _dispatches(model_chunks):
         for linear, slot, role in dispatch.slots():
@@ -70,13 +70,13 @@ def _slots_of_senders(model_chunks: list[Any]) -> dict[str, dict[str, str]]:
 
 
 def _dispatches(model_chunks: list[Any]) -> list[Any]:
-    """What quantises tokens before they are sent to experts (moe_fp8_dispatch), of each layer that does."""
+    """Returns the objects that quantise tokens before they are sent to experts (moe_fp8_dispatch), one per layer."""
     modules = (module for chunk in model_chunks for module in unwrap(chunk).modules())
     return [module.fp8_dispatch for module in modules if hasattr(module, "fp8_dispatch")]
 
 
 def take(model_chunks: list[Any], state: Fp8State, moves: list[Move]) -> None:
-    """Make these moves, now or as a checkpoint has them, of the sites that this rank holds; remember them all."""
+    """Applies moves, new ones or a checkpoint's, to this rank's sites; the guard records all of them."""
     assert state.guard is not None
     for move in moves:
         state.guard.moved(move)
@@ -95,8 +95,10 @@ def take(model_chunks: list[Any], state: Fp8State, moves: list[Move]) -> None:
 
 
 def _count_nonfinite(slot: Slot, linear: Any, args: tuple[Any, ...], output: Any) -> None:
-    """A linear that left FP8 casts nothing that would count its NaN and Inf, and the optimizer would step on them: its
-    input and the gradient of its output are counted where its casts were. Not in traced code."""
+    """Counts NaN and Inf in the input and the output's gradient of a linear that left FP8.
+
+    Its casts counted them before; without them the optimizer would step on such values. Not in compiled code.
+    """
     x, y = args[0], output[0] if isinstance(output, tuple) else output
     when = recorded(linear.training, y)
     if when == NEVER or torch.compiler.is_compiling():
@@ -113,11 +115,11 @@ def _count_nonfinite(slot: Slot, linear: Any, args: tuple[Any, ...], output: Any
 
 
 def guard_moves(model_chunks: list[Any]) -> list[Move]:
-    """The last move of each site that the guard has moved, on every rank the same."""
+    """Returns the last move of each site that the guard has moved; equal on every rank."""
     guard = state_of(unwrap(model_chunks[0]).config).guard
     return [] if guard is None else list(guard.moves.values())
 
 
-def _everybodys(moves: list[Move]) -> list[Move]:
-    """The moves of all ranks, each once, in the same order everywhere. Where nobody moves anything that is one number."""
+def _moves_of_all_ranks(moves: list[Move]) -> list[Move]:
+    """Returns the moves of all ranks, each once, in the same order everywhere. Without moves it exchanges one number."""
     return sorted(union(dict.fromkeys(moves)))

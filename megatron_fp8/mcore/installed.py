@@ -1,6 +1,6 @@
-"""What is installed, and every difference between Megatron-Core set-ups, decided once.
+"""The installed Megatron-Core, and the patches that depend on its environment.
 
-Importing this imports neither Megatron nor Transformer Engine; only the version check imports the first.
+Importing this module imports neither Megatron-Core nor Transformer Engine; only the version check imports Megatron-Core.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ HOW_TO_GET = (
 
 
 def installed_megatron() -> str:
-    """'megatron-core 0.16.1' and where it lies, of what Python imports here, or 'megatron-core is not installed'.
+    """Returns 'megatron-core 0.16.1 in <path>' of the copy that Python imports, or 'megatron-core is not installed'.
 
-    pip's metadata may be another copy's: a checkout of Megatron-LM on PYTHONPATH has none and is imported first.
+    pip's metadata may describe another copy: a checkout of Megatron-LM on PYTHONPATH has none and is imported first.
     """
     try:
         package = importlib.import_module("megatron.core.package_info")
     except ModuleNotFoundError as error:
         if error.name is None or not "megatron.core.package_info".startswith(error.name):
-            raise  # it is there, and something that it needs is not
+            raise  # megatron-core is installed, but a dependency of it is missing
         return "megatron-core is not installed"
     return f"megatron-core {package.__version__} in {Path(str(package.__file__)).parent}"
 
 
 def require_megatron() -> None:
-    """Raises RuntimeError unless the Megatron-Core that Python imports here is one of the supported series."""
+    """Raises RuntimeError unless Python imports a Megatron-Core of the supported series."""
     found = installed_megatron()
     if not found.startswith(f"megatron-core {SUPPORTED}."):
         raise RuntimeError(
@@ -48,7 +48,7 @@ def require_megatron() -> None:
 
 
 def require_whole_te() -> None:
-    """Raises RuntimeError if an installed Transformer Engine does not import, as when torch was replaced under it."""
+    """Raises RuntimeError if an installed Transformer Engine does not import, for example after torch was replaced."""
     if has_te():
         from ..backends.transformer_engine import import_failure
 
@@ -71,8 +71,12 @@ def has_apex() -> bool:
 
 
 def uses_apex(extension: str) -> bool:
-    """Whether a part of apex can work here: on a GPU, with the CUDA extension it needs ('amp_C' for Adam and clipping,
-    'fused_layer_norm_cuda', 'fused_weight_gradient_mlp_cuda'); apex can be installed without any."""
+    """Whether a part of apex works here: on a GPU, with the CUDA extension that it needs.
+
+    Args:
+        extension: 'amp_C' for Adam and clipping, 'fused_layer_norm_cuda', 'fused_weight_gradient_mlp_cuda'. apex can
+            be installed without any.
+    """
     return has_apex() and has_cuda() and util.find_spec(extension) is not None
 
 
@@ -84,14 +88,14 @@ def has_cuda() -> bool:
 
 
 def patches() -> list[Patch]:
-    """Patches that Megatron-Core 0.16 needs on every machine, with or without a GPU."""
+    """Returns the patches that Megatron-Core 0.16 needs on every machine, with or without a GPU."""
     from .patches.patching import Patch
 
     found = [
         Patch(
             "megatron.core.tensor_parallel.random",
             "checkpoint",
-            _returning_no_parameter,
+            _alias_returned_parameters,
             "recompute_modules=['mlp'] with biases returns a bias from the region: endless recursion",
             wrap=True,
             everywhere=True,
@@ -99,7 +103,7 @@ def patches() -> list[Patch]:
         Patch(
             "megatron.core.tensor_parallel.mappings",
             "reduce_from_tensor_model_parallel_region",
-            _returning_no_view,
+            _return_no_view,
             "experts with biases add them in place to its output, which autograd forbids for the view that it is",
             wrap=True,
             everywhere=True,
@@ -107,7 +111,7 @@ def patches() -> list[Patch]:
         Patch(
             "megatron.core.fp8_utils",
             "prepare_model_for_fp8_inference",
-            _preparing_our_layers,
+            _dispatch_prepare_for_inference,
             "it knows Transformer Engine's linears only, and without Transformer Engine it raises",
             wrap=True,
             everywhere=True,
@@ -116,8 +120,8 @@ def patches() -> list[Patch]:
     return found if has_te() else found + _without_te()
 
 
-def _preparing_our_layers(megatrons: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Megatron-Core's function for models of Transformer Engine's linears, this package's for all others."""
+def _dispatch_prepare_for_inference(megatrons: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wraps Megatron-Core's function for Transformer Engine models; all other models get this package's."""
     from .. import fp8_utils
     from ..inference.calibration import fp8_modules
 
@@ -129,7 +133,7 @@ def _preparing_our_layers(megatrons: Callable[[Any], Any]) -> Callable[[Any], An
 
 
 def _without_te() -> list[Patch]:
-    """Names that Megatron-Core uses as if Transformer Engine were always there."""
+    """Patches for names that Megatron-Core uses without checking for Transformer Engine."""
     from packaging.version import Version
 
     from .patches.patching import Patch
@@ -166,7 +170,7 @@ def _without_te() -> list[Patch]:
 
 
 class _NoFp8State:
-    """Transformer Engine's global FP8 state, as far as recomputing a norm or an activation asks for it."""
+    """Replaces Transformer Engine's global FP8 state when a norm or an activation is recomputed."""
 
     @staticmethod
     def is_fp8_enabled() -> bool:
@@ -178,12 +182,11 @@ def _null_context(**kwargs: Any) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _returning_no_parameter(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron-Core's activation checkpoint for functions that return a parameter too (an MLP: its bias).
+def _alias_returned_parameters(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps Megatron-Core's activation checkpoint for functions that also return a parameter (an MLP: its bias).
 
-    An autograd function that returns a parameter itself makes the parameter its own output: recomputing the
-    region then differentiates through the region again, without end. An alias of it is an output like any
-    other.
+    An autograd function that returns a parameter makes it its own output: recomputing the region would differentiate
+    through the region again, in endless recursion. An alias of the parameter is an ordinary output.
     """
 
     @functools.wraps(checkpoint)
@@ -197,8 +200,8 @@ def _returning_no_parameter(checkpoint: Callable[..., Any]) -> Callable[..., Any
     return safe
 
 
-def _returning_no_view(reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """The all-reduce, whose result may be changed in place: the same memory, which autograd takes for a new tensor."""
+def _return_no_view(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the all-reduce: its result can be changed in place, as a new tensor with the same memory."""
 
     @functools.wraps(reduce)
     def reduced(*args: Any, **kwargs: Any) -> Any:
@@ -217,11 +220,10 @@ def _alias(value: Any) -> Any:
 
 
 def amax_group(config: Any, *, expert: bool) -> Any:
-    """The ranks that share the amaxes of one GEMM site: TP x DP x CP within a pipeline stage (TP x CP with
-    tp_only_amax_red); for experts the ranks that hold the same experts, or parts of them: expert TP x expert DP.
+    """Returns the group that reduces the amaxes of one GEMM site: TP x DP x CP within a pipeline stage.
 
-    Collective over those ranks the first time that it is asked for experts with tensor parallelism: Megatron-Core makes
-    no such group.
+    TP x CP with tp_only_amax_red; for experts expert TP x expert DP, the ranks that hold (parts of) the same experts.
+    The first call for experts with tensor parallelism is collective over these ranks: Megatron-Core makes no such group.
     """
     from megatron.core import parallel_state
 
@@ -240,7 +242,7 @@ def amax_group(config: Any, *, expert: bool) -> Any:
 
 @functools.cache
 def _product(tensor: Any, data: Any) -> Any:
-    """The group of all ranks of this rank's two groups and of their ranks'. Collective over them."""
+    """Creates the group that spans this rank's two groups. Collective over its ranks."""
     from torch import distributed as dist
 
     columns, rows = dist.get_process_group_ranks(tensor), dist.get_process_group_ranks(data)
@@ -249,7 +251,7 @@ def _product(tensor: Any, data: Any) -> Any:
 
 
 def _timeout_of(group: Any) -> Any:
-    """How long a group's collectives may take, as a timedelta; None where its backend does not say: then torch's."""
+    """Returns the timeout of a group's collectives as a timedelta; None (torch's default) if its backend has none."""
     from ..state.ranks import device_of
 
     options = getattr(group._get_backend(device_of(group)), "options", None)
@@ -257,8 +259,8 @@ def _timeout_of(group: Any) -> Any:
 
 
 def product_ranks(columns: Sequence[int], rows: Sequence[int], rank: int) -> list[int]:
-    """The ranks of two groups that meet in ``rank``, and of all groups of their kinds between those, in order.
+    """Returns the sorted ranks of the grid that two groups span; ``rank`` is in both groups.
 
-    Megatron-Core's ranks are numbers of a mixed base: two of them differ by as much in every group of a kind.
+    Megatron-Core numbers ranks in mixed radix, so offsets within a group are the same in every group of the same kind.
     """
     return sorted(row + column - rank for row in rows for column in columns)

@@ -1,8 +1,8 @@
-"""The end of an FP8 iteration: one amax collective a group, one verdict on health.
+"""Ends an FP8 iteration: one amax collective a group, one health status.
 
-It runs after ``finalize_model_grads_func`` and before the optimizer step, which asks the runtimes of the models that it
-steps (``found_nonfinite``) and skips on all ranks together: saturating casts hide an Inf from the gradients, so a loss
-scaler downstream would see nothing.
+It runs after ``finalize_model_grads_func`` and before the optimizer step. The optimizer reads ``found_nonfinite`` of
+the runtimes whose models it steps, and skips the step on all ranks together: saturating casts hide an Inf from the
+gradients, so a loss scaler would not see it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .runtime import find_runtime, set_length, state_of, unwrap
 from .sites import check_plan, is_checked
 
 _latest = IterationCounts()
-"""Of the iteration that ended last in this process, for ``iteration_counts()`` to tell. Nothing is decided by it."""
+"""Counts of this process's last iteration, for ``iteration_counts()`` only."""
 
 
 def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
-    """Reduce and update all FP8 state of these chunks' config. Collective over all ranks; once per iteration.
+    """Reduces and updates all FP8 state of these chunks' config. Collective over all ranks; call it once per iteration.
 
-    Megatron-Core's schedules call it, after ``config.finalize_model_grads_func``. A training loop of one's own calls it
+    Megatron-Core's schedules call it, after ``config.finalize_model_grads_func``. A custom training loop calls it
     with a list of its model (or chunks) after the last backward of an iteration, whatever the number of microbatches,
-    and before ``optimizer.step()``: ``nonfinite`` of what it returns says whether the step should be skipped. Without
-    it, the forward after an optimizer step is an error.
+    and before ``optimizer.step()``; it skips the step if ``nonfinite`` of the result is not 0. Without this call, the
+    forward after an optimizer step raises.
 
     Raises:
-        RuntimeError: FP8 was asked for and install() was not called; or ranks of a group hold different FP8 tensors.
+        RuntimeError: FP8 is on and install() was not called; or ranks of a group hold different FP8 tensors.
     """
     config = unwrap(model_chunks[0]).config
     if config.fp8 and not is_installed():
@@ -50,14 +50,14 @@ def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
     state.finish_iteration()
     if config.fp8:
         _announce_switch(state, "FP16" if config.fp16 else "BF16")
-    counts = _finished(config, state)
+    counts = _final_counts(config, state)
     if config.fp8:
         move_ill_sites(model_chunks, state, partial=_groups_are_partial(config))
     return counts
 
 
 class CapturedIteration(CapturedStep):
-    """CapturedStep (graph.py) over a Megatron-Core model's FP8 state; ``replayed`` tells the optimizer about health."""
+    """CapturedStep (graph.py) for a Megatron-Core model; ``replayed`` also updates the optimizer's health status."""
 
     def __init__(self, model_chunks: list[Any]):
         self._config = unwrap(model_chunks[0]).config
@@ -65,15 +65,15 @@ class CapturedIteration(CapturedStep):
         super().__init__(self._state)
 
     def replayed(self) -> IterationCounts:
-        """As CapturedStep's. Collective over all ranks where a reduction group is not all of them."""
+        """As CapturedStep's. Collective over all ranks where a reduction group does not have all of them."""
         super().replayed()
-        return _finished(self._config, self._state)
+        return _final_counts(self._config, self._state)
 
 
-def _finished(config: Any, state: Fp8State) -> IterationCounts:
-    """What the state's last iteration did, with the verdict of all ranks. Collective where groups are partial.
+def _final_counts(config: Any, state: Fp8State) -> IterationCounts:
+    """Returns the state's last counts, with ``nonfinite`` of all ranks. Collective where groups are partial.
 
-    A pipeline stage, or an expert's ranks, saw only its own tensors: everybody takes the worst of all.
+    A pipeline stage or an expert rank counts only its own tensors, so all ranks take the maximum.
     """
     global _latest
     _latest = state.last
@@ -85,10 +85,10 @@ def _finished(config: Any, state: Fp8State) -> IterationCounts:
 
 
 def set_training_length(config: Any, iterations: int) -> None:
-    """Say how long the training will be: ``fp8_high_precision_warmup`` and ``_healing`` are fractions of it.
+    """Sets the length of the training: ``fp8_high_precision_warmup`` and ``_healing`` are fractions of it.
 
-    Call it before the first iteration, on every rank, with the iterations of the whole run, those before a resume
-    included. A run that is made longer has longer phases.
+    Call it before the first iteration, on every rank, with the iterations of the whole run, including those before a
+    resume. A longer run has longer phases.
 
     Raises:
         ValueError: not a positive integer, or the fractions leave no iteration to FP8.
@@ -97,7 +97,7 @@ def set_training_length(config: Any, iterations: int) -> None:
 
 
 def _announce_switch(state: Fp8State, own: str) -> None:
-    """A line, on the first rank, where the next iteration's precision is another than that of the one just finished."""
+    """Prints a line on the first rank if the next iteration has another precision than the one just finished."""
     before, now = state.phases.at(state.iteration - 1), state.known_phase()
     if before == now:
         return
@@ -117,10 +117,11 @@ def _groups_are_partial(config: Any) -> bool:
 
 
 def iteration_counts(config: Any = None) -> dict[str, int]:
-    """What an iteration did on this rank: fp8_gemms, hp_gemms, casts, amax_collectives, ...; nonfinite, on all ranks.
+    """Returns what an iteration did on this rank: fp8_gemms, hp_gemms, casts, amax_collectives, ...; nonfinite of all
+    ranks.
 
     Args:
-        config: whose last finished iteration; None: the one that ended last in this process, of whatever model.
+        config: the model's config; None: the iteration that this process finished last, of any model.
     """
     runtime = None if config is None else find_runtime(config)
     last = _latest if config is None else IterationCounts() if runtime is None else runtime.state.last

@@ -1,7 +1,7 @@
 """Global module names: layers over all stages, experts over all expert-parallel ranks.
 
-Each rank numbers its own layers and experts from 0. Whatever is shown, matched or saved by name has the numbers that one
-rank with everything would give, so that a name means one linear on every rank and in every layout.
+Each rank numbers its own layers and experts from 0. Names that are shown, matched or saved have the numbers of the
+whole model, so that a name means the same linear on every rank and in every layout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _IN_CHECKPOINTS, _IN_MODELS = ".experts.experts.", ".experts.local_experts."
 
 
 def in_whole_model(model: Any) -> Callable[[str], str]:
-    """What makes of a name in ``model``, a module's or a parameter's on this rank, its name in the whole model."""
+    """Returns a function from a name in ``model`` (a module's or parameter's) to the name in the whole model."""
     return _in_whole_model(model.named_modules())
 
 
@@ -58,17 +58,17 @@ def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 def numbered(name: str, expert: int) -> str:
-    """The name of the same part of another expert of its layer; any other name as it is."""
+    """Returns the name of the same part in another expert of the layer; any other name unchanged."""
     found = _EXPERT.match(name)
     return f"{found[1]}{expert}{name[found.end() :]}" if found else name
 
 
 def of_key(key: str) -> str:
-    """The name in the model of what a checkpoint has under this key: Megatron-Core calls experts otherwise there."""
+    """Returns the model's name for a checkpoint key: Megatron-Core's checkpoints name experts differently."""
     return key.replace(_IN_CHECKPOINTS, _IN_MODELS)
 
 
 def split_expert(name: str) -> tuple[str, int]:
-    """What is alike in the names of a layer's experts, and this one's number; of any other name it and 0."""
+    """Splits an expert's name into the part common to the layer's experts and the number; other names: itself and 0."""
     found = _EXPERT.match(name)
     return (found[1], int(found[2])) if found else (name, 0)

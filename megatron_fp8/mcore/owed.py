@@ -1,7 +1,7 @@
-"""Detects a training loop without the end of FP8 iterations. Delayed scaling would keep its first scales for ever.
+"""Detects training loops without ``finish_iteration``. Delayed scaling would use its first scales forever.
 
-Megatron-Core's schedules end them (``finalize_model_grads_func``). A loop of one's own calls ``finish_iteration`` after
-the last backward; if an optimizer steps and it was not called, the next forward in training mode is an error.
+Megatron-Core's schedules call it after ``finalize_model_grads_func``. A custom loop calls ``finish_iteration`` after
+the last backward. If an optimizer steps without it, the next forward in training mode raises.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .runtime import Fp8Runtime
 
 
 def watch(runtime: Fp8Runtime) -> None:
-    """Look out for optimizers that step these models' parameters, or their masters. Once a runtime."""
-    watched = weakref.ref(runtime)  # the hook is the process's, and must not keep the models' state
+    """Detects, by a hook on all optimizers, a step of these models without ``finish_iteration``. Once a runtime."""
+    reference = weakref.ref(runtime)  # the hook is global and must not keep the models' state alive
 
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        runtime = watched()
+        runtime = reference()
         if runtime is None:
             return
         state = runtime.state

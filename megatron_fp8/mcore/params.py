@@ -1,18 +1,18 @@
 """FP8 weights under Megatron-Core: creation, storage, data parallelism.
 
-Until ``DistributedDataParallel`` takes the model, weights are ordinary BF16 parameters: they are initialised, loaded,
-inspected and moved as in any model. There they become ``Fp8Parameter``s: by then every linear has its full name, so the
-plan (first and last layers, overrides by name) decides which, and no master or buffer refers to them yet. A user sets
-``fp8_param=True`` and nothing else. Whoever uses no DistributedDataParallel calls ``make_fp8_params`` before making the
-optimizer.
+Until ``DistributedDataParallel`` wraps the model, weights are ordinary BF16 parameters: they are initialised, loaded,
+inspected and moved as in any model. ``DistributedDataParallel`` turns them into ``Fp8Parameter``s. At that point
+every linear has its full name, so the plan (first and last layers, overrides by name) selects the weights, and no
+master or buffer refers to them yet. A user sets ``fp8_param=True`` and nothing else. Without DistributedDataParallel,
+call ``make_fp8_params`` before making the optimizer.
 
-Rejected: making them in the linear's ``__init__``. There a linear knows its layer but not its name, so an override by
-name would come too late, and each way of initialising or loading weights would have to know FP8.
+Rejected: making them in the linear's ``__init__``. There a linear has its layer number but not its name, so an
+override by name would come too late, and each way of initialising or loading weights would need code for FP8.
 
-What travels is codes where both directions share them. Weights per row or in 1x32 blocks need both directions from high
-precision, so BF16 travels: with ``reuse_grad_buf_for_mxfp8_param_ag`` through the gradient buffer, which is idle then;
-without it, under the distributed optimizer, a BF16 buffer as large as the weights would have to be kept beside the codes,
-so such weights stay BF16 parameters and are cast every iteration, which is the same bytes, and is said.
+Codes are sent where both directions share them. Rowwise and MXFP8 weights need both directions from high precision,
+so BF16 is sent. With ``reuse_grad_buf_for_mxfp8_param_ag`` it goes through the gradient buffer, which is idle then.
+Without it, the distributed optimizer would need a BF16 buffer as large as the weights beside the codes, so such
+weights stay BF16 parameters and are cast every iteration, which is the same number of bytes; the report notes it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from .sites import fp8_linears, prepare
 
 
 def make_fp8_params(model_chunks: list[Any], *, two_way: bool = True) -> list[str]:
-    """Turn the weights of this rank's FP8 GEMM sites into FP8 parameters; the names of those that were.
+    """Turns the weights of this rank's FP8 GEMM sites into FP8 parameters; returns their names.
 
-    Weights that the plan keeps in BF16 stay as they are. Chunks that were done are left alone.
+    Weights that the plan leaves in BF16 do not change. Chunks that were converted before are skipped.
 
     Args:
         two_way: False leaves weights whose directions have different codes in BF16, and notes it for the report.
@@ -49,7 +49,7 @@ def make_fp8_params(model_chunks: list[Any], *, two_way: bool = True) -> list[st
         RuntimeError: the weights belong to a DistributedDataParallel already.
     """
     prepare(model_chunks)
-    done = []
+    converted = []
     for chunk in model_chunks:
         for linear in fp8_linears([chunk]):
             site, weight = linear.fp8_site, linear.weight
@@ -76,10 +76,10 @@ def make_fp8_params(model_chunks: list[Any], *, two_way: bool = True) -> list[st
                     " they are cast to FP8. Set bf16=True and params_dtype=torch.bfloat16, or fp8_param=False."
                 )
             linear.weight = fp8_parameter(weight, quantizer)
-            done.append(f"{site.plan.name}.weight")
+            converted.append(f"{site.plan.name}.weight")
         model = unwrap(chunk)
         runtime_of(model.config).fp8_params.add(model)
-    return done
+    return converted
 
 
 _STAYS_BF16 = (
@@ -96,12 +96,12 @@ _TWO_KINDS = (
 
 
 def fp8_params(module: torch.nn.Module) -> list[Fp8Parameter]:
-    """The FP8 parameters of a module."""
+    """Returns the FP8 parameters of a module."""
     return [p for p in module.parameters() if isinstance(p, Fp8Parameter)]
 
 
 def parameter_bytes(model_chunks: list[Any]) -> dict[str, Any]:
-    """This rank's FP8 weights: how many, their values, the bytes of codes and scales, and a warning or None."""
+    """Returns this rank's FP8 weights as numbers: weights, values, bytes of codes and scales; and a warning or None."""
     found = [p for chunk in model_chunks for p in fp8_params(chunk)]
     return {
         "weights": len(found),
@@ -112,20 +112,21 @@ def parameter_bytes(model_chunks: list[Any]) -> dict[str, Any]:
 
 
 def gather_settings(config: Any, *, distributed: bool, share: bool | None = None) -> dict[str, bool]:
-    """What DistributedDataParallelConfig must be told of this config's FP8 parameters; OptimizerConfig takes the second.
+    """Returns the DistributedDataParallelConfig fields for this config's FP8 parameters; OptimizerConfig takes the
+    second.
 
     Args:
         distributed: use_distributed_optimizer.
-        share: send weights that travel in BF16 through the gradient buffer; None: where there are such weights.
+        share: send weights that travel in BF16 through the gradient buffer; None: if there are such weights.
     """
-    wanted = bool(config.fp8 and config.fp8_param)
+    enabled = bool(config.fp8 and config.fp8_param)
     if share is None:
-        share = wanted and distributed and travels_in_bf16(config)
-    return {"fp8_param_gather": wanted, "reuse_grad_buf_for_mxfp8_param_ag": share}
+        share = enabled and distributed and travels_in_bf16(config)
+    return {"fp8_param_gather": enabled, "reuse_grad_buf_for_mxfp8_param_ag": share}
 
 
 def travels_in_bf16(config: Any) -> bool:
-    """Whether every FP8 weight of this config needs codes of its own in each direction: rowwise and mxfp8.
+    """Whether every FP8 weight of this config needs different codes for each direction (rowwise and mxfp8).
 
     Such weights can share the gradient buffer (reuse_grad_buf_for_mxfp8_param_ag); a mixture by overrides cannot.
     """
@@ -141,22 +142,24 @@ def travels_in_bf16(config: Any) -> bool:
 
 
 def make_params_first(original: Callable[..., None]) -> Callable[..., None]:
-    """DistributedDataParallel.__init__, before which the module's weights become FP8 parameters if its config says so."""
+    """Wraps DistributedDataParallel.__init__: makes weights FP8 parameters first if the config has fp8_param."""
 
     @functools.wraps(original)
     def __init__(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        wanted = bool(config.fp8 and getattr(config, "fp8_param", False))
-        if ddp_config.fp8_param_gather and not wanted:
+        enabled = bool(config.fp8 and getattr(config, "fp8_param", False))
+        if ddp_config.fp8_param_gather and not enabled:
             raise ValueError(
                 f"DistributedDataParallelConfig.fp8_param_gather=True, and the model's config has fp8={config.fp8!r},"
-                f" fp8_param={getattr(config, 'fp8_param', False)!r}: set fp8_param=True there, which this follows, or"
+                f" fp8_param={getattr(config, 'fp8_param', False)!r}: set fp8_param=True there, which also sets this, or"
                 " drop it"
             )
-        if wanted:
+        if enabled:
             ddp_config.fp8_param_gather = True
             _check_buffers(config, ddp_config)
-            kept = ddp_config.use_distributed_optimizer and not ddp_config.reuse_grad_buf_for_mxfp8_param_ag
-            make_fp8_params([module], two_way=not kept)
+            stays_bf16 = (
+                ddp_config.use_distributed_optimizer and not ddp_config.reuse_grad_buf_for_mxfp8_param_ag
+            )
+            make_fp8_params([module], two_way=not stays_bf16)
             _warn_memory(module)
         original(self, config, ddp_config, module, *args, **kwargs)
 
@@ -164,7 +167,7 @@ def make_params_first(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _check_buffers(config: Any, ddp_config: Any) -> None:
-    """ValueError for settings of the gather that Megatron-Core would take and get wrong."""
+    """Raises ValueError for gather settings that Megatron-Core would accept and handle wrongly."""
     if ddp_config.use_megatron_fsdp:
         raise ValueError(
             "fp8_param=True with use_megatron_fsdp=True is not available in this version: use the distributed optimizer"
@@ -179,26 +182,26 @@ def _check_buffers(config: Any, ddp_config: Any) -> None:
         )
     if not travels_in_bf16(config):
         raise ValueError(
-            "reuse_grad_buf_for_mxfp8_param_ag=True is for models all FP8 weights of which travel in BF16 (fp8_recipe"
+            "reuse_grad_buf_for_mxfp8_param_ag=True is for models whose FP8 weights are all sent in BF16 (fp8_recipe"
             f" 'rowwise' or 'mxfp8'); fp8_recipe={config.fp8_recipe!r} with fp8_overrides="
-            f"{getattr(config, 'fp8_overrides', None) or {}!r} has weights that travel as codes. Set it to False."
+            f"{getattr(config, 'fp8_overrides', None) or {}!r} has weights that are sent as codes. Set it to False."
         )
 
 
 def memory_warning(model_chunks: list[Any]) -> str | None:
-    """What to know where this rank's FP8 weights take more memory than BF16 ones would; None where they take less."""
+    """Returns a warning if this rank's FP8 weights take more memory than BF16 weights would; else None."""
     linears = fp8_linears(model_chunks)
     if any(_STAYS_BF16 in linear.fp8_site.notes for linear in linears):
         return (
-            "fp8_param=True saves nothing here. Rowwise and MXFP8 weights need codes of their own in each direction, so"
-            " under the distributed optimizer BF16 travels and 4 bytes a value are kept (BF16 training keeps 2): set"
+            "fp8_param=True saves nothing here. Rowwise and MXFP8 weights need different codes for each direction, so"
+            " under the distributed optimizer BF16 is sent and 4 bytes a value are stored (BF16 training stores 2): set"
             " reuse_grad_buf_for_mxfp8_param_ag=True in DistributedDataParallelConfig and OptimizerConfig, which sends"
             " them through the gradient buffer, or use delayed, tensorwise or blockwise"
         )
     if any(isinstance(linear.weight, TwoWayFp8Parameter) for linear in linears):
         return (
-            "rowwise and MXFP8 weights are kept in both directions, 2 bytes a value and scales: slightly more than BF16"
-            " training's weights, and half of what fp8_param=False keeps"
+            "rowwise and MXFP8 weights are stored in both directions, 2 bytes a value and scales: slightly more than BF16"
+            " training's weights, and half of what fp8_param=False stores"
         )
     return None
 
@@ -210,7 +213,7 @@ def _warn_memory(module: Any) -> None:
 
 
 def broadcast_codes_too(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """DistributedDataParallel.broadcast_params; on an FP8 parameter Megatron's own would move a copy and nothing else."""
+    """Wraps DistributedDataParallel.broadcast_params: Megatron's own would broadcast a copy of an FP8 parameter."""
 
     @functools.wraps(original)
     def broadcast_params(self: Any) -> None:
@@ -229,10 +232,10 @@ def broadcast_codes_too(original: Callable[[Any], None]) -> Callable[[Any], None
 
 
 def refuse_bf16_weights(model: Any) -> None:
-    """RuntimeError if FP8 parameters were asked for and this model, about to train, was never given any."""
+    """Raises RuntimeError if fp8_param is on and this model, about to train, has no FP8 parameters."""
     config = model.config
-    wanted = config.fp8 and getattr(config, "fp8_param", False)
-    if wanted and unwrap(model) not in runtime_of(unwrap(model).config).fp8_params:
+    enabled = config.fp8 and getattr(config, "fp8_param", False)
+    if enabled and unwrap(model) not in runtime_of(unwrap(model).config).fp8_params:
         raise RuntimeError(
             "fp8_param=True, and the model's weights are still BF16: wrap it in Megatron-Core's DistributedDataParallel"
             " after megatron_fp8.mcore.install(), or call megatron_fp8.mcore.params.make_fp8_params([model]) before the"
@@ -241,7 +244,7 @@ def refuse_bf16_weights(model: Any) -> None:
 
 
 def patches() -> list[Patch]:
-    """Everything by which Megatron-Core takes this package's FP8 parameters for Transformer Engine's."""
+    """Returns the patches by which Megatron-Core uses this package's FP8 parameters in place of Transformer Engine's."""
     core = "megatron.core"
     names = f"{core}.fp8_utils"
     ddp = f"{core}.distributed.distributed_data_parallel.DistributedDataParallel"

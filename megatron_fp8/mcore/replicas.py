@@ -1,22 +1,23 @@
 """Bitwise comparison of replicated state across ranks.
 
-Finite damage, such as a flipped bit in a master weight, shows in no loss and no cast. But most of a model lies on several
-ranks, which make it of the same bits by the same operations:
+Finite damage, such as a flipped bit in a master weight, shows in no loss and no cast. But several ranks hold most of
+a model, and compute the same bits by the same operations:
 
     data parallel ranks      weights; masters and moments too, where the optimizer is not sharded; experts' biases
-    tensor parallel ranks    weights that are not cut (norms, routers, some biases), and what the optimizer has of them
+    tensor parallel ranks    weights that are not split (norms, routers, some biases), and their optimizer state
     first and last stage     the embedding that they share
     an amax group            scales and histories of delayed scaling
 
-and a weight is its own master, rounded. Each rank makes a digest of each tensor, one reading without a copy; ranks
-compare one number a group, all digests of it hashed. Only where these differ is looked for the tensor and for the ranks.
+Also, each weight equals its rounded master. Each rank computes a digest of each tensor, in one read without a copy.
+Ranks compare one number a group, the hash of all its digests. Only if these differ do they search for the tensor and
+the ranks.
 
-What has no replica is not found: the sharded optimizer's masters and moments, and weights of tensor parallel ranks
-without data parallelism. Nor is a weight that was damaged and made anew of its master by the next step; the step that
-used it is every rank's step. With overlap_param_gather weights of other ranks' shards are one step old, and not compared.
+State without a replica is not checked: the sharded optimizer's masters and moments, and weights of tensor parallel ranks
+without data parallelism. A damaged weight that the next step rewrites from its master is not found either; all ranks
+used it in that step. With overlap_param_gather other ranks' weight shards are one step old, and are not compared.
 
-Rejected: comparing parameters themselves, which sends them; sums of values, in which a low bit of a large tensor is lost,
-and which rounding makes depend on the order. A digest is a sum of integers: one flipped bit always changes it.
+Rejected: comparing the parameters, which sends them; sums of values, which lose a low bit of a large tensor and
+depend on the order of rounding. A digest is a sum of integers: one flipped bit always changes it.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _SHOWN = 8
 
 
 class Held(NamedTuple):
-    """Tensors that this rank shares with others: ``words`` for people and a digest, int64 [k], of each; ``finite`` tells
-    whether all values of one are."""
+    """Tensors that this rank shares with others: a description (``words``) and a digest, int64 [k], of each;
+    ``finite(i)`` returns whether all values of tensor i are finite."""
 
     words: list[str]
     digests: torch.Tensor
@@ -55,10 +56,11 @@ class Held(NamedTuple):
 
 @torch.no_grad()
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 [], of the bits of a tensor of any dtype. One reading; nothing is read back.
+    """Returns int64 [], a digest of the bits of a tensor of any shape and dtype. Reads it once; nothing goes to the
+    host.
 
-    The sum, modulo 2^64, of its 8-byte words, each 4,096 of them weighted by an odd number of their own: any change
-    within one word changes it, and so do, but for one case in 2^64 or so, changes in several.
+    The sum, modulo 2^64, of its 8-byte words, where each block of 4,096 words has its own odd weight. Any change
+    within one word changes the digest; changes in several words do, except for about one case in 2^64.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8:
@@ -73,44 +75,45 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differing(chunks: list[Any], optimizer: Any, *, redundant: bool = True) -> str:
-    """What ranks hold in common and is not the same, in words; '' if all of it is. Collective, the same on all ranks.
+    """Describes replicated state that differs between ranks; '' if all of it is equal. Collective, the same on all
+    ranks.
 
-    NaN and Inf are other checks' matter (train/state_check.py): a tensor that holds one on some rank is passed over.
+    A tensor with NaN or Inf on some rank is skipped: train/state_check.py checks for these.
 
     Args:
         chunks: of the model, in DistributedDataParallel.
         optimizer: Megatron-Core's, of these chunks.
-        redundant: compare over tensor parallel ranks what each of them computes for itself, too. On devices whose kernels
-            add up in no fixed order such replicas may drift.
+        redundant: also compare tensors that each tensor parallel rank computes for itself. Such replicas may drift on
+            devices whose kernels add up in no fixed order.
     """
     with state_of(unwrap(chunks[0]).config).uncounted():
-        mine = _unlike_its_master(optimizer, _named(chunks))
-    ours = ""
-    for group, held in _shared(chunks, optimizer, redundant):
+        damaged = _find_weight_unlike_master(optimizer, _named_states(chunks))
+    difference = ""
+    for group, make_digests in _replicated_state(chunks, optimizer, redundant):
         if size(group) > 1:
-            found_here = _differs(held(), group)
-            ours = ours or found_here
-    # A weight that is not its own master says which rank is damaged; of two that differ either may be.
-    found = first_to_say(mine or ours or None, order=0 if mine else 1)
-    return "" if found is None else found[1]
+            difference_here = _describe_difference(make_digests(), group)
+            difference = difference or difference_here
+    # A weight that differs from its master identifies the damaged rank; of two ranks that differ, either may be damaged.
+    first = first_to_say(damaged or difference or None, order=0 if damaged else 1)
+    return "" if first is None else first[1]
 
 
-# --------------------------------------------------------------------------------------------------------- what is held
+# --------------------------------------------------------------------------------------------------- replicated tensors
 
 
-class _Named(NamedTuple):
+class _NamedState(NamedTuple):
     name: str
     parameter: torch.nn.Parameter
     state: dict[str, torch.Tensor]
-    """The master and the moments of all of it, where this rank has them."""
+    """The master and the moments of the whole parameter, if this rank has them."""
 
 
-def _named(chunks: list[Any]) -> list[_Named]:
-    return [_Named(name, p, {}) for chunk in chunks for name, p in named_parameters(unwrap(chunk))]
+def _named_states(chunks: list[Any]) -> list[_NamedState]:
+    return [_NamedState(name, p, {}) for chunk in chunks for name, p in named_parameters(unwrap(chunk))]
 
 
-def _with_state(named: list[_Named], optimizer: Any) -> None:
-    """Add what an optimizer that is not sharded holds of each parameter."""
+def _add_state(named: list[_NamedState], optimizer: Any) -> None:
+    """Adds each parameter's state in optimizers that are not sharded."""
     of_master = {id(getattr(each.parameter, "main_param", each.parameter)): each for each in named}
     for part in parts_of(optimizer):
         if part.optimizer is None or _is_sharded(part):
@@ -131,49 +134,49 @@ def _is_sharded(part: Any) -> bool:
     return hasattr(part, "gbuf_ranges")
 
 
-def _shared(
+def _replicated_state(
     chunks: list[Any], optimizer: Any, redundant: bool
 ) -> Iterator[tuple[Any, Callable[[], list[Held]]]]:
-    """Groups, and what makes the digests of what their ranks hold in common; in the same order on all ranks of each."""
-    named = _named(chunks)
-    _with_state(named, optimizer)
+    """Yields groups, and functions that digest what their ranks replicate; in equal order on all ranks of a group."""
+    named = _named_states(chunks)
+    _add_state(named, optimizer)
     dense = [each for each in named if getattr(each.parameter, "allreduce", True)]
     experts = [each for each in named if not getattr(each.parameter, "allreduce", True)]
     whole, whole_experts = (
-        [each for each in some if _is_whole(each, redundant)] for some in (dense, experts)
+        [each for each in some if _is_replicated(each, redundant)] for some in (dense, experts)
     )
     stale = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
     over_data = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    yield over_data, lambda: [*_biases(chunks), *_held(dense, weights=not stale)]
-    yield parallel_state.get_expert_data_parallel_group(), lambda: _held(experts, weights=not stale)
-    yield parallel_state.get_tensor_model_parallel_group(), lambda: [*_biases(chunks), *_held(whole)]
-    yield parallel_state.get_expert_tensor_parallel_group(), lambda: _held(whole_experts)
+    yield over_data, lambda: [*_bias_digests(chunks), *_digests(dense, weights=not stale)]
+    yield parallel_state.get_expert_data_parallel_group(), lambda: _digests(experts, weights=not stale)
+    yield parallel_state.get_tensor_model_parallel_group(), lambda: [*_bias_digests(chunks), *_digests(whole)]
+    yield parallel_state.get_expert_tensor_parallel_group(), lambda: _digests(whole_experts)
     if (shared := _shared_embedding(chunks, named)) is not None:
-        yield parallel_state.get_embedding_group(), lambda: _held([shared], weights=not stale)
+        yield parallel_state.get_embedding_group(), lambda: _digests([shared], weights=not stale)
     for arena in state_of(unwrap(chunks[0]).config).arenas:
-        yield arena.group, partial(_of_arena, arena)
+        yield arena.group, partial(_arena_digests, arena)
 
 
-def _is_whole(each: _Named, redundant: bool) -> bool:
-    """Whether tensor parallel ranks hold all of it each, with bits that have to agree."""
+def _is_replicated(each: _NamedState, redundant: bool) -> bool:
+    """Whether every tensor parallel rank holds the whole parameter, with equal bits."""
     if getattr(each.parameter, "tensor_model_parallel", False):
         return False
     return redundant or getattr(each.parameter, "sequence_parallel", False)
 
 
-def _held(named: list[_Named], *, weights: bool = True) -> list[Held]:
-    """Causes first: a moment that differs makes a master differ in the next step, and that its weight."""
+def _digests(named: list[_NamedState], *, weights: bool = True) -> list[Held]:
+    """Lists causes before effects: a wrong moment makes its master wrong in the next step, and that its weight."""
     found = []
     for each in named:
         for key, tensor in sorted(each.state.items(), key=lambda item: item[0] == "master"):
             words = f"the master of {each.name}" if key == "master" else f"{key} of {each.name}"
-            found.append(_of_tensor(words, tensor))
+            found.append(_tensor_digest(words, tensor))
         if weights:
-            found.append(_of_tensor(f"the weight {each.name}", each.parameter))
+            found.append(_tensor_digest(f"the weight {each.name}", each.parameter))
     return found
 
 
-def _of_tensor(words: str, tensor: torch.Tensor) -> Held:
+def _tensor_digest(words: str, tensor: torch.Tensor) -> Held:
     stored = tensor.stored_tensors() if isinstance(tensor, (Fp8Parameter, Moment)) else [tensor]
     digests = torch.stack([digest(one) * (2 * place + 1) for place, one in enumerate(stored)])
     return Held([words], digests.sum()[None], partial(_are_finite, stored))
@@ -183,17 +186,17 @@ def _are_finite(tensors: list[torch.Tensor], _: int) -> bool:
     return all(bool(one.detach().float().isfinite().all()) for one in tensors)
 
 
-def _biases(chunks: list[Any]) -> Iterator[Held]:
-    """Experts' biases, which every rank of a stage moves by the same counts of tokens."""
+def _bias_digests(chunks: list[Any]) -> Iterator[Held]:
+    """Yields experts' biases, which every rank of a stage updates by the same token counts."""
     for chunk in chunks:
         whole = in_whole_model(unwrap(chunk))
         for name, buffer in unwrap(chunk).named_buffers():
             if name.endswith("expert_bias"):
-                yield _of_tensor(whole(name), buffer)
+                yield _tensor_digest(whole(name), buffer)
 
 
-def _shared_embedding(chunks: list[Any], named: list[_Named]) -> _Named | None:
-    """The embedding that the first and the last stage share; None where this rank has none of it."""
+def _shared_embedding(chunks: list[Any], named: list[_NamedState]) -> _NamedState | None:
+    """Returns the embedding that the first and the last stage share; None if this rank does not hold it."""
     group = parallel_state.get_embedding_group(check_initialized=False)
     if not group or size(group) == 1 or dist.get_rank() not in dist.get_process_group_ranks(group):
         return None
@@ -202,16 +205,16 @@ def _shared_embedding(chunks: list[Any], named: list[_Named]) -> _Named | None:
     return next((each._replace(name="the embedding") for each in named if each.parameter is weight), None)
 
 
-def _of_arena(arena: Any) -> list[Held]:
-    """Delayed scales and histories, a digest for each tensor that has them."""
+def _arena_digests(arena: Any) -> list[Held]:
+    """Delayed scales and histories, with one digest per tensor."""
     found = []
-    for held in arena.histories():
-        scales = arena.scale.index_select(0, held.index)
-        for words, values in (("amax history", held.rings.rows), ("delayed scale", scales[None, :, None])):
+    for history in arena.histories():
+        scales = arena.scale.index_select(0, history.index)
+        for words, values in (("amax history", history.rings.rows), ("delayed scale", scales[None, :, None])):
             bits = (
                 values.detach().view(torch.int32).sum((0, 2), dtype=torch.int64)
             )  # [blocks, slots, entries]
-            names = [f"the {words} of {slot.name}" for slot in held.slots]
+            names = [f"the {words} of {slot.name}" for slot in history.slots]
             found.append(Held(names, bits, partial(_is_finite_slot, values)))
     return found
 
@@ -220,42 +223,42 @@ def _is_finite_slot(values: torch.Tensor, slot: int) -> bool:
     return bool(values[:, slot].isfinite().all())
 
 
-# -------------------------------------------------------------------------------------------------------- who has what
+# ------------------------------------------------------------------------------------------------ comparison over ranks
 
 
-def _differs(held: list[Held], group: Any) -> str:
-    """Of what a group's ranks hold in common, the first that differs, in words; ''. Collective over the group."""
+def _describe_difference(held: list[Held], group: Any) -> str:
+    """Describes the first tensor that differs between a group's ranks; '' if none. Collective over the group."""
     words = [name for each in held for name in each.words]
     digests = torch.cat([each.digests for each in held]).tolist() if held else []
-    names = _hashed("\n".join(words))
-    if same_everywhere([names, _hashed(str(digests))], group):
+    names = _hash("\n".join(words))
+    if same_everywhere([names, _hash(str(digests))], group):
         return ""
     if not same_everywhere([len(words), names], group):
-        return "ranks that should hold the same tensors hold others"
+        return "ranks that should hold the same tensors hold different ones"
     ranks = dist.get_process_group_ranks(group)
     finite = [partial(each.finite, place) for each in held for place in range(len(each.words))]
-    for place in _unlike(digests, group)[:_SHOWN]:
-        numbers = [mine for mine, good in _gathered([digests[place], finite[place]()], group) if good]
+    for place in _indices_that_differ(digests, group)[:_SHOWN]:
+        numbers = [mine for mine, good in _gather([digests[place], finite[place]()], group) if good]
         if len(numbers) == len(ranks):
             return f"{words[place]} {_odd_ones(numbers, ranks)}"
     return ""
 
 
-def _hashed(text: str) -> int:
+def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def _unlike(numbers: list[int], group: Any) -> list[int]:
-    """The places at which the ranks' numbers are not all the same. One all-reduce."""
+def _indices_that_differ(numbers: list[int], group: Any) -> list[int]:
+    """Returns the indices at which the ranks' numbers differ. One all-reduce."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))
-    halves = torch.stack([mine >> 32, mine & 0xFFFFFFFF])  # what is negated below must not overflow
+    halves = torch.stack([mine >> 32, mine & 0xFFFFFFFF])  # so that the negation below cannot overflow
     largest = torch.stack([halves, -halves])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return (largest[0] != -largest[1]).any(0).nonzero().view(-1).tolist()
 
 
-def _gathered(numbers: list[int], group: Any) -> list[list[int]]:
-    """Each rank's numbers, as many on each."""
+def _gather(numbers: list[int], group: Any) -> list[list[int]]:
+    """Gathers every rank's numbers; each rank gives equally many."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))
     all_of_them = [torch.empty_like(mine) for _ in range(size(group))]
     dist.all_gather(all_of_them, mine, group=group)
@@ -263,7 +266,7 @@ def _gathered(numbers: list[int], group: Any) -> list[list[int]]:
 
 
 def _odd_ones(numbers: list[int], ranks: list[int]) -> str:
-    """Which ranks have another number than most, in words."""
+    """Describes which ranks have another number than most."""
     (usual, most), *others = Counter(numbers).most_common()
     if others and others[0][1] == most:
         return f"differs between ranks {_list(ranks)}"
@@ -284,41 +287,41 @@ def _list(ranks: list[int]) -> str:
 
 
 @torch.no_grad()
-def _unlike_its_master(optimizer: Any, named: list[_Named]) -> str:
-    """The first weight of this rank that is not its own master, rounded, in words; ''."""
+def _find_weight_unlike_master(optimizer: Any, named: list[_NamedState]) -> str:
+    """Describes the first weight of this rank that differs from its rounded master; '' if none."""
     names = {id(each.parameter): each.name for each in named}
-    for weight, held, master in _pairs(optimizer):
-        if not _is_of(held, master) and bool(master.isfinite().all()):
+    for weight, shard, master in _pairs(optimizer):
+        if not _equals_master(shard, master) and bool(master.isfinite().all()):
             name = names.get(id(weight), "a parameter")
             return f"the weight {name} or its master is damaged on rank {dist.get_rank()}: one is not the other, rounded"
     return ""
 
 
 def _pairs(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
-    """(parameter, what this rank has both of, the master of that)."""
+    """Yields (parameter, this rank's part of it, the master of that part)."""
     for part in parts_of(optimizer):
         if part.optimizer is None or getattr(part.config, "reuse_grad_buf_for_mxfp8_param_ag", False):
-            continue  # gathered by way of the gradients' buffer: a weight may be one step old
+            continue  # gathered through the gradient buffer: a weight may be one step old
         weights = getattr(part, "model_float16_groups" if _is_sharded(part) else "float16_groups", [])
         parts = getattr(part, "shard_float16_groups", []) if _is_sharded(part) else weights
         masters = getattr(
             part, "shard_fp32_from_float16_groups" if _is_sharded(part) else "fp32_from_float16_groups", []
         )
         for group in zip(weights, parts, masters, strict=True):
-            for weight, held, master in zip(*group, strict=True):
-                if held is not None and master is not None:
-                    yield weight, held, master
+            for weight, shard, master in zip(*group, strict=True):
+                if shard is not None and master is not None:
+                    yield weight, shard, master
 
 
-def _is_of(weight: torch.Tensor, master: torch.Tensor) -> bool:
-    """Whether a weight's bits are those of its master, rounded, and for FP8 cast."""
+def _equals_master(weight: torch.Tensor, master: torch.Tensor) -> bool:
+    """Whether a weight's bits are its master's, rounded; of an FP8 weight, rounded and cast."""
     rounded = master.detach().to(weight.dtype).view(weight.shape)
     if not isinstance(weight, Fp8Parameter):
         return torch.equal(rounded, weight.detach()) or not bool(weight.isfinite().all())
-    made = weight.quantizer.quantize(rounded, "both").tensor
+    requantised = weight.quantizer.quantize(rounded, "both").tensor
     for mine, other in (
-        (weight.quantized.rowwise, made.rowwise),
-        (weight.quantized.columnwise, made.columnwise),
+        (weight.quantized.rowwise, requantised.rowwise),
+        (weight.quantized.columnwise, requantised.columnwise),
     ):
         assert mine is not None and other is not None
         if not torch.equal(mine.codes.view(torch.uint8), other.codes.view(torch.uint8)):

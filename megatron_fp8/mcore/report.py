@@ -1,4 +1,4 @@
-"""What runs in which precision, one entry per GEMM site, over the whole model."""
+"""The site report: one entry per GEMM site of the whole model, with its precision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .sites import prepare
 
 
 def parallel_layout(config: Any) -> dict[str, Any]:
-    """How the ranks of this run share a model of this config: sizes by kind of parallelism."""
+    """Returns the sizes of all kinds of parallelism of this run."""
     return {
         "tensor": config.tensor_model_parallel_size,
         "pipeline": config.pipeline_model_parallel_size,
@@ -32,24 +32,24 @@ def parallel_layout(config: Any) -> dict[str, Any]:
 
 
 def own_precision(config: Any) -> str:
-    """What a report calls the model's own dtype, which FP8 is the alternative to: 'bf16', or 'fp16'."""
+    """Returns the model's own dtype as reports call it: 'bf16' or 'fp16'."""
     return "fp16" if config.fp16 else "bf16"
 
 
-def _named(precision: str, own: str) -> str:
-    """A plan's precision, the high one by its name in this model."""
+def _precision_name(precision: str, own: str) -> str:
+    """Returns a plan's precision, with the model's own dtype in place of 'bf16'."""
     return own if precision == "bf16" else precision
 
 
 @uncollected()
 def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[str, Any]]:
-    """One entry per GEMM site: SitePlan.as_dict(), what was noted at run time, and the phases of an FP8 site's run
-    (Phases.describe: empty where it is all FP8).
+    """Returns one entry per GEMM site: SitePlan.as_dict(), the site's notes, and the phases of an FP8 site
+    (Phases.describe; empty if all iterations are FP8).
 
     Args:
         model_chunks: this rank's chunks.
-        gather: join the sites of all ranks (collective, needs torch.distributed); tensor- and data-parallel copies of a
-            site are one entry. Entries come in layer order, a layer's experts by number.
+        gather: join the sites of all ranks (collective, needs torch.distributed); tensor- and data-parallel copies of
+            a site share an entry. Entries come in layer order, experts of a layer by number.
     """
     prepare(model_chunks)
     own = own_precision(unwrap(model_chunks[0]).config)
@@ -64,14 +64,14 @@ def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[st
             elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 plain = bf16_site(name, None, "not inside a transformer layer: stays in the model's dtype")
                 entries.append({**plain.as_dict(), "notes": [], "phases": []})
-    if gather:  # replicas say the same, but for what they noted
+    if gather:  # entries of replicas are equal, except for their notes
         entries = list(union({(entry["name"], *entry["notes"]): entry for entry in entries}).values())
     merged: dict[str, dict[str, Any]] = {}
     for entry in entries:
-        known = merged.setdefault(entry["name"], entry)
-        known["notes"] = sorted({*known["notes"], *entry["notes"]})
-        known["precision"] = _named(known["precision"], own)
-        known["gemms"] = {gemm: _named(precision, own) for gemm, precision in known["gemms"].items()}
+        first = merged.setdefault(entry["name"], entry)
+        first["notes"] = sorted({*first["notes"], *entry["notes"]})
+        first["precision"] = _precision_name(first["precision"], own)
+        first["gemms"] = {gemm: _precision_name(precision, own) for gemm, precision in first["gemms"].items()}
     places: dict[str, int] = {}
     for name in merged:
         places.setdefault(split_expert(name)[0], len(places))
@@ -84,20 +84,21 @@ def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[st
 
 
 def recipe_line(config: Any) -> str:
-    """A plan's first line: what the config has of FP8, and whose choice the recipe is."""
+    """Returns the first line of a printed plan: the config's FP8 settings and where its recipe comes from."""
     if not config.fp8:
         return f"{own_precision(config).upper()}: fp8 is off"
-    said = f"FP8 {config.fp8}, fp8_recipe {config.fp8_recipe}"
+    settings = f"FP8 {config.fp8}, fp8_recipe {config.fp8_recipe}"
     if isinstance(config, TransformerConfig):
-        return said
+        return settings
     return (
-        f"{said}, as in Megatron-Core's TransformerConfig, of which this config is (its default is 'delayed';"
+        f"{settings}, as in Megatron-Core's TransformerConfig, of which this config is (its default is 'delayed';"
         f" megatron_fp8.TransformerConfig's is {DEFAULT_RECIPE!r})"
     )
 
 
 def plan_lines(entries: list[dict[str, Any]]) -> list[str]:
-    """A site report as text: sites that are alike but for their layer share a line, with their number."""
+    """Formats a site report as text: sites that differ only in their layer share a line, which begins with their
+    number."""
     alike: dict[tuple[str, ...], int] = {}
     for entry in entries:
         name = re.sub(r"(?<=\.)\d+(?=\.)", "#", entry["name"])

@@ -1,9 +1,9 @@
-"""From a Megatron-Core config and a module's place in the model to its GEMM site.
+"""Resolves each linear's GEMM site from the config and the linear's name.
 
-``prepare`` names every FP8 linear of the model chunks by its fully qualified name, with global layer numbers, resolves
-its plan and gives it its slots. Megatron's schedules reach it through ``set_is_first_microbatch``, before the first
-forward; in a training loop of one's own the model's first forward does. A linear that runs before anything was prepared
-(a lone layer in a notebook) is resolved on its own.
+``prepare`` gives every FP8 linear of the model chunks its fully qualified name, with global layer numbers, resolves
+its plan and allocates its slots. Megatron's schedules call it through ``set_is_first_microbatch``, before the first
+forward; in a custom training loop the model's first forward does. A linear that runs before ``prepare`` (a single
+layer in a notebook) is resolved on its own.
 """
 
 from __future__ import annotations
@@ -42,12 +42,16 @@ from .te.site import TeSite
 def resolve(
     config: Any, name: str, layer: LayerBeingBuilt | None, device: torch.device, *, te: bool = False
 ) -> SitePlan:
-    """The plan of one linear. ValueError if FP8 was asked for and cannot run (fp8_fallback='warn' says so and goes BF16).
+    """Returns the plan of one linear. ValueError if FP8 was requested and cannot run (fp8_fallback='warn': a warning
+    and BF16).
 
-    Order: FP8 off; first and last layers in BF16; overrides by name (which therefore can put such a layer back); recipe.
-    ``te``: the linear is one of Transformer Engine's.
+    Order: FP8 off; first and last layers in BF16; overrides by name (so they can put such a layer back into FP8);
+    recipe.
+
+    Args:
+        te: the linear is Transformer Engine's.
     """
-    number = _number(layer)
+    number = _layer_number(layer)
     if not config.fp8:
         return bf16_site(name, number, "fp8 is off")
     reason = None if layer is None else layer.bf16_reason
@@ -56,12 +60,12 @@ def resolve(
     )
 
 
-def _number(layer: LayerBeingBuilt | None) -> int | None:
+def _layer_number(layer: LayerBeingBuilt | None) -> int | None:
     return None if layer is None or layer.number < 0 else layer.number
 
 
 def asked(config: Any) -> resolver.Asked:
-    """What a config with FP8 on asks for."""
+    """Returns the FP8 request of a config that has FP8 on."""
     return resolver.Asked(
         recipe=lambda name: get_fp8_recipe(config, name),
         reason="fp8 recipe of the config",
@@ -76,8 +80,8 @@ def asked(config: Any) -> resolver.Asked:
 
 
 class Alike:
-    """What linears of one model that are alike share while it is planned, so that it is said once and not of each:
-    their plan but for its name, and their ranks."""
+    """Caches what equal linears of one model share during planning: their plan, except for its name, and their ranks.
+    So a warning appears once and not for each linear."""
 
     def __init__(self) -> None:
         self._plans: dict[tuple[Any, ...], SitePlan] = {}
@@ -86,17 +90,17 @@ class Alike:
     def resolve(
         self, config: Any, name: str, layer: LayerBeingBuilt | None, device: torch.device, *, te: bool
     ) -> SitePlan:
-        """As the function ``resolve``, of a linear that no override names."""
+        """As the function ``resolve``, for a linear that no override names."""
         key = id(config), None if layer is None else layer.bf16_reason, device, te
-        if (known := self._plans.get(key)) is not None:
-            return known.of(name, _number(layer))
+        if (cached := self._plans.get(key)) is not None:
+            return cached.of(name, _layer_number(layer))
         plan = resolve(config, name, layer, device, te=te)
-        if plan.cause != "fallback":  # each is told of, and may be named in its reason
+        if plan.cause != "fallback":  # each fallback has its own warning and reason
             self._plans[key] = plan
         return plan
 
     def ranks(self, config: Any, *, expert: bool) -> tuple[Any, int]:
-        """The group that shares a linear's amaxes, and what tells its tokens from those of other ranks."""
+        """Returns the group that reduces a linear's amaxes, and the random stream of this rank's tokens."""
         key = id(config), expert
         if key not in self._ranks:
             stream = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -105,9 +109,10 @@ class Alike:
 
 
 def plan_of(linear: Any, name: str, state: Fp8State, alike: Alike | None = None) -> SitePlan:
-    """What an FP8 linear runs, or one like it of this name on another rank.
+    """Returns the plan of an FP8 linear, or of an equal linear of this name on another rank.
 
-    The size filter and the guard decide last, on sites that run the config's recipe: what was asked for by name stays.
+    The size filter and the guard come last, and change only sites that run the config's recipe: an override by name
+    stays.
     """
     config, layer, device = linear.config, linear.fp8_layer, weight_of(linear).device
     te = is_te_linear(linear)
@@ -115,12 +120,16 @@ def plan_of(linear: Any, name: str, state: Fp8State, alike: Alike | None = None)
         return resolve(config, name, layer, device, te=te)
     plan = filtered(config, (alike or Alike()).resolve(config, name, layer, device, te=te), linear)
     move = None if state.guard is None else state.guard.moves.get(name)
-    return plan if move is None else _moved(config, plan, move, linear)
+    return plan if move is None else _moved_plan(config, plan, move, linear)
 
 
 def make_site(linear: Any, name: str, state: Fp8State | None = None, alike: Alike | None = None) -> Any:
-    """The GemmSite, or TeSite, of an FP8 linear under this name; ``state`` is its model's (some modules hold a copy of
-    the config), and so is ``alike``."""
+    """Makes the GemmSite, or TeSite, of an FP8 linear under this name.
+
+    Args:
+        state: the model's FP8 state (some modules hold a copy of the config).
+        alike: the cache of the model's planning.
+    """
     config, alike = linear.config, alike or Alike()
     state = state or state_of(config)
     plan = plan_of(linear, name, state, alike)
@@ -133,7 +142,7 @@ def make_site(linear: Any, name: str, state: Fp8State | None = None, alike: Alik
 
 
 def share_of(kind: Literal["column", "row"], *, expert: bool) -> Share:
-    """This rank's part of a linear that is split over tensor-parallel ranks; ``expert``: over those of experts."""
+    """Returns this rank's part of a linear that is split over tensor-parallel ranks; ``expert``: over experts' ranks."""
     ps = parallel_state
     if not ps.model_parallel_is_initialized():
         return Share()
@@ -146,24 +155,24 @@ def share_of(kind: Literal["column", "row"], *, expert: bool) -> Share:
     return Share(kind if size > 1 else "none", part, tokens)
 
 
-def _moved(config: Any, plan: SitePlan, move: Move, linear: Any) -> SitePlan:
-    """The plan of a site that the guard has moved."""
+def _moved_plan(config: Any, plan: SitePlan, move: Move, linear: Any) -> SitePlan:
+    """Returns the plan of a site that the guard has moved."""
     reason = f"fp8_guard, from iteration {move.iteration + 1} on: {move.why}"
     if move.to == "bf16" or plan.precision == "bf16":
         return bf16_site(plan.name, plan.layer, reason, "guard")
-    wanted = dataclasses.replace(asked(config), overrides={plan.name: move.to})
-    moved = resolver.resolve(wanted, plan.name, plan.layer, weight_of(linear).device, layers=True)
-    return dataclasses.replace(moved, reason=reason, cause="guard")
+    request = dataclasses.replace(asked(config), overrides={plan.name: move.to})
+    plan_after = resolver.resolve(request, plan.name, plan.layer, weight_of(linear).device, layers=True)
+    return dataclasses.replace(plan_after, reason=reason, cause="guard")
 
 
 @uncollected()
 def prepare(model_chunks: list[Any]) -> None:
-    """Name, plan and allocate every site of this rank's model chunks; chunks that were prepared are left alone.
+    """Names, plans and allocates every site of this rank's model chunks; skips prepared chunks.
 
     Raises:
-        ValueError: FP8 was asked for and cannot run as asked, or the settings leave no site in FP8; layers are not this
-            package's, or those of multi-token prediction are missing; or the config has phases in high precision and the
-            training's length is not known.
+        ValueError: FP8 cannot run as requested, or the settings leave no site in FP8; layers are not this package's,
+            or those of multi-token prediction are missing; or the config has phases in high precision and the
+            training's length is not set.
     """
     for chunk in model_chunks:
         model = unwrap(chunk)
@@ -176,7 +185,7 @@ def prepare(model_chunks: list[Any]) -> None:
         if model.config.fp8 and not state.phases.trivial:
             state.phases.require_length()
         if model.config.fp8 and parallel_state.model_parallel_is_initialized():
-            # Made on every rank, so that one without FP8 sites where another has some is an error and not a hang.
+            # Made on every rank: a rank without FP8 sites in a group with some then raises an error instead of hanging.
             state.arena(compat.amax_group(model.config, expert=False))
         named, alike = list(named_modules(model)), Alike()
         for name, module in named:
@@ -198,7 +207,7 @@ def prepare(model_chunks: list[Any]) -> None:
                 linear.fp8_site.notes.add(note)
         say_what_is_padded(padded, len(plans))
         say_what_is_lost(plans, "fp8='e4m3' (--model.fp8=e4m3)")
-        # Where ranks hold other sites than others, check_plan asks all of them together.
+        # Where ranks hold different sites, check_plan checks all of them together.
         parts = model.config.pipeline_model_parallel_size * model.config.expert_model_parallel_size
         if model.config.fp8 and parts == 1:
             check_something_left((plan.precision, plan.cause, plan.reason) for plan in plans)
@@ -211,12 +220,12 @@ def prepare(model_chunks: list[Any]) -> None:
 
 @contextmanager
 def keeping_weights(model_chunks: list[Any]) -> Iterator[None]:
-    """Inside, a weight of these chunks is quantised once: Megatron's schedule says when (is_first_microbatch)."""
+    """Caches quantised weights of these chunks inside; Megatron's schedule resets the cache (is_first_microbatch)."""
     configs = [unwrap(chunk).config for chunk in model_chunks]
     states = [state_of(config) for config in configs if getattr(config, "fp8", None)]
     for state in states:
         state.keeps_weights = True
-        state.weight_generation += 1  # what was kept before may be stale
+        state.weight_generation += 1  # earlier cached weights may be stale
     try:
         yield
     finally:
@@ -225,63 +234,62 @@ def keeping_weights(model_chunks: list[Any]) -> Iterator[None]:
 
 
 def fp8_linears(model_chunks: list[Any]) -> list[Any]:
-    """This rank's FP8-capable linears, in module order."""
+    """Returns this rank's FP8-capable linears, in module order."""
     return [m for chunk in model_chunks for m in unwrap(chunk).modules() if hasattr(type(m), "bind_fp8_site")]
 
 
 @uncollected()
 def check_plan(model_chunks: list[Any]) -> None:
-    """What only all ranks together can tell; prepares the chunks. Collective; on all ranks the same.
+    """Checks what depends on the sites of all ranks; prepares the chunks. Collective; the same on all ranks.
 
-    The first rank says which linears of any rank fell back to high precision.
+    The first rank prints which linears of any rank fell back to high precision.
 
     Raises:
-        ValueError: an fp8_overrides glob matches no site, the settings leave none in FP8, or a rank's part cannot be
-            prepared.
+        ValueError: an fp8_overrides glob matches no site, the settings leave none in FP8, or some rank cannot prepare
+            its chunks.
     """
     models = [unwrap(chunk) for chunk in model_chunks]
     config = models[0].config
-    refused = None
+    error_here = None
     try:
         prepare(model_chunks)
-    except ValueError as error:  # of names that other ranks do not have: they would wait for this one
-        refused = error
+    except ValueError as error:  # may concern this rank alone: the others would wait for it
+        error_here = error
     overrides = getattr(config, "fp8_overrides", None) or {}
-    if refused is None and not config.fp8:
+    if error_here is None and not config.fp8:
         return
-    _say_everywhere(refused)
+    _raise_on_all_ranks(error_here)
     plans = [linear.fp8_site.plan for linear in fp8_linears(model_chunks)]
     entries = {plan.name: (plan.precision, plan.cause, plan.reason) for plan in plans}
     foreign = [name for model in models for name in foreign_linears(model)]
     entries |= dict.fromkeys(foreign, ("bf16", "asked", ""))
-    # Sites are told one by one only where the message of an error names them.
+    # Site names are exchanged only if an error message needs them.
     if not all(anywhere(matched(overrides, entries))):
         check_overrides_match(overrides, union(entries))
-    fallen = {name: reason for name, (_, cause, reason) in entries.items() if cause == "fallback"}
-    is_left, has_fallen = anywhere([is_something_left(entries.values()), bool(fallen)])
-    if not is_left:
+    fallbacks = {name: reason for name, (_, cause, reason) in entries.items() if cause == "fallback"}
+    any_left, any_fallen = anywhere([is_something_left(entries.values()), bool(fallbacks)])
+    if not any_left:
         check_something_left(union(entries).values())
-    if has_fallen:
-        for name, reason in union(fallen).items():
+    if any_fallen:
+        for name, reason in union(fallbacks).items():
             say_fallback(name, asked(config).dtype, reason)
     runtime_of(config).checked.update(models)
 
 
 def is_checked(model_chunks: list[Any]) -> bool:
-    """Whether ``check_plan`` has found no fault in these chunks."""
+    """Whether ``check_plan`` has accepted these chunks."""
     models = [unwrap(chunk) for chunk in model_chunks]
     return runtime_of(models[0].config).checked.issuperset(models)
 
 
-def _say_everywhere(refused: ValueError | None) -> None:
-    """The same ValueError on every rank if any has one. Collective."""
-    if (said := first_to_say(None if refused is None else str(refused))) is not None:
-        raise ValueError(said[1]) from refused
+def _raise_on_all_ranks(refused: ValueError | None) -> None:
+    """Raises the same ValueError on every rank if any rank has one. Collective."""
+    if (message := first_to_say(None if refused is None else str(refused))) is not None:
+        raise ValueError(message[1]) from refused
 
 
 def count_plain_linear(module: Any, state: Fp8State) -> None:
-    """Count the GEMMs of a linear that is no FP8 site (the output projection, without fp8_output_layer) as
-    high-precision ones."""
+    """Counts the GEMMs of a linear that is no FP8 site (such as the output projection) as high-precision GEMMs."""
 
     def count(module: Any, args: Any, kwargs: Any, output: Any) -> None:
         out = output[0] if isinstance(output, tuple) else output

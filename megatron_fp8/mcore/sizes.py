@@ -14,13 +14,15 @@ from ..plan.timing import device_label
 
 
 def filtered(config: Any, plan: SitePlan, linear: Any) -> SitePlan:
-    """The site's plan as the config's table has it: unchanged but for its reason, or BF16. Without a table: the plan.
+    """Applies the config's size table to a site's plan: returns it with the table's reason, or a BF16 plan. Without a
+    table: the plan unchanged.
 
     Args:
-        linear: one of Megatron-Core's parallel linears; its weight [N, K] is this rank's part.
+        linear: a parallel linear of Megatron-Core; its weight [N, K] is this rank's part.
 
     Raises:
-        ValueError: the table is not one, was measured elsewhere or with something else, or says that FP8 pays nowhere.
+        ValueError: the file is no size table, was measured on another device or with another backend or recipe, or
+            FP8 is slower at all of its sizes.
     """
     path = getattr(config, "fp8_size_filter", None)
     if path is None or plan.precision == "bf16":
@@ -41,14 +43,14 @@ def filtered(config: Any, plan: SitePlan, linear: Any) -> SitePlan:
 
 
 def expert_tokens(config: Any, tokens: int) -> int:
-    """Tokens that one expert gets of a microbatch of ``tokens``, when all experts get as many; at least 1."""
+    """Returns the tokens per expert of a microbatch of ``tokens``, under balanced routing; at least 1."""
     expert_ranks = config.expert_model_parallel_size * (config.expert_tensor_parallel_size or 1)
     routed = tokens * config.moe_router_topk * expert_ranks
     return max(1, routed // (config.tensor_model_parallel_size * config.num_moe_experts))
 
 
 def gemm_shapes(config: Any, tokens: int) -> dict[str, Gemm]:
-    """The linears of one layer of a dense or MoE GPT with the shapes that one rank multiplies."""
+    """Returns the linears of one layer of a dense or MoE GPT, with this rank's GEMM shapes."""
     tp, hidden = config.tensor_model_parallel_size, config.hidden_size
     gate = 2 if config.gated_linear_unit else 1
     found = _attention_shapes(config, tokens)
@@ -98,11 +100,11 @@ def _all_layers_have_experts(config: Any) -> bool:
 
 
 def announce(plans: Iterable[SitePlan]) -> None:
-    """A line, on the first rank, if the filter left sites in BF16. The report has each with its reason."""
+    """Prints a line on the first rank if the filter left sites in BF16. The report has the reasons."""
     plans = list(plans)
-    left = [plan.name for plan in plans if plan.cause == "size"]
-    if left:
+    small = [plan.name for plan in plans if plan.cause == "size"]
+    if small:
         say(
-            f"megatron_fp8: fp8_size_filter leaves {len(left)} of this rank's {len(plans)} GEMM sites in BF16, where FP8"
-            f" does not pay; the report says why: {', '.join(left[:4])}{', ...' if len(left) > 4 else ''}"
+            f"megatron_fp8: fp8_size_filter leaves {len(small)} of this rank's {len(plans)} GEMM sites in BF16, where FP8"
+            f" does not pay; the report says why: {', '.join(small[:4])}{', ...' if len(small) > 4 else ''}"
         )

@@ -19,12 +19,12 @@ from .te.context import choose_te_layers
 
 
 def get_gpt_layer_fp8_spec(config: Any) -> ModuleSpec:
-    """The spec of a GPT layer for this config: dense or MoE, grouped-query attention, any norm, any backend.
+    """Returns the spec of a GPT layer for this config: dense or MoE, grouped-query attention, any norm, any backend.
 
     Raises:
         RuntimeError: megatron_fp8.mcore.install() was not called.
-        ValueError: moe_layer_freq makes layers of two kinds; latent experts without Transformer
-            Engine; what grouped experts lack; Transformer Engine was asked for and cannot run.
+        ValueError: moe_layer_freq mixes dense and MoE layers; latent experts without Transformer Engine; an option
+            that grouped experts do not support; Transformer Engine was requested and cannot run.
     """
     _check(config)
     if choose_te_layers(config):
@@ -46,14 +46,14 @@ def get_gpt_layer_fp8_spec(config: Any) -> ModuleSpec:
 def get_gpt_decoder_block_fp8_spec(
     config: Any, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The specs of the layers that this pipeline stage holds, each dense or of experts by config.moe_layer_freq.
+    """Returns the specs of this pipeline stage's layers; config.moe_layer_freq selects dense or MoE for each.
 
     Args:
         vp_stage: the chunk, where stages are interleaved.
         pp_rank: the pipeline stage; None is this rank's.
 
     Raises:
-        RuntimeError, ValueError: as get_gpt_layer_fp8_spec, for two kinds of layers excepted.
+        RuntimeError, ValueError: as get_gpt_layer_fp8_spec, but mixed layers are allowed.
     """
     _check(config)
     options = _options(config) | {"vp_stage": vp_stage, "pp_rank": pp_rank}
@@ -73,9 +73,9 @@ def get_gpt_mtp_block_fp8_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """GPTModel's ``mtp_block_spec``: the layers of multi-token prediction, made like the last one of ``spec``.
+    """Returns GPTModel's ``mtp_block_spec``: layers for multi-token prediction, equal to the last layer of ``spec``.
 
-    None without config.mtp_num_layers, and on pipeline stages that hold none.
+    None without config.mtp_num_layers, and on pipeline stages without such layers.
 
     Raises:
         RuntimeError: megatron_fp8.mcore.install() was not called.
@@ -86,8 +86,8 @@ def get_gpt_mtp_block_fp8_spec(
         return None
     if choose_te_layers(config):
         raise ValueError(
-            f"mtp_num_layers={config.mtp_num_layers} cannot be had from fp8_backend={config.fp8_backend!r}: its"
-            " projection would be in no plan. Use another backend, or set mtp_num_layers=None"
+            f"mtp_num_layers={config.mtp_num_layers} is not available with fp8_backend={config.fp8_backend!r}:"
+            " its projection would be in no plan. Use another backend, or set mtp_num_layers=None"
         )
     found = gpt_layer_specs.get_gpt_mtp_block_spec(
         config, spec, use_transformer_engine=False, vp_stage=vp_stage, pp_rank=pp_rank
@@ -119,13 +119,13 @@ def _check_grouped(config: Any) -> None:
 
 
 def _options(config: Any) -> dict[str, Any]:
-    """What Megatron-Core's spec functions want to be told beside the config."""
+    """Returns the arguments that Megatron-Core's spec functions take beside the config."""
     return {"normalization": config.normalization, "qk_l2_norm": config.qk_l2_norm}
 
 
 @contextmanager
 def _layer_frequency(config: Any) -> Iterator[None]:
-    """Megatron-Core asserts that the list is as long as the model."""
+    """Turns Megatron-Core's assertion that the list is as long as the model into a ValueError."""
     try:
         yield
     except AssertionError as error:
@@ -134,7 +134,7 @@ def _layer_frequency(config: Any) -> Iterator[None]:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Megatron-Core advises Transformer Engine where its own GroupedMLP is named, in whose place this package's comes."""
+    """Hides Megatron-Core's advice to use Transformer Engine instead of its GroupedMLP, which this package replaces."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The legacy GroupedMLP")
         yield
@@ -148,16 +148,16 @@ def _require_installed() -> None:
 
 
 def __getattr__(name: str) -> ModuleSpec:
-    if name == "gpt_layer_fp8_spec":  # without install(), or it would stand here
+    if name == "gpt_layer_fp8_spec":  # it is an attribute of this module after install()
         _require_installed()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def offer() -> None:
-    """Put `gpt_layer_fp8_spec`, the spec of a dense layer, into this module for as long as the hooks are installed.
+    """Defines `gpt_layer_fp8_spec`, the spec of a dense layer, in this module while the hooks are installed.
 
-    Megatron-LM's --spec takes an object out of vars(module) and never calls it, so a function would not do, nor would one
-    that is made when it is asked for.
+    Megatron-LM's --spec reads an object from vars(module) and never calls it, so neither a function nor a lazy
+    attribute would work.
     """
     if is_installed():
         globals()["gpt_layer_fp8_spec"] = with_own_modules(gpt_layer_specs.get_gpt_layer_local_spec())

@@ -1,12 +1,12 @@
 """Replaces Megatron-Core's modules by this package's, in specs and at construction.
 
-Specs name classes, and Megatron-Core builds them all through ``build_module``. There the config is known, so one rule
-serves every spec (GPT's, BERT's, T5's, a user's own): with ``fp8`` the classes below are built as this package's; without
-it Megatron-Core's own are built, but where they would refuse the config (their norms under sequence parallelism, their
-attention under context parallelism).
+Specs name classes, and Megatron-Core builds all of them through ``build_module``. The config is known there, so one
+rule covers every spec (GPT's, BERT's, T5's, a user's own). With ``fp8`` the classes below are built as this
+package's. Without it Megatron-Core's own are built, except where they would refuse the config (their norms under
+sequence parallelism, their attention under context parallelism).
 
-Rejected: rebinding the provider from which Megatron-Core's GPT specs take their classes. It is not told the config, so a
-BF16 model was made of this package's modules; and BERT's, T5's and heterogeneous specs name their classes themselves.
+Rejected: replacing the provider from which Megatron-Core's GPT specs take their classes. It has no access to the config,
+so BF16 models got this package's modules; and BERT's, T5's and heterogeneous specs name their classes themselves.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _LINEARS: dict[Any, type] = {
 
 
 def with_own_modules(spec: Any, replaces: Callable[[type], bool] = lambda theirs: True) -> Any:
-    """A copy of a class, a ModuleSpec, submodules, or a list of them, with this package's classes in it.
+    """Returns a copy of a class, ModuleSpec, submodules, or a list of them, with this package's classes.
 
     Args:
-        replaces: which of Megatron-Core's classes are replaced; all of those that this package has a class for.
+        replaces: selects the Megatron-Core classes to replace; by default all that this package has a class for.
     """
     if isinstance(spec, type):
         ours = _own_class(spec)
@@ -54,17 +54,17 @@ def with_own_modules(spec: Any, replaces: Callable[[type], bool] = lambda theirs
     if not is_dataclass(spec):
         return spec
     own: Any = copy.copy(spec)
-    # Multi-latent attention asks which class a linear is. build_module makes those, and has its turn.
-    kept = list(_LINEARS) if isinstance(spec, MLASelfAttentionSubmodules) else []
+    # Multi-latent attention compares the class of its linears; build_module replaces them later.
+    skipped = list(_LINEARS) if isinstance(spec, MLASelfAttentionSubmodules) else []
     for field in fields(own):
         part = getattr(own, field.name)
-        if part not in kept:
+        if part not in skipped:
             setattr(own, field.name, with_own_modules(part, replaces))
     return own
 
 
 def build_own_modules(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron-Core's build_module, which builds this package's classes where the config asks for FP8 or needs them."""
+    """Wraps Megatron-Core's build_module: builds this package's classes where the config has FP8 or needs them."""
 
     @functools.wraps(original)
     def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,15 +73,17 @@ def build_own_modules(original: Callable[..., Any]) -> Callable[..., Any]:
             fp8 = getattr(config, "fp8", None)
             spec_or_module = with_own_modules(spec_or_module, lambda theirs: fp8 or _refuses(theirs, config))
             if fp8 and getattr(config, "moe_fp8_dispatch", False):
-                spec_or_module = _dispatching_in_fp8(spec_or_module)
+                spec_or_module = _with_fp8_dispatch(spec_or_module)
         return original(spec_or_module, *args, **kwargs)
 
     return build_module
 
 
-def _dispatching_in_fp8(spec: Any) -> Any:
-    """The spec, of this package's layer of experts where it is of Megatron-Core's. Not before it is built: a transformer
-    layer asks which class it is, to know what to build it with."""
+def _with_fp8_dispatch(spec: Any) -> Any:
+    """Returns the spec with this package's MoE layer in place of Megatron-Core's.
+
+    Only when it is built: a transformer layer compares the class to select the arguments of its constructor.
+    """
     if not isinstance(spec, ModuleSpec) or spec.module is not MoELayer:
         return spec
     own = copy.copy(spec)
@@ -90,7 +92,7 @@ def _dispatching_in_fp8(spec: Any) -> Any:
 
 
 def final_norm_of_the_layers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """transformer_block._get_block_submodules, the final norm of which is this package's where the layers' norms are."""
+    """Wraps transformer_block._get_block_submodules: the final norm is this package's if the layers' norms are."""
 
     @functools.wraps(original)
     def get_block_submodules(config: Any, spec: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +114,7 @@ def _own_class(theirs: Any) -> type | None:
 
 
 def _refuses(theirs: Any, config: Any) -> bool:
-    """Whether Megatron-Core's class cannot be built from a config that this package's takes, FP8 or not."""
+    """Whether Megatron-Core's class cannot be built from a config that this package's class accepts."""
     if theirs is DotProductAttention:
         return bool(config.context_parallel_size > 1 or config.multi_latent_attention)
     if theirs is GroupedMLP:
@@ -124,7 +126,7 @@ def _refuses(theirs: Any, config: Any) -> bool:
 
 @functools.cache
 def _norms() -> tuple[Any, ...]:
-    """The norms that Megatron-Core's specs name where Transformer Engine is not installed."""
+    """Returns the norms that Megatron-Core's specs name if Transformer Engine is not installed."""
     if not compat.has_apex():
         return (WrappedTorchNorm,)
     return (

@@ -1,19 +1,20 @@
 """Casts to and from 8-bit codes: saturating, stochastic, and exact decoding.
 
-There is one form of the cast here: ``code = RNE(clamp(float32(x) * float32(scale)))``, the product formed in float32.
-NaN -> 0x7F in both formats, +-Inf -> +-max, -0 keeps its sign, overflow saturates, nothing is flushed to zero.
+There is one form of the cast: ``code = RNE(clamp(float32(x) * float32(scale)))``, with the product in float32. NaN ->
+0x7F in both formats, +-Inf -> +-max, -0 keeps its sign, overflow saturates, nothing is flushed to zero.
 
-Rejected: ``x.to(torch.float8_e4m3fn)`` alone. What it does above 448 changed between torch releases (NaN before 2.12,
-saturation after; Inf for E5M2), and its NaN code carries the sign. Rejected too: ``x / scale_inv`` and products in
+Rejected: ``x.to(torch.float8_e4m3fn)`` alone. Its result above 448 changed between torch releases (NaN before 2.12,
+saturation after; Inf for E5M2), and its NaN code has the sign. Rejected too: ``x / scale_inv`` and products in
 bfloat16, which differ from the form above in a few codes per 10,000 and in 1-3 % of codes.
 
-Decoding is integer arithmetic: the code's bits are shifted into bfloat16's exponent and mantissa field and rebiased by
-one exact multiplication, since torch's own float8 -> bfloat16 conversion is not vectorised on CPU (10 x slower).
+Decoding is integer arithmetic: the code's bits are shifted into bfloat16's exponent and mantissa fields and rebiased
+by one exact multiplication, since torch's own float8 -> bfloat16 conversion is not vectorised on CPU (10 x slower).
 
-On a GPU no value is looked at, since that would wait for it: NaN is mended whether there is one or not, and torch's own
-conversion, vectorised there, decodes.
+On a GPU no code path depends on values, since reading one waits for the GPU: NaN codes are always corrected, and
+torch's own conversion, vectorised there, decodes.
 
-This is what a reader holds against docs/numerics.md. Kernels give the same bytes, faster; kernels/codes.py chooses.
+This is the implementation to compare with docs/numerics.md. Kernels give the same bytes, faster; kernels/codes.py
+chooses.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from .subnormals import keeping_subnormals
 
 NAN_CODE = 0x7F
 CHUNK, GPU_CHUNK = 1 << 20, 1 << 26
-"""Elements taken through all passes together: intermediates stay in cache, and small enough for malloc to reuse. On a GPU
-each pass is a launch, so that only memory limits them."""
+"""Elements per chunk: intermediates stay in cache, and small enough for malloc to reuse. On a GPU each pass is a launch,
+so only memory limits the chunk."""
 _INF_BITS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
 _INT_VIEW = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
 def check_float(x: torch.Tensor) -> None:
-    """ValueError unless x is float32, bfloat16 or float16: the dtypes that may be quantised."""
+    """Raises ValueError unless x is float32, bfloat16 or float16: the dtypes that can be quantised."""
     if x.dtype not in _INF_BITS:
         raise ValueError(
             f"cannot quantise a tensor of dtype {x.dtype}: float32, bfloat16 or float16 is needed; convert it first"
@@ -45,14 +46,14 @@ def check_float(x: torch.Tensor) -> None:
 
 
 def magnitude_bits(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """|x| as integers that sort like the numbers, and the integer of +Inf (greater ones are NaN). Same shape as x."""
+    """Returns |x| as integers with the same order, x's shape, and the integer of +Inf (greater ones are NaN)."""
     check_float(x)
     int_dtype = _INT_VIEW[x.dtype]
     return x.view(int_dtype) & torch.iinfo(int_dtype).max, _INF_BITS[x.dtype]
 
 
 def chunks(rows: int, elements: int, device: torch.device) -> Iterator[slice]:
-    """Slices of a first dimension of ``rows`` that split ``elements`` into runs of about CHUNK (or GPU_CHUNK)."""
+    """Yields slices of a first dimension of ``rows`` that split ``elements`` into runs of about CHUNK (or GPU_CHUNK)."""
     step = max(1, (GPU_CHUNK if device.type == "cuda" else CHUNK) * rows // max(elements, 1))
     for start in range(0, rows, step):
         yield slice(start, start + step)
@@ -62,14 +63,14 @@ def chunks(rows: int, elements: int, device: torch.device) -> Iterator[slice]:
 def cast(
     x: torch.Tensor, scale: torch.Tensor | None, fmt: FloatFormat, *, bounded: bool = False
 ) -> torch.Tensor:
-    """Codes of ``x * scale``: saturating round-to-nearest-even (OFP8 section 5; the saturating mode).
+    """Returns codes of ``x * scale``: saturating round-to-nearest-even (OFP8 section 5; the saturating mode).
 
     Args:
         x: any shape; float32, bfloat16 or float16.
         scale: float32, broadcastable to x, finite and positive; None means 1.
         fmt: E4M3 or E5M2.
-        bounded: the caller knows that x is finite and that scale is fmt.max / amax or less, so that no product lies
-            above fmt.max by more than its own rounding: nothing saturates, and the clamp is left out.
+        bounded: x is known to be finite and scale to be at most fmt.max / amax, so that a product exceeds fmt.max
+            only by its rounding: nothing saturates, and the clamp is skipped.
 
     Returns:
         A tensor of fmt.dtype with x's shape. NaN -> 0x7F, +-Inf -> +-max, +-0 keeps its sign.
@@ -80,7 +81,7 @@ def cast(
     check_float(x)
     if x.ndim == 0:
         return cast(x[None], scale, fmt, bounded=bounded)[0]
-    if x.ndim > 1 and x.shape[0] == 1:  # the first dimension is the one that is cut into chunks
+    if x.ndim > 1 and x.shape[0] == 1:  # chunks split the first dimension
         inner = scale[0] if scale is not None and scale.ndim == x.ndim else scale
         return cast(x[0], inner, fmt, bounded=bounded)[None]
     codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
@@ -103,7 +104,7 @@ def cast(
 
 
 def _one_nan(codes: torch.Tensor) -> torch.Tensor:
-    """Gives NaN its one code, in place: conversion keeps the sign, so the other one is 0xFF."""
+    """Replaces the NaN code 0xFF by 0x7F, in place: torch's conversion keeps the sign."""
     byte = codes.view(torch.uint8)
     if codes.numel() and (waiting.looking_waits(codes.device) or bool(byte.max() == 0xFF)):
         byte.masked_fill_(byte == 0xFF, NAN_CODE)
@@ -112,14 +113,14 @@ def _one_nan(codes: torch.Tensor) -> torch.Tensor:
 
 @keeping_subnormals
 def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32, *, finite: bool = False) -> torch.Tensor:
-    """The real numbers that codes stand for, exactly. E5M2's Inf codes give Inf, 0x80 gives -0.
+    """Returns the exact numbers of codes. E5M2's Inf codes give Inf, 0x80 gives -0.
 
     NaN codes, of either sign, give the canonical quiet NaN of dtype: 0x7FC0, 0x7E00, 0x7FC00000, 0x7FF8000000000000.
 
     Args:
         codes: float8_e4m3fn or float8_e5m2, any shape; the result has its strides.
         dtype: bfloat16, float16 (E5M2: exact; E4M3: exact), float32 or float64.
-        finite: the caller knows that no code is NaN or Inf, which then need not be looked for.
+        finite: no code is known to be NaN or Inf, so the check is skipped.
     """
     fmt = format_of(codes.dtype)
     assert fmt.signed, "E8M0 is a scale format: see scaling.e8m0_to_scale_inv"
@@ -131,7 +132,7 @@ def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32, *, finite: b
         return codes.to(dtype) if finite else one_nan_(codes.to(dtype))
     if not (finite or known_finite(codes, fmt)):
         return one_nan_(codes.to(torch.float32).to(dtype))
-    # Sign-extended, the code's magnitude is moved up to where the wider float keeps its low exponent bits.
+    # The sign-extended code is shifted so that its magnitude starts at the wider float's low exponent bits.
     wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     values = torch.empty(codes.shape, dtype=wide, device=codes.device)
     bits = values.view(_INT_VIEW[wide])
@@ -145,13 +146,16 @@ def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32, *, finite: b
 
 
 def one_nan_(values: torch.Tensor) -> torch.Tensor:
-    """Gives NaN one pattern of bits, in place: the quiet one without sign or payload. Conversions and products differ in
-    what they make of a NaN's bits from processor to processor."""
+    """Sets every NaN to one bit pattern, in place: the quiet NaN without sign or payload.
+
+    Conversions and products give NaN different bits on different processors.
+    """
     return values.masked_fill_(values.isnan(), math.nan)
 
 
 def known_finite(codes: torch.Tensor, fmt: FloatFormat) -> bool:
-    """Whether no code is NaN or Inf: every magnitude byte is below the first special's. False on a GPU: nobody looks."""
+    """Whether no code is NaN or Inf: all magnitudes are below the first special code. Always False on a GPU (no
+    read)."""
     first = 0x7C if fmt.has_inf else 0x7F
     if waiting.looking_waits(codes.device):
         return False
@@ -162,7 +166,7 @@ def known_finite(codes: torch.Tensor, fmt: FloatFormat) -> bool:
 
 @dataclass(frozen=True)
 class RandomKey:
-    """What names one stream of random bits: nothing of the layout or device is in it, so results do not depend on them.
+    """The identity of one stream of random bits. It depends on neither layout nor device, so results do not either.
 
     seed and site make Philox's key, iteration and microbatch the upper half of its counter; each is taken mod 2^32.
     """
@@ -174,7 +178,7 @@ class RandomKey:
 
 
 def philox_bits(index: torch.Tensor, key: RandomKey) -> torch.Tensor:
-    """32 random bits per element: the first word of Philox4x32-10 (Salmon et al., SC 2011) at counter = index.
+    """Returns 32 random bits per element: the first word of Philox4x32-10 (Salmon et al., SC 2011) at counter = index.
 
     Args:
         index: int64, any shape, the logical element indices.
@@ -209,9 +213,9 @@ def cast_stochastic(
     *,
     index: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Codes of ``x * scale`` rounded up or down at random, so that the expected value is exact.
+    """Returns codes of ``x * scale`` rounded up or down at random, so that the expected value is exact.
 
-    Random bits are added below the last mantissa bit that the format keeps, then the rest is cut off. Saturation,
+    Random bits are added below the last mantissa bit of the format, then the lower bits are dropped. Saturation,
     subnormals, NaN and Inf are as in ``cast``.
 
     Args:
@@ -229,15 +233,15 @@ def cast_stochastic(
     exponent = magnitude >> 23
     mantissa = (magnitude & 0x7FFFFF) | ((exponent > 0).to(torch.int64) << 23)
     exponent = exponent.clamp_(min=1) - 127
-    # Below the smallest normal exponent the grid no longer shrinks, so more bits fall off the end.
+    # Below the smallest normal exponent the grid step is constant, so more bits are dropped.
     grid = exponent.clamp(min=1 - fmt.bias)
     dropped = 23 - fmt.mantissa_bits + grid - exponent
-    # A word has 32 bits: of a longer tail the lowest bits (below 2^-32 of a grid step) are cut off first.
+    # A random word has 32 bits: bits below 2^-32 of a grid step are dropped first.
     mantissa = mantissa >> (dropped - 32).clamp_(0, 62)
     dropped = dropped.clamp_(max=32)
     bits = philox_bits(index, key) & ((1 << dropped) - 1)
-    kept = (mantissa + bits) >> dropped
-    rounded = torch.ldexp(kept.to(torch.float32), (grid - fmt.mantissa_bits).to(torch.int32))
+    mantissa_out = (mantissa + bits) >> dropped
+    rounded = torch.ldexp(mantissa_out.to(torch.float32), (grid - fmt.mantissa_bits).to(torch.int32))
     codes = torch.copysign(rounded.clamp_(max=fmt.max), product).to(fmt.dtype)
     codes.view(torch.uint8).masked_fill_(product.isnan(), NAN_CODE)
     return codes

@@ -1,9 +1,9 @@
-"""The 8-bit formats, as data. Everything that a cast or a scale needs to know of a format is derived here.
+"""The 8-bit formats, as data. Casts and scales derive all their constants from them.
 
-NaN, Inf, zero and saturation, said first:
+NaN, Inf, zero and saturation:
 
-* E4M3 (OCP "FN") has no Inf: its only specials are the NaN codes 0x7F and 0xFF. Its largest number is 448,
-  not the 240 that an IEEE-style formula gives, because the top exponent still holds numbers.
+* E4M3 (OCP "FN") has no Inf: its only specials are the NaN codes 0x7F and 0xFF. Its largest number is 448, not the
+  240 of an IEEE-style formula, because the top exponent also encodes numbers.
 * E5M2 is IEEE-like: Inf is 0x7C / 0xFC, NaN is 0x7D-0x7F (and their negatives). Largest number 57344.
 * E8M0 is a scale format: eight exponent bits, no sign, no zero, no Inf; 0xFF is NaN.
 
@@ -47,11 +47,11 @@ class FloatFormat:
 
     @property
     def smallest(self) -> float:
-        """The smallest value above zero, a subnormal (E8M0 has none); half of it and less is rounded to zero."""
+        """The smallest value above zero, a subnormal (E8M0 has none). Values up to half of it round to zero."""
         return 2.0 ** (1 - self.bias - self.mantissa_bits)
 
     def __reduce__(self) -> str | tuple[object, ...]:
-        """Copies and pickles of this file's formats are these themselves, since they are compared by identity."""
+        """Copies and pickles of this file's formats are the same objects, since code compares them by identity."""
         return self.name.upper() if globals().get(self.name.upper()) == self else super().__reduce__()
 
 
@@ -64,10 +64,10 @@ ROLES = ("input", "weight", "grad_output")
 
 
 class Format(Enum):
-    """Which format each role gets; the names are Transformer Engine's.
+    """The format of each role; the names are Transformer Engine's.
 
-    ``E4M3``: E4M3 for all three roles. ``HYBRID``: E4M3 for input and weight, E5M2 for grad_output, whose range is
-    wider than its precision matters (Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433).
+    ``E4M3``: E4M3 for all three roles. ``HYBRID``: E4M3 for input and weight, E5M2 for grad_output, which needs range
+    more than precision (Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433).
     """
 
     E4M3 = "e4m3"
@@ -91,7 +91,7 @@ class Format(Enum):
 
 
 def parse_format(name: str | Format) -> Format:
-    """Format from its name ('e4m3' or 'hybrid', any case); ValueError names the value and the choices."""
+    """Returns the Format of a name ('e4m3' or 'hybrid', any case); ValueError names the value and the choices."""
     if isinstance(name, Format):
         return name
     try:
@@ -103,7 +103,7 @@ def parse_format(name: str | Format) -> Format:
 
 
 def format_of(dtype: torch.dtype) -> FloatFormat:
-    """The format whose codes have this torch dtype; ValueError for any other dtype (FNUZ variants included)."""
+    """Returns the format whose codes have this torch dtype; ValueError for any other dtype (FNUZ variants included)."""
     for fmt in (E4M3, E5M2, E8M0):
         if fmt.dtype == dtype:
             return fmt

@@ -1,6 +1,6 @@
 """The rule of one operand: format, granularity, kind of scale. Frozen data.
 
-A recipe gives a Rule for each operand (recipe.py); casts and scales are made by it, whichever recipe it came from.
+A recipe gives a Rule for each operand (recipe.py). Casts and scales depend on the rule alone, not on the recipe.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from .formats import E4M3, E5M2, FloatFormat
 
 ScaleKind = Literal["fp32", "pow2", "e8m0"]
 Direction = Literal["rowwise", "columnwise", "both"]
-"""Along which dimension of a matrix blocks lie: its columns, its rows, or each for a GEMM of its own."""
+"""The dimension of a matrix along which blocks lie: columns, rows, or both, for one GEMM each."""
 
 
 @dataclass(frozen=True)
 class Granularity:
-    """How many elements share a scale: a block of rows x cols elements; 0 means the whole extent of that dimension.
+    """Elements that share a scale: a block of rows x cols; 0 means the whole extent of that dimension.
 
     Attributes:
         is_tensor: one scale for the whole tensor.
-        symmetric: the columnwise side is the rowwise side transposed: there is no second quantisation.
+        symmetric: the columnwise side is the rowwise side transposed, without a second quantisation.
 
     Raises:
         ValueError: not whole numbers >= 0.
@@ -36,7 +36,7 @@ class Granularity:
     def __post_init__(self) -> None:
         if not all(type(size) is int and size >= 0 for size in (self.rows, self.cols)):
             raise ValueError(f"Granularity({self.rows!r}, {self.cols!r}): whole numbers >= 0 are needed")
-        # Settled here, since every cast and every product asks.
+        # Computed once, since every cast and every product reads them.
         object.__setattr__(self, "is_tensor", self.rows == self.cols == 0)
         object.__setattr__(self, "symmetric", self.rows == self.cols)
 
@@ -55,18 +55,18 @@ BLOCK_1X32 = Granularity(1, 32)
 
 @dataclass(frozen=True)
 class Rule:
-    """How one role is quantised.
+    """The quantisation of one role.
 
     Args:
         fmt: E4M3 or E5M2.
         granularity: elements that share a scale.
         scale: 'fp32', 'pow2' (float32, rounded down to a power of two) or 'e8m0' (MX: rounded up, stored in 8 bits).
         margin, epsilon: as in scaling.compute_scale; not for 'e8m0'.
-        delayed: the scale comes from the amax history instead of the tensor at hand (granularity TENSOR, 'fp32' only).
+        delayed: the scale comes from the amax history instead of the tensor itself (granularity TENSOR, 'fp32' only).
         stochastic: stochastic instead of nearest-even rounding.
 
     Raises:
-        ValueError: a value that is none of these, or that would have no effect.
+        ValueError: a value is none of these, or would have no effect.
     """
 
     fmt: FloatFormat
@@ -108,19 +108,19 @@ class Rule:
 
 
 def short_repr(settings: Any) -> str:
-    """A dataclass as the call that makes it, without the fields that are at their defaults."""
-    given = []
+    """Formats a dataclass as the call that makes it, without the fields at their defaults."""
+    arguments = []
     for each in fields(settings):
         value = getattr(settings, each.name)
         default = each.default if each.default_factory is MISSING else each.default_factory()
         if value != default:
             shown = value.value if isinstance(value, Enum) else value
-            given.append(f"{each.name}={shown!r}")
-    return f"{type(settings).__name__}({', '.join(given)})"
+            arguments.append(f"{each.name}={shown!r}")
+    return f"{type(settings).__name__}({', '.join(arguments)})"
 
 
 def check_flags(of: Any, *names: str) -> None:
-    """'false' is true in Python, and so is every other text."""
+    """Raises ValueError for a field that is not a bool: the string 'false' would be true."""
     for name in names:
         value = getattr(of, name, False)
         if not isinstance(value, bool):

@@ -1,11 +1,11 @@
-"""From the largest magnitude to a scale. Every number here is bit-exact on every device; the traps are named below.
+"""Amaxes and scales, bit-exact on every device. The traps are listed below.
 
-``scale`` multiplies on the way in (code = cast(x * scale)), ``scale_inv`` on the way out. An amax is float32, ignores
-NaN (the health counts see those), can be Inf, and is 0 for an empty tensor.
+A code is cast(x * ``scale``), and decoding multiplies by ``scale_inv``. An amax is float32, ignores NaN (the health
+counts have those), can be Inf, and is 0 for an empty tensor.
 
-Traps avoided: ``448.0 / tensor`` in torch multiplies by a reciprocal and differs from IEEE division in 27 % of cases, so
-the numerator is a tensor; a power of two below x is found by clearing mantissa bits, never by floor(log2(x)), which is
-wrong one ulp below a power of two.
+Traps avoided: ``448.0 / tensor`` in torch multiplies by a reciprocal and differs from IEEE division in 27 % of cases,
+so the numerator is a tensor. A power of two below x comes from clearing mantissa bits, never from floor(log2(x)),
+which is wrong one ulp below a power of two.
 """
 
 from __future__ import annotations
@@ -26,36 +26,37 @@ _EXPONENT_MASK = 0x7F800000
 
 
 def blocked(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """A matrix as [row blocks, rows in one, column blocks, columns in one], zero-padded to whole blocks of rows x cols.
+    """Views a matrix as [row blocks, rows per block, column blocks, columns per block], zero-padded to whole blocks.
 
-    0 rows or cols mean the whole extent of that dimension. A view where nothing need be padded.
+    0 rows or cols mean the whole extent of that dimension. A copy only if padding is needed.
     """
     (n_rows, rows), (n_cols, cols) = _cover(x.shape[0], rows), _cover(x.shape[1], cols)
     if (n_rows * rows, n_cols * cols) != tuple(x.shape):
         missing = (0, n_cols * cols - x.shape[1], 0, n_rows * rows - x.shape[0])
-        # torch 2.8 refuses to pad what is empty.
+        # torch 2.8 refuses to pad empty tensors.
         pad = torch.nn.functional.pad
         x = pad(x, missing) if x.numel() else x.new_zeros(n_rows * rows, n_cols * cols)
     return x.view(n_rows, rows, n_cols, cols)
 
 
 def _cover(size: int, block: int) -> tuple[int, int]:
-    """(number of blocks, block length) that cover size; block 0 is the whole."""
+    """Returns (number of blocks, block length) that cover size; block 0 is the whole."""
     return (1, size) if block == 0 else (-(-size // block), block)
 
 
 def block_amaxes(
     x: torch.Tensor, blocks: Sequence[tuple[int, int]]
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """The amax of every block of a contiguous matrix, for one or more ways to cut it, in one pass over memory.
+    """Returns the amax of every block of a contiguous matrix, for one or more block sizes, in one pass over memory.
 
     Args:
         x: [rows, cols], float32, bfloat16 or float16; may be empty.
         blocks: block sizes (rows, cols), 0 meaning the whole extent.
 
     Returns:
-        For each entry of blocks float32 [row blocks, column blocks]: NaN ignored, Inf kept, 0 where nothing is left; and
-        how many elements are NaN or Inf (int64 []). None stands for 0, but on a GPU, where finding out would wait.
+        For each entry of blocks float32 [row blocks, column blocks]: NaN ignored, Inf kept, 0 if no number is left;
+        and the number of NaN and Inf elements (int64 []). None means 0; on a GPU it is never None, since checking
+        would wait.
     """
     rows, cols = x.shape
     if x.numel() == 0:
@@ -63,7 +64,7 @@ def block_amaxes(
         return [torch.zeros(shape, device=x.device, dtype=torch.float32) for shape in shapes], None
     found: list[list[torch.Tensor]] = [[] for _ in blocks]
     nonfinite = None
-    unit = math.lcm(*(r for r, _ in blocks if r))  # chunks hold whole blocks
+    unit = math.lcm(*(r for r, _ in blocks if r))  # a chunk has whole blocks
     for part in chunks(-(-rows // unit), x.numel(), x.device):
         bits, inf = magnitude_bits(x[unit * part.start : unit * part.stop])
         if waiting.looking_waits(x.device) or bool(bits.max() >= inf):
@@ -71,7 +72,7 @@ def block_amaxes(
             nonfinite = count if nonfinite is None else nonfinite + count
             bits.masked_fill_(bits > inf, 0)
         for block, parts in zip(blocks, found, strict=True):
-            parts.append(_largest(blocked(bits, *block), (1, 3)))
+            parts.append(_max_over(blocked(bits, *block), (1, 3)))
     results = []
     for (block_rows, _), parts in zip(blocks, found, strict=True):
         amax = torch.cat(parts)
@@ -81,22 +82,22 @@ def block_amaxes(
     return results, nonfinite
 
 
-def _largest(bits: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    """bits.amax(dims). On CPU torch reduces short int32 rows six times as fast as int16 ones."""
+def _max_over(bits: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """Returns bits.amax(dims). On CPU torch reduces short int32 rows six times as fast as int16 ones."""
     if bits.dtype == torch.int16 and bits.shape[-1] in range(2, 65):
         return bits.to(torch.int32).amax(dims).to(torch.int16)
     return bits.amax(dims)
 
 
 def compute_amax(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> torch.Tensor:
-    """Largest |x| over the elements that are not NaN.
+    """Returns the largest |x| over the elements that are not NaN.
 
     Args:
         x: float32, bfloat16 or float16.
         dim: dimension(s) to reduce (dropped from the shape); None reduces all to shape [].
 
     Returns:
-        float32. Inf if an Inf is there; 0 where every element is NaN or none is left to reduce.
+        float32. Inf if an element is Inf; 0 if every element is NaN or there are none.
     """
     bits, inf = magnitude_bits(x)
     bits = bits.masked_fill_(bits > inf, 0)
@@ -106,11 +107,11 @@ def compute_amax(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> t
         return torch.zeros(
             [n for d, n in enumerate(x.shape) if d not in dims], device=x.device, dtype=torch.float32
         )
-    return (_largest(bits, dims) if dims else bits).view(x.dtype).to(torch.float32)
+    return (_max_over(bits, dims) if dims else bits).view(x.dtype).to(torch.float32)
 
 
 def round_down_to_power_of_two(x: torch.Tensor) -> torch.Tensor:
-    """The largest power of two <= x, for positive normal float32 x: the mantissa bits are cleared."""
+    """Returns the largest power of two <= x, for positive normal float32 x, by clearing the mantissa bits."""
     return (x.view(torch.int32) & _EXPONENT_MASK).view(torch.float32)
 
 
@@ -118,13 +119,13 @@ def round_down_to_power_of_two(x: torch.Tensor) -> torch.Tensor:
 def compute_scale(
     amax: torch.Tensor, fmt: FloatFormat, *, margin: int = 0, epsilon: float = 0.0, pow2: bool = False
 ) -> torch.Tensor:
-    """scale = (fmt.max * 2^-margin) / max(amax, epsilon), in IEEE float32; the product is exact.
+    """Returns (fmt.max * 2^-margin) / max(amax, epsilon), in IEEE float32; the product is exact.
 
     Args:
         amax: float32, any shape, >= 0.
-        fmt: the format whose range is to be filled.
-        margin: powers of two of headroom left below fmt.max.
-        epsilon: amax is taken to be at least this (0: off).
+        fmt: the format whose range the scaled values use.
+        margin: powers of two of headroom below fmt.max.
+        epsilon: lower bound of amax (0: off).
         pow2: round the scale down to a power of two.
 
     Returns:
@@ -144,33 +145,33 @@ def compute_scale(
 
 @keeping_subnormals
 def compute_scale_inv(scale: torch.Tensor) -> torch.Tensor:
-    """IEEE float32 1 / scale; it may be subnormal and is not flushed."""
+    """Returns IEEE float32 1 / scale; it may be subnormal and is not flushed."""
     return torch.ones_like(scale) / scale
 
 
 def compute_e8m0(amax: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """MX block scale, rounded UP so that no element saturates (arXiv 2506.08027; OCP's reference rounds down).
+    """Returns MX block scales, rounded UP so that no element saturates (arXiv 2506.08027; OCP's reference rounds down).
 
     Args:
-        amax: float32, any shape, >= 0; Inf is taken as the largest scale.
+        amax: float32, any shape, >= 0; Inf gives the largest scale.
         fmt: element format.
 
     Returns:
         uint8, amax's shape: ceil(log2(amax / fmt.max)) + 127, clamped to [0, 254]; 0 for amax 0.
     """
-    # Mantissas above fmt.max's own, 1.75 in both formats, carry into the exponent.
+    # Mantissas above fmt.max's, 1.75 in both formats, carry into the exponent.
     bits = amax.view(torch.int32)
     exponent = ((bits + 0x1FFFFF) >> 23).sub_(fmt.max_exponent)
     return exponent.clamp_(0, 254).masked_fill_(bits == 0x7F800000, 254).to(torch.uint8)
 
 
 def e8m0_to_scale_inv(e8m0: torch.Tensor) -> torch.Tensor:
-    """float32 2^(e8m0 - 127) of uint8 exponents, exactly (2^-127 is subnormal); 0xFF gives NaN."""
+    """Returns float32 2^(e8m0 - 127) of uint8 exponents, exactly (2^-127 is subnormal); 0xFF gives NaN."""
     return _power_of_two(e8m0, False)
 
 
 def e8m0_to_scale(e8m0: torch.Tensor) -> torch.Tensor:
-    """float32 2^(127 - e8m0) of uint8 exponents, exactly (2^-127 is subnormal); 0xFF gives NaN."""
+    """Returns float32 2^(127 - e8m0) of uint8 exponents, exactly (2^-127 is subnormal); 0xFF gives NaN."""
     return _power_of_two(e8m0, True)
 
 

@@ -1,11 +1,12 @@
-"""Subnormal numbers count, whatever the calling thread's floating-point mode.
+"""Preserves subnormal numbers, whatever the calling thread's floating-point mode.
 
-``torch.set_flush_denormal(True)``, and a library that was compiled with -ffast-math in a process that loads it, make a
-thread's arithmetic take subnormal numbers for zeros. Codes and scales are defined with them: tiny tensors have subnormal
-amaxes, and the inverse of a large scale is subnormal.
+``torch.set_flush_denormal(True)``, and libraries compiled with -ffast-math, make a thread's arithmetic treat
+subnormal numbers as zeros. Codes and scales need them: tiny tensors have subnormal amaxes, and the inverse of a large
+scale is subnormal.
 
-torch's elementwise operations on small tensors run on the calling thread; those on large ones use threads that were
-started with the mode of whoever was first. The compiled kernels, which take large tensors, see to their own threads.
+torch's elementwise operations on small tensors run on the calling thread. Those on large tensors run on threads that
+keep the mode with which they were started; the compiled kernels, which process large tensors, set the mode of their
+own threads.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ _SMALLEST_NORMAL = 2.0**-1022
 
 
 def flushed() -> bool:
-    """Whether arithmetic on this thread takes subnormal numbers, as operands or results, for zeros."""
+    """Whether this thread's arithmetic treats subnormal operands or results as zeros."""
     return _SMALLEST_NORMAL * 0.5 == 0.0
 
 
 def keeping_subnormals(function: Callable[P, Result]) -> Callable[P, Result]:
-    """The function, with subnormal numbers kept on the calling thread while it runs."""
+    """Decorator: the function runs without flushing of subnormal numbers on the calling thread."""
 
     @wraps(function)
-    def keeps(*args: P.args, **kwargs: P.kwargs) -> Result:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> Result:
         if torch.compiler.is_compiling() or not flushed():
             return function(*args, **kwargs)
         torch.set_flush_denormal(False)
@@ -40,4 +41,4 @@ def keeping_subnormals(function: Callable[P, Result]) -> Callable[P, Result]:
         finally:
             torch.set_flush_denormal(True)
 
-    return keeps
+    return wrapped

@@ -1,4 +1,4 @@
-"""Where reading a value back costs a wait. That decides which of two ways is taken, which give the same results."""
+"""Devices on which reading a value back waits. They use another code path, with equal results."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def looking_waits(device: torch.device) -> bool:
-    """Whether reading a value back waits for all work before it, as on a GPU: then nobody reads one inside a step."""
+    """Whether reading a value back waits for all earlier work, as on a GPU: then no step reads one."""
     return device.type == "cuda"

@@ -1,15 +1,15 @@
-"""The base of tensor subclasses with codes: torch's operations, in one place.
+"""The base class of tensor subclasses that store codes: dispatch of torch's operations.
 
-``CodedTensor`` shows a shape, a dtype and a device to torch, and keeps codes. A subclass says how to get the value
-(``dequantize``), how to take one (``write``) and how to make another name for the same storage (``alias``). From that
+``CodedTensor`` has a shape, a dtype and a device for torch, and stores codes. A subclass defines how to read the value
+(``dequantize``), how to write one (``write``) and how to make another tensor over the same storage (``alias``). Then
 
-* ``detach``, ``.data`` and a view of the whole are the same storage, so that a write through them arrives;
-* ``copy_``, indexed assignment and every operation in place compute on the value and write the result back;
-* any other operation sees the value and gives an ordinary tensor. A partial view is such a result: writing into one
-  changes nothing here.
+* ``detach``, ``.data`` and a view of the whole share the storage, so a write through them changes the tensor;
+* ``copy_``, indexed assignment and every in-place operation compute on the value and write the result back;
+* any other operation reads the value and returns an ordinary tensor. So does a partial view: writing into it does not
+  change the tensor.
 
-Rejected: an implementation for each operation that a training framework may call. The list is never complete, and what is
-missing from it fails in a user's run.
+Rejected: an implementation for each operation that a training framework may call. The list is never complete, and a
+missing one fails in a user's run.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ aten = torch.ops.aten
 
 
 class CodedTensor(torch.Tensor):
-    """A tensor whose memory is codes.
+    """A tensor stored as codes.
 
     Raises:
-        TypeError: ``.data`` is given something of another shape, dtype or device (a module's ``.float()``).
-        RuntimeError: a collective is called on it: it would move the dequantised copy and leave the codes.
+        TypeError: ``.data`` is set to another shape, dtype or device (a module's ``.float()``).
+        RuntimeError: a collective is called on it, which would send the dequantised copy and not change the codes.
     """
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The value as an ordinary tensor, rounded once to dtype (default: the one it shows)."""
+        """Returns the value as an ordinary tensor, rounded once to dtype (default: its own dtype)."""
         raise AssertionError("a subclass defines dequantize()")
 
     def write(self, value: torch.Tensor) -> None:
-        """Quantise a tensor of this shape into the codes."""
+        """Quantises a tensor of this shape into the codes."""
         raise AssertionError("a subclass defines write()")
 
     def alias(self) -> CodedTensor:
-        """Another tensor over the same storage, outside autograd."""
+        """Returns another tensor over the same storage, outside autograd."""
         raise AssertionError("a subclass defines alias()")
 
     def copy_codes(self, source: torch.Tensor) -> bool:
-        """Take over the codes of a tensor that has the same kind of them; False if it has not."""
+        """Copies the codes of a tensor of the same kind; returns False if it is of another kind."""
         return False
 
     def move(self, device: Any) -> torch.Tensor:
-        """The tensor on another device."""
+        """Returns the tensor on another device."""
         return self.dequantize().to(device)
 
     @property
     def data(self) -> Any:
-        """The same tensor outside autograd: a write reaches it."""
+        """The same tensor outside autograd; a write to it changes this tensor."""
         return self.alias()
 
     @data.setter
@@ -69,13 +69,13 @@ class CodedTensor(torch.Tensor):
             self.write(value)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Write elements into the value, and quantise the whole again."""
+        """Writes elements into the value, and quantises all of it again."""
         whole = self.dequantize()
         whole[index] = value
         self.write(whole)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as its value: a file needs no class of this package to be read."""
+        """Pickles the value as an ordinary tensor: reading the file needs no class of this package."""
         return self.dequantize().__reduce_ex__(protocol)
 
     @classmethod
@@ -85,15 +85,15 @@ class CodedTensor(torch.Tensor):
         kwargs = kwargs or {}
         special = _SPECIAL.get(func)
         if special is not None and isinstance(args[0], CodedTensor):
-            done = special(*args, **kwargs)
-            if done is not NotImplemented:
-                return done
+            result = special(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if func.namespace == "c10d":
             raise RuntimeError(
                 f"{func} on {type(args[0]).__name__} would send a dequantised copy and change nothing here: send its"
                 " codes (parameter.codes), or write the received value with copy_"
             )
-        return _on_values(func, args, kwargs)
+        return _run_on_values(func, args, kwargs)
 
 
 def _alias(self: CodedTensor, *_: Any, **__: Any) -> CodedTensor:
@@ -101,9 +101,9 @@ def _alias(self: CodedTensor, *_: Any, **__: Any) -> CodedTensor:
 
 
 def _same_shape(self: CodedTensor, size: Any, **_: Any) -> Any:
-    """A view of the whole (DistributedDataParallel expands a parameter to its own shape): no copy."""
-    wanted = [own if n == -1 else n for n, own in zip(size, self.shape, strict=False)]
-    return self.alias() if wanted == list(self.shape) and len(size) == self.ndim else NotImplemented
+    """Returns an alias for a view of the whole tensor (DistributedDataParallel expands a parameter to its own shape)."""
+    shape = [own if n == -1 else n for n, own in zip(size, self.shape, strict=False)]
+    return self.alias() if shape == list(self.shape) and len(size) == self.ndim else NotImplemented
 
 
 def _copy(self: CodedTensor, source: torch.Tensor, non_blocking: bool = False) -> CodedTensor:
@@ -132,8 +132,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on dequantised values; what it writes in place is quantised back."""
+def _run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operation on dequantised values; quantises those that it changed in place."""
     values: dict[int, torch.Tensor] = {}
 
     def plain(x: Any) -> Any:
@@ -144,15 +144,15 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return values[id(x)]
 
     result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    written = [
-        given.get(argument.name)
+    arguments = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    write_targets = [
+        arguments.get(argument.name)
         for argument in func._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    back = {}
-    for target in tree_leaves(written):
+    tensor_of_value = {}
+    for target in tree_leaves(write_targets):
         if isinstance(target, CodedTensor):
             target.write(values[id(target)])
-            back[id(values[id(target)])] = target
-    return tree_map(lambda x: back.get(id(x), x), result) if back else result
+            tensor_of_value[id(values[id(target)])] = target
+    return tree_map(lambda x: tensor_of_value.get(id(x), x), result) if tensor_of_value else result

@@ -1,27 +1,27 @@
 """Fp8Parameter: an FP8 weight in the place of a BF16 parameter.
 
 With ``fp8_param`` a GEMM weight has no BF16 copy. Its codes are the parameter, the optimizer's float32 master is the
-value, and each step the master is rounded to the parameter's nominal dtype (BF16) and cast. The numbers are those of
-training that keeps a BF16 parameter and casts it every iteration; there is no copy, and half of the bytes are gathered.
+value, and each step rounds the master to the parameter's nominal dtype (BF16) and casts it. The numbers equal those of
+training that keeps a BF16 parameter and casts it every iteration, without the copy, and with half of the gathered bytes.
 
-``Fp8Parameter`` says it is BF16 and holds bytes:
+``Fp8Parameter`` reports dtype BF16 and stores bytes:
 
-* ``copy_``, and any other operation in place, computes in BF16 and quantises the result into the same bytes;
-* ``detach`` and ``.data`` are the same storage under another name, so a write through them reaches the parameter;
-* any other operation sees the dequantised matrix and gives an ordinary tensor, and so do ``clone``, ``.float()`` and
-  pickling;
-* GEMM sites read ``quantized``, the codes themselves, and record ``amax`` as they do: when, and as much as, a cast of a
-  BF16 weight there would record. Nothing is recorded twice or left over from an update.
+* ``copy_``, and any other in-place operation, computes in BF16 and quantises the result into the same bytes;
+* ``detach`` and ``.data`` share the storage, so a write through them changes the parameter;
+* any other operation reads the dequantised matrix and returns an ordinary tensor, and so do ``clone``, ``.float()``
+  and pickling;
+* GEMM sites read ``quantized``, the codes themselves, and record ``amax`` at that time, exactly as a cast of a BF16
+  weight would. Nothing is recorded twice or remains from an update.
 
-Per-tensor and square-block codes serve both directions, so one byte a value is kept and travels. Per-row and 1-wide
-blocks need a second set of codes, made from high precision, not from the first: ``TwoWayFp8Parameter`` keeps both, two
-bytes a value, and its values travel in BF16.
+Per-tensor and square-block codes serve both directions, so one byte a value is stored and sent. Per-row and 1-wide
+blocks need a second set of codes, made from high precision, not from the first set: ``TwoWayFp8Parameter`` stores
+both, two bytes a value, and its values are sent in BF16.
 
-Rejected: ``param.data = codes`` on an ordinary float8 parameter with scales in a dictionary beside it. Every piece of
-Megatron that copies, clips, shards or saves a parameter would have to know of the dictionary, and one that does not
-(``param.data.copy_(master)``) would write unscaled codes without an error. Rejected too: keeping amax in the slot at the
-time of the cast. The optimizer casts between two iterations, a checkpoint is loaded between two others, and a validation
-runs where it likes; the slot would hold what nobody's forward pass has used.
+Rejected: ``param.data = codes`` on an ordinary float8 parameter with scales in a separate dictionary. Every part of
+Megatron that copies, clips, shards or saves a parameter would need to use the dictionary, and one that does not
+(``param.data.copy_(master)``) would write unscaled codes without an error. Rejected too: recording amax in the slot
+at the time of the cast. The optimizer casts between two iterations, and so may loading a checkpoint or a validation;
+the slot would hold amaxes that no forward pass has used.
 """
 
 from __future__ import annotations
@@ -45,15 +45,19 @@ from .coded import CodedTensor
 
 
 def granularities(rule: Rule) -> list[Granularity]:
-    """How elements share scales, once for each set of codes; the second is the columnwise side's, not transposed."""
-    given = rule.granularity
-    return [given] if given.symmetric else [given, Granularity(given.cols, given.rows)]
+    """Returns the granularity of each set of codes; the second is the columnwise side's, not transposed."""
+    granularity = rule.granularity
+    return (
+        [granularity]
+        if granularity.symmetric
+        else [granularity, Granularity(granularity.cols, granularity.rows)]
+    )
 
 
 def cast_by_kernel(quantizer: Quantizer, device: torch.device) -> bool:
-    """Whether kernels round a master and cast it straight into its one set of codes (kernels/param_cast.py)."""
+    """Whether kernels round a master and cast it directly into its single set of codes (kernels/param_cast.py)."""
     return (
-        type(quantizer) is Quantizer  # others cast in a way of their own
+        type(quantizer) is Quantizer  # subclasses cast differently
         and quantizer.backend is native
         and kernels.run_on(device)
         and quantizer.rule.granularity in (TENSOR, BLOCK_128X128)
@@ -61,7 +65,7 @@ def cast_by_kernel(quantizer: Quantizer, device: torch.device) -> bool:
 
 
 def whole_scales(quantizer: Quantizer, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scale, inverse) under which a matrix with these amaxes is cast: the history's where it has one, else its own."""
+    """Returns (scale, inverse) of a matrix with these amaxes: the delayed scale, or else the current one."""
     delayed = quantizer.delayed_scale()
     if delayed is None:
         return block_scales(amax, quantizer.rule)
@@ -69,7 +73,7 @@ def whole_scales(quantizer: Quantizer, amax: torch.Tensor) -> tuple[torch.Tensor
 
 
 class _Stored:
-    """Codes, scales and what the last cast saw; shared by a parameter and its detached aliases."""
+    """Codes, scales and the last cast's measurements; shared by a parameter and its detached aliases."""
 
     def __init__(self, quantizer: Quantizer, dtype: torch.dtype, codes: list[torch.Tensor]):
         self.quantizer, self.dtype, self.codes = quantizer, dtype, codes
@@ -79,12 +83,12 @@ class _Stored:
     def set_scales(
         self, scale_invs: list[torch.Tensor], amax: torch.Tensor, nonfinite: torch.Tensor | None
     ) -> None:
-        """Set the scales of the codes; ``scale_invs`` are oriented as the codes, [rows, cols]."""
+        """Sets the scales of the codes; ``scale_invs`` have the codes' orientation, [rows, cols]."""
         self.scale_invs, self.amax, self.nonfinite = scale_invs, amax, nonfinite
         self.view()
 
     def view(self) -> None:
-        """The quantised matrix over the codes as they lie now; the columnwise side is a transposed view."""
+        """Rebuilds the quantised matrix over the current codes; the columnwise side is a transposed view."""
         rule = self.quantizer.rule
         sides = [
             QuantizedSide(
@@ -95,37 +99,37 @@ class _Stored:
         if len(sides) == 1:
             columnwise = sides[0].transposed()
         else:
-            turned = sides[1]  # [rows, cols] with columnwise scales; the side itself is [cols, rows]
+            second = sides[1]  # [rows, cols] with columnwise scales; the side itself is [cols, rows]
             columnwise = QuantizedSide(
-                turned.codes.t(), turned.scale_inv.t(), rule.granularity, turned.pow2, turned.finite
+                second.codes.t(), second.scale_inv.t(), rule.granularity, second.pow2, second.finite
             )
         self.quantized = Float8Tensor(sides[0], columnwise, self.dtype)
 
     def take_scales(self, other: _Stored, device: Any) -> None:
-        """Take over scales, amax and health of another parameter, after its codes were copied here."""
+        """Copies scales, amax and health from another parameter, after its codes were copied here."""
         nonfinite = None if other.nonfinite is None else other.nonfinite.to(device)
         self.set_scales(
             [s.to(device, copy=True) for s in other.scale_invs], other.amax.to(device, copy=True), nonfinite
         )
 
     def write(self, x: torch.Tensor) -> None:
-        """Quantise a matrix into the codes."""
+        """Quantises a matrix into the codes."""
         if cast_by_kernel(self.quantizer, x.device):
             self._write_by_kernel(x)
             return
-        done: Quantized = self.quantizer.quantize(x.to(self.dtype), "both")
-        row, column = done.tensor.rowwise, done.tensor.columnwise
+        result: Quantized = self.quantizer.quantize(x.to(self.dtype), "both")
+        row, column = result.tensor.rowwise, result.tensor.columnwise
         assert row is not None and column is not None
-        fresh, scale_invs = [row.codes], [row.scale_inv]
+        new_codes, scale_invs = [row.codes], [row.scale_inv]
         if len(self.codes) == 2:
-            fresh.append(column.codes.t())
+            new_codes.append(column.codes.t())
             scale_invs.append(column.scale_inv.t())
-        for codes, new in zip(self.codes, fresh, strict=True):
+        for codes, new in zip(self.codes, new_codes, strict=True):
             codes.copy_(new.view(torch.uint8))
-        self.set_scales(scale_invs, done.amax, done.nonfinite)
+        self.set_scales(scale_invs, result.amax, result.nonfinite)
 
     def _write_by_kernel(self, x: torch.Tensor) -> None:
-        """Two reads of the matrix, no rounded copy, and codes written once, where they stay."""
+        """Reads the matrix twice, makes no rounded copy, and writes each code once, in place."""
         from ..kernels.param_cast import piece_amax, piece_cast  # loads Triton
 
         quantizer, shape, device = self.quantizer, (x.shape[0], x.shape[1]), x.device
@@ -143,7 +147,7 @@ class _Stored:
         self.set_scales([scale_inv], amax.amax() if amax.numel() else torch.zeros_like(nonfinite), nonfinite)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All memory of the parameter that stays: codes and scales."""
+        """Yields all permanent memory of the parameter: codes and scales."""
         yield from self.codes
         yield from self.scale_invs
 
@@ -151,7 +155,7 @@ class _Stored:
 class Fp8Parameter(CodedTensor):
     """A weight [rows, cols] of nominal dtype bfloat16 in FP8; made by ``fp8_parameter``.
 
-    Assign it to a module as any parameter (it is an instance of torch.nn.Parameter). NaN and Inf that are written become
+    Assign it to a module like any parameter (it is an instance of torch.nn.Parameter). Written NaN and Inf become
     codes as in every cast, and count into the health of the iteration that uses them.
 
     Raises TypeError and RuntimeError as CodedTensor does: a change of dtype or device in place; a collective on it.
@@ -159,7 +163,7 @@ class Fp8Parameter(CodedTensor):
 
     _stored: _Stored
     is_gathered = False
-    """Whether it is a view of shards for the length of a forward, and its values are elsewhere."""
+    """Whether it is a temporary view of shards during a forward; the shards hold its values."""
 
     @staticmethod
     def __new__(cls, stored: _Stored) -> Fp8Parameter:
@@ -181,21 +185,22 @@ class Fp8Parameter(CodedTensor):
         amax: torch.Tensor,
         nonfinite: torch.Tensor | None,
     ) -> Fp8Parameter:
-        """Of codes (uint8 [rows, cols]) that exist, of nominal ``dtype``; not a copy, and no torch.nn.Parameter yet."""
+        """Makes one from codes (uint8 [rows, cols]) of nominal ``dtype``, without a copy; not yet a
+        torch.nn.Parameter."""
         stored = _Stored(quantizer, dtype, [codes])
         stored.set_scales([scale_inv], amax, nonfinite)
         return cls(stored)
 
-    # ------------------------------------------------------------------------------------------------------ what it is
+    # ------------------------------------------------------------------------------------------------------ properties
 
     @property
     def rule(self) -> Rule:
-        """How it is quantised."""
+        """Its quantisation rule."""
         return self._stored.quantizer.rule
 
     @property
     def quantizer(self) -> Quantizer:
-        """What quantises it: rule, slot and backend of its GEMM site."""
+        """Its quantizer: rule, slot and backend of its GEMM site."""
         return self._stored.quantizer
 
     @property
@@ -209,47 +214,50 @@ class Fp8Parameter(CodedTensor):
         return self._stored.codes
 
     def stored_tensors(self) -> list[torch.Tensor]:
-        """Every tensor it keeps for good: codes and scales."""
+        """Returns all its permanent tensors: codes and scales."""
         return list(self._stored.tensors())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Its value as an ordinary tensor [rows, cols], rounded once to dtype (default: the nominal one)."""
+        """Returns its value as an ordinary tensor [rows, cols], rounded once to dtype (default: the nominal one)."""
         return self._stored.quantized.dequantize(dtype)
 
     @property
     def cast_amax(self) -> torch.Tensor:
-        """float32 [], the largest magnitude of the values that the codes were last cast from; may be Inf."""
+        """float32 [], the largest magnitude of the values that were last cast to the codes; may be Inf."""
         return self._stored.amax
 
     @property
     def measured(self) -> torch.Tensor:
-        """float32 [2]: the amax of what was cast last, and how many NaN and Inf it had."""
+        """float32 [2]: the amax of the last cast, and its number of NaN and Inf."""
         amax, nonfinite = self._stored.amax, self._stored.nonfinite
         counted = amax.new_zeros(()) if nonfinite is None else nonfinite.to(amax.dtype)
         return torch.stack([amax.view([]), counted.view([])])
 
     def record(self) -> None:
-        """Put the last cast's amax and health into the slot: a forward pass uses the weight now."""
+        """Records the last cast's amax and health in the slot. Call it when a forward pass uses the weight."""
         self._stored.quantizer.record(self._stored.amax, self._stored.nonfinite)
 
     # ------------------------------------------------------------------------------------------- high-precision start
 
     def get_high_precision_init_val(self) -> torch.Tensor:
-        """What it was made from, in the nominal dtype. (A master that starts from the codes would be rounded twice.)
+        """Returns the original weight, in the nominal dtype. (A master made from the codes would be rounded twice.)
 
         After ``clear_high_precision_init_val`` the dequantised value.
         """
         return self.dequantize() if self._stored.initial is None else self._stored.initial
 
     def clear_high_precision_init_val(self) -> None:
-        """Let go of it: the master holds it now."""
+        """Frees the original weight, once the master has it."""
         self._stored.initial = None
 
-    # ----------------------------------------------------------------------------------------------------- its master
+    # ---------------------------------------------------------------------------------------------------------- master
 
     def own_piece(self, start: int, stop: int) -> None:
-        """Set the elements, in flat order, whose master this rank's optimizer holds, and no other rank's; none if they
-        are equal. Without a call each rank holds the master of all."""
+        """Sets the range of elements, in flat order, whose master only this rank's optimizer holds; empty if start ==
+        stop.
+
+        Without a call each rank holds the master of all.
+        """
         self._stored.piece = (start, stop)
 
     @property
@@ -259,15 +267,15 @@ class Fp8Parameter(CodedTensor):
 
     @property
     def master(self) -> torch.Tensor | None:
-        """What the codes are cast from, if this rank has it: the optimizer's float32 master (Megatron's ``main_param``);
-        before there is one, what the parameter was made from; else None."""
+        """The source of the codes, if this rank has it: the optimizer's float32 master (Megatron's ``main_param``);
+        before there is one, the original weight; else None."""
         master: torch.Tensor | None = getattr(self, "main_param", None)
         return self._stored.initial if master is None else master
 
     # --------------------------------------------------------------------------------------------- storage, and shards
 
     def replace_storage(self, data: torch.Tensor) -> None:
-        """Move the codes into ``data`` (uint8, as many elements), which is the parameter's memory from then on.
+        """Moves the codes into ``data`` (uint8, equally many elements), which becomes the parameter's memory.
 
         Raises:
             ValueError: it is a two-way parameter, or data has another dtype or size.
@@ -281,49 +289,49 @@ class Fp8Parameter(CodedTensor):
             raise ValueError(
                 f"an FP8 parameter of {codes.numel()} bytes cannot live in {data.dtype} [{data.numel()}]"
             )
-        # .data: views share one version, and a gather into another's slice of the buffer is no change of this weight.
+        # .data: views share a version counter, and a gather into other slices of the buffer does not change this weight.
         data = data.data.view(codes.shape)
         data.copy_(codes)
         self._stored.codes = [data]
         self._stored.view()
 
     def set_shard(self, index: int, offset: int, codes: torch.Tensor) -> None:
-        """Write float8 codes (any shape, flat order) from element ``offset`` on into set ``index`` of codes."""
+        """Writes float8 codes (any shape, flat order) into set ``index`` of codes, starting at element ``offset``."""
         flat = codes.reshape(-1).view(torch.uint8)
         self._stored.codes[index].view(-1)[offset : offset + flat.numel()].copy_(flat)
 
     def set_scales(
         self, scale_invs: list[torch.Tensor], amax: torch.Tensor, nonfinite: torch.Tensor | None
     ) -> None:
-        """New scales (one tensor for each set of codes), and what the cast of the whole matrix saw."""
+        """Sets the scales (one tensor for each set of codes), and the amax and non-finite count of the whole matrix."""
         self._stored.set_scales(scale_invs, amax, nonfinite)
 
     def refresh(self) -> None:
-        """Make what derives from the codes again, after they came over the network."""
+        """Rebuilds the views of the codes, after the network has written them."""
         self._stored.view()
 
     # --------------------------------------------------------------------------------------------------- as a tensor
 
     def write(self, value: torch.Tensor) -> None:
-        """Round to the nominal dtype and quantise [rows, cols] into the codes."""
+        """Rounds [rows, cols] to the nominal dtype and quantises it into the codes."""
         self._stored.write(value)
 
     def alias(self) -> Fp8Parameter:
-        """Another tensor over the same codes and scales."""
+        """Returns another tensor over the same codes and scales."""
         return type(self)(self._stored)
 
     def copy_codes(self, source: torch.Tensor) -> bool:
-        """Take codes and scales of an FP8 parameter that is quantised alike: a second cast would have other scales."""
+        """Copies codes and scales of an FP8 parameter with the same rule: a second cast would have other scales."""
         if not (isinstance(source, Fp8Parameter) and source.rule == self.rule and source.shape == self.shape):
             return False
         if source._stored is not self._stored:
-            for mine, theirs in zip(self.codes, source.codes, strict=True):
-                mine.copy_(theirs)
+            for target, codes in zip(self.codes, source.codes, strict=True):
+                target.copy_(codes)
             self._stored.take_scales(source._stored, self.device)
         return True
 
     def move(self, device: Any) -> Fp8Parameter:
-        """An FP8 parameter on another device, with the same codes, scales and attributes."""
+        """Returns an FP8 parameter on another device, with the same codes, scales and attributes."""
         old = self._stored
         new = type(old)(old.quantizer, old.dtype, [codes.to(device) for codes in old.codes])
         new.initial = old.initial
@@ -331,7 +339,7 @@ class Fp8Parameter(CodedTensor):
         return type(self)(new)
 
     def quantised_by(self, quantizer: Quantizer) -> None:
-        """From now on another quantizer of the same rule casts what is written: that of the linear it was copied into."""
+        """Sets another quantizer of the same rule for later writes: that of the linear into which it was copied."""
         assert quantizer.rule == self.rule, (quantizer.rule, self.rule)
         self._stored.quantizer = quantizer
 
@@ -350,16 +358,16 @@ class Fp8Parameter(CodedTensor):
 
 
 class TwoWayFp8Parameter(Fp8Parameter):
-    """An FP8 parameter whose directions have codes of their own (per row, 1x32): two bytes a value; travels in BF16."""
+    """An FP8 parameter with separate codes for each direction (per row, 1x32): two bytes a value; sent in BF16."""
 
 
 def fp8_parameter(weight: torch.Tensor, quantizer: Quantizer) -> Fp8Parameter:
-    """The FP8 parameter of a weight [rows, cols]: quantised now, its value kept until the master has it.
+    """Returns the FP8 parameter of a weight [rows, cols]: quantises it now, and keeps its value until the master has it.
 
-    Attributes that were set on the weight (tensor parallelism's and others) and requires_grad are taken over.
+    Takes over requires_grad and attributes that were set on the weight (tensor parallelism's and others).
 
     Raises:
-        ValueError: the rule rounds stochastically: the same master would give other codes each time it is cast.
+        ValueError: the rule rounds stochastically: casting the same master again would give other codes.
     """
     if quantizer.rule.stochastic:
         raise ValueError(
@@ -371,9 +379,11 @@ def fp8_parameter(weight: torch.Tensor, quantizer: Quantizer) -> Fp8Parameter:
     stored = _Stored(quantizer, value.dtype, codes)
     stored.write(value)
     stored.initial = value.cpu()
-    made = _as_parameter((Fp8Parameter if sets == 1 else TwoWayFp8Parameter)(stored), weight.requires_grad)
-    made.__dict__.update(weight.__dict__)
-    return made
+    parameter = _as_parameter(
+        (Fp8Parameter if sets == 1 else TwoWayFp8Parameter)(stored), weight.requires_grad
+    )
+    parameter.__dict__.update(weight.__dict__)
+    return parameter
 
 
 def _as_parameter(tensor: Fp8Parameter, requires_grad: bool) -> Any:
@@ -381,7 +391,7 @@ def _as_parameter(tensor: Fp8Parameter, requires_grad: bool) -> Any:
 
 
 def broadcast(parameter: Fp8Parameter, source: int, group: Any) -> None:
-    """Give every rank of the group the source rank's value, its high-precision start included. Collective."""
+    """Sends the source rank's value, with its original weight if present, to every rank of the group. Collective."""
     stored, device = parameter._stored, parameter.device
     if stored.initial is not None:
         value = stored.initial.to(device)
@@ -390,7 +400,7 @@ def broadcast(parameter: Fp8Parameter, source: int, group: Any) -> None:
         stored.write(value)
         return
     for tensor in parameter.stored_tensors():
-        wire = tensor.reshape(-1).view(torch.uint8)  # a scale of no dimension has no view as bytes
+        wire = tensor.reshape(-1).view(torch.uint8)  # a 0-dimensional scale has no view as bytes
         dist.broadcast(wire, src=source, group=group)
         tensor.copy_(wire.view(tensor.dtype).view(tensor.shape))
     count = torch.zeros([], device=device, dtype=torch.float32)
@@ -398,6 +408,6 @@ def broadcast(parameter: Fp8Parameter, source: int, group: Any) -> None:
         count += stored.nonfinite
     for number in (stored.amax, count):
         dist.broadcast(number, src=source, group=group)
-    # Products do not look for NaN where there is no count; on a GPU it is kept unread, since reading it would wait.
+    # Products skip the NaN check if there is no count; on a GPU it is kept unread, since reading it would wait.
     stored.nonfinite = count if waiting.looking_waits(device) or count else None
     parameter.refresh()

@@ -1,13 +1,13 @@
 """Casts of sharded masters with the scales of the whole weight.
 
-The distributed optimizer cuts its flat buffer into equal parts; cuts fall inside tensors, rows and blocks. A piece is
-rounded to BF16, completed with zeros to whole rows of blocks, and its amaxes taken; the amaxes of all tensors are
-max-reduced over the data-parallel ranks in one collective; then each rank casts its piece with the scales of the whole.
-The codes of all pieces together, and the scales, which every rank computes for itself, are those of casting the whole
-BF16 weight, bit for bit.
+The distributed optimizer splits its flat buffer into equal parts, inside tensors, rows and blocks. Each rank rounds
+its piece to BF16, pads it with zeros to whole rows of blocks, and computes its amaxes. One collective max-reduces the
+amaxes of all tensors over the data-parallel ranks. Then each rank casts its piece with the scales of the whole. The
+codes of all pieces together, and the scales, which every rank computes, equal those of casting the whole BF16 weight,
+bit for bit.
 
-On a GPU both passes are kernels that round as they read (kernels/param_cast.py): no BF16 piece is made, and nothing is
-read back. What they give is the same to the bit.
+On a GPU both passes are kernels that round while they read (kernels/param_cast.py): no BF16 piece is made, and there
+is no host sync. The results are bit-identical.
 
 Rejected: gathering first and casting after. It would send twice the bytes, and need a BF16 copy of every weight.
 """
@@ -37,15 +37,15 @@ def quantize_shards(
     offsets: Sequence[int | None],
     group: Any,
 ) -> None:
-    """Cast this rank's piece of each master into the parameter's codes, with the scales of the whole tensor.
+    """Casts this rank's piece of each master into the parameter's codes, with the scales of the whole tensor.
 
-    Collective over ``group``: one max-reduction for all tensors (none for a single rank). Afterwards scales are right on
-    every rank; codes are where masters are, and the rest is for an all-gather to bring.
+    Collective over ``group``: one max-reduction for all tensors (none for a single rank). Afterwards every rank has
+    the right scales, and the codes of its own pieces; an all-gather must bring the rest.
 
     Args:
         params: the same, in the same order, on every rank.
         masters: float32, flat, this rank's piece of each; None where it has none.
-        offsets: where in the flattened parameter the piece starts; None with it.
+        offsets: start of the piece in the flattened parameter; None without a piece.
         group: the data-parallel group whose ranks' pieces make up each tensor; None for this process alone.
     """
     if not params:
@@ -64,14 +64,14 @@ def quantize_shards(
 
 
 def _find_scales(pieces: Sequence[_Piece]) -> None:
-    """The scales of every piece, from amaxes of the whole: all tensors of a rule at once, since there are many weights
-    and few scales in each."""
-    alike: dict[tuple[Rule, bool], list[_Piece]] = {}
+    """Computes the scales of every piece from the whole tensors' amaxes: all tensors of a rule at once, since there
+    are many weights and few scales in each."""
+    groups: dict[tuple[Rule, bool], list[_Piece]] = {}
     for piece in pieces:
         quantizer = piece.param.quantizer
         from_history = quantizer.rule.delayed and quantizer.slot.warm
-        alike.setdefault((quantizer.rule, from_history), []).append(piece)
-    for (rule, from_history), members in alike.items():
+        groups.setdefault((quantizer.rule, from_history), []).append(piece)
+    for (rule, from_history), members in groups.items():
         amaxes = [amax for piece in members for amax in piece.amaxes]
         if from_history:
             scale = torch.stack([piece.param.quantizer.slot.scale for piece in members])
@@ -88,10 +88,11 @@ def _find_scales(pieces: Sequence[_Piece]) -> None:
 
 
 class _Piece:
-    """One rank's part of a master, as rows of the matrix it belongs to.
+    """One rank's part of a master, as rows of its matrix.
 
-    ``amaxes``, once measured: for each set of codes float32 [row blocks, column blocks] of the whole matrix, or [] for
-    one scale; ``nonfinite`` float32 [], how many elements are NaN or Inf; ``scales``: (scale, inverse) for each of them.
+    Attributes, set by ``measure``: ``amaxes``, for each set of codes float32 [row blocks, column blocks] of the whole
+    matrix, or [] for one scale; ``nonfinite`` float32 [], the number of NaN and Inf elements. ``scales``: (scale,
+    inverse) for each of them.
     """
 
     amaxes: list[torch.Tensor]
@@ -109,14 +110,14 @@ class _Piece:
             () if g.is_tensor else (_blocks(rows, g.rows), _blocks(cols, g.cols)) for g in self.granularities
         ]
         self.length = sum(prod(shape) for shape in self.shapes) + 1
-        # Start at a multiple of the block, so that the piece's blocks are the matrix's.
+        # Start at a multiple of the block, so that the piece's blocks align with the matrix's.
         block = lcm(*(g.rows for g in self.granularities if g.rows))
         end = self.offset + (0 if self.master is None else self.master.numel())
         self.top = self.offset // cols // block * block
         self.bottom = min(-(-end // cols), rows)
 
     def _matrix(self, master: torch.Tensor) -> torch.Tensor:
-        """[bottom - top, cols] in the nominal dtype, zero where other ranks have the values. Made twice, not kept."""
+        """Returns [bottom - top, cols] in the nominal dtype, zero in other ranks' elements. Made twice, not cached."""
         cols = self.param.shape[1]
         x = torch.zeros(self.bottom - self.top, cols, dtype=self.param.dtype, device=self.param.device)
         start = self.offset - self.top * cols
@@ -124,7 +125,7 @@ class _Piece:
         return x
 
     def measure(self, part: torch.Tensor) -> None:
-        """Amaxes and count of this rank's elements into ``part``, float32 [length] of zeros, which stays their memory."""
+        """Writes this rank's amaxes and count into ``part``, float32 [length] of zeros, which stays their memory."""
         *parts, count = part.split([*(prod(shape) for shape in self.shapes), 1])
         self.amaxes = [own.view(shape) for own, shape in zip(parts, self.shapes, strict=True)]
         self.nonfinite = count.view(())
@@ -136,18 +137,20 @@ class _Piece:
             shape, dtype = (self.param.shape[0], self.param.shape[1]), self.param.dtype
             piece_amax(self._flat(), self.offset, shape, dtype, self.amaxes[0], self.nonfinite)
             return
-        found, seen = block_amaxes(self._matrix(self.master), [(g.rows, g.cols) for g in self.granularities])
+        found, nonfinite = block_amaxes(
+            self._matrix(self.master), [(g.rows, g.cols) for g in self.granularities]
+        )
         for g, amax, own in zip(self.granularities, self.amaxes, found, strict=True):
             self._rows_of(amax, g).copy_(own.view(()) if g.is_tensor else own)
-        if seen is not None:
-            self.nonfinite += seen
+        if nonfinite is not None:
+            self.nonfinite += nonfinite
 
     def _rows_of(self, per_block: torch.Tensor, g: Granularity) -> torch.Tensor:
-        """The rows of blocks that the piece touches."""
+        """Returns the rows of blocks that the piece overlaps."""
         return per_block if g.rows == 0 else per_block[self.top // g.rows : -(-self.bottom // g.rows)]
 
     def cast(self) -> None:
-        """Write the codes of this rank's elements, and the scales of all."""
+        """Writes the codes of this rank's elements, and all scales."""
         param = self.param
         for index, (g, (scale, _)) in enumerate(zip(self.granularities, self.scales, strict=True)):
             if self.master is not None and self.by_kernel:
@@ -162,12 +165,12 @@ class _Piece:
         first = self.amaxes[0]
         amax = first.amax() if first.numel() else torch.zeros((), device=param.device, dtype=torch.float32)
         # On a GPU the count is kept even if it is 0: reading it would wait for the GPU.
-        kept = self.by_kernel or waiting.looking_waits(param.device)
-        count = self.nonfinite if kept or self.nonfinite else None
+        keep_count = self.by_kernel or waiting.looking_waits(param.device)
+        count = self.nonfinite if keep_count or self.nonfinite else None
         param.set_scales([inverse for _, inverse in self.scales], amax, count)
 
     def _flat(self) -> torch.Tensor:
-        """float32 [n], contiguous: what kernels read."""
+        """Returns the master as float32 [n], contiguous, for kernels."""
         assert self.master is not None
         return self.master.detach().to(torch.float32).contiguous().view(-1)
 

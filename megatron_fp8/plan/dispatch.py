@@ -1,6 +1,6 @@
-"""The format of tokens on their way to experts.
+"""The format of tokens sent to experts (MoE dispatch).
 
-It is FP8 where all experts of a layer read the same codes, and each scale belongs to one token.
+It is FP8 if all experts of a layer read the same codes, and each scale belongs to one token.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from .site_plan import SitePlan
 
 
 def is_by_token(rule: Rule) -> bool:
-    """Whether each scale belongs to one row alone, so that a row can travel with its scales."""
+    """Whether each scale belongs to one row alone, so that a row can be sent with its scales."""
     return rule.granularity.rows == 1
 
 
 def sent_as(plans: Sequence[SitePlan], role: str) -> tuple[Cast | None, str | None]:
-    """How tokens ('input', for the experts' first linears) or gradients ('grad_output', for their second ones) are
-    quantised before they are sent to the linears of these plans; or None, and why they are not."""
+    """Returns how tokens are quantised before they are sent to the linears of these plans, or None and the reason.
+
+    Args:
+        role: 'input' for the experts' first linears, 'grad_output' for the gradients of their second ones.
+    """
     first = plans[0].operands[READERS[role][0]][role]
     rule = None if first is None else first.rule
     for plan in plans:
@@ -29,7 +32,7 @@ def sent_as(plans: Sequence[SitePlan], role: str) -> tuple[Cast | None, str | No
 
 
 def refusal(plan: SitePlan, role: str, rule: Rule | None) -> str | None:
-    """Why a linear of this plan cannot be sent an operand in codes by this rule; None if it can."""
+    """Returns why a linear of this plan cannot receive an operand in codes by this rule; None if it can."""
     (reader, wgrad), (one, other) = READERS[role], (plan.operands[gemm][role] for gemm in READERS[role])
     if plan.precision != "fp8":
         return f"{plan.name} is in high precision"
@@ -42,5 +45,5 @@ def refusal(plan: SitePlan, role: str, rule: Rule | None) -> str | None:
     return (
         None
         if is_by_token(rule)
-        else f"{plan.name} has a scale per {rule.granularity}, which no token brings along"
+        else f"{plan.name} has a scale per {rule.granularity}, which is not sent with a token"
     )

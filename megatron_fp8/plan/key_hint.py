@@ -1,4 +1,4 @@
-"""Suggestions for unknown config keys: typos, other sections, other programs' words."""
+"""Suggestions for unknown config keys: typos, wrong sections, other programs' names."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ OTHER_WORDS = {
     "resume": "load resume_from_checkpoint",
     "megatron-fp8 launch --ranks N train": "ranks nproc_per_node nproc num_processes",
 }
-"""Key or command -> the last parts by which transformers' Trainer, torchtitan and Megatron-LM's scripts know it."""
-_MEANT = {word: key for key, words in OTHER_WORDS.items() for word in words.split()}
+"""Key or command -> its names (last parts) in transformers' Trainer, torchtitan and Megatron-LM's scripts."""
+_KEY_OF_WORD = {word: key for key, words in OTHER_WORDS.items() for word in words.split()}
 
 
 def nearest_key(given: str, known: Iterable[str]) -> str | None:
-    """The known dotted key that ``given`` is nearest to, in whichever section; None: it is like none of them."""
+    """Returns the known dotted key most similar to ``given``, in any section; None if none is similar."""
     keys = (*known, "model.fp8_format")
 
     def likeness(key: str) -> tuple[bool, float]:
-        """Whether the last parts are equal; how like the names are, with or without their sections."""
+        """Returns whether the last parts are equal, and the similarity of the names, with or without sections."""
         section, _, last = key.rpartition(".")
         names = {f"{section}_{last}", last}
         return last == own_last, max(_ratio(one, name) for one in own_names for name in names)
@@ -44,8 +44,8 @@ def nearest_key(given: str, known: Iterable[str]) -> str | None:
     own_names = {given.replace(".", "_"), own_last}
     nearest = max(keys, key=likeness)
     same, ratio = likeness(nearest)
-    if not same and ratio < 1 and own_last in _MEANT:
-        nearest, ratio = _MEANT[own_last], 1
+    if not same and ratio < 1 and own_last in _KEY_OF_WORD:
+        nearest, ratio = _KEY_OF_WORD[own_last], 1
     if nearest == "model.fp8_format":
         nearest = NOT_A_KEY
     return nearest if same or ratio >= 0.6 else None

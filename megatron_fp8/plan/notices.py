@@ -1,4 +1,4 @@
-"""What is worth a line when a model's plan is made, though nothing is wrong."""
+"""Notices printed when a plan is made, for plans that run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ MX_BLOCK = 32
 
 
 def say_what_is_lost(plans: Iterable[SitePlan], remedy: str) -> None:
-    """A line, once, where gradients are E5M2 in MX blocks: each block has its own scale and needs no range, and E4M3 has
-    a mantissa bit more. Others saw training diverge by it (Megatron-Bridge #638, ROCm/Megatron-LM #100; arXiv 2506.08027
-    has E4M3 for all tensors). For blocks of 128 reports disagree (TransformerEngine #2754), and nothing is said.
+    """Prints a line, once, if gradients are E5M2 in MX blocks, where E4M3 would be better.
+
+    Each block has its own scale and needs no wide range, and E4M3 has one more mantissa bit. Others saw training
+    diverge with E5M2 (Megatron-Bridge #638, ROCm/Megatron-LM #100; arXiv 2506.08027 uses E4M3 for all tensors). For
+    blocks of 128 reports disagree (TransformerEngine #2754), and nothing is printed.
 
     Args:
-        remedy: the setting that makes gradients E4M3, in the words of whoever asks.
+        remedy: the setting that makes gradients E4M3, as the caller's users write it.
     """
     for plan in plans:
         rule = plan.rules["grad_output"]
@@ -35,20 +37,22 @@ def say_what_is_lost(plans: Iterable[SitePlan], remedy: str) -> None:
 
 
 def say_fallback(name: str, dtype: str, reason: str) -> None:
-    """A line, once, of a linear that stays in ``dtype`` since it cannot run as asked, and the user allowed it."""
+    """Prints a line, once, for a linear that stays in ``dtype`` because it cannot run as requested."""
     say(f"megatron_fp8: {name} runs in {dtype}: {reason}", once=True)
 
 
 def padded_note(plan: SitePlan, device: torch.device, n: int, k: int) -> str | None:
-    """What a report says of a weight [N, K] of this rank whose sizes the GPU's products do not take as they are, so that
-    codes are copied to pad them, in every step; None of others."""
+    """Returns the report's note for a weight [N, K] of this rank whose sizes the GPU's GEMM does not support.
+
+    Its codes are copied to pad them, in every step. None for other weights.
+    """
     if plan.backend != native.name or not (gemms := padded_products(device, plan.products, n, k)):
         return None
     return f"K {k} x N {n} is not what the GPU's product takes: {', '.join(gemms)} copy codes, to pad them"
 
 
 def say_without_compiler(device: torch.device) -> None:
-    """A line, once, where linears run on a CPU without compiled kernels. Where there is a GPU, models are moved to it."""
+    """Prints a line, once, if linears run on a CPU without compiled kernels and there is no GPU."""
     if device.type == "cpu" and not torch.cuda.is_available() and (reason := missing_compiler()) is not None:
         say(
             f"megatron_fp8: {reason}. Without compiled kernels a training step takes about twice as long, with the same"
@@ -58,11 +62,11 @@ def say_without_compiler(device: torch.device) -> None:
 
 
 def say_what_is_padded(notes: Mapping[str, str], sites: int) -> None:
-    """A line, once, if there are such weights.
+    """Prints a line, once, if some weights are padded.
 
     Args:
-        notes: by name, of this rank's weights that have one.
-        sites: of this rank in all.
+        notes: weight name -> note, for this rank's padded weights.
+        sites: number of all sites of this rank.
     """
     if notes:
         name, note = next(iter(notes.items()))

@@ -1,7 +1,7 @@
 """Operands of a linear's GEMMs: the quantisation of each, or none.
 
-An operand is read in two directions, each by one GEMM. Where both want it quantised alike it is cast once, for both;
-where they differ it is cast twice, each time from high precision.
+Two GEMMs read each operand, each in its own direction. If both need the same quantisation, one cast serves both; if
+not, the operand is cast twice, each time from high precision.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ READERS = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_outp
 
 @dataclass(frozen=True)
 class Cast:
-    """How an operand is quantised for one GEMM: by a rule, and by whose history where the rule is delayed."""
+    """The quantisation of an operand for one GEMM: its rule, and the recipe with the history of a delayed one."""
 
     rule: Rule
     delayed: DelayedScaling | None = None
 
     @staticmethod
     def of(rule: Rule, recipe: Recipe) -> Cast:
-        """By a rule of this recipe."""
+        """Makes the cast for a rule of this recipe."""
         return Cast(rule, recipe if rule.delayed and isinstance(recipe, DelayedScaling) else None)
 
 
 Operands = Mapping[str, Mapping[str, Cast | None]]
-"""GEMM -> role -> how that operand is quantised for it; None: it is not."""
+"""GEMM -> role -> the operand's cast; None: not quantised."""
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """Of one operand in one GEMM: the recipe, another format than the recipe's, or why it is not quantised."""
+    """One operand of one GEMM: its recipe, a format that replaces the recipe's, or why it is not quantised."""
 
     recipe: Recipe
     fmt: str | None = None
@@ -58,19 +58,19 @@ def _format(name: str, role: str) -> FloatFormat:
 
 
 class Choices:
-    """What a linear's GEMMs multiply, while overrides are applied to it.
+    """The operands of a linear's GEMMs, while overrides are applied.
 
     Args:
         recipe: of all linears.
-        reason: why that one.
+        reason: why this recipe, for the report.
         unquantized: roles that stay in high precision.
         fp8_wgrad: False keeps wgrad in high precision.
         bf16_reason: why the whole linear stays in high precision, if it does.
 
     Attributes:
-        overridden: whether an override spoke of the linear.
-        edited: whether one made it multiply something else than its recipe says.
-        plans: what these became on a backend, by its name and why it: of linears that share these choices.
+        overridden: whether an override matches the linear.
+        edited: whether one changed it from what its recipe says.
+        plans: cache of plans that linears with these choices share, by backend name and reason.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class Choices:
             self.plain, self._said = set(GEMM_OPERANDS), [(bf16_reason, "")]
 
     def _take(self, recipe: Recipe, reason: str) -> None:
-        """That recipe in all GEMMs."""
+        """Sets this recipe for all GEMMs."""
         self.recipe, self.edited = recipe, False
         self.plain = set()
-        self._said = [(reason, "")]  # and of which part
+        self._said = [(reason, "")]  # (text, part of the linear)
         self.spared = not self.fp8_wgrad  # wgrad, by fp8_wgrad=False
         self.cells = {
             (gemm, role): _Choice(recipe, plain="as asked" if role in self.unquantized else None)
@@ -103,7 +103,11 @@ class Choices:
         }
 
     def apply(self, override: Override, recipe: Recipe | None, said: str) -> None:
-        """Apply one. ``recipe``: the one that it names, if it names one; ``said``: the field, for the report.
+        """Applies an override.
+
+        Args:
+            recipe: the recipe that it names, or None.
+            said: the config field, for the report.
 
         ValueError: it gives a format to an operand that its recipe does not quantise.
         """
@@ -140,23 +144,23 @@ class Choices:
 
     @property
     def reasons(self) -> list[str]:
-        """Why it is so, without what is said of operands that no GEMM in FP8 reads."""
+        """The reasons for the report, without those for operands that no FP8 GEMM reads."""
         return [
             text for text, part in self._said if text and not self.plain.issuperset(READERS.get(part, {""}))
         ]
 
     def operands(self) -> Operands:
-        """GEMM -> role -> how it is quantised."""
-        made: dict[str, dict[str, Cast | None]] = {
+        """Returns GEMM -> role -> cast."""
+        result: dict[str, dict[str, Cast | None]] = {
             gemm: {role: None if gemm in self.plain else self.cells[gemm, role].cast(role) for role in roles}
             for gemm, roles in GEMM_OPERANDS.items()
         }
-        if self._spares(made):
-            made["wgrad"] = dict.fromkeys(GEMM_OPERANDS["wgrad"])
-        return made
+        if self._spares(result):
+            result["wgrad"] = dict.fromkeys(GEMM_OPERANDS["wgrad"])
+        return result
 
     def products(self) -> Products:
-        """The same, as backends are asked."""
+        """Returns the same as rules, in the form that backends take."""
         rules = {
             gemm: [None if cast is None else cast.rule for cast in casts.values()]
             for gemm, casts in self.operands().items()
@@ -169,27 +173,27 @@ class Choices:
         return self.plain.issuperset(GEMM_OPERANDS)
 
     def _spares(self, made: Operands) -> bool:
-        """Whether fp8_wgrad=False takes wgrad out of FP8: it would be there."""
+        """Whether fp8_wgrad=False takes wgrad out of FP8, where it would otherwise run."""
         return self.spared and "wgrad" not in self.plain and None not in made["wgrad"].values()
 
     def remarks(self) -> list[str]:
-        """What stays in high precision without an override saying so, for the report."""
+        """Returns, for the report, what stays in high precision without an override."""
         found = []
-        for how in ("by the recipe", "as asked"):
-            roles = [role for role in ROLES if self._left(role) == {how}]
+        for cause in ("by the recipe", "as asked"):
+            roles = [role for role in ROLES if self._left(role) == {cause}]
             if roles:
-                found.append(f"{', '.join(roles)} not quantised {how}")
-        full = {
+                found.append(f"{', '.join(roles)} not quantised {cause}")
+        all_casts = {
             gemm: {role: self.cells[gemm, role].cast(role) for role in roles}
             for gemm, roles in GEMM_OPERANDS.items()
         }
-        if self._spares(full):
+        if self._spares(all_casts):
             found.append("fp8_wgrad=False: wgrad in high precision, which saves the input unquantised")
         return found
 
     def _left(self, role: str) -> set[str | None]:
         return {
             choice.plain or ("by the recipe" if choice.recipe.role_rules[role] is None else None)
-            for (_, whose), choice in self.cells.items()
-            if whose == role
+            for (_, choice_role), choice in self.cells.items()
+            if choice_role == role
         }

@@ -4,10 +4,10 @@
     NAME:fprop, :dgrad, :wgrad      one of its GEMMs, both operands
     NAME:input, :weight, :grad_output   one operand, in both GEMMs that read it
 
-NAME is a glob over full names or their last parts. The value is a precision ('bf16', the model's own dtype, or 'fp8', the
-recipe of all linears), a recipe, or a format ('e4m3', 'e5m2', 'hybrid'), which leaves the scales as they are. They are
-applied in order, each to what it speaks of, so the last match wins. A role's value says how that operand is quantised
-where its GEMMs are in FP8, and puts no GEMM there.
+NAME is a glob over full names or their last parts. The value is a precision ('bf16', the model's own dtype, or 'fp8',
+the recipe of all linears), a recipe, or a format ('e4m3', 'e5m2', 'hybrid'), which does not change the scales.
+Overrides are applied in order, each to its part, so the last match wins. A role's value sets how that operand is
+quantised in GEMMs that run in FP8, and puts no GEMM into FP8.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORMATS = ("e4m3", "e5m2", "hybrid")
 
 @dataclass(frozen=True)
 class Override:
-    """One entry: ``key`` as the user wrote it, its glob, the part of the linear ('': all of it), and the value."""
+    """One entry: ``key`` as the user wrote it, its glob, its part of the linear ('': all), and the value."""
 
     key: str
     glob: str
@@ -37,7 +37,7 @@ class Override:
 
     @staticmethod
     def of(key: str, value: Any) -> Override:
-        """From its key, which ``check_overrides`` has seen."""
+        """Parses an entry whose key ``check_overrides`` has accepted."""
         glob, colon, part = key.rpartition(":")
         return Override(key, glob, part, value) if colon else Override(key, key, "", value)
 
@@ -47,27 +47,27 @@ class Override:
 
     @property
     def gemms(self) -> tuple[str, ...]:
-        """The GEMMs that it speaks of."""
+        """The GEMMs to which it applies."""
         return (self.part,) if self.part in GEMM_OPERANDS else tuple(GEMM_OPERANDS)
 
     def covers(self, role: str) -> bool:
-        """Whether it speaks of this operand."""
+        """Whether it applies to this operand."""
         return self.part not in ROLES or self.part == role
 
 
 def matching(name: str, overrides: Mapping[str, Any], also: Iterable[str] = ()) -> list[Override]:
-    """Those whose glob matches the name or one of those in ``also``, in order."""
+    """Returns the overrides whose glob matches the name or one of ``also``, in order."""
     every = [Override.of(key, value) for key, value in overrides.items()]
     return [override for override in every if any(override.matches(called) for called in (name, *also))]
 
 
 def whole_override(name: str, overrides: Mapping[str, Any]) -> Override | None:
-    """The last one that matches and speaks of the whole linear."""
+    """Returns the last override that matches the name and applies to the whole linear, or None."""
     return next((found for found in reversed(matching(name, overrides)) if not found.part), None)
 
 
 def check_overrides(overrides: Any, field: str) -> None:
-    """ValueError, naming ``field``, unless these are overrides: keys that can be read, and values that there are."""
+    """Raises ValueError, naming ``field``, unless all keys and values are valid overrides."""
     if not isinstance(overrides, Mapping):
         raise ValueError(
             f"{field}={overrides!r} must map globs over module names to 'bf16' or a recipe, such as "
@@ -96,7 +96,7 @@ def _hint(value: Any, choices: Iterable[str]) -> str:
 
 
 def matched(overrides: Mapping[str, Any], names: Iterable[str]) -> list[bool]:
-    """For each override, in order, whether its glob matches any of these sites."""
+    """Returns for each override, in order, whether its glob matches any of these sites."""
     names = list(names)
     every = [Override.of(key, value) for key, value in overrides.items()]
     return [any(override.matches(name) for name in names) for override in every]
@@ -105,9 +105,10 @@ def matched(overrides: Mapping[str, Any], names: Iterable[str]) -> list[bool]:
 def check_overrides_match(
     overrides: Mapping[str, Any], names: Iterable[str], field: str = "fp8_overrides"
 ) -> None:
-    """ValueError for a glob that matches no site: a typing error must not pass as a setting.
+    """Raises ValueError for a glob that matches no site: a typing error must not pass as a setting.
 
-    ``names`` are the sites of the whole model, over all pipeline stages.
+    Args:
+        names: the sites of the whole model, over all pipeline stages.
     """
     names = list(names)
     for key, found in zip(overrides, matched(overrides, names), strict=True):

@@ -1,6 +1,6 @@
 """Resolves settings, a name and a device to a plan entry.
 
-Each front end says what its user asked for as ``Asked``: Megatron's config in mcore/sites.py, an Fp8Config in
+Each front end describes the user's request as ``Asked``: Megatron's config in mcore/sites.py, an Fp8Config in
 nn/config.py, the arguments of a product in nn/matmul.py.
 """
 
@@ -22,18 +22,19 @@ from .site_plan import SitePlan, bf16_site, chosen_site
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user asks for, of all linears of a model alike.
+    """A user's request for all linears of a model.
 
     Args:
-        recipe: the recipe of a name, with the user's options; of None, the one for all linears.
-        reason: why that one, as the report will say it.
-        overrides: as plan/overrides.py has them.
+        recipe: returns the recipe of a name, with the user's options; of None, the recipe for all linears.
+        reason: why this recipe, for the report.
+        overrides: as in plan/overrides.py.
         fp8_wgrad: False keeps wgrad in high precision.
         unquantized: roles that stay in high precision.
-        backend: one's name, 'auto' or None.
-        warn: a linear that cannot run as asked is left in high precision, said and reported, in place of an error.
-        prefix: what the names of these settings begin with: 'fp8_' in Megatron's config.
-        dtype: what high precision is called.
+        backend: a backend's name, 'auto' or None.
+        warn: a linear that cannot run as requested stays in high precision, with a warning and a report entry,
+            instead of an error.
+        prefix: prefix of these settings' names: 'fp8_' in Megatron's config.
+        dtype: the name of the high precision.
         faster: the setting that makes gradients E4M3, which some GPUs multiply faster.
     """
 
@@ -60,20 +61,20 @@ def resolve(
     brings_own: bool = False,
     also: tuple[str, ...] = (),
 ) -> SitePlan:
-    """The plan of one linear. Overrides by name come last, and therefore can put a layer back.
+    """Returns the plan of one linear. Overrides by name come last, so they can put a layer back into FP8.
 
     Args:
-        asked: what the user asked for.
-        name: the linear's.
+        asked: the user's request.
+        name: of the linear.
         layer: its global number, if it has one.
         device: where it runs.
         bf16_reason: why its layer stays in high precision, None if it does not.
-        layers: whether backends that have layers of their own may be chosen.
-        brings_own: whether the linear is one of such a backend's.
-        also: other names by which overrides may call it, such as that of the experts that it is one of.
+        layers: whether backends with their own layers may be chosen.
+        brings_own: whether the linear is such a backend's.
+        also: other names that overrides may match, such as the name of its group of experts.
 
     Raises:
-        ValueError: FP8 was asked for and cannot run.
+        ValueError: FP8 was requested and cannot run.
     """
     try:
         choices = choose(asked, name, bf16_reason, also)
@@ -84,7 +85,7 @@ def resolve(
             backend, why = choose_backend(asked.backend, device, products, layers=layers)
         except ValueError as error:
             if not choices.overridden:
-                raise  # asked alike of all linears: one name would mislead
+                raise  # the request is the same for all linears: one name would mislead
             raise ValueError(f"{_with_reasons(name, choices)}: {error}") from error
         if brings_own != (backend.name in LAYER_BACKENDS):
             raise ValueError(
@@ -99,21 +100,23 @@ def resolve(
         say_fallback(name, asked.dtype, plan.reason)
         return plan
     say_what_is_slow(backend.name, device, products, asked.faster)
-    made = choices.plans.get((backend.name, why))
-    if made is None:
+    plan_for_backend = choices.plans.get((backend.name, why))
+    if plan_for_backend is None:
         reason = "; ".join(choices.reasons)
         reason = f"{reason}; backend {why}" if reason else f"backend: {why}"
-        made = choices.plans[backend.name, why] = chosen_site(name, layer, backend.name, reason, choices)
-    return made.of(name, layer)
+        plan_for_backend = choices.plans[backend.name, why] = chosen_site(
+            name, layer, backend.name, reason, choices
+        )
+    return plan_for_backend.of(name, layer)
 
 
 def choose(asked: Asked, name: str, bf16_reason: str | None = None, also: tuple[str, ...] = ()) -> Choices:
-    """What a linear of that name multiplies, wherever it will run; arguments and errors as ``resolve``'s."""
+    """Returns the operands of a linear of that name, on any backend; arguments and errors as ``resolve``'s."""
     recipe, overrides = asked.recipe(None), matching(name, asked.overrides, also)
     key = id(recipe), asked.reason, asked.unquantized, asked.fp8_wgrad, bf16_reason
-    known = None if overrides else _ALIKE.get(key)
-    if known is not None:
-        return known
+    cached = None if overrides else _ALIKE.get(key)
+    if cached is not None:
+        return cached
     choices = Choices(
         recipe,
         asked.reason,
@@ -124,26 +127,26 @@ def choose(asked: Asked, name: str, bf16_reason: str | None = None, also: tuple[
     if not overrides:
         if len(_ALIKE) >= _MOST_ALIKE:
             _ALIKE.clear()
-        _ALIKE[key] = choices  # which keep the recipe, so that no other has its id
+        _ALIKE[key] = choices  # it refers to the recipe, so no other recipe gets its id
     for override in overrides:
-        choices.apply(override, _named(asked, override.value), f"{asked.prefix}overrides")
+        choices.apply(override, _recipe_of_value(asked, override.value), f"{asked.prefix}overrides")
     if choices.edited:
         refuse_e5m2_twice(choices.products(), _with_reasons(name, choices))
     return choices
 
 
 def _with_reasons(name: str, choices: Choices) -> str:
-    """What an error calls a linear of which overrides speak: its name, and what they say."""
+    """Returns a linear's name with its overrides' reasons, for an error message."""
     return f"{name} ({'; '.join(choices.reasons)})"
 
 
 _ALIKE: dict[tuple[Any, ...], Choices] = {}
-"""Those of linears of which nothing is said by name: a model of 100,000 asks as often."""
+"""Cache for linears that no override names: a model with 100,000 linears makes as many lookups."""
 _MOST_ALIKE = 256
 
 
-def _named(asked: Asked, value: Any) -> Recipe | None:
-    """The recipe that an override's value names; None: it names none."""
+def _recipe_of_value(asked: Asked, value: Any) -> Recipe | None:
+    """Returns the recipe that an override's value names, or None."""
     if isinstance(value, Recipe):
         return value
     if value == "fp8":

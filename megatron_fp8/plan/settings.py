@@ -1,7 +1,7 @@
-"""Resolves recipe settings of users to a recipe, for Megatron-Core and nn.
+"""Resolves users' recipe settings to a recipe, for Megatron-Core and nn.
 
-A setting reaches a recipe that has a field of its name, and no other. So a new recipe that has a margin gets the user's,
-without a word here.
+A recipe receives the settings for which it has a field of the same name. So a new recipe with a margin gets the
+user's margin without a change here.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from ..numerics.formats import Format
 from ..recipe import RECIPES, CustomRecipe, Recipe, check_recipe_name
 
 FP8_FORMATS = tuple(fmt.value for fmt in Format)
-"""What the setting `fp8` may be, where FP8 is on."""
+"""Valid values of the setting `fp8`, other than off."""
 
 DEFAULT_RECIPE = "tensorwise"
-"""The recipe of every entry of this package's own, where nobody names one. Megatron-Core's own config has 'delayed'."""
+"""The default recipe of this package's own interfaces. Megatron-Core's own config has 'delayed'."""
 
 
 def field_meant(fp8_format: Any) -> str:
-    """The setting that `fp8_format` is another name of: `fp8` if it names element formats, else `fp8_recipe`."""
+    """Returns the setting for which `fp8_format` is another name: `fp8` for element formats, else `fp8_recipe`."""
     return "fp8" if fp8_format in FP8_FORMATS else "fp8_recipe"
 
 
 def exchanged(name: str, value: Any) -> str | None:
-    """What to write in the place of ``name=value``, where ``fp8`` got a recipe's name or ``fp8_recipe`` formats; or None.
+    """Returns a correction of ``name=value`` if ``fp8`` has a recipe's name or ``fp8_recipe`` has formats; else None.
 
     Args:
-        name: the setting, perhaps with its section before it: 'model.fp8'.
+        name: the setting, with or without its section: 'model.fp8'.
     """
     section, dot, last = name.rpartition(".")
     if last == "fp8" and value in tuple(RECIPES):
@@ -41,11 +41,11 @@ def exchanged(name: str, value: Any) -> str | None:
 
 
 NOT_A_KEY = "model.fp8 (hybrid, e4m3) or model.fp8_recipe (tensorwise, mxfp8, ...)"
-"""What is offered for `fp8_format`, which other programs have in both meanings."""
+"""The suggestion for `fp8_format`, which other programs use in both meanings."""
 
 
 def without_fp8_format(section: Mapping[str, Any]) -> dict[str, Any]:
-    """A model section with what its `fp8_format` says under the name that it means. ValueError: that says otherwise."""
+    """Returns a model section with `fp8_format` renamed to the setting it means. ValueError: both are set and differ."""
     found = dict(section)
     if "fp8_format" not in found:
         return found
@@ -61,7 +61,7 @@ def without_fp8_format(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_recipe_alone(recipe: str | None, *, fp8_given: bool) -> None:
-    """ValueError if a model section names a recipe while FP8 is neither on nor off by name: the run would be in BF16."""
+    """Raises ValueError if a model section names a recipe without setting or disabling FP8: it would run in BF16."""
     if recipe is not None and not fp8_given:
         raise ValueError(
             f"model.fp8_recipe={recipe!r} without model.fp8, which would train in BF16: give model.fp8=hybrid or e4m3 (or"
@@ -71,14 +71,14 @@ def refuse_recipe_alone(recipe: str | None, *, fp8_given: bool) -> None:
 
 @dataclass(frozen=True)
 class RecipeSettings:
-    """What may be said of recipes, whichever it will be.
+    """Settings for recipes of any kind.
 
     Args:
         fp8_format, margin, amax_epsilon, stochastic_rounding, amax_history_len, amax_compute_algo, interval: as the
-            recipes' own fields; None leaves the recipe's own.
-        pow2_scales: True and False say what scales are, where the recipe leaves the choice.
+            recipes' fields; None leaves the recipe's default.
+        pow2_scales: whether scales are powers of two, if the recipe has the choice.
         quantizer_factory: 'package.module.function' of a custom recipe.
-        prefix: what the user's names have before these: 'fp8_' in Megatron's config.
+        prefix: prefix of the user's names for these: 'fp8_' in Megatron's config.
     """
 
     fp8_format: Format | str | None = None
@@ -99,29 +99,29 @@ def takes(name: str, field: str) -> bool:
 
 
 def from_settings(name: str, settings: RecipeSettings) -> Recipe:
-    """The recipe of that name, with those settings that it has.
+    """Returns the recipe of that name, with those of the settings that it has.
 
     Raises:
-        ValueError: the name is unknown, a value cannot be, or there is no margin to set.
+        ValueError: the name is unknown, a value is invalid, or the recipe has no margin to set.
     """
-    # types tell 0 from 0.0 and False, as a recipe does
-    said = name, settings, *map(type, vars(settings).values())
+    # with the types, since 0 == 0.0 == False, and recipes distinguish them
+    key = name, settings, *map(type, vars(settings).values())
     try:
-        found = _MADE.get(said)
-    except TypeError:  # a list, say, which no recipe takes
-        return _made(name, settings)
+        found = _CACHE.get(key)
+    except TypeError:  # not hashable, such as a list, which no recipe takes
+        return _make_recipe(name, settings)
     if found is None:
-        found = _made(name, settings)
-        if not isinstance(found, CustomRecipe):  # what a user's function says may change
-            _MADE[said] = found
+        found = _make_recipe(name, settings)
+        if not isinstance(found, CustomRecipe):  # a user's function may return something else later
+            _CACHE[key] = found
     return found
 
 
-_MADE: dict[tuple[Any, ...], Recipe] = {}
-"""Recipes by what was said of them: a model of 100,000 linears asks as often."""
+_CACHE: dict[tuple[Any, ...], Recipe] = {}
+"""Cache of recipes by name and settings: a model with 100,000 linears makes as many lookups."""
 
 
-def _made(name: str, settings: RecipeSettings) -> Recipe:
+def _make_recipe(name: str, settings: RecipeSettings) -> Recipe:
     prefix = settings.prefix
     if RECIPES[check_recipe_name(name)] is CustomRecipe:
         return _custom(settings.quantizer_factory, prefix)
@@ -132,13 +132,13 @@ def _made(name: str, settings: RecipeSettings) -> Recipe:
             f" keep headroom; set {prefix}margin=0"
         )
     pow2 = settings.pow2_scales
-    asked = {
+    options = {
         **vars(settings),
         "use_power_2_scales": pow2,
         "use_f32_scales": None if pow2 is None else not pow2,
     }
     return RECIPES[name](
-        **{field: value for field, value in asked.items() if value is not None and takes(name, field)}
+        **{field: value for field, value in options.items() if value is not None and takes(name, field)}
     )
 
 
@@ -155,7 +155,7 @@ def _custom(path: str | None, prefix: str) -> CustomRecipe:
 
 
 def import_factory(path: str | None, field: str = "fp8_quantizer_factory") -> Callable[..., Any]:
-    """The function at an import path. ValueError, naming the field that had the path, where there is none."""
+    """Returns the function at an import path. ValueError, naming the field with the path, if there is none."""
     remedy = f"give {field} as 'package.module.function'"
     if not isinstance(path, str) or not path:
         raise ValueError(f"a custom recipe needs a factory and {field} is {path!r}: {remedy}")

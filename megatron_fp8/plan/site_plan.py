@@ -1,12 +1,12 @@
-"""The precision plan: for every GEMM site, what runs in which precision, and why. Settled when the model is built.
+"""The precision plan: precision and reason of every GEMM site, made with the model.
 
-A site is one linear layer, named by its fully qualified module name. Its SitePlan is frozen; whatever changes the answer
-(first and last layers in BF16, overrides by name, ``fp8_wgrad=False``, a role left in high precision) is applied when
-the plan is made, and leaves its reason there. Nothing decides precision anywhere else, so the report cannot disagree
-with what runs; only phases.py says in which iterations a plan is in force.
+A site is one linear layer, named by its fully qualified module name. Its SitePlan is frozen. All that changes the
+precision (first and last layers in BF16, overrides by name, ``fp8_wgrad=False``, a role left in high precision) is
+applied when the plan is made, which records the reason. Nothing else decides precision, so the report cannot disagree
+with what runs; only phases.py says in which iterations a plan applies.
 
-Rejected: an ambient context that layers ask "is this FP8?" at run time, as Transformer Engine has it. Recompute,
-pipelines and a module called twice each meet the wrong ambient, in silence.
+Rejected: an ambient context that layers query at run time, as Transformer Engine has it. Recompute, pipelines and a
+module that is called twice each run under the wrong context, silently.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .operands import READERS, Choices, Operands
 Precision = Literal["fp8", "bf16"]
 
 Cause = Literal["asked", "fallback", "size", "guard"]
-"""Who decided a site's precision: the settings; ``fp8_fallback`` (it cannot run as asked, and the user allowed BF16); the
-table of ``fp8_size_filter`` (FP8 does not pay there); or ``fp8_guard`` (it ran, and fell ill). Reasons are for people:
-nothing is decided by their words."""
+"""What decided a site's precision: the settings; ``fp8_fallback`` (it cannot run as requested, and the user allowed
+BF16); the table of ``fp8_size_filter`` (FP8 is slower there); or ``fp8_guard`` (it became unhealthy). No code depends on
+the text of a reason."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class SitePlan:
         name: fully qualified module name; layer numbers are global, counted from 0.
         layer: global 0-based layer number, None outside the layers.
         precision: 'fp8' if any GEMM runs in FP8, else 'bf16' (the model's own dtype).
-        recipe: of the site, where nothing else was said of a part of it; None for a bf16 site.
+        recipe: of all parts of the site without an override; None for a bf16 site.
         backend: backend name, None for a bf16 site.
-        reason: why it is so, in words.
-        cause: who decided it.
-        operands: what each GEMM multiplies. One of a GEMM's operands alone is quantised where the other's role is not:
-            then it is dequantised for the product. A GEMM that was taken out of FP8 has two that never were quantised.
+        reason: why, as text.
+        cause: what decided it.
+        operands: casts of each GEMM. If only one operand of a GEMM is quantised, because the other's role is not, it
+            is dequantised for the product. A GEMM that was taken out of FP8 quantises neither.
         rules: role -> the Rule of its first reader that has one, or None for a role that stays in high precision.
         gemms: 'fprop', 'dgrad', 'wgrad' -> precision.
     """
@@ -66,14 +66,14 @@ class SitePlan:
         object.__setattr__(self, "rules", rules)
 
     def of(self, name: str, layer: int | None) -> SitePlan:
-        """The same of another site that is alike."""
-        made = object.__new__(SitePlan)
-        vars(made).update(vars(self), name=name, layer=layer)
-        return made
+        """Returns an equal plan for another site."""
+        plan = object.__new__(SitePlan)
+        vars(plan).update(vars(self), name=name, layer=layer)
+        return plan
 
     @property
     def products(self) -> Products:
-        """How the operands of each GEMM are quantised."""
+        """The rules of each GEMM's two operands."""
         rules = {
             gemm: {role: None if cast is None else cast.rule for role, cast in casts.items()}
             for gemm, casts in self.operands.items()
@@ -81,7 +81,7 @@ class SitePlan:
         return {gemm: (rules[gemm][a], rules[gemm][b]) for gemm, (a, b) in GEMM_OPERANDS.items()}
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for report.json."""
+        """Returns plain values for report.json."""
         return {
             "name": self.name,
             "layer": self.layer,
@@ -94,7 +94,7 @@ class SitePlan:
         }
 
     def _in_words(self, role: str) -> str | None:
-        """How a role is quantised. GEMMs that quantise nothing say so themselves."""
+        """Describes how a role is quantised, over the GEMMs that quantise anything."""
         words = {
             gemm: "high precision" if (cast := self.operands[gemm][role]) is None else str(cast.rule)
             for gemm in READERS[role]
@@ -116,16 +116,16 @@ def fp8_site(
     fp8_wgrad: bool = True,
     unquantized: tuple[str, ...] = (),
 ) -> SitePlan:
-    """The plan of a site that runs in FP8 as ``recipe`` says, but for GEMMs with an unquantised operand."""
+    """Returns the plan of a site that runs in FP8 by ``recipe``, except for GEMMs with an unquantised operand."""
     return chosen_site(
         name, layer, backend, reason, Choices(recipe, fp8_wgrad=fp8_wgrad, unquantized=unquantized)
     )
 
 
 def chosen_site(name: str, layer: int | None, backend: str, reason: str, choices: Choices) -> SitePlan:
-    """The plan of a site whose GEMMs multiply what was chosen.
+    """Returns the plan of a site with these choices.
 
-    If that leaves no GEMM in FP8 it is a bf16 site, and nothing is quantised.
+    If no GEMM is left in FP8, it is a bf16 site and quantises nothing.
     """
     reason = "; ".join([reason, *choices.remarks()])
     operands = choices.operands()
@@ -135,20 +135,21 @@ def chosen_site(name: str, layer: int | None, backend: str, reason: str, choices
 
 
 def bf16_site(name: str, layer: int | None, reason: str, cause: Cause = "asked") -> SitePlan:
-    """The plan of a site that runs in the model's own dtype."""
+    """Returns the plan of a site that runs in the model's own dtype."""
     nothing: Operands = {gemm: dict.fromkeys(roles) for gemm, roles in GEMM_OPERANDS.items()}
     return SitePlan(name, layer, "bf16", None, None, reason, nothing, cause)
 
 
 def is_something_left(plans: Iterable[tuple[Precision, Cause, str]]) -> bool:
-    """Whether one of these sites runs in FP8, or was allowed not to."""
+    """Whether one of these sites runs in FP8, or was allowed to fall back."""
     return any(precision == "fp8" or cause == "fallback" for precision, cause, _ in plans)
 
 
 def check_something_left(plans: Iterable[tuple[Precision, Cause, str]]) -> None:
-    """ValueError if FP8 was asked for and no site runs in it, unless a fallback was allowed.
+    """Raises ValueError if FP8 was requested and no site runs in it, unless a fallback was allowed.
 
-    ``plans``: (precision, cause, reason) of every site of the whole model; nothing is said of a model without any.
+    Args:
+        plans: (precision, cause, reason) of every site of the whole model. A model without sites is accepted.
     """
     plans = list(plans)
     if not plans or is_something_left(plans):

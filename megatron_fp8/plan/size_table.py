@@ -1,11 +1,11 @@
 """A table of measured GEMM times: which shapes are too small for FP8.
 
-FP8 makes the multiplications cheaper, which are K * N * tokens, and adds quantisation, which is a pass over each operand;
-below some size it costs more than it saves. Where that is depends on the GPU, the recipe and the version of everything,
-so it is measured (``megatron-fp8 bench --tune --out FILE``) and not known here.
+FP8 speeds up the multiplications, K * N * tokens, and adds quantisation, one pass over each operand; below some size
+it costs more than it saves. That size depends on the GPU, the recipe and all versions, so it is measured
+(``megatron-fp8 bench --tune --out FILE``) and not built in.
 
-Rejected: a threshold of so many rows and columns, as torchao has, or a speed-up to ask for and a built-in model of GPUs:
-both are somebody else's machine.
+Rejected: a fixed threshold of rows and columns, as torchao has, or a required speed-up with a built-in model of GPUs:
+both describe another machine.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Gemm(NamedTuple):
         return self.k * self.n * self.tokens
 
     def within(self, other: Gemm) -> bool:
-        """No larger than the other in any dimension."""
-        return all(mine <= theirs for mine, theirs in zip(self, other, strict=True))
+        """Whether it is no larger than the other in any dimension."""
+        return all(size <= limit for size, limit in zip(self, other, strict=True))
 
 
 class Ratio(NamedTuple):
@@ -53,7 +53,7 @@ class Ratio(NamedTuple):
 
     @property
     def pays(self) -> bool:
-        """Whether FP8 is faster by more than the noise: most turns were, not half of them."""
+        """Whether FP8 is faster by more than the noise: in most repetitions, not in half of them."""
         return self.median * (1 + self.spread / 2) < 1
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether FP8 pays for a shape, and the measurement that says so."""
+    """Whether FP8 is faster for a shape, and the measurement as text."""
 
     pays: bool
     reason: str
@@ -70,12 +70,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class SizeTable:
-    """Times of FP8 over BF16, of fprop + dgrad + wgrad with all quantisation, by shape; below 1 FP8 is the faster.
+    """Time ratios of FP8 to BF16, of fprop + dgrad + wgrad with all quantisation, by shape; FP8 is faster below 1.
 
     Attributes:
         path: the file, for messages.
         device: as timing.device_label gives it.
-        backend, recipe, roles: what was measured; roles maps each role to its Rule in words.
+        backend, recipe, roles: what was measured; roles maps each role to its Rule as text.
         date: of the measurement.
         ratios: shape -> time of FP8 over that of BF16.
     """
@@ -89,7 +89,7 @@ class SizeTable:
     ratios: dict[Gemm, Ratio]
 
     def check(self, device: str, backend: str, recipe: Recipe) -> None:
-        """ValueError if the table was measured on another device, backend or recipe than runs here."""
+        """Raises ValueError if the table was measured with another device, backend or recipe."""
         here = {"device": device, "backend": backend, "recipe": recipe_name(recipe)}
         for what, value in here.items():
             measured = getattr(self, what)
@@ -112,7 +112,7 @@ class SizeTable:
             )
 
     def tokens(self, given: int | None) -> int:
-        """The tokens to decide by: those given, else the table's if it has one count. ValueError if it has several."""
+        """Returns the given token count, else the table's if it has only one. ValueError if it has several."""
         counts = sorted({gemm.tokens for gemm in self.ratios})
         if given is not None:
             return given
@@ -125,10 +125,10 @@ class SizeTable:
         return counts[0]
 
     def verdict(self, gemm: Gemm) -> Verdict:
-        """Whether FP8 pays for the shape.
+        """Returns whether FP8 is faster for the shape.
 
-        One that was not measured is decided by the nearest measured one that is no larger in any dimension: since larger
-        GEMMs gain more, FP8 is taken only where a smaller one has shown that it pays. Where none is that small: no.
+        For a shape without a measurement the nearest measured one decides that is no larger in any dimension: larger
+        GEMMs gain more, so FP8 runs only if it was faster for a smaller GEMM. Without such a measurement: no FP8.
         """
         when = f"on {self.device}, {self.date}"
         if gemm in self.ratios:
@@ -145,21 +145,21 @@ class SizeTable:
 
 
 def roles_of(recipe: Recipe) -> dict[str, str | None]:
-    """Each role's rule in words, None for one that stays in high precision."""
+    """Returns each role's rule as text, None for a role that stays in high precision."""
     rules = {role: recipe.rule(role) for role in ("input", "weight", "grad_output")}
     return {role: None if rule is None else str(rule) for role, rule in rules.items()}
 
 
 def load_table(path: str) -> SizeTable:
-    """The table in a file that ``megatron-fp8 bench --tune`` wrote.
+    """Loads a table that ``megatron-fp8 bench --tune`` wrote.
 
     Raises:
-        ValueError: there is no such file, or it is no such table; the message names what is wrong in it.
+        ValueError: the file does not exist or is no such table; the message names the fault.
     """
     try:
         changed = Path(path).stat().st_mtime_ns
     except OSError as error:
-        raise _wrong(path, f"it cannot be read ({error.strerror})") from error
+        raise _error(path, f"it cannot be read ({error.strerror})") from error
     return _load(path, changed)
 
 
@@ -168,25 +168,25 @@ def _load(path: str, changed: int) -> SizeTable:
     try:
         content = load_json(read_ordinary(Path(path), _LARGEST))
     except OSError as error:
-        raise _wrong(path, f"it cannot be read ({error.strerror})") from error
+        raise _error(path, f"it cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise _wrong(path, f"it is not JSON ({error})") from error
+        raise _error(path, f"it is not JSON ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else content
-        raise _wrong(path, f"its format is {str(found)[:60]!r} and must be {FORMAT!r}")
+        raise _error(path, f"its format is {str(found)[:60]!r} and must be {FORMAT!r}")
     for key in ("device", "backend", "recipe", "date"):
         if not isinstance(content.get(key), str) or not content[key]:
-            raise _wrong(path, f"{key}={content.get(key)!r} must be a text")
+            raise _error(path, f"{key}={content.get(key)!r} must be a text")
     if not isinstance(content.get("roles"), dict):
-        raise _wrong(path, f"roles={content.get('roles')!r} must say how each role is quantised")
+        raise _error(path, f"roles={content.get('roles')!r} must say how each role is quantised")
     rows = content.get("rows")
     if not isinstance(rows, list) or not rows:
-        raise _wrong(path, f"rows={str(rows)[:60]} must be a list of measured shapes")
+        raise _error(path, f"rows={str(rows)[:60]} must be a list of measured shapes")
     ratios: dict[Gemm, Ratio] = {}
     for number, row in enumerate(rows):
         gemm, ratio = _row(path, f"rows[{number}]", row)
         if gemm in ratios:
-            raise _wrong(path, f"rows[{number}] measures {gemm} a second time")
+            raise _error(path, f"rows[{number}] measures {gemm} a second time")
         ratios[gemm] = ratio
     texts = {key: content[key] for key in ("device", "backend", "recipe", "date")}
     return SizeTable(path, roles=content["roles"], ratios=ratios, **texts)
@@ -194,22 +194,22 @@ def _load(path: str, changed: int) -> SizeTable:
 
 def _row(path: str, where: str, row: Any) -> tuple[Gemm, Ratio]:
     if not isinstance(row, dict):
-        raise _wrong(path, f"{where}={row!r} must have k, n, tokens, ratio and spread")
+        raise _error(path, f"{where}={row!r} must have k, n, tokens, ratio and spread")
     for key in Gemm._fields:
         value = row.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise _wrong(path, f"{where}.{key}={value!r} must be a positive integer")
+            raise _error(path, f"{where}.{key}={value!r} must be a positive integer")
     for key, least in (("ratio", "above 0"), ("spread", "of at least 0")):
         number: Any = row.get(key)
         good = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
         if not good or number < 0 or (number == 0 and key == "ratio"):
-            raise _wrong(
+            raise _error(
                 path, f"{where}.{key}={number!r} must be a number {least}, of FP8's time over BF16's"
             )
     return Gemm(row["k"], row["n"], row["tokens"]), Ratio(float(row["ratio"]), float(row["spread"]))
 
 
-def _wrong(path: str, why: str) -> ValueError:
+def _error(path: str, why: str) -> ValueError:
     return ValueError(f"fp8_size_filter={path!r} is not a table of measured GEMMs: {why}. {_remedy(path)}")
 
 

@@ -1,19 +1,19 @@
 """Ambient state: the layer under construction, autocast contexts, observers.
 
-While a model is built, ``building_layer`` tells the linears inside it their global layer number. At run time a ``Switch``
-is all that a context can say: FP8 is off, or another recipe runs. ``runs_fp8`` is the one answer to whether a call of a
-site is in FP8, in eager mode, in traced code, in a recomputation and in any thread. No switch gives FP8 to a site whose
-plan has none, and leaving a context does nothing.
+During model construction ``building_layer`` gives the linears inside it their global layer number. At run time a
+``Switch`` holds all that a context can set: FP8 is off, or another recipe runs. ``runs_fp8`` alone decides whether a
+call of a site is in FP8, in eager mode, in compiled code, in a recomputation and in any thread. No switch gives FP8
+to a site whose plan has none, and leaving a context updates nothing.
 
-Activation recompute is where an ambient goes wrong: it happens in the backward, when the context around the forward was
-left, maybe in another thread. So what was said before a backward began does not hold for forwards inside it: there a
-layer answers as in its forwards of this iteration (``Forwards``). What is said inside the backward holds, by Megatron's
-recompute, which carries it along (``remember_fp8``), or by a hook that runs a forward of its own. Rejected: patching
-torch.utils.checkpoint. Others recompute too.
+Activation recompute would run under the wrong context: it happens in the backward, after the context around the
+forward was left, perhaps in another thread. So a switch set before a backward does not apply to forwards inside that
+backward: there a layer uses the switch of its forwards of this iteration (``Forwards``). A switch set inside the
+backward applies: Megatron's recompute sets it (``remember_fp8``), or a hook that runs its own forward. Rejected:
+patching torch.utils.checkpoint, because other libraries recompute too.
 
-torch.compile cannot guard on a context variable, nor on thread-local state (whose value while tracing it takes for ever,
-in silence). So every switch is also written to a plain object, ``_traced``, which traced code reads and guards on. It is
-the process's: compiled code that several threads run at once must find FP8 switched alike.
+torch.compile cannot guard on a context variable, nor on thread-local state (it silently uses the value at tracing
+time forever). So every switch is also written to a plain object, ``_traced``, which compiled code reads and guards
+on. It is one per process: threads that run compiled code at the same time must have the same switch.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def building_layer(number: int, bf16_reason: str | None) -> Iterator[None]:
 
 
 def layer_being_built() -> LayerBeingBuilt | None:
-    """The layer under construction here, None outside."""
+    """Returns the layer under construction, None outside."""
     return _building.get()
 
 
@@ -69,13 +69,13 @@ def layer_being_built() -> LayerBeingBuilt | None:
 
 
 class Switch(NamedTuple):
-    """What is said of FP8 around a call. Immutable: a context replaces the whole of it.
+    """The FP8 settings of the contexts around a call. Immutable: a context replaces it.
 
     Attributes:
-        off: the sites that run in high precision: those that are 'unplanned' are those whose plan knows no layer number.
-        reason: why, for people to read.
-        recipe: what sites of a converted PyTorch model run in place of their own; None: their own.
-        label: tells ``recipe`` from others: traced code guards on texts, but on objects by their type.
+        off: the sites that run in high precision; 'unplanned': those whose plan has no layer number.
+        reason: why, as text.
+        recipe: replaces the recipe of a converted PyTorch model's sites; None: their own.
+        label: identifies ``recipe``: compiled code guards on strings, but on objects only by type.
     """
 
     off: Literal["none", "unplanned", "all"] = "none"
@@ -84,55 +84,58 @@ class Switch(NamedTuple):
     label: str = ""
 
     def turns_off(self, plan: SitePlan) -> bool:
-        """Whether sites of this plan run in high precision here. A plan that knows its layer has decided by itself
-        whether that is one of the first and last, which stay in BF16."""
+        """Whether sites of this plan run in high precision here.
+
+        A plan with a layer number has already decided whether its layer is one of the first and last, which stay in
+        BF16.
+        """
         return self.off == "all" or (self.off == "unplanned" and plan.layer is None)
 
     def with_recipe(self, recipe: Recipe | None) -> Switch:
-        """Another recipe in place of this one's."""
+        """Returns a copy with another recipe."""
         return self._replace(recipe=recipe, label="" if recipe is None else repr(recipe))
 
 
 class Site(Protocol):
-    """What ``runs_fp8`` asks of a GEMM site."""
+    """The attributes of a GEMM site that ``runs_fp8`` reads."""
 
     plan: SitePlan
     state: Fp8State
 
 
 def runs_fp8(site: Site, switch: Switch) -> bool:
-    """Whether a call under this switch runs in FP8: planned so, in a phase that has FP8, and not switched off."""
+    """Whether a call under this switch runs in FP8: by plan, in a phase that has FP8, and not switched off."""
     if site.plan.precision != "fp8" or switch.turns_off(site.plan):
         return False
     return (site.state.phase or site.state.known_phase()) == "fp8"
 
 
-_NOTHING = Switch()
-_here: ContextVar[Switch] = ContextVar("switch", default=_NOTHING)
+_DEFAULT = Switch()
+_here: ContextVar[Switch] = ContextVar("switch", default=_DEFAULT)
 _said_in: ContextVar[int] = ContextVar(
     "said_in", default=-1
-)  # the backward inside which it was said; -1: outside any
+)  # the backward inside which the switch was set; -1: outside any
 
 
 class _Traced:
-    """The innermost switch, for traced code."""
+    """The innermost switch, for compiled code."""
 
     def __init__(self) -> None:
-        self.switch = _NOTHING
+        self.switch = _DEFAULT
 
 
 _traced = _Traced()
 
 
 def current_switch() -> Switch:
-    """The switch that holds here."""
+    """Returns the current switch."""
     return _traced.switch if torch.compiler.is_compiling() else _here.get()
 
 
 @contextmanager
 def switched(switch: Switch) -> Iterator[None]:
-    """Inside, this switch holds, whatever is said around it."""
-    outer = current_switch()  # not what _traced has: that may be another thread's, which will have left it
+    """Inside, this switch applies, whatever contexts are around it."""
+    outer = current_switch()  # not _traced's: another thread may have set that
     tokens = None
     if not torch.compiler.is_compiling():
         tokens = _here.set(switch), _said_in.set(backward_task())
@@ -148,7 +151,7 @@ def switched(switch: Switch) -> Iterator[None]:
 
 @contextmanager
 def fp8_disabled(reason: str | None) -> Iterator[None]:
-    """Sites called inside run in high precision; None leaves things as they are around it."""
+    """Sites called inside run in high precision; None changes nothing."""
     here = current_switch()
     with switched(here if reason is None else here._replace(off="all", reason=reason)):
         yield
@@ -156,7 +159,7 @@ def fp8_disabled(reason: str | None) -> Iterator[None]:
 
 @contextmanager
 def unplanned_disabled(reason: str) -> Iterator[None]:
-    """Sites called inside run in high precision, but not those whose plan knows their layer number: it has decided."""
+    """Sites called inside run in high precision, except those whose plan has a layer number and has already decided."""
     here = current_switch()
     with switched(here if here.off == "all" else here._replace(off="unplanned", reason=reason)):
         yield
@@ -166,7 +169,7 @@ def unplanned_disabled(reason: str) -> Iterator[None]:
 
 
 def remember_fp8(function: Callable[P, R]) -> Callable[P, R]:
-    """The function; whenever it is called, in whatever thread, FP8 is switched on or off inside as it is now.
+    """Returns the function with the current switch: each call, in any thread, runs under it.
 
     So torch.utils.checkpoint.checkpoint(remember_fp8(module), x) recomputes in the precision of the forward.
     """
@@ -180,10 +183,10 @@ def remember_fp8(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Forwards:
-    """Remembers the switches around one layer's forwards of an iteration, for the recomputations of those.
+    """Records the switches of one layer's forwards in an iteration, for their recomputations.
 
     Args:
-        by_recipe: whether the layer runs the recipe that a switch names: then forwards with other recipes differ.
+        by_recipe: whether the layer runs the recipe of a switch: then forwards with other recipes differ.
     """
 
     def __init__(self, *, by_recipe: bool = False) -> None:
@@ -191,13 +194,12 @@ class Forwards:
         self._iteration = -1
         self._met: dict[
             tuple[bool, bool, str], Switch
-        ] = {}  # (training, off for this site, recipe) -> what said so
+        ] = {}  # (training, off for this site, recipe) -> switch
 
     def switch(self, site: Site, training: bool) -> Switch:
-        """The switch of this call, in this mode. While torch.compile traces none is remembered: the graph holds what was
-        chosen.
+        """Returns the switch of this call, in this mode. Records none while torch.compile traces: the graph is fixed.
 
-        RuntimeError: this recomputes one of several forwards that differed, and nobody said which (``remember_fp8``).
+        RuntimeError: this recomputes one of several forwards that differed, and no ``remember_fp8`` says which.
         """
         if torch.compiler.is_compiling():
             return current_switch()
@@ -210,51 +212,50 @@ class Forwards:
             return here
         if not self._met:
             return here
-        # Training's recomputations do not look at evaluations; a layer in evaluation may have been in training before.
-        met = {key[1:]: switch for key, switch in self._met.items() if key[0] or not training}
-        met = met or {key[1:]: switch for key, switch in self._met.items()}
-        if len(met) > 1:
+        # A recomputation in training ignores forwards in evaluation; one in evaluation uses all.
+        switches = {key[1:]: switch for key, switch in self._met.items() if key[0] or not training}
+        switches = switches or {key[1:]: switch for key, switch in self._met.items()}
+        if len(switches) > 1:
             raise RuntimeError(
                 f"{site.plan.name} ran with FP8 switched off and on (or in several ways) in one iteration, and"
                 " torch.utils.checkpoint does not say which call it recomputes: checkpoint"
                 " megatron_fp8.plan.switch.remember_fp8(function) in place of the function"
             )
-        return next(iter(met.values()))
+        return next(iter(switches.values()))
 
 
-# ------------------------------------------------------------------------------------------------------------ watched
+# ------------------------------------------------------------------------------------------------------ dispatch modes
 
-# Selective activation checkpointing keeps results of operations to hand them out again, tracers write operations down,
-# fake and meta tensors have no memory. The steps inside a linear are no business of theirs: it changes results in place,
-# and a recomputation takes other steps. So they are given a single operator (linear/compiled.py).
+# Selective activation checkpointing stores results of operations, tracers record operations, fake and meta tensors have
+# no memory. They must not see the operations inside a linear: it changes results in place, and a recomputation runs
+# different operations. So they see a single operator (linear/compiled.py).
 
 
 def is_watched(*tensors: torch.Tensor) -> bool:
-    """Whether a dispatch mode looks at each operation, or there is nothing to compute with."""
+    """Whether a dispatch mode intercepts each operation, or a tensor has no data."""
     if _get_current_dispatch_mode() is not None:
         return True
-    for x in tensors:  # noqa: SIM110 each linear asks this, and a generator takes longer
+    for x in tensors:  # noqa: SIM110 called by each linear, and a generator is slower
         if x.is_meta or isinstance(x, FakeTensor):
             return True
     return False
 
 
 class WatchedForwards:
-    """Which forwards of a site's iteration were watched, so that a recomputation goes as they did.
+    """Records which forwards of a site's iteration a dispatch mode watched, so that a recomputation runs the same way.
 
-    What a recomputation saves has to match what its forward saved, and the mode that was on around the forward may be off
-    when it is recomputed.
+    A recomputation must save the same tensors as its forward, but the mode around the forward may be off by then.
     """
 
     def __init__(self, state: Fp8State):
         self._state = state
         self._iteration = -1
-        self._met: set[bool] = set()  # answers given to the forwards of that iteration
+        self._met: set[bool] = set()  # results for the forwards of that iteration
 
     def as_operator(self, *tensors: torch.Tensor) -> bool:
-        """Whether a call on these tensors, which nobody traces, goes as one operator."""
+        """Whether an eager call on these tensors runs as one operator."""
         if self._state.capturing:
-            return False  # the mode is the capture's own, which wants all steps
+            return False  # the mode is the capture's own, which needs all operations
         watched, iteration = is_watched(*tensors), self._state.iteration
         if not in_backward():
             if iteration != self._iteration:
@@ -274,7 +275,7 @@ def autocasts(device: torch.device) -> bool:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """torch.autocast is off inside: it would round the products of the emulated GEMM."""
+    """Disables torch.autocast inside: it would round the products of the emulated GEMM."""
     if not autocasts(device):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -1,7 +1,7 @@
 """Interleaved timing on CPU and GPU, and the machine's name, for benchmarks.
 
-Times on a shared machine drift, so contenders are never timed one after another: each repetition runs all of them once,
-in turn, and a ratio is the median of the ratios inside the repetitions.
+Times on a shared machine drift, so contenders are never timed one after another: each repetition runs all of them
+once, in turn, and a ratio is the median over the ratios within repetitions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 LEAST_FOR_SPREAD = 4
-"""Repetitions; fewer show no quartiles."""
+"""Repetitions needed for quartiles."""
 _L2_BYTES = 256 * 2**20  # more than any L2 cache holds
 
 
@@ -58,7 +58,7 @@ def interleave(
     warmup: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-    """Run all contenders in turn, `repetitions` times over, after `warmup` untimed rounds. For work on the CPU."""
+    """Times all contenders on the CPU in turn, `repetitions` times, after `warmup` untimed rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for repetition in range(-warmup, repetitions):
         for name, run in contenders.items():
@@ -72,9 +72,9 @@ def interleave(
 def interleave_on(
     device: torch.device, contenders: Mapping[str, Callable[[], Any]], repetitions: int, *, warmup: int = 2
 ) -> dict[str, Timing]:
-    """``interleave`` on a device. On a GPU: between two CUDA events, with a cold L2.
+    """``interleave`` on a device. On a GPU: between two CUDA events, with a cold L2 cache.
 
-    What the GPU waits for Python counts, as it does in training without CUDA graphs.
+    Time in which the GPU waits for Python counts, as in training without CUDA graphs.
     """
     if device.type == "cpu":
         return interleave(contenders, repetitions, warmup=warmup)
@@ -97,18 +97,16 @@ def interleave_on(
 
 
 def device_label(device: torch.device) -> str:
-    """The GPU's name, or the processor's: what timings belong to."""
+    """Returns the GPU's or processor's name, for timing results."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 def unused_gpu(environ: Mapping[str, str] = os.environ, driver: Path = Path("/dev/nvidiactl")) -> str | None:
-    """Why torch does not use this machine's NVIDIA GPU; None if it does, there is none, or it is hidden on purpose."""
+    """Returns why torch does not use this machine's NVIDIA GPU; None if it does, or none is visible on purpose."""
     if torch.cuda.is_available() or not driver.exists() or environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     if torch.version.cuda is None:
-        return (
-            f"torch {torch.__version__} is a build for the CPU; docs/installation.md tells of builds for CUDA"
-        )
+        return f"torch {torch.__version__} is a build for the CPU; docs/installation.md lists builds for CUDA"
     try:
         torch.cuda.init()
     except RuntimeError as error:
@@ -117,7 +115,7 @@ def unused_gpu(environ: Mapping[str, str] = os.environ, driver: Path = Path("/de
 
 
 def processor_name() -> str:
-    """The processor's name as the kernel gives it, or the architecture."""
+    """Returns the processor's name as the kernel reports it, or the architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
@@ -127,7 +125,7 @@ def processor_name() -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns line up in a terminal too; all but the first column to the right."""
+    """Formats a Markdown table with aligned columns; all but the first are right-aligned."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:

@@ -1,15 +1,15 @@
 """Arenas: amaxes and health of many tensors, updated once an iteration.
 
 Each (GEMM site, role) has a slot in one arena per reduction group. A cast writes its amax and its count of non-finite
-elements into the slot; ``Fp8State.finish_iteration`` then, for every arena,
+elements into the slot. ``Fp8State.finish_iteration`` then, for every arena,
 
 * reduces both rows over the group in one collective, whatever the number of slots;
-* for delayed scaling, recomputes scales and rolls histories, vectorised over all slots (on a GPU in one launch for each
-  format, and nothing is read back once every slot has a scale);
-* adds up the iteration's health, which the optimizer step consults, and clears the rows.
+* for delayed scaling, recomputes scales and rolls histories, vectorised over all slots (on a GPU one launch per
+  format, and no value goes to the host once every slot has a scale);
+* sums the iteration's non-finite counts, which the optimizer step checks, and clears the rows.
 
-Leaving a context does nothing. Transformer Engine updates when its autocast context is left, which is why delayed
-scaling there cannot be combined with BF16 layers, recompute or a module that is called twice. Rejected.
+Rejected: an update when a context is left, as Transformer Engine's autocast does. There delayed scaling cannot be
+combined with BF16 layers, recompute or a module that is called twice.
 
 The counts are max-reduced with the amaxes, since one collective has one operator: a count is the largest of any rank.
 """
@@ -37,22 +37,22 @@ Group = Any
 
 
 class Slot:
-    """Where one tensor's casts record (``Quantizer.record``). Belongs to one arena; ``name`` is given when the model is
-    named."""
+    """The entry of one tensor in an arena, to which its casts record (``Quantizer.record``). ``name`` is set when the
+    model's modules get their names."""
 
     def __init__(self, arena: Arena, index: int, delayed: DelayedScaling | None, fmt: FloatFormat):
         self.arena, self.index, self.delayed, self.fmt = arena, index, delayed, fmt
         self.name = f"slot{index}"
         self.warm = False
-        self.column = 0  # its place among the slots that share its delayed recipe and format
+        self.column = 0  # its index among the slots that share its delayed recipe and format
 
     def count(self, nonfinite: torch.Tensor) -> None:
-        """Count so many NaN and Inf, without an amax."""
+        """Adds a count of NaN and Inf (a scalar tensor), without an amax."""
         self.arena.rows[1, self.index] += nonfinite
 
     @property
     def scale(self) -> torch.Tensor:
-        """float32 [], the delayed scale of the last update. A copy: a later update does not reach into saved tensors."""
+        """float32 [], the delayed scale of the last update. A copy: later updates do not change saved tensors."""
         return self.arena.scale[self.index].clone()
 
 
@@ -61,15 +61,15 @@ class Arena:
 
     Args:
         group: the ranks that share amaxes; None for a single process.
-        device: where everything below is.
-        counter, observer: its Fp8State's, which changes the observer.
+        device: of all tensors below.
+        counter, observer: the Fp8State's, which replaces the observer.
 
-    Attributes (n slots, and spare room until the first reduction):
+    Attributes (n slots, and spare capacity until the first reduction):
         rows: float32 [2, n]: running amaxes; counts of NaN and Inf.
         scale: float32 [n], delayed scales.
         last_amax, last_nonfinite: float32 [n], both rows of the last iteration, over all ranks of the group.
         own_nonfinite: as last_nonfinite, of this rank alone.
-        own_damage: bool [2, n], of this rank: delayed scales that are no finite number above 0; amaxes that are NaN, or
+        own_damage: bool [2, n], of this rank: delayed scales that are not finite and above 0; amaxes that are NaN, or
             Inf where no Inf was cast.
     """
 
@@ -91,7 +91,7 @@ class Arena:
         self.own_nonfinite = torch.zeros(0, device=device, dtype=torch.float32)
         self.own_damage = torch.zeros(2, 0, device=device, dtype=torch.bool)
         self._histories: dict[tuple[DelayedScaling, str], History] = {}
-        self._agreed: int | None = None  # slots that all ranks are known to share
+        self._agreed: int | None = None  # number of slots that all ranks have confirmed to share
 
     @property
     def counts(self) -> IterationCounts:
@@ -104,46 +104,49 @@ class Arena:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def add(self, delayed: DelayedScaling | None, fmt: FloatFormat) -> Slot:
-        """A new slot; ``delayed`` is the recipe that owns its history, None for the other recipes."""
+        """Adds a slot; ``delayed`` is the recipe that owns its history, None for the other recipes."""
         slot = Slot(self, len(self.slots), delayed, fmt)
         self.slots.append(slot)
         if len(self.slots) > self.rows.shape[1]:
-            # Doubling keeps building a model of n slots linear in n.
+            # Doubling makes the cost of adding n slots linear in n.
             extra = max(64, len(self.slots))
             self.rows = torch.cat(
                 [self.rows, torch.zeros(2, extra, device=self.device, dtype=torch.float32)], 1
             )
             self.scale = torch.cat([self.scale, torch.ones(extra, device=self.device, dtype=torch.float32)])
         if delayed is not None:
-            known = self._histories.get((delayed, fmt.name))
-            if known is None:
-                known = self._histories[delayed, fmt.name] = History(delayed.amax_history_len, self.device)
-            known.add(slot)
+            histories = self._histories.get((delayed, fmt.name))
+            if histories is None:
+                histories = self._histories[delayed, fmt.name] = History(
+                    delayed.amax_history_len, self.device
+                )
+            histories.add(slot)
         return slot
 
     def history(self, delayed: DelayedScaling, fmt: FloatFormat) -> tuple[torch.Tensor, torch.Tensor]:
-        """(int64 [k] slot indices, float32 [amax_history_len, k] rows) of the slots of one recipe and format.
+        """Returns (int64 [k] slot indices, float32 [amax_history_len, k] rows) for the slots of one recipe and
+        format. A copy.
 
-        Row 0 is the running one (zero between iterations); the last row is the latest iteration's. A copy.
+        Row 0 is the running one (zero between iterations); the last row is the latest iteration's.
         """
-        held = self._histories[delayed, fmt.name]
-        held.grow()
-        return held.index, held.rings.unrolled()
+        histories = self._histories[delayed, fmt.name]
+        histories.grow()
+        return histories.index, histories.rings.unrolled()
 
     def histories(self) -> list[History]:
-        """Of each recipe and format. No copies."""
+        """Returns the histories, one per recipe and format. No copies."""
         return list(self._histories.values())
 
     def saved_slot(self, slot: Slot) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps of a delayed slot: float32 scale [1] and amax_history [length], uint8 warm [1] (CPU).
+        """Returns a delayed slot's checkpoint state: float32 scale [1] and amax_history [length], uint8 warm [1] (CPU).
 
-        amax_history[0] is the running amax of an iteration that has begun, the last entry is the latest iteration's.
-        Nothing is read back.
+        amax_history[0] is the running amax of an unfinished iteration, the last entry is the latest iteration's. No
+        host sync.
         """
         assert slot.delayed is not None
-        held = self._histories[slot.delayed, slot.fmt.name]
-        held.grow()
-        history = held.rings.entries(slot.column)
+        histories = self._histories[slot.delayed, slot.fmt.name]
+        histories.grow()
+        history = histories.rings.entries(slot.column)
         history[0] = self.rows[0, slot.index]
         warm = torch.tensor([slot.warm], dtype=torch.uint8, device="cpu")
         return {
@@ -153,41 +156,42 @@ class Arena:
         }
 
     def load_slot(self, slot: Slot, saved: dict[str, torch.Tensor]) -> None:
-        """Put back what ``saved_slot`` gave; of a history of another length the latest entries that fit."""
+        """Restores what ``saved_slot`` returned; from a history of another length the latest entries that fit."""
         assert slot.delayed is not None
-        held = self._histories[slot.delayed, slot.fmt.name]
-        held.grow()
+        histories = self._histories[slot.delayed, slot.fmt.name]
+        histories.grow()
         history = saved["amax_history"].to(self.device)
         self.scale[slot.index] = saved["scale"].to(self.device)[0]
         self.rows[0, slot.index] = history[0]
-        held.rings.load(slot.column, history)
+        histories.rings.load(slot.column, history)
         was_warm, slot.warm = slot.warm, bool(saved["warm"])
-        held.cold += was_warm - slot.warm
+        histories.cold += was_warm - slot.warm
 
     def start_again(self, slot: Slot) -> None:
-        """Forget a delayed slot's history: it is cold, as a tensor that was never cast.
+        """Clears a delayed slot's history: the slot is cold again, like that of a tensor that was never cast.
 
-        Its scale stays for captured CUDA graphs, which have no cold start: their next replay uses it, and makes another.
+        Its scale stays for captured CUDA graphs, which have no cold start: their next replay uses it and computes a
+        new one.
         """
         assert slot.delayed is not None
-        held = self._histories[slot.delayed, slot.fmt.name]
-        held.grow()
-        held.rings.load(slot.column, torch.zeros(1, device=self.device, dtype=torch.float32))
+        histories = self._histories[slot.delayed, slot.fmt.name]
+        histories.grow()
+        histories.rings.load(slot.column, torch.zeros(1, device=self.device, dtype=torch.float32))
         self.rows[0, slot.index] = 0
-        held.cold += slot.warm
+        histories.cold += slot.warm
         slot.warm = False
 
     @torch.inference_mode(False)
     def _trim(self) -> None:
-        """Drop the spare capacity, so that collectives and updates touch slots only."""
+        """Drops the spare capacity, so that collectives and updates process slots only."""
         if self.rows.shape[1] != len(self.slots):
             self.rows = self.rows[:, : len(self.slots)].contiguous()
             self.scale = self.scale[: len(self.slots)].contiguous()
 
     def check_names(self) -> None:
-        """RuntimeError, on every rank, unless all ranks of the group hold the same slots in the same order.
+        """Raises RuntimeError, on every rank, unless all ranks of the group hold the same slots in the same order.
 
-        Collective. ``reduce`` calls it on all ranks together: the first time, and when slots were added on any rank.
+        Collective. ``reduce`` calls it on all ranks together: the first time, and after any rank has added slots.
         """
         described = "\n".join(f"{s.name} {s.fmt.name} {s.delayed}" for s in self.slots)
         digest = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7], "big")
@@ -203,8 +207,10 @@ class Arena:
         self._agreed = len(self.slots)
 
     def _count_damage(self) -> None:
-        """What no cast can have recorded, and no update made, counts as one more value that is not finite, so that all
-        ranks skip the step. A maximum over ranks takes no NaN."""
+        """Counts each scale and amax that no update or cast can have written as one more non-finite value.
+
+        Then all ranks skip the step. NaN amaxes become Inf, since a max-reduction may drop NaN.
+        """
         amax, nonfinite = self.rows
         self.own_damage = torch.stack(
             [~(self.scale > 0) | self.scale.isinf(), ~amax.isfinite() & (nonfinite == 0)]
@@ -214,14 +220,14 @@ class Arena:
 
     @keeping_subnormals
     def reduce(self, ran: bool = True) -> torch.Tensor:
-        """Max both rows over the group, of the slots that all ranks share; nothing is read back.
+        """Max-reduces both rows over the group, for the slots that all ranks share. No value goes to the host.
 
         Args:
-            ran: whether anything ran on this rank in this iteration.
+            ran: whether this rank ran anything in this iteration.
 
         Returns:
-            float32 [3]: whether slots are left for ``reduce_new``, the sum of non-finite counts, and whether anything ran
-            on any rank. One collective, or none for a single rank.
+            float32 [3]: whether ``reduce_new`` has slots to reduce, the sum of non-finite counts, and whether any
+            rank ran anything. One collective, or none for a single rank.
         """
         self._trim()
         self._count_damage()
@@ -232,7 +238,7 @@ class Arena:
             self.check_names()
         agreed = self._agreed
         assert agreed is not None
-        # Ranks send as much as they agreed on, and one number that tells whether somebody has more: sizes cannot differ.
+        # All ranks send the slots they agreed on, and a flag for additional ones, so that message sizes cannot differ.
         flags = [self.rows.new_full((1,), flag) for flag in (len(self.slots) > agreed, ran)]
         wire = torch.cat([self.rows[:, :agreed].reshape(-1), *flags])
         dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=self.group)
@@ -242,33 +248,33 @@ class Arena:
 
     @keeping_subnormals
     def reduce_new(self) -> float:
-        """The same of the slots that came since ranks last agreed; the sum of non-finite counts of all slots.
+        """Reduces the slots that were added since ranks last agreed; returns the sum of non-finite counts of all slots.
 
-        Collective: where ``reduce`` said that any rank has such.
+        Collective. Call it if ``reduce`` found such slots on any rank.
         """
         agreed = self._agreed
         self.check_names()
-        late = self.rows[:, agreed:].contiguous()
-        dist.all_reduce(late, op=dist.ReduceOp.MAX, group=self.group)
-        self.rows[:, agreed:] = late
+        added = self.rows[:, agreed:].contiguous()
+        dist.all_reduce(added, op=dist.ReduceOp.MAX, group=self.group)
+        self.rows[:, agreed:] = added
         self.counts.amax_collectives += 1
         return float(self.rows[1].sum())
 
     @keeping_subnormals
     def update(self, iteration: int) -> None:
-        """Scales and histories from the reduced rows (numerics: Delayed scaling), then clear the rows.
+        """Updates scales and histories from the reduced rows (numerics: Delayed scaling), then clears the rows.
 
-        An Inf amax changes nothing; a slot that was not cast keeps scale and history; the scale is recomputed every
-        interval-th iteration, iteration 0 included.
+        An Inf amax changes nothing. A slot that was not cast keeps its scale and history. Scales are recomputed every
+        interval-th iteration, starting with iteration 0.
         """
         self._trim()
         self.last_amax, self.last_nonfinite = self.rows[0].clone(), self.rows[1].clone()
-        for (delayed, _), held in self._histories.items():
-            self._update_delayed(delayed, held, iteration % delayed.interval == 0)
+        for (delayed, _), histories in self._histories.items():
+            self._update_delayed(delayed, histories, iteration % delayed.interval == 0)
         self.rows.zero_()
 
     def capture_refusal(self) -> str | None:
-        """Why an update could not be captured as part of a CUDA graph, None if it could."""
+        """Returns why an update cannot be captured in a CUDA graph, None if it can."""
         cold = [slot.name for slot in self.slots if slot.delayed is not None and not slot.warm]
         if cold:
             return (
@@ -277,15 +283,16 @@ class Arena:
             )
         if self.rows.shape[1] != len(self.slots) or (self.world_size > 1 and self._agreed != len(self.slots)):
             return "no iteration has been finished with all of its layers: train one without a graph"
-        late = [delayed.interval for delayed, _ in self._histories if delayed.interval != 1]
-        if late:
-            return f"scales are due every {late[0]} iterations, which the host decides: set the interval to 1"
+        intervals = [delayed.interval for delayed, _ in self._histories if delayed.interval != 1]
+        if intervals:
+            return f"scales are updated every {intervals[0]} iterations, which the host decides: set the interval to 1"
         return None
 
     def settle_unread(self) -> torch.Tensor:
-        """``reduce`` and ``update`` with nothing read back, for a graph; float32 [], the sum of non-finite counts.
+        """``reduce`` and ``update`` for a CUDA graph, without a host sync; returns float32 [], the sum of non-finite
+        counts.
 
-        Only where ``capture_refusal`` is None. A collective over the group, if that has more than one rank.
+        Only if ``capture_refusal`` is None. A collective if the group has more than one rank.
         """
         self._count_damage()
         if self.world_size > 1:
@@ -293,39 +300,39 @@ class Arena:
         self.update(0)
         return self.last_nonfinite.sum()
 
-    def _update_delayed(self, delayed: DelayedScaling, held: History, due: bool) -> None:
-        held.grow()
+    def _update_delayed(self, delayed: DelayedScaling, histories: History, due: bool) -> None:
+        histories.grow()
         if kernels.run_on(self.device):
-            seen = self._update_in_one_launch(delayed, held, due)
+            was_cast = self._update_in_one_launch(delayed, histories, due)
             if due:
-                held.warm_up(seen)
+                histories.warm_up(was_cast)
             return
-        value = self.rows[0].index_select(0, held.index)
+        value = self.rows[0].index_select(0, histories.index)
         value.masked_fill_(value.isinf(), 0)
-        seen = value != 0
-        held.rings.put(value)
+        was_cast = value != 0
+        histories.rings.put(value)
         if due:
-            amax = value if delayed.amax_compute_algo == "most_recent" else held.rings.largest()
+            amax = value if delayed.amax_compute_algo == "most_recent" else histories.rings.largest()
             fresh = compute_scale(
-                amax, held.slots[0].fmt, margin=delayed.margin, epsilon=delayed.amax_epsilon
+                amax, histories.slots[0].fmt, margin=delayed.margin, epsilon=delayed.amax_epsilon
             )
-            kept = self.scale.index_select(0, held.index)
-            self.scale.index_copy_(0, held.index, torch.where(seen, fresh, kept))
-            held.warm_up(seen)
-        held.rings.roll(seen)
+            current = self.scale.index_select(0, histories.index)
+            self.scale.index_copy_(0, histories.index, torch.where(was_cast, fresh, current))
+            histories.warm_up(was_cast)
+        histories.rings.roll(was_cast)
 
-    def _update_in_one_launch(self, delayed: DelayedScaling, held: History, due: bool) -> torch.Tensor:
+    def _update_in_one_launch(self, delayed: DelayedScaling, histories: History, due: bool) -> torch.Tensor:
         from ..kernels.multi_amax import update_delayed  # loads Triton
 
         return update_delayed(
             self.rows[0],
             self.scale,
-            held.index,
-            held.rings.head,
-            held.rings.rows,
-            held.rings.maxima,
-            held.fp8_max,
-            length=held.rings.length,
+            histories.index,
+            histories.rings.head,
+            histories.rings.rows,
+            histories.rings.maxima,
+            histories.fp8_max,
+            length=histories.rings.length,
             margin=delayed.margin,
             epsilon=delayed.amax_epsilon,
             most_recent=delayed.amax_compute_algo == "most_recent",

@@ -1,4 +1,4 @@
-"""Counters of one iteration on this rank, and where a thread counts."""
+"""Counters of one iteration on this rank, per thread where needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 @dataclass
 class IterationCounts:
-    """What one iteration did on this rank. ``nonfinite`` sums the slots' counts after the reduction."""
+    """The work of one iteration on this rank. ``nonfinite`` is the sum of the slots' counts after the reduction."""
 
     fp8_gemms: int = 0
     hp_gemms: int = 0
@@ -20,23 +20,23 @@ class IterationCounts:
     nonfinite: int = 0
 
     def __bool__(self) -> bool:
-        """Whether anything was counted."""
+        """Whether any count is not zero."""
         return any(vars(self).values())
 
     def add(self, other: IterationCounts) -> None:
-        """Count what the other has, too."""
+        """Adds the other's counts to these."""
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 class Counter:
-    """Where the calling thread counts: in the counts of the iteration, or in counts of its own.
+    """Selects the counts to which the calling thread adds: the iteration's, or separate ones.
 
-    An evaluation that runs in another thread than the training must leave no trace. To undo what it counted would undo
-    what the training counted meanwhile.
+    An evaluation in another thread than the training must not change the iteration's counts. Subtracting its counts
+    afterwards would also subtract what the training counted meanwhile.
 
     Attributes:
-        iteration: the counts of the iteration that runs.
+        iteration: the counts of the current iteration.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Counter:
         self._thread = threading.local()
 
     def __reduce__(self) -> tuple[type[Counter], tuple[()]]:
-        """Copies and pickles begin anew."""
+        """Copies and pickles start with new counts."""
         return Counter, ()
 
     @property
@@ -55,7 +55,7 @@ class Counter:
 
     @contextmanager
     def apart(self, counts: IterationCounts) -> Iterator[None]:
-        """The calling thread counts in these."""
+        """Inside, the calling thread adds to these counts."""
         outer = getattr(self._thread, "counts", None)
         self._thread.counts = counts
         try:

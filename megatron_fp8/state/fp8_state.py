@@ -1,6 +1,6 @@
 """The FP8 state of one model: arenas, the current iteration, the last one's counts.
 
-Everything that an iteration settles goes through ``Fp8State.finish_iteration``, once, after the last backward.
+``Fp8State.finish_iteration`` makes all of an iteration's updates, once, after the last backward.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .phases import Phase, Phases
 
 @dataclass
 class Activity:
-    """Which work an iteration has seen, beside its counters. A plain object, so that traced code can write to it.
+    """Work of an iteration beside its counters. A plain object, so that compiled code can write to it.
 
     Attributes:
-        backwards: number of backward calls of sites since the state was made.
+        backwards: backward calls of sites since the state was made.
         ended: ``backwards`` at the last end of an iteration.
         traced: compiled code in high precision, which counts nothing, may have run in this iteration.
-        awaits: a forward of this iteration ran through which a backward may come.
+        awaits: a forward of this iteration may still get a backward.
     """
 
     backwards: int = 0
@@ -37,36 +37,36 @@ class Activity:
     awaits: bool = False
 
     def end(self) -> None:
-        """The iteration is over."""
+        """Marks the end of the iteration."""
         self.ended, self.traced, self.awaits = self.backwards, False, False
 
 
 @dataclass
 class Fp8State:
-    """All arenas of one model, and the iteration they are in. Deep copies of a config share it.
+    """All arenas of one model, and their current iteration. Deep copies of a config share it.
 
     Attributes:
-        device: where slots, scales and histories are.
-        iteration: the one that runs, counted from 0.
-        weight_generation: marks quantised weights that are kept as stale.
-        keeps_weights: quantised weights serve until then, since nobody writes weights meanwhile without a trace (through
-            ``.data``); False: each forward quantises its weight.
-        keeps_columnwise: of weights that need codes of their own for dgrad, these are kept until backward; False: each
-            backward makes them again.
+        device: of slots, scales and histories.
+        iteration: the current one, counted from 0.
+        weight_generation: a cached quantised weight of another generation is stale.
+        keeps_weights: cache quantised weights within a generation. Only if no code writes weights meanwhile through
+            ``.data``, which the cache cannot detect. False: each forward quantises its weight.
+        keeps_columnwise: cache dgrad's separate codes of weights until backward; False: each backward makes them again.
         seed: of stochastic rounding.
-        phases: in which iterations FP8 runs.
-        counter: of the iteration that runs, on this rank.
-        last: of the last finished iteration; its ``nonfinite`` is the verdict on health (Megatron-Core: of all ranks).
+        phases: the iterations in which FP8 runs.
+        counter: counts of the current iteration on this rank.
+        last: counts of the last finished iteration; its ``nonfinite`` is the health status (Megatron-Core: of all
+            ranks).
         arenas: one for each reduction group.
         capturing: a CapturedStep (graph.py) captures.
-        missing_end: error message of the next training forward, if an optimizer stepped and the iteration was not ended.
-        activity: what ran, beside the counters.
-        experiment: iterations that end now are not ended (``unrecorded``).
-        watcher: who watches (``watch``).
-        observer: who is told what passes in this iteration: the watcher, if it wants to. Follows from both.
-        guard: looks for tensors that are ill in each iteration; None: nobody does.
-        ill: what it found in the last finished iteration.
-        phase: of this iteration; follows from ``phases``. None where the training's length should be known and is not.
+        missing_end: error message of the next training forward, if an optimizer stepped before the iteration was ended.
+        activity: work of the iteration beside its counters.
+        experiment: ``finish_iteration`` changes nothing (``unrecorded``).
+        watcher: the observer set by ``watch``.
+        observer: the watcher, if it wants this iteration, else None. Derived from both.
+        guard: looks for unhealthy tensors in each iteration; None: no guard.
+        ill: the guard's findings in the last finished iteration.
+        phase: of this iteration, derived from ``phases``. None if the training's length is needed and not set.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -98,7 +98,7 @@ class Fp8State:
         return self
 
     def arena(self, group: Group) -> Arena:
-        """The arena of a group, made on first use. Ranks must ask for their groups in the same order."""
+        """Returns the arena of a group, created on first use. Ranks must request their groups in the same order."""
         for arena in self.arenas:
             if arena.group is group:
                 return arena
@@ -106,20 +106,18 @@ class Fp8State:
         return self.arenas[-1]
 
     def reduce_over(self, group: Group) -> None:
-        """Every arena is shared by these ranks from now on: those of a model that was built before they were known."""
+        """Makes every arena reduce over this group from now on, for models built before their ranks were known."""
         for arena in self.arenas:
             arena.group = group
 
     def watch(self, observer: Observer | None) -> None:
-        """From now on this one is told of casts and products; None: nobody is. There is one at a time."""
-        assert observer is None or self.watcher is None, (
-            "somebody watches already: who watches last stops first"
-        )
+        """Sets the observer that receives casts and products; None removes it. There is one at a time."""
+        assert observer is None or self.watcher is None, "another observer is set: remove it first"
         self.watcher = observer
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What follows from the iteration is kept: traced code guards on what it reads, and one on the iteration would
-        fail in the next."""
+        """Updates the attributes that depend on the iteration. Compiled code guards on what it reads; a guard on the
+        iteration itself would fail in the next iteration."""
         super().__setattr__(name, value)
         if name in ("iteration", "phases") and hasattr(self, "phases"):
             self.phase = self.phases.at(self.iteration) if self.phases.known else None
@@ -135,23 +133,23 @@ class Fp8State:
                 arena.observer = observer
 
     def known_phase(self) -> Phase:
-        """The phase of this iteration. ValueError where the training's length should be known and is not."""
+        """Returns the phase of this iteration. ValueError if the training's length is needed and not set."""
         return self.phase or self.phases.at(self.iteration)
 
     @property
     def counts(self) -> IterationCounts:
-        """Of the iteration that runs, on this rank; inside ``uncounted`` what was counted there."""
+        """Counts of the current iteration on this rank; inside ``uncounted`` the separate counts."""
         return self.counter.here
 
     def slots(self) -> list[Slot]:
-        """Every slot of every arena."""
+        """Returns every slot of every arena."""
         return [slot for arena in self.arenas for slot in arena.slots]
 
     @contextmanager
     def uncounted(self) -> Iterator[IterationCounts]:
-        """What this thread counts inside is none of the iteration's. Yields the counts that have it.
+        """Inside, this thread adds to separate counts, which it yields, and not to the iteration's.
 
-        Nothing is counted while torch.compile traces; its operators use this when they run.
+        torch.compile counts nothing while it traces; its operators use this when they run.
         """
         inside = IterationCounts()
         if torch.compiler.is_compiling():
@@ -161,12 +159,12 @@ class Fp8State:
             yield inside
 
     def miss_end(self, message: str) -> None:
-        """Make the next training forward an error with this message: an optimizer stepped before the iteration ended."""
+        """Makes the next training forward raise with this message: an optimizer stepped before the iteration ended."""
         self.missing_end, self._missed_in_backward = message, in_backward()
 
     @property
     def must_end_first(self) -> bool:
-        """Whether a training forward is an error here. No recomputation is, if the optimizer steps in the backward."""
+        """Whether a training forward raises here; not a recomputation while the optimizer steps in the backward."""
         return bool(self.missing_end) and not (self._missed_in_backward and in_backward())
 
     @contextmanager
@@ -181,7 +179,7 @@ class Fp8State:
 
     @property
     def ran(self) -> bool:
-        """Whether anything of this iteration ran on this rank."""
+        """Whether this rank ran anything in this iteration."""
         return bool(self.counts) or self.activity.traced
 
     @property
@@ -191,10 +189,10 @@ class Fp8State:
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """What is cast inside, in training too, leaves no trace: neither amaxes nor counts, and no observer is told.
+        """Inside, casts change no amaxes and no counts, in training too, and no observer sees them.
 
-        For experiments between two iterations: one that ends inside (a schedule ends it) changes nothing. Delayed scales
-        are those of now.
+        For experiments between two iterations: an end of an iteration inside (by a schedule) changes nothing. Delayed
+        scales are the current ones.
         """
         rows = [arena.rows.clone() for arena in self.arenas]
         watcher, missing_end, activity = self.watcher, self.missing_end, replace(self.activity)
@@ -204,7 +202,7 @@ class Fp8State:
         try:
             yield
         finally:
-            vars(self.counter.iteration).update(vars(counts))  # a backward counts in threads of autograd's
+            vars(self.counter.iteration).update(vars(counts))  # a backward counts in autograd's threads
             for arena, before in zip(self.arenas, rows, strict=True):
                 arena.rows.copy_(before)
             self.experiment, self.missing_end = False, missing_end
@@ -213,29 +211,29 @@ class Fp8State:
 
     @contextmanager
     def reading_along(self, figures: Callable[[], torch.Tensor]) -> Iterator[list[float]]:
-        """An iteration that ends inside reads these figures back with its own, in the one wait for the GPU that it has.
+        """An iteration that ends inside reads additional figures back in its only wait for the GPU.
 
         Args:
-            figures: called then, on every rank: a vector on the state's device. It may be a collective's result.
+            figures: called at that time, on every rank; returns a vector on the state's device. It may use a collective.
 
         Yields:
-            A list, empty until then, of the figures in float64.
+            A list of the figures as floats, empty until then.
         """
-        told: list[float] = []
-        self._along = figures, told
+        result: list[float] = []
+        self._along = figures, result
         try:
-            yield told
+            yield result
         finally:
             self._along = None
 
     def begin_capture(self) -> None:
-        """What follows is captured, not run: counted apart, and no quantised weight is shared with what is run."""
+        """Starts a capture: it has separate counts and shares no quantised weight with eager code."""
         assert not self.capturing, "captures do not nest"
         self.capturing = True
         self._outside, self.counter.iteration = self.counter.iteration, IterationCounts()
 
     def end_capture(self) -> IterationCounts:
-        """Back to what is run; what was captured does at each replay."""
+        """Ends a capture; returns what each replay counts."""
         assert self._outside is not None, "end_capture comes after begin_capture"
         self.capturing = False
         captured, self.counter.iteration = self.counter.iteration, self._outside
@@ -243,39 +241,40 @@ class Fp8State:
         return captured
 
     def count_replay(self, counts: IterationCounts) -> IterationCounts:
-        """An iteration was replayed that did this."""
+        """Records a replayed iteration with these counts."""
         self.last = counts
         self.iteration += 1
         self.weight_generation += 1
-        self.activity.backwards += 1  # which the replay's own Python did not count
+        self.activity.backwards += 1  # a replay runs no Python that counts it
         self.activity.ended = self.activity.backwards
         return counts
 
     def finish_iteration(self, ran: bool = True) -> IterationCounts:
-        """Reduce and update every arena, once, after the iteration's last backward. Returns what the iteration did.
+        """Reduces and updates every arena; call it once, after the iteration's last backward. Returns the iteration's
+        counts.
 
         Collective: every rank of every group must call it, each iteration. Not inside a CapturedStep, which does it.
 
         Args:
-            ran: whether there is an iteration to end on this rank. Where no rank has one, nothing is ended.
+            ran: whether this rank has an iteration to end. If no rank has one, nothing changes.
         """
         assert not self.capturing, "CapturedStep finishes the iteration that it captures"
         if self.experiment:
             return replace(self.counts)
         before = None if ran else (replace(self.counts), [arena.rows.clone() for arena in self.arenas])
-        told = self._read([arena.reduce(ran) for arena in self.arenas])
-        if before is not None and not any(anywhere for *_, anywhere in told):
+        reduced = self._read([arena.reduce(ran) for arena in self.arenas])
+        if before is not None and not any(ran_anywhere for *_, ran_anywhere in reduced):
             counts, rows = before
             vars(self.counts).update(vars(counts))
-            for arena, own in zip(self.arenas, rows, strict=True):
-                arena.rows.copy_(own[:, : len(arena.slots)])
+            for arena, saved in zip(self.arenas, rows, strict=True):
+                arena.rows.copy_(saved[:, : len(arena.slots)])
             return IterationCounts()
         if self.arenas:
             self.ill = []
-            for arena, (more, nonfinite, _) in zip(self.arenas, told, strict=True):
-                self.counts.nonfinite += int(arena.reduce_new() if more else nonfinite)
+            for arena, (has_new, nonfinite, _) in zip(self.arenas, reduced, strict=True):
+                self.counts.nonfinite += int(arena.reduce_new() if has_new else nonfinite)
                 if self.guard is not None and self.phase == "fp8":  # no cast uses a scale in other phases
-                    self.ill += self.guard.look(arena)  # before the update: by the scales that were used
+                    self.ill += self.guard.look(arena)  # before the update: with the scales that casts used
                 arena.update(self.iteration)
         if self.watcher is not None:
             self.watcher.ended(self.iteration)
@@ -287,14 +286,14 @@ class Fp8State:
         return self.last
 
     def discard_iteration(self) -> None:
-        """Begin the iteration anew: forget what it has counted and recorded."""
+        """Restarts the iteration: discards its counts and records."""
         self.counter.iteration, self.missing_end = IterationCounts(), ""
         for arena in self.arenas:
             arena.rows.zero_()
         self.activity.end()
 
     def continue_from(self, other: Fp8State) -> None:
-        """Take the counts and the activity of another state's iteration, in which a copied model is, too."""
+        """Takes over the counts and the activity of another state's iteration, for a copied model."""
         self.counter.iteration.add(other.counter.iteration)
         self.activity = replace(
             other.activity, backwards=other.activity.backwards - other.activity.ended, ended=0
@@ -302,13 +301,13 @@ class Fp8State:
         self.missing_end = other.missing_end
 
     def _read(self, reduced: list[torch.Tensor]) -> list[list[float]]:
-        """What arenas reduced, float32 [3] each, and what is read along: all that an iteration reads back."""
+        """Reads the arenas' reduced values, float32 [3] each, and additional figures: an iteration's only host sync."""
         if self._along is None:
             return torch.stack(reduced).tolist() if reduced else []
-        figures, told = self._along
+        figures, result = self._along
         own = torch.stack(reduced).double().flatten() if reduced else None
         along = figures().double()
         values = (along if own is None else torch.cat([own, along])).tolist()
         count = 3 * len(reduced)
-        told[:] = values[count:]
+        result[:] = values[count:]
         return [values[start : start + 3] for start in range(0, count, 3)]

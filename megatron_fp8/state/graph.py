@@ -3,7 +3,7 @@
     for batch in first_batches:                  # delayed scaling: until every tensor has its scale
         train_eagerly(batch)
     graph, captured = torch.cuda.CUDAGraph(), CapturedStep(state)
-    with torch.cuda.graph(graph), captured:      # in this order: the update is captured too, on leaving the inner one
+    with torch.cuda.graph(graph), captured:      # in this order: leaving the inner one captures the update
         loss = loss_of(model(static_input))
         loss.backward()
     for batch in batches:
@@ -12,20 +12,19 @@
         if not captured.replayed().nonfinite:    # waits for the GPU, as reading the loss would
             optimizer.step()
 
-A replay runs kernels and no Python. So what a step decides on the host must be decided before, once: every tensor has a
-scale (else its first scale would have to be noticed), scales are due in each iteration (interval 1), no slot is added, no
-phase in high precision is left, nothing is rounded by random bits that the host draws. ``CapturedStep`` refuses the rest.
-And what a step keeps must stay where it is: slots, scales, histories and their heads are updated in place.
+A replay runs kernels and no Python. So all of a step's decisions on the host must be the same in every replay: every
+tensor has a scale (a first scale needs the host), scales are updated in each iteration (interval 1), no slot is
+added, no phase in high precision is left, no random bits come from the host. ``CapturedStep`` refuses all else.
+Tensors must also keep their memory: slots, scales, histories and their heads are updated in place.
 
-A weight is quantised inside the graph, whatever was kept of it outside: a replay must see the weight as it is then. Codes
-that were made in a capture are not served outside, since nothing has computed them.
+A weight is quantised inside the graph, even if eager code has cached it: a replay must use the current weight. Codes
+from a capture are not used outside, since a capture computes nothing.
 
-Counters and the iteration live on the host: ``replayed`` moves them on. Whether to skip the step is told by a tensor,
-``nonfinite``, too: with an optimizer inside the graph, give it as ``found_inf`` to one that takes it (torch's fused
-ones).
+Counters and the iteration are on the host: ``replayed`` advances them. A tensor, ``nonfinite``, also says whether to
+skip the step: with an optimizer inside the graph, pass it as ``found_inf`` to one that takes it (torch's fused ones).
 
-Rejected: doing this in ``finish_iteration`` when a capture is noticed. The host's part of an iteration would be lost in
-silence at every replay; whoever replays has to call something.
+Rejected: doing this in ``finish_iteration`` when it detects a capture. Every replay would silently lose the host's
+part of an iteration; the caller of a replay must call something.
 """
 
 from __future__ import annotations
@@ -41,13 +40,14 @@ from .fp8_state import Fp8State
 
 
 class CapturedStep:
-    """One training step over these FP8 states, captured inside ``with captured:``. On a CPU: run once, as it is.
+    """One training step over these FP8 states, captured inside ``with captured:``. On a CPU the step runs once.
 
     Args:
-        states: every state that the step's sites write to (a Megatron-Core model's: mcore.iteration.CapturedIteration).
+        states: every state that the step's sites write to (for a Megatron-Core model:
+            mcore.iteration.CapturedIteration).
 
     Raises:
-        ValueError: a step over them cannot be captured, and what to do.
+        ValueError: a step over them cannot be captured; the message has the reason and the remedy.
     """
 
     def __init__(self, *states: Fp8State):
@@ -79,10 +79,10 @@ class CapturedStep:
             self._counts = [state.end_capture() for state in self.states]
 
     def replayed(self) -> IterationCounts:
-        """Move the host on by the iteration that was replayed. Call it after each ``graph.replay()``; waits for the GPU.
+        """Advances the host's state by one iteration. Call it after each ``graph.replay()``; waits for the GPU.
 
         Returns:
-            What the iteration did on this rank; nonfinite, of all ranks of each reduction group.
+            The iteration's counts on this rank; nonfinite of all ranks of each reduction group.
 
         Raises:
             RuntimeError: the next iteration is in high precision: run it eagerly.
@@ -97,16 +97,16 @@ class CapturedStep:
 
 
 def _refusal(state: Fp8State) -> str | None:
-    """Why a step over this state cannot be captured, None if it can."""
+    """Returns why a step over this state cannot be captured, None if it can."""
     if not state.phases.trivial:
         return (
             "precision changes with the phases of the training (fp8_high_precision_warmup or _healing): set them to 0, or"
             " train eagerly"
         )
     if state.guard is not None:
-        return "the guard changes what sites run in, by figures that the host reads: switch it off, or train eagerly"
+        return "the guard changes the precision of sites on the host: switch it off, or train eagerly"
     if state.watcher is not None:
-        return "somebody watches its casts (telemetry), and a replay calls nobody: detach it first"
+        return "an observer (telemetry) watches its casts, and a replay calls no observer: detach it first"
     for arena in state.arenas:
         reason = arena.capture_refusal()
         if reason is not None:

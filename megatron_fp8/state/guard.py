@@ -1,25 +1,24 @@
 """The guard: finds tensors with several unhealthy iterations in a row.
 
-The arena has the largest magnitude of each tensor, the scale that its casts used, and how many of its elements were not
-finite. That tells three illnesses:
+The arena has the amax of each tensor, the scale of its casts, and its number of non-finite elements. They show three
+faults:
 
     not finite   NaN or Inf was cast
-    saturates    the amax lies beyond what the scale lets FP8 hold, by a factor: what is above became the largest value
-    underflows   the amax lies so far below it that most of FP8's range goes unused: what is small became zero
+    saturates    the amax is above the largest value that FP8 can represent at this scale, by a factor
+    underflows   the amax is so far below it that most of FP8's range is unused: small values became zero
 
-A margin puts every amax that many powers of two below the largest value, because the user asked for the headroom. So
-underflow counts from there, and no further down than where the amax itself becomes zero.
+A margin puts every amax that many powers of two below the largest value, because the user requested the headroom. So
+underflow is measured from there, and at most down to where the amax itself becomes zero.
 
-Only delayed scaling can have the last two, since its scale is made from earlier iterations: every other scale is made
-from the tensor itself, and puts its amax at the top of the range. What such a recipe loses inside a tensor the amax
-does not tell; telemetry does (underflows%). Rejected: counting underflows in every cast, for all who never switch the
-guard on.
+Only delayed scaling can have the last two, since its scale comes from earlier iterations. Every other scale comes from
+the tensor itself and puts its amax at the top of the range; the amax does not show small values that such a cast loses,
+but telemetry does (underflows%). Rejected: counting underflows in every cast, also for users without the guard.
 
-A tensor is ill when it showed the same illness in ``patience`` iterations in a row. One that was not cast in an
-iteration is as ill as it was. All ranks of a reduction group see the same figures, so they find the same.
+A tensor is unhealthy after the same fault in ``patience`` iterations in a row; an iteration in which it was not cast
+does not count. All ranks of a reduction group see the same figures, so they find the same.
 
-A site with an ill tensor moves for good to the next rung of the guard's ladder, by whoever owns the sites
-(mcore/guard.py).
+A site with an unhealthy tensor moves permanently to the next rung of the guard's ladder; the owner of the sites moves
+it (mcore/guard.py).
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ Illness = Literal["not finite", "saturates", "underflows"]
 
 @dataclass(frozen=True)
 class Thresholds:
-    """When a tensor is ill.
+    """Limits beyond which the guard finds a tensor unhealthy.
 
     Args:
         patience: iterations in a row, at least 1.
-        saturation: amax over the largest value that the scale lets FP8 hold, above 1.
-        unused_bits: binary orders of magnitude between the two, the other way, beyond the recipe's margin; at least 1.
+        saturation: amax over the largest value that FP8 can represent at its scale, above 1.
+        unused_bits: powers of two by which the amax may be below that value, beyond the recipe's margin; at least 1.
             E4M3 has 18 from its largest to its smallest value, E5M2 has 32.
 
     Raises:
@@ -67,14 +66,14 @@ class Thresholds:
 
 
 class Finding(NamedTuple):
-    """A tensor that is ill.
+    """An unhealthy tensor.
 
     Attributes:
         slot: SITE.ROLE, or SITE.ROLE.GEMM.
-        illness: which.
-        iterations: for how many in a row.
-        figure: this iteration's: non-finite elements (the most of any rank), or amax over the largest value that its
-            scale lets FP8 hold.
+        illness: the fault.
+        iterations: how many in a row had it.
+        figure: of this iteration: non-finite elements (the most of any rank), or amax over the largest value that FP8
+            can represent at its scale.
     """
 
     slot: str
@@ -92,13 +91,13 @@ class Finding(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A site that runs in another way since the guard found it ill.
+    """A change of a site's precision by the guard.
 
     Attributes:
         site: its name.
         to: 'bf16', or the name of a recipe.
-        iteration: the first one that ran so, counted from 0.
-        why: what was found, in words.
+        iteration: the first one with the new precision, counted from 0.
+        why: the finding as text.
     """
 
     site: str
@@ -108,26 +107,26 @@ class Move(NamedTuple):
 
 
 def saved_moves(state: Mapping[str, Any]) -> list[Move]:
-    """The moves in a checkpoint's numbers, one a site; none if it was saved without."""
+    """Returns the moves in a checkpoint's state, one a site; none if it has no guard state."""
     return [Move(*move) for move in state.get("guard", [])]
 
 
 def as_overrides(state: Mapping[str, Any]) -> dict[str, str]:
-    """The same as overrides by name, for what runs the model as training did."""
+    """Returns the same moves as overrides by name, to run the model with the precision of its training."""
     return {move.site: move.to for move in saved_moves(state)}
 
 
 LADDERS = {"bf16": ("bf16",), "ladder": ("delayed", "tensorwise", "blockwise", "bf16")}
-"""Where ill sites may go: out of FP8 at once, or first to scales that follow more closely."""
+"""Ladders of an unhealthy site: out of FP8 at once, or first to recipes with more recent scales."""
 
 
 class Guard:
-    """What one model's guard remembers: how long each tensor has been ill, and which sites have moved.
+    """The guard of one model: how many iterations each tensor has been unhealthy, and which sites have moved.
 
     Args:
         ladder: a key of LADDERS.
 
-    ``moves``: by site, the last of each.
+    ``moves``: site -> its last move.
     """
 
     def __init__(self, thresholds: Thresholds, ladder: str = "bf16"):
@@ -136,23 +135,25 @@ class Guard:
         self._rows: dict[str, tuple[Illness, int]] = {}
 
     def is_set_as(self, other: Guard) -> bool:
-        """Whether another looks for the same and moves to the same."""
+        """Whether another guard has the same thresholds and ladder."""
         return (self.thresholds, self.ladder) == (other.thresholds, other.ladder)
 
     def next_rung(self, recipe: str, illness: Illness) -> str:
-        """Where a site goes from this recipe. No scale helps against NaN and Inf: out of FP8."""
+        """Returns a site's next recipe or 'bf16'. NaN and Inf lead out of FP8, since no scale helps against them."""
         if illness == "not finite" or recipe not in self.ladder:
             return "bf16"
         return self.ladder[self.ladder.index(recipe) + 1]
 
     def moved(self, move: Move) -> None:
-        """Take note of a move: what the site's tensors showed counts no more."""
+        """Records a move and clears the counts of the site's tensors."""
         self.moves[move.site] = move
         self._rows = {name: row for name, row in self._rows.items() if not name.startswith(f"{move.site}.")}
 
     def look(self, arena: Arena) -> list[Finding]:
-        """The tensors that have been ill for long enough, from an arena whose amaxes are reduced and whose scales are
-        still those that were used. One value a slot is read back."""
+        """Returns the tensors that have been unhealthy for long enough.
+
+        The arena's amaxes must be reduced and its scales not yet updated. One host sync, with three values a slot.
+        """
         slots = arena.slots
         if not slots:
             return []

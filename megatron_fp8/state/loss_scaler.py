@@ -1,14 +1,15 @@
 """Dynamic loss scaling, for gradients in float16.
 
-float16 ends at 6e-8, and gradients are often smaller. The loss is multiplied by a scale before the backward pass, and
-gradients are divided by it after. The scale is right when it is as large as it can be without an overflow, and that
-changes during training, so it is searched for all the time: an overflow skips the step and, when it is no single
-accident, lowers the scale; a long time without one raises it (Micikevicius et al., arXiv 1710.03740).
+float16's smallest number is 6e-8, and gradients are often smaller. The loss is multiplied by a scale before the
+backward pass, and gradients are divided by it after. The best scale is the largest without overflow. It changes
+during training, so the search never ends: an overflow skips the step and, if repeated, lowers the scale; many steps
+without overflow raise it (Micikevicius et al., arXiv 1710.03740).
 
-The rule is here, once, for plain PyTorch (trainer.py) and for Megatron-Core (mcore/optimizer/loss_scaler.py), because
-none of those that exist does what is promised: torch.amp.GradScaler has no hysteresis and no bounds, and asks no other
-rank; Megatron-Core's calls its hysteresis consecutive and counts overflows that are not, has no upper bound, and keeps
-one scaler for dense weights and one for experts, which drift apart. The arithmetic on gradients is torch's own kernel.
+Plain PyTorch (trainer.py) and Megatron-Core (mcore/optimizer/loss_scaler.py) share the rule here, because no existing
+scaler does what the documentation promises. torch.amp.GradScaler has no hysteresis and no bounds, and does not
+communicate with other ranks. Megatron-Core's counts overflows that are not consecutive in its hysteresis, has no
+upper bound, and has separate scalers for dense and expert weights, which drift apart. The arithmetic on gradients is
+torch's own kernel.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ import torch
 import torch.distributed as dist
 
 STUCK = 20
-"""Overflows in direct succession that no smaller scale can be tried against: training stands still."""
+"""Consecutive overflows at the smallest scale after which training counts as stuck."""
 
 
 @dataclass
 class LossScaler:
-    """The loss scale of one training. Every rank has one and gives it the same verdicts, so that all stay equal.
+    """The loss scale of one training. Every rank has one and passes it the same overflow flags, so that all stay equal.
 
     Attributes:
         initial_scale: the first scale.
-        growth_factor: the scale is multiplied by it after ``growth_interval`` consecutive steps without an overflow.
-        backoff_factor: the scale is multiplied by it at an overflow that ``hysteresis`` lets through.
-        growth_interval: see growth_factor; an overflow, and a growth, start its count again.
-        hysteresis: how many overflows in direct succession it takes to lower the scale: the first ``hysteresis - 1``
-            skip their steps and change nothing else, that one and each that directly follows it lower the scale. A step
-            without an overflow starts the count again. 1: every overflow lowers it.
-        min_scale, max_scale: the scale stays between them. Overflows at min_scale go on skipping steps; ``STUCK`` of
-            them in direct succession are a warning.
-        scale: the scale now; powers of two, where both factors are, change no bit of a gradient.
-        clean_steps, overflows: steps since the last overflow or growth; overflows in direct succession.
-        skipped: overflows, that is steps skipped, in the whole training.
+        growth_factor: multiplies the scale after ``growth_interval`` consecutive steps without an overflow.
+        backoff_factor: multiplies the scale at an overflow, once there have been ``hysteresis`` in succession.
+        growth_interval: see growth_factor; an overflow or a growth restarts its count.
+        hysteresis: consecutive overflows that lower the scale: the first ``hysteresis - 1`` only skip their steps,
+            that one and each that directly follows lower the scale. A step without an overflow restarts the count. 1:
+            every overflow lowers the scale.
+        min_scale, max_scale: bounds of the scale. Overflows at min_scale still skip steps; ``STUCK`` of them in
+            succession give a warning.
+        scale: the current scale. If both factors are powers of two, it changes no bit of a gradient.
+        clean_steps, overflows: steps since the last overflow or growth; consecutive overflows.
+        skipped: overflows (skipped steps) of the whole training.
 
     Raises ValueError: a value is out of range.
     """
@@ -76,11 +77,11 @@ class LossScaler:
         self.scale = float(self.initial_scale)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss`` in float32 times the scale: what to call backward() on."""
+        """Returns float32 ``loss`` times the scale, for backward()."""
         return loss.float() * self.scale
 
     def update(self, overflow: bool) -> None:
-        """Take note of a step: ``overflow``, on any rank, means it was skipped. Warns as ``min_scale`` says."""
+        """Records a step; ``overflow`` (on any rank) means it was skipped. Warns as ``min_scale`` says."""
         if overflow:
             self.skipped += 1
             self.overflows += 1
@@ -106,7 +107,7 @@ class LossScaler:
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict``. The knobs stay this scaler's own; a scale out of their bounds moves to the nearer.
+        """Restores ``state_dict``. The options stay this scaler's own; a scale outside their bounds is clamped.
 
         Raises ValueError, and changes nothing: a number is missing or impossible.
         """
@@ -117,7 +118,7 @@ class LossScaler:
         if not 0 < scale < math.inf or min(counts) < 0:
             raise ValueError(f"the loss scaler's state {state} is impossible: the checkpoint is damaged")
         self.scale = min(max(scale, self.min_scale), self.max_scale)
-        # Under a shorter interval the count may be past it, and would never meet it.
+        # A shorter interval may be below the count, which would then never reach it.
         self.clean_steps, self.overflows, self.skipped = counts
         self.clean_steps = min(self.clean_steps, self.growth_interval - 1)
 
@@ -127,12 +128,12 @@ _STATE = ("scale", "clean_steps", "overflows", "skipped")
 
 @torch.no_grad()
 def unscale_(grads: Iterable[torch.Tensor], scale: float) -> bool:
-    """Divide gradients by ``scale`` in place; whether one of them held NaN or Inf.
+    """Divides gradients by ``scale`` in place; returns whether one of them had NaN or Inf.
 
     Args:
-        grads: float32 or bfloat16, of any shapes and devices; of a DTensor the local part.
+        grads: float32 or bfloat16, any shapes and devices; of a DTensor the local part.
 
-    Raises ValueError for float16 gradients: divided, the small ones would be zero after all.
+    Raises ValueError for float16 gradients: dividing would turn small ones into zero.
     """
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in grads:
@@ -152,7 +153,7 @@ def unscale_(grads: Iterable[torch.Tensor], scale: float) -> bool:
 
 
 def agree(overflow: bool, group: Any = None) -> bool:
-    """Whether any rank of ``group`` (None: all ranks) says overflow. Collective where torch.distributed is set up."""
+    """Whether any rank of ``group`` (None: all) has an overflow. Collective if torch.distributed is initialised."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return overflow
     on_gpu = dist.get_backend(group) == "nccl"

@@ -1,9 +1,9 @@
 """The observer interface: casts, products, ends of iterations.
 
-Telemetry and diagnosis look on; the linear knows neither. ``Fp8State.watch`` puts an observer in place. Without one, and
-in iterations that it does not want, a cast and a product ask only whether it is there, and no operation runs.
-Rejected: hooks on modules. They see a layer's input before it is gathered and its output after it is reduced, and no
-code, no scale and none of the three products.
+Telemetry and diagnosis implement it; the linear knows neither. ``Fp8State.watch`` sets an observer. Without one, and
+in iterations that it does not want, casts and products only check for it, and no operation runs. Rejected: hooks on
+modules. They see a layer's input before it is gathered and its output after it is reduced, and no codes, no scale and
+none of the three products.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class SeenCast(NamedTuple):
     """x [rows, cols] was quantised for a slot.
 
     Attributes:
-        slot: named SITE.ROLE, or SITE.ROLE.GEMM where one role is cast twice.
-        recorded: False of what counts for no iteration: of forwards in evaluation and in a recomputation, and of a cast
-            of what was cast before for another GEMM.
-        shard: x is this rank's tokens of a matrix that its tensor-parallel group gathers.
+        slot: SITE.ROLE, or SITE.ROLE.GEMM where one role is cast twice.
+        recorded: False for casts that no iteration counts: in evaluation, in a recomputation, and a second cast of
+            the same tensor for another GEMM.
+        shard: x is this rank's part of the tokens that its tensor-parallel group gathers.
     """
 
     slot: str
@@ -36,8 +36,8 @@ class SeenCast(NamedTuple):
 
 
 class SeenProduct(NamedTuple):
-    """y [M, N] = a [M, K] @ b [N, K]^T was computed as 'fprop', 'dgrad' or 'wgrad' of a site, on this rank alone: sums
-    over ranks come later. ``recorded`` as SeenCast's."""
+    """y [M, N] = a [M, K] @ b [N, K]^T was computed as 'fprop', 'dgrad' or 'wgrad' of a site, before any sum over
+    ranks. ``recorded`` as SeenCast's."""
 
     site: str
     gemm: str
@@ -48,8 +48,8 @@ class SeenProduct(NamedTuple):
 
 
 class SeenLinear(NamedTuple):
-    """A whole site ran in high precision, in training: y [..., N] = x [..., K] @ weight^T. Of its backward nothing is
-    told: what y's gradient becomes is autograd's. ``recorded`` and ``shard`` as SeenCast's."""
+    """A whole site ran in high precision, in training: y [..., N] = x [..., K] @ weight^T. Its backward is autograd's
+    and not observed. ``recorded`` and ``shard`` as SeenCast's."""
 
     site: str
     x: torch.Tensor
@@ -60,18 +60,17 @@ class SeenLinear(NamedTuple):
 
 
 class Observer(Protocol):
-    """Told of each cast and product of a model, in the order in which they happen. It may keep what it is given for as
-    long as it likes, must change none of it, and runs inside forward and backward: it must not communicate there."""
+    """Receives each cast and product of a model, in order. It may keep the tensors but must not change them, and runs
+    inside forward and backward, where it must not communicate."""
 
     def wants(self, iteration: int) -> bool:
-        """Whether it is told what passes in the iteration of this number (from 0). Asked when it begins."""
+        """Whether it observes the iteration of this number (from 0). Called when the iteration begins."""
 
     def cast(self, seen: SeenCast) -> None:
         """A tensor was quantised."""
 
     def stored(self, slot: str, weight: torch.Tensor) -> None:
-        """A weight that lives as FP8 (an Fp8Parameter) is used as it is, for the first time in this iteration's training:
-        nothing is cast."""
+        """An FP8 weight (an Fp8Parameter) is used without a cast, for the first time in this iteration's training."""
 
     def product(self, seen: SeenProduct) -> None:
         """A GEMM ran."""
@@ -80,5 +79,5 @@ class Observer(Protocol):
         """A linear in high precision ran."""
 
     def ended(self, iteration: int) -> None:
-        """The state's iteration of this number has ended, wanted or not, its amaxes are settled. All ranks are here: the
-        one place to communicate."""
+        """The iteration has ended, observed or not, and its amaxes are reduced. All ranks call it: it may
+        communicate."""

@@ -1,11 +1,11 @@
 """Phases of a run in high precision: warm-up and the end (healing).
 
-The plan says what a site runs; the phases say in which iterations the plan is in force. Which phase it is follows from
-the number of the iteration alone, so a resumed run, a recomputation and an evaluation between two iterations are right
-without anybody remembering anything. Rejected: a flag that the training loop switches, and has to save and restore.
+The plan says what a site runs; the phases say in which iterations the plan applies. The phase depends on the
+iteration number alone, so it is right in a resumed run, a recomputation and an evaluation between two iterations
+without any stored state. Rejected: a flag that the training loop sets, and has to save and restore.
 
-Outside the FP8 phase every site runs in the model's own dtype, with the very bits of a run without FP8, while delayed
-scaling's histories are filled with what it would have quantised (GemmSite.observe).
+Outside the FP8 phase every site runs in the model's own dtype, bit for bit as without FP8, while delayed scaling
+still records the amaxes of its would-be operands (GemmSite.observe).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Phases:
     """The phases of one run; iterations count from 0.
 
     Attributes:
-        warmup, healing: fractions of the run, its first and its last part, in high precision. Rounded to iterations;
-            a fraction above 0 is at least one.
-        length: iterations of the whole run, None while nobody said. It is needed where a fraction is above 0.
+        warmup, healing: fractions of the run, at its start and its end, in high precision. Rounded to iterations; a
+            fraction above 0 is at least one iteration.
+        length: iterations of the whole run, None if not set yet. Required if a fraction is above 0.
 
     Raises ValueError: the length is no positive integer, or leaves no iteration to FP8.
     """
@@ -51,7 +51,7 @@ class Phases:
 
     @property
     def known(self) -> bool:
-        """Whether ``at`` can tell."""
+        """Whether ``at`` works: the length is set or not needed."""
         return self.trivial or self.length is not None
 
     @property
@@ -65,7 +65,7 @@ class Phases:
         return self.require_length() - self._iterations(self.healing)
 
     def at(self, iteration: int) -> Phase:
-        """The phase of an iteration. ValueError if fractions were given and the length is not known."""
+        """Returns the phase of an iteration. ValueError if a fraction is above 0 and the length is not set."""
         if self.trivial:
             return "fp8"
         if iteration < self.start:
@@ -73,17 +73,18 @@ class Phases:
         return "healing" if self.healing and iteration >= self.stop else "fp8"
 
     def require_length(self) -> int:
-        """The length; ValueError if it is not known."""
+        """Returns the length; ValueError if it is not set."""
         if self.length is None:
             raise ValueError(
                 f"fp8_high_precision_warmup={self.warmup:g} and fp8_high_precision_healing={self.healing:g} are fractions"
-                " of a training whose length nobody said: call"
+                " of a training whose length is not set: call"
                 " megatron_fp8.mcore.iteration.set_training_length(config, iterations) before the first iteration"
             )
         return self.length
 
     def describe(self, high_precision: str = "bf16") -> list[dict[str, Any]]:
-        """[{phase, precision, first, last}, ...] for reports, iterations from 1; empty if FP8 runs in all of them.
+        """Returns [{phase, precision, first, last}, ...] for reports, iterations from 1; empty if FP8 runs in all of
+        them.
 
         Args:
             high_precision: the name of the model's own dtype.

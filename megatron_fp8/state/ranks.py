@@ -1,11 +1,11 @@
-"""Small collectives among ranks, at the cost of the answer.
+"""Small collectives among ranks, whose cost follows the result's size.
 
-``all_gather_object`` hands every rank everything of every other, padded to the longest: 16,384 ranks with 1 MB each would
-need 16 GB on each of them. Ranks that hold replicas say the same, and mostly nobody has anything to object. So here ranks
-first agree, by one number, who speaks next; what was said needs no second saying.
+``all_gather_object`` sends every rank's object to every rank, padded to the longest: 16,384 ranks with 1 MB each
+would need 16 GB on each of them. But replicas have equal objects, and mostly no rank has anything to report. So here
+ranks first agree, by one number, which rank sends next; an item is sent once.
 
-Everything here is collective over ``group`` (None: all ranks) and gives every rank the same, unless it says otherwise.
-Without torch.distributed, and in a group of one, a rank answers itself.
+Everything here is collective over ``group`` (None: all ranks) and returns the same on every rank, unless documented
+otherwise. Without torch.distributed, and in a group of one, nothing is sent.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..files.uncollected import uncollected
 
 K = TypeVar("K")
 V = TypeVar("V")
-_NOBODY = 2**62
+_NO_RANK = 2**62
 
 
 def checked_group(group: Any) -> Any:
-    """The group, which a user gave. ValueError: it is neither None nor a process group that this rank is in."""
+    """Returns a user's group. ValueError: it is neither None nor a process group of this rank."""
     if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         return group
     raise ValueError(
@@ -35,63 +35,66 @@ def checked_group(group: Any) -> Any:
 
 
 def first_to_say(value: V | None, group: Any = None, *, order: int = 0) -> tuple[int, V] | None:
-    """(rank in the group, value) of the rank that has one, the lowest ``order`` first and then the lowest rank; None if
-    nobody has. One all-reduce of 8 bytes; a broadcast of the value where there is one."""
+    """Returns (rank in the group, value) of the first rank with a value: lowest ``order``, then lowest rank; None if
+    none has one.
+
+    One all-reduce of 8 bytes, and a broadcast if there is a value.
+    """
     ranks = size(group)
     if ranks == 1:
         return None if value is None else (0, value)
-    best = _reduced([_NOBODY if value is None else order * ranks + dist.get_rank(group)], "min", group)[0]
-    if best == _NOBODY:
+    best = _reduced([_NO_RANK if value is None else order * ranks + dist.get_rank(group)], "min", group)[0]
+    if best == _NO_RANK:
         return None
     return best % ranks, from_rank(best % ranks, value, group)
 
 
 def from_rank(rank: int, value: V | None, group: Any = None) -> V:
-    """The value of one rank of the group; what the others give is not looked at."""
-    said: list[Any] = [value]
+    """Returns the value of one rank of the group; the other ranks' arguments are ignored."""
+    objects: list[Any] = [value]
     if size(group) > 1:
         dist.broadcast_object_list(
-            said, src=rank if group is None else dist.get_global_rank(group, rank), group=group
+            objects, src=rank if group is None else dist.get_global_rank(group, rank), group=group
         )
-    return said[0]
+    return objects[0]
 
 
 def union(items: Mapping[K, V], group: Any = None) -> dict[K, V]:
-    """The items of all ranks, each key once with the value of the first rank that has it, in the order of ranks.
+    """Returns the items of all ranks, each key once with the value of the first rank that has it, in the order of ranks.
 
-    Every item is sent once, by one rank; there are as many rounds as ranks that have something new to say.
+    Every item is sent once, by one rank; there are as many rounds as ranks with new items.
     """
     found: dict[K, V] = {}
-    while (said := first_to_say(_new(items, found), group)) is not None:
-        found.update(said[1])
+    while (first := first_to_say(_new_items(items, found), group)) is not None:
+        found.update(first[1])
     return found
 
 
-def _new(items: Mapping[K, V], known: Mapping[K, V]) -> dict[K, V] | None:
+def _new_items(items: Mapping[K, V], known: Mapping[K, V]) -> dict[K, V] | None:
     return {key: value for key, value in items.items() if key not in known} or None
 
 
 def anywhere(flags: Sequence[bool], group: Any = None) -> list[bool]:
-    """For each flag whether any rank has it set; every rank gives as many. One all-reduce, a byte a flag."""
+    """Returns for each flag whether any rank has it set; all pass equally many. One all-reduce, a byte a flag."""
     if size(group) == 1 or not flags:
         return list(flags)
-    told = torch.tensor(list(flags), dtype=torch.uint8, device=device_of(group))
-    dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
-    return [bool(flag) for flag in told.tolist()]
+    reduced = torch.tensor(list(flags), dtype=torch.uint8, device=device_of(group))
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in reduced.tolist()]
 
 
 def total(number: int, group: Any = None) -> int:
-    """The sum over the ranks."""
+    """Returns the sum over the ranks."""
     return number if size(group) == 1 else _reduced([number], "sum", group)[0]
 
 
 def largest(numbers: Sequence[int], group: Any = None) -> list[int]:
-    """The largest of all ranks' numbers at each place; every rank gives as many. One all-reduce."""
+    """Returns the element-wise maximum over the ranks; every rank passes equally many numbers. One all-reduce."""
     return list(numbers) if size(group) == 1 else _reduced(list(numbers), "max", group)
 
 
 def same_everywhere(numbers: Sequence[int], group: Any = None) -> bool:
-    """Whether all ranks give these numbers, as many on each. One all-reduce: the largest, and the smallest negated."""
+    """Whether all ranks pass equal numbers, equally many. One all-reduce: the largest, and the smallest negated."""
     if size(group) == 1:
         return True
     most = largest([*numbers, *(-number for number in numbers)], group)
@@ -100,11 +103,11 @@ def same_everywhere(numbers: Sequence[int], group: Any = None) -> bool:
 
 @uncollected()
 def collected(items: Sequence[V], group: Any = None) -> list[tuple[int, V]]:
-    """(rank, item) of all ranks' items in the order of ranks, on the group's first rank; an empty list on the others.
+    """Returns (rank, item) of all ranks' items in the order of ranks, on the group's first rank; an empty list on the
+    others.
 
-    For what is one file's content and so has to be in one place: it grows with the items and not with the ranks. Ranks
-    send to one another along a binomial tree: each sends once, what it and those behind it have, and the first hears from
-    log2(ranks) others.
+    For the content of one file: memory grows with the items and not with the ranks. Ranks send along a binomial tree:
+    each sends its own and its children's items once, and the first receives from log2(ranks) others.
     """
     ranks = size(group)
     mine = [(0 if ranks == 1 else dist.get_rank(group), item) for item in items]
@@ -122,26 +125,26 @@ def collected(items: Sequence[V], group: Any = None) -> list[tuple[int, V]]:
 
 
 def size(group: Any) -> int:
-    """Ranks of the group; 1 without torch.distributed."""
+    """Returns the number of ranks of the group; 1 without torch.distributed."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def device_of(group: Any) -> torch.device:
-    """Where a tensor has to be for this group's collectives."""
+    """Returns the device that this group's collectives need."""
     cuda = "nccl" in str(dist.get_backend(group))
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def own_device() -> torch.device:
-    """The GPU that is current in this process; the CPU where it sees none: there are its model, batches and sums."""
+    """Returns this process's current GPU; the CPU if it sees none. The model, batches and sums are there."""
     cuda = torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def _reduced(numbers: list[int], how: str, group: Any) -> list[int]:
-    told = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))
-    dist.all_reduce(told, op=getattr(dist.ReduceOp, how.upper()), group=group)
-    return [int(number) for number in told.tolist()]
+    reduced = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))
+    dist.all_reduce(reduced, op=getattr(dist.ReduceOp, how.upper()), group=group)
+    return [int(number) for number in reduced.tolist()]
 
 
 def _send(value: Any, rank: int, group: Any) -> None:

@@ -1,4 +1,4 @@
-"""Delayed-scaling state as plain CPU tensors by name."""
+"""Saves delayed-scaling state as plain CPU tensors, and loads it."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ import torch
 from .arena import Slot
 
 SAVED_PARTS = ("scale", "amax_history", "warm")
-"""What is saved of a slot."""
+"""The saved tensors of a slot."""
 PREFIX = "fp8_state"
-"""What stands between a linear and its slots in names of a checkpoint."""
+"""The part of a checkpoint key between a linear's name and its slots."""
 
 
 def is_slot_key(key: str) -> bool:
-    """Whether a tensor's name in a checkpoint is one of FP8 state."""
+    """Whether a checkpoint key belongs to FP8 state."""
     return f".{PREFIX}." in key
 
 
 def must_be_finite(key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a checkpoint's tensor that may not hold NaN or Inf: all of it, but the running amax of a history, the
-    first of its entries [..., length], which may be Inf and is never made a scale."""
+    """Returns the part of a checkpoint tensor that must not hold NaN or Inf.
+
+    All of it, except a history's running amax, the first of its entries [..., length]: it may be Inf and never
+    becomes a scale.
+    """
     return tensor[..., 1:] if is_slot_key(key) and key.endswith(".amax_history") else tensor
 
 
 def saved_slots(slots: Mapping[str, Slot]) -> dict[str, torch.Tensor]:
-    """``NAME.scale`` (float32 [1]), ``NAME.amax_history`` (float32 [length]), ``NAME.warm`` (uint8 [1]) of each slot."""
+    """Returns ``NAME.scale`` (float32 [1]), ``.amax_history`` (float32 [length]), ``.warm`` (uint8 [1]) of each slot."""
     return {
         f"{name}.{part}": tensor.cpu()
         for name, slot in slots.items()
@@ -35,13 +38,13 @@ def saved_slots(slots: Mapping[str, Slot]) -> dict[str, torch.Tensor]:
 
 
 def load_slots(slots: Mapping[str, Slot], saved: Mapping[str, torch.Tensor]) -> None:
-    """Put back what ``saved_slots`` gave; of a history of another length the latest entries that fit."""
+    """Restores what ``saved_slots`` returned; from a history of another length the latest entries that fit."""
     for name, slot in slots.items():
         slot.arena.load_slot(slot, {part: saved[f"{name}.{part}"] for part in SAVED_PARTS})
 
 
 def check_saved(expected: Collection[str], saved: Mapping[str, torch.Tensor], remedy: str) -> None:
-    """ValueError unless the saved state has the entries of these names, and no others, in possible shapes."""
+    """Raises ValueError unless the saved state has exactly these keys, with possible shapes."""
     missing, unknown = sorted(set(expected) - saved.keys()), sorted(saved.keys() - set(expected))
     if missing or unknown:
         raise ValueError(

@@ -91,7 +91,7 @@ SENT_IN_BF16: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a recipe of tensors": (
         {"fp8_overrides": {"*.layers.1.*.linear_fc?": "tensorwise"}},
-        "has a scale per tensor, which no token brings along",
+        "has a scale per tensor, which is not sent with a token",
     ),
     "two recipes": (
         {"fp8_overrides": {"*.layers.1.*.local_experts.1.linear_fc?": "mxfp8"}},

@@ -43,14 +43,14 @@ WRONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]
         {},
         {**DISTRIBUTED, "fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True},
         {},
-        "weights that travel as codes",
+        "weights that are sent as codes",
     ),
     "shared by a mixture": (
         "mxfp8",
         {"fp8_overrides": {"*.linear_fc2": "tensorwise"}},
         {**DISTRIBUTED, "fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True},
         {},
-        "linear_fc2.*weights that travel as codes",
+        "linear_fc2.*weights that are sent as codes",
     ),
     "shared without a gather": (
         "mxfp8",

@@ -1,7 +1,7 @@
-"""FP8 parameters that start from an imported directory's codes (params/block_codes.py).
+"""FP8 parameters that start from an imported checkpoint's codes (params/block_codes.py).
 
-That takes parameters with the same scales, ``blockwise`` with ``fp8_pow2_scales=False`` and ``fp8_param=True``, and a
-layout that cuts the weight between blocks. The float32 masters are code * scale; each step casts anew from them.
+That needs parameters with the same scales (``blockwise`` with ``fp8_pow2_scales=False`` and ``fp8_param=True``), and
+a layout that splits the weight between blocks. The float32 masters are code * scale; each step casts from them.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from ...params.fp8_parameter import Fp8Parameter
 
 @torch.no_grad()
 def take_codes(folder: Path, metadata: Any, model: dict[str, dict[str, Any]]) -> list[str]:
-    """Give this rank's FP8 parameters the codes and scales that their weights came with; lines about it.
+    """Sets this rank's FP8 parameters to their weights' original codes and scales; returns lines for the log.
 
     Args:
-        metadata: the checkpoint's, of ``read_metadata``.
+        metadata: the checkpoint's, from ``read_metadata``.
         model: sharded state dicts by chunk, over the live parameters.
     """
     if not any(map(is_scales_key, metadata.state_dict_metadata)):
         return []
-    taken, rest = 0, 0
+    exact, rest = 0, 0
     for flat in model.values():
         for shard in flat.values():
             pieces = nested_values(shard.build()) if isinstance(shard, ShardedTensorFactory) else [shard]
             pieces = list(pieces)
             if not all(scales_key(piece.key) in metadata.state_dict_metadata for piece in pieces):
                 continue
-            if _has_such_scales(shard.data) and _are_whole(pieces):
-                _take(shard.data, pieces, folder, metadata)
-                taken += 1
+            if _has_block_scales(shard.data) and _align_with_blocks(pieces):
+                _set_codes(shard.data, pieces, folder, metadata)
+                exact += 1
             else:
                 rest += 1
-    lines = [f"{taken} weights on a rank keep the FP8 codes and scales that they came with"] if taken else []
+    lines = [f"{exact} weights on a rank keep the FP8 codes and scales that they came with"] if exact else []
     if rest:
         lines.append(
             f"{rest} weights on a rank came as FP8 and were decoded: codes stay as they are with fp8_recipe=blockwise,"
@@ -50,14 +50,14 @@ def take_codes(folder: Path, metadata: Any, model: dict[str, dict[str, Any]]) ->
     return lines
 
 
-def _has_such_scales(parameter: Any) -> bool:
+def _has_block_scales(parameter: Any) -> bool:
     if not isinstance(parameter, Fp8Parameter):
         return False
     return parameter.rule.granularity == BLOCK_128X128 and parameter.rule.scale == "fp32"
 
 
-def _are_whole(pieces: list[Any]) -> bool:
-    """Whether blocks of this rank's parameter, whose rows ``pieces`` make up, are blocks of the whole tensors."""
+def _align_with_blocks(pieces: list[Any]) -> bool:
+    """Whether the blocks of this rank's parameter, with rows ``pieces``, are blocks of the whole tensors."""
     for number, piece in enumerate(pieces):
         for axis in (0, 1):
             start, size, whole = piece.global_offset[axis], piece.local_shape[axis], piece.global_shape[axis]
@@ -67,7 +67,7 @@ def _are_whole(pieces: list[Any]) -> bool:
     return True
 
 
-def _take(parameter: Fp8Parameter, pieces: list[Any], folder: Path, metadata: Any) -> None:
+def _set_codes(parameter: Fp8Parameter, pieces: list[Any], folder: Path, metadata: Any) -> None:
     codes, scales = [], []
     for piece in pieces:
         window = [slice(o, o + n) for o, n in zip(piece.global_offset, piece.local_shape, strict=True)]
@@ -79,5 +79,5 @@ def _take(parameter: Fp8Parameter, pieces: list[Any], folder: Path, metadata: An
     parameter.set_shard(0, 0, torch.cat([part.view(torch.uint8) for part in codes]).to(device))
     scale_inv = torch.cat(scales).contiguous().to(device)
     healthy = torch.zeros([], dtype=torch.float32, device=device)
-    parameter.set_scales([scale_inv], healthy, healthy)  # then it can say what its largest value is
+    parameter.set_scales([scale_inv], healthy, healthy)  # so that dequantize works below
     parameter.set_scales([scale_inv], parameter.dequantize(torch.float32).abs().amax(), healthy)

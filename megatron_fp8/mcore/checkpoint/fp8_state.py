@@ -1,9 +1,9 @@
 """Delayed-scaling state in a checkpoint: scale, history and warm flag by name.
 
-A linear gives them with its weights (``sharded_state_dict``) and takes them back with its weights (``load_state_dict``):
-keys follow the module's place in the whole model, never the number of a slot, so that any layout reads any other's.
-Ranks that share an amax group hold the same values, and one of them writes. With ``tp_only_amax_red`` data-parallel
-ranks have histories of their own, and each is kept.
+A linear saves it with its weights (``sharded_state_dict``) and loads it with its weights (``load_state_dict``). Keys
+follow the module's place in the whole model, never a slot number, so any layout can load any other's. Ranks of an
+amax group hold equal values, and one of them writes. With ``tp_only_amax_red`` data-parallel ranks have separate
+histories, and each is saved.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ...state.saved import PREFIX, SAVED_PARTS, is_slot_key
 
 
 def delayed_quantizers(linear: Any) -> dict[str, Quantizer]:
-    """The quantizers of a linear that have a history, by role."""
+    """Returns role -> quantizer, for the quantizers of a linear that have a history."""
     found = linear.fp8_site.quantizers.items()
     return {role: q for role, q in found if q is not None and q.slot.delayed is not None}
 
 
 def sharded_slots(linear: Any, prefix: str, sharded_offsets: Any = ()) -> dict[str, ShardedTensor]:
-    """The delayed state of ``linear`` as sharded tensors ``<prefix>fp8_state.<role>.<part>``."""
+    """Returns the delayed state of ``linear`` as sharded tensors ``<prefix>fp8_state.<role>.<part>``."""
     offsets, replica = list(sharded_offsets), _replica(linear)
     if _per_data_rank(linear):
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
@@ -48,20 +48,20 @@ def sharded_slots(linear: Any, prefix: str, sharded_offsets: Any = ()) -> dict[s
 
 
 def take_slots(linear: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Remove the delayed state of ``linear`` from a state dict that is being loaded, and put it into its slots."""
+    """Removes the delayed state of ``linear`` from a loaded state dict and puts it into its slots."""
     start = f"{prefix}{PREFIX}."
     found = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(start)}
     for role, quantizer in delayed_quantizers(linear).items():
         saved = {part: found.get(f"{start}{role}.{part}") for part in SAVED_PARTS}
         if all(value is not None for value in saved.values()):
-            scale, history, warm = (_one_row(part, saved[part]) for part in SAVED_PARTS)
+            scale, history, warm = (_reduce_rows(part, saved[part]) for part in SAVED_PARTS)
             quantizer.slot.arena.load_slot(
                 quantizer.slot, {"scale": scale, "amax_history": history, "warm": warm}
             )
 
 
-def _one_row(part: str, value: Any) -> torch.Tensor:
-    """[n] of what was loaded [..., n]: of several data-parallel ranks' the smallest scale and the largest amaxes."""
+def _reduce_rows(part: str, value: Any) -> torch.Tensor:
+    """Reduces a loaded [..., n] to [n]: over data-parallel ranks the smallest scale and the largest amaxes."""
     rows = value.reshape(-1, value.shape[-1])
     return rows.amin(0) if part == "scale" else rows.amax(0)
 
@@ -86,13 +86,13 @@ def _per_data_rank(linear: Any) -> bool:
 
 
 def fit_to_checkpoint(wanted: dict[str, Any], stored: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Make the delayed state that a run wants loadable: shapes as stored, and only what is stored.
+    """Makes a run's delayed state loadable: takes the stored shapes, and drops what is not stored.
 
     Args:
         wanted: this rank's flat sharded state dict of a model chunk; changed in place.
         stored: tensor name -> metadata with ``size``.
 
-    Returns (keys that the checkpoint lacks, keys that it has): histories may differ in length, and in their number of
+    Returns (keys that the checkpoint lacks, keys that it has). Histories may differ in length, and in their number of
     data-parallel ranks.
     """
     missing, present = [], []
@@ -115,7 +115,7 @@ def fit_to_checkpoint(wanted: dict[str, Any], stored: dict[str, Any]) -> tuple[l
 
 @torch.no_grad()
 def warm_from_weights(linears: list[Any], cold: set[str]) -> int:
-    """Give delayed weights that are still cold a scale from their amax; the number of them. Collective.
+    """Gives cold delayed weights a scale from their current amax; returns how many. Collective.
 
     Args:
         linears: this rank's, in the order that all ranks of an amax group share.
@@ -133,12 +133,12 @@ def warm_from_weights(linears: list[Any], cold: set[str]) -> int:
         if arena.world_size > 1:
             dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=arena.group)
         for (slot, _), amax in zip(found, amaxes, strict=True):
-            _warm(arena, slot, amax)
+            _warm_slot(arena, slot, amax)
     return sum(map(len, by_arena.values()))
 
 
 def _amax(weight: torch.Tensor) -> torch.Tensor:
-    """Largest finite magnitude, float32 []; 0 if there is none. An FP8 weight knows it of the values it was cast from."""
+    """Returns the largest finite magnitude, float32 []; 0 if there is none. An FP8 weight has its last cast's amax."""
     if isinstance(weight, Fp8Parameter):
         amax = weight.cast_amax
         return torch.where(amax.isfinite(), amax, torch.zeros_like(amax)).reshape(())
@@ -146,7 +146,7 @@ def _amax(weight: torch.Tensor) -> torch.Tensor:
     return torch.where(magnitudes.isfinite(), magnitudes, torch.zeros_like(magnitudes)).amax()
 
 
-def _warm(arena: Arena, slot: Slot, amax: torch.Tensor) -> None:
+def _warm_slot(arena: Arena, slot: Slot, amax: torch.Tensor) -> None:
     assert slot.delayed is not None
     if not bool(amax > 0):
         return
@@ -161,6 +161,6 @@ def _warm(arena: Arena, slot: Slot, amax: torch.Tensor) -> None:
 
 
 def recipes_of(linears: list[Any]) -> list[str]:
-    """The recipes of these linears' FP8 sites, sorted; empty in BF16."""
+    """Returns the sorted recipe names of these linears' FP8 sites; empty in BF16."""
     plans = [linear.fp8_site.plan for linear in linears]
     return sorted({recipe_name(plan.recipe) for plan in plans if plan.recipe is not None})

@@ -1,4 +1,4 @@
-"""Adam's moments of a checkpoint, read without the optimizer."""
+"""Loads Adam's moments from a checkpoint, without the optimizer."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ Moments = dict[str, torch.Tensor]
 
 
 def load_moments(folder: Path, chunks: list[Any]) -> Iterator[tuple[torch.nn.Parameter, Moments]]:
-    """Parameters of this rank's chunks, and their moments as a checkpoint has them. Collective.
+    """Yields this rank's parameters with their moments in a checkpoint. Collective.
 
-    Nothing, if it holds weights alone, or moments in another form than float32 (optimizer.state_dtype=fp8).
+    Yields nothing if the checkpoint has weights alone, or moments in another format than float32
+    (optimizer.state_dtype=fp8).
 
-    Raises ValueError, on every rank: a file holds something else than the metadata says.
+    Raises ValueError, on every rank: a file does not match the metadata.
     """
     metadata = read_metadata(folder)
     stored = metadata.state_dict_metadata
@@ -36,17 +37,15 @@ def load_moments(folder: Path, chunks: list[Any]) -> Iterator[tuple[torch.nn.Par
         return
     for chunk, shards in zip(chunks, model_state(chunks).values(), strict=True):
         parameters = {name: p for name, p in unwrap(chunk).named_parameters() if name in shards}
-        wanted: dict[str, dict[str, Any]] = {moment: {} for moment in MOMENTS}
+        requests: dict[str, dict[str, Any]] = {moment: {} for moment in MOMENTS}
         for name, parameter in parameters.items():
-            pair = [_of(moment, shards[name], parameter) for moment in MOMENTS]
+            pair = [_moment_shard(moment, shards[name], parameter) for moment in MOMENTS]
             if all(
-                key in known
-                for shard, known in zip(pair, (first, second), strict=True)
-                for key in _keys(shard)
+                key in keys for shard, keys in zip(pair, (first, second), strict=True) for key in _keys(shard)
             ):
                 for moment, shard in zip(MOMENTS, pair, strict=True):
-                    wanted[moment][name] = shard
-        loaded = load_shards(folder, wanted, metadata).state
+                    requests[moment][name] = shard
+        loaded = load_shards(folder, requests, metadata).state
         for name in loaded[MOMENTS[0]]:
             yield parameters[name], {moment: loaded[moment][name] for moment in MOMENTS}
 
@@ -64,13 +63,13 @@ def _prefix(moment: str) -> str:
     return f"optimizer.state.{moment}"
 
 
-def _of(moment: str, shard: Any, parameter: torch.nn.Parameter) -> Any:
-    """The place of a parameter's moment, as ``shard`` is that of the parameter."""
+def _moment_shard(moment: str, shard: Any, parameter: torch.nn.Parameter) -> Any:
+    """Returns a sharded tensor for a parameter's moment, with the layout of the parameter's ``shard``."""
     values = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
     return make_sharded_optimizer_tensor(shard, values, prefix=_prefix(moment))
 
 
 def _keys(shard: Any) -> list[str]:
-    """The tensors of the checkpoint that it is made of: a gated MLP's projection is two."""
+    """Returns the keys of the checkpoint tensors that make up a shard: two for a gated MLP's projection."""
     parts = nested_values(shard.build()) if isinstance(shard, ShardedTensorFactory) else [shard]
     return [part.key for part in parts]

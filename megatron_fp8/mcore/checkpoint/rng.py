@@ -1,7 +1,7 @@
-"""Random states of all ranks in a checkpoint, as tensors. They are Python's, NumPy's, torch's and Megatron-Core's.
+"""Random states of all ranks in a checkpoint, as tensors: Python, NumPy, torch and Megatron-Core.
 
-Streams belong to places in a layout, and to CPUs or to GPUs: they are put back where both are the same, and drawn anew,
-from the seed and the iteration, where they are not.
+A stream belongs to a rank of a layout, and to a CPU or a GPU. If both are the same, it is restored; otherwise the
+streams are seeded again, from the seed and the iteration.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PREFIX = "rng"
 
 
 def streams() -> dict[str, torch.Tensor]:
-    """This rank's streams, by name: uint8, int64 or float64 [n], the same n on every rank."""
+    """Returns this rank's streams by name: uint8, int64 or float64 [n], the same n on every rank."""
     _, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state()
     name, keys, position, has_gauss, cached = numpy_state
@@ -41,7 +41,7 @@ def streams() -> dict[str, torch.Tensor]:
 
 
 def put_back(saved: dict[str, torch.Tensor]) -> None:
-    """Set this rank's streams to what ``streams`` gave; rows of one, as they are loaded, count as well."""
+    """Restores this rank's streams from the result of ``streams``, or from loaded rows [1, n]."""
     saved = {name: state.reshape(-1) for name, state in saved.items()}
     has, gauss = saved["python_gauss"].tolist()
     random.setstate((3, tuple(saved["python"].tolist()), gauss if has else None))
@@ -59,12 +59,12 @@ def put_back(saved: dict[str, torch.Tensor]) -> None:
 
 
 def fit_here(stored: Container[str]) -> bool:
-    """Whether a checkpoint with these keys holds streams of this kind of device: a GPU's states mean nothing to a CPU."""
+    """Whether a checkpoint with these keys has streams for this kind of device: a CPU cannot use a GPU's states."""
     return (f"{_PREFIX}.cuda" in stored) == compat.has_cuda()
 
 
 def sharded_streams(*, empty: bool = False) -> dict[str, Any]:
-    """Every rank's streams as one row each of tensors [ranks, n]; ``empty``: only to be loaded into."""
+    """Returns every rank's streams as one row each of tensors [ranks, n]; ``empty``: only as targets for loading."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found = {}
     for name, state in streams().items():
@@ -74,5 +74,5 @@ def sharded_streams(*, empty: bool = False) -> dict[str, Any]:
 
 
 def _bytes(state: Any) -> torch.Tensor:
-    """A tracked stream's state; with CUDA graphs Megatron-Core keeps generators instead."""
+    """Returns the state of a tracked stream; with CUDA graphs Megatron-Core stores generators instead."""
     return state if isinstance(state, torch.Tensor) else state.get_state()

@@ -1,21 +1,22 @@
 """Atomic saves: all files to the disk, one rename, then ``latest``.
 
-    .saving-iter_0000100-...   every rank writes and syncs its tensors; rank 0 sees every file of every rank in its size,
-                               and adds the manifest with all checksums
+    .saving-iter_0000100-...   every rank writes and syncs its tensors; rank 0 checks that it sees every rank's files
+    in
+                               full size, and adds the manifest with all checksums
     iter_0000100               rank 0 renames: from here on the checkpoint exists
     latest                     rank 0 replaces it atomically
-    iter_0000070               rank 0 removes what is older than the last ones to keep
+    iter_0000070               rank 0 removes checkpoints older than the last ones to keep
 
-A rank that is killed before the rename leaves a folder that the next save removes; after it, a complete checkpoint. A
-full disk, a folder that is another one on another rank, or any other failure of any rank, is an error on all ranks
-together, and the folder is removed at once. Where only ``latest`` cannot be written, the checkpoint stays and is named.
+If a rank is killed before the rename, a folder remains that the next save removes; after it, the checkpoint is complete.
+A full disk, a folder that is not shared by all ranks, or any other failure of any rank, raises on all ranks together,
+and the folder is removed at once. If only ``latest`` cannot be written, the checkpoint stays and the error names it.
 
-Weights, masters or moments that hold NaN or Inf cannot be trained on from. They are saved under another name,
-``not_finite_0000100``, for whoever looks for the cause: no reader takes it unless told to by its path, ``latest`` stays
-where it was, and no earlier checkpoint is removed for it.
+Training cannot continue from weights, masters or moments with NaN or Inf. They are saved under another name,
+``not_finite_0000100``, for debugging: no reader loads it without its explicit path, ``latest`` does not change, and
+no earlier checkpoint is removed for it.
 
-An asynchronous save copies to the CPU and does the rest in a thread. Its error is raised where all ranks meet: at the
-next save, or at the end.
+An asynchronous save copies to the CPU and writes in a thread. Its error is raised at the next collective point: the
+next save, or the end.
 """
 
 from __future__ import annotations
@@ -50,16 +51,16 @@ from .store import Make, Prepared, Shards, prepare, root_cause, write_companions
 
 _UNFINISHED = ".saving-"
 _PATIENCE_S = 60.0
-"""How long rank 0 waits to see other ranks' files: clients of NFS look at a folder again after at most 60 s."""
+"""How long rank 0 waits to see other ranks' files: NFS clients refresh a folder after at most 60 s."""
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be saved; earlier ones are intact. The same on every rank."""
+    """A checkpoint could not be saved; earlier ones are intact. Raised on every rank."""
 
 
 @dataclass
-class _Before:
-    """What the save before was: this rank's plan, where its shards lay, and on the first rank ``.metadata``."""
+class _PreviousSave:
+    """The previous save: this rank's plan, the positions of its shards, and on the first rank ``.metadata``."""
 
     planned: Any = None
     written: Any = None
@@ -67,26 +68,26 @@ class _Before:
 
 
 class _NotShared(OSError):
-    """Rank 0 does not see what other ranks have written."""
+    """Rank 0 does not see other ranks' files."""
 
 
-class _NotSettled(OSError):
-    """The checkpoint is complete, and what follows failed: which, and the remedy, in words."""
+class _FailedAfterCommit(OSError):
+    """The checkpoint is complete, but a later step failed; the message names it and the remedy."""
 
 
 class Saver:
-    """Writes the checkpoints of one run into one folder, the same for all ranks. Made, and called, on all together.
+    """Writes the checkpoints of one run into one folder, the same for all ranks. All ranks create and call it together.
 
     Args:
-        folder: made with the first save.
-        keep_last: complete checkpoints to keep, the new one included; 0 keeps all.
-        asynchronous: write while training goes on.
+        folder: created with the first save.
+        keep_last: complete checkpoints to keep, with the new one; 0 keeps all.
+        asynchronous: write while training continues.
         patience: seconds that rank 0 waits to see the files of the others.
-        still_ours: called on rank 0 before it changes anything in the folder; raises OSError if another run has it.
-        timeout: of the ranks' words to each other; None: torch's.
+        still_ours: called on rank 0 before it changes anything in the folder; raises OSError if another run uses it.
+        timeout: of the ranks' collectives; None: torch's.
 
-    ``not_finite`` names a tensor that held NaN or Inf when the latest save was begun, and on which rank; '' if none did.
-    ``seconds``: that the latest complete save took, from its beginning to its name.
+    ``not_finite`` names a tensor with NaN or Inf at the start of the latest save, and its rank; '' if there was none.
+    ``seconds``: duration of the latest complete save, from its start to its rename.
     """
 
     def __init__(
@@ -102,20 +103,21 @@ class Saver:
         self.folder, self.keep_last, self.asynchronous = folder, keep_last, asynchronous
         self.patience, self.still_ours = patience, still_ours
         self.not_finite, self.seconds = "", 0.0
-        # A thread's collectives must not meet training's.
+        # A separate group: the thread's collectives must not mix with training's.
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._first = dist.get_rank() == 0
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
-        self._before = _Before()
+        self._before = _PreviousSave()
 
     def save(self, sharded_state: dict[str, Any], manifest: Manifest, make: Make | None = None) -> None:
-        """Save; with ``asynchronous`` return as soon as training may change the tensors. Waits for the save before.
+        """Saves; with ``asynchronous`` returns as soon as training may change the tensors. Waits for the previous save.
 
         Args:
-            make: gives the tensors of shards on the meta device, which it finds finite; only without ``asynchronous``.
+            make: creates the tensors of shards on the meta device and ensures that they are finite; only without
+                ``asynchronous``.
 
-        Raises SaveError: this save failed, or, asynchronous, the one before.
+        Raises SaveError: this save failed, or with ``asynchronous`` the previous one.
         """
         self.finish()
         since = time.monotonic()
@@ -124,19 +126,19 @@ class Saver:
         if not self.asynchronous:
             self._write(since, prepared, manifest, make)
             return
-        assert make is None, "what is made later cannot be copied now"
+        assert make is None, "an asynchronous save cannot copy tensors that are made later"
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending = self._thread.submit(self._write, since, prepared, manifest)
 
     def finish(self) -> None:
-        """Wait for the save that is under way, if one is. Raises SaveError if it failed."""
+        """Waits for the running save, if there is one. Raises SaveError if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Wait, and end the thread."""
+        """Waits, and ends the thread."""
         try:
             self.finish()
         finally:
@@ -153,20 +155,20 @@ class Saver:
             return
         manifest.facts = {**manifest.facts, "not_finite": self.not_finite}
         if self._first:
-            kept = complete_checkpoints(self.folder)
+            good = complete_checkpoints(self.folder)
             warnings.warn(
                 f"iteration {manifest.iteration} is saved as {not_finite_name(manifest.iteration)}, since"
-                f" {self.not_finite} holds NaN or Inf: the checkpoint to go back to is {kept[-1] if kept else 'none'}.",
+                f" {self.not_finite} holds NaN or Inf: the checkpoint to go back to is {good[-1] if good else 'none'}.",
                 stacklevel=2,
             )
 
     def _write(self, since: float, prepared: Prepared, manifest: Manifest, make: Make | None = None) -> None:
-        begun = self._on_each(lambda: self._begin(manifest.iteration) if self._first else "")
-        unfinished = self.folder / from_rank(0, begun, self._group)
+        folder_here = self._on_each(lambda: self._begin(manifest.iteration) if self._first else "")
+        unfinished = self.folder / from_rank(0, folder_here, self._group)
         try:
             self._shards(unfinished, prepared, make)
-            mine = self._on_each(lambda: self._own_files(unfinished))
-            records = collected(list(mine.items()), self._group)
+            own_files = self._on_each(lambda: self._own_files(unfinished))
+            records = collected(list(own_files.items()), self._group)
             manifest.files = {name: record for _, (name, record) in records}
             writers = {name: rank for rank, (name, _) in records}
             self._on_first(lambda: self._see(unfinished, manifest.files, writers))
@@ -174,54 +176,57 @@ class Saver:
             self.seconds = time.monotonic() - since
         except SaveError as error:
             if self._first or isinstance(error.__cause__, _NotShared):
-                with _excused(unfinished):
+                with _warn_if_not_removed(unfinished):
                     discard(unfinished)
             raise
 
     def _shards(self, unfinished: Path, prepared: Prepared, make: Make | None) -> None:
-        """All ranks' files and ``.metadata``, which is the one before where every rank's tensors, and their places in the
-        files, are those of the save before: then nothing is collected."""
+        """Writes all ranks' files and ``.metadata``.
+
+        If every rank's tensors and their positions in the files equal the previous save's, the previous ``.metadata``
+        is reused and nothing is collected.
+        """
         shards = Shards(unfinished, prepared.tensors, dist.get_rank(), make)
         before, plan = self._before, self._on_each(shards.plan)
         planned = not total(int(plan.items != before.planned), self._group)
         if not planned:
             self._settle(shards, plan)
-        written = self._on_each(shards.write)
-        if planned and not total(int(written != before.written), self._group):
+        positions = self._on_each(shards.write)
+        if planned and not total(int(positions != before.written), self._group):
             self._on_first(lambda: (unfinished / METADATA).write_bytes(before.metadata))
             return
         if planned:
             self._settle(shards, plan)
-        results = collected([written] if written else [], self._group)
+        results = collected([positions] if positions else [], self._group)
         metadata = self._on_each(
             lambda: shards.finish([result for _, result in results]) if self._first else b""
         )
-        self._before = _Before(plan.items, written, metadata)
+        self._before = _PreviousSave(plan.items, positions, metadata)
 
     def _settle(self, shards: Shards, plan: Any) -> None:
         plans = collected([plan] if plan.items else [], self._group)
         self._on_first(lambda: shards.settle([plan for _, plan in plans]))
 
     def _on_each(self, work: Callable[[], Any]) -> Any:
-        """This rank's ``work()``; SaveError on all ranks if it failed on any."""
-        done: Any = None
-        failed: Exception | None = None
+        """Returns this rank's ``work()``; raises SaveError on all ranks if it failed on any."""
+        result: Any = None
+        error_here: Exception | None = None
         try:
-            done = work()
-        except (_NotShared, _NotSettled) as error:
-            failed = error
+            result = work()
+        except (_NotShared, _FailedAfterCommit) as error:
+            error_here = error
         except Exception as error:  # whatever it is, the others must not wait for this rank
-            cause = root_cause(error)  # without frames, which do not travel
-            failed = OSError(*cause.args) if isinstance(cause, OSError) else RuntimeError(str(cause))
-        if (found := first_to_say(failed, self._group)) is not None:
+            cause = root_cause(error)  # without its traceback, which cannot be sent
+            error_here = OSError(*cause.args) if isinstance(cause, OSError) else RuntimeError(str(cause))
+        if (found := first_to_say(error_here, self._group)) is not None:
             raise self._failure(*found) from (found[1] if isinstance(found[1], _NotShared) else None)
-        return done
+        return result
 
     def _on_first(self, work: Callable[[], Any]) -> None:
         self._on_each(lambda: work() if self._first else None)
 
     def _failure(self, rank: int, cause: BaseException) -> SaveError:
-        if isinstance(cause, _NotSettled):
+        if isinstance(cause, _FailedAfterCommit):
             return SaveError(str(cause))
         reason = " ".join(str(cause).split()) or type(cause).__name__
         what = f"the checkpoint could not be saved in {str(self.folder)!r} (rank {rank}: {reason})."
@@ -249,7 +254,7 @@ class Saver:
     # -------------------------------------------------------------------------------------------------- on one rank
 
     def _begin(self, iteration: int) -> str:
-        """Remove what killed saves left, make a new folder; its name."""
+        """Removes the folders of killed saves and makes a new one; returns its name."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.still_ours()
         self._remove_leftovers()
@@ -258,9 +263,9 @@ class Saver:
         return unfinished.name
 
     def _own_files(self, unfinished: Path) -> dict[str, dict[str, Any]]:
-        """Checksums of the files that this rank has written, which are on the disk."""
-        mine = f"__{dist.get_rank()}_0.distcp"  # asked for by name: the folder has as many others as there are ranks
-        names = [mine] if (unfinished / mine).exists() else []
+        """Returns checksums of this rank's files, after syncing them to the disk."""
+        own_name = f"__{dist.get_rank()}_0.distcp"  # not listed: the folder has one file per rank
+        names = [own_name] if (unfinished / own_name).exists() else []
         if self._first:
             write_companions(unfinished)
             names += sorted(path.name for path in unfinished.iterdir() if not path.name.startswith("__"))
@@ -269,7 +274,7 @@ class Saver:
         return {name: file_record(unfinished / name) for name in names}
 
     def _see(self, unfinished: Path, files: dict[str, dict[str, Any]], writers: dict[str, int]) -> None:
-        """Raise unless every rank's files can be seen here, in their sizes."""
+        """Raises unless this rank sees every rank's files in full size."""
         sizes = {name: record["bytes"] for name, record in files.items()}
         if missing := unseen(unfinished, sizes, self.patience):
             raise _NotShared(
@@ -283,7 +288,7 @@ class Saver:
         self.still_ours()
         name = not_finite_name if self.not_finite else folder_name
         final = self.folder / name(manifest.iteration)
-        replaced = self._put_aside(final)  # this iteration was saved before, and training went back behind it
+        replaced = self._put_aside(final)  # this iteration was saved before a rollback
         try:
             unfinished.rename(final)
         except OSError:
@@ -293,7 +298,7 @@ class Saver:
         try:
             sync(self.folder)
         except OSError as error:
-            raise _NotSettled(
+            raise _FailedAfterCommit(
                 f"the checkpoint {final} is complete, but the disk does not confirm its name ({in_words(error)}): after a"
                 f" loss of power it may be gone. {remedy(error).capitalize()} and start again with --resume={final}."
             ) from error
@@ -306,7 +311,7 @@ class Saver:
         try:
             replace_file(pointer, final.name + "\n")
         except OSError as error:
-            raise _NotSettled(
+            raise _FailedAfterCommit(
                 f"the checkpoint {final} is complete, but {str(pointer)!r} cannot be written ({in_words(error)})."
                 f" It may name an earlier one: {remedy(error)} and start again with --resume={final}."
             ) from error
@@ -316,15 +321,15 @@ class Saver:
         if self.not_finite:
             superseded = [path for path in not_finite_checkpoints(self.folder) if path != newest]
         elif self.keep_last:
-            there = complete_checkpoints(self.folder)
-            superseded = there[: there.index(newest) + 1][: -self.keep_last]
+            checkpoints = complete_checkpoints(self.folder)
+            superseded = checkpoints[: checkpoints.index(newest) + 1][: -self.keep_last]
         for path in superseded:
-            with _excused(path):
+            with _warn_if_not_removed(path):
                 self._put_aside(path)
         self._remove_leftovers()
 
     def _put_aside(self, path: Path) -> Path | None:
-        """Take away a name, in one step: a removal that is cut short leaves no half checkpoint under it. The new name."""
+        """Renames a checkpoint before its removal, so that none is left half removed; returns the new name."""
         if not os.path.lexists(path):
             return None
         aside = self.folder / f"{_UNFINISHED}{path.name}-old-{uuid.uuid4().hex[:8]}"
@@ -333,13 +338,13 @@ class Saver:
 
     def _remove_leftovers(self) -> None:
         for leftover in self.folder.glob(f"{_UNFINISHED}*"):
-            with _excused(leftover):
+            with _warn_if_not_removed(leftover):
                 discard(leftover)
 
 
 @contextmanager
-def _excused(path: Path) -> Iterator[None]:
-    """What cannot be removed costs room, and nobody reads it: no reason to fail a save."""
+def _warn_if_not_removed(path: Path) -> Iterator[None]:
+    """Turns a failed removal into a warning: the leftover only uses space."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Delayed scaling beside Megatron-Core's ``model.state_dict()``, for training loops of one's own; as nn/state_dict.py.
+"""Delayed-scaling state beside Megatron-Core's ``model.state_dict()``, for custom training loops.
 
-A model's ``state_dict()`` has its weights, under the keys that Megatron-Core gives them with any precision.
-``sharded_state_dict()`` has the delayed state too, in the whole model's shapes, for checkpoints that another layout can
-read; what is here is one rank's, for the same rank of the same layout.
+It works like nn/state_dict.py. A model's ``state_dict()`` has its weights, under Megatron-Core's keys in any
+precision. ``sharded_state_dict()`` also has the delayed state, in the whole model's shapes, for checkpoints that
+another layout can load. The state here is one rank's, for the same rank of the same layout.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ ITERATION = "iteration"
 
 
 def fp8_state_dict(model_chunks: list[Any]) -> dict[str, torch.Tensor]:
-    """Everything that training in FP8 remembers on this rank from one iteration to the next, except the weights.
+    """Returns all FP8 state of this rank that training carries from one iteration to the next, except the weights.
 
     Args:
         model_chunks: a list of the model, or of its chunks, in DistributedDataParallel or not.
 
     Returns:
-        Tensors on the CPU, to be saved with torch.save between two iterations: ``iteration`` (int64 []), and with delayed
-        scaling for each operand of each linear ``NAME.ROLE.scale`` (float32 [1]), ``NAME.ROLE.amax_history`` (float32
-        [length]) and ``NAME.ROLE.warm`` (uint8 [1]). NAME is the linear's in the whole model.
+        Tensors on the CPU, for torch.save between two iterations: ``iteration`` (int64 []), and with delayed scaling
+            for each operand of each linear ``NAME.ROLE.scale`` (float32 [1]), ``NAME.ROLE.amax_history`` (float32
+            [length]) and ``NAME.ROLE.warm`` (uint8 [1]). NAME is the linear's in the whole model.
 
     Raises ValueError: FP8 cannot run as the config asks.
     """
@@ -42,24 +42,26 @@ def fp8_state_dict(model_chunks: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def load_fp8_state_dict(model_chunks: list[Any], saved: Mapping[str, torch.Tensor]) -> None:
-    """Put back what ``fp8_state_dict`` gave on this rank: training goes on with the bits it would have had.
+    """Restores the result of ``fp8_state_dict`` on this rank: training continues with the same bits.
 
-    Before or after the weights are loaded. Of a history of another length the latest entries that fit are taken.
+    Before or after the weights are loaded. A history of another length gives its latest entries that fit.
 
     Raises:
-        ValueError: the linears or recipes are not those that were saved. Nothing is changed then.
+        ValueError: the linears or recipes are not the saved ones. Nothing is changed then.
     """
     expected = fp8_state_dict(model_chunks)
-    saved = _renumbered(saved, expected)
+    saved = _rename_old_experts(saved, expected)
     check_saved(expected, saved, "Build the model as the saved one was, in the same layout")
     state = state_of(unwrap(model_chunks[0]).config)
     state.iteration = int(saved[ITERATION])
-    state.weight_generation += 1  # whatever was quantised before is of other weights
+    state.weight_generation += 1  # cached quantised weights are stale
     load_slots(_slots(model_chunks), saved)
 
 
-def _renumbered(saved: Mapping[str, torch.Tensor], expected: Collection[str]) -> Mapping[str, torch.Tensor]:
-    """What was saved when each rank numbered its experts from 0, under the names of today."""
+def _rename_old_experts(
+    saved: Mapping[str, torch.Tensor], expected: Collection[str]
+) -> Mapping[str, torch.Tensor]:
+    """Renames state from versions in which each rank numbered its experts from 0."""
     first: dict[str, int] = {}
     for stem, number in map(split_expert, expected):
         first[stem] = min(number, first.get(stem, number))

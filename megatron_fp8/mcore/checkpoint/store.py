@@ -1,12 +1,12 @@
-"""Sharded tensors in Megatron-Core's torch_dist format: written and read.
+"""Reads and writes sharded tensors in Megatron-Core's torch_dist format.
 
-Megatron-Core says what each tensor is a shard of (``sharded_state_dict``), plans and checks; torch.distributed.checkpoint
-writes the files. Megatron-Core's own writer forks two processes a save and starts a manager process: they outlive a rank
-that is killed, and go on writing into a folder that the restarted run wants to remove. Here the ranks write themselves;
-an asynchronous save is a thread over copies, with a process group of its own. torch's writer holds every tensor of a file
-until the file is done (copies of them, if they come from a GPU); here a tensor is written and let go.
+Megatron-Core describes the shards (``sharded_state_dict``), plans and checks; torch.distributed.checkpoint writes the
+files. Megatron-Core's own writer forks two processes a save and starts a manager process. They survive a killed rank
+and continue to write into a folder that the restarted run wants to remove. Here the ranks write themselves; an
+asynchronous save is a thread over copies, with its own process group. torch's writer holds every tensor of a file
+(for a GPU: copies) until the file is complete; here each tensor is freed once it is written.
 
-No pickle is made but ``.metadata``, and none is loaded but that one, by files/checkpoint.py's unpickler.
+The only pickle written is ``.metadata``, and it is the only one loaded, with files/checkpoint.py's unpickler.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _OPTIMIZER = "optimizer."
 
 @dataclass
 class Prepared:
-    """What one rank writes.
+    """The tensors that one rank writes.
 
     Attributes:
         tensors: by key, as torch.distributed.checkpoint takes them.
-        not_finite: the first weight, optimizer tensor or delayed state of this rank that holds NaN or Inf; '' if none
-            does. Its replicas of optimizer tensors count too, which another rank writes. What is made when it is written
-            is not looked at.
+        not_finite: the first weight, optimizer tensor or delayed state of this rank with NaN or Inf; '' if there is
+            none. Includes its replicas of optimizer tensors, which another rank writes. Tensors that are made while
+            writing are not checked.
     """
 
     tensors: dict[str, Any]
@@ -63,18 +63,18 @@ class Prepared:
 
 
 Make = Callable[[str], torch.Tensor]
-"""The tensor of a key, whole: made when it is written, for shards on the meta device."""
+"""Creates the whole tensor of a key at the time of writing, for shards on the meta device."""
 
 
 @uncollected()
 def prepare(sharded_state: dict[str, Any], *, copy: bool) -> Prepared:
-    """What this rank writes of ``sharded_state``, ready for ``Shards``. Values that are no sharded tensors are left out.
+    """Returns this rank's part of ``sharded_state``, for ``Shards``. Values that are no sharded tensors are omitted.
 
-    Whether the ranks' shards make up every tensor exactly once is seen where their plans meet (``Shards.settle``):
-    Megatron-Core would have every rank gather all shards of all ranks for that, replicas too.
+    ``Shards.settle`` checks that the ranks' shards cover every tensor exactly once. Megatron-Core's check would make
+    every rank gather all shards of all ranks, with replicas.
 
     Args:
-        copy: put copies on the CPU, so that training may go on.
+        copy: put copies on the CPU, so that training can continue.
     """
     sharded, _ = extract_sharded_base(sharded_state)
     sharded, _ = save_preprocess(sharded, validate_access_integrity=False)
@@ -87,7 +87,7 @@ def prepare(sharded_state: dict[str, Any], *, copy: bool) -> Prepared:
         elif shard.key.startswith(_OPTIMIZER) and shard.data is not None:
             replicas.append(shard)
     written = [shard for shards in tensors.values() for shard in shards]
-    # A replica that went bad goes on into its rank's weights, and into everybody's gradients.
+    # A replica with NaN spreads into its rank's weights, and into all ranks' gradients.
     bad = _first_not_finite([(shard.key, shard.data) for shard in written + replicas])
     for shard in written if copy else ():
         shard.data = shard.data.detach().to("cpu", copy=True)
@@ -95,32 +95,34 @@ def prepare(sharded_state: dict[str, Any], *, copy: bool) -> Prepared:
 
 
 def _first_not_finite(named: list[tuple[str, torch.Tensor]]) -> str:
-    """The key of the first shard (key, data) that holds NaN or Inf; '' if none does.
+    """Returns the key of the first shard (key, data) with NaN or Inf; '' if none has.
 
-    A sum is finite only if all its terms are, and takes one pass without a copy; one that is not may have overflowed.
+    A finite sum proves that all terms are finite, in one pass without a copy; an infinite sum may be an overflow.
     """
     checked = [
         (key, must_be_finite(key, data))
         for key, data in named
         if data.is_floating_point() and data.numel() and not data.is_meta
     ]
-    doubtful = []
+    suspects = []
     for device in dict.fromkeys(data.device for _, data in checked):  # an offloaded optimizer is on the CPU
-        there = [(key, data) for key, data in checked if data.device == device]
-        sums = torch.stack([data.detach().sum(dtype=torch.float32) for _, data in there])
-        doubtful += [one for one, good in zip(there, sums.isfinite().tolist(), strict=True) if not good]
-    return next((key for key, data in doubtful if not bool(data.isfinite().all())), "")
+        on_device = [(key, data) for key, data in checked if data.device == device]
+        sums = torch.stack([data.detach().sum(dtype=torch.float32) for _, data in on_device])
+        suspects += [
+            one for one, finite in zip(on_device, sums.isfinite().tolist(), strict=True) if not finite
+        ]
+    return next((key for key, data in suspects if not bool(data.isfinite().all())), "")
 
 
 class Shards:
-    """One rank's part of a save into ``folder``: planned, written, and on the first rank put together in ``.metadata``.
+    """One rank's part of a save into ``folder``: planned, written, and on the first rank combined in ``.metadata``.
 
-    torch's own ``save`` gathers every rank's plan, padded to the longest, and scatters plans back; here ranks need none
-    back, and hand only what they write towards the first (``saver.py``), which cannot do without: it writes the one file
-    that has an entry for every shard.
+    torch's own ``save`` gathers every rank's plan, padded to the longest, and scatters plans back. Here no plan goes
+    back, and ranks send only what they write, towards the first rank (``saver.py``), which writes the one file with
+    an entry for every shard.
 
     Args:
-        make: gives what is on the meta device, tensor by tensor, in the order of ``tensors``.
+        make: creates the tensors that are on the meta device, one by one, in the order of ``tensors``.
     """
 
     def __init__(self, folder: Path, tensors: dict[str, Any], rank: int, make: Make | None = None) -> None:
@@ -130,7 +132,7 @@ class Shards:
 
     @uncollected()
     def plan(self) -> dcp.SavePlan:
-        """What this rank will write."""
+        """Returns what this rank will write."""
         first = self._rank == 0
         self._planner.set_up_planner(self._tensors, self._writer.storage_meta(), first)
         self._writer.set_up_storage_writer(first, rank=self._rank, use_collectives=True)
@@ -138,18 +140,17 @@ class Shards:
 
     @uncollected()
     def settle(self, plans: list[dcp.SavePlan]) -> None:
-        """On the first rank, before anything is written: ValueError unless the plans that write something make up every
-        tensor, each element once."""
-        # torch adds up volumes only where there are several plans: a single one would pass with elements missing.
+        """Merges the plans on the first rank, before any write. ValueError unless they cover each element once."""
+        # torch compares volumes only if there are several plans: a single one would pass with missing elements.
         settled, self._metadata = self._planner.create_global_plan([*plans, dcp.SavePlan([])])
         for plan, other in zip(plans, settled, strict=False):
-            if len(plan.items) != len(other.items):  # torch leaves out what another plan has too
-                kept = {item.index for item in other.items}
-                twice = next(item.index for item in plan.items if item.index not in kept)
-                raise ValueError(f"{twice.fqn} at {list(twice.offset or [])} is written by two ranks")
+            if len(plan.items) != len(other.items):  # torch drops items that another plan has too
+                indices = {item.index for item in other.items}
+                duplicate = next(item.index for item in plan.items if item.index not in indices)
+                raise ValueError(f"{duplicate.fqn} at {list(duplicate.offset or [])} is written by two ranks")
 
     def write(self) -> list[Any]:
-        """Write this rank's file; where in it each shard lies."""
+        """Writes this rank's file; returns the position of each shard in it."""
         plan = dataclasses.replace(self._planner.plan, storage_data=_StoragePrefix(f"__{self._rank}_"))
         writes = self._writer.write_data(self._planner.finish_plan(plan), self._planner)
         writes.wait()
@@ -157,7 +158,7 @@ class Shards:
 
     @uncollected()
     def finish(self, results: list[list[Any]]) -> bytes:
-        """On the first rank: ``.metadata``, of what ``write`` told on the ranks; what was written."""
+        """Writes ``.metadata`` on the first rank, from the ranks' results of ``write``; returns its bytes."""
         self._writer.finish(self._metadata, results)
         content = (Path(self._writer.path) / METADATA).read_bytes()
         if len(content) > LARGEST_METADATA:
@@ -168,17 +169,17 @@ class Shards:
 
 
 def write_companions(folder: Path) -> None:
-    """The two small files by which Megatron-Core's own loader knows a checkpoint. One rank calls."""
+    """Writes the two small files by which Megatron-Core's own loader recognises a checkpoint. One rank calls it."""
     torch.save({}, folder / _COMMON_FILE)
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
 @dataclass
 class Loaded:
-    """What one rank read.
+    """The tensors that one rank read.
 
     Attributes:
-        state: the sharded state with each sharded tensor replaced by what the checkpoint has of it.
+        state: the sharded state with the checkpoint's values in place of the sharded tensors.
         not_finite: as Prepared's.
     """
 
@@ -187,18 +188,18 @@ class Loaded:
 
 
 def load_shards(folder: Path, sharded_state: dict[str, Any], metadata: Any) -> Loaded:
-    """This rank's part of a checkpoint, in the places of the sharded tensors of ``sharded_state``. Collective.
+    """Loads this rank's part of a checkpoint, in place of the sharded tensors of ``sharded_state``. Collective.
 
-    Values that are no sharded tensors stay as they are. ``metadata``: the checkpoint's, of ``read_metadata``.
+    Values that are no sharded tensors stay unchanged. ``metadata``: the checkpoint's, from ``read_metadata``.
 
-    Raises ValueError, on every rank: a file holds something else than the metadata says.
+    Raises ValueError, on every rank: a file does not match the metadata.
     """
     _, rest = extract_nonpersistent(sharded_state)
     _, common = extract_sharded_base(rest)
     reading, state = _TensorsOnly(metadata), {}
-    failed: Exception | None = None
+    error_here: Exception | None = None
     try:
-        # Each rank reads what it wants: nothing is asked of others, whose wishes Megatron-Core would gather to compare.
+        # Each rank reads its own shards. Megatron-Core's validation would gather all ranks' requests.
         state = dist_checkpointing.load(
             sharded_state,
             str(folder),
@@ -206,21 +207,21 @@ def load_shards(folder: Path, sharded_state: dict[str, Any], metadata: Any) -> L
             common_strategy=_Current(common),
             validate_access_integrity=False,
         )
-    except Exception as error:  # whatever it is, the others must hear of it
-        failed = error
-    if (found := first_to_say(None if failed is None else _in_words(failed))) is not None:
+    except Exception as error:  # any failure is raised on all ranks
+        error_here = error
+    if (found := first_to_say(None if error_here is None else _describe_error(error_here))) is not None:
         rank, (why, text) = found
-        raise ValueError(f"the checkpoint {str(folder)!r} {why} (rank {rank}: {text})") from failed
+        raise ValueError(f"the checkpoint {str(folder)!r} {why} (rank {rank}: {text})") from error_here
     return Loaded(state, reading.not_finite)
 
 
-def _in_words(error: Exception) -> tuple[str, str]:
+def _describe_error(error: Exception) -> tuple[str, str]:
     text = " ".join(str(error).split()) or type(error).__name__
     return "is damaged" if isinstance(error, CheckpointingException) else "cannot be read", text
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The OSError behind ``error``, if there is one: torch.save reports a full disk as an unexpected position."""
+    """Returns the OSError behind ``error``, if any: torch.save reports a full disk as an unexpected position."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__
@@ -228,7 +229,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 class _SavePlanner(torch_dist.MCoreSavePlanner):
-    """Megatron-Core's; what is only described is made when it is asked for."""
+    """Megatron-Core's planner; creates a meta tensor's values when they are written."""
 
     def __init__(self, make: Make | None) -> None:
         super().__init__(flatten_state_dict=False, can_run_decentralized_global_plan=False)
@@ -239,13 +240,13 @@ class _SavePlanner(torch_dist.MCoreSavePlanner):
         if not described.is_meta:
             return described
         assert self._make is not None, f"{write_item.index.fqn} has no values"
-        made = self._make(write_item.index.fqn)
-        assert (made.shape, made.dtype) == (described.shape, described.dtype), write_item.index.fqn
-        return made
+        tensor = self._make(write_item.index.fqn)
+        assert (tensor.shape, tensor.dtype) == (described.shape, described.dtype), write_item.index.fqn
+        return tensor
 
 
 class _Writer(dcp.FileSystemWriter):
-    """One file a rank, one tensor in memory, synced; .metadata does not say in which folder it was made."""
+    """Writes one file a rank, with one tensor in memory at a time, and syncs it; .metadata has no folder name."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
@@ -268,7 +269,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def _write(item: WriteItem, tensor: torch.Tensor, stream: BinaryIO) -> WriteResult:
-    """Add a tensor to a file, as torch.distributed.checkpoint does; where it lies."""
+    """Appends a tensor to a file, as torch.distributed.checkpoint does; returns its position."""
     start, data = stream.tell(), tensor.detach().cpu()
     if data.untyped_storage().size() != data.nbytes:  # torch.save writes whole storages
         data = data.clone()
@@ -278,40 +279,40 @@ def _write(item: WriteItem, tensor: torch.Tensor, stream: BinaryIO) -> WriteResu
 
 
 class _Planner(torch_dist.MCoreLoadPlanner):
-    """Megatron-Core's, without torch's torch.load of arbitrary objects."""
+    """Megatron-Core's planner, without torch's torch.load of arbitrary objects."""
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
         raise ValueError(f"{read_item.dest_index.fqn} is a pickled object: only tensors are loaded")
 
 
 class _TensorsOnly(torch_dist.TorchDistLoadShardedStrategy):
-    """Megatron-Core's loading strategy with our planner, and with ``.metadata`` as it was read through the allow-list."""
+    """Megatron-Core's loading strategy with this file's planner and the safely unpickled ``.metadata``."""
 
     def __init__(self, metadata: Any) -> None:
         super().__init__()
         self.metadata, self.not_finite = metadata, ""
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> dict[str, Any]:
-        wanted = list(nested_values(sharded_state_dict))
+        shards = list(nested_values(sharded_state_dict))
         by_key, flat_mapping, renamed = torch_dist._replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict
         )
         loading = torch_dist.mcore_to_pyt_state_dict(by_key, True)
         reader = dcp.FileSystemReader(checkpoint_dir)
-        planner = _Planner(shapes_validation_sharded_tensors=wanted)
+        planner = _Planner(shapes_validation_sharded_tensors=shards)
         planner.set_up_planner(loading, self.metadata, True)
         reader.set_up_storage_reader(self.metadata, True)
         plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
         reader.read_data(plan, planner).wait()
-        plain = {key: torch_dist._unwrap_pyt_sharded_tensor(value) for key, value in loading.items()}
-        self.not_finite = _first_not_finite([(key, data) for key, parts in plain.items() for data in parts])
-        loaded = torch_dist._replace_sharded_keys_with_state_dict_keys(plain, flat_mapping, renamed)
+        tensors = {key: torch_dist._unwrap_pyt_sharded_tensor(value) for key, value in loading.items()}
+        self.not_finite = _first_not_finite([(key, data) for key, parts in tensors.items() for data in parts])
+        loaded = torch_dist._replace_sharded_keys_with_state_dict_keys(tensors, flat_mapping, renamed)
         torch_dist._restore_dict_types(loaded, sharded_state_dict)
         return loaded
 
 
 class _Current(LoadCommonStrategy):
-    """What is not sharded is this run's own: nothing is read."""
+    """Common (unsharded) values are this run's own: nothing is read."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values

@@ -6,12 +6,12 @@
     optimizer.state.{param,exp_avg,...}  float32 master weights and Adam's moments, each in its weight's shape
     rng....                              random streams, a row for each rank
 
-Everything is stored in the whole model's shapes, so any layout reads any other's, and weights are stored in high
-precision, so FP8 and BF16 runs read each other's. Weights are stored from their float32 masters: what the codes of a
-weight that lives as FP8 decode to has lost bits that the master has.
+Tensors are stored in the whole model's shapes, so any layout can load any other's. Weights are stored in high
+precision, so FP8 and BF16 runs can load each other's. Weights come from their float32 masters: an FP8 weight's
+decoded codes have lost bits that the master has.
 
-After loading, model weights are made from the master weights by the optimizer's own copy, which is what the step does:
-else a resumed run would differ from an uninterrupted one in the last bits.
+After loading, the optimizer's own copy makes model weights from the masters, as a step does. Otherwise a resumed run
+would differ from an uninterrupted one in the last bits.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ _METADATA = {
 
 @uncollected()
 def sharded_state(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
-    """Everything of this rank that a checkpoint stores, as sharded tensors over live ones. Collective.
+    """Returns all of this rank's state for a checkpoint, as sharded tensors over live ones. Collective.
 
     Args:
         chunks: model chunks, in DistributedDataParallel and Float16Module or not.
         optimizer: Megatron-Core's, of these chunks.
     """
     prepare(chunks)
-    _begin_state(optimizer)
+    _create_moments(optimizer)
     model = model_state(chunks)
     optimizing = optimizer.sharded_state_dict(model, is_loading=False, metadata=_metadata())
     weights = _weights_from_masters(model, optimizer, optimizing)
@@ -74,8 +74,8 @@ def sharded_state(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
 
 
 def numbers(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
-    """The part of the state that is numbers and not tensors, for the manifest; the same on every rank. Collective."""
-    # A group of which this rank has no part is not stepped here.
+    """Returns the state that is numbers and not tensors, for the manifest; the same on every rank. Collective."""
+    # This rank does not step a group of which it has no part.
     steps = {int(group["step"]) for group in optimizer.param_groups if group["params"] and "step" in group}
     assert len(steps) <= 1, f"parameter groups took different numbers of steps: {steps}"
     scaler = next(iter(scalers(optimizer)), None)
@@ -90,7 +90,7 @@ def numbers(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
 
 
 def layout_facts(chunks: list[Any]) -> dict[str, Any]:
-    """The parallel layout and the precision that a checkpoint was saved in, for people and for comparison."""
+    """Returns the parallel layout and the precision of the saving run, for display and comparison."""
     config = unwrap(chunks[0]).config
     return {
         "layout": parallel_layout(config),
@@ -105,8 +105,8 @@ def layout_facts(chunks: list[Any]) -> dict[str, Any]:
 
 @dataclass
 class Resumed:
-    """What loading found. ``notes``: lines for people about what could not be taken over as it was. ``new_streams``:
-    why random streams have to be drawn anew; None if the checkpoint's go on."""
+    """The result of loading. ``notes``: lines for the log about state that could not be restored unchanged.
+    ``new_streams``: why random streams must be seeded again; None if the checkpoint's were restored."""
 
     manifest: Manifest
     new_streams: str | None = None
@@ -114,59 +114,59 @@ class Resumed:
 
 
 def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) -> Resumed:
-    """Put a checkpoint into model, optimizer, FP8 state and random streams. Collective over all ranks.
+    """Loads a checkpoint into model, optimizer, FP8 state and random streams. Collective over all ranks.
 
-    Any tensor, pipeline and data parallel layout, and any recipe, reads any other's checkpoint.
+    Any tensor, pipeline and data parallel layout, and any recipe, can load any other's checkpoint.
 
     Raises ValueError, on every rank and before anything is changed: the checkpoint is of another model, or a weight,
-    master or moment in it holds NaN or Inf.
+    master or moment in it has NaN or Inf.
     """
     prepare(chunks)
     metadata = read_metadata(folder)
     stored = metadata.state_dict_metadata
     resumed = Resumed(manifest)
-    resumed.notes += _take_moves(saved_moves(manifest.state), chunks)
+    resumed.notes += _apply_moves(saved_moves(manifest.state), chunks)
     if manifest.facts.get("layout") != layout_facts(chunks)["layout"]:
         resumed.new_streams = "another parallel layout"
     elif not fit_here(stored):
         resumed.new_streams = "a GPU's random streams are not a CPU's"
 
     model = model_state(chunks)
-    wanted: dict[str, Any] = {**model}
-    wanted["optimizer"] = optimizer.sharded_state_dict(model, is_loading=True, metadata=_metadata())
+    request: dict[str, Any] = {**model}
+    request["optimizer"] = optimizer.sharded_state_dict(model, is_loading=True, metadata=_metadata())
     missing: list[str] = []
     present: list[str] = []
     for flat in model.values():
-        lacking, having = fit_to_checkpoint(flat, stored)
-        missing, present = missing + lacking, present + having
+        absent, found = fit_to_checkpoint(flat, stored)
+        missing, present = missing + absent, present + found
     if resumed.new_streams is None:
-        wanted["rng"] = sharded_streams(empty=True)
+        request["rng"] = sharded_streams(empty=True)
     if has_optimizer(stored):
-        _master_names(wanted["optimizer"], stored)
+        _rename_masters(request["optimizer"], stored)
     else:
-        start_optimizer(wanted["optimizer"], _MASTERS)
+        start_optimizer(request["optimizer"], _MASTERS)
         resumed.notes.append(
             "the checkpoint holds weights alone: masters start from them, the optimizer afresh"
         )
-    _check_same_model(folder, wanted, stored)
-    # Cold delayed scales start from whole weights; else weights that are cut come from their masters, after the gather.
-    left = set() if missing else _cut(_copying(optimizer))
+    _check_same_model(folder, request, stored)
+    # Cold delayed scales need whole weights. Otherwise sharded weights come from their masters, after the gather.
+    from_masters = set() if missing else _sharded_params(_can_copy_masters(optimizer))
     for name, flat in model.items():
-        wanted[name] = {key: shard for key, shard in flat.items() if id(shard.data) not in left}
+        request[name] = {key: shard for key, shard in flat.items() if id(shard.data) not in from_masters}
 
-    # On its own: of weights alone both want the same tensors, in other dtypes.
-    optimizing = load_shards(folder, {"optimizer": wanted.pop("optimizer")}, metadata)
-    rest = load_shards(folder, wanted, metadata)
-    if bad := _anywhere(rest.not_finite or optimizing.not_finite):
+    # Separately: from a checkpoint of weights alone both load the same tensors, in different dtypes.
+    optimizing = load_shards(folder, {"optimizer": request.pop("optimizer")}, metadata)
+    rest = load_shards(folder, request, metadata)
+    if bad := _first_on_any_rank(rest.not_finite or optimizing.not_finite):
         raise ValueError(
             f"the checkpoint {str(folder)!r} cannot be trained on from: {bad} holds NaN or Inf. {use_another(folder)}"
         )
     loaded = {**rest.state, **optimizing.state}
     for name, chunk in zip(model, chunks, strict=True):
-        _fill(unwrap(chunk), loaded[name], model[name].keys() - wanted[name].keys())
+        _load_chunk(unwrap(chunk), loaded[name], model[name].keys() - request[name].keys())
     optimizer.load_state_dict(loaded["optimizer"])
-    _take_numbers(manifest.state, chunks, optimizer)
-    resumed.notes += _settle_fp8(chunks, stored, set(missing), present)
+    _load_numbers(manifest.state, chunks, optimizer)
+    resumed.notes += _reconcile_fp8(chunks, stored, set(missing), present)
     _weights_to_model(chunks, optimizer)
     resumed.notes += take_codes(folder, metadata, model_state(chunks))
     if resumed.new_streams is None:
@@ -174,40 +174,41 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
     return resumed
 
 
-def _fill(model: Any, loaded: dict[str, Any], left: Collection[str]) -> None:
-    """Put a chunk's tensors in; those of ``left`` come otherwise."""
+def _load_chunk(model: Any, loaded: dict[str, Any], left: Collection[str]) -> None:
+    """Loads a chunk's tensors; those of ``left`` are loaded later from masters."""
     found = model.load_state_dict(loaded, strict=False)
-    lacking = set(found.missing_keys) - set(left)
-    assert not lacking and not found.unexpected_keys, (lacking, found.unexpected_keys)
+    missing = set(found.missing_keys) - set(left)
+    assert not missing and not found.unexpected_keys, (missing, found.unexpected_keys)
 
 
-def _anywhere(key: str) -> str:
-    """'<key> on rank <rank>' of the first rank that has a key; '' if none has. Collective."""
+def _first_on_any_rank(key: str) -> str:
+    """Returns '<key> on rank <rank>' of the first rank with a key; '' if none has one. Collective."""
     found = first_to_say(key or None)
     return "" if found is None else f"{found[1]} on rank {found[0]}"
 
 
 def load_weights(folder: Path, model: Any, *, left_out: tuple[str, ...] = ()) -> str:
-    """Put a checkpoint's weights, and its delayed-scaling state, into a model without an optimizer. Collective.
+    """Loads a checkpoint's weights and delayed-scaling state into a model without an optimizer. Collective.
 
-    ``left_out``: what names of weights begin with that the checkpoint may have and the model has not.
+    Args:
+        left_out: prefixes of weights that the checkpoint may have and the model does not.
 
-    Delayed weights that the checkpoint has no scale of get one from their largest values. Weights that hold NaN or Inf
-    are loaded too, for whoever looks for the cause: returns which one does first and on which rank, '' if none does.
+    Delayed weights without a scale in the checkpoint get one from their current amax. Weights with NaN or Inf are
+    loaded too, for debugging: returns the first such key and its rank, '' if there is none.
 
     Raises ValueError, on every rank and before anything is changed: the checkpoint is of another model.
     """
     prepare([model])
     metadata = read_metadata(folder)
     stored = metadata.state_dict_metadata
-    wanted = model_state([model])
-    missing, _ = fit_to_checkpoint(wanted["model0"], stored)
-    _check_same_model(folder, wanted, {k: v for k, v in stored.items() if not k.startswith(left_out)}, "")
-    loaded = load_shards(folder, wanted, metadata)
+    request = model_state([model])
+    missing, _ = fit_to_checkpoint(request["model0"], stored)
+    _check_same_model(folder, request, {k: v for k, v in stored.items() if not k.startswith(left_out)}, "")
+    loaded = load_shards(folder, request, metadata)
     unwrap(model).load_state_dict(loaded.state["model0"])
     warm_from_weights(fp8_linears([model]), _slots(missing))
-    state_of(unwrap(model).config).weight_generation += 1  # whatever was quantised before is of other weights
-    return _anywhere(loaded.not_finite)
+    state_of(unwrap(model).config).weight_generation += 1  # cached quantised weights are stale
+    return _first_on_any_rank(loaded.not_finite)
 
 
 def _metadata() -> dict[str, Any]:
@@ -216,18 +217,18 @@ def _metadata() -> dict[str, Any]:
 
 @uncollected()
 def model_state(chunks: list[Any]) -> dict[str, dict[str, Any]]:
-    """{'model0': flat sharded state dict, ...}; Megatron-Core's extra states, which are None, are left out."""
+    """Returns {'model0': flat sharded state dict, ...} without Megatron-Core's extra states, which are None."""
     found = {}
     for index, chunk in enumerate(chunks):
         flat = unwrap(chunk).sharded_state_dict(metadata=_metadata())
-        kept = {
+        tensors = {
             name: shard
             for name, shard in flat.items()
             if isinstance(shard, (ShardedTensor, ShardedTensorFactory))
         }
-        dropped = [name for name in flat if name not in kept]
+        dropped = [name for name in flat if name not in tensors]
         assert all(name.endswith("_extra_state") and flat[name].data is None for name in dropped), dropped
-        found[f"model{index}"] = kept
+        found[f"model{index}"] = tensors
     return found
 
 
@@ -235,10 +236,10 @@ def _optimizers(optimizer: Any) -> list[Any]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def _begin_state(optimizer: Any) -> None:
-    """Adam's moments exist from the first step on; before it they are zero.
+def _create_moments(optimizer: Any) -> None:
+    """Creates Adam's moments as zeros, which exist only from the first step on.
 
-    Raises ValueError: the optimizer has another state, which checkpoints here do not hold whole.
+    Raises ValueError: the optimizer has state that these checkpoints cannot store.
     """
     for each in _optimizers(optimizer):
         if each.optimizer is None:
@@ -255,26 +256,26 @@ def _begin_state(optimizer: Any) -> None:
 
 
 def _shards(state: Any) -> list[Any]:
-    """The sharded tensors, and factories of them, in a state dict."""
+    """Returns the sharded tensors, and factories of them, in a state dict."""
     return [
         value for value in nested_values(extract_sharded_base(state)[0]) if isinstance(value, ShardedBase)
     ]
 
 
-# The distributed optimizer's, and the plain one's.
+# Key prefixes of the distributed optimizer and of the plain one.
 _MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 
 
 def _weights_from_masters(model: dict[str, Any], optimizer: Any, optimizing: Any) -> dict[str, Any]:
-    """The model's sharded state, with weights made from float32 masters, where the optimizer has them, by rounding.
+    """Returns the model's sharded state, with weights rounded from float32 masters where the optimizer has them.
 
-    That is what weights are, except that those which live as FP8 have lost bits, and that, with overlap_param_gather,
-    those of other ranks' shards are one step old until the next forward pass. With a distributed optimizer each rank
-    stores the parts of weights that it has masters of.
+    Live weights equal these, with two exceptions: FP8 weights have lost bits, and with overlap_param_gather other
+    ranks' shards are one step old until the next forward. With a distributed optimizer each rank stores the parts of
+    weights whose masters it has.
     """
-    cut = _cut(_sharding(optimizer))
+    sharded = _sharded_params(_distributed(optimizer))
     whole = {
-        name: {key: shard for key, shard in flat.items() if id(shard.data) not in cut}
+        name: {key: shard for key, shard in flat.items() if id(shard.data) not in sharded}
         for name, flat in model.items()
     }
     masters = {
@@ -288,27 +289,27 @@ def _weights_from_masters(model: dict[str, Any], optimizer: Any, optimizing: Any
             shard.data = masters[shard.key].detach().reshape(shard.data.shape).to(shard.data.dtype)
         elif is_float8tensor(shard.data):  # frozen
             shard.data = shard.data.dequantize()
-    return {**whole, "parts": [part for each in _sharding(optimizer) for part in own_weights(each, model)]}
+    return {**whole, "parts": [part for each in _distributed(optimizer) for part in own_weights(each, model)]}
 
 
-def _sharding(optimizer: Any) -> list[Any]:
+def _distributed(optimizer: Any) -> list[Any]:
     return [each for each in _optimizers(optimizer) if hasattr(each, "gbuf_ranges")]
 
 
-def _copying(optimizer: Any) -> list[Any]:
-    """Those that copy masters to weights when they are told to, and not in their steps alone."""
+def _can_copy_masters(optimizer: Any) -> list[Any]:
+    """Returns the optimizers that can copy masters to weights outside their steps."""
     aware = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
-    return [each for each in _sharding(optimizer) if not getattr(each.config, aware)]
+    return [each for each in _distributed(optimizer) if not getattr(each.config, aware)]
 
 
-def _cut(sharding: list[Any]) -> set[int]:
-    """The ids of the parameters whose masters are cut among ranks, of these distributed optimizers."""
+def _sharded_params(sharding: list[Any]) -> set[int]:
+    """Returns the ids of the parameters whose masters these distributed optimizers shard."""
     buffers = [buffer for each in sharding for buffer in each.buffers]
     return {id(param) for buffer in buffers for param in buffer.params}
 
 
-def _master_names(optimizing: Any, stored: dict[str, Any]) -> None:
-    """The two optimizers name master weights differently: take the name that the checkpoint has."""
+def _rename_masters(optimizing: Any, stored: dict[str, Any]) -> None:
+    """Renames master weights to the checkpoint's names: the two optimizers name them differently."""
     ours, theirs = _MASTERS
     for shard in _shards(optimizing):
         for start, other in ((ours, theirs), (theirs, ours)):
@@ -318,31 +319,31 @@ def _master_names(optimizing: Any, stored: dict[str, Any]) -> None:
 
 
 def _is_stored(shard: Any, stored: dict[str, Any]) -> bool:
-    """A factory makes one tensor under its key, or two that end with _w and _v."""
+    """Whether the checkpoint has the shard: a factory makes one tensor under its key, or two that end with _w and _v."""
     return shard.key in stored or f"{shard.key}_w" in stored
 
 
 def _check_same_model(
     folder: Path, wanted: dict[str, Any], stored: dict[str, Any], otherwise: str = ", or --resume=never"
 ) -> None:
-    """ValueError, on every rank, unless the checkpoint has the ranks' tensors in their shapes, and no other weights."""
+    """Raises ValueError, on every rank, unless the checkpoint has the ranks' tensors in their shapes, and no others."""
     problem, keys = "", set()
     for shard in _shards(wanted):
         for tensor in nested_values(shard.build()) if isinstance(shard, ShardedTensorFactory) else [shard]:
             keys.add(tensor.key)
-            have = stored.get(tensor.key)
+            entry = stored.get(tensor.key)
             if problem:
                 continue
-            if have is None:
+            if entry is None:
                 problem = f"it has no {tensor.key}"
-            elif tuple(have.size) != tuple(tensor.global_shape):
-                problem = f"{tensor.key} is {list(have.size)} there and {list(tensor.global_shape)} here"
-    there = sorted(_weights(stored))  # the same on every rank
-    wanted_somewhere = anywhere([key in keys for key in there])
+            elif tuple(entry.size) != tuple(tensor.global_shape):
+                problem = f"{tensor.key} is {list(entry.size)} there and {list(tensor.global_shape)} here"
+    stored_keys = sorted(_weights(stored))  # the same on every rank
+    used_somewhere = anywhere([key in keys for key in stored_keys])
     found = first_to_say(problem or None)
     text = "" if found is None else found[1]
-    if left := next((key for key, used in zip(there, wanted_somewhere, strict=True) if not used), None):
-        text = text or f"it has {left}, which this one has not"
+    if unused := next((key for key, used in zip(stored_keys, used_somewhere, strict=True) if not used), None):
+        text = text or f"it has {unused}, which this model does not have"
     if text:
         raise ValueError(
             f"the checkpoint {str(folder)!r} is of another model: {text}. Give the model section it was trained with"
@@ -351,13 +352,12 @@ def _check_same_model(
 
 
 def _weights(stored: dict[str, Any]) -> set[str]:
-    """Names of the model's own tensors: not of optimizer, random streams and delayed scaling."""
+    """Returns the names of the model's own tensors, without optimizer, random streams and delayed scaling."""
     return {key for key in stored if not key.startswith(("optimizer.", "rng.")) and not is_slot_key(key)}
 
 
-def _take_moves(moves: list[Move], chunks: list[Any]) -> list[str]:
-    """What the guard of the run that saved has moved, moved here too; lines about it. Before state is loaded: a site
-    that moved has other slots."""
+def _apply_moves(moves: list[Move], chunks: list[Any]) -> list[str]:
+    """Applies the saved guard moves; returns lines for the log. Before state is loaded: a moved site has other slots."""
     config = unwrap(chunks[0]).config
     moves = [move for move in moves if not matching(move.site, getattr(config, "fp8_overrides", None) or {})]
     if not moves:
@@ -370,28 +370,28 @@ def _take_moves(moves: list[Move], chunks: list[Any]) -> list[str]:
     return [f"fp8_guard had moved {len(moves)} sites ({names}); to undo one, name it in fp8_overrides"]
 
 
-def _take_numbers(state: dict[str, Any], chunks: list[Any], optimizer: Any) -> None:
+def _load_numbers(state: dict[str, Any], chunks: list[Any], optimizer: Any) -> None:
     step = int(state["optimizer_step"])
     for group in optimizer.param_groups:
         if step and group["params"]:
             group["step"] = step
-    # One that this run has no use for is dropped; one that the checkpoint lacks starts anew.
+    # A scaler that this run does not use is dropped; one that the checkpoint lacks starts with its defaults.
     for scaler in scalers(optimizer) if state.get("loss_scaler") else []:
         scaler.load_state_dict(state["loss_scaler"])
     fp8 = state_of(unwrap(chunks[0]).config)
     fp8.iteration = int(state["fp8_iteration"])
-    fp8.weight_generation += 1  # whatever was quantised before is of other weights
+    fp8.weight_generation += 1  # cached quantised weights are stale
 
 
-def _settle_fp8(
+def _reconcile_fp8(
     chunks: list[Any], stored: dict[str, Any], missing: set[str], present: list[str]
 ) -> list[str]:
-    """Drop what this run has no use for, warm what the checkpoint lacks; lines about both. Collective."""
+    """Drops delayed state without use here, warms what the checkpoint lacks; returns lines for the log. Collective."""
     linears = fp8_linears(chunks)
     recipes = sorted(union(dict.fromkeys(recipes_of(linears))))
     slots = sorted(filter(is_slot_key, stored))  # of the checkpoint, the same on every rank
-    mine = set(present)
-    used = anywhere([key in mine for key in slots])
+    present_here = set(present)
+    used = anywhere([key in present_here for key in slots])
     notes = []
     now = " and ".join(recipes) if recipes else "BF16"
     if dropped := _slots(
@@ -414,12 +414,12 @@ def _settle_fp8(
 
 
 def _slots(keys: list[str]) -> set[str]:
-    """'<site>.<role>' of the tensors of delayed state among ``keys``."""
+    """Returns '<site>.<role>' of the delayed-state tensors among ``keys``."""
     return {of_key(key).rpartition(".")[0].replace(f".{PREFIX}.", ".") for key in keys}
 
 
 def _weights_to_model(chunks: list[Any], optimizer: Any) -> None:
-    """Model weights from master weights, as the optimizer's step makes them, on every data-parallel rank."""
+    """Makes model weights from master weights, as the optimizer's step does, on every data-parallel rank."""
     for each in _optimizers(optimizer):
         if hasattr(each, "_copy_main_params_to_model_params") and each.optimizer is not None:
             each._copy_main_params_to_model_params()

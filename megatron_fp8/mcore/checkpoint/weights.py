@@ -1,7 +1,7 @@
 """Checkpoints of weights alone, as an import writes them.
 
-Master weights are then read from the weights' own tensors, in the precision in which those are stored; Adam's moments,
-and what else the optimizer has, are zero.
+Master weights are loaded from the weights' own tensors, in their stored precision; Adam's moments and all other
+optimizer state are zero.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from .store import Make
 
 
 def save_weights(folder: Path, weights: dict[str, torch.Tensor], manifest: Manifest, make: Make) -> None:
-    """Save whole tensors, by name, as a checkpoint in `folder`: of one process, or of all ranks together.
+    """Saves whole tensors, by name, as a checkpoint in `folder`: from one process, or from all ranks together.
 
     Args:
         weights: this rank's, on the meta device: names, shapes and dtypes. No other rank has one of them.
-        make: gives each one when it is written, in their order; one is in memory at a time.
+        make: creates each one when it is written, in their order; one is in memory at a time.
 
     Raises, on all ranks, SaveError if the disk is full, or the folder cannot be written, and ValueError if `make` does.
     """
-    refused: list[ValueError] = []
+    errors: list[ValueError] = []
 
-    def careful(name: str) -> torch.Tensor:
+    def make_or_record(name: str) -> torch.Tensor:
         try:
             return make(name)
-        except ValueError as error:  # the writer takes whatever is raised for a failure of its own
-            refused.append(error)
+        except ValueError as error:  # the writer turns any exception into one of its own
+            errors.append(error)
             raise
 
-    with _ranks():
+    with _process_group():
         shards = {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in weights.items()}
         saver = Saver(folder)
         try:
-            saver.save(shards, manifest, careful)
+            saver.save(shards, manifest, make_or_record)
         except SaveError:
-            if (found := first_to_say(refused[0] if refused else None)) is not None:
+            if (found := first_to_say(errors[0] if errors else None)) is not None:
                 raise found[1] from None
             raise
         saver.close()
 
 
 @contextmanager
-def _ranks() -> Iterator[None]:
-    """The process group; one of this process alone, if there is none."""
+def _process_group() -> Iterator[None]:
+    """Uses the existing process group, or creates one of this process alone."""
     if dist.is_initialized():
         yield
         return
@@ -66,16 +66,16 @@ def _ranks() -> Iterator[None]:
 
 
 def has_optimizer(stored: dict[str, Any]) -> bool:
-    """Whether a checkpoint holds an optimizer's state beside the weights."""
+    """Whether a checkpoint has an optimizer's state beside the weights."""
     return any(name.startswith("optimizer.") for name in stored)
 
 
 def start_optimizer(optimizing: dict[str, Any], masters: tuple[str, ...]) -> None:
-    """Make an optimizer's sharded state loadable from weights alone: masters from the weights, all else zero.
+    """Makes an optimizer's sharded state loadable from weights alone: masters from the weights, all else zero.
 
     Args:
         optimizing: changed in place.
-        masters: how the keys of master weights start; the weight's own key follows.
+        masters: prefixes of the keys of master weights; the weight's own key follows.
     """
 
     def fresh(value: Any) -> Any:

@@ -29,13 +29,14 @@ FALLBACKS = ("error", "warn")
 
 
 def check_fp8_settings(config: TransformerConfig) -> None:
-    """Normalise names to plain strings and check every FP8 setting of `config`; ValueError for what cannot be.
+    """Normalises names to plain strings and checks every FP8 setting of `config`; ValueError for an invalid one.
 
-    With FP8 off, Megatron-Core's own fields may be anything that it takes, and what cannot have an effect is said.
+    With FP8 off, Megatron-Core's own fields may have any value that it accepts, and settings without effect give a
+    warning.
     """
     for name, rule in OWN_RULES.items():
         check(name, getattr(config, name), rule)
-    if config.fp8 is False:  # as other libraries say it
+    if config.fp8 is False:  # as in other libraries
         config.fp8 = None
     if config.fp8_backend is not None:
         one_of("fp8_backend", config.fp8_backend, ("auto", *BACKENDS, *LAYER_BACKENDS))
@@ -62,7 +63,7 @@ def check_fp8_settings(config: TransformerConfig) -> None:
 
 
 def announce_settings(config: TransformerConfig) -> None:
-    """Warn of what is set and does nothing, and with FP8 off of what cannot work on this machine."""
+    """Warns of settings without effect, and with FP8 off of settings that do not work on this machine."""
     if config.fp8:
         announce_fields(config)
     else:
@@ -89,7 +90,7 @@ def one_of(
 
 
 def _check_phases(config: TransformerConfig) -> None:
-    """The fractions of training in BF16, at its start and at its end."""
+    """Checks the fractions of training in BF16, at its start and at its end."""
     for name in _PHASES:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
@@ -113,7 +114,7 @@ _PHASES = ("fp8_high_precision_warmup", "fp8_high_precision_healing")
 
 
 def _check_size_filter(config: TransformerConfig) -> None:
-    """The table itself; whether it is this device's is known when a site is planned."""
+    """Checks the table itself; planning a site checks whether it is this device's."""
     path = config.fp8_size_filter
     if path is None:
         return
@@ -131,7 +132,7 @@ def _check_size_filter(config: TransformerConfig) -> None:
 
 
 def _check_bf16_layers(config: TransformerConfig) -> None:
-    """Counts are over the whole model, by global layer index, whatever the pipeline layout."""
+    """Checks the counts of layers, which refer to the whole model, by global layer index, in any pipeline layout."""
     if not config.first_last_layers_bf16:
         return
     for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
@@ -149,13 +150,13 @@ def _check_bf16_layers(config: TransformerConfig) -> None:
 
 
 def _check_guard(config: TransformerConfig) -> None:
-    """Nothing that the guard cannot move, or that ranks would move apart."""
+    """Refuses the guard with settings under which it cannot move sites, or ranks would move different ones."""
     if not config.fp8_guard:
         return
     if config.fp8_param:
         raise ValueError(
-            f"fp8_guard={config.fp8_guard!r} with fp8_param=True: a site that goes to BF16 needs its weight in BF16, and"
-            " this one lives as FP8. Set fp8_param=False, or fp8_guard=False."
+            f"fp8_guard={config.fp8_guard!r} with fp8_param=True: a site that moves to BF16 needs a BF16 weight, and"
+            " fp8_param keeps it in FP8. Set fp8_param=False, or fp8_guard=False."
         )
     if config.tp_only_amax_red:
         raise ValueError(
@@ -165,7 +166,7 @@ def _check_guard(config: TransformerConfig) -> None:
 
 
 def _check_output_layer(config: TransformerConfig) -> None:
-    """Nothing that multiplies the output layer's gradient elsewhere."""
+    """Refuses fp8_output_layer if Megatron-Core computes the output layer's gradient itself."""
     if config.fp8_output_layer and config.defer_embedding_wgrad_compute:
         raise ValueError(
             "fp8_output_layer=True with defer_embedding_wgrad_compute=True: Megatron-Core computes the deferred gradient"
@@ -187,17 +188,17 @@ def _check_factory(config: TransformerConfig) -> None:
 
 
 def _check_pow2(config: TransformerConfig) -> None:
-    wanted, name = config.fp8_pow2_scales, config.fp8_recipe
-    if wanted is None or name == "custom":
+    pow2, name = config.fp8_pow2_scales, config.fp8_recipe
+    if pow2 is None or name == "custom":
         return
     rules = [get_fp8_recipe(config).rule(role) for role in ROLES]
     fp32 = any(rule is not None and rule.scale == "fp32" for rule in rules)
-    if wanted is False and not fp32:
+    if pow2 is False and not fp32:
         raise ValueError(
             f"fp8_pow2_scales=False with fp8_recipe={name!r}: its scales are powers of two by definition. "
             "Leave it None, or use tensorwise or blockwise."
         )
-    if wanted is True and fp32:
+    if pow2 is True and fp32:
         raise ValueError(
             f"fp8_pow2_scales=True with fp8_recipe={name!r}: its scales are float32. Leave it None, or use tensorwise,"
             " whose scales can be powers of two."
@@ -205,7 +206,7 @@ def _check_pow2(config: TransformerConfig) -> None:
 
 
 def _check_margin(config: TransformerConfig) -> None:
-    """Scales of rows and blocks keep no headroom: said here, and not when the model is built."""
+    """Refuses a margin for row and block scales, which keep no headroom, before the model is built."""
     for name in (
         {config.fp8_recipe, *config.fp8_overrides.values()} & set(RECIPES) if config.fp8_margin else ()
     ):
@@ -213,7 +214,7 @@ def _check_margin(config: TransformerConfig) -> None:
 
 
 def _warn_without_effect(config: TransformerConfig) -> None:
-    """Say what was set and does nothing, because another setting switches it off."""
+    """Warns of settings that another setting switches off."""
     default = {f.name: f.default for f in fields(config)}
 
     def is_set(name: str) -> bool:
@@ -257,7 +258,7 @@ _OF_SOME_RECIPES = {
     "fp8_amax_compute_algo": "amax_compute_algo",
     "fp8_amax_epsilon": "amax_epsilon",
     "fp8_stochastic_rounding": "stochastic_rounding",
-    "tp_only_amax_red": "amax_history_len",  # whose amaxes are shared, and only histories are made of those
+    "tp_only_amax_red": "amax_history_len",  # only histories use reduced amaxes
 }
 """Setting -> the field of a recipe that reads it."""
 

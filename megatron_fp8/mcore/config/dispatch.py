@@ -8,7 +8,7 @@ from typing import Any
 from ...fp8_utils import get_fp8_recipe
 from ...numerics.rule import Rule
 
-# (setting, what of it is refused, why, what to do).
+# (setting, whether its value is refused, why, remedy).
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     (
         "moe_token_dispatcher_type",
@@ -25,7 +25,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     (
         "moe_shared_expert_overlap",
         bool,
-        "the dispatcher would hand shared experts the codes, and they read the values",
+        "the dispatcher would pass codes to shared experts, which read values",
         "Set it to False",
     ),
     (
@@ -38,7 +38,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     (
         "moe_latent_size",
         bool,
-        "the latent projection's gradient is no linear's of this package",
+        "the latent projection is no linear of this package",
         "Set it to None",
     ),
     (
@@ -51,7 +51,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
 
 
 def check_dispatch(config: Any) -> None:
-    """ValueError for a setting that tokens in FP8 cannot be had with; nothing where moe_fp8_dispatch is off."""
+    """Raises ValueError for a setting that tokens in FP8 do not support; checks nothing if moe_fp8_dispatch is off."""
     if not (config.moe_fp8_dispatch and config.num_moe_experts):
         return
     for setting, refused, why, remedy in _REFUSED:

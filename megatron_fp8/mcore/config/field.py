@@ -1,4 +1,4 @@
-"""The vocabulary of mcore/config/table.py: what becomes of a Megatron-Core field here."""
+"""Kinds of entries of mcore/config/table.py: how a Megatron-Core field is handled."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from .rules import FLAG, Rule
 
 @dataclass(frozen=True)
 class Field:
-    """One field. `only`: another field, and optionally its value, without which this one has no effect, unless the field
-    `also` is on. `unless`: a field that, when it is on, leaves this one without effect."""
+    """One field.
+
+    `only`: another field, and optionally its value, without which this one has no effect, unless the field `also` is
+    on. `unless`: a field that, when it is on, makes this one ineffective.
+    """
 
     rule: Rule
     where: str = ""
@@ -23,34 +26,34 @@ class Field:
     ignored: str = ""
     refused: str = ""
     here: Callable[[], bool] = lambda: True
-    """Whether this machine has what the field needs. If not, it cannot be had with FP8 off either."""
+    """Whether this machine has what the field needs. If not, it is unavailable with FP8 off too."""
 
 
 def works(rule: Rule, where: str, *only: Any, also: str = "", unless: str = "") -> Field:
-    """It has its effect."""
+    """A field that has its effect."""
     return Field(rule, where=where, only=only, also=also, unless=unless)
 
 
 def ignored(why: str, rule: Rule = FLAG) -> Field:
-    """It is accepted, changes nothing, and that is said."""
+    """A field that is accepted without effect, with a warning."""
     return Field(rule, ignored=why)
 
 
 def refused(why: str, rule: Rule = FLAG, here: Callable[[], bool] = lambda: True) -> Field:
-    """Setting it is an error: it cannot be had with the layers here."""
+    """A field that raises when it is set: the layers here do not support it."""
     return Field(rule, refused=why, here=here)
 
 
 def te_layers(what: str, rule: Rule = FLAG) -> Field:
-    """Only Transformer Engine's layers have it, and those here are others."""
+    """A field that only Transformer Engine's layers support."""
     return Field(
         rule,
-        refused=f"{what} is of Transformer Engine's layers, and those here are others",
+        refused=f"{what} needs Transformer Engine's layers, and this package has its own",
         here=compat.has_te,
     )
 
 
 def te_function(what: str, where: str, rule: Rule = FLAG, instead: str = "") -> Field:
-    """A function of Transformer Engine's that serves any layers, where it is installed."""
+    """A field for a Transformer Engine function that works with any layers, if it is installed."""
     why = f"{what} needs Transformer Engine, which is not installed" + (f"; {instead}" if instead else "")
     return Field(rule, where=where, refused=why, here=compat.has_te)

@@ -1,8 +1,8 @@
-"""Checks a config against the table of fields: errors and notices.
+"""Checks a config against the table of fields: errors and warnings.
 
-Fields at Megatron-Core's default are as they are. With FP8 off, Megatron-Core's own behaviour holds, and only what
-cannot work on this machine is said; `megatron-fp8 train`, whose layers are always this package's, checks a BF16 model
-too.
+Fields at Megatron-Core's defaults are not checked. With FP8 off Megatron-Core's own behaviour applies, and only
+fields that cannot work on this machine give a warning. `megatron-fp8 train` always uses this package's layers, so it
+checks a BF16 model too.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from .table import FIELDS
 
 
 def default_of(field: Any) -> Any:
-    """A dataclass field's default, made where a factory makes it."""
-    made = field.default_factory is not dataclasses.MISSING
-    return field.default_factory() if made else field.default
+    """Returns a dataclass field's default; calls its factory if it has one."""
+    has_factory = field.default_factory is not dataclasses.MISSING
+    return field.default_factory() if has_factory else field.default
 
 
 DEFAULTS: dict[str, Any] = {
     field.name: default_of(field)
     for field in (*dataclasses.fields(MegatronLatentConfig), *dataclasses.fields(MegatronConfig))
 }
-"""Of both of Megatron-Core's configs; where they differ, of the one without latent attention."""
+"""Defaults of both of Megatron-Core's configs; where they differ, of the one without latent attention."""
 KNOWN: dict[str, Field] = FIELDS | LATENT_FIELDS
 
-_NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # their default, 0, is none
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # their default, 0, is invalid
 
 
 def check_fields(config: Any, before: str = "") -> None:
-    """Raise ValueError for a field that is out of range, in conflict with another, unknown, or cannot be had here.
+    """Raises ValueError for a field that is out of range, in conflict with another, unknown, or unavailable here.
 
     Args:
-        config: anything with Megatron-Core's fields as attributes.
-        before: what names have before them in messages, such as 'model.'.
+        config: any object with Megatron-Core's fields as attributes.
+        before: prefix of names in messages, such as 'model.'.
     """
     for name in _NEEDED:
         check(f"{before}{name}", getattr(config, name), FIELDS[name].rule, "give it")
@@ -67,35 +67,35 @@ def check_fields(config: Any, before: str = "") -> None:
 def announce_fields(
     config: Any, fields: Mapping[str, Field] = KNOWN, defaults: Mapping[str, Any] = DEFAULTS
 ) -> None:
-    """Warn of every field that is set and does nothing, because of what it is or because of another one.
+    """Warns of every field that is set without effect, by itself or because of another field.
 
     Args:
-        config: anything with the fields as attributes.
-        fields: the table to go by.
-        defaults: the values of the fields to speak of where they are not set.
+        config: any object with the fields as attributes.
+        fields: the table.
+        defaults: defaults of the fields to check.
     """
     for name, value in _set_fields(config, defaults):
         field = fields.get(name)
         if field is None:
             continue
-        why = f": {field.ignored}" if field.ignored else _idle(config, field, fields)
-        if why and not _means_what_is(config, name, value):
-            _say(f"{name}={shown(value)} has no effect{why}")
+        why = f": {field.ignored}" if field.ignored else _why_ineffective(config, field, fields)
+        if why and not _requests_actual(config, name, value):
+            _warn(f"{name}={shown(value)} has no effect{why}")
 
 
 def announce_unavailable(config: Any) -> None:
-    """With FP8 off: warn of every field that is set and needs what this machine does not have."""
+    """With FP8 off: warns of every field that is set and needs something that this machine does not have."""
     for name, value in _set_fields(config):
         field = KNOWN.get(name)
         if field is not None and field.refused and not field.here():
-            _say(f"{name}={shown(value)} cannot work here: {field.refused}")
+            _warn(f"{name}={shown(value)} cannot work here: {field.refused}")
     for relation in SILENT:
         if not relation.holds(config):
-            _say(relation.words)
+            _warn(relation.words)
 
 
 def _set_fields(config: Any, defaults: Mapping[str, Any] = DEFAULTS) -> Iterator[tuple[str, Any]]:
-    """(name, value) of the fields that are not at their default."""
+    """Yields (name, value) of the fields that are not at their default."""
     for name, default in defaults.items():
         value = getattr(config, name, default)
         if value is not default and not (type(value) is type(default) and value == default):
@@ -103,12 +103,12 @@ def _set_fields(config: Any, defaults: Mapping[str, Any] = DEFAULTS) -> Iterator
 
 
 def _is_refused(field: Field) -> bool:
-    """What is refused and yet has a place where it works is refused only where this machine lacks what it needs."""
+    """Whether a field is refused. One that works with some dependency is refused only if this machine lacks it."""
     return bool(field.refused) and not (field.where and field.here())
 
 
-def _idle(config: Any, field: Field, fields: Mapping[str, Field]) -> str:
-    """With or without which other field this one does nothing, or one on the way to it; '' if it has its effect."""
+def _why_ineffective(config: Any, field: Field, fields: Mapping[str, Field]) -> str:
+    """Returns ' with FIELD' or ' without FIELD' for the field that makes this one ineffective; '' if none does."""
     if field.unless and _is_on(config, field.unless):
         return f" with {field.unless}"
     if not field.only:
@@ -116,7 +116,7 @@ def _idle(config: Any, field: Field, fields: Mapping[str, Field]) -> str:
     needed = [field.only, *([(field.also,)] if field.also else [])]
     found = next((each for each in needed if _is_on(config, *each)), None)
     if found is not None:
-        return _idle(config, fields[found[0]], fields)
+        return _why_ineffective(config, fields[found[0]], fields)
     return " without " + " or ".join(f"{each[0]}={each[1]!r}" if each[1:] else each[0] for each in needed)
 
 
@@ -125,12 +125,12 @@ def _is_on(config: Any, name: str, value: Any = None) -> bool:
     return found == value if value is not None else found not in (DEFAULTS.get(name), None, False)
 
 
-def _means_what_is(config: Any, name: str, value: Any) -> bool:
-    """Whether a field without effect asks for what is there anyway."""
-    if name == "kv_channels":  # a copy of a config has what Megatron-Core filled in
+def _requests_actual(config: Any, name: str, value: Any) -> bool:
+    """Whether a field without effect requests the actual behaviour anyway."""
+    if name == "kv_channels":  # Megatron-Core fills it in, and copies of a config have that
         return value == config.hidden_size // config.num_attention_heads
     return name in ("transformer_impl", "attention_backend") and getattr(value, "name", value) == "local"
 
 
-def _say(message: str) -> None:
+def _warn(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=3)

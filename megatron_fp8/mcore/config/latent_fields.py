@@ -11,7 +11,7 @@ from .rules import FLAG, FLOAT32, POSITIVE, SIZE, Relation, number, one_of, opti
 _MLA = "transformer/multi_latent_attention"
 _ON = ("multi_latent_attention",)
 _YARN = ("rope_type", "yarn")
-_SCALE = number(0, 100)  # with the longest stretch it makes a softmax scale that float16 still has
+_SCALE = number(0, 100)  # with the longest stretch the softmax scale still fits float16
 
 LATENT_FIELDS: dict[str, Field] = {
     "q_lora_rank": works(optional(SIZE), _MLA, *_ON),
@@ -22,7 +22,7 @@ LATENT_FIELDS: dict[str, Field] = {
     "rope_type": works(one_of("rope", "yarn"), _MLA, *_ON),
     "rotary_base": works(number(1, FLOAT32, without=[1]), _MLA, *_ON),
     "rotary_percent": works(number(0, 1, without=[0]), _MLA, "rope_type", "rope"),
-    # Megatron-Core takes these two into the softmax scale whatever rope_type is.
+    # Megatron-Core uses these two in the softmax scale for any rope_type.
     "rotary_scaling_factor": works(number(1, 1e6), _MLA, *_YARN, also="mscale_all_dim"),
     "mscale_all_dim": works(_SCALE, _MLA, *_ON),
     "original_max_position_embeddings": works(SIZE, _MLA, *_YARN),
@@ -42,10 +42,11 @@ def _has_yarn(c: Any) -> bool:
 
 
 def stretched_from_and_to(c: Any) -> tuple[int, int]:
-    """The frequencies of a head between which YaRN's ramp rises, as Megatron-Core counts and clips them: those before the
-    first stay, those after the second are stretched.
+    """Returns the indices of a head's frequencies between which YaRN's ramp rises, as Megatron-Core counts and clips
+    them.
 
-    Source: YaRN (arXiv:2309.00071), section 3.2.
+    Frequencies before the first stay unchanged, those after the second are stretched. Source: YaRN
+    (arXiv:2309.00071), section 3.2.
     """
     channels, context = c.qk_pos_emb_head_dim, c.original_max_position_embeddings
 
@@ -60,8 +61,8 @@ def _rises(c: Any) -> bool:
     return low <= high
 
 
-def _turning(c: Any) -> int:
-    """Channels of a head that rope_type='rope' turns, as Megatron-Core counts them."""
+def _rotated_channels(c: Any) -> int:
+    """Returns the number of a head's channels that rope_type='rope' rotates, as Megatron-Core counts them."""
     return int(c.qk_pos_emb_head_dim * c.rotary_percent)
 
 
@@ -83,7 +84,7 @@ LATENT_RELATIONS: tuple[Relation, ...] = (
         lambda c: (
             not c.multi_latent_attention
             or c.rope_type != "rope"
-            or (_turning(c) >= 2 and _turning(c) % 2 == 0)
+            or (_rotated_channels(c) >= 2 and _rotated_channels(c) % 2 == 0)
         ),
     ),
     Relation(
@@ -94,7 +95,7 @@ LATENT_RELATIONS: tuple[Relation, ...] = (
     ),
     Relation(
         ("rotary_base", "original_max_position_embeddings", "qk_pos_emb_head_dim", "beta_fast", "beta_slow"),
-        "all of a head's frequencies would lie on one side of YaRN's ramp, which Megatron-Core then turns round: with"
+        "all of a head's frequencies would lie on one side of YaRN's ramp, which Megatron-Core then inverts: with"
         " rope_type='rope' nothing is stretched",
         lambda c: not _has_yarn(c) or _rises(c),
     ),

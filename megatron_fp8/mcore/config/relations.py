@@ -1,4 +1,4 @@
-"""What several fields of a TransformerConfig have to be together, as data."""
+"""Relations between several fields of a TransformerConfig, as data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .rules import Relation
 
 
 def _stages(c: Any) -> int:
-    """Parts that the layers are split into."""
+    """Returns the number of parts into which the layers are split."""
     return c.pipeline_model_parallel_size * (c.virtual_pipeline_model_parallel_size or 1)
 
 
@@ -39,15 +39,15 @@ STAGES_SWAPPED = Relation(
         "overlap_p2p_comm",
         "batch_p2p_comm",
     ),
-    "two interleaved stages need overlap_p2p_comm=True and batch_p2p_comm=False, or Megatron-Core swaps activations and"
-    " gradients between them without a word",
+    "two interleaved stages need overlap_p2p_comm=True and batch_p2p_comm=False, or Megatron-Core silently swaps"
+    " activations and gradients between them",
     lambda c: (
         not c.virtual_pipeline_model_parallel_size
         or c.pipeline_model_parallel_size != 2
         or (c.overlap_p2p_comm and not c.batch_p2p_comm)
     ),
 )
-"""Batched messages between two stages that are each other's next and previous one are matched by order alone."""
+"""Two stages are each other's next and previous one; batched messages between them are matched by order alone."""
 
 INPUT_STORED = Relation(
     ("activation_func_fp8_input_store", "bias_activation_fusion"),
@@ -56,7 +56,7 @@ INPUT_STORED = Relation(
 )
 
 SILENT = (STAGES_SWAPPED, INPUT_STORED)
-"""What plain Megatron-Core accepts and then does not do, or does wrong: said when FP8 is off."""
+"""Relations that plain Megatron-Core ignores or violates silently: a warning when FP8 is off."""
 
 RELATIONS: tuple[Relation, ...] = (
     Relation(

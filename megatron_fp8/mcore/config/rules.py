@@ -1,4 +1,4 @@
-"""Rules for settings, as data: admitted values, and their words."""
+"""Rules for settings, as data: valid values, and their description."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ...plan.settings import exchanged
 
 @dataclass(frozen=True)
 class Rule:
-    """`words` complete the sentence "NAME=VALUE must be ..."; `holds(value)` is whether the value is that."""
+    """`words` complete the sentence "NAME=VALUE must be ..."; `holds(value)` returns whether the value is valid."""
 
     words: str
     holds: Callable[[Any], bool]
     names: tuple[str, ...] = ()
-    """The names it admits, of which a message suggests the nearest one."""
+    """The valid names; a message suggests the nearest one."""
     edges: tuple[float, ...] = ()
-    """The least and the greatest number that it speaks of."""
+    """The smallest and the largest valid number."""
 
 
 def check(name: str, value: Any, rule: Rule, remedy: str = "change it, or leave it out") -> None:
-    """Raise ValueError, one line that names the setting, its value, the rule and the remedy, unless `rule` holds."""
+    """Raises ValueError, one line with the setting, its value, the rule and the remedy, unless `rule` holds."""
     if not rule.holds(value):
         near = difflib.get_close_matches(str(value).lower(), rule.names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -35,7 +35,7 @@ def check(name: str, value: Any, rule: Rule, remedy: str = "change it, or leave 
 
 
 def shown(value: Any) -> str:
-    """The value as a message shows it: what is long is cut."""
+    """Formats a value for a message: a long one is truncated."""
     text = repr(value.name if isinstance(value, Enum) else value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -43,35 +43,35 @@ def shown(value: Any) -> str:
 def integer(low: int, high: int, unit: str = "") -> Rule:
     """A whole number (not a bool) from `low` to `high`, both included."""
     words = f"a whole number of at least {low:,} and at most {high:,}{' ' if unit else ''}{unit}"
-    return Rule(words, lambda v: _whole(v) and low <= v <= high, edges=(low, high))
+    return Rule(words, lambda v: _is_integer(v) and low <= v <= high, edges=(low, high))
 
 
 def number(low: float, high: float = math.inf, *, without: Iterable[float] = ()) -> Rule:
-    """A finite number from `low` to `high`; the ends in `without` are left out, as is infinity."""
+    """A finite number from `low` to `high`; bounds in `without` are excluded, as is infinity."""
     left_out = {low, high} & set(without)
     words = f"a finite number {'above' if low in left_out else 'of at least'} {low:g}"
     if high < math.inf:
         words += f" and {'below' if high in left_out else 'at most'} {high:g}"
-    return Rule(words, lambda v: _finite(v) and low <= v <= high and v not in left_out, edges=(low, high))
+    return Rule(words, lambda v: _is_finite(v) and low <= v <= high and v not in left_out, edges=(low, high))
 
 
-FLAG = Rule("true or false", lambda v: isinstance(v, bool) or (_whole(v) and v in (0, 1)))
+FLAG = Rule("true or false", lambda v: isinstance(v, bool) or (_is_integer(v) and v in (0, 1)))
 ANYTHING = Rule("anything", lambda v: True)
 SIZE, COUNT = integer(1, 2**24), integer(1, 2**16)
 RANKS = integer(1, 2**20, "ranks")
 PROBABILITY = number(0, 1, without=[1])
-FLOAT32 = 3.4e38  # beyond it float32, in which masters, scales and most factors are kept, has only infinity
-LEAST = 1e-37  # and below it only zero
+FLOAT32 = 3.4e38  # above it float32, the dtype of masters, scales and most factors, has only infinity
+LEAST = 1e-37  # below it only zero
 POSITIVE, NOT_NEGATIVE, ANY_NUMBER = number(LEAST, FLOAT32), number(0, FLOAT32), number(-FLOAT32, FLOAT32)
 
 
 def text(words: str = "text without NUL") -> Rule:
-    """A string without NUL, which no file name and no C library takes; and not a blank one."""
+    """A string that is not blank and has no NUL, which no file name and no C library accepts."""
     return Rule(words, lambda v: isinstance(v, str) and "\0" not in v and bool(v.strip()))
 
 
 def folder_or_none() -> Rule:
-    """A folder's path, or '' for none; null, which a command line has as text, is neither."""
+    """A folder's path, or '' for none; 'null', which a command line passes as text, is neither."""
     return Rule(
         "a folder, or '' for none", lambda v: isinstance(v, str) and "\0" not in v and v.strip() != "null"
     )
@@ -92,12 +92,12 @@ def optional(rule: Rule) -> Rule:
 
 
 def either(*rules: Rule) -> Rule:
-    """What any of `rules` admits."""
+    """A value for which any of `rules` holds."""
     return Rule(", or ".join(rule.words for rule in rules), lambda v: any(rule.holds(v) for rule in rules))
 
 
 def list_of(rule: Rule, length: int | None = None) -> Rule:
-    """A list (or tuple) whose items are as `rule` says; of `length` of them."""
+    """A list (or tuple) of items for which `rule` holds; with exactly `length` items if given."""
     size = f"{length} items" if length else "items"
     return Rule(
         f"a list of {size}, each {rule.words}",
@@ -107,11 +107,11 @@ def list_of(rule: Rule, length: int | None = None) -> Rule:
     )
 
 
-def _whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def _finite(value: Any) -> bool:
+def _is_finite(value: Any) -> bool:
     try:
         return not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
     except OverflowError:  # an integer beyond float's range
@@ -120,7 +120,7 @@ def _finite(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Relation:
-    """What several settings have to be together. `holds` gets an object that has them as attributes."""
+    """A condition on several settings. `holds` gets an object with them as attributes."""
 
     names: tuple[str, ...]
     words: str
@@ -128,7 +128,7 @@ class Relation:
 
 
 def check_relation(settings: Any, relation: Relation, before: str = "") -> None:
-    """Raise ValueError, one line that names the settings, their values, the rule and the remedy, unless it holds."""
+    """Raises ValueError, one line with the settings, values, rule and remedy, unless the relation holds."""
     if not relation.holds(settings):
         values = ", ".join(f"{before}{name}={shown(getattr(settings, name))}" for name in relation.names)
         raise ValueError(f"{values}: {relation.words}. Change one of them.")

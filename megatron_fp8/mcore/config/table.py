@@ -1,8 +1,8 @@
 """The table of all TransformerConfig fields: rules, and their effect here.
 
-A field works (and `where` is the file that reads it), works only together with another one, has no effect (which is
-said when it is set), or cannot be had (which is an error when it is set). mcore/config/fields.py reads the table; a
-test holds it against the dataclass, and fields.py refuses what is set and does not stand here.
+A field has its effect (`where` is the file that reads it), has it only together with another field, has no effect
+(setting it gives a warning), or is unavailable (setting it is an error). mcore/config/fields.py reads the table. A
+test compares it with the dataclass, and fields.py refuses a set field that is not in it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .rules import (
 )
 from .values import DTYPE, FUNCTION, LAYOUT, PATTERN, RECIPE, SCOPE
 
-_HALF = 65504.0  # float16's largest number: torch raises for a larger one where it computes in float16
+_HALF = 65504.0  # float16's largest number: torch raises for a larger one if it computes in float16
 _CP_COMM = one_of("p2p", "all_gather", "a2a", "a2a+p2p")
 _OWN_GRAPHS = (
     "Megatron-Core's CUDA graphs update FP8 through Transformer Engine, and a replay would skip the host's part of an"
@@ -44,12 +44,12 @@ _SAVE_ON_CPU = (
     "wrap layers in torch.autograd.graph.save_on_cpu(), which keeps FP8 codes as they are, or recompute"
 )
 _ATTENTION_IN_BF16 = (
-    "attention itself runs in BF16, as DeepSeek-V3's does: PyTorch's scaled_dot_product_attention, which it is,"
-    " takes no FP8"
+    "attention itself runs in BF16, as in DeepSeek-V3:"
+    " PyTorch's scaled_dot_product_attention does not support FP8"
 )
 _LOCAL = "the layers here are Megatron-Core's own with this package's GEMMs"
 
-# Where fields are read, under megatron/core unless it says megatron_fp8.
+# Files that read fields, under megatron/core unless they begin with megatron_fp8.
 _BLOCK, _LAYER = "transformer/transformer_block", "transformer/transformer_layer"
 _ATTENTION, _SDPA, _MLP = "transformer/attention", "transformer/dot_product_attention", "transformer/mlp"
 _ROUTER, _EXPERTS, _MOE = "transformer/moe/router", "transformer/moe/experts", "transformer/moe/moe_layer"
@@ -59,7 +59,7 @@ _OURS = "megatron_fp8/mcore/config/checks"
 
 _TE_OVERLAP = "an overlap of tensor parallel communication inside Transformer Engine's linears"
 _FOR_MOE = ("num_moe_experts",)
-_LATENT = "multi_latent_attention"  # it turns heads by its own fields, and has its own sizes and scale
+_LATENT = "multi_latent_attention"  # it has its own fields for rotary positions, sizes and scale
 
 FIELDS: dict[str, Field] = {
     # ---- sizes
@@ -176,7 +176,7 @@ FIELDS: dict[str, Field] = {
     "sequence_parallel": works(FLAG, "tensor_parallel/layers"),
     "context_parallel_size": works(RANKS, "megatron_fp8/mcore/layers/attention"),
     "cp_comm_type": ignored(
-        "context parallelism here gathers keys and values, whatever it says",
+        "context parallelism here always gathers keys and values",
         optional(either(_CP_COMM, list_of(_CP_COMM))),
     ),
     "hierarchical_context_parallel_sizes": refused(
@@ -218,7 +218,7 @@ FIELDS: dict[str, Field] = {
     "batch_p2p_comm": works(FLAG, _P2P, "pipeline_model_parallel_size"),
     "batch_p2p_sync": works(FLAG, _P2P, "pipeline_model_parallel_size"),
     "overlap_p2p_comm_warmup_flush": works(FLAG, _PP, "virtual_pipeline_model_parallel_size"),
-    "use_ring_exchange_p2p": refused("torch as it is released has no ring_exchange"),
+    "use_ring_exchange_p2p": refused("released versions of torch have no ring_exchange"),
     "deallocate_pipeline_outputs": works(FLAG, _PP, "pipeline_model_parallel_size"),
     "defer_embedding_wgrad_compute": works(FLAG, _PP, "pipeline_model_parallel_size"),
     "wgrad_deferral_limit": works(
@@ -323,7 +323,7 @@ FIELDS: dict[str, Field] = {
     "moe_use_legacy_grouped_gemm": works(FLAG, "models/gpt/moe_module_specs", "moe_grouped_gemm"),
     "use_fused_weighted_squared_relu": ignored("it is for grouped experts"),
     "moe_latent_size": te_layers("the latent projection of experts", optional(SIZE)),
-    "overlap_moe_expert_parallel_comm": refused("its schedule takes Transformer Engine's layers", here=compat.has_te),
+    "overlap_moe_expert_parallel_comm": refused("its schedule needs Transformer Engine's layers", here=compat.has_te),
     "ep_overlap_early_attn_memory_release": works(
         FLAG, "models/common/model_chunk_schedule_plan", "overlap_moe_expert_parallel_comm"
     ),
@@ -369,7 +369,7 @@ FIELDS: dict[str, Field] = {
     # ---- the rest
     "transformer_impl": Field(
         one_of("local", "transformer_engine", "inference_optimized"),
-        ignored=f"{_LOCAL}; fp8_backend says who multiplies",
+        ignored=f"{_LOCAL}; fp8_backend selects the GEMMs",
     ),
     "deterministic_mode": works(FLAG, "tensor_parallel/layers"),
     "use_te_rng_tracker": te_function("that tracker of random numbers", "tensor_parallel/random"),
@@ -393,4 +393,4 @@ OWN_RULES: dict[str, Rule] = {
     "fp8_guard": either(FLAG, one_of(*LADDERS)),
     "fp8_guard_patience": integer(1, 2**31 - 1, "iterations in a row"),
 }
-"""This package's own fields, as far as one value decides."""
+"""Rules for this package's own fields, as far as they concern one value."""

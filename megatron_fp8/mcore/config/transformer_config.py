@@ -1,12 +1,11 @@
 """`TransformerConfig`: Megatron-Core's, plus this package's FP8 fields, with every FP8 value checked.
 
-One field owns each thing. `fp8` switches FP8 on and names the element formats; `fp8_recipe` names the scaling
-rule; the keyword `fp8_format` is taken for whichever it means (a recipe's name for `fp8_recipe`, 'hybrid' and 'e4m3'
-for `fp8`, the recipe as it is). The model takes the settings over when it is built (`freeze`); from then on changing one
-is an error.
+Each setting has one field. `fp8` switches FP8 on and names the element formats; `fp8_recipe` names the scaling rule.
+The keyword `fp8_format` sets either: a recipe's name sets `fp8_recipe`; 'hybrid' and 'e4m3' set `fp8` and leave the
+recipe. Building a model freezes the settings (`freeze`); changing one afterwards is an error.
 
-Megatron-Core validates neither string, and refuses combinations that only Transformer Engine cannot run
-(delayed scaling with first/last layers in BF16). Here the strings are checked and those combinations work.
+Megatron-Core validates neither string, and refuses combinations that only Transformer Engine cannot run (delayed
+scaling with first/last layers in BF16). Here the strings are checked and those combinations work.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ...recipe import RECIPES
 from ..runtime import find_runtime, runtime_of
 from .checks import announce_settings, check_fp8_settings, one_of, plain
 
-# Versions that Megatron-Core asks of Transformer Engine only because of FP8; without it they mean nothing.
+# Versions of Transformer Engine that Megatron-Core requires only for FP8. This package needs none of them.
 _FP8_TE_VERSIONS = frozenset({"1.7.0.dev0", "1.11.0", "2.6.0dev0"})
 
 
@@ -34,22 +33,22 @@ _FP8_TE_VERSIONS = frozenset({"1.7.0.dev0", "1.11.0", "2.6.0dev0"})
 class TransformerConfig(megatron_config.TransformerConfig):
     """Megatron-Core's `TransformerConfig` with FP8 that runs without Transformer Engine.
 
-    All of Megatron's fields keep their names and, but for fp8_recipe, their defaults; `fp8_format` is accepted too.
+    All of Megatron's fields keep their names and, except fp8_recipe, their defaults; `fp8_format` is accepted too.
 
     Raises:
-        ValueError: an FP8 value is unknown, out of range, in conflict with another, or names a feature that
-            this version does not have. The message gives the value, the rule and the remedy.
+        ValueError: an FP8 value is unknown, out of range, in conflict with another, or names a feature that this
+            version does not have. The message gives the value, the rule and the remedy.
     """
 
     fp8_recipe: str = DEFAULT_RECIPE
-    """Which scaling: 'tensorwise', 'delayed' (Megatron-Core's default), 'rowwise', 'blockwise', 'mxfp8' or 'custom'."""
+    """Scaling rule: 'tensorwise', 'delayed' (Megatron-Core's default), 'rowwise', 'blockwise', 'mxfp8' or 'custom'."""
 
     fp8_backend: str | None = None
-    """Who quantises and multiplies: 'emulated' (any device), 'native' or 'transformer_engine' (GPU).
+    """The code that quantises and multiplies: 'emulated' (any device), 'native' or 'transformer_engine' (GPU).
     None and 'auto' choose the best one that the device can run; the choice is printed."""
 
     fp8_fallback: str = "error"
-    """What a site does that cannot run as asked: 'error', or 'warn' (runs in BF16, recorded and printed)."""
+    """For sites that cannot run as requested: 'error', or 'warn' (runs in BF16, recorded and printed)."""
 
     fp8_overrides: dict[str, str] = field(default_factory=dict)
     """Exceptions by layer: a glob over full module names to 'bf16' or a recipe's name."""
@@ -58,7 +57,7 @@ class TransformerConfig(megatron_config.TransformerConfig):
     """Lower bound for every amax before its scale is computed (all recipes but mxfp8)."""
 
     fp8_pow2_scales: bool | None = None
-    """Scales rounded down to powers of two. None: as the recipe has it (blockwise yes, tensorwise no)."""
+    """Scales rounded down to powers of two. None: the recipe's default (blockwise yes, tensorwise no)."""
 
     fp8_stochastic_rounding: bool = False
     """Round grad_output stochastically, reproducibly for a seed."""
@@ -96,7 +95,7 @@ class TransformerConfig(megatron_config.TransformerConfig):
     fp8_guard_patience: int = 3
     """Iterations in a row before fp8_guard moves a site."""
 
-    if TYPE_CHECKING:  # at run time the dataclass makes it, with Megatron's fields too
+    if TYPE_CHECKING:  # at run time the dataclass generates it, with Megatron's fields too
 
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -106,40 +105,40 @@ class TransformerConfig(megatron_config.TransformerConfig):
         if not self.fp8:
             super().__post_init__()
             return
-        # Megatron-Core refuses delayed scaling with BF16 layers and with recomputed norms, which this package runs, so it
-        # is shown a copy that has neither; what it derives from the other fields is taken over.
-        shown = copy.copy(self)
-        shown.fp8_recipe, shown.first_last_layers_bf16 = "tensorwise", False
-        with _versions_asked_for_fp8():
-            super(TransformerConfig, shown).__post_init__()
-        for name, derived in vars(shown).items():
-            if name not in _SHOWN_OTHERWISE and derived is not vars(self).get(name):
+        # Megatron-Core refuses delayed scaling with BF16 layers and with recomputed norms, which this package runs. So it
+        # checks a copy that has neither; the values that it derives from the other fields are copied back.
+        checked = copy.copy(self)
+        checked.fp8_recipe, checked.first_last_layers_bf16 = "tensorwise", False
+        with _fp8_versions_present():
+            super(TransformerConfig, checked).__post_init__()
+        for name, derived in vars(checked).items():
+            if name not in _REPLACED_FOR_CHECK and derived is not vars(self).get(name):
                 setattr(self, name, derived)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.is_frozen and _is_fp8_setting(name):
             raise ValueError(
                 f"{name}={value!r} comes after the model was built with {name}={getattr(self, name)!r}: FP8 "
-                f"settings are taken over when the model is built. Set it before, or build the model again from"
+                f"settings are fixed when the model is built. Set it before, or build the model again from"
                 f" dataclasses.replace(config, {name}={value!r})."
             )
         super().__setattr__(name, value)
 
     @property
     def is_frozen(self) -> bool:
-        """True once a model was built from this config."""
+        """Whether a model was built from this config."""
         runtime = find_runtime(self)
         return runtime is not None and runtime.frozen
 
     def freeze(self) -> None:
-        """Check the FP8 settings as they are now and close them to changes. May be called again."""
+        """Checks the current FP8 settings and freezes them. May be called again."""
         if not self.is_frozen:
             check_fp8_settings(self)
             runtime_of(self).frozen = True
 
 
 def _own_fp8_format(config: TransformerConfig) -> str:
-    """The recipe's name; assign a recipe's name, or 'hybrid'/'e4m3' (which then means `fp8`)."""
+    """The recipe's name; assigning a recipe's name sets it, assigning 'hybrid' or 'e4m3' sets `fp8`."""
     return config.fp8_recipe
 
 
@@ -151,15 +150,15 @@ def _assign_fp8_format(config: TransformerConfig, value: str | None) -> None:
 class IterationEnd:
     """Megatron's `finalize_model_grads_func`, then the end of the FP8 iteration (amax, scales, health).
 
-    A trainer assigns `config.finalize_model_grads_func` after the model was built, so the config wraps the
-    function whenever it is read. `function` None stands for "nothing to finalise".
+    A trainer assigns `config.finalize_model_grads_func` after the model was built, so the config wraps the function
+    at every read. `function` None means that there is nothing to finalise.
     """
 
     def __init__(self, function: Callable[..., Any] | None) -> None:
         self.function = function
 
     def __call__(self, model: list[Any], *args: Any, **kwargs: Any) -> Any:
-        from ..iteration import finish_iteration  # lazy: right of this file
+        from ..iteration import finish_iteration  # lazy: iteration.py imports this package
 
         result = None if self.function is None else self.function(model, *args, **kwargs)
         finish_iteration(model)
@@ -173,7 +172,7 @@ class IterationEnd:
 
 
 _FINALIZE = "finalize_model_grads_func"
-"""A field of the config, before which a property stands. Its value lies where any field's does; copies take it along."""
+"""A config field behind a property. Its value is in the config's __dict__, like any field's, so copies have it."""
 
 
 def _finalize(config: TransformerConfig) -> Callable[..., Any] | None:
@@ -182,16 +181,16 @@ def _finalize(config: TransformerConfig) -> Callable[..., Any] | None:
 
 
 def _assign_finalize(config: TransformerConfig, function: Callable[..., Any] | None) -> None:
-    # What was read from a config may be assigned to a config (dataclasses.replace does): never wrap twice.
+    # A value read from a config may be assigned to a config (dataclasses.replace does): never wrap twice.
     config.__dict__[_FINALIZE] = function.function if isinstance(function, IterationEnd) else function
 
 
 def accept_fp8_format(generated_init: Callable[..., None]) -> Callable[..., None]:
-    """The dataclass's own __init__ with one more keyword, `fp8_format`, resolved into the fields it means."""
+    """Adds the keyword `fp8_format` to the dataclass's own __init__, and resolves it into the field it means."""
 
     @functools.wraps(generated_init)
     def init(self: TransformerConfig, *args: Any, fp8_format: str | None = None, **kwargs: Any) -> None:
-        # None as the default of both names lets a conflict be told from a default.
+        # With None as the default of both names, a conflict differs from a default.
         if fp8_format is not None:
             _merge_fp8_format(fp8_format, kwargs, switch_given=bool(args) or "fp8" in kwargs)
         if kwargs.get("fp8_recipe") is None:
@@ -216,11 +215,11 @@ def _merge_fp8_format(fp8_format: str, kwargs: dict[str, Any], *, switch_given: 
             f"fp8_format={value!r} without fp8, which would train in BF16: give fp8='hybrid' or 'e4m3' (or fp8=None, to"
             " have FP8 off)."
         )
-    given = plain(kwargs.get(name))
-    if given is not None and given != value:
+    other = plain(kwargs.get(name))
+    if other is not None and other != value:
         meaning = {"fp8": "element formats", "fp8_recipe": "scaling recipe"}[name]
         raise ValueError(
-            f"fp8_format={value!r} conflicts with {name}={given!r}: both name the {meaning}. Give one of "
+            f"fp8_format={value!r} conflicts with {name}={other!r}: both name the {meaning}. Give one of "
             f"them (with dataclasses.replace, which passes every field, give {name})."
         )
     kwargs[name] = value
@@ -245,13 +244,12 @@ def _is_fp8_setting(name: str) -> bool:
     return name.startswith("fp8") or name in _ALSO_FP8
 
 
-_SHOWN_OTHERWISE = frozenset({"fp8_recipe", "first_last_layers_bf16"})
+_REPLACED_FOR_CHECK = frozenset({"fp8_recipe", "first_last_layers_bf16"})
 
 
 @contextmanager
-def _versions_asked_for_fp8() -> Iterator[None]:
-    """Inside, the versions of Transformer Engine that Megatron-Core's config asks for because of FP8 are there: it needs
-    none."""
+def _fp8_versions_present() -> Iterator[None]:
+    """Inside, Megatron-Core's config finds the Transformer Engine versions that it requires for FP8."""
     original = megatron_config.is_te_min_version
 
     def is_te_min_version(version: str, check_equality: bool = True) -> bool:

@@ -21,7 +21,7 @@ _MOST_TIMES = 1000
 
 
 def _is_layout_text(value: Any) -> bool:
-    """Megatron-Core leaves commas out and writes repetitions such as 't*1000' out, before it looks at anything."""
+    """Whether a value is a layout of limited size. Megatron-Core expands 't*1000' before any check."""
     if not isinstance(value, str) or not value.strip(" ,|"):
         return False
     times = re.findall(r"\*(\d+)", value.replace(",", ""))

@@ -1,11 +1,11 @@
-"""SwiGLU that keeps its input for backward in scaled FP8 (``activation_func_fp8_input_store``).
+"""SwiGLU that saves its input for backward in scaled FP8 (``activation_func_fp8_input_store``).
 
-Megatron-Core's version stores ``input.to(float8_e4m3fn)`` without a scale: values under 2^-10 vanish. Here blocks of
-1x128 carry a power-of-two scale each: one byte a value and 3 % for scales.
+Megatron-Core's version stores ``input.to(float8_e4m3fn)`` without a scale: values under 2^-10 become zero. Here each
+1x128 block has a power-of-two scale: one byte a value and 3 % for scales.
 
-On GPUs, between two linears that make codes by kernels (fusion.py), SwiGLU writes neither its result nor its gradient:
-both are DeferredTensors, computed by the linears' kernels in float32 with one rounding, whether the input is stored or
-kept.
+On GPUs, between two linears that make codes by kernels (fusion.py), SwiGLU writes neither its result nor its
+gradient: both are DeferredTensors, which the linears' kernels compute in float32 with one rounding, whether the input
+is saved in FP8 or not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STORE = Rule(E4M3, BLOCK_1X128, "pow2")
 
 
 class _SwiGLU(torch.autograd.Function):
-    """y = silu(gate) * up * weights, with [gate, up] the halves of x's last dimension; float32 inside.
+    """y = silu(gate) * up * weights, with [gate, up] the halves of x's last dimension; computed in float32.
 
     x [tokens, 2 n], weights [tokens, 1] (a router's probabilities) or None; y [tokens, n] in x's dtype.
     """
@@ -58,10 +58,10 @@ class _SwiGLU(torch.autograd.Function):
         return torch.cat([dgate, dy * silu], -1).to(grad_output.dtype), dweights
 
 
-class _UnwrittenSwiGLU(torch.autograd.Function):
-    """_SwiGLU of x [..., 2 n] whose result [..., n] and, where ``deferred_grad``, gradient are DeferredTensor.
+class _DeferredSwiGLU(torch.autograd.Function):
+    """_SwiGLU of x [..., 2 n] whose result [..., n] and, with ``deferred_grad``, gradient are DeferredTensors.
 
-    ``store`` keeps x for backward in scaled FP8.
+    ``store`` saves x for backward in scaled FP8.
     """
 
     @staticmethod
@@ -86,11 +86,11 @@ class _UnwrittenSwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         from ...kernels.swiglu_quantize import SwigluGradient, swiglu_weight_grad  # loads Triton
 
-        weights, *kept = given_back(ctx, "SwiGLU")
+        weights, *saved = given_back(ctx, "SwiGLU")
         dy = written(grad_output).reshape(-1, ctx.x_shape[-1] // 2)  # [tokens, n]
-        x = kept[0].reshape(-1, ctx.x_shape[-1])
+        x = saved[0].reshape(-1, ctx.x_shape[-1])
         if ctx.store:  # a code times a power of two is exact in 16 bits too
-            x = QuantizedSide(x, kept[1], BLOCK_1X128, True).dequantize(dy.dtype)
+            x = QuantizedSide(x, saved[1], BLOCK_1X128, True).dequantize(dy.dtype)
         dx = DeferredTensor(SwigluGradient(dy, x, weights), ctx.x_shape)
         dweights = None
         if weights is not None and ctx.needs_input_grad[1]:
@@ -98,22 +98,24 @@ class _UnwrittenSwiGLU(torch.autograd.Function):
         return dx if ctx.deferred_grad else dx.written(), dweights, None, None
 
 
-def _deferred(x: torch.Tensor, weights: torch.Tensor | None, store: bool) -> torch.Tensor | None:
-    """SwiGLU inside an MLP whose second linear makes codes of the result; None elsewhere."""
+def _deferred_swiglu(x: torch.Tensor, weights: torch.Tensor | None, store: bool) -> torch.Tensor | None:
+    """SwiGLU in an MLP whose second linear makes codes of the result; returns None elsewhere."""
     mlp = fusion.running_mlp()
     if mlp is None or not mlp.linear_fc2.makes_codes_of("input"):
         return None
-    return _UnwrittenSwiGLU.apply(x, weights, store, mlp.linear_fc1.makes_codes_of("grad_output"))
+    return _DeferredSwiGLU.apply(x, weights, store, mlp.linear_fc1.makes_codes_of("grad_output"))
 
 
-def _stored(x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None) -> torch.Tensor:
+def _swiglu_with_fp8_store(
+    x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None
+) -> torch.Tensor:
     x = x if bias is None else x + bias
     y = _SwiGLU.apply(x.reshape(-1, x.shape[-1]), weights)  # [tokens, n]
     return y.view(*x.shape[:-1], x.shape[-1] // 2)
 
 
 def store_swiglu_input_in_fp8(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Megatron's bias_swiglu_impl: deferred between FP8 linears, and with the scaled store where it is asked for."""
+    """Wraps Megatron's bias_swiglu_impl: deferred between FP8 linears, and with the scaled store if requested."""
 
     def bias_swiglu_impl(
         input: torch.Tensor,
@@ -123,12 +125,12 @@ def store_swiglu_input_in_fp8(original: Callable[..., torch.Tensor]) -> Callable
     ) -> torch.Tensor:
         deferred = None
         if bias is None and not cpu_offload_input:
-            deferred = _deferred(input, None, fp8_input_store)
+            deferred = _deferred_swiglu(input, None, fp8_input_store)
         if deferred is not None:
             return deferred
         if not fp8_input_store:
             return original(input, bias, fp8_input_store, cpu_offload_input)
-        return _stored(input, bias, None)
+        return _swiglu_with_fp8_store(input, bias, None)
 
     return bias_swiglu_impl
 
@@ -139,11 +141,11 @@ def store_expert_swiglu_input_in_fp8(original: Callable[..., torch.Tensor]) -> C
     def weighted_bias_swiglu_impl(
         input: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, fp8_input_store: bool = False
     ) -> torch.Tensor:
-        deferred = _deferred(input, weights, fp8_input_store) if bias is None else None
+        deferred = _deferred_swiglu(input, weights, fp8_input_store) if bias is None else None
         if deferred is not None:
             return deferred
         if not fp8_input_store:
             return original(input, bias, weights, fp8_input_store)
-        return _stored(input, bias, weights)
+        return _swiglu_with_fp8_store(input, bias, weights)
 
     return weighted_bias_swiglu_impl

@@ -1,15 +1,13 @@
 """Core attention without Transformer Engine, for CPUs and context parallelism.
 
-Megatron-Core's DotProductAttention writes out the whole score matrix and refuses context parallelism.
-`CoreAttention` is that class with another forward where both mean the same: PyTorch's
-scaled_dot_product_attention, which keeps scores in float32 and saves q, k, v and one number a row. Options it
-does not have (attention dropout, sliding windows, softmax offsets, given masks) go to Megatron-Core's own
-forward, or are refused under context parallelism.
+Megatron-Core's DotProductAttention materialises the whole score matrix and refuses context parallelism. `CoreAttention`
+is that class with another forward where both are equivalent: PyTorch's scaled_dot_product_attention, which computes
+scores in float32 and saves q, k, v and one number a row. Options that it does not have (attention dropout, sliding
+windows, softmax offsets, explicit masks) run Megatron-Core's own forward, or are refused under context parallelism.
 
-Under context parallelism the sequence is cut into 2*cp chunks and rank r holds chunks r and 2*cp-1-r
-("zigzag", the order of get_batch_on_this_cp_rank), so that causal work is even. Keys and values are
-all-gathered over the CP group; their gradients are reduce-scattered. config.cp_comm_type names other ways to
-move the same data and is not read.
+Under context parallelism the sequence is split into 2*cp chunks, and rank r holds chunks r and 2*cp-1-r ("zigzag", the
+order of get_batch_on_this_cp_rank), so that causal work is balanced. Keys and values are all-gathered over the CP group;
+their gradients are reduce-scattered. config.cp_comm_type selects other ways to move the same data and is not read.
 """
 
 from __future__ import annotations
@@ -40,9 +38,9 @@ _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 
 
 class CoreAttention(DotProductAttention):
-    """softmax(q k^T * scale) v for Megatron-Core's SelfAttention, constructed as DotProductAttention is.
+    """softmax(q k^T * scale) v for Megatron-Core's SelfAttention, constructed like DotProductAttention.
 
-    Multi-latent attention gives the channels of a head's keys and of its values, which differ there.
+    Multi-latent attention passes k_channels and v_channels, a head's sizes of keys and values, which differ there.
 
     Raises ValueError for attention dropout, sliding windows, softmax offsets or query-key layer scaling when
     context_parallel_size > 1.
@@ -57,14 +55,14 @@ class CoreAttention(DotProductAttention):
         **kwargs: Any,
     ):
         local = copy.copy(config)
-        local.context_parallel_size = 1  # the parent asserts it; all that it prepares is per rank anyway
+        local.context_parallel_size = 1  # the parent asserts it; everything it prepares is per rank
         super().__init__(local, *args, **kwargs)
         self.config = config
         if (
             v_channels is not None
-        ):  # the width of the parent's result, which takes kv_channels for values' too
+        ):  # the width of the parent's result; the parent assumes kv_channels for values too
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-        self._extra = _beyond_sdpa(self)
+        self._extra = _options_without_sdpa(self)
         self.cp_group = None
         if config.context_parallel_size > 1:
             groups = self.pg_collection  # the parent's default has no CP group
@@ -87,17 +85,17 @@ class CoreAttention(DotProductAttention):
     ) -> Tensor:
         """query [sq, b, heads, d], key [sk, b, groups, d], value [sk, b, groups, dv] -> [sq, b, heads * dv].
 
-        With packed sequences (`packed_seq_params`, format 'thd') query [t, heads, d], key and value alike, and the
-        result [t, heads * dv]: each sequence attends to itself, one call a sequence, and padding is zeros.
+        With packed sequences (`packed_seq_params`, format 'thd'): query [t, heads, d], key and value likewise, result
+        [t, heads * dv]. Each sequence attends to itself, in one call a sequence, and padding gives zeros.
 
-        Under context parallelism sq = sk is this rank's part and must be even. As in the parent, the mask
-        type given at construction counts and `attn_mask_type` is not read.
+        Under context parallelism sq = sk is this rank's part and must be even. As in the parent, the mask type given
+        at construction counts and `attn_mask_type` is not read.
         """
         causal = self.attn_mask_type == AttnMaskType.causal
-        given = [attention_bias, packed_seq_params, attention_mask if not causal else None]
+        masks = [attention_bias, packed_seq_params, attention_mask if not causal else None]
         plain = causal or (self.attn_mask_type == AttnMaskType.no_mask and attention_mask is None)
         if self.cp_group is not None:
-            if not plain or any(x is not None for x in given):
+            if not plain or any(x is not None for x in masks):
                 raise ValueError(
                     "context parallelism takes causal or no_mask attention, "
                     "without a given mask, bias or packed sequences"
@@ -106,7 +104,7 @@ class CoreAttention(DotProductAttention):
         elif packed_seq_params is not None and not self._extra and plain and attention_bias is None:
             read = runtime_of(self.config).sequence_ends
             return _packed(query, key, value, packed_seq_params, self.softmax_scale, causal, read).flatten(1)
-        elif self._extra or not plain or any(x is not None for x in given):
+        elif self._extra or not plain or any(x is not None for x in masks):
             return super().forward(
                 query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
             )
@@ -115,8 +113,8 @@ class CoreAttention(DotProductAttention):
         return context.flatten(2)
 
 
-def _beyond_sdpa(attention: DotProductAttention) -> list[str]:
-    """The options in use that scaled_dot_product_attention does not have (or has with other random bits)."""
+def _options_without_sdpa(attention: DotProductAttention) -> list[str]:
+    """Returns the options in use that scaled_dot_product_attention does not have (or has with other random bits)."""
     config, softmax = attention.config, attention.scale_mask_softmax
     options = {
         "attention_dropout": attention.attention_dropout.p > 0,
@@ -128,23 +126,23 @@ def _beyond_sdpa(attention: DotProductAttention) -> list[str]:
 
 
 def _causal_mask(query: Tensor, key: Tensor, causal: bool) -> dict[str, Any]:
-    """How scaled_dot_product_attention is told; fewer queries than keys are the last ones (a KV cache has the rest)."""
+    """Returns the mask arguments for SDPA. Fewer queries than keys are the last ones (a KV cache has the rest)."""
     queries, keys = len(query), len(key)
     if queries == keys or not causal:
         return {"is_causal": causal}
     if queries == 1:
         return {}
-    return {"attn_mask": _last_queries(queries, keys, query.device)}
+    return {"attn_mask": _last_queries_mask(queries, keys, query.device)}
 
 
-def _last_queries(queries: int, keys: int, device: torch.device) -> Tensor:
-    """The causal mask of the last queries of as many positions as there are keys, [queries, keys].
+def _last_queries_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Returns the causal mask of the last queries among as many positions as keys, [queries, keys].
 
-    On a GPU one that is not written out: torch hands its meaning to flash attention. A mask in memory is long times long,
-    takes the slower kernels, and in cuDNN makes NaN gradients (pytorch#196678).
+    On a GPU it is a CausalBias without data, which torch passes to flash attention. A mask in memory has quadratic
+    size, runs the slower kernels, and in cuDNN gives NaN gradients (pytorch#196678).
     """
     if waiting.looking_waits(device):
-        # Not by torch's function for it, which allocates as many numbers as the mask has.
+        # Not with torch's constructor, which allocates the whole mask.
         mask = torch.empty(0, dtype=torch.float32, device="cpu").as_subclass(CausalBias)
         mask.variant, mask.seq_len_q, mask.seq_len_kv = CausalVariant.LOWER_RIGHT, queries, keys
         return mask
@@ -152,10 +150,10 @@ def _last_queries(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask: Any) -> Tensor:
-    """q [sq, b, heads, d], k and v [sk, b, groups, d]: attention as [sq, b, heads, dv], contiguous.
+    """Attention of q [sq, b, heads, d] to k [sk, b, groups, d], v [sk, b, groups, dv]: [sq, b, heads, dv], contiguous.
 
-    Grouped queries share their key and value head inside the kernel; nothing is repeated. One query of many keys
-    on a CPU, a token that is decoded, goes by `_one_query`.
+    Grouped queries share their key and value head inside the kernel; nothing is repeated. A decoded token on a CPU,
+    one query with many keys, runs `_one_query`.
     """
     plain = "attn_mask" not in mask and not mask.get("is_causal")
     if plain and q.is_cpu and len(q) == 1 < len(k) and not torch.is_grad_enabled():
@@ -168,66 +166,71 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask: Any) -> Tensor:
 
 
 def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """`_sdpa` of q [1, b, heads, d] without a mask: everything in float32 (float64 stays), rounded once.
+    """`_sdpa` for q [1, b, heads, d] without a mask: computed in float32 (float64 stays), rounded once.
 
-    A cache has its tokens side by side and a head's keys a whole token apart, which torch's flash kernel for CPUs reads
-    line by line: it took ten times as long as to copy a sequence's keys first, and that three to five times as long as C
-    that reads them as they lie. Where there is no C a sequence is copied at a time, which bounds the memory for it.
+    In a KV cache a head's keys are a whole token apart, and torch's flash kernel for CPUs reads them one cache line at
+    a time. Copying a sequence's keys first takes a tenth of that time, and C that reads them in place a third to a
+    fifth of the copy. Without C one sequence is copied at a time, which bounds the memory.
     """
     if not (torch.compiler.is_compiling() or is_watched(q)) and one_query.takes(q, k, v):
         return one_query.attend(q[0], k, v, scale).unsqueeze(0)
     wide = torch.promote_types(q.dtype, torch.float32)
-    found = []
+    outputs = []
     for i in range(q.shape[1]):
         keys, values = (x[:, i].transpose(0, 1).contiguous().to(wide) for x in (k, v))  # [groups, sk, d]
         queries = q[0, i].to(wide).reshape(len(keys), -1, q.shape[-1])  # [groups, heads / groups, d]
         weights = (queries @ keys.transpose(1, 2) * scale).softmax(-1)
-        found.append((weights @ values).flatten(0, 1))  # [heads, dv]
-    return torch.stack(found).to(q.dtype).unsqueeze(0)
+        outputs.append((weights @ values).flatten(0, 1))  # [heads, dv]
+    return torch.stack(outputs).to(q.dtype).unsqueeze(0)
 
 
 def _packed(
     q: Tensor, k: Tensor, v: Tensor, packed: Any, scale: float, causal: bool, read: WeakTensorKeyDictionary
 ) -> Tensor:
-    """q [t, heads, d], k and v [t, groups, d], sequence after sequence: attention within each, [t, heads, dv]."""
+    """Attention within each of the consecutive sequences in q [t, heads, d], k and v [t, groups, d]: [t, heads, dv]."""
     parts = []
-    # Each [sequences + 1], int32; padded: with the padding between sequences, None without any.
+    # Each int32 [sequences + 1]; padded: with the padding between sequences, None without padding.
     ends = (
         packed.cu_seqlens_q,
         packed.cu_seqlens_q_padded,
         packed.cu_seqlens_kv,
         packed.cu_seqlens_kv_padded,
     )
-    of_q, padded_q, of_k, padded_k = (None if end is None else _numbers(end, read) for end in ends)
+    of_q, padded_q, of_k, padded_k = (None if end is None else _read_values(end, read) for end in ends)
     assert of_q is not None and of_k is not None, "packed sequences say where they end"
     queries, keys = _sequences(of_q, padded_q, len(q)), _sequences(of_k, padded_k, len(k))
-    for (start, length, room), (first, seen, _) in zip(queries, keys, strict=True):
-        one, their_k, their_v = (
+    for (start, length, room), (key_start, key_length, _) in zip(queries, keys, strict=True):
+        q_i, k_i, v_i = (
             x.unsqueeze(1)
-            for x in (q[start : start + length], k[first : first + seen], v[first : first + seen])
+            for x in (
+                q[start : start + length],
+                k[key_start : key_start + key_length],
+                v[key_start : key_start + key_length],
+            )
         )
-        parts.append(_sdpa(one, their_k, their_v, scale, **_causal_mask(one, their_k, causal)).squeeze(1))
+        parts.append(_sdpa(q_i, k_i, v_i, scale, **_causal_mask(q_i, k_i, causal)).squeeze(1))
         parts.append(q.new_zeros(room - length, q.shape[1], v.shape[-1]))
     return torch.cat(parts)
 
 
-def _numbers(ends: Tensor, read: WeakTensorKeyDictionary) -> list[int]:
-    """The numbers of an integer tensor, which all layers of a microbatch share: to read them waits for a GPU.
+def _read_values(ends: Tensor, read: WeakTensorKeyDictionary) -> list[int]:
+    """Returns the values of an integer tensor that all layers of a microbatch share: reading them waits for a GPU.
 
-    ``read``: what layers read before, with the version that the tensor had.
+    Args:
+        read: cache of tensors that layers have read, with the tensor's version.
     """
     version = None if ends.is_inference() else ends._version
-    kept = read.get(ends)
-    if kept is None or kept[0] != version:
-        kept = read[ends] = (version, ends.tolist())
-    numbers: list[int] = kept[1]
+    cached = read.get(ends)
+    if cached is None or cached[0] != version:
+        cached = read[ends] = (version, ends.tolist())
+    numbers: list[int] = cached[1]
     return numbers
 
 
 def _sequences(ends: list[int], padded: list[int] | None, total: int) -> list[tuple[int, int, int]]:
-    """(start, length, length with padding) of each packed sequence; the last one's padding ends with the tensor."""
+    """Returns (start, length, padded length) of each packed sequence; the last one's padding ends with the tensor."""
     starts = (padded or ends)[:-1]
-    lengths = [end - start for start, end in itertools.pairwise(ends)]  # without padding
+    lengths = [end - start for start, end in itertools.pairwise(ends)]  # padding excluded
     return [
         (start, length, following - start)
         for start, length, following in zip(starts, lengths, [*starts[1:], total], strict=True)
@@ -235,7 +238,7 @@ def _sequences(ends: list[int], padded: list[int] | None, total: int) -> list[tu
 
 
 def _zigzag(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, scale: float, causal: bool) -> Tensor:
-    """Attention of this rank's two chunks of queries to the keys of the whole sequence that they may see."""
+    """Attention of this rank's two chunks of queries to all keys of the sequence that the causal mask allows."""
     if len(q) != len(k) or len(q) % 2:
         raise ValueError(
             f"context parallelism needs as many queries as keys, an even number; got {len(q)} and {len(k)}"
@@ -248,16 +251,16 @@ def _zigzag(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, scale: fl
     rank, size, n = dist.get_rank(group), dist.get_world_size(group), len(q) // 2
     parts = []
     for queries, chunk in zip(q.split(n), (rank, 2 * size - 1 - rank), strict=True):
-        seen = (chunk + 1) * n
-        mask = _last_queries(n, seen, q.device)
-        parts.append(_sdpa(queries, k[:seen], v[:seen], scale, attn_mask=mask))
+        visible = (chunk + 1) * n
+        mask = _last_queries_mask(n, visible, q.device)
+        parts.append(_sdpa(queries, k[:visible], v[:visible], scale, attn_mask=mask))
     return torch.cat(parts)
 
 
 def zigzag_positions(size: int, device: Any = "cpu") -> Tensor:
-    """Where chunk 0, 1, ... of the sequence lies among the 2 * size chunks gathered in rank order: int64 [2 * size].
+    """Returns the indices of chunks 0, 1, ... of the sequence among the 2 * size chunks in rank order: int64 [2 * size].
 
-    Made on the device: numbers that are copied there would be waited for, in each layer.
+    Created on the device: a copy from the host would wait, in each layer.
     """
     first, last = ((0, 2 * size, 2), (2 * size - 1, 0, -2))
     return torch.cat([torch.arange(*part, device=device, dtype=torch.int64) for part in (first, last)])

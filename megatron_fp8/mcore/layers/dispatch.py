@@ -1,23 +1,23 @@
 """Experts' tokens sent between ranks in FP8 (`moe_fp8_dispatch`): quantised once, before Megatron-Core dispatches them.
 
     forward    tokens [s, b, hidden] -> codes and scales -> permuted, sent, sorted by expert -> fc1's fprop reads them
-               experts' outputs, sent back and summed in BF16 (combine), as ever
+               experts' outputs, sent back and summed in BF16 (combine), as without the option
     backward   the gradient of that sum -> codes and scales -> permuted, sent, sorted -> fc2's dgrad reads them
-               the gradients of the tokens go back and are summed in BF16
+               the gradients of the tokens return and are summed in BF16
 
-Each token is cast once, however many experts it goes to, by the rule that all experts' linears have for this operand; the
-experts cast it no more. wgrad's codes are derived from what arrived (linear/coded_tokens.py). Megatron-Core's MoELayer is
-hooked at two places: `preprocess`, which hands tokens to the dispatcher, and `postprocess`, which takes the sum from it.
-What dispatchers do between them is Megatron-Core's own (patches/dispatch.py has what is replaced of it).
+Each token is cast once, however many experts it goes to, by the rule that all experts' linears have for this operand;
+the experts do not cast it again. wgrad's codes are derived from the received codes (linear/coded_tokens.py).
+Megatron-Core's MoELayer is hooked at two places: `preprocess`, which passes tokens to the dispatcher, and `postprocess`,
+which receives the sum. The dispatchers themselves are Megatron-Core's own (patches/dispatch.py has the replaced parts).
 
-A layer sends BF16 where its experts do not all read codes that a token can bring along: its linears run in BF16, by plan,
-phase or context; they have several rules; scales span tokens; or wgrad wants values that never were quantised. Sites'
-notes, and so the report, have the reason. Ranks that send each other tokens must decide alike, so each plans the experts
-of all of them; in experiments, which replace sites of one rank, they ask each other.
+A layer sends BF16 if its experts do not all read codes with scales per token: its linears run in BF16, by plan, phase
+or context; they have several rules; scales span tokens; or wgrad needs values that were never quantised. The sites'
+notes, and so the report, have the reason. Ranks that send each other tokens must decide alike, so each resolves the
+plans of all experts. In experiments, which replace sites of one rank, they communicate.
 
-Rejected: dispatchers of this package's own. Permutation, padding to capacity and the points where the host waits would be
-written a second time. Rejected: codes as a BF16 tensor half as wide: autograd wants a gradient of the shape and bytes of
-what was sent, and that gradient stays in BF16.
+Rejected: own dispatchers, which would duplicate permutation, padding to capacity and the synchronisation with the
+host. Rejected: codes as a BF16 tensor of half the width. Autograd requires a gradient of the sent tensor's shape and
+dtype, and that gradient stays in BF16.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _NOTED = "moe_fp8_dispatch: "
 
 
 class Fp8MoELayer(MoELayer):
-    """Megatron-Core's layer of experts; arguments as its. Tokens and gradients go to the experts in FP8."""
+    """Megatron-Core's MoELayer, with the same arguments. Tokens and gradients go to the experts in FP8."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -68,27 +68,27 @@ class Fp8MoELayer(MoELayer):
         return super().forward(*args, **kwargs)
 
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
-        """As Megatron-Core's, of tokens in codes."""
+        """As Megatron-Core's, with tokens in codes."""
         tokens = self.fp8_dispatch.tokens(hidden_states, training=self.training)
         return super().preprocess(tokens, probs, routing_map)
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
-        """As Megatron-Core's; the gradient that goes back to the experts is in codes, that of shared experts is not."""
+        """As Megatron-Core's; the gradient for the routed experts is in codes, that for shared experts is not."""
         output = super().postprocess(output, None)
         output = self.fp8_dispatch.with_gradient_in_fp8(output, training=self.training)
         return output if shared_expert_output is None else output + shared_expert_output
 
 
 class Dispatch:
-    """What quantises a layer's tokens and their gradients before they are sent: a site without products.
+    """Quantises a layer's tokens and their gradients before they are sent: a site without products.
 
-    Its casts are counted, recorded and observed as a linear's are, under the names NAME.input and NAME.grad_output.
+    Its casts are counted, recorded and observed like a linear's, under the names NAME.input and NAME.grad_output.
 
     Args:
         experts: of this rank, MLPs of FP8 linears.
 
     Attributes:
-        layer: that was being built.
+        layer: the layer under construction when this was made.
     """
 
     def __init__(self, config: Any, experts: list[Any]):
@@ -103,13 +103,13 @@ class Dispatch:
         self._stopped = False
 
     def stop(self, why: str) -> None:
-        """Send no codes from now on: the experts cast what they read, as layers without moe_fp8_dispatch do."""
+        """Sends no codes from now on: the experts cast their operands, as without moe_fp8_dispatch."""
         self._stopped = True
         for role in self._readers:
             self._note(role, None, why)
 
     def bind(self, name: str, state: Fp8State) -> None:
-        """Take name and state; the rules are the experts', which have their sites."""
+        """Sets name and state; the rules are those of the experts' sites, which must exist."""
         group, stream = None, 0
         if parallel_state.model_parallel_is_initialized():
             group = compat.amax_group(self._config, expert=False)
@@ -117,12 +117,12 @@ class Dispatch:
         self._site = GemmSite(self._plan(name), state, group, seed=state.seed, stream=stream)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy belongs to another model, whose experts have other sites."""
+        """Drops the site: a copy belongs to another model, whose experts have other sites."""
         return {**self.__dict__, "_site": None}
 
     @property
     def fp8_site(self) -> GemmSite:
-        """Its site; that of a layer outside any prepared model is made here."""
+        """Its site; a layer outside any prepared model makes its own here."""
         if self._site is None:
             self.bind(type(self).__name__, state_of(self._config))
         assert self._site is not None
@@ -130,32 +130,32 @@ class Dispatch:
 
     @property
     def fp8_share(self) -> Share:
-        """Tokens that no other rank casts."""
+        """This rank's share: no other rank casts its tokens."""
         return Share(tokens=dist.get_rank() if dist.is_initialized() else 0)
 
     def slots(self) -> Iterator[tuple[Any, str, str]]:
-        """(linear, slot, role) of each operand that is quantised here and read there."""
+        """Yields (linear, slot, role) of each operand that is quantised here and read by the linear."""
         for role, linears in self._readers.items():
             if (quantizer := self.fp8_site.casts[role].rowwise) is not None:
                 for linear in linears:
                     yield linear, quantizer.slot.name, role
 
     def tokens(self, x: torch.Tensor, *, training: bool) -> torch.Tensor:
-        """x [..., hidden] in codes, or as it is where the experts of this call do not read codes."""
+        """Returns x [..., hidden] in codes, or unchanged if the experts of this call do not read codes."""
         if not self._sends_codes("input"):
             return x
         coded: torch.Tensor = _Tokens.apply(x, self, training, recorded(training, x))
         return coded
 
     def with_gradient_in_fp8(self, y: torch.Tensor, *, training: bool) -> torch.Tensor:
-        """y [..., hidden] as it is; its gradient goes on in codes, if the experts of this call read those."""
+        """Returns y [..., hidden]; its gradient continues in codes if the experts of this call read codes."""
         if not self._sends_codes("grad_output"):
             return y
-        same: torch.Tensor = _Gradients.apply(y, self)
-        return same
+        result: torch.Tensor = _Gradients.apply(y, self)
+        return result
 
     def coded(self, x: torch.Tensor, role: str, *, record: bool) -> CodedTokens:
-        """x [..., hidden] quantised as the role."""
+        """Quantises x [..., hidden] as the role."""
         site, matrix = self.fp8_site, x.reshape(-1, x.shape[-1])
         quantizer = site.casts[role].rowwise
         assert quantizer is not None
@@ -171,19 +171,19 @@ class Dispatch:
         quantizer, linears = self.fp8_site.casts[role].rowwise, self._readers[role]
         if self._stopped or quantizer is None:
             return False
-        here = all(linear.runs_fp8() for linear in linears)
+        run_here = all(linear.runs_fp8() for linear in linears)
         # Experiments and the guard change plans.
         plans = [linear.fp8_site.acting.plan for linear in linears]
-        refused = (refusal(plan, role, quantizer.rule) for plan in plans)
-        why = self._elsewhere[role] or next(filter(None, refused), None)
+        refusals = (refusal(plan, role, quantizer.rule) for plan in plans)
+        why = self._elsewhere[role] or next(filter(None, refusals), None)
         if self.fp8_site.state.experiment:
-            return self._everywhere(here and why is None)
+            return self._everywhere(run_here and why is None)
         if why is not None:
             self._note(role, None, why)
-        return here and why is None
+        return run_here and why is None
 
     def _everywhere(self, yes: bool) -> bool:
-        """Whether all ranks that share the layer's experts say so. Collective over them."""
+        """Whether ``yes`` holds on all ranks that share the layer's experts. Collective over them."""
         if not parallel_state.model_parallel_is_initialized():
             return yes
         all_of_them = torch.tensor(yes, dtype=torch.int64, device=self.fp8_site.state.device)
@@ -192,35 +192,37 @@ class Dispatch:
         return bool(all_of_them)
 
     def look_elsewhere(self) -> None:
-        """Find out, without asking, whether experts of other ranks can be sent codes: as they are planned, with the
-        guard's moves, which every rank knows."""
+        """Determines, without communication, whether other ranks' experts read codes.
+
+        It uses their plans with the guard's moves, which every rank knows.
+        """
         for role in self._readers:
             quantizer = self.fp8_site.casts[role].rowwise
             if quantizer is not None:
-                refused = (refusal(plan, role, quantizer.rule) for plan in self._plans(role))
-                self._elsewhere[role] = next(filter(None, refused), None)
+                refusals = (refusal(plan, role, quantizer.rule) for plan in self._plans(role))
+                self._elsewhere[role] = next(filter(None, refusals), None)
 
     def _plans(self, role: str) -> list[SitePlan]:
-        """Of what reads an operand, of all experts of the layer, by number."""
+        """Returns the plans of the linears that read an operand, for all experts of the layer, by number."""
         linears = self._readers[role]
         own = {linear.fp8_site.plan.name: linear.fp8_site.plan for linear in linears}
         first, state = linears[0], linears[0].fp8_site.state
         overridden = getattr(self._config, "fp8_overrides", None) or (state.guard and state.guard.moves)
-        if not overridden:  # nothing tells experts apart
+        if not overridden:  # all experts have equal plans
             return list(own.values())
         names = {numbered(first.fp8_site.plan.name, e): None for e in range(self._config.num_moe_experts)}
         return [own.get(name) or plan_of(first, name, state) for name in names]
 
     def _note(self, role: str, rule: Rule | None, why: str | None) -> None:
-        """Say at the experts' sites in what they are sent an operand."""
-        said = f"arrive as {rule} codes" if why is None else f"travel in high precision: {why}"
+        """Notes at the experts' sites in which format they receive an operand."""
+        text = f"arrive as {rule} codes" if why is None else f"travel in high precision: {why}"
         for linear in self._readers[role]:
             notes = linear.fp8_site.notes
             notes -= {note for note in notes if note.startswith(_NOTED)}
-            notes.add(f"{_NOTED}{_SENT[role]} {said}")
+            notes.add(f"{_NOTED}{_SENT[role]} {text}")
 
     def _plan(self, name: str) -> SitePlan:
-        """What is sent in codes; noted at the experts' sites."""
+        """Returns the plan of what is sent in codes; notes it at the experts' sites."""
         number = None if self.layer is None or self.layer.number < 0 else self.layer.number
         operands: dict[str, dict[str, Cast | None]] = {
             gemm: dict.fromkeys(roles) for gemm, roles in GEMM_OPERANDS.items()
@@ -230,7 +232,7 @@ class Dispatch:
             operands[READERS[role][0]][role] = cast
             self._note(role, None if cast is None else cast.rule, why)
         if not any(cast for casts in operands.values() for cast in casts.values()):
-            return bf16_site(name, number, "the experts read no codes that tokens can bring along")
+            return bf16_site(name, number, "the experts read no codes with scales per token")
         plan = self._readers["input"][0].fp8_site.plan
         if plan.precision != "fp8":
             plan = self._readers["grad_output"][0].fp8_site.plan
@@ -238,7 +240,7 @@ class Dispatch:
 
 
 class _Tokens(torch.autograd.Function):
-    """Tokens in codes; their gradient is the tokens'."""
+    """Converts tokens to codes; their gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dispatch: Dispatch, training: bool, when: str) -> torch.Tensor:
@@ -257,7 +259,7 @@ class _Tokens(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The same values; their gradient in codes."""
+    """Passes values unchanged; converts their gradient to codes."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:

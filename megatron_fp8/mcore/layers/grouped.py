@@ -1,14 +1,14 @@
-"""Megatron-Core's experts with the products of all experts of this rank in one call (``moe_grouped_gemm=True``).
+"""Megatron-Core's experts with the products of all of this rank's experts in one call (``moe_grouped_gemm=True``).
 
-Megatron-Core's own GroupedMLP needs the grouped_gemm package and multiplies in BF16; its TEGroupedMLP needs Transformer
-Engine. This one is Megatron-Core's SequentialMLP with another forward: the experts are the same MLPs with the same
-linears, so parameters, their initialisation, sites, histories, FP8 parameters and checkpoints are those of
-``moe_grouped_gemm=False``, under the same names, and a run may change from one to the other. Megatron-Core names the
-tensors of sequential and grouped experts alike in checkpoints, so its own GroupedMLPs are read too.
+Megatron-Core's own GroupedMLP needs the grouped_gemm package and multiplies in BF16; its TEGroupedMLP needs
+Transformer Engine. This class is Megatron-Core's SequentialMLP with another forward. The experts are the same MLPs
+with the same linears, so parameters, initialisation, sites, histories, FP8 parameters and checkpoints have the same
+names as with ``moe_grouped_gemm=False``, and a run may switch between the two. Megatron-Core's checkpoints name the
+tensors of sequential and grouped experts alike, so those of its GroupedMLP can be loaded too.
 
-Between the two grouped linears runs Megatron-Core's MLP.forward itself, once for all tokens: SwiGLU, or any other
-activation, with the router's probabilities applied as there, or left to the casts of each expert's rows (fusion.py).
-Tokens are not padded: casts know where an expert ends.
+Between the two grouped linears Megatron-Core's MLP.forward itself runs, once for all tokens: SwiGLU, or any other
+activation, with the router's probabilities; or the casts of each expert's rows compute it (fusion.py). Tokens are not
+padded: casts have the boundaries of the experts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
 
 
 class Fp8GroupedMLP(SequentialMLP):
-    """The experts of this rank; arguments as Megatron-Core's SequentialMLP, whose submodules need not be given."""
+    """The experts of this rank; arguments as Megatron-Core's SequentialMLP, with optional submodules."""
 
     def __init__(
         self,
@@ -50,22 +50,22 @@ class Fp8GroupedMLP(SequentialMLP):
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, None]:
-        """[T, hidden] of the experts' tokens [T, hidden], expert by expert, and of their router's probabilities [T].
+        """Returns [T, hidden] for the experts' tokens [T, hidden], sorted by expert, with their router's
+        probabilities [T].
 
-        tokens_per_expert, int [experts], is needed on the host: the dispatchers that send tokens have it there, and where
-        one does not it is copied, once. torch.compile makes one graph for all numbers, but of experts that are called
-        apart.
+        tokens_per_expert, int [experts], is needed on the host: dispatchers that send tokens have it there; otherwise
+        it is copied once. torch.compile makes one graph for all token counts, unless experts are called separately.
         """
         if torch.compiler.is_compiling() and not self._fits_a_graph():
             from ...linear.compiled import break_graph  # loads torch's compiler
 
-            done: tuple[torch.Tensor, None] = break_graph(
+            result: tuple[torch.Tensor, None] = break_graph(
                 self.forward, permuted_local_hidden_states, tokens_per_expert, permuted_probs
             )
-            return done
-        # Where kernels compute one expert's activation and Megatron-Core another's, they are rounded differently.
-        computed = {computes_activation(expert) for expert in self.local_experts}
-        if len(computed) > 1 or not all(_is_plain(expert) for expert in self.local_experts):
+            return result
+        # Kernels and Megatron-Core round activations differently, so all experts must use the same.
+        computes = {computes_activation(expert) for expert in self.local_experts}
+        if len(computes) > 1 or not all(_is_plain(expert) for expert in self.local_experts):
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         x, probs = permuted_local_hidden_states, permuted_probs
         if self.config.moe_apply_probs_on_input:
@@ -77,14 +77,14 @@ class Fp8GroupedMLP(SequentialMLP):
         mlp = _Mlp(
             self.config,
             self.local_experts[0].activation_func,
-            _Linears([expert.linear_fc1 for expert in self.local_experts], tokens, *computed),
-            _Linears([expert.linear_fc2 for expert in self.local_experts], tokens, *computed),
+            _Linears([expert.linear_fc1 for expert in self.local_experts], tokens, *computes),
+            _Linears([expert.linear_fc2 for expert in self.local_experts], tokens, *computes),
         )
         output, _ = MLP.forward(mlp, x, per_token_scale=probs)
         return output, None
 
     def _fits_a_graph(self) -> bool:
-        """Whether nobody has to know on which rows an expert works: all are plain, in FP8, and heard by nobody."""
+        """Whether no code depends on an expert's rows: all experts are plain, in FP8, and without hooks."""
         linears = [
             linear for expert in self.local_experts for linear in (expert.linear_fc1, expert.linear_fc2)
         ]
@@ -96,7 +96,7 @@ class Fp8GroupedMLP(SequentialMLP):
 
 
 class _Mlp(NamedTuple):
-    """What MLP.forward reads of an MLP."""
+    """The attributes of an MLP that MLP.forward reads."""
 
     config: Any
     activation_func: Callable[..., torch.Tensor]
@@ -109,7 +109,7 @@ class _Linears(NamedTuple):
 
     Attributes:
         tokens: of each expert, int [experts] on the CPU.
-        computed: whether experts called one after the other leave activations to linear_fc2 (fusion.py).
+        computed: whether experts called one after the other defer activations to linear_fc2 (fusion.py).
     """
 
     linears: list[Any]
@@ -120,43 +120,43 @@ class _Linears(NamedTuple):
         joins = [_is_ours(linear) and linear.runs_fp8() for linear in self.linears]
 
         def alone(e: int, part: torch.Tensor) -> torch.Tensor:
-            """Of an expert in BF16, a wrapped one, or one that somebody listens to, as Megatron-Core calls it."""
+            """Runs an expert in BF16, a wrapped one, or one with hooks, as Megatron-Core calls it."""
             y: torch.Tensor = self.linears[e](part)[0]
             return y
 
         return some_together(x, self.tokens, joins, self._together, alone), None
 
     def makes_codes_of(self, role: str) -> bool:
-        """Whether all experts' kernels do, as of one linear."""
+        """Whether all experts' kernels make codes of this operand, as for one linear."""
         return self.computed and all(linear.makes_codes_of(role) for linear in self.linears)
 
     def _together(self, these: list[int], x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """[T, N] of these experts' tokens, in FP8 and in one call."""
+        """Returns [T, N] of these experts' tokens, in FP8 and in one call."""
         linears = [self.linears[e] for e in these]
         (x,) = _after_pre_hooks(linears, tokens, x)
         weights, training = [linear.weight for linear in linears], linears[0].training
         save_original_input = any(linear.save_original_input for linear in linears)
         options = {"training": training, "save_original_input": save_original_input}
-        if torch.compiler.is_compiling():  # as of one linear, operators do the rest as they run
+        if torch.compiler.is_compiling():  # as for one linear, the operators do the rest at run time
             sites = [linear.fp8_site.acting for linear in linears]
             return grouped_linear(x, weights, tokens, sites, **options)
-        begun = [linear.begin_fp8() for linear in linears]
-        sites, fresh = [site for site, _ in begun], [again for _, again in begun]
+        calls = [linear.begin_fp8() for linear in linears]
+        sites, fresh = [site for site, _ in calls], [again for _, again in calls]
         return grouped_linear(x, weights, tokens, sites, fresh_weights=fresh, **options)
 
 
 def _is_plain(expert: Any) -> bool:
-    """Whether calling an expert is no more than MLP.forward and the hooks before it, as here."""
-    return type(expert).forward is MLP.forward and not _is_heard(expert) and not _has_any_global_hook()
+    """Whether calling an expert runs only MLP.forward and its pre-hooks, as this class does."""
+    return type(expert).forward is MLP.forward and not _has_hooks(expert) and not _has_any_global_hook()
 
 
 def _is_ours(linear: Any) -> bool:
-    """Whether a linear is this package's, called by nobody's hooks but those before it."""
-    return isinstance(linear, Fp8ColumnParallelLinear | Fp8RowParallelLinear) and not _is_heard(linear)
+    """Whether a linear is this package's, without hooks other than pre-hooks."""
+    return isinstance(linear, Fp8ColumnParallelLinear | Fp8RowParallelLinear) and not _has_hooks(linear)
 
 
-def _is_heard(module: Any) -> bool:
-    """Whether somebody listens to calls of this very module, so that it has to be called by itself."""
+def _has_hooks(module: Any) -> bool:
+    """Whether a module has hooks that require calling the module itself."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks_with_kwargs
@@ -168,8 +168,11 @@ def _is_heard(module: Any) -> bool:
 def _after_pre_hooks(
     modules: Sequence[Any], tokens: Tokens, *arguments: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """What the modules' own hooks before forward make of their rows of each argument [T, ...], as calls of each would;
-    DistributedDataParallel waits for gathered parameters in such a hook."""
+    """Returns each argument [T, ...] after the modules' forward pre-hooks on their rows, as separate calls would run
+    them.
+
+    DistributedDataParallel waits for gathered parameters in such a hook.
+    """
     if not any(module._forward_pre_hooks for module in modules):
         return arguments
     numbers = on_host(tokens)
@@ -177,7 +180,7 @@ def _after_pre_hooks(
     changed = False
     for e, module in enumerate(modules):
         for hook in module._forward_pre_hooks.values():
-            given = hook(module, parts[e])
-            if given is not None:
-                parts[e], changed = given if isinstance(given, tuple) else (given,), True
+            returned = hook(module, parts[e])
+            if returned is not None:
+                parts[e], changed = returned if isinstance(returned, tuple) else (returned,), True
     return tuple(torch.cat(column) for column in zip(*parts, strict=True)) if changed else arguments

@@ -1,15 +1,15 @@
 """Multi-latent attention with a KV cache of latents.
 
-Of a token the cache holds the latent that all heads' keys and values come from, after its norm, and the rotated key
-that all heads share: ``kv_lora_rank + qk_pos_emb_head_dim`` values a layer, whatever the number of heads. Megatron-Core's
-static cache holds the keys and values of all heads; its cache of latents needs Transformer Engine's layers, a GPU's
-kernel and its dynamic batches.
+For each token the cache holds the latent of all heads' keys and values, after its norm, and the rotated key that all
+heads share: ``kv_lora_rank + qk_pos_emb_head_dim`` values a layer, whatever the number of heads. Megatron-Core's
+static cache holds the keys and values of all heads; its cache of latents needs Transformer Engine's layers, a GPU
+kernel and its dynamic batching.
 
-For each call the up projection multiplies the latents of all tokens again: one product of many rows, by the same layer
-as in training, so in the same precision and with the same bits. Rejected: absorption, which multiplies the up
-projection's weight into queries and into attention's result, and attends to latents. Those are other products of other
-operands, attention's among them, than the ones that were trained: FP8 would have no codes for them, and logits would not
-be the training forward's.
+Each call runs the up projection on the latents of all tokens again: one GEMM with many rows, by the same layer as in
+training, so in the same precision and with the same bits. Rejected: absorption, which multiplies the up projection's
+weight into queries and into attention's result, and attends to latents. These are other GEMMs with other operands,
+attention's among them, than in training: FP8 would have no codes for them, and logits would differ from the training
+forward's.
 """
 
 from __future__ import annotations
@@ -29,31 +29,33 @@ _MODULE = "megatron.core.transformer.multi_latent_attention"
 
 
 def latents_kept(original: Callable[..., Any]) -> Callable[..., Any]:
-    """MLASelfAttention.get_query_key_value_tensors, which keeps latents in a RotatedKeys context and gives the keys
-    [seen, b, heads, d] and values [seen, b, heads, dv] of all tokens seen so far."""
+    """Wraps MLASelfAttention.get_query_key_value_tensors: caches latents in a RotatedKeys context.
+
+    Returns the keys [seen, b, heads, d] and values [seen, b, heads, dv] of all tokens so far.
+    """
 
     @functools.wraps(original)
     def get_query_key_value_tensors(
         self: Any, *args: Any, inference_context: Any = None, **kwargs: Any
     ) -> Any:
-        done = original(self, *args, inference_context=inference_context, **kwargs)
+        result = original(self, *args, inference_context=inference_context, **kwargs)
         if not isinstance(inference_context, RotatedKeys):
-            return done
-        query, key, value, *compressed = done
+            return result
+        query, key, value, *compressed = result
         start = inference_context.sequence_len_offset
-        # [n, b, kv_lora_rank], and the part of their keys that is the same for all heads.
-        latents, rotated = _kept(
+        # [n, b, kv_lora_rank], and the part of their keys that all heads share.
+        latents, rotated = _append_to_cache(
             self, inference_context, compressed[-1], key[:, :, 0, self.config.qk_head_dim :]
         )
         if start:
-            key, value = _multiplied_out(self, latents[: start + len(key)], rotated[: start + len(key)])
+            key, value = _project_up(self, latents[: start + len(key)], rotated[: start + len(key)])
         return query, key, value, *compressed
 
     return get_query_key_value_tensors
 
 
 def keys_and_values_as_they_are(original: Callable[..., Any]) -> Callable[..., Any]:
-    """MultiLatentAttention._adjust_key_value_for_inference, to which those of all tokens come already."""
+    """Wraps MultiLatentAttention._adjust_key_value_for_inference: keys and values of all tokens pass unchanged."""
 
     @functools.wraps(original)
     def adjusted(
@@ -73,9 +75,10 @@ def keys_and_values_as_they_are(original: Callable[..., Any]) -> Callable[..., A
     return adjusted
 
 
-def _kept(attention: Any, context: RotatedKeys, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    """The layer's memory, [max_length, max_batch, kv_lora_rank] and [max_length, max_batch, qk_pos_emb_head_dim], after
-    these were written behind what it has."""
+def _append_to_cache(
+    attention: Any, context: RotatedKeys, latents: Tensor, rotated: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Appends to the layer's cache; returns [max_length, b, kv_lora_rank] and [max_length, b, qk_pos_emb_head_dim]."""
     memory = context.key_value_memory_dict
     if attention.layer_number not in memory:
         room = context.max_sequence_length, context.max_batch_size
@@ -84,15 +87,16 @@ def _kept(attention: Any, context: RotatedKeys, latents: Tensor, rotated: Tensor
             for part in (latents, rotated)
         )
     start, first = context.sequence_len_offset, context.batch_size_offset
-    for kept, new in zip(memory[attention.layer_number], (latents, rotated), strict=True):
-        kept[start : start + len(new), first : first + new.shape[1]] = new
+    for target, new in zip(memory[attention.layer_number], (latents, rotated), strict=True):
+        target[start : start + len(new), first : first + new.shape[1]] = new
     batch = slice(first, first + latents.shape[1])
     of_latents, of_keys = memory[attention.layer_number]
     return of_latents[:, batch], of_keys[:, batch]
 
 
-def _multiplied_out(attention: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's keys and values, from latents [s, b, kv_lora_rank] and rotated keys [s, b, qk_pos_emb_head_dim]."""
+def _project_up(attention: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns this rank's keys and values, from latents [s, b, kv_lora_rank] and rotated keys [s, b,
+    qk_pos_emb_head_dim]."""
     config, heads = attention.config, attention.num_attention_heads_per_partition
     both, _ = attention.linear_kv_up_proj(latents)
     both = both.unflatten(-1, (heads, config.qk_head_dim + config.v_head_dim))
@@ -101,7 +105,7 @@ def _multiplied_out(attention: Any, latents: Tensor, rotated: Tensor) -> tuple[T
 
 
 def patches() -> list[Patch]:
-    """What lets a cache keep latents."""
+    """Returns the patches for a cache of latents."""
     return [
         Patch(
             f"{_MODULE}.MLASelfAttention",

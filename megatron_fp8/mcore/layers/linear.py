@@ -1,8 +1,8 @@
-"""Megatron-Core's column- and row-parallel linears with their GEMMs in FP8, where the plan says so.
+"""Megatron-Core's column- and row-parallel linears with their GEMMs in FP8, by the plan.
 
 Everything but the GEMMs is Megatron's: parameters, initialisation, bias handling, checkpoints. A site planned in BF16
 runs Megatron's own code, so its numbers are Megatron's. ``linear_qkv`` and ``linear_fc1`` hold fused projections
-(query, key and value; gate and up): one GEMM each, as Megatron lays them out.
+(query, key and value; gate and up): one GEMM each, in Megatron's layout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..sites import make_site, prepare, share_of
 
 
 class _Fp8Site:
-    """What both linears add to Megatron's: their layer's number and their GEMM site."""
+    """Adds the layer's number and the GEMM site to Megatron's linears."""
 
     config: Any
     training: bool
@@ -45,18 +45,18 @@ class _Fp8Site:
 
     @staticmethod
     def name_sites(model: Any) -> None:
-        """Give every FP8 linear of the model its named site, unless that was done."""
+        """Gives every FP8 linear of the model its named site, unless done before."""
         prepare([model])
 
     def bind_fp8_site(self, site: GemmSite) -> None:
-        """Take the site that the model's plan has for this layer."""
+        """Sets the site of the model's plan for this layer."""
         self._site, self._sited = site, True
         site.traced.owner = weakref.ref(self)
 
     @property
     def fp8_site(self) -> GemmSite:
         """This layer's site; a layer outside any prepared model resolves its own."""
-        # _sited and not `_site is None`: a tracer keeps what it once read of _site, and would miss what is put there now.
+        # _sited and not `_site is None`: a tracer that has read _site would not see the new value.
         if not self._sited:
             if torch.compiler.is_dynamo_compiling():
                 from ...linear.compiled import prepare_layer  # loads torch's compiler
@@ -74,20 +74,19 @@ class _Fp8Site:
         return share_of(kind, expert=self.is_expert)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy belongs to another model, whose plan gives it a site."""
+        """Drops the site: a copy belongs to another model, whose plan gives it a site."""
         return {**self.__dict__, "_site": None, "_sited": False, "_forwards": Forwards()}
 
     def make_sites(self) -> bool:
-        """Resolve this layer on its own, unless a model's plan has. Returns whether it did."""
+        """Resolves this layer on its own, unless a model's plan has. Returns whether it did."""
         missing = self._site is None
         if missing:
-            with _disable_current_modes():  # fake tensors and tracers go, the site stays
+            with _disable_current_modes():  # the site must have no fake or traced tensors
                 self.bind_fp8_site(make_site(self, type(self).__name__))
         return missing
 
     def _called(self) -> tuple[GemmSite, Switch, bool]:
-        """Of this call: its site; the switch under which it runs, in a recomputation that of its forward; whether it uses
-        FP8."""
+        """Returns this call's site, its switch (in a recomputation the forward's), and whether it uses FP8."""
         site = self.fp8_site
         switch, acting = self._forwards.switch(site, self.training), site.acting
         return acting, switch, runs_fp8(acting, switch)
@@ -97,14 +96,13 @@ class _Fp8Site:
         return self._called()[2]
 
     def makes_codes_of(self, role: str) -> bool:
-        """Whether the next call's kernels make codes of all that it reads of this operand, so that it may be a
-        DeferredTensor."""
+        """Whether the next call's kernels read this operand only to make codes, so that it may be a DeferredTensor."""
         if torch.compiler.is_compiling() or (role == "input" and self.save_original_input):
             return False
         return self.fp8_site.acting.computes(role) and self.runs_fp8()
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Megatron's, and the state of delayed scaling once the model's sites are named."""
+        """Megatron's, and the state of delayed scaling if the model's sites have names."""
         found = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         return found if self._site is None else {**found, **sharded_slots(self, prefix, sharded_offsets)}
 
@@ -113,7 +111,7 @@ class _Fp8Site:
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def begin_fp8(self) -> tuple[GemmSite, bool]:
-        """The site of a call that begins now, in FP8, and whether its weight is to be quantised again.
+        """Starts an FP8 call; returns its site, and whether its weight must be quantised again.
 
         RuntimeError: the last iteration was not ended.
         """
@@ -121,7 +119,7 @@ class _Fp8Site:
         if site.state.missing_end and self.training and site.state.must_end_first:
             raise RuntimeError(site.state.missing_end)
         if fresh := self.is_first_microbatch:
-            self.is_first_microbatch = False  # a module is slow to set attributes
+            self.is_first_microbatch = False  # only if needed: setting a module's attribute is slow
         return site, fresh
 
     def _fp8_forward(
@@ -135,7 +133,7 @@ class _Fp8Site:
         training, saves_input = self.training, self.save_original_input
         if not training and (y := fp8_linear_at_once(x, weight, bias, site, tp)) is not None:
             return y
-        # Traced code that read is_first_microbatch would guard on it; its operators do the rest as they run.
+        # Compiled code would guard on is_first_microbatch if it read it; its operators do the rest at run time.
         if torch.compiler.is_compiling():
             return fp8_linear(x, weight, bias, site, tp, training=training, save_original_input=saves_input)
         site, fresh = self.begin_fp8()
@@ -195,7 +193,7 @@ class Fp8RowParallelLinear(_Fp8Site, RowParallelLinear):
         return self._fp8_forward(input, weight, kwargs["bias"], site, ALONE)
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As Megatron's; with sequence parallelism the reduce-scatter is inside, so that its backward gathers codes."""
+        """As Megatron's; with sequence parallelism it does the reduce-scatter, so that its backward gathers codes."""
         if not self.sequence_parallel or self.explicit_expert_comm:
             return super().forward(input_)
         site, _, fp8 = self._called()

@@ -1,13 +1,12 @@
 """RMSNorm and LayerNorm for Megatron-Core layer specs.
 
-They compute in float32, answer in the input's dtype, save for backward only the input and one or two
-statistics per row, and their parameters carry `sequence_parallel`, so Megatron-Core sums their gradients over
-the tensor-parallel group. LayerNorm is PyTorch's; its RMSNorm, where it is not fused, saves four times as
-much (float32 copies).
+They compute in float32, return the input's dtype, and save for backward only the input and one or two statistics per
+row. Their parameters have `sequence_parallel`, so Megatron-Core sums their gradients over the tensor-parallel group.
+LayerNorm is PyTorch's; PyTorch's unfused RMSNorm saves four times as much (float32 copies).
 
-An RMSNorm whose result goes to an FP8 linear on a GPU, and nowhere else (fusion.py knows), is not written: it
-returns a DeferredTensor, which the linear's quantising kernel computes. Forward keeps the same x, weight and
-statistic either way, so backward is the same.
+An RMSNorm whose only reader is an FP8 linear on a GPU (fusion.py sets it) does not write its result: it returns a
+DeferredTensor, which the linear's quantising kernel computes. Both forwards save the same x, weight and statistic, so
+backward is the same.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ...linear.derivative import first_derivative_only
 class _RMSNorm(torch.autograd.Function):
     """y = x / rms(x) * (w + offset), rms(x) = sqrt(mean(x^2) + eps) over the last dimension.
 
-    `x * rstd` promotes a bfloat16 x to rstd's float32 as it is read: no float32 copy of x is made.
+    `x * rstd` promotes a bfloat16 x to rstd's float32 during the read, without a float32 copy of x.
     """
 
     @staticmethod
@@ -42,7 +41,7 @@ class _RMSNorm(torch.autograd.Function):
             return DeferredTensor(
                 Normalized(x.reshape(-1, x.shape[-1]), rstd.view(-1), weight, offset), x.shape
             )
-        return _scaled(x, weight, rstd, offset)
+        return _apply_scale(x, weight, rstd, offset)
 
     @staticmethod
     @first_derivative_only
@@ -52,7 +51,7 @@ class _RMSNorm(torch.autograd.Function):
         dx = dw = None
         if ctx.needs_input_grad[0]:
             scaled = grads[0] * (weight.to(rstd.dtype) + ctx.offset)
-            # [..., 1]: how far the gradient points along the normed row, which the norm removes
+            # [..., 1]: the gradient's component along the normed row, which the norm removes
             along = torch.linalg.vecdot(scaled, normed).unsqueeze(-1) / x.shape[-1]
             dx = torch.addcmul(scaled, normed, along, value=-1).mul_(rstd).to(x.dtype)
         if ctx.needs_input_grad[1]:
@@ -60,12 +59,12 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-def _scaled(x: Tensor, weight: Tensor, rstd: Tensor, offset: float) -> Tensor:
+def _apply_scale(x: Tensor, weight: Tensor, rstd: Tensor, offset: float) -> Tensor:
     return (x * rstd).mul_(weight.to(rstd.dtype) + offset).to(x.dtype)
 
 
 def _rstd(x: Tensor, eps: float) -> Tensor:
-    """1 / rms(x), [..., 1]: one kernel where kernels run, so that fused or not the norm has the same bits."""
+    """Returns 1 / rms(x), [..., 1]; on GPUs with one kernel, so that the norm has the same bits fused or not."""
     if kernels.run_on(x.device) and x.dtype != torch.float64:
         from ...kernels.norm_quantize import row_rstd  # loads Triton
 
@@ -83,28 +82,26 @@ def rms_norm(
     *,
     deferred: bool = False,
 ) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+    """Returns x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
-    x [..., hidden], any float dtype; weight [hidden]; with `zero_centered_gamma` the factor is 1 + weight.
-    Computes in float32 (float64 for float64 input); the result has x's shape and dtype. A row with a NaN is
-    NaN throughout; a row with an Inf is NaN at the Inf and 0 elsewhere; a row of zeros is 0.
+    x [..., hidden], any float dtype; weight [hidden]; with `zero_centered_gamma` the factor is 1 + weight. Computes
+    in float32 (float64 for float64 input); the result has x's shape and dtype. A row with a NaN is all NaN; a row
+    with an Inf is NaN at the Inf and 0 elsewhere; a row of zeros is 0.
 
-    With `deferred` the result is a DeferredTensor: the same bits, computed by whoever reads them. Kernels must run
-    on x's device, and x must not be float64.
+    With `deferred` the result is a DeferredTensor: the same bits, computed by its reader. Kernels must run on x's
+    device, and x must not be float64.
     """
-    if not (
-        deferred or torch.is_grad_enabled()
-    ):  # autograd's function takes as long as the rest of it for one token
+    if not (deferred or torch.is_grad_enabled()):  # for one token the autograd function would double the time
         x = written(x)
-        return _scaled(x, weight, _rstd(x, eps), float(zero_centered_gamma))
+        return _apply_scale(x, weight, _rstd(x, eps), float(zero_centered_gamma))
     return _RMSNorm.apply(x, weight, eps, float(zero_centered_gamma), deferred)
 
 
 class Norm(torch.nn.Module):
     """The norm that `config.normalization` names, with the arguments of Megatron-Core's WrappedTorchNorm.
 
-    weight [hidden_size], and for LayerNorm bias [hidden_size], in config.params_dtype; initial output:
-    unscaled, unshifted. `config.layernorm_zero_centered_gamma` stores weight - 1.
+    weight [hidden_size], and for LayerNorm bias [hidden_size], in config.params_dtype, initialised to the identity.
+    `config.layernorm_zero_centered_gamma` stores weight - 1.
 
     Raises ValueError for a normalization other than 'RMSNorm' and 'LayerNorm'.
     """
@@ -138,7 +135,7 @@ class Norm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden_size] -> same shape and dtype; a DeferredTensor if the one reader makes codes of it."""
+        """x [..., hidden_size] -> same shape and dtype; a DeferredTensor if its only reader makes codes of it."""
         if self.kind == "RMSNorm":
             deferred = self.reader_takes_codes is not None and self.reader_takes_codes()
             return rms_norm(x, self.weight, self.eps, self.zero_centered_gamma, deferred=deferred)

@@ -1,16 +1,16 @@
-"""The output projection in FP8 (`fp8_output_layer`): a language model's `output_layer`, made a GEMM site.
+"""The output projection in FP8 (`fp8_output_layer`): a language model's `output_layer` as a GEMM site.
 
-No spec names this linear: a model makes it itself, of Megatron-Core's class, and sets it up together with the embedding
-that it may be tied to. There it is taken over, with its weight as it is.
+No spec names this linear: a model makes it itself, of Megatron-Core's class, and then sets it up together with the
+embedding to which it may be tied. There it is replaced, with its weight.
 
     tied      weight is the embedding's, passed with each call; codes are made of it, and lookups read its BF16 values
     untied    weight is the layer's own
 
-Either way the weight stays BF16 (fp8_param leaves it out): two pipeline stages hold copies of a tied one, and both have
-to step alike.
+Either way the weight stays BF16 (fp8_param skips it): two pipeline stages hold copies of a tied one, and both must
+step alike.
 
-Rejected: replacing the class in the module that makes the layer. It is Megatron-Core's `tensor_parallel` package that is
-asked there, which every other model asks too.
+Rejected: replacing the class in the module that makes the layer. That module takes it from Megatron-Core's
+`tensor_parallel` package, which every other model uses too.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Fp8OutputLayer(Fp8ColumnParallelLinear):
     """A vocabulary-parallel output projection, y [s, b, V / tp] = x [s, b, hidden] @ weight^T, as a GEMM site.
 
     Args:
-        plain: Megatron-Core's, whose parameters it takes.
-        embedding: gives the embedding's weight [V / tp, hidden], where ``plain`` has none of its own.
+        plain: Megatron-Core's layer, whose parameters it uses.
+        embedding: returns the embedding's weight [V / tp, hidden], for a ``plain`` without a weight.
     """
 
     def __init__(self, plain: ColumnParallelLinear, embedding: Callable[[], torch.Tensor]):
@@ -50,13 +50,16 @@ class Fp8OutputLayer(Fp8ColumnParallelLinear):
 
     @property
     def tied_weight(self) -> torch.Tensor:
-        """The embedding's weight, which is this layer's where it has none of its own."""
+        """The embedding's weight, which this layer uses if it has none of its own."""
         return self._embedding()
 
 
 def output_layer_in_fp8(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """LanguageModule.setup_embeddings_and_output_layer, after which the output layer is an FP8 site if the config says
-    so. ValueError: it is of another class than Megatron-Core's."""
+    """Wraps LanguageModule.setup_embeddings_and_output_layer: with fp8_output_layer the output layer becomes an FP8
+    site.
+
+    ValueError: its class is not Megatron-Core's.
+    """
 
     @functools.wraps(original)
     def setup_embeddings_and_output_layer(self: Any) -> None:

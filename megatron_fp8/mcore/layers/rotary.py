@@ -1,8 +1,8 @@
-"""Keys that a KV cache keeps rotated: each is rotated once, when its token comes.
+"""A KV cache of rotated keys: each key is rotated once, when its token arrives.
 
-Megatron-Core's static cache keeps keys as the linear made them, and rotates all of them again for every token that is
-decoded: with 8 sequences of 257 tokens that took longer than a layer's attention and norms together. A rotation looks
-at one token and its position alone, so the keys are the same bytes either way.
+Megatron-Core's static cache holds unrotated keys, and rotates all of them again for every decoded token: with 8
+sequences of 257 tokens that took longer than a layer's attention and norms together. A rotation depends on one token
+and its position alone, so the keys have the same bytes either way.
 
 Rejected: Megatron-Core's ``flash_decode``, whose cache holds rotated keys too: it needs flash attention and a GPU.
 """
@@ -23,11 +23,11 @@ from ..patches.patching import Patch
 
 
 class RotatedKeys(StaticInferenceContext):
-    """Megatron-Core's static context; what layers put into it are rotated keys."""
+    """Megatron-Core's static context; layers store rotated keys in it."""
 
 
 def rotated_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention._adjust_key_value_for_inference, which rotates new keys before a RotatedKeys context keeps them."""
+    """Wraps Attention._adjust_key_value_for_inference: rotates new keys before a RotatedKeys context stores them."""
 
     @functools.wraps(original)
     def adjusted(
@@ -59,7 +59,7 @@ def rotated_once(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patches() -> list[Patch]:
-    """What lets a cache keep rotated keys."""
+    """Returns the patches for a cache of rotated keys."""
     return [
         Patch(
             "megatron.core.transformer.attention.Attention",

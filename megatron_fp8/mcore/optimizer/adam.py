@@ -1,9 +1,9 @@
-"""Adam with the step counted once a parameter group, as Megatron-Core's checkpoints expect it.
+"""Adam that counts steps once a parameter group, as Megatron-Core's checkpoints expect.
 
-Megatron-Core takes Transformer Engine's or apex's FusedAdam, which keep ``step`` in the parameter group. Without them it
-takes torch's AdamW, which keeps a step per parameter, and its distributed optimizer then cannot resume: saving before the
-first step fails an assertion, and after a load all parameters share one step tensor, which every one of them increments.
-This Adam has FusedAdam's contract; its arithmetic is torch's own function, so its bits are those of torch.optim.AdamW.
+Megatron-Core uses Transformer Engine's or apex's FusedAdam, which store ``step`` in the parameter group. Without them it
+uses torch's AdamW, which stores a step per parameter, and its distributed optimizer then cannot resume: saving before
+the first step fails an assertion, and after a load all parameters share one step tensor, which each of them increments.
+This Adam has FusedAdam's interface; its arithmetic is torch's own function, so its bits equal torch.optim.AdamW's.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..patches.patching import Patch
 
 
 class Adam(torch.optim.Optimizer):
-    """Adam (``adam_w_mode``: with decoupled weight decay), the parameters and state of which are float32.
+    """Adam (``adam_w_mode``: with decoupled weight decay) with float32 parameters and state.
 
     Args:
-        params: parameters or parameter groups; parameters without a gradient are left alone.
-        lr, betas, eps, weight_decay: as torch.optim.AdamW has them.
+        params: parameters or parameter groups; parameters without a gradient are skipped.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW.
         adam_w_mode: decoupled weight decay; False adds it to the gradient.
 
     A parameter's state is ``exp_avg`` and ``exp_avg_sq``; ``step`` (an int) is the group's, and counts from the first
-    step of a group that has parameters. NaN and Inf in a gradient go into the state as they do in torch.
+    step of a group that has parameters. NaN and Inf in a gradient enter the state as in torch.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Adam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One step of every group that has parameters; returns what ``closure`` returned, if there is one."""
+        """Steps every group that has parameters; returns the result of ``closure``, if there is one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -73,9 +73,9 @@ class Adam(torch.optim.Optimizer):
         exp_avgs: list[torch.Tensor],
         exp_avg_sqs: list[torch.Tensor],
     ) -> None:
-        """torch's own step on these parameters and float32 moments, in place, after ``before`` steps."""
+        """Runs torch's own step on these parameters and float32 moments, in place, after ``before`` steps."""
         beta1, beta2 = group["betas"]
-        # On GPUs one pass; torch's other way makes a copy of a moment of all parameters at once.
+        # On GPUs fused, in one pass; torch's foreach implementation copies a moment of all parameters at once.
         devices = {p.device for p in params}
         fused = len(devices) == 1 and params[0].is_cuda
         device = params[0].device if fused else "cpu"
@@ -86,7 +86,7 @@ class Adam(torch.optim.Optimizer):
             exp_avgs,
             exp_avg_sqs,
             [],
-            list(steps.unbind()),  # one for each: torch's function increments every one
+            list(steps.unbind()),  # separate tensors: torch's function increments each
             foreach=False if fused else None,
             fused=fused or None,
             decoupled_weight_decay=self.adam_w_mode,
@@ -101,7 +101,7 @@ class Adam(torch.optim.Optimizer):
 
 
 def patches() -> list[Patch]:
-    """The patches that make Megatron-Core use this Adam; none on a GPU machine that has a fused one."""
+    """Returns the patches that make Megatron-Core use this Adam; none on a GPU machine that has a fused one."""
     if (compat.has_cuda() and compat.has_te()) or compat.uses_apex("amp_C"):
         return []
     optimizer, distributed = "megatron.core.optimizer", "megatron.core.optimizer.distrib_optimizer"

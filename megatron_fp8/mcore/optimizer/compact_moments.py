@@ -1,21 +1,21 @@
 """Adam with moments in FP8 and float16: 3.06 bytes a parameter. float32 takes 8.
 
 Every 128 values share a float32 scale, a power of two. Masters stay float32, and one parameter's moments are float32
-while it is updated. This is the division of FP8-LM (Peng et al., arXiv 2310.18313), for its reason:
+during its update. FP8-LM divides the formats in the same way (Peng et al., arXiv 2310.18313), for this reason:
 
 * the first moment moves by a tenth of its distance to the gradient in a step (beta1 = 0.9), and gradients are noisy:
   E4M3, with a spacing of 6 to 12 %, mostly follows;
-* the second moves by (1 - beta2) of it, 0.1 to 5 %. In an 8-bit format rounding to nearest gives back what was there, so
-  it stops early and too small, and the steps become too long; stochastic rounding, repeated every step, leaves noise as
-  large as the value. float16, with 0.05 %, follows it.
+* the second moves by (1 - beta2) of it, 0.1 to 5 %. In an 8-bit format, rounding to nearest returns the old value, so
+  it stops early and too small, and the steps become too long; stochastic rounding in every step leaves noise as large
+  as the value. float16, with 0.05 %, follows it.
 
-Scales are powers of two, so that casting the decoded values gives the same values again: a checkpoint holds the moments
-in float32, any other run can read it, and resuming is exact. It is a choice of memory against accuracy, never a default:
+Scales are powers of two, so that casting the decoded values gives the same values again: a checkpoint has the moments
+in float32, any other run can load it, and resuming is exact. This trades accuracy for memory and is never a default:
 `python -m benchmarks.adam_state` counts the bytes and shows the loss.
 
-Rejected: torchao's AdamWFp8, both moments of which are E4M3. It compiles its step (a C++ compiler on CPU), wants the
-learning rate as a tensor, where Megatron-Core's scheduler assigns a number, keeps a step per parameter, with which the
-distributed optimizer cannot resume, and leaves shards in float32 whose size is no multiple of 256. Rejected too:
+Rejected: torchao's AdamWFp8, both moments of which are E4M3. It compiles its step (a C++ compiler on CPU), needs the
+learning rate as a tensor, where Megatron-Core's scheduler assigns a number, stores a step per parameter, with which
+the distributed optimizer cannot resume, and leaves shards in float32 whose size is no multiple of 256. Rejected too:
 Transformer Engine's precision-aware FusedAdam, with one scale a tensor, which is CUDA only.
 """
 
@@ -39,11 +39,12 @@ from .adam import Adam
 BLOCK = Granularity(1, 128)
 _RULE = Rule(E4M3, BLOCK, "pow2")
 _HALF_MIN = 2.0**-24
-_HALF_MAX = 2.0**15  # below float16's largest number for every value of a block
+_HALF_MAX = 2.0**15  # so that every value of a block stays below float16's largest number
 
 
 class Moment(CodedTensor):
-    """A moment of Adam, shown as float32 of any shape, kept in 8 or 16 bits with one power-of-two scale for 128 values.
+    """A moment of Adam: a float32 tensor of any shape, stored in 8 or 16 bits with one power-of-two scale for 128
+    values.
 
     Args:
         value: float32.
@@ -65,7 +66,7 @@ class Moment(CodedTensor):
         self.write(value)
 
     def write(self, value: torch.Tensor) -> None:
-        """Round a float32 tensor of this shape into codes and scales."""
+        """Rounds a float32 tensor of this shape into codes and scales."""
         x = value.detach().to(torch.float32).reshape(1, -1)
         if self._eight:
             side = quantize(x, _RULE, "rowwise").tensor.rowwise
@@ -76,12 +77,12 @@ class Moment(CodedTensor):
         scale = round_down_to_power_of_two((torch.full_like(amax, _HALF_MAX) / amax).clamp(FLT_MIN, 2.0**126))
         scale = torch.where((amax == 0) | amax.isinf(), torch.ones_like(scale), scale)
         codes = (x * expand_scale(scale, BLOCK, x.shape)).to(torch.float16)
-        # Zero would make Adam divide by epsilon alone: the smallest number stands for what is too small.
+        # Zero would make Adam divide by epsilon alone: too small values become the smallest number.
         codes.masked_fill_((codes == 0) & (x != 0), _HALF_MIN)
         self._kept[:] = [codes, 1 / scale]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The moment, float32 by default."""
+        """Returns the moment, float32 by default."""
         codes, scale_inv = self._kept
         if self._eight:
             value = QuantizedSide(codes, scale_inv, BLOCK, pow2=True).dequantize(torch.float32)
@@ -98,7 +99,7 @@ class Moment(CodedTensor):
         return other
 
     def stored_tensors(self) -> list[torch.Tensor]:
-        """Codes and scales."""
+        """Returns codes and scales."""
         return list(self._kept)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -106,7 +107,7 @@ class Moment(CodedTensor):
 
 
 class CompactAdam(Adam):
-    """Adam as in adam.py, whose ``exp_avg`` and ``exp_avg_sq`` are ``Moment``s; arguments as there.
+    """Adam as in adam.py, with ``Moment``s as ``exp_avg`` and ``exp_avg_sq``; arguments as there.
 
     Moments that were loaded in float32 become compact at the next step.
     """
@@ -129,7 +130,7 @@ class CompactAdam(Adam):
 
 
 def _value(moment: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
-    """A moment in float32, to be changed in place; zeros where there is none yet."""
+    """Returns a moment in float32, to be changed in place; zeros if there is none yet."""
     if moment is None:
         return torch.zeros_like(p)
     return moment.dequantize() if isinstance(moment, Moment) else moment
@@ -137,9 +138,9 @@ def _value(moment: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def compact_state() -> Iterator[None]:
-    """Optimizers that Megatron-Core makes inside keep compact moments.
+    """Inside, Megatron-Core makes optimizers with compact moments.
 
-    Raises ValueError where Megatron-Core uses a fused Adam of another package.
+    Raises ValueError if Megatron-Core uses a fused Adam of another package.
     """
     from megatron.core import optimizer
 

@@ -1,19 +1,20 @@
 """Megatron-Core's optimizers over FP8 parameters: masters, casts, communication.
 
-Most of it is Megatron's own: the distributed optimizer calls ``quantize_param_shard`` after its step and gathers bytes;
-the other one calls ``copy_`` on every weight, which quantises. Four things it leaves to whoever owns the training loop,
-or gets wrong without a word, are put right here:
+Most of it is Megatron's own: the distributed optimizer calls ``quantize_param_shard`` after its step and gathers
+bytes; the other one calls ``copy_`` on every weight, which quantises. This module fixes four things that Megatron
+leaves to the training loop or silently gets wrong:
 
-* **Masters start in high precision.** Megatron's plain FP16/BF16 optimizer makes them from the parameter, that is from
-  the codes; and a rank that owns no piece of a weight never lets go of its high-precision start.
-* **A skipped step still moves delayed scales.** Without FP8 parameters the weight is cast again in the next iteration,
-  with the new scale; Megatron copies no master on a skipped step, so the codes would keep the old one.
-* **A shared buffer is filled before every gather.** With reuse_grad_buf_for_mxfp8_param_ag parameters travel through
-  the gradient buffer. Megatron fills it in the optimizer step, or leaves that to the loop where gathers overlap the
-  forward pass: a loop that forgets, or a validation in between, gathers zeros or gradients as weights. Here the gather
-  itself fills it, from the masters, so that it cannot send anything else.
-* **A weight is found where it was put.** Megatron pads the start of each parameter in the buffer to 64 elements and
-  reads it back from a running sum without padding: wrong after the first parameter whose size is no multiple of 64.
+* **Masters start in high precision.** Megatron's plain FP16/BF16 optimizer makes them from the parameter, that is
+  from the codes; and a rank without a piece of a weight never frees its high-precision original.
+* **A skipped step still changes delayed scales.** Without FP8 parameters the weight is cast again in the next
+  iteration, with the new scale. Megatron copies no master on a skipped step, so the codes would keep the old one.
+* **A shared buffer is filled before every gather.** With reuse_grad_buf_for_mxfp8_param_ag parameters are sent
+  through the gradient buffer. Megatron fills it in the optimizer step, or leaves that to the loop if gathers overlap
+  the forward pass: a loop without it, or a validation in between, gathers zeros or gradients as weights. Here the
+  gather itself fills it, from the masters.
+* **A weight is read from the place where it was written.** Megatron pads the start of each parameter in the buffer to
+  64 elements, but reads it at a running sum without padding: wrong after the first parameter whose size is no
+  multiple of 64.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ..patches.patching import Patch
 
 
 def masters_from_the_start(original: Callable[..., None]) -> Callable[..., None]:
-    """Float16OptimizerWithFloat16Params.__init__, the masters of which start from what the codes were made from."""
+    """Wraps Float16OptimizerWithFloat16Params.__init__: masters start from the original weights, not from codes."""
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -49,7 +50,7 @@ def masters_from_the_start(original: Callable[..., None]) -> Callable[..., None]
 
 
 def checked_and_cleared(original: Callable[..., None]) -> Callable[..., None]:
-    """DistributedOptimizer.__init__, which checks its config against the model's, and leaves no second copy behind."""
+    """Wraps DistributedOptimizer.__init__: checks its config against the model's, and frees the original weights."""
 
     @functools.wraps(original)
     def __init__(
@@ -66,13 +67,13 @@ def checked_and_cleared(original: Callable[..., None]) -> Callable[..., None]:
         original(self, optimizer, config, grad_scaler, init_state_fn, model_chunks, *args, **kwargs)
         for param in _fp8_params_of(self):
             param.clear_high_precision_init_val()
-            _say_piece(self, param)
+            _set_owned_piece(self, param)
 
     return __init__
 
 
-def _say_piece(optimizer: Any, param: Fp8Parameter) -> None:
-    """Which part of a parameter's master this rank holds. Of several instances that hold the same, the first speaks."""
+def _set_owned_piece(optimizer: Any, param: Fp8Parameter) -> None:
+    """Sets the part of a parameter's master that this rank holds. Of several instances with it, the first owns it."""
     if param not in optimizer.model_param_gbuf_map or optimizer.distributed_optimizer_instance_id != 0:
         param.own_piece(0, 0)
         return
@@ -91,9 +92,10 @@ def _check_config(config: Any, model_chunks: list[Any]) -> None:
 
 
 def without_slices_of_codes(original: Callable[..., Any]) -> Any:
-    """DistributedOptimizer._build_model_and_main_param_groups, told that no recipe is 'delayed'.
+    """Wraps DistributedOptimizer._build_model_and_main_param_groups: hides the recipe 'delayed' from it.
 
-    For delayed scaling alone Megatron keeps a flat slice of each FP8 weight; that of a wrapper is a dequantised copy.
+    For delayed scaling alone Megatron stores a flat slice of each FP8 weight; a slice of a wrapper is a dequantised
+    copy.
     """
 
     def build(gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: Any, config: Any) -> Any:
@@ -108,7 +110,7 @@ def without_slices_of_codes(original: Callable[..., Any]) -> Any:
 
 
 def recast_when_skipped(original: Callable[..., Any]) -> Callable[..., Any]:
-    """An optimizer's step: where it was skipped, delayed codes are made again from the masters, with the new scales."""
+    """Wraps an optimizer's step: after a skipped one, casts delayed codes again from masters, with new scales."""
 
     @functools.wraps(original)
     def step(self: Any) -> Any:
@@ -123,19 +125,19 @@ def recast_when_skipped(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.no_grad()
 def recast(optimizer: Any) -> None:
-    """Make delayed FP8 weights again from this optimizer's masters. Collective over its data-parallel group."""
+    """Casts delayed FP8 weights again from this optimizer's masters. Collective over its data-parallel group."""
     if not any(param.rule.delayed for param in _fp8_params_of(optimizer)):
         return
     optimizer._copy_main_params_to_model_params()
     ddp = getattr(optimizer, "ddp_config", None)
-    # Where the gather overlaps, the next forward pass gathers anyway.
+    # With overlap_param_gather the next forward pass gathers.
     if ddp is not None and not ddp.overlap_param_gather:
         for chunk in optimizer.model_chunks:
             chunk.start_param_sync()
 
 
 def _fp8_params_of(optimizer: Any) -> list[Fp8Parameter]:
-    """The FP8 parameters that an optimizer updates; with the distributed one the same list on all its ranks."""
+    """Returns the FP8 parameters that an optimizer updates; for the distributed one the same list on all its ranks."""
     if getattr(optimizer, "is_stub_optimizer", True):
         return []
     if hasattr(optimizer, "buffers"):
@@ -149,13 +151,13 @@ def _fp8_params_of(optimizer: Any) -> list[Fp8Parameter]:
 
 
 def send_masters(original: Callable[..., None]) -> Callable[..., None]:
-    """A bucket group's start_param_sync; a buffer that is shared with gradients is filled from the masters first."""
+    """Wraps a bucket group's start_param_sync: fills a buffer that is shared with gradients from the masters first."""
 
     @functools.wraps(original)
     def start_param_sync(self: Any, force_sync: bool = False) -> None:
         shared = self.ddp_config.reuse_grad_buf_for_mxfp8_param_ag
-        under_way = self.param_gather_handle is not None
-        if shared and not under_way:
+        is_running = self.param_gather_handle is not None
+        if shared and not is_running:
             for bucket in self.buckets:
                 _fill(
                     bucket,
@@ -163,7 +165,7 @@ def send_masters(original: Callable[..., None]) -> Callable[..., None]:
                     self.intra_distributed_optimizer_instance_size,
                 )
         original(self, force_sync)
-        # Megatron delivers in the forward pre-hook, or in the model's own start_param_sync; not after a forced gather.
+        # Megatron copies weights out in the forward pre-hook or the model's start_param_sync, not after a forced gather.
         if shared and force_sync and self.ddp_config.overlap_param_gather:
             for bucket in self.buckets:
                 for param in bucket.params:
@@ -176,7 +178,7 @@ def send_masters(original: Callable[..., None]) -> Callable[..., None]:
 
 @torch.no_grad()
 def _fill(bucket: Any, rank: int, ranks: int) -> None:
-    """This rank's part of the bucket, from masters; before there is an optimizer, from the parameters' own values."""
+    """Fills this rank's part of the bucket from masters; without an optimizer, from the parameters' values."""
     size = bucket.param_data.numel() // ranks
     for param in bucket.params_list:
         start, end = bucket.param_to_index[param]
@@ -191,7 +193,7 @@ def _fill(bucket: Any, rank: int, ranks: int) -> None:
 
 
 def indices_as_laid_out(original: Callable[..., Any]) -> Callable[..., Any]:
-    """_ParamAndGradBuffer._new_bucket, the bucket of which knows where its parameters really lie."""
+    """Wraps _ParamAndGradBuffer._new_bucket: gives the bucket the real positions of its parameters."""
 
     @functools.wraps(original)
     def _new_bucket(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -205,14 +207,14 @@ def indices_as_laid_out(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patches() -> list[Patch]:
-    """The optimizer's side of FP8 parameters."""
+    """Returns the optimizer's patches for FP8 parameters."""
     core = "megatron.core"
     plain, distributed = (
         f"{core}.optimizer.optimizer",
         f"{core}.optimizer.distrib_optimizer.DistributedOptimizer",
     )
     buffers = f"{core}.distributed.param_and_grad_buffer"
-    cast_again = "a skipped step copies no master, and delayed scales have moved"
+    cast_again = "a skipped step copies no master, and delayed scales have changed"
     return [
         Patch(
             f"{plain}.Float16OptimizerWithFloat16Params",
@@ -241,14 +243,14 @@ def patches() -> list[Patch]:
             f"{buffers}._ParamAndGradBucketGroup",
             "start_param_sync",
             send_masters,
-            "a gather through the gradient buffer sends what lies there",
+            "a gather through the gradient buffer sends its current content",
             wrap=True,
         ),
         Patch(
             f"{buffers}._ParamAndGradBuffer",
             "_new_bucket",
             indices_as_laid_out,
-            "it forgets the padding between parameters",
+            "it ignores the padding between parameters",
             wrap=True,
         ),
     ]

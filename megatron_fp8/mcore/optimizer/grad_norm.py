@@ -1,12 +1,12 @@
-"""The gradient norm of sharded optimizers, the same in whatever order shards are summed.
+"""The gradient norm of sharded optimizers, independent of the order of shards.
 
 Megatron-Core sums squares in float32, shard by shard, in the order of its buffers. Buffers are made by dtype, so FP8
-weights have one of their own, shards are cut elsewhere, and the sum's last bits differ from those of the same training
-with BF16 weights; clipping hands the difference on to every gradient. Summed in float64 and rounded once, the norm is the
-same float32 number for any cut (but for about one sum in 10^8, which lies that close to the middle of two).
+weights have a separate one, shards are split elsewhere, and the sum's last bits differ from the same training with
+BF16 weights; clipping spreads the difference to every gradient. Summed in float64 and rounded once, the norm is the
+same float32 number for any split (except for about one sum in 10^8, which is too close to a rounding boundary).
 
-Only the distributed optimizer shards, and only FP8 moves weights to other buffers, so only the norm of FP8 models over it
-is taken here.
+Only the distributed optimizer shards, and only FP8 moves weights to other buffers, so this norm is used only for FP8
+models with the distributed optimizer.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ..patches.patching import Patch
 
 @torch.no_grad()
 def norm_on_device(grads: list[torch.Tensor], group: Any) -> torch.Tensor:
-    """The 2-norm of all gradients of all ranks of ``group`` as one vector: float32 [1]. Collective.
+    """Returns the 2-norm of all gradients of all ranks of ``group`` as one vector: float32 [1]. Collective.
 
-    NaN or Inf anywhere makes it NaN or Inf. A rank may have no gradients.
+    NaN or Inf in any gradient makes it NaN or Inf. A rank may have no gradients.
     """
     squares = torch.zeros(1, dtype=torch.float64, device=own_device())
     for grad in grads:
@@ -36,7 +36,7 @@ def norm_on_device(grads: list[torch.Tensor], group: Any) -> torch.Tensor:
 
 
 def norm_of_shards(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """get_grad_norm of an optimizer, or of chained ones that share one group, where all of them shard FP8 models."""
+    """Wraps get_grad_norm of an optimizer, or of chained ones in one group, if all of them shard FP8 models."""
 
     @functools.wraps(original)
     def get_grad_norm(self: Any) -> Any:
@@ -59,11 +59,9 @@ def trains_fp8(optimizer: Any) -> bool:
 
 
 def patches() -> list[Patch]:
-    """Both ways by which Megatron-Core's optimizers ask for the norm."""
+    """Returns patches for both functions by which Megatron-Core's optimizers compute the norm."""
     core = "megatron.core.optimizer"
-    why = (
-        "the norm of shards depends on how weights lie in buffers, and FP8 weights have a buffer of their own"
-    )
+    why = "the norm of shards depends on the buffers' layout, and FP8 weights have a separate buffer"
     return [
         Patch(
             f"{core}.distrib_optimizer.DistributedOptimizer", "get_grad_norm", norm_of_shards, why, wrap=True

@@ -1,18 +1,18 @@
-"""Loss scaling under Megatron-Core: one verdict on overflow for all ranks.
+"""Loss scaling under Megatron-Core: one overflow status for all ranks.
 
-Megatron-Core 0.16 asks each optimizer of a chain (dense weights, experts) for its own verdict, over that optimizer's own
-group, and lets each one's scaler act on it at once. Three things go wrong, all silent:
+Megatron-Core 0.16 lets each optimizer of a chain (dense weights, experts) check for overflow in its own group, and
+update its own scaler at once. That has three silent faults:
 
-* the loss is multiplied by the first scaler's scale and each optimizer divides by its own: after an overflow in an expert
-  they differ, and the experts' gradients are wrong by powers of two;
-* an FP8 cast saturates an Inf, so gradients look finite, the step counts as clean, and the scale never comes down;
-* without the distributed optimizer every data-parallel replica decides for itself. Gradients are equal there by then, but
-  where a fault makes them differ, one replica steps, the other does not, and they never meet again.
+* the loss is multiplied by the first scaler's scale and each optimizer divides by its own: after an overflow in an
+  expert they differ, and the experts' gradients are wrong by powers of two;
+* an FP8 cast saturates an Inf, so gradients look finite, the step counts as clean, and the scale never decreases;
+* without the distributed optimizer every data-parallel replica decides for itself. Gradients are normally equal
+  there, but if a fault makes them differ, one replica steps, the other does not, and they diverge permanently.
 
-So the scalers only listen while optimizers prepare their gradients; then one collective over all ranks joins what was
-found in gradients and in FP8 casts, and every scaler gets the same verdict. Rejected: Megatron-Core's DynamicGradScaler
-underneath. Its hysteresis is refilled by a growth and not by a clean step, so two overflows a thousand steps apart count
-as consecutive; undoing that from outside takes as many lines as the rule itself.
+So the scalers do nothing while optimizers prepare their gradients; then one collective over all ranks combines the
+overflows in gradients and in FP8 casts, and every scaler gets the same result. Rejected: using Megatron-Core's
+DynamicGradScaler. A growth and not a clean step resets its hysteresis, so two overflows a thousand steps apart count
+as consecutive; correcting that from outside takes as many lines as the rule itself.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ..patches.router import settle_biases
 from .models import parts_of, runtimes_stepped_by
 
 MAX_SCALE = 2.0**32
-"""Megatron-Core has no name for an upper bound; its own initial scale is one that no float16 gradient needs more than."""
+"""The upper bound, for which Megatron-Core has no option; it is Megatron-Core's own initial scale."""
 
 
 class Float16GradScaler(MegatronGradScaler):
-    """LossScaler where Megatron-Core expects a DynamicGradScaler; arguments as there.
+    """LossScaler in place of Megatron-Core's DynamicGradScaler; arguments as there.
 
-    ``skipped`` steps are counted by ``rule``. The bound above is ``MAX_SCALE``, or the initial scale if that is larger.
+    ``rule`` counts ``skipped`` steps. The upper bound is ``MAX_SCALE``, or the initial scale if that is larger.
     """
 
     _scale: torch.Tensor
@@ -64,15 +64,15 @@ class Float16GradScaler(MegatronGradScaler):
         super().__init__(initial_scale)
 
     def update(self, found_inf: bool) -> None:
-        """What one optimizer found. Nothing happens yet: ``settle`` has everybody's verdict."""
+        """Ignores one optimizer's result: ``settle`` gets the result of all."""
 
     def settle(self, overflow: bool) -> None:
-        """The verdict of all optimizers, casts and ranks on one step."""
+        """Updates the scale by the overflow status of all optimizers, casts and ranks."""
         self.rule.update(overflow)
         self._take_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        """Megatron-Core's names, and ``skipped``; scale float32 [1]."""
+        """Returns Megatron-Core's names, and ``skipped``; scale float32 [1]."""
         rule = self.rule
         return {
             "scale": self._scale,
@@ -82,7 +82,7 @@ class Float16GradScaler(MegatronGradScaler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over this scaler's state, or one of Megatron-Core's own."""
+        """Loads this scaler's state, or that of Megatron-Core's own."""
         rule = self.rule
         rule.load_state_dict(
             {
@@ -95,29 +95,29 @@ class Float16GradScaler(MegatronGradScaler):
         self._take_scale()
 
     def _take_scale(self) -> None:
-        # A new tensor: whoever holds the old one means the old scale.
+        # A new tensor: code that holds the old one needs the old scale.
         self._scale = torch.full_like(self._scale, self.rule.scale)
 
 
 def set_max_scale(optimizer: Any, max_scale: float) -> None:
-    """Give the dynamic loss scalers of an optimizer their upper bound. ValueError if it is below the scale."""
+    """Sets the upper bound of an optimizer's dynamic loss scalers. ValueError if it is below the scale."""
     for scaler in scalers(optimizer):
         scaler.rule = replace(scaler.rule, max_scale=max_scale)
 
 
 def scalers(optimizer: Any) -> list[Float16GradScaler]:
-    """The dynamic loss scalers of an optimizer or of a chain, all in the same state; empty unless it is FP16."""
+    """Returns the dynamic loss scalers of an optimizer or a chain, all in the same state; empty unless it is FP16."""
     found = [getattr(part, "grad_scaler", None) for part in parts_of(optimizer)]
     return [scaler for scaler in found if isinstance(scaler, Float16GradScaler)]
 
 
 _preparing: ContextVar[bool] = ContextVar("preparing", default=False)
-"""Whether an optimizer of this call stack prepares its gradients: only the outermost, a chain, settles."""
+"""Whether an optimizer in this call stack prepares its gradients: only the outermost, a chain, settles."""
 
 
 def one_verdict(original: Callable[[Any], Any]) -> Callable[[Any], bool]:
-    """prepare_grads, which says whether to skip the step: the same on all ranks, for gradients and for the FP8 casts of
-    the models that the optimizer steps."""
+    """Wraps prepare_grads, which returns whether to skip the step: the same on all ranks, for gradients and for the
+    FP8 casts of the models that the optimizer steps."""
 
     @functools.wraps(original)
     def prepare_grads(self: Any) -> bool:
@@ -125,12 +125,12 @@ def one_verdict(original: Callable[[Any], Any]) -> Callable[[Any], bool]:
             return bool(original(self))
         token = _preparing.set(True)
         try:
-            found = bool(original(self))
+            overflow = bool(original(self))
         finally:
             _preparing.reset(token)
-        stepped = runtimes_stepped_by(self)
-        skipped = _settle(self, found or any(runtime.found_nonfinite for runtime in stepped))
-        for runtime in stepped:
+        runtimes = runtimes_stepped_by(self)
+        skipped = _settle(self, overflow or any(runtime.found_nonfinite for runtime in runtimes))
+        for runtime in runtimes:
             settle_biases(runtime, skipped=skipped)
         return skipped
 
@@ -138,7 +138,7 @@ def one_verdict(original: Callable[[Any], Any]) -> Callable[[Any], bool]:
 
 
 def _settle(optimizer: Any, overflow: bool) -> bool:
-    # Without a scaler no gradient is looked at, and what casts met is known to all ranks.
+    # Without a scaler no gradient is checked, and all ranks already know the casts' status.
     if any(getattr(part, "grad_scaler", None) is not None for part in parts_of(optimizer)):
         overflow = agree(overflow)
     for scaler in scalers(optimizer):
@@ -147,7 +147,7 @@ def _settle(optimizer: Any, overflow: bool) -> bool:
 
 
 def patches() -> list[Patch]:
-    """The scaler that Megatron-Core makes, and the three places where a step's verdict is asked for."""
+    """Returns patches for Megatron-Core's scaler, and for the three functions that decide to skip a step."""
     core = "megatron.core.optimizer"
     why = "each optimizer of a chain decides for itself, and none sees what FP8 casts saturated"
     return [
@@ -155,7 +155,7 @@ def patches() -> list[Patch]:
             f"{core}.grad_scaler",
             "DynamicGradScaler",
             Float16GradScaler,
-            "its hysteresis is not consecutive, it has no upper bound, and it acts on one optimizer's verdict",
+            "its hysteresis is not consecutive, it has no upper bound, and it uses one optimizer's overflow alone",
             everywhere=True,
         ),
         *(

@@ -1,8 +1,9 @@
-"""Which models an optimizer steps; it heeds their health alone.
+"""The models that an optimizer steps; it skips a step by their health alone.
 
-Megatron-Core hands the model's chunks to the function that makes each optimizer, and most optimizers forget them. They
-are noted there: on a rank where nothing is trained an optimizer has no parameters to be known by, and must skip with the
-others, since the gradient norm is a collective. One that was made elsewhere is known by its parameters.
+Megatron-Core passes the model's chunks to the function that makes each optimizer, and most optimizers do not store
+them. So that function records them: on a rank without trainable parameters an optimizer cannot be identified by its
+parameters, and must skip with the others, since the gradient norm is a collective. Any other optimizer is identified
+by its parameters.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from ..runtime import Fp8Runtime, living_runtimes, runtime_of, unwrap
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """The optimizers of a chain; of a single one, itself."""
+    """Returns the optimizers of a chain; for a single optimizer itself."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def runtimes_stepped_by(optimizer: Any) -> list[Fp8Runtime]:
-    """Those of the models that an optimizer, or any of a chain's, steps."""
+    """Returns the runtimes of the models that an optimizer, or any of a chain, steps."""
     living, found = living_runtimes(), []
     for part in parts_of(optimizer):
-        known = [runtime for runtime in living if part in runtime.optimizers]
-        if not known and part.optimizer is not None:
-            known = [runtime for runtime in living if runtime.is_stepped_by(part.optimizer)]
-        found += [runtime for runtime in known if runtime not in found]
+        of_part = [runtime for runtime in living if part in runtime.optimizers]
+        if not of_part and part.optimizer is not None:
+            of_part = [runtime for runtime in living if runtime.is_stepped_by(part.optimizer)]
+        found += [runtime for runtime in of_part if runtime not in found]
     return found
 
 
 def noted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """_get_megatron_optimizer_based_on_param_groups, which notes whose models the optimizer steps."""
+    """Wraps _get_megatron_optimizer_based_on_param_groups: records whose models the optimizer steps."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -41,7 +42,7 @@ def noted(original: Callable[..., Any]) -> Callable[..., Any]:
         optimizer = original(*args, **kwargs)
         for chunk in signature.bind(*args, **kwargs).arguments["model_chunks"]:
             config = getattr(unwrap(chunk), "config", None)
-            if config is not None:  # else it is a module of somebody's, without FP8 of this package
+            if config is not None:  # else a user's module, without this package's FP8
                 runtime_of(config).optimizers.add(optimizer)
         return optimizer
 
@@ -49,13 +50,13 @@ def noted(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patches() -> list[Patch]:
-    """The function that makes each of Megatron-Core's optimizers."""
+    """Returns the patch of the function that makes each of Megatron-Core's optimizers."""
     return [
         Patch(
             "megatron.core.optimizer",
             "_get_megatron_optimizer_based_on_param_groups",
             noted,
-            "an optimizer skips the step where its own models' casts met NaN or Inf, and forgets which those are",
+            "an optimizer skips the step if its own models cast NaN or Inf, and does not store its models",
             wrap=True,
         )
     ]

@@ -1,12 +1,13 @@
-"""The gradient norm and its finiteness, in one read from the GPU.
+"""Reads the gradient norm and its finiteness from the GPU in one transfer.
 
-Megatron-Core's step asks first whether to skip, reads the answer, then computes the norm and reads that. Where one rank
-is alone nothing has to be agreed on in between, so here the norm is computed before the first answer is known, both are
-read in one transfer, and the step is handed the norm when it asks for it. Both are the numbers that they were, from the
-same operations in the same order; a step that is skipped has computed a norm for nothing.
+Megatron-Core's step first decides whether to skip, which reads a value, then computes the norm and reads that. On a
+single rank nothing is reduced in between, so here the norm is computed before the first value is known, both are read
+in one transfer, and the step gets the stored norm. Both numbers come from the same operations in the same order; a
+skipped step has computed an unused norm.
 
-Rejected: the norm alone, since a NaN or an Inf makes it NaN or Inf. So do finite gradients whose squares overflow, whose
-step is taken. Several ranks keep two reads: they agree on the verdict (loss_scaler.py) before any of them needs the norm.
+Rejected: the norm alone, since a NaN or an Inf makes it NaN or Inf. So do finite gradients whose squares overflow,
+and their step must run. Several ranks keep two reads: they reduce the overflow status (loss_scaler.py) before any of
+them needs the norm.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from .grad_norm import norm_on_device, trains_fp8
 
 @dataclass
 class _Step:
-    """One that runs: the only optimizer that it steps, and its gradients' norm once that was read."""
+    """A running step: its only optimizer, and the gradients' norm once read."""
 
     part: Any
     norm: float | None = None
 
 
 _running: ContextVar[_Step | None] = ContextVar("running", default=None)
-"""Nobody can change gradients between the two reads inside a step; outside of one, anybody may."""
+"""The running step; only within a step no other code can change gradients between the two reads."""
 
 
 def in_one_step(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """step of a chain."""
+    """Wraps a chain's step."""
 
     @functools.wraps(original)
     def step(self: Any) -> Any:
@@ -51,7 +52,7 @@ def in_one_step(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def check_and_norm(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """_unscale_main_grads_and_check_for_nan, which in such a step reads the norm along."""
+    """Wraps _unscale_main_grads_and_check_for_nan: in such a step it also reads the norm."""
 
     @functools.wraps(original)
     def unscale_and_check(self: Any) -> bool:
@@ -62,15 +63,15 @@ def check_and_norm(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
         torch._amp_foreach_non_finite_check_and_unscale_(
             self._collect_main_grad_data_for_unscaling(), self.found_inf, self.grad_scaler.inv_scale
         )
-        found, norm = torch.cat([self.found_inf.double(), _norm(self)]).tolist()
+        has_overflow, norm = torch.cat([self.found_inf.double(), _norm(self)]).tolist()
         running.norm = norm if _in_float64(self) else norm**0.5
-        return bool(found)
+        return bool(has_overflow)
 
     return unscale_and_check
 
 
 def norm_that_was_read(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """get_grad_norm of a chain."""
+    """Wraps a chain's get_grad_norm: returns the stored norm in such a step."""
 
     @functools.wraps(original)
     def get_grad_norm(self: Any) -> Any:
@@ -99,7 +100,7 @@ def _in_float64(part: Any) -> bool:
 
 
 def _norm(part: Any) -> torch.Tensor:
-    """float64 [1] on the gradients' device: the norm, or its square where Megatron-Core takes the root on the host."""
+    """Returns float64 [1] on the gradients' device: the norm, or its square if the host takes the root."""
     from megatron.core.optimizer import clip_grads
 
     grads = [clip_grads.to_local_if_dtensor(grad) for grad in part.get_main_grads_for_grad_norm()]
@@ -111,7 +112,7 @@ def _norm(part: Any) -> torch.Tensor:
 
 
 def patches() -> list[Patch]:
-    """A step, and the two that it asks."""
+    """Returns the patches of a step and of its two reads."""
     core = "megatron.core.optimizer.optimizer"
     why = "a step waits for the GPU twice, for the check for NaN and for the norm"
     return [

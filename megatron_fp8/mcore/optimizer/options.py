@@ -1,7 +1,7 @@
 """Refuses optimizer options that do not work with FP8 parameters, or without CUDA.
 
-They would crash while the optimizer is made or in its first step, with a message about something else, or do what nobody
-has seen; here they are refused, with the reason, before anything is made.
+They would fail during construction or in the first step, with a misleading message, or are untested. Here they are
+refused, with the reason, before anything is made.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from ..runtime import unwrap
 
 
 def checked(original: Callable[..., Any]) -> Callable[..., Any]:
-    """_get_megatron_optimizer_based_on_param_groups, which looks at its config first."""
+    """Wraps _get_megatron_optimizer_based_on_param_groups: checks its config first."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        check_options(given["config"], given["model_chunks"])
+        arguments = signature.bind(*args, **kwargs).arguments
+        check_options(arguments["config"], arguments["model_chunks"])
         return original(*args, **kwargs)
 
     return make
 
 
 def check_options(config: Any, model_chunks: list[Any]) -> None:
-    """ValueError for options that these models, or this machine, cannot have.
+    """Raises ValueError for options that these models, or this machine, do not support.
 
     Args:
         config: Megatron-Core's OptimizerConfig.
-        model_chunks: what it steps, of which the config is asked, so that all ranks answer alike.
+        model_chunks: the models that it steps; only their configs are checked, so all ranks decide alike.
     """
     configs = [getattr(unwrap(chunk), "config", None) for chunk in model_chunks]
     fp8_params = any(getattr(c, "fp8", None) and getattr(c, "fp8_param", False) for c in configs)
@@ -58,13 +58,13 @@ def check_options(config: Any, model_chunks: list[Any]) -> None:
 
 
 def patches() -> list[Patch]:
-    """The function that makes each of Megatron-Core's optimizers."""
+    """Returns the patch of the function that makes each of Megatron-Core's optimizers."""
     return [
         Patch(
             "megatron.core.optimizer",
             "_get_megatron_optimizer_based_on_param_groups",
             checked,
-            "options that cannot be had crash in a step, with a message about something else",
+            "unsupported options fail in a step, with a misleading message",
             wrap=True,
         )
     ]

@@ -1,21 +1,21 @@
 """The distributed optimizer's state on this rank, as boxes of whole tensors.
 
-The distributed optimizer cuts masters and moments by number: a rank holds a run of a weight's elements, from ``start`` to
-``end``, wherever rows end. A checkpoint knows parts of tensors as boxes, by offset and shape. A run is made of few of
-them; in a matrix, of the end of a row, of whole rows, and of the beginning of a row:
+The distributed optimizer splits masters and moments by element number: a rank holds a range of a weight's elements,
+from ``start`` to ``end``, wherever rows end. A checkpoint has parts of tensors as boxes, by offset and shape. A range
+consists of few boxes; in a matrix, of the end of a row, of whole rows, and of the start of a row:
 
     . . . a a
     b b b b b
     b b b b b
     c c . . .
 
-So each rank writes what it holds, from where it lies, and reads what it will hold. Nothing is sent, no rank has all of
-a weight, and files hold named tensors in the whole model's shapes, which any layout reads.
+So each rank writes its own range and reads its own range. Nothing is sent, no rank has all of a weight, and files
+hold named tensors in the whole model's shapes, which any layout can load.
 
-Rejected: Megatron-Core's three ways. ``fully_reshardable`` gathers 12 bytes a parameter of a rank's part of the model in
-the memory of one rank of each data-parallel group, and reads as much on all of them. ``dp_reshardable`` stores buckets in
-the place of named tensors: another tensor or pipeline layout, another recipe, could not read it. This takes the place of
-``fully_sharded_model_space``, which stored runs as they are, and which 0.16's own tensors refuse.
+Rejected: Megatron-Core's three formats. ``fully_reshardable`` gathers 12 bytes a parameter of a rank's part of the model
+in the memory of one rank of each data-parallel group, and reads as much on all of them. ``dp_reshardable`` stores
+buckets in place of named tensors: another tensor or pipeline layout, or another recipe, could not load it. This replaces
+``fully_sharded_model_space``, which stored ranges without splitting them, and which 0.16's own tensors refuse.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
-    """Boxes that together are elements ``start`` to ``end`` of a tensor laid out by rows, in their order.
+    """Returns the boxes of elements ``start`` to ``end`` of a row-major tensor, in order.
 
-    Each is contiguous. There are at most 2 * dimensions - 1 of them; none of an empty run.
+    Each is contiguous. There are at most 2 * dimensions - 1 of them; none for an empty range.
     """
     if start == end:
         return []
@@ -63,13 +63,13 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
 def sharded_state(
     self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
-    """DistributedOptimizer.sharded_param_state_fs_model_space: by number of the parameter, what this rank holds of
-    ``param`` (the master), ``exp_avg`` and ``exp_avg_sq``.
+    """Replaces DistributedOptimizer.sharded_param_state_fs_model_space.
 
-    To be saved, boxes are views of the live state; to be loaded, of new tensors on the CPU.
+    Returns parameter number -> this rank's boxes of ``param`` (the master), ``exp_avg`` and ``exp_avg_sq``. For
+    saving, boxes are views of the live state; for loading, of new tensors on the CPU.
     """
     found: dict[int, dict[str, list[ShardedTensor]]] = {}
-    for param, shard, start, end in _runs(self, model_sharded_state_dict):
+    for param, shard, start, end in _ranges(self, model_sharded_state_dict):
         parts = {}
         for name, value in held(self, param).items():
             if is_loading:
@@ -81,14 +81,14 @@ def sharded_state(
 
 
 def own_weights(optimizer: Any, model: dict[str, Any]) -> list[ShardedTensor]:
-    """What this rank holds of its weights, made from the masters by rounding.
+    """Returns this rank's part of its weights, rounded from the masters.
 
     Args:
         optimizer: Megatron-Core's distributed optimizer.
         model: the chunks' sharded state, over live parameters.
     """
     found: list[ShardedTensor] = []
-    for param, shard, start, _ in _runs(optimizer, model):
+    for param, shard, start, _ in _ranges(optimizer, model):
         master = held(optimizer, param)["param"]
         value = master.to(shard.data.dtype)
         found += cut(shard, shard.key, value, start, replica=optimizer.distributed_optimizer_instance_id)
@@ -96,7 +96,7 @@ def own_weights(optimizer: Any, model: dict[str, Any]) -> list[ShardedTensor]:
 
 
 def joined(original: Callable[..., Any]) -> Callable[..., Any]:
-    """DistributedOptimizer.load_parameter_state_from_fs_model_space, which takes what the boxes were filled with."""
+    """Wraps DistributedOptimizer.load_parameter_state_from_fs_model_space: joins the loaded boxes."""
 
     @functools.wraps(original)
     def load(self: Any, state_dict: dict[int, dict[str, list[torch.Tensor]]]) -> Any:
@@ -112,8 +112,8 @@ def joined(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patches() -> list[Patch]:
-    """The two functions of Megatron-Core's that store a distributed optimizer in the model's shapes."""
-    why = "it stores runs of a weight's elements, which Megatron-Core's own sharded tensors refuse"
+    """Returns the patches of Megatron-Core's two functions that store a distributed optimizer in the model's shapes."""
+    why = "it stores ranges of a weight's elements, which Megatron-Core's own sharded tensors refuse"
     optimizer = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
     return [
         Patch(optimizer, "sharded_param_state_fs_model_space", sharded_state, why),
@@ -121,9 +121,9 @@ def patches() -> list[Patch]:
     ]
 
 
-def _runs(optimizer: Any, model: Any) -> Iterator[tuple[torch.nn.Parameter, Any, int, int]]:
-    """Parameters of which this rank holds some, in the order in which Megatron-Core loads them: the parameter, the
-    sharded tensor or factory of its weight, and the run."""
+def _ranges(optimizer: Any, model: Any) -> Iterator[tuple[torch.nn.Parameter, Any, int, int]]:
+    """Yields the parameters of which this rank holds elements, in the order in which Megatron-Core loads them: the
+    parameter, the sharded tensor or factory of its weight, and the range."""
     sharded, _ = extract_sharded_tensors_and_factories(model)
     places = {id(shard.data): shard for shard in nested_values(sharded)}
     for buffer in optimizer.gbuf_ranges:
@@ -137,9 +137,9 @@ def _runs(optimizer: Any, model: Any) -> Iterator[tuple[torch.nn.Parameter, Any,
 
 
 def held(optimizer: Any, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """By name what this rank holds of a parameter's master and moments, each of one dimension, in the run's order.
+    """Returns this rank's part of a parameter's master and moments by name, each one-dimensional, in the range's order.
 
-    Raises ValueError: the master is what a BF16 weight leaves of it, which is no number by itself.
+    Raises ValueError: the master stores only the bits that its BF16 weight lacks.
     """
     if getattr(optimizer.config, "store_param_remainders", False) and (
         optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 and optimizer.config.bf16
@@ -151,41 +151,41 @@ def held(optimizer: Any, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     return {
         name: value.dequantize().cpu() if isinstance(value, CodedTensor) else value.detach()
         for name, value in optimizer._get_main_param_and_optimizer_states(param).items()
-        if name != "step"  # a number, which all parameters share
+        if name != "step"  # a number shared by all parameters
     }
 
 
 def cut(shard: Any, key: str, value: torch.Tensor, start: int, *, replica: int) -> list[ShardedTensor]:
-    """``value`` as boxes of the tensors that ``shard`` stands for, under ``key``; in the order of its elements.
+    """Splits ``value`` into boxes of the tensors of ``shard``, under ``key``, in the order of its elements.
 
     Args:
-        shard: of the whole parameter of this rank. A factory makes several: of a gated MLP's projection two.
-        value: elements from number ``start`` on of the parameter laid out flat.
-        replica: 0 for the one of those who hold the same that writes it. Data-parallel ranks hold parts of their own.
+        shard: of this rank's whole parameter. A factory makes several tensors: two for a gated MLP's projection.
+        value: elements of the flattened parameter, from number ``start`` on.
+        replica: 0 for the one holder that writes the value. Data-parallel ranks hold different parts.
     """
     whole = torch.empty(shard.data.shape, dtype=value.dtype, device="meta")
     replicas = (*shard.replica_id[:-1], replica)
     if isinstance(shard, ShardedTensorFactory):
-        made = list(nested_values(replace(shard, key=key, data=whole, replica_id=replicas).build()))
+        tensors = list(nested_values(replace(shard, key=key, data=whole, replica_id=replicas).build()))
     else:
-        made = [replace(shard, key=key, data=whole, dtype=whole.dtype, replica_id=replicas)]
+        tensors = [replace(shard, key=key, data=whole, dtype=whole.dtype, replica_id=replicas)]
     found, end = [], start + value.numel()
-    for part in sorted(made, key=lambda part: part.data.storage_offset()):
-        assert part.data.is_contiguous(), f"{part.key} is no run of its parameter's elements"
+    for part in sorted(tensors, key=lambda part: part.data.storage_offset()):
+        assert part.data.is_contiguous(), f"{part.key} is no contiguous range of its parameter's elements"
         first = part.data.storage_offset()
         low, high = max(start, first), min(end, first + part.data.numel())
         at = low - start
         for offset, size in boxes(tuple(part.data.shape), low - first, max(high, low) - first):
             found.append(_box(part, offset, size, value[at : at + prod(size)]))
             at += prod(size)
-    assert sum(box.data.numel() for box in found) == value.numel(), f"{key} is not all that its parts are"
+    assert sum(box.data.numel() for box in found) == value.numel(), f"the parts of {key} do not cover it"
     return found
 
 
 def _box(
     part: ShardedTensor, offset: tuple[int, ...], size: tuple[int, ...], data: torch.Tensor
 ) -> ShardedTensor:
-    """A box of ``part``, whose axes that the parameter has not are of size one."""
+    """Makes a box of ``part``; axes that the parameter does not have get size one."""
     added = part.prepend_axis_num
     shape = (*(1 for _ in range(added)), *size)
     within = (*(0 for _ in range(added)), *offset)

@@ -1,9 +1,9 @@
-"""NVIDIA's apex, where it is installed: what Megatron-Core uses of it.
+"""NVIDIA's apex, if installed: which parts Megatron-Core uses.
 
-Megatron-Core chooses its fused Adam, gradient clipping and LayerNorm when it is imported, and its fused accumulation of
-weight gradients by ``gradient_accumulation_fusion``. What this package does: it stands aside where apex is complete (on a
-GPU, with the CUDA extension that the part needs), and takes the place of the parts that apex lacks: RMSNorm, and anything
-whose extension was not built. FP8 linears accumulate their own weight gradients in float32; apex does it for BF16 ones.
+Megatron-Core selects apex's fused Adam, gradient clipping and LayerNorm when it is imported, and its fused accumulation
+of weight gradients by ``gradient_accumulation_fusion``. This package leaves apex in place where it is complete (on a
+GPU, with the CUDA extension that the part needs), and replaces the parts that apex lacks: RMSNorm, and anything whose
+extension was not built. FP8 linears accumulate their own weight gradients in float32; apex does it for BF16 linears.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .patching import Patch
 
 
 class NormOfConfig:
-    """apex's LayerNorm or this package's RMSNorm, as config.normalization says; arguments as of both."""
+    """apex's LayerNorm or this package's RMSNorm, by config.normalization; arguments as both take."""
 
     def __new__(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
         if config.normalization != "LayerNorm":
@@ -29,12 +29,12 @@ class NormOfConfig:
 
 
 def norm_class() -> type:
-    """What layer specs and the final norm are made of here."""
+    """Returns the class of norms for layer specs and the final norm."""
     return NormOfConfig if compat.uses_apex("fused_layer_norm_cuda") else Norm
 
 
 def apex_use(config: Any, model_chunks: list[Any]) -> str:
-    """What apex does in this training: 'not installed', 'used for ...', or why an installed one is not used."""
+    """Returns what apex does in this training: 'not installed', 'used for ...', or why an installed one is not used."""
     if not compat.has_apex():
         return "not installed"
     try:
@@ -42,11 +42,11 @@ def apex_use(config: Any, model_chunks: list[Any]) -> str:
     except metadata.PackageNotFoundError:
         version = "apex"
     uses = [what for what, used in _uses(config, model_chunks).items() if used]
-    return f"{version} used for {', '.join(uses)}" if uses else f"{version} is not used: {_why_not()}"
+    return f"{version} used for {', '.join(uses)}" if uses else f"{version} is not used: {_reason_unused()}"
 
 
 def _uses(config: Any, model_chunks: list[Any]) -> dict[str, bool]:
-    """Purpose -> whether Megatron-Core took apex for it, as it is bound now."""
+    """Returns purpose -> whether Megatron-Core currently uses apex for it."""
     from megatron.core import optimizer
     from megatron.core.optimizer import clip_grads
 
@@ -60,7 +60,7 @@ def _uses(config: Any, model_chunks: list[Any]) -> dict[str, bool]:
     }
 
 
-def _why_not() -> str:
+def _reason_unused() -> str:
     if not compat.has_cuda():
         return "its kernels need a CUDA device"
     if compat.has_te():
@@ -69,7 +69,7 @@ def _why_not() -> str:
 
 
 def cpu_patches() -> list[Patch]:
-    """Without a GPU Megatron-Core would clip with the CUDA kernels of an apex that is installed: its own do it here."""
+    """Patches for apex without a GPU: Megatron-Core's own functions clip in place of CUDA kernels."""
     from megatron.core import utils
 
     core = "megatron.core.optimizer"
@@ -80,6 +80,6 @@ def cpu_patches() -> list[Patch]:
     }
     return [
         Patch(f"{core}.{module}", name, names[name], "apex's kernels are for CUDA tensors")
-        for module, wanted in {"clip_grads": tuple(names), "optimizer": tuple(names)[:2]}.items()
-        for name in wanted
+        for module, names_of_module in {"clip_grads": tuple(names), "optimizer": tuple(names)[:2]}.items()
+        for name in names_of_module
     ]

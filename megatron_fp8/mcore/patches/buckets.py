@@ -1,13 +1,13 @@
-"""A patch for loops that save the distributed optimizer as ``fully_reshardable``, which Megatron-Core can garble.
+"""A patch for checkpoints of the distributed optimizer as ``fully_reshardable``, which Megatron-Core can corrupt.
 
-``train`` does not save so (optimizer/stored.py).
+``train`` does not save in that format (optimizer/stored.py).
 
-The weights of a bucket are followed by padding, so that each rank's shard has the same size. To be saved, a buffer's
-buckets are joined without it, and then a weight is looked up by its place with it: from the second bucket on master
-weights and moments are those of other weights, and the last ones zeros, wherever the buckets before have padding. There
-are several buckets with overlap_grad_reduce, and with an embedding that two pipeline stages share; there is padding where
-a bucket's weights are no multiple of 128 and of the number of data parallel ranks. Nothing is said but, for the last
-weights, a warning. Here buckets are joined with their padding.
+The weights of a bucket are followed by padding, so that each rank's shard has the same size. For a save,
+Megatron-Core joins a buffer's buckets without the padding, but then looks up a weight by its position with the
+padding. From the second bucket on, master weights and moments are those of other weights, and the last ones zeros, if
+earlier buckets have padding. There are several buckets with overlap_grad_reduce, and with an embedding that two
+pipeline stages share; there is padding if the size of a bucket's weights is no multiple of 128 and of the number of
+data parallel ranks. The only sign is a warning for the last weights. Here buckets are joined with their padding.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from .patching import Patch
 
 
 def patches() -> list[Patch]:
-    """The function that gathers what a distributed optimizer saves."""
+    """Returns the patch of the function that gathers a distributed optimizer's state for saving."""
     return [
         Patch(
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
             "sharded_param_state_fully_reshardable",
             joined_with_padding,
-            "buckets are joined without their padding, and weights are looked up by their place with it",
+            "buckets are joined without their padding, but weights are looked up by positions with it",
             wrap=True,
         )
     ]
 
 
 def joined_with_padding(original: Callable[..., Any]) -> Callable[..., Any]:
-    """sharded_param_state_fully_reshardable, in which padding counts as what a bucket holds."""
+    """Wraps sharded_param_state_fully_reshardable: buckets keep their padding."""
 
     @functools.wraps(original)
     def sharded_param_state(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _padding_held(self.buffers):
+        with _with_padding(self.buffers):
             return original(self, *args, **kwargs)
 
     return sharded_param_state
 
 
 @contextmanager
-def _padding_held(buffers: list[Any]) -> Iterator[None]:
+def _with_padding(buffers: list[Any]) -> Iterator[None]:
     parts = [part for buffer in buffers for part in (buffer, *buffer.buckets)]
     unpadded = [part.numel_unpadded for part in parts]
     for part in parts:

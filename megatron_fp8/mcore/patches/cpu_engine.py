@@ -1,7 +1,7 @@
-"""Patches that let Megatron-Core train on a machine without CUDA, over gloo.
+"""Patches for training with Megatron-Core on a machine without CUDA, over gloo.
 
-Not a TorchFunctionMode: that is off inside backward() and in other threads. Each entry stands for lines of
-Megatron-Core 0.16.1 that were seen to fail, or to corrupt silently, without it.
+Not a TorchFunctionMode: that is off inside backward() and in other threads. Without each patch, some lines of
+Megatron-Core 0.16.1 fail, or silently corrupt data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from . import apex
 from . import cpu_stubs as cpu
 from .patching import Patch, loaded_megatron_modules
 
-# Imported before the list is made, so that every function they compile and every name they import is seen.
+# Imported before the list is made, so that it includes every function they compile and every name they import.
 _MODULES = (
     "megatron.core.models.gpt",
     "megatron.core.models.gpt.gpt_layer_specs",
@@ -32,14 +32,14 @@ _MODULES = (
 
 @cache  # torch's list of operators takes 20 ms
 def factories() -> dict[str, tuple[str, ...]]:
-    """Where torch keeps functions that make tensors on a ``device``, and their names: all that this torch has."""
+    """Returns module -> names of the functions of this torch version that make tensors on a ``device``."""
     taking_device = {
         schema.name.removeprefix("aten::")
         for schema in torch._C._jit_get_all_schemas()
         if schema.name.startswith("aten::") and any(a.name == "device" for a in schema.arguments)
     }
-    # Those of torch's own device context, as asarray has no schema. The call also makes torch remember them: asked for
-    # the first time after the patches, it would take ours for its own, and `with torch.device(...)` would do nothing.
+    # From torch's own device context, since asarray has no schema. The call also fills torch's cache: filled after the
+    # patches, it would hold the patched functions, and `with torch.device(...)` would do nothing.
     own = {f.__name__ for f in _device_constructors()}
     return {
         "torch": tuple(
@@ -54,7 +54,7 @@ def factories() -> dict[str, tuple[str, ...]]:
 
 
 def patches() -> list[Patch]:
-    """All engine patches, for this process's loaded Megatron-Core. Importing it is a side effect."""
+    """Returns all engine patches, for this process's loaded Megatron-Core. Imports Megatron-Core."""
     for module in _MODULES:
         importlib.import_module(module)
     return [*_device(), *_rng(), *_collectives(), *_moe(), *_eager(), *apex.cpu_patches()]
@@ -113,7 +113,7 @@ def _device() -> list[Patch]:
 
 
 def _rng() -> list[Patch]:
-    """One generator, the CPU's, plays the GPU's: dropout and recompute see the same numbers."""
+    """Patches that use the CPU's generator in place of the GPU's, so that dropout and recompute see the same numbers."""
     why = "tensor-parallel random streams are states of the GPU's generator"
     return [
         Patch("torch.cuda", "get_rng_state", cpu.get_rng_state, why),
@@ -164,9 +164,9 @@ def _moe() -> list[Patch]:
 def _eager() -> list[Patch]:
     """Megatron-Core's jit_fuser is torch.compile, which on a CPU needs a C++ compiler at run time.
 
-    Setting TORCHDYNAMO_DISABLE works only before the first import; torch.compiler.set_stance would switch off
-    everybody's compilation. So the decorator becomes the identity, and functions it already compiled their
-    own plain selves: Megatron-Core alone is affected, whenever it was imported.
+    Setting TORCHDYNAMO_DISABLE works only before the first import; torch.compiler.set_stance would disable all
+    compilation in the process. So the decorator becomes the identity, and functions that it already compiled become
+    their originals: this affects Megatron-Core alone, whenever it was imported.
     """
     why = "torch.compile on a CPU needs a C++ compiler"
     found = [Patch("megatron.core.jit", "jit_fuser", _identity, why, everywhere=True)]
@@ -194,5 +194,5 @@ def _is_compiled(value: Any) -> bool:
 
 
 def _classes(module: types.ModuleType) -> list[type]:
-    """The classes that `module` itself defines at its top level."""
+    """Returns the classes that `module` itself defines at its top level."""
     return [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]

@@ -1,6 +1,6 @@
-"""CPU stand-ins for what Megatron-Core calls in torch.cuda: streams, events, device names, RNG state.
+"""CPU replacements for torch.cuda functions that Megatron-Core calls: streams, events, devices, RNG state.
 
-A CPU runs operations in program order, so a stream is a name and waiting for one is nothing.
+A CPU runs operations in program order, so a stream is only a name, and waiting for one does nothing.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class CpuEvent:
         self._timed, self._recorded = enable_timing, float("nan")
 
     def record(self, stream: Any = None) -> None:
-        """Everything before this point has run: the time is now."""
+        """Records the current time: everything before this point has run."""
         self._recorded = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
+        """Does nothing."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing."""
 
     def query(self) -> bool:
         """True: everything recorded has run."""
@@ -50,7 +50,7 @@ class CpuEvent:
 
 
 class CpuStream(contextlib.nullcontext[None]):
-    """A stream on a device that runs in program order. `with stream:` runs here, as everything does."""
+    """A stream on a device that runs in program order. `with stream:` changes nothing."""
 
     device = CPU
     cuda_stream = stream_id = device_index = 0
@@ -60,16 +60,16 @@ class CpuStream(contextlib.nullcontext[None]):
         self.priority = priority
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
+        """Does nothing."""
 
     def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
+        """Does nothing."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing."""
 
     def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
-        """The event, or a new one, recorded here."""
+        """Records the event, or a new one, and returns it."""
         event = event or CpuEvent()
         event.record(self)
         return event
@@ -83,42 +83,42 @@ _DEFAULT_STREAM = CpuStream()
 
 
 def current_stream(device: Any = None) -> CpuStream:
-    """The one stream of the CPU."""
+    """Returns the CPU's only stream."""
     return _DEFAULT_STREAM
 
 
 def stream_context(stream: Any) -> contextlib.AbstractContextManager[None]:
-    """Running on another stream is running here."""
+    """Returns a context without effect."""
     return contextlib.nullcontext()
 
 
 def set_stream(stream: Any) -> None:
-    """There is one order in which things run."""
+    """Does nothing: there is one stream."""
 
 
 def current_device() -> torch.device:
-    """What Megatron-Core passes on as `device=`."""
+    """Returns the device that Megatron-Core passes as `device=`."""
     return CPU
 
 
-# Three functions, not one under three names: torch.compile knows each by its identity, and treats them differently.
+# Three functions, not one with three names: torch.compile identifies each and treats them differently.
 
 
 def set_device(device: Any) -> None:
-    """There is one CPU."""
+    """Does nothing: there is one CPU."""
 
 
 def synchronize(device: Any = None) -> None:
-    """Nothing to wait for."""
+    """Does nothing."""
 
 
 def empty_cache() -> None:
-    """Nothing is cached."""
+    """Does nothing."""
 
 
 def names_cuda(device: Any) -> bool:
     """Whether a `device=` argument means CUDA: 'cuda', 'cuda:1', torch.device('cuda'), or a bare index."""
-    if device is None or device == "cpu":  # nearly always; a step makes thousands of tensors
+    if device is None or device == "cpu":  # the common case first: a step makes thousands of tensors
         return False
     if isinstance(device, torch.device):
         return device.type == "cuda"
@@ -128,7 +128,7 @@ def names_cuda(device: Any) -> bool:
 
 
 def cpu_factory(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A tensor factory that makes on the CPU what it is asked to make on 'cuda', and pins no memory."""
+    """Wraps a tensor factory: 'cuda' becomes the CPU, and pin_memory is ignored."""
 
     @functools.wraps(make)
     def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -142,12 +142,12 @@ def cpu_factory(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 def tensor_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`tensor.cuda()` is the tensor itself, as it is on a GPU for a tensor that already lives there."""
+    """`tensor.cuda()` returns the tensor itself, as on a GPU for a tensor that is already there."""
     return self
 
 
 def tensor_to(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`tensor.to(...)` in all its forms, to the CPU where it says 'cuda'; module.to() goes through it."""
+    """Wraps `tensor.to(...)` in all its forms: 'cuda' becomes the CPU; module.to() calls it."""
 
     @functools.wraps(original)
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -161,12 +161,12 @@ def tensor_to(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 def tensor_pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Pinning needs CUDA's driver, and is for copies to a GPU: the tensor itself."""
+    """Returns the tensor itself: pinning needs CUDA's driver, and serves copies to a GPU."""
     return self
 
 
 def cpu_device_context(original: Callable[..., None]) -> Callable[..., None]:
-    """DeviceContext.__init__: `with torch.device("cuda")` and set_default_device("cuda") make tensors on the CPU."""
+    """Wraps DeviceContext.__init__: torch.device("cuda") and set_default_device("cuda") make tensors on the CPU."""
 
     @functools.wraps(original)
     def __init__(self: Any, device: Any) -> None:
@@ -176,7 +176,7 @@ def cpu_device_context(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def no_range(original: Callable[..., Any]) -> Callable[..., int]:
-    """A function of torch.cuda.nvtx that marks nothing: nobody profiles a GPU here. Its depth, or handle, is 0."""
+    """Wraps a function of torch.cuda.nvtx: it does nothing and returns 0 as depth or handle."""
 
     @functools.wraps(original)
     def mark(*args: Any, **kwargs: Any) -> int:
@@ -186,45 +186,45 @@ def no_range(original: Callable[..., Any]) -> Callable[..., int]:
 
 
 def tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`tensor.type()` as Megatron-Core's optimizer compares it: 'torch.cuda.FloatTensor' on a CPU too.
+    """Wraps `tensor.type()`: Megatron-Core's optimizer gets 'torch.cuda.FloatTensor' on a CPU too.
 
-    Everybody else, and `tensor.type(dtype)`, sees PyTorch's own answer.
+    All other callers, and `tensor.type(dtype)`, get PyTorch's own result.
     """
 
     @functools.wraps(original)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = original(self, *args, **kwargs)
+        name = original(self, *args, **kwargs)
         if args or kwargs:
-            return answer
+            return name
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if caller.startswith("megatron.core.optimizer.") and not answer.startswith("torch.cuda."):
-            return answer.replace("torch.", "torch.cuda.", 1)
-        return answer
+        if caller.startswith("megatron.core.optimizer.") and not name.startswith("torch.cuda."):
+            return name.replace("torch.", "torch.cuda.", 1)
+        return name
 
     return type_
 
 
 def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """The CPU generator's state, where Megatron-Core asks for the GPU's; a copy, uint8 [n]."""
+    """Returns the CPU generator's state in place of the GPU's; a copy, uint8 [n]."""
     return torch.get_rng_state()
 
 
 def set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    """Sets the CPU generator, where Megatron-Core sets the GPU's."""
+    """Sets the CPU generator in place of the GPU's."""
     torch.set_rng_state(new_state)
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds the CPU generator, where Megatron-Core seeds the GPU's."""
+    """Seeds the CPU generator in place of the GPU's."""
     torch.default_generator.manual_seed(seed)
 
 
 @contextlib.contextmanager
 def fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """CudaRNGStatesTracker.fork on the CPU generator: runs the body on the stream of numbers called `name`.
+    """CudaRNGStatesTracker.fork on the CPU generator: runs the body on the random stream called `name`.
 
-    Megatron-Core's own warns if the CPU generator moves inside the body; here that generator is the tracked
-    one. Nesting works as in the original: the outer stream continues where the body of the inner one left it.
+    Megatron-Core's own warns if the CPU generator changes inside the body; here that generator is the tracked one.
+    Nesting works as in the original: the outer stream continues where the inner body left it.
     """
     if name not in self.states_:
         raise KeyError(f"RNG state {name!r} is not tracked; call model_parallel_cuda_manual_seed() first")
@@ -243,11 +243,10 @@ def fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 
 
 def gather_as_bytes(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """An all-gather that hands both tensors over as uint8.
+    """Wraps an all-gather: passes both tensors as uint8.
 
-    gloo coalesces the gathers of one bucket group and sends them all in the first one's dtype: a uint8 (FP8)
-    buffer followed by a BF16 buffer arrives with the BF16 values cast to bytes, and nothing says so. Bytes
-    are only bytes.
+    gloo coalesces the gathers of one bucket group and sends all of them in the first one's dtype: after a uint8 (FP8)
+    buffer, a BF16 buffer arrives with its values silently cast to bytes. With uint8 views nothing is cast.
     """
 
     @functools.wraps(gather)
@@ -258,5 +257,5 @@ def gather_as_bytes(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stay_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """moe_utils.maybe_move_tensor_to_cpu for a tensor that is there: only numpy is left to do."""
+    """Replaces moe_utils.maybe_move_tensor_to_cpu for a CPU tensor: only the conversion to numpy remains."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

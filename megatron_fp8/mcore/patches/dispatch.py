@@ -1,8 +1,8 @@
 """Patches by which Megatron-Core's token dispatchers send codes (`moe_fp8_dispatch`).
 
-Dispatchers move rows by torch's operations, which CodedTokens knows, and by three collectives, which would send what
-tokens show and not their bytes. Those are replaced where dispatchers look them up: rows in codes are sent as bytes, in
-forward (dispatch) or in backward (the gradient of combine), and everything else as ever, by the same calls.
+Dispatchers move rows with torch operations, which CodedTokens implements, and with three collectives, which would
+send dequantised values. Those are replaced where dispatchers look them up: rows in codes are sent as bytes, in
+forward (dispatch) or in backward (the gradient of combine), and everything else by the original calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WHY = "tokens and gradients in FP8 are sent as bytes"
 
 
 def patches() -> list[Patch]:
-    """What moe_fp8_dispatch replaces."""
+    """Returns the patches for moe_fp8_dispatch."""
     from megatron.core.transformer.moe import token_dispatcher
 
     gather = token_dispatcher.gather_from_sequence_parallel_region
@@ -55,25 +55,25 @@ def patches() -> list[Patch]:
 
 
 def all_to_all_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """all_to_all, forward and backward, of rows in codes too."""
+    """Wraps all_to_all, forward and backward, for rows in codes too."""
 
     @functools.wraps(original)
     def all_to_all(
         group: Any, input_: Any, output_split_sizes_: Any = None, input_split_sizes: Any = None
     ) -> Any:
-        def there(rows: Any) -> Any:
+        def forward(rows: Any) -> Any:
             return original(group, rows, output_split_sizes_, input_split_sizes)
 
-        def back(rows: Any) -> Any:
+        def backward(rows: Any) -> Any:
             return original(group, rows, input_split_sizes, output_split_sizes_)
 
-        return _sent(input_, there, back)
+        return _send_rows(input_, forward, backward)
 
     return all_to_all
 
 
 def gather_of_rows(original: Callable[..., Any], reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """gather_from_sequence_parallel_region, of rows in codes too; their gradients are summed as ever."""
+    """Wraps gather_from_sequence_parallel_region for rows in codes too; their gradients are summed as before."""
 
     @functools.wraps(original)
     def gather_from_sequence_parallel_region(
@@ -83,36 +83,38 @@ def gather_of_rows(original: Callable[..., Any], reduce_scatter: Callable[..., A
         output_split_sizes: Any = None,
         use_global_buffer: bool = False,
     ) -> Any:
-        def there(rows: Any) -> Any:
+        def forward(rows: Any) -> Any:
             return original(rows, tensor_parallel_output_grad, group, output_split_sizes, use_global_buffer)
 
         if not isinstance(input_, CodedTokens):
-            return there(input_)
+            return forward(input_)
         assert tensor_parallel_output_grad, "dispatchers sum the gradients of what they gather"
-        return _sent(
-            input_, there, lambda rows: reduce_scatter(rows, group, output_split_sizes, use_global_buffer)
+        return _send_rows(
+            input_, forward, lambda rows: reduce_scatter(rows, group, output_split_sizes, use_global_buffer)
         )
 
     return gather_from_sequence_parallel_region
 
 
 def reduce_scatter_of_rows(original: Callable[..., Any], gather: Callable[..., Any]) -> Callable[..., Any]:
-    """reduce_scatter_to_sequence_parallel_region, the gradient of which may be in codes."""
+    """Wraps reduce_scatter_to_sequence_parallel_region, whose gradient may be in codes."""
 
     @functools.wraps(original)
     def reduce_scatter_to_sequence_parallel_region(
         input_: Any, group: Any = None, input_split_sizes: Any = None, use_global_buffer: bool = False
     ) -> Any:
-        def back(rows: Any) -> Any:
+        def backward(rows: Any) -> Any:
             return gather(rows, True, group, input_split_sizes, use_global_buffer)
 
-        return _sent(input_, lambda rows: original(rows, group, input_split_sizes, use_global_buffer), back)
+        return _send_rows(
+            input_, lambda rows: original(rows, group, input_split_sizes, use_global_buffer), backward
+        )
 
     return reduce_scatter_to_sequence_parallel_region
 
 
 def padding_of_values(original: Callable[..., Any]) -> Callable[..., Any]:
-    """SequentialMLP._pad_tensor_for_quantization, which leaves tokens in codes as many as they are."""
+    """Wraps SequentialMLP._pad_tensor_for_quantization: does not pad tokens in codes."""
 
     @functools.wraps(original)
     def _pad_tensor_for_quantization(self: Any, hidden: Any, probs: Any) -> Any:
@@ -124,24 +126,24 @@ def padding_of_values(original: Callable[..., Any]) -> Callable[..., Any]:
 _Send = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _sent(rows: torch.Tensor, there: _Send, back: _Send) -> Any:
-    """Rows sent there, and their gradients back."""
+def _send_rows(rows: torch.Tensor, forward: _Send, backward: _Send) -> Any:
+    """Sends rows by ``there``, and their gradients by ``back``."""
     if not torch.is_grad_enabled() or not rows.requires_grad:
-        return _moved(rows, there)
-    return _Sent.apply(rows, there, back)
+        return _apply(rows, forward)
+    return _SendRows.apply(rows, forward, backward)
 
 
-def _moved(rows: torch.Tensor, send: _Send) -> torch.Tensor:
+def _apply(rows: torch.Tensor, send: _Send) -> torch.Tensor:
     return rows.sent_by(send) if isinstance(rows, CodedTokens) else send(rows)
 
 
-class _Sent(torch.autograd.Function):
+class _SendRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, there: _Send, back: _Send) -> torch.Tensor:
         ctx.back = back
-        return _moved(rows, there)
+        return _apply(rows, there)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _moved(grad, ctx.back), None, None
+        return _apply(grad, ctx.back), None, None

@@ -1,10 +1,10 @@
-"""Patches for experts with another layout over ranks, without expert parallelism.
+"""Patches for experts with a different tensor parallel size, without expert parallelism.
 
-Megatron-Core keeps an expert's weight apart from dense ones, in buffers that experts' own data parallel ranks reduce,
-where expert parallelism is more than 1. With 1, and experts split over more or fewer tensor parallel ranks than dense
-layers are, the ranks that share an expert's weight are others than a dense layer's too. Of TP=2 with ETP=1 each rank has
-the gradient of its own tokens, and nobody adds them; of TP=1 with ETP=2 one rank's part of a weight is broadcast over the
-other's. Both are silent.
+With expert parallelism above 1 Megatron-Core holds experts' weights in separate buffers, which experts' own data
+parallel ranks reduce. With 1, and experts split over more or fewer tensor parallel ranks than dense layers, the ranks
+that share an expert's weight also differ from a dense layer's. With TP=2 and ETP=1 each rank has the gradient of its
+own tokens, and Megatron-Core does not sum them. With TP=1 and ETP=2 it broadcasts one rank's part of a weight over
+the other's. Both are silent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .patching import Patch
 
 
 def patches() -> list[Patch]:
-    """Both linears that experts are made of."""
+    """Returns the patches of both linears in experts."""
     return [
         Patch(
             f"megatron.core.tensor_parallel.layers.{kind}ParallelLinear",
@@ -33,7 +33,7 @@ def patches() -> list[Patch]:
 
 
 def reduced_by_experts_ranks(original: Callable[..., None]) -> Callable[..., None]:
-    """__init__ of a linear; an expert's parameters are marked wherever experts have data parallel ranks of their own."""
+    """Wraps a linear's __init__: marks an expert's parameters if experts have their own data parallel ranks."""
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The patches by which Megatron-Core finds our FP8 context, layers, recompute and iteration boundary."""
+"""The patches that connect Megatron-Core to this package's FP8 context, layers, recompute and iteration end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .patching import Patch
 
 
 def patches() -> list[Patch]:
-    """All FP8 hooks of Megatron-Core 0.16."""
+    """Returns all FP8 hooks of Megatron-Core 0.16."""
     from .. import params
     from ..layers import fusion, rotary
     from ..layers import latent as latent_cache
@@ -34,7 +34,7 @@ def patches() -> list[Patch]:
             f"{core}.fp8_utils",
             "get_fp8_context",
             te_context.get_fp8_context,
-            "without Transformer Engine it is a nullcontext: FP8 asked for, BF16 run, nothing said",
+            "without Transformer Engine it is a nullcontext: FP8 was requested and BF16 runs silently",
             everywhere=True,
         ),
         Patch(
@@ -48,7 +48,7 @@ def patches() -> list[Patch]:
             f"{core}.fp8_utils",
             "get_fp8_align_size",
             fp8_utils.get_fp8_align_size,
-            "it knows mxfp8 by its name, and no other recipe that scales tokens in such blocks",
+            "it recognises mxfp8 by its name, and no other recipe with such blocks",
             everywhere=True,
         ),
         Patch(
@@ -94,7 +94,7 @@ def patches() -> list[Patch]:
                 f"{core}.pipeline_parallel.schedules",
                 f"forward_backward_{schedule}",
                 keep_weights_for_microbatches,
-                "weights are quantised once for all microbatches of an iteration, while nobody else can write them",
+                "weights are quantised once for all microbatches of an iteration, while no other code can write them",
                 wrap=True,
                 everywhere=True,
             )
@@ -108,7 +108,7 @@ def patches() -> list[Patch]:
             f"{core}.models.common.language_module.language_module.LanguageModule",
             "__init__",
             prepare_at_first_forward,
-            "a training loop without Megatron's schedules says nothing before the first forward",
+            "a training loop without Megatron's schedules calls nothing before the first forward",
             wrap=True,
         ),
         Patch(
@@ -169,10 +169,9 @@ def fp8_checkpoint(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Transformer Engine's checkpoint signature over Megatron's own: the recomputation meets the same ambient FP8.
+    """Transformer Engine's checkpoint signature over Megatron's own: the recomputation runs under the same FP8 switch.
 
-    Tensors that come by keyword, as those of multi-token prediction do, are given by position: gradients flow to no
-    others.
+    Tensors passed by keyword, as in multi-token prediction, are passed on by position: gradients flow to no others.
     """
     from megatron.core import tensor_parallel
 
@@ -189,7 +188,7 @@ def fp8_checkpoint(
 
 
 def checkpoint_of_backend(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
-    """fp8_checkpoint, which leaves Transformer Engine's own FP8 layers to its checkpoint where there is one."""
+    """Returns fp8_checkpoint; with Transformer Engine, its own checkpoint for its own FP8 layers."""
     if theirs is None or not compat.has_te():
         return fp8_checkpoint
     from ..te import context as te_context
@@ -198,7 +197,7 @@ def checkpoint_of_backend(theirs: Callable[..., Any] | None) -> Callable[..., An
 
 
 def prepare_at_first_microbatch(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """MegatronModule.set_is_first_microbatch, which first prepares the FP8 sites of the model."""
+    """Wraps MegatronModule.set_is_first_microbatch: prepares the model's FP8 sites first."""
 
     def set_is_first_microbatch(self: Any) -> None:
         from ..params import refuse_bf16_weights
@@ -212,9 +211,9 @@ def prepare_at_first_microbatch(original: Callable[[Any], None]) -> Callable[[An
 
 
 def keep_weights_for_microbatches(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A schedule, in which codes of weights are kept from microbatch to microbatch.
+    """Wraps a schedule: caches weights' codes from microbatch to microbatch.
 
-    Around it they are not: a loop of one's own, or whoever merges adapters, writes weights when it likes.
+    Not outside of it: a custom loop, or code that merges adapters, may write weights at any time.
     """
 
     @functools.wraps(original)
@@ -228,7 +227,7 @@ def keep_weights_for_microbatches(original: Callable[..., Any]) -> Callable[...,
 
 
 def prepare_at_first_forward(original: Callable[..., None]) -> Callable[..., None]:
-    """LanguageModule.__init__; an FP8 model's sites get their names before its first forward in training."""
+    """Wraps LanguageModule.__init__: an FP8 model's sites get their names before its first forward in training."""
 
     @functools.wraps(original)
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -247,7 +246,7 @@ def _prepare_before(model: Any, args: Any) -> None:
 
 
 def end_iterations_of_plain_configs(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """get_model_config, which makes a Megatron config (not this package's) end FP8 iterations too."""
+    """Wraps get_model_config: a Megatron config (not this package's) ends FP8 iterations too."""
 
     def get_model_config(model: Any) -> Any:
         from ..config.transformer_config import IterationEnd

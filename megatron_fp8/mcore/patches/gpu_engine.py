@@ -1,6 +1,6 @@
-"""Patches for GPUs without Transformer Engine and apex. Megatron-Core's stand-ins for them wait for the GPU.
+"""Patches for GPUs without Transformer Engine and apex, where Megatron-Core's replacements wait for the GPU.
 
-Its own gradient norm reads one number a weight back to the host; a large model has hundreds.
+Its own gradient norm reads one number a weight back to the host; a large model has hundreds of weights.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from .patching import Patch
 def norm_without_waiting(
     chunk_size: int, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], per_tensor: bool, *args: Any
 ) -> tuple[torch.Tensor, None]:
-    """The 2-norm of all tensors of all lists as one vector: float32 [1], where ``noop_flag`` is; amp_C's signature.
+    """Returns the 2-norm of all tensors of all lists as one vector: float32 [1], on ``noop_flag``'s device; amp_C's
+    signature.
 
-    NaN or Inf anywhere makes it NaN or Inf.
+    NaN or Inf in any tensor makes it NaN or Inf.
     """
     tensors = [tensor for tensors in tensor_lists for tensor in tensors]
     norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
-    # An offloaded optimizer's are on the CPU.
-    there = torch.stack([norm.to(noop_flag.device) for norm in norms])
-    return torch.linalg.vector_norm(there).view(1), None
+    # An offloaded optimizer's tensors are on the CPU.
+    stacked = torch.stack([norm.to(noop_flag.device) for norm in norms])
+    return torch.linalg.vector_norm(stacked).view(1), None
 
 
 def scale_at_once(original: Callable[..., None]) -> Callable[..., None]:
-    """multi_tensor_scale, in few launches where tensors are scaled in place, as clipping does."""
+    """Wraps multi_tensor_scale: few launches if tensors are scaled in place, as in clipping."""
 
     @functools.wraps(original)
     def scale(chunk_size: int, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], factor: Any) -> None:
@@ -43,16 +44,16 @@ def scale_at_once(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def patches() -> list[Patch]:
-    """Those of the stand-ins that Megatron-Core took when it was imported; none where it took amp_C's."""
+    """Returns patches for the replacements that Megatron-Core selected at its import; none where it selected amp_C's."""
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads
 
     module = "megatron.core.optimizer.clip_grads"
     found = []
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
-        why = "the stand-in for amp_C's norm reads a number back for each tensor"
+        why = "the replacement for amp_C's norm reads a number back for each tensor"
         found.append(Patch(module, "l2_norm_impl", norm_without_waiting, why))
     if clip_grads.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
-        why = "the stand-in for amp_C's scaling launches two kernels for each tensor"
+        why = "the replacement for amp_C's scaling launches two kernels for each tensor"
         found.append(Patch(module, "multi_tensor_scale_impl", scale_at_once, why, wrap=True))
     return found

@@ -1,16 +1,17 @@
-"""Patches for multi-latent attention, which Megatron-Core 0.16.1 can build of Transformer Engine's layers alone.
+"""Patches for multi-latent attention, which Megatron-Core 0.16.1 builds only from Transformer Engine's layers.
 
-Its down projections are column parallel here: each rank makes a part of the latents, and attention gathers the parts.
-The gather's backward takes the rank's own part of the gradient and adds nothing. For the latents that is right: the up
-projections sum their input's gradient over ranks. For the rotary keys beside them it is wrong: they go into the rank's
-own heads, so each rank has one term of a sum, and Megatron-Core's gradients depend on the number of ranks. So a down
-projection's result is gathered here, before attention looks at its width.
+Its down projections are column parallel here: each rank computes a part of the latents, and attention gathers the
+parts. The gather's backward takes the rank's own part of the gradient and sums nothing. For the latents that is
+right: the up projections sum their input's gradient over ranks. For the rotary keys beside them it is wrong: they
+enter the rank's own heads, so each rank has one term of a sum, and Megatron-Core's gradients depend on the number of
+ranks. So here a down projection's result is gathered before attention checks its width.
 
 Under sequence parallelism one all-to-all makes [s / tp, b, rank] of [s, b, rank / tp]. Megatron-Core gathers all
-columns and throws most rows away.
+columns and discards most rows.
 
-Without sequence parallelism each rank normalises whole latents of queries, so each has the whole gradient of that norm's
-weight. Megatron-Core sums it over ranks, for its name: in other attention a norm so called sees a rank's own heads.
+Without sequence parallelism each rank normalises whole latents of queries, so each has the whole gradient of that
+norm's weight. Megatron-Core sums it over ranks, because of its name: in other attention a norm of that name processes
+a rank's own heads.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _MODULE = "megatron.core.transformer.multi_latent_attention"
 
 
 def patches() -> list[Patch]:
-    """What multi-latent attention needs: most of it without Transformer Engine alone."""
+    """Returns the patches for multi-latent attention: most of them only without Transformer Engine."""
     norms = Patch(
         "megatron.core.distributed.finalize_model_grads",
         "_allreduce_non_tensor_model_parallel_grads",
         whole_gradients_kept,
-        "the gradient of the queries' norm, whole on each tensor parallel rank, is summed over them for its name",
+        "the gradient of the queries' norm, whole on each tensor parallel rank, is summed because of its name",
         wrap=True,
     )
     if compat.has_te():
@@ -49,20 +50,20 @@ def patches() -> list[Patch]:
             _MODULE,
             "HAVE_TE",
             False,
-            "it takes Transformer Engine for installed when it is not, and asks whether a layer is of the class None",
+            "it assumes that Transformer Engine is installed, and tests whether a layer is of the class None",
         ),
         Patch(
             f"{_MODULE}.MLASelfAttention",
             "__init__",
             gather_latents,
-            "the gradient of the rotary keys lacks what other tensor parallel ranks have of it",
+            "the gradient of the rotary keys lacks the other tensor parallel ranks' terms",
             wrap=True,
         ),
     ]
 
 
 def gather_latents(original: Callable[..., None]) -> Callable[..., None]:
-    """MLASelfAttention.__init__, whose down projections then give all columns."""
+    """Wraps MLASelfAttention.__init__: its down projections then return all columns."""
 
     @functools.wraps(original)
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -73,18 +74,18 @@ def gather_latents(original: Callable[..., None]) -> Callable[..., None]:
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             if hasattr(self, name):
                 summed = config.qk_pos_emb_head_dim if name == "linear_kv_down_proj" else 0
-                gather = functools.partial(_gathered, group, config.sequence_parallel, summed)
+                gather = functools.partial(_gather, group, config.sequence_parallel, summed)
                 getattr(self, name).register_forward_hook(gather)
 
     return __init__
 
 
-def _gathered(group: Any, scatter: bool, summed: int, _module: Any, _inputs: Any, result: Any) -> Any:
-    """A down projection's (output, bias): [s, b, columns / tp] -> [s, b, columns], or [s / tp, b, columns] with
-    ``scatter``.
+def _gather(group: Any, scatter: bool, summed: int, _module: Any, _inputs: Any, result: Any) -> Any:
+    """Gathers a down projection's (output, bias): [s, b, columns / tp] -> [s, b, columns], or [s / tp, b, columns]
+    with ``scatter``.
 
     Args:
-        summed: the gradient of that many last columns is a sum over ranks; of the others every rank has it whole. With
+        summed: number of last columns whose gradient is a sum over ranks; every rank has the others' whole. With
             ``scatter`` attention's own gather of the rows sums it.
     """
     part, bias = result
@@ -95,15 +96,15 @@ def _gathered(group: Any, scatter: bool, summed: int, _module: Any, _inputs: Any
 
 
 def whole_gradients_kept(original: Callable[..., None]) -> Callable[..., None]:
-    """_allreduce_non_tensor_model_parallel_grads, which leaves the norms of queries' latents as they are."""
+    """Wraps _allreduce_non_tensor_model_parallel_grads: does not change the norms of queries' latents."""
 
     @functools.wraps(original)
     def all_reduce(model: list[Any], config: Any, *args: Any, **kwargs: Any) -> None:
         latent = config.multi_latent_attention and not config.sequence_parallel
         grads = list(_gradients_of_query_norms(model)) if latent else []
-        kept = [grad.clone() for grad in grads]
+        saved = [grad.clone() for grad in grads]
         original(model, config, *args, **kwargs)
-        for grad, whole in zip(grads, kept, strict=True):
+        for grad, whole in zip(grads, saved, strict=True):
             grad.copy_(whole)
 
     return all_reduce
@@ -120,11 +121,11 @@ def _gradients_of_query_norms(model: list[Any]) -> Iterator[Tensor]:
 
 
 class _GatherColumns(torch.autograd.Function):
-    """[s, b, columns / tp] -> [s, b, columns]; backward: this rank's columns, after the sum of the last ones over
+    """[s, b, columns / tp] -> [s, b, columns]; backward: this rank's columns, after the last ones were summed over
     ranks.
 
-    Megatron-Core's copy_to_tensor_model_parallel_region would do for the sum, but it sums a copy where the gradient is
-    not contiguous, and hands on what it was given.
+    Megatron-Core's copy_to_tensor_model_parallel_region would do for the sum, but for a gradient that is not
+    contiguous it sums a copy and returns the original.
     """
 
     @staticmethod
@@ -135,9 +136,9 @@ class _GatherColumns(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grad,), alike = grads, grads[0].shape[-1] - ctx.summed
+        (grad,), first_summed = grads, grads[0].shape[-1] - ctx.summed
         if ctx.summed:
-            total = grad[..., alike:].contiguous()
+            total = grad[..., first_summed:].contiguous()
             dist.all_reduce(total, group=ctx.group)
-            grad = torch.cat([grad[..., :alike], total], dim=-1)
+            grad = torch.cat([grad[..., :first_summed], total], dim=-1)
         return grad.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()].contiguous(), None, None

@@ -1,11 +1,11 @@
 """Patches for multi-token prediction: loss under context parallelism, an unused weight.
 
-Its loss is the mean over the tokens of all ranks. Megatron-Core divides the sum of a rank's losses by the tokens that it
-predicts, and takes the mean over ranks. The rank with the end of the sequence predicts fewer, so that its tokens weigh
-more, and gradients depend on the layout.
+Its loss is the mean over the tokens of all ranks. Megatron-Core divides the sum of a rank's losses by the number of
+tokens that the rank predicts, and takes the mean over ranks. The rank with the end of the sequence predicts fewer, so
+its tokens have more weight, and gradients depend on the layout.
 
-A last stage that predicts several tokens has the embedding's table. An output layer that is tied to it is given that, and
-needs no weight of its own; Megatron-Core makes one all the same, and then fails at the first save, which expects none.
+A last stage that predicts several tokens has the embedding's table. A tied output layer gets that table, and needs no
+weight of its own; Megatron-Core makes one nevertheless, and then fails at the first save, which expects none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .patching import Patch
 
 
 def patches() -> list[Patch]:
-    """The function that GPTModel shifts the mask of the loss by, and where it ties its output layer."""
+    """Returns patches for the function by which GPTModel shifts the loss mask, and for the tying of its output layer."""
     return [
         Patch(
             "megatron.core.models.gpt.gpt_model",
@@ -41,7 +41,7 @@ def patches() -> list[Patch]:
 
 
 def count_of_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """roll_tensor; of a mask the sum beside it is the mean over context parallel ranks, and not this rank's."""
+    """Wraps roll_tensor: the sum of a mask becomes the mean over context parallel ranks, not this rank's."""
 
     @functools.wraps(original)
     def roll_tensor(tensor: torch.Tensor, *args: Any, cp_group: Any = None, **kwargs: Any) -> Any:
@@ -55,8 +55,7 @@ def count_of_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tied_without_a_weight(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """LanguageModule.setup_embeddings_and_output_layer, before which an output layer that is given this stage's table
-    loses its own weight."""
+    """Wraps LanguageModule.setup_embeddings_and_output_layer: removes the weight of a tied output layer first."""
 
     @functools.wraps(original)
     def setup_embeddings_and_output_layer(self: Any) -> None:

@@ -1,8 +1,8 @@
 """Named, checked, reversible replacements of attributes in other packages.
 
-A `Patch` says which attribute of which module or class is replaced, by what, and why. A `PatchSet` applies a
-list of them all or nothing: every name is looked up before the first one is touched, so a Megatron-Core that
-moved a function is an error that names it, and never a hook that silently does nothing.
+A `Patch` says which attribute of which module or class is replaced, by what, and why. A `PatchSet` applies all of a
+list or none: every name is looked up before the first one is replaced. So if Megatron-Core moved a function, an error
+names it, and no hook silently does nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from ..installed import installed_megatron
 
-_ABSENT = object()  # the owner inherits the attribute, or has none: reverting deletes ours
+_ABSENT = object()  # the owner inherits the attribute, or has none: reverting deletes the replacement
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Patch:
 
     target       dotted path of a module ('torch.cuda') or of a class in one ('torch.Tensor')
     name         the attribute; it must exist, unless `create` is set
-    replacement  the new value; with `wrap`, a function that is given the old value and returns the new one
-    why          one line for people who meet the patch in an error
-    everywhere   also rebind every attribute of a loaded Megatron-Core module that *is* the old value: modules
-                 that said 'from x import f' before the patch would not see a new x.f
+    replacement  the new value; with `wrap`, a function from the old value to the new one
+    why          one line for the error message of a failed patch
+    everywhere   also replace every attribute of a loaded Megatron-Core module that *is* the old value: modules
+                 that ran 'from x import f' before the patch would not see a new x.f
     create       the attribute need not exist (Megatron reads it, but only an optional package defines it)
     """
 
@@ -45,7 +45,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class _Binding:
-    """A replaced attribute: what stood in the owner's own dictionary, and what stands there now."""
+    """A replaced attribute: its old and new value in the owner's `__dict__`."""
 
     owner: Any
     name: str
@@ -59,7 +59,7 @@ class PatchSet:
     def __init__(self, patches: Iterable[Patch]):
         self.patches = tuple(patches)
         self._bindings: list[_Binding] = []
-        # (old, new) of names that modules import: one loaded while the patches stand has only ever seen the new value
+        # (old, new) of imported names: a module loaded while the patches are applied has only the new value
         self._imported: list[tuple[Any, Any]] = []
         self.applied = False
 
@@ -83,10 +83,10 @@ class PatchSet:
         self.applied = True
 
     def revert(self) -> None:
-        """Puts back, in reverse order, exactly what stood in each owner's own dictionary.
+        """Restores, in reverse order, exactly the old content of each owner's `__dict__`.
 
-        Raises RuntimeError, and reverts nothing, if somebody else replaced one of the names after us: undoing
-        ours would undo theirs.
+        Raises RuntimeError, and reverts nothing, if other code replaced one of the names later: reverting would undo
+        that.
         """
         if not self.applied:
             return
@@ -113,17 +113,17 @@ class PatchSet:
     def _bind(self, owner: Any, name: str, new: Any) -> None:
         before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, new)
-        # Read back what was stored: a class keeps a descriptor as it is, so `is` holds on revert.
+        # Read the stored value back: a class stores a descriptor unchanged, so `is` holds on revert.
         self._bindings.append(_Binding(owner, name, before, vars(owner)[name]))
 
 
 def resolve(patches: Iterable[Patch]) -> list[Any]:
-    """The module or class that each patch changes, imported if need be.
+    """Returns the module or class that each patch changes; imports it if needed.
 
     Raises RuntimeError naming the attribute and the installed Megatron-Core version if one, or its owner, is missing.
     """
     patches = list(patches)
-    # Looked up once each: to learn that torch.Tensor is no module, Python looks into torch's folder.
+    # One lookup per target: to find that torch.Tensor is no module, Python searches torch's folder.
     owners = {target: _locate(target) for target in {patch.target: None for patch in patches}}
     for patch in patches:
         if owners[patch.target] is None or not (patch.create or hasattr(owners[patch.target], patch.name)):
@@ -136,15 +136,14 @@ def resolve(patches: Iterable[Patch]) -> list[Any]:
 
 
 def _locate(path: str) -> Any:
-    """Imports the longest prefix of `path` that is a module, follows the rest as attributes; or None."""
+    """Imports the longest prefix of `path` that is a module and follows the rest as attributes; None on failure."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         prefix = ".".join(parts[:length])
         try:
             owner: Any = importlib.import_module(prefix)
         except ModuleNotFoundError as error:
-            # Only "this prefix is no module" is an answer; a module that fails on an import of its own is a
-            # failure.
+            # Only a prefix that is no module is skipped; a failed import inside a module is an error.
             if error.name is None or not (prefix == error.name or prefix.startswith(error.name + ".")):
                 raise
             continue
@@ -155,7 +154,7 @@ def _locate(path: str) -> Any:
 
 
 class ImportedNames:
-    """Which attributes of the loaded Megatron-Core modules hold a value: all are read once, then looked up."""
+    """Finds the attributes of loaded Megatron-Core modules with a given value: reads all of them once."""
 
     def __init__(self) -> None:
         self._places: dict[int, list[tuple[Any, str]]] = {}
@@ -164,19 +163,19 @@ class ImportedNames:
                 self._places.setdefault(id(value), []).append((module, name))
 
     def of(self, value: Any) -> list[tuple[Any, str]]:
-        """Every (module, attribute) that is `value` itself."""
+        """Returns every (module, attribute) that is `value` itself."""
         found = self._places.get(id(value), [])
         return [(module, name) for module, name in found if vars(module).get(name, _ABSENT) is value]
 
     def moved(self, old: Any, new: Any) -> list[tuple[Any, str]]:
-        """Those of `old`, which the caller is about to set to `new`."""
+        """Returns those of `old`, which the caller then sets to `new`."""
         found = self.of(old)
         self._places.setdefault(id(new), []).extend(found)
         return found
 
 
 def loaded_megatron_modules() -> list[Any]:
-    """The modules of Megatron-Core that are imported now."""
+    """Returns the imported modules of Megatron-Core."""
     return [
         m
         for name, m in list(sys.modules.items())

@@ -1,7 +1,7 @@
-"""Megatron-Core's import without torch.compile, on machines without use for it.
+"""Imports Megatron-Core without torch.compile, on machines that do not use it.
 
-Megatron-Core decorates some fifty functions with torch.compile. To decorate is to import torch's compiler, a quarter of
-the seconds that a rank needs to start; and the CPU engine puts the plain functions back at once (cpu_engine.py).
+Megatron-Core decorates some fifty functions with torch.compile. Decorating imports torch's compiler, a quarter of a
+rank's start-up time; and the CPU engine restores the plain functions immediately (cpu_engine.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .patching import ImportedNames
 
 @contextmanager
 def plain_functions() -> Iterator[None]:
-    """Functions of Megatron-Core that are defined inside stay as they are; torch.compile does all else as ever.
+    """Inside, functions that Megatron-Core defines are not compiled; torch.compile works for all others.
 
     Does nothing if Megatron-Core is already imported.
     """

@@ -1,13 +1,14 @@
 """Patches for routers with expert biases, and with balancing over a whole batch.
 
-After each batch Megatron-Core moves an expert's bias up where fewer tokens than the mean came to it, down where more did
-(DeepSeek-V3's balance without a loss, arXiv:2408.15664). Two things are wrong with it:
+After each batch Megatron-Core raises an expert's bias if it got fewer tokens than the mean, and lowers it if it got
+more (DeepSeek-V3's balance without a loss, arXiv:2408.15664). Two things are wrong with it:
 
-* It moves them while gradients are finalised, when nobody knows yet whether the step will be taken. A step that a NaN or
-  an overflow makes the optimizer skip has moved them nevertheless. Here they are put back (optimizer/loss_scaler.py).
-* Tokens are counted in a buffer that Float16Module rounds to the model's dtype: from 256 on BF16 loses the odd ones, from
-  512 on a token that comes alone, and what is left depends on micro-batches and ranks. Here counts are float32, exact to
-  2^24 tokens.
+* It updates biases while gradients are finalised, before it is known whether the step will run. A step that the
+  optimizer skips, for a NaN or an overflow, has changed them nevertheless. Here they are restored
+  (optimizer/loss_scaler.py).
+* It counts tokens in a buffer that Float16Module rounds to the model's dtype: from 256 on BF16 loses odd counts, from
+  512 on a single token, and the result depends on micro-batches and ranks. Here counts are float32, exact to 2^24
+  tokens.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ _COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
 
 
 def patches() -> list[Patch]:
-    """Where biases are moved, and where their own dtype is seen to."""
+    """Returns patches for the update of biases, and for the dtype of the counts."""
     return [
         Patch(
             "megatron.core.distributed.finalize_model_grads",
             "_update_router_expert_bias",
             remember_biases,
-            "experts' biases move before it is known whether the step is skipped",
+            "experts' biases are updated before it is known whether the step is skipped",
             wrap=True,
         ),
         Patch(
@@ -45,7 +46,7 @@ def patches() -> list[Patch]:
 
 
 def remember_biases(original: Callable[..., None]) -> Callable[..., None]:
-    """_update_router_expert_bias; what the biases were is kept until the optimizer says whether it steps."""
+    """Wraps _update_router_expert_bias: saves the old biases until the optimizer decides whether it steps."""
 
     @functools.wraps(original)
     def update(model: list[Any], config: Any) -> None:
@@ -62,14 +63,14 @@ def remember_biases(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def settle_biases(runtime: Fp8Runtime, *, skipped: bool) -> None:
-    """The verdict on the step after the biases of a runtime's models were moved: of a skipped one they are put back."""
-    moved, runtime.moved_biases = runtime.moved_biases, []
-    for bias, before in moved if skipped else []:
+    """Restores the biases of a runtime's models if the step after their update was skipped."""
+    saved, runtime.moved_biases = runtime.moved_biases, []
+    for bias, before in saved if skipped else []:
         bias.copy_(before)
 
 
 def count_in_float32(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """_maintain_float32_expert_bias, which sees to the counts of tokens too."""
+    """Wraps _maintain_float32_expert_bias: makes the token counts float32 too."""
 
     @functools.wraps(original)
     def maintain(self: Any) -> None:

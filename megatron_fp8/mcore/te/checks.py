@@ -1,4 +1,4 @@
-"""Refuses settings that Transformer Engine's layers would drop in silence."""
+"""Refuses settings that Transformer Engine's layers would silently ignore."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...plan.overrides import Override
 if TYPE_CHECKING:
     from ..config.transformer_config import TransformerConfig
 
-# (setting, what of it is refused, why). What a recipe cannot express is backends/transformer_engine.py's ``unmapped``.
+# (setting, whether its value is refused, why). For recipes see ``unmapped`` in backends/transformer_engine.py.
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("fp8_wgrad", lambda value: not value, "its linears have no weight gradient in BF16"),
     ("fp8_param", bool, "FP8 weights are this package's own"),
@@ -20,18 +20,18 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("fp8_high_precision_warmup", bool, "phases in BF16 are this package's"),
     ("fp8_high_precision_healing", bool, "phases in BF16 are this package's"),
     ("fp8_output_layer", bool, "the output projection is none of its layers"),
-    ("fp8_guard", bool, "it keeps amaxes to itself, which the guard decides by"),
+    ("fp8_guard", bool, "it does not expose the amaxes that the guard needs"),
     ("num_moe_experts", bool, "it shares amaxes between ranks that hold different experts"),
 )
 
 
 def wants_te(config: Any) -> bool:
-    """Whether this config asks for FP8 from Transformer Engine's layers."""
+    """Whether this config requests FP8 with Transformer Engine's layers."""
     return bool(config.fp8) and getattr(config, "fp8_backend", None) == name
 
 
 def check_te_settings(config: TransformerConfig) -> None:
-    """ValueError for a setting that Transformer Engine's layers cannot honour; nothing for another backend."""
+    """Raises ValueError for a setting that Transformer Engine's layers do not support, if they are the backend."""
     if not wants_te(config):
         return
     for setting, refused, why in _REFUSED:

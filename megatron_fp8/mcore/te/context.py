@@ -1,9 +1,8 @@
 """FP8 contexts for Transformer Engine's layers.
 
-Megatron-Core enters the context once around all layers with delayed scaling, else around each layer. TE updates the
-scales of delayed scaling when its outermost context is left, so it must not be entered once a layer. Layers that stay in
-BF16 leave it for the time of their call (te/layers.py); so they compose with delayed scaling, which Megatron-Core
-refuses.
+Megatron-Core enters the context once around all layers with delayed scaling, else around each layer. TE updates delayed
+scales when its outermost context is left, so entering it once a layer would be wrong. Layers that stay in BF16 leave the
+context during their call (te/layers.py), so they work with delayed scaling, which Megatron-Core refuses.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from .checks import wants_te
 
 
 def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> AbstractContextManager[None]:
-    """fp8_utils.get_fp8_context, and inside it Transformer Engine's where the config asks for TE's layers.
+    """fp8_utils.get_fp8_context, and inside it Transformer Engine's if the config requests TE's layers.
 
-    A layer that is built takes over which layers run in FP8: settings that change later would reach the others alone, so
-    they are closed from here on, and copies that are made of the config while it is built share its state.
+    Building a layer fixes its precision, and later changes of settings would affect only later layers. So building
+    freezes the settings, and copies of the config share its state from then on.
     """
     if is_init and hasattr(config, "freeze"):
         config.freeze()
     ours = fp8_utils.get_fp8_context(config, layer_no, is_init)
-    return _both(ours, config) if not is_init and _has_te_layers(config) else ours
+    return _nested_contexts(ours, config) if not is_init and _has_te_layers(config) else ours
 
 
 def choose_te_layers(config: Any) -> bool:
-    """Whether a model of this config is made of Transformer Engine's layers: asked for, and they can run.
+    """Whether a model of this config has Transformer Engine's layers: requested, and able to run.
 
     Raises:
-        ValueError: asked for, and they cannot; with fp8_fallback='warn' each site says so instead.
+        ValueError: requested, and not able to run; with fp8_fallback='warn' each site warns instead.
     """
     chosen = wants_te(config)
     if chosen:
@@ -62,7 +61,7 @@ def _has_te_layers(config: Any) -> bool:
 
 
 @contextmanager
-def _both(ours: AbstractContextManager[None], config: Any) -> Iterator[None]:
+def _nested_contexts(ours: AbstractContextManager[None], config: Any) -> Iterator[None]:
     with ours:
         if current_switch().off != "none":
             yield
@@ -72,7 +71,7 @@ def _both(ours: AbstractContextManager[None], config: Any) -> Iterator[None]:
 
 
 def recipe_of(config: Any) -> Any:
-    """TE's recipe object of this config, made once."""
+    """Returns TE's recipe object of this config, made once."""
     runtime = runtime_of(config)
     if runtime.te_recipe is None:
         runtime.te_recipe = engine.te_recipe(fp8_utils.get_fp8_recipe(config))
@@ -80,14 +79,14 @@ def recipe_of(config: Any) -> Any:
 
 
 def amax_group(config: Any) -> Any:
-    """The ranks that share delayed scaling's amaxes; None without model parallelism."""
+    """Returns the group that reduces delayed scaling's amaxes; None without model parallelism."""
     if not parallel_state.model_parallel_is_initialized():
         return None
     return compat.amax_group(config, expert=False)
 
 
 def checkpoint(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's te_checkpoint: TE's own inside one of TE's contexts, whose state it brings back, else ``ours``."""
+    """Returns Megatron's te_checkpoint: inside a TE context TE's own, which restores the context, else ``ours``."""
 
     def te_checkpoint(*args: Any, **kwargs: Any) -> Any:
         return (theirs if engine.is_enabled() else ours)(*args, **kwargs)

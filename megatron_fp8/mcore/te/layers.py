@@ -1,11 +1,11 @@
 """Transformer Engine's linears under this package's plan and report.
 
-Megatron-Core's own wrappers of them do the construction, the communication and the checkpoints. What is added: a place in
-the precision plan; running in BF16 where the plan says so, inside TE's FP8 context too; refusing to run in BF16 where the
-plan says FP8; and a look at TE's quantizers after the first FP8 forward. TE's ``_extra_state`` stays out of checkpoints:
-it is a pickle, and what it holds is delayed scaling's history, which starts anew when a training is resumed.
+Megatron-Core's own wrappers do the construction, the communication and the checkpoints. This adds an entry in the
+precision plan; BF16 where the plan says so, inside TE's FP8 context too; an error instead of BF16 where the plan says
+FP8; and a check of TE's quantizers after the first FP8 forward. TE's ``_extra_state`` is not saved: it is a pickle of
+delayed scaling's history, which restarts when training resumes.
 
-Import this only where Transformer Engine is: its classes are the base classes here.
+Import this only if Transformer Engine is installed: its classes are the base classes here.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _NOT_SAVED = (
 
 
 class _TeSiteLinear:
-    """What all of TE's linears get."""
+    """The methods that all of TE's linears get."""
 
     config: Any
     training: bool
-    is_expert = False  # experts are refused by te_checks
+    is_expert = False  # te/checks.py refuses experts
     weight: torch.Tensor
 
     def _init_site(self) -> None:
@@ -54,7 +54,7 @@ class _TeSiteLinear:
         self._forwards = Forwards()
 
     def bind_fp8_site(self, site: TeSite) -> None:
-        """Take the site that the model's plan has for this layer."""
+        """Sets the site of the model's plan for this layer."""
         self._site = site
         if isinstance(site.plan.recipe, DelayedScaling):
             site.notes.add(_NOT_SAVED)
@@ -75,8 +75,8 @@ class _TeSiteLinear:
         """As Megatron-Core's wrapper, in the plan's precision.
 
         Raises:
-            RuntimeError: the plan says FP8 and TE's context is not there, or is another recipe's; or TE made quantizers
-                that do something else than the recipe.
+            RuntimeError: the plan says FP8 but TE's context is missing or has another recipe; or TE's quantizers
+                differ from the recipe.
         """
         site, fp8 = self.fp8_site, self.runs_fp8()
         if not fp8:
@@ -97,22 +97,22 @@ class _TeSiteLinear:
                 " would run in BF16: run the model through Megatron-Core's transformer block after"
                 " megatron_fp8.mcore.install(), or enter megatron_fp8.mcore.te.context.get_fp8_context(config)"
             )
-        here, wanted = engine.recipe_in_force(), recipe_of(self.config)
-        if here is not wanted and repr(here) != repr(wanted):  # some modules hold a copy of the config
+        here, expected = engine.recipe_in_force(), recipe_of(self.config)
+        if here is not expected and repr(here) != repr(expected):  # some modules hold a copy of the config
             raise RuntimeError(
                 f"{site.plan.name} was called in a Transformer Engine context with another recipe ({here}) than the"
-                f" config's ({wanted})"
+                f" config's ({expected})"
             )
 
     def _check_quantizers(self, site: TeSite) -> None:
-        """Once: later forwards keep the quantizers of the first."""
+        """Checks once: later forwards use the first one's quantizers."""
         if site.verified:
             return
         assert site.plan.recipe is not None
         wrong = engine.disagreements(self, site.plan.recipe)
         if wrong:
             raise RuntimeError(
-                f"{site.plan.name}: Transformer Engine {engine.version()} does not do as {site.plan.recipe} says:"
+                f"{site.plan.name}: Transformer Engine {engine.version()} differs from {site.plan.recipe}:"
                 f" {'; '.join(wrong)}. Use fp8_backend='native'"
             )
         site.verified = True
@@ -177,7 +177,7 @@ class Fp8TeSpecProvider(TESpecProvider):
 
 
 def te_layer_spec(config: Any) -> ModuleSpec:
-    """Megatron-Core's Transformer Engine spec of a dense GPT layer, made of this file's classes."""
+    """Megatron-Core's Transformer Engine spec of a dense GPT layer, with this file's classes."""
     with _own_classes():
         return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=config.qk_layernorm, qk_l2_norm=config.qk_l2_norm
@@ -185,7 +185,7 @@ def te_layer_spec(config: Any) -> ModuleSpec:
 
 
 def te_block_spec(config: Any, **options: Any) -> TransformerBlockSubmodules:
-    """The same for all dense layers that a pipeline stage holds; ``options`` as of get_gpt_decoder_block_spec."""
+    """The same for all dense layers of a pipeline stage; ``options`` as for get_gpt_decoder_block_spec."""
     with _own_classes():
         return gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True, **options)
 

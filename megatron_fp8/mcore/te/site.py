@@ -12,13 +12,14 @@ from ...state.fp8_state import Fp8State
 
 @dataclass
 class TeSite:
-    """What a report, a checkpoint and an iteration ask of a site (site.GemmSite), for a layer that does its own casts.
+    """The attributes of a site (site.GemmSite) that reports, checkpoints and iterations read, for a layer that does
+    its own casts.
 
     Attributes:
         plan: the site's entry.
-        state: the model's FP8 state: its iteration and counts. There are no slots: TE keeps amaxes and health to itself.
-        notes: what was found out while it ran.
-        verified: whether TE's quantizers were seen to do as the recipe says.
+        state: the model's FP8 state: its iteration and counts. There are no slots: TE does not expose amaxes and health.
+        notes: for the report, made while it ran.
+        verified: whether TE's quantizers were checked against the recipe.
         quantizers, casts: none, for every role.
     """
 
@@ -31,5 +32,5 @@ class TeSite:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether this site runs in FP8, as planned."""
+        """Whether this site is planned in FP8."""
         return self.plan.precision == "fp8"

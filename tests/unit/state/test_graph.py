@@ -183,7 +183,7 @@ def test_steps_that_decide_on_the_host_are_refused():
     site, _ = make_site(recipes.DelayedScaling(interval=3), state=seldom)
     fp8_linear(*leaves(), None, site).sum().backward()
     seldom.finish_iteration()
-    assert "due every 3 iterations" in refused(seldom)
+    assert "updated every 3 iterations" in refused(seldom)
     rounded = Fp8State()
     site, _ = make_site(recipes.MXFP8BlockScaling(stochastic_rounding=True), state=rounded)
     rounded.finish_iteration()

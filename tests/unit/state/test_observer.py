@@ -137,7 +137,7 @@ def test_sites_made_later_are_watched_too():
 def test_one_at_a_time():
     state = Fp8State()
     state.watch(Recording())
-    with pytest.raises(AssertionError, match="stops first"):
+    with pytest.raises(AssertionError, match="remove it first"):
         state.watch(Recording())
 
 

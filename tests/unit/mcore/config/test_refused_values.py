@@ -98,7 +98,7 @@ def test_conflicting_values_are_an_error_that_names_both(settings, both):
         ({"fp8": "hybrid", "fp8_guard": True, "fp8_guard_patience": 0}, ["fp8_guard_patience=0"]),
         (
             {"fp8": "hybrid", "fp8_dot_product_attention": True},
-            ["fp8_dot_product_attention=True", "attention itself runs in BF16", "takes no FP8"],
+            ["fp8_dot_product_attention=True", "attention itself runs in BF16", "does not support FP8"],
         ),
         ({"fp8": "hybrid", "fp8_multi_head_attention": True}, ["fp8_multi_head_attention=True"]),
         ({"fp8": "hybrid", "fp8_output_layer": "yes"}, ["fp8_output_layer='yes'"]),

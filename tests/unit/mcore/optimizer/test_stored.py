@@ -88,7 +88,7 @@ def test_a_tensor_that_is_no_run_of_elements_is_refused():
         return [ShardedTensor.from_rank_offsets(key, data[:, :3], replica_id=replica_id)]
 
     factory = ShardedTensorFactory("w", torch.zeros(4, 6), columns, lambda state: state, (0, 0, 0))
-    with pytest.raises(AssertionError, match="no run"):
+    with pytest.raises(AssertionError, match="no contiguous range"):
         cut(factory, "w", torch.zeros(24), 0, replica=0)
 
 
