@@ -1,4 +1,4 @@
-"""The modules of a model with parameters: will they run in FP8, and why."""
+"""Selects the modules of a model to convert to FP8, with a reason for each."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass
 class Candidate:
-    """A module of the model, or one linear of a module of experts, and what is said of it.
+    """A module of the model, or one linear of an expert module, with its row of the report.
 
     Attributes:
-        row: of the report, without sizes yet.
-        name, module: it, or the module of experts.
-        own: how many values each of its parameters has, by something that tells parameters apart.
-        multiplied: how many of them a token is multiplied by.
-        lazy: it has parameters without a shape yet.
-        also: other names by which overrides may call it.
-        padded: that the GPU's products pad its weight, and which; '' where they do not.
+        row: the report's row; sizes are filled in later.
+        name, module: the module, or the expert module that contains the linear.
+        own: parameter key -> number of values. The key identifies a parameter, or one expert's part of it.
+        multiplied: number of these values that each token is multiplied by.
+        lazy: the module has parameters without a shape yet.
+        also: other names under which overrides match it.
+        padded: note on GEMM padding of the weight on this GPU; '' if there is none.
     """
 
     row: Row
@@ -57,19 +57,19 @@ class Candidate:
 
 
 def candidates(model: nn.Module, config: Fp8Config) -> list[Candidate]:
-    """All of them, in module order; a shared module once."""
+    """All candidates in module order; a shared module appears once."""
     tied = _embedding_weights(model) if config.skip == DEFAULT_SKIP else set()
     found: list[Candidate] = []
     for name, module in model.named_modules():
         if isinstance(module, Fp8Experts):
-            continue  # its linears are modules, too
+            continue  # its linears are modules of their own
         if is_linear(module) or any(True for _ in module.parameters(recurse=False)):
             found += _considered(name, module, config, tied)
     return found
 
 
 def rows_with_sizes(found: list[Candidate]) -> tuple[Row, ...]:
-    """Their rows, with how much of the model each is. A shared parameter counts once: in an FP8 layer, if one uses it."""
+    """Report rows with their sizes. A shared parameter counts once, in an FP8 layer if one uses it."""
     counted: set[Any] = set()
     rows = [candidate.row for candidate in found]
     for i in sorted(range(len(rows)), key=lambda i: not rows[i].converted):
@@ -80,9 +80,9 @@ def rows_with_sizes(found: list[Candidate]) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-@functools.lru_cache(maxsize=2**14)  # asked of each linear's parents again and again
+@functools.lru_cache(maxsize=2**14)  # every linear checks the same parents
 def matches(name: str, pattern: str) -> bool:
-    """Whether a glob matches the name, its last part, or those of a module that it is in."""
+    """Whether a glob matches the full name, its last part, or either of these for a parent module."""
     parent, _, last = name.rpartition(".")
     if parent and matches(parent, pattern):
         return True
@@ -91,7 +91,7 @@ def matches(name: str, pattern: str) -> bool:
 
 @functools.lru_cache(maxsize=2**14)
 def _any_matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether one of these globs ``matches`` the name: one look at it where none does, as with most."""
+    """Whether one of the globs ``matches`` the name. One compiled pattern serves all globs."""
     parent, _, last = name.rpartition(".")
     if parent and _any_matches(parent, patterns):
         return True
@@ -100,13 +100,15 @@ def _any_matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 @functools.cache
-def _one_of(patterns: tuple[str, ...]) -> Callable[[str], Any]:
-    """What matches one of these globs, as fnmatchcase does."""
-    return re.compile("|".join(map(translate, patterns)) or r"(?!)").match
+def _one_of(globs: tuple[str, ...]) -> Callable[[str], Any]:
+    """Returns a function that matches a name against any of these globs, as fnmatchcase does."""
+    return re.compile("|".join(map(translate, globs)) or r"(?!)").match
 
 
 def fp8_class(module: nn.Module | type[nn.Module]) -> type[Fp8Layer] | None:
-    """The FP8 class of a module that is exactly a linear, or of such a class; None of what is none."""
+    """The FP8 class for an nn.Linear or transformers' Conv1D, given as module or class; None for all others,
+    subclasses included.
+    """
     kind = module if isinstance(module, type) else type(module)
     if kind is nn.Linear:
         return Fp8Linear
@@ -119,26 +121,27 @@ def fp8_class(module: nn.Module | type[nn.Module]) -> type[Fp8Layer] | None:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is a linear of some class, in FP8 or not."""
+    """Whether the module is a linear layer, in FP8 or not."""
     return isinstance(module, (nn.Linear, Fp8Layer)) or fp8_class(module) is not None
 
 
 def skipped_by(name: str, module: nn.Module, config: Fp8Config) -> str | None:
-    """Which entry of the skip list names the module, in words."""
+    """The skip entry that matches the module, as text for the report; None if none does."""
     globs = tuple(entry for entry in config.skip if isinstance(entry, str))
     if len(globs) == len(config.skip) and not _any_matches(name, globs):
         return None
     for entry in config.skip:
         if isinstance(entry, str) and matches(name, entry):
             return f"skip {entry!r}"
-        if callable(entry) and any(entry(*asked) for asked in _linears_of(name, module)):
+        if callable(entry) and any(entry(*arguments) for arguments in _linears_of(name, module)):
             return f"skip {getattr(entry, '__name__', 'function')}"
     return None
 
 
 def _linears_of(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What a function of a skip list is asked about: a linear; of experts the first one's linears, as modules without
-    memory that have their features."""
+    """(name, module) pairs to pass to a skip function: the linear itself; for experts, the linears of the
+    first expert on the meta device.
+    """
     if is_linear(module):
         return [(name, module)]
     kind = kind_of(type(module))
@@ -152,24 +155,25 @@ def _linears_of(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _considered(name: str, module: nn.Module, config: Fp8Config, tied: set[int]) -> list[Candidate]:
+    """Candidates of one module: one for an ordinary module, one per linear for experts."""
     if isinstance(module, Fp8Layer):
         return [_converted_before(name, module)]
-    every = list(module.parameters(recurse=False))
-    weight = every[0] if every else None
+    parameters = list(module.parameters(recurse=False))
+    weight = parameters[0] if parameters else None
     reason = _reason_to_skip(name, module, config, tied)
     kind = kind_of(type(module))
     if reason is None and kind is not None:
         return list(_experts(name, module, kind.stacks(module), config))
     if reason is None:
         row, padded = _planned(name, type(module).__name__, _features(module), module.weight, config)
-        return [_with_parameters(row, module, every, padded)]
+        return [_with_parameters(row, module, parameters, padded)]
     shape: tuple[int, ...] = () if weight is None or is_lazy(weight) else tuple(weight.shape)
     if shape and is_linear(module):
         shape = _features(module)  # its first parameter need not be the weight: weight_norm's is a norm
     dtype = "" if weight is None else _short(weight.dtype)
     linear = is_linear(module) or bool(_stacks(module))
     row = Row(name, type(module).__name__, shape, False, dtype, reason, linear=linear)
-    return [_with_parameters(row, module, every)]
+    return [_with_parameters(row, module, parameters)]
 
 
 def _converted_before(name: str, module: Fp8Layer) -> Candidate:
@@ -185,7 +189,7 @@ def _converted_before(name: str, module: Fp8Layer) -> Candidate:
 def _experts(
     name: str, module: nn.Module, stacks: tuple[Stack, ...], config: Fp8Config
 ) -> Iterator[Candidate]:
-    """One for each linear of each expert."""
+    """One candidate per linear of each expert."""
     count = count_of(module, stacks)
     for number in range(count):
         for stack in stacks:
@@ -208,7 +212,7 @@ def _planned(
     *,
     also: tuple[str, ...] = (),
 ) -> tuple[Row, str]:
-    """The row of a linear for which the plan decides, and whether its weight is padded (`Candidate.padded`)."""
+    """(row, padding note) of a linear, as its plan decides (see `Candidate.padded`)."""
     dtype, device = _short(weight.dtype), weight.device
     assert isinstance(device, torch.device)
     if device.type == "meta":
@@ -253,7 +257,7 @@ def _reason_to_skip(name: str, module: nn.Module, config: Fp8Config, tied: set[i
 
 
 def _experts_stay(module: nn.Module, config: Fp8Config) -> str | None:
-    """Why a module of experts of a kind that is known stays as it is."""
+    """Why a module of a supported expert class stays in high precision; None if it converts."""
     if is_parametrized(module):
         return "is parametrised, its weights computed in each call: convert first, then parametrise"
     if getattr(module, "_is_expert_parallel", False):
@@ -287,13 +291,15 @@ def _weights_stay(
 
 
 def _is_foreign(weight: Any) -> bool:
-    """Whether it is a tensor of a class of somebody's, such as quantised values: FP8 kernels read memory."""
+    """Whether the tensor belongs to an unsupported subclass, e.g. another library's quantised tensor. FP8
+    kernels need plain memory.
+    """
     known = (torch.Tensor, nn.Parameter, FakeTensor, Fp8Parameter)
     return not (type(weight) in known or hasattr(weight, "to_local"))
 
 
 def _what_it_is(module: nn.Module) -> str:
-    """Why something that is no linear stays as it is."""
+    """Why a module that is not a linear stays as it is."""
     stacks = ", ".join(f"{name} {list(shape)}" for name, shape in _stacks(module).items())
     if stacks:
         return f"a stack of matrices stays in high precision, of experts whose forward is not known here: {stacks}"
@@ -307,18 +313,18 @@ def _what_it_is(module: nn.Module) -> str:
 
 
 def _with_parameters(row: Row, module: nn.Module, every: list[nn.Parameter], padded: str = "") -> Candidate:
-    """The candidate of this row; ``every``: the module's own parameters."""
+    """A candidate from a report row; ``every`` holds the module's own parameters."""
     own = [p for p in every if not is_lazy(p)]
     values, lazy = {id(p): p.numel() for p in own}, len(own) < len(every)
     return Candidate(row, row.name, module, values, _multiplied(module, own), lazy, padded=padded)
 
 
 def _multiplied(module: nn.Module, own: list[nn.Parameter]) -> int:
-    """How many of its values a token is multiplied by. Of a module that is not known here: those of its matrices."""
+    """Number of values that each token is multiplied by. For unknown modules: the values of their matrices."""
     if is_linear(module) and own:
         return math.prod(_features(module))
     if isinstance(module, nn.Embedding | nn.EmbeddingBag | _ConvNd | ParametrizationList):
-        return 0  # a parametrization's values are multiplied by its layer, which is counted
+        return 0  # the layer of a parametrization counts its values
     return sum(p.numel() for p in own if p.squeeze().ndim == 2 or _is_stack(p))
 
 
@@ -326,18 +332,18 @@ def _features(module: Any) -> tuple[int, int]:
     """(out features, in features) of a linear."""
     if isinstance(module, (nn.Linear, Fp8Layer)):
         return module.out_features, module.in_features
-    return module.nf, module.nx  # of a Conv1D
+    return module.nf, module.nx  # Conv1D
 
 
 def _stacks(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Its parameters that are several matrices each, with their shapes."""
+    """Name -> shape of the module's parameters that stack several matrices."""
     if isinstance(module, _ConvNd):
         return {}
     return {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False) if _is_stack(p)}
 
 
 def _is_stack(parameter: nn.Parameter) -> bool:
-    """Whether it is several matrices in one tensor, such as experts that one grouped product multiplies."""
+    """Whether a tensor stacks several matrices, such as experts of a grouped GEMM."""
     return not is_lazy(parameter) and parameter.ndim == 3 and min(parameter.shape) > 1
 
 

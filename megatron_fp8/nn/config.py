@@ -118,7 +118,7 @@ class Fp8Config:
 
     @cached_property
     def resolved_recipe(self) -> Recipe:
-        """The recipe, as an instance; made once, since each linear asks for it."""
+        """The recipe as an instance; cached, because every linear reads it."""
         return self._resolve()
 
     @property
@@ -132,10 +132,10 @@ class Fp8Config:
         return tuple(role for role, quantized in flags.items() if not quantized)
 
     def asked(self, recipe: Recipe | None = None) -> Asked:
-        """What this asks for; ``recipe`` is fp8_autocast's, in place of its own."""
-        taken = recipe or self.resolved_recipe
+        """The request for a site plan. ``recipe``, from fp8_autocast, replaces the config's recipe."""
+        chosen = recipe or self.resolved_recipe
         return Asked(
-            recipe=lambda name: taken if name is None else self._named(name),
+            recipe=lambda name: chosen if name is None else self._named(name),
             reason="recipe of fp8_autocast" if recipe else "",
             overrides={} if recipe else self.overrides,
             unquantized=self.unquantized,
@@ -144,7 +144,7 @@ class Fp8Config:
         )
 
     def differing(self, other: Fp8Config) -> dict[str, tuple[Any, Any]]:
-        """How two configs have one linear run, where they differ: name -> (this one's, the other's)."""
+        """Settings that would make a linear run differently: name -> (this config's value, the other's)."""
         recipes = self.resolved_recipe, other.resolved_recipe
         names = recipe_name(recipes[0]), recipe_name(recipes[1])
         said = {
@@ -155,7 +155,7 @@ class Fp8Config:
         return {name: (mine, its) for name, (mine, its) in said.items() if mine != its}
 
     def with_recipe(self, recipe: Recipe | str) -> Fp8Config:
-        """The same with another recipe; an instance brings its own formats, margin and epsilon."""
+        """A copy with another recipe; a recipe instance brings its own formats, margin and epsilon."""
         if isinstance(recipe, str):
             return replace(self, recipe=recipe, granularity=None, margin=0, epsilon=0.0)
         return replace(self, recipe=recipe, granularity=None, backward_format=None, margin=0, epsilon=0.0)
@@ -176,7 +176,7 @@ class Fp8Config:
         return self._named(name)
 
     def _named(self, name: str, where: str = "recipe") -> Recipe:
-        """The recipe of that name, with the options that are said here."""
+        """Builds the named recipe with this config's options."""
         if check_recipe_name(name) == "custom":
             raise ValueError(
                 f"{where}='custom' has no meaning by itself: give megatron_fp8.recipe.CustomRecipe(function of the role)"
@@ -210,7 +210,9 @@ class Fp8Config:
 
 
 def as_skip(skip: Any) -> tuple[Skip, ...]:
-    """One glob, one predicate or an iterable of them, as a tuple; ValueError for anything else."""
+    """The skip list as a tuple: accepts one glob, one predicate or an iterable of them. Raises ValueError for
+    anything else.
+    """
     several = isinstance(skip, Iterable) and not isinstance(skip, str)
     entries = () if skip is None else tuple(skip) if several else (skip,)
     for entry in entries:
@@ -223,7 +225,7 @@ def as_skip(skip: Any) -> tuple[Skip, ...]:
 
 
 def make_config(recipe: Recipe | str | Fp8Config | None, config: Fp8Config | None) -> Fp8Config:
-    """The config that either argument means; ValueError if both are given, or one is of another type."""
+    """The config from either argument. Raises ValueError if both are given or a type is wrong."""
     if recipe is not None and config is not None:
         raise ValueError(
             f"recipe={recipe!r} and config={config!r} are both given: put the recipe into the config"
