@@ -1,6 +1,7 @@
 """Effects of quantisation on a matrix: underflow, saturation, error, scales.
 
-``measure_codes`` is torch's way, on any device; on CPUs with a compiler statistics.py has kernels/cpu/figures.py do it.
+``measure_codes`` uses torch operations and runs on any device. On CPUs with a compiler statistics.py uses
+kernels/cpu/figures.py instead.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _BEYOND = 1 + 2.0**-21
 
 
 def side_of(quantized: QuantizedSide, shape: torch.Size, *, columnwise: bool) -> Side:
-    """One side of what was made of a matrix of this shape, as that matrix lies.
+    """One side of a quantised matrix of this shape, in the matrix's own orientation.
 
     Args:
-        columnwise: the side holds codes [cols, rows].
+        columnwise: the side's codes are [cols, rows].
 
     Raises:
-        ValueError: the codes are not of this shape.
+        ValueError: the codes have another shape.
     """
     made, scale, granularity = quantized.codes, quantized.float_scale_inv(), quantized.granularity
     block = (granularity.rows, granularity.cols)
@@ -42,11 +43,11 @@ def side_of(quantized: QuantizedSide, shape: torch.Size, *, columnwise: bool) ->
 
 @keeping_subnormals
 def measure_codes(x: torch.Tensor, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
-    """Figures of x [rows, cols] and of one side of what was made of it; elements of x that are NaN or Inf are left out.
+    """Quantisation statistics of x [rows, cols] and one side of its codes. Ignores NaN and Inf in x.
 
     Returns:
-        float64 [3]: the sum of squared errors, the number of underflows and of overflows; and float64 [2]: the largest
-        scale_inv and the negative of the smallest (-Inf where there is none).
+        float64 [3]: sum of squared errors, number of underflows, number of overflows. And float64 [2]: the
+        largest scale_inv and the negated smallest (-Inf if there is none).
     """
     sums = torch.zeros(3, dtype=torch.float64, device=x.device)
     if x.numel() == 0:
@@ -64,7 +65,7 @@ def measure_codes(x: torch.Tensor, side: Side) -> tuple[torch.Tensor, torch.Tens
 def _chunk(
     x: torch.Tensor, made: torch.Tensor, scale: torch.Tensor, granularity: Granularity, fp8_max: float
 ) -> torch.Tensor:
-    """The three sums of some rows; scale is float64."""
+    """The three sums over a chunk of rows; scale is float64."""
     values = x.to(torch.float64)
     finite = values.isfinite()
     values = torch.where(finite, values, 0.0)
@@ -76,7 +77,7 @@ def _chunk(
 
 
 def _scaled(values: torch.Tensor, scale: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-    """values [rows, cols], in place, times the scale of their block."""
-    if granularity.rows == 0:  # one scale for each column, or for all
+    """Multiplies values [rows, cols] in place by the scale of their block."""
+    if granularity.rows == 0:  # one scale per column, or one for all
         return values.mul_(scale)
     return scale_blocks_(values, scale, granularity)

@@ -1,4 +1,4 @@
-"""What a diagnosis says in words: its answer first, and only what its figures support."""
+"""The verdict of a diagnosis in words: the answer first, supported by measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .search import Cure
 
 
 def bad_in_high_precision(what: str) -> str:
-    """Where high precision gives NaN or Inf, or no gradient."""
+    """The verdict if high precision gives NaN, Inf or no gradient."""
     return (
         f"FP8 is not the cause: it is bad in high precision too. With every GEMM in high precision {what}, so nothing can"
         " be said of what FP8 costs; look at the model, its data and the learning rate."
@@ -18,14 +18,16 @@ def bad_in_high_precision(what: str) -> str:
 
 
 def too_high(losses: tuple[float, ...], good_loss: float | None) -> bool:
-    """Whether the losses in high precision are beyond the good one by more than their spread."""
+    """Whether the losses in high precision exceed the good loss by more than their spread."""
     return good_loss is not None and fmean(losses) - 2 * stdev(losses) > good_loss
 
 
 def verdict(
     found: Attribution, cure: Cure, losses: tuple[float, ...], noise: float, good_loss: float | None
 ) -> str:
-    """One paragraph, the answer first. ``losses``: in high precision; ``noise``: of batches' gradients, relative."""
+    """One paragraph, the answer first. ``losses``: in high precision; ``noise``: relative noise of batches'
+    gradients.
+    """
     outstanding = [finding for finding in found.findings if finding.stands_out]
     mean = fmean(losses)
     also = ""
@@ -45,14 +47,16 @@ def verdict(
 
 
 def far_off(found: Attribution, limits: Limits) -> float | None:
-    """How many times as far as rounding alone all sites together are from high precision; None if that is near."""
+    """Distance of all sites together from high precision, relative to rounding alone; None if within the
+    limit.
+    """
     distances, best = (measured.distances(found.counted) for measured in (found.planned, found.at_best))
     times = distances.mean / best.mean if best.mean else 1.0
     return times if times > limits.ratio else None
 
 
 def _answer(found: Attribution, outstanding: list[Finding], also: str) -> str:
-    """Returns whether FP8 is the cause. ``also``: what is bad in high precision, '' if nothing is."""
+    """Whether FP8 is the cause. ``also``: what is bad in high precision too, '' if nothing is."""
     if outstanding:
         sites = list(dict.fromkeys(finding.site for finding in outstanding))
         where = sites[0] if len(sites) == 1 else f"{len(sites)} sites, most in {sites[0]}"
@@ -72,7 +76,7 @@ def _answer(found: Attribution, outstanding: list[Finding], also: str) -> str:
 
 
 def _far_off_in_words(found: Attribution) -> str:
-    """Returns how far off the plan is where no site stands out; '' if it is near."""
+    """How far off the plan is although no site stands out; '' if it is near."""
     times = far_off(found, Limits())
     if times is None:
         return ""
