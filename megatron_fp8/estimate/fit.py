@@ -71,9 +71,9 @@ def changes(settings: Settings) -> Iterator[tuple[tuple[str, ...], Settings]]:
     """
     splits = list(_splits(settings))
     rest = [change for group in (_recompute, _fp8_param, _sharded, _smaller) for change in group(settings)]
-    for one in [*splits, *rest]:
-        if (changed := apply(settings, one)) is not None:
-            yield _words(one), changed
+    for single in [*splits, *rest]:
+        if (changed := apply(settings, single)) is not None:
+            yield _words(single), changed
     combined: dict[str, Any] = {}
     for group in (_sharded, _fp8_param, _recompute, _smaller):
         for more in group(settings):

@@ -10,12 +10,14 @@ from ..colours import FORMATS, RECIPES
 from . import delayed, scaling
 from .values import all_formats, by_magnitude
 
-_FIRST, _LAST = -30, 32  # powers of two that are drawn: all of E5M2 and FP16
+_FIRST, _LAST = -30, 32  # powers of two to draw: all of E5M2 and FP16
 _HISTORIES = {1: ":", 16: "-", 1024: "--"}  # line styles
 
 
 def terminal() -> str:
-    """A bar a format, a character a power of two, at most 80 columns: '=' where it has normal values, '.' subnormal."""
+    """One bar per format, one character per power of two, at most 80 columns: '=' for normal values, '.' for
+    subnormal.
+    """
     lines = ["Where each format has values ('=' normal, '.' subnormal, '<' '>': it goes on)", ""]
     for one in all_formats():
         cells = []
@@ -35,13 +37,15 @@ def terminal() -> str:
 
 
 def check_path(path: Path) -> None:
-    """ValueError unless the picture can be called so."""
+    """Raises ValueError unless the file name suits a picture."""
     if path.suffix != ".png" or not path.resolve().parent.is_dir():
         raise ValueError(f"--png={path} must be a FILE.png in a folder that is there: give such a file")
 
 
 def draw(path: Path) -> None:
-    """Four panels: range, relative error, recipes on outliers, delayed scaling. Raises ValueError: cannot be written."""
+    """Four panels: range, relative error, recipes on outliers, delayed scaling. Raises ValueError: the file
+    cannot be written.
+    """
     check_path(path)
     import matplotlib
 
@@ -124,7 +128,7 @@ def _recipes(axes: Any) -> None:
 
 
 def _delays(axes: Any) -> None:
-    """SQNR by iteration where magnitudes jump: the style of a line is the length of its history."""
+    """SQNR by iteration for jumping magnitudes; line styles show the history length."""
     shown = {"tensorwise (no delay)": (RECIPES["tensorwise"], "-")}
     shown |= {
         f"history {length}, margin 0": (RECIPES["delayed"], style) for length, style in _HISTORIES.items()

@@ -21,7 +21,9 @@ Rows = list[dict[str, Any]]
 
 
 def formats() -> Rows:
-    """One row a format: counts of codes, limits, dynamic range in powers of two, the largest error of normal values."""
+    """One row per format: counts of codes, limits, dynamic range in powers of two, largest error of normal
+    values.
+    """
     rows = []
     for one in all_formats():
         normal = [
@@ -50,7 +52,9 @@ def formats() -> Rows:
 
 
 def values() -> Rows:
-    """One row a code: its value, and the distance to the next larger magnitude (empty for the largest, NaN and Inf)."""
+    """One row per code: its value, and the distance to the next larger magnitude (empty for the largest, NaN
+    and Inf).
+    """
     rows = []
     for one in all_formats():
         positive = [0.0, *one.positive.tolist()] if bool((one.values == 0).any()) else one.positive.tolist()
@@ -64,7 +68,7 @@ def values() -> Rows:
 
 
 def magnitudes() -> Rows:
-    """One row a format and power of two."""
+    """One row per format and power of two."""
     return [
         {
             "format": one.name,
@@ -80,7 +84,7 @@ def magnitudes() -> Rows:
 
 
 def recipes() -> Rows:
-    """One row a recipe's operand and size of outliers."""
+    """One row per recipe, operand and size of outliers."""
     return [
         {
             "recipe": q.recipe,
@@ -95,7 +99,7 @@ def recipes() -> Rows:
 
 
 def delays() -> Rows:
-    """One row an iteration of each simulation."""
+    """One row per iteration of each simulation."""
     return [
         {"magnitudes": kind, "setting": name, **vars(step)}
         for (kind, name), steps in delayed.all_simulations().items()
@@ -112,11 +116,11 @@ def as_csv(rows: Rows) -> str:
     return text.getvalue()
 
 
-# For people: at most 80 columns.
+# Text tables of at most 80 columns.
 
 
 def power(value: float | None) -> str:
-    """'2^-3' where it is one, else the number; '' for None."""
+    """'2^-3' for a power of two, otherwise the number; '' for None."""
     if value is None:
         return ""
     mantissa, exponent = math.frexp(value)
@@ -124,7 +128,7 @@ def power(value: float | None) -> str:
 
 
 def show_formats() -> str:
-    """The facts of each format, a column each."""
+    """Properties of the formats, one column each."""
     rows = formats()
     facts: dict[str, Callable[[dict[str, Any]], str]] = {
         "bits": lambda r: str(r["bits"]),
@@ -146,7 +150,7 @@ def show_formats() -> str:
 
 
 def show_values() -> str:
-    """Every positive value of the small formats, one line a power of two."""
+    """Every positive value of the small formats, one line per power of two."""
     lines = []
     for one in all_formats():
         if one.bits == 16 or not one.mantissa_bits:
@@ -163,7 +167,7 @@ def show_values() -> str:
 
 
 def exactly(value: float) -> str:
-    """A value without rounding: as a decimal number, or as a fraction where that is long."""
+    """A value without rounding: as a decimal number, or as a fraction if that is long."""
     text = f"{value:g}"
     return text if len(text) <= 6 and float(text) == value else str(Fraction(value))
 
@@ -183,7 +187,7 @@ def show_magnitudes() -> str:
 
 
 def _cell(one: Described, exponent: int, interval: Interval | None) -> str:
-    """Spacing and error, or what becomes of values outside the format."""
+    """Spacing and error, or the effect on values outside the format."""
     if 2.0**exponent > one.max:
         return "Inf" if one.bits == 16 else "saturates"
     if interval is None or interval.worst is None:
@@ -205,7 +209,7 @@ def show_recipes() -> str:
 
 
 def show_delays() -> str:
-    """What each setting of delayed scaling does to magnitudes that stay, grow or jump."""
+    """The effect of each delayed-scaling setting on magnitudes that stay, grow or jump."""
     cells = []
     for (kind, name), steps in delayed.all_simulations().items():
         ratios = [step.sqnr for step in steps]
