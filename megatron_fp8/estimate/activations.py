@@ -20,7 +20,7 @@ def of_chunk(settings: Settings, chunk: Chunk, plans: Plans, device: Device = GP
     """Bytes that one microbatch saves in a chunk until its backward pass."""
     model, found = settings.model, Bytes()
     layers = [of_layer(settings, layer, plans, device) for layer in chunk.layers]
-    found += sum(_kept_after_recompute(settings, layers), Bytes())
+    found += sum(_after_recompute(settings, layers), Bytes())
     tokens, tp = settings.tokens, model.tensor_model_parallel_size
     if chunk.first:
         found += _embedding(settings, device)
@@ -60,7 +60,7 @@ def _prediction(settings: Settings, layer: Layer, plans: Plans, device: Device) 
     return found + of_layer(settings, layer, plans, device)
 
 
-def _kept_after_recompute(settings: Settings, layers: list[Bytes]) -> list[Bytes]:
+def _after_recompute(settings: Settings, layers: list[Bytes]) -> list[Bytes]:
     model = settings.model
     if model.recompute_granularity != "full" or not layers:
         return layers
@@ -109,7 +109,7 @@ def of_layer(settings: Settings, layer: Layer, plans: Plans, device: Device = GP
         recomputed="mlp" in recomputed,
     )
     if "layernorm" in recomputed and "mlp" not in recomputed:
-        # The norm's result is made again, and the linear keeps no codes of it (save_original_input).
+        # The norm's result is recomputed, and the linear saves no codes of it (save_original_input).
         site = f"{layer.name}mlp.linear_fc1"
         found["linear inputs"] -= linear_input(
             settings, plans, site, layer.number, model.hidden_size, sharded
@@ -163,7 +163,7 @@ def probability_bytes(model: Model) -> int:
     return {"fp32": 4, "fp64": 8}.get(model.moe_router_dtype or "", model.activation_bytes)
 
 
-def _padded(model: Model, tokens: int) -> int:
+def _padded_rows(model: Model, tokens: int) -> int:
     """Rows of an expert; Megatron-Core pads them with zeros if FP8 is on and experts run one by one."""
     multiple = get_fp8_align_size(model.fp8_recipe) if model.fp8 and not model.moe_grouped_gemm else 1
     return -(-tokens // multiple) * multiple
@@ -209,7 +209,7 @@ def _experts(settings: Settings, layer: Layer, plans: Plans, recomputed: frozens
     if keeps and kept_rule(settings, plans, f"{shared}linear_fc1", layer.number, sharded) is None:
         found["linear inputs"] -= size * sharded * model.hidden_size  # values shared with the router's input
     ffn = model.expert_ffn // model.expert_tp
-    each = _padded(model, sharded * model.moe_router_topk * model.expert_model_parallel_size * model.expert_tp
+    each = _padded_rows(model, sharded * model.moe_router_topk * model.expert_model_parallel_size * model.expert_tp
                    // (model.num_moe_experts or 1))  # fmt: skip
     for expert in range(model.local_experts):
         found += _mlp(

@@ -111,16 +111,16 @@ def _buckets(settings: Settings, chunk: Chunk, parameters: list[Parameter], rank
 
     def close() -> None:
         nonlocal at, places
-        found.append(Bucket(tuple(places), _up(at, ends_at)))
+        found.append(Bucket(tuple(places), _round_up(at, ends_at)))
         at, places = 0, []
 
     # Buckets end at multiples of 128, so padding by bucket offset equals padding by buffer offset.
     for parameter in reversed(parameters):
         alone = parameter.tied and distributed
         if alone and places:
-            at = _up(at, starts_at)
+            at = _round_up(at, starts_at)
             close()
-        at = _up(at, starts_at)
+        at = _round_up(at, starts_at)
         places.append((parameter, at))
         at += parameter.size
         if alone or (most is not None and at >= most):
@@ -130,5 +130,5 @@ def _buckets(settings: Settings, chunk: Chunk, parameters: list[Parameter], rank
     return found
 
 
-def _up(value: int, multiple: int) -> int:
+def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

@@ -1,4 +1,4 @@
-"""Checks whether a run fits in memory, and finds a config change that makes it fit.
+"""Checks whether a run fits in memory, and finds a change that makes it fit.
 
 Changes are tried in a fixed order, first alone, then combined: those that affect results and users least come
 first. Nothing else of the run changes.
@@ -17,8 +17,8 @@ from .settings import Settings
 from .sites import Plans
 
 RESERVE = 0.1
-"""Part of a device's memory that is left to what no estimate here knows: CUDA's context, NCCL's buffers, workspaces of
-GEMMs, fragments. An assumption, not a measurement."""
+"""Part of a device's memory reserved for what the estimate does not include: CUDA's context, NCCL's buffers, GEMM
+workspaces, fragmentation. An assumption, not a measurement."""
 
 
 @dataclass(frozen=True)

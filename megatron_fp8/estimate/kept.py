@@ -90,7 +90,7 @@ def recomputed_modules(model: Model) -> frozenset[str]:
 
 
 RECOMPUTED = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act", "moe", "shared_experts")
-"""recompute_modules that an estimate is known for; the last three for experts."""
+"""Supported recompute_modules; the last three are for experts."""
 
 
 def runs_again(model: Model, site: str) -> bool:

@@ -26,7 +26,7 @@ _BOUNDS = {
     "network_gbs": (1e-3, 1e5, "10^9 bytes a second"),
     "node": (1, 1e6, "a whole number of GPUs"),
 }
-"""Between what each figure lies on any machine, wide enough for a CPU: what is outside was given in another unit."""
+"""Plausible limits for each value on any machine, CPUs included; values outside have a wrong unit."""
 
 KEYS = {key.partition(".")[0] for key in _BOUNDS} | {"source", "generation", "figures", "measured", "base"}
 _LINKS = ("link_gbs", "network_gbs")
@@ -111,7 +111,7 @@ def made(name: str, content: Mapping[str, Any], where: str, *, links: bool = Tru
     for key in _BOUNDS:
         value = values.get(key)
         missing = value is None and key in _LINKS and not links
-        number[key] = 0 if missing else _figure(key, value, where)
+        number[key] = 0 if missing else _checked_value(key, value, where)
     generation = content.get("generation")
     return Device(
         name=name,
@@ -140,7 +140,7 @@ def with_base(name: str, content: Mapping[str, Any], where: str) -> dict[str, An
     known = table()
     if not isinstance(base, str) or base.lower() not in known:
         raise ValueError(
-            f"{where}: base={base!r} must be one of {', '.join(known)}.{_near(str(base), known)}"
+            f"{where}: base={base!r} must be one of {', '.join(known)}.{_suggestion(str(base), known)}"
         )
     base_values = known[base.lower()]
     own = {key: value for key, value in content.items() if key != "base"}
@@ -162,16 +162,16 @@ def near_miss(content: Mapping[str, Any], names: Iterable[str], where: str) -> N
 def _check_keys(content: Mapping[str, Any], known: set[str], where: str) -> None:
     for key in content:
         if key not in known:
-            hint = _near(str(key), known) or f" Known are {', '.join(sorted(known))}."
+            hint = _suggestion(str(key), known) or f" Known are {', '.join(sorted(known))}."
             raise ValueError(f"{where}: {key} is not a known key.{hint}")
 
 
-def _near(name: str, known: Iterable[str]) -> str:
+def _suggestion(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name.lower(), list(known), n=1)
     return f" Did you mean {near[0]}?" if near else ""
 
 
-def _figure(key: str, value: Any, where: str) -> float:
+def _checked_value(key: str, value: Any, where: str) -> float:
     low, high, unit = _BOUNDS[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         hint = ""

@@ -23,7 +23,7 @@ _DEFAULTS = {
     "fp8_amax_compute_algo": "most_recent",
     "fp8_quantizer_factory": None,
 }
-"""Megatron-Core's, of options that change no size."""
+"""Megatron-Core's defaults of options that do not affect sizes."""
 
 
 def recipe_of(model: Model) -> Callable[[str | None], Recipe]:
@@ -34,7 +34,7 @@ def recipe_of(model: Model) -> Callable[[str | None], Recipe]:
 
 
 OUTPUT = "output_layer"
-"""The site of the output projection, which is in no layer."""
+"""The site of the output projection, outside the layers."""
 
 
 class Plans:

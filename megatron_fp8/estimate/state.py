@@ -58,14 +58,14 @@ def of_stage(
     for chunk in chunks:
         for buffer in of_chunk_buffers(settings, chunk, plans):
             found += _buffer(settings, buffer, plans, both_contiguous)
-            owned = _added(owned, _optimizer(settings, buffer))
+            owned = _sum_by_rank(owned, _optimizer(settings, buffer))
         if chunk.last:
             found += StateBytes(kept_codes=output_codes(settings.model, plans, both_contiguous))
     masters, moments = max(owned, key=sum) if owned else (0, 0)
     return replace(found, masters=masters, moments=moments)
 
 
-def _added(owned: list[list[int]], more: list[list[int]]) -> list[list[int]]:
+def _sum_by_rank(owned: list[list[int]], more: list[list[int]]) -> list[list[int]]:
     """Sums by rank. Experts' groups are smaller, so their ranks repeat within the dense group."""
     if not owned:
         return more

@@ -32,15 +32,15 @@ def shown(
         notes: in addition to those of the settings.
     """
     parts = [
-        _head(found),
+        _header(found),
         _parameters(found),
         _memory(found),
-        _wire(found),
+        _communication(found),
         _time(found),
         _sites(found, sites),
     ]
     if bf16 is not None:
-        parts.append(pays(found, bf16) if doubt is None else _doubtful(found, bf16, doubt))
+        parts.append(pays(found, bf16) if doubt is None else _without_verdict(found, bf16, doubt))
     if fits is not None:
         parts.append(_fit(found, fits))
     parts += [_wrapped(f"note: {note}") for note in (*found.settings.notes, *notes)]
@@ -64,7 +64,7 @@ def seconds(value: float) -> str:
     raise AssertionError
 
 
-def _head(found: Estimate) -> str:
+def _header(found: Estimate) -> str:
     s, model = found.settings, found.settings.model
     layout = {
         "tensor": model.tensor_model_parallel_size,
@@ -135,7 +135,7 @@ def _in_flight(found: Estimate) -> str:
     return f"{count} chunks of {' to '.join(str(n) for n in dict.fromkeys((sizes[0], sizes[-1])))} layers"
 
 
-def _wire(found: Estimate) -> str:
+def _communication(found: Estimate) -> str:
     traffic: Iterable[Traffic] = found.wire[found.fullest.stage]
     rows = [
         (f"  {one.what}", f"{one.call}, {one.axis} {one.ranks}", size(one.sent))
@@ -192,7 +192,7 @@ def _sites(found: Estimate, sites: Sequence[Alike]) -> str:
         times = [f"{one.seconds / one.bf16:.2f}" for one in site.gemms]
         rows.append(
             (
-                f"  {_short(alike.name)}",
+                f"  {_short_name(alike.name)}",
                 spans(alike.layers),
                 site.precision,
                 *times,
@@ -236,12 +236,12 @@ def unsure(device: Device, native: bool | None, reason: str | None) -> str | Non
     return f"FP8 {verdict} on {device.name} ({reason}); these times are of hardware that had it"
 
 
-def _doubtful(found: Estimate, bf16: Estimate, doubt: str) -> str:
+def _without_verdict(found: Estimate, bf16: Estimate, doubt: str) -> str:
     held = f"the fullest rank holds {size(found.fullest.total)}, in BF16 {size(bf16.fullest.total)}"
     return _wrapped(f"{doubt}. BF16 takes {seconds(bf16.time.seconds)} a step; {held}")
 
 
-def _short(name: str) -> str:
+def _short_name(name: str) -> str:
     name = re.sub(r"^mtp\.layers\.(\d+)\.(transformer_layer\.)?", r"mtp \1: ", name)
     return name.replace("self_attention.", "").replace("local_experts.0.", "").replace("mlp.", "")
 

@@ -29,7 +29,7 @@ def of_stage(settings: Settings, chunks: list[Chunk], plans: Plans) -> list[Traf
     """The traffic of a pipeline stage's rank in one iteration, one entry per kind; none for groups of one
     rank.
     """
-    return _by_kind(_all(settings, chunks, plans))
+    return _by_kind(_traffic(settings, chunks, plans))
 
 
 def _by_kind(traffic: Iterable[Traffic]) -> list[Traffic]:
@@ -47,7 +47,7 @@ def _by_kind(traffic: Iterable[Traffic]) -> list[Traffic]:
     return list(found.values())
 
 
-def _all(settings: Settings, chunks: list[Chunk], plans: Plans) -> Iterator[Traffic]:
+def _traffic(settings: Settings, chunks: list[Chunk], plans: Plans) -> Iterator[Traffic]:
     model = settings.model
     for chunk in chunks:
         yield from _gradients(settings, chunk, plans)
@@ -213,7 +213,7 @@ def of_layer(settings: Settings, layer: Layer, plans: Plans) -> Iterator[Traffic
     """
     model, tokens = settings.model, settings.tokens
     if layer.number is None:
-        yield from _joined(settings, plans, f"{layer.name.removesuffix('transformer_layer.')}eh_proj")
+        yield from _mtp_projection(settings, plans, f"{layer.name.removesuffix('transformer_layer.')}eh_proj")
     for one in projections(model):
         site = f"{layer.name}{one.name}"
         if one.row:
@@ -236,7 +236,7 @@ def of_layer(settings: Settings, layer: Layer, plans: Plans) -> Iterator[Traffic
         return
     yield from _balance(settings)
     times = 1 + ("moe" in recomputed_modules(model))
-    for traffic in _to_experts(settings, layer, plans):
+    for traffic in _expert_exchange(settings, layer, plans):
         yield traffic * (times if traffic.what.endswith("forward") else 1)
     if model.moe_shared_expert_intermediate_size:
         shared = f"{layer.name}mlp.shared_experts."
@@ -258,7 +258,7 @@ def _latent(settings: Settings, down: Projection) -> Iterator[Traffic]:
     yield Traffic("latents, backward", "reduce-scatter", "tensor", tp, size * tokens * down.rotary)
 
 
-def _joined(settings: Settings, plans: Plans, site: str) -> Iterator[Traffic]:
+def _mtp_projection(settings: Settings, plans: Plans, site: str) -> Iterator[Traffic]:
     """Multi-token prediction's projection of concatenated hidden states and embeddings; ranks gather its
     columns.
     """
@@ -302,7 +302,7 @@ def _sent_to_experts(model: Model, layer: Layer, plans: Plans, role: str) -> Cas
     return sent_as([plans.of(site, layer.number) for site in sites], role)[0]
 
 
-def _to_experts(settings: Settings, layer: Layer, plans: Plans) -> Iterator[Traffic]:
+def _expert_exchange(settings: Settings, layer: Layer, plans: Plans) -> Iterator[Traffic]:
     """Tokens and router weights sent to the ranks of their experts and back; gradients in reverse. What a
     rank receives depends on the routing; the sizes are what it sends, which is the mean of what ranks
     receive.

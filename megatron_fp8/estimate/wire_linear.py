@@ -59,15 +59,15 @@ def column(settings: Settings, plans: Plans, site: str, layer: int | None, width
     """A column-parallel linear: its input [tokens, width] is gathered twice, and its input gradient is
     summed.
     """
-    yield from _repeated(settings, site, _column(settings, plans, site, layer, width))
+    yield from _with_recompute(settings, site, _column(settings, plans, site, layer, width))
 
 
 def row(settings: Settings, plans: Plans, site: str, layer: int | None) -> Iterator[Traffic]:
     """A row-parallel linear: its output is summed, and its output gradient is gathered."""
-    yield from _repeated(settings, site, _row(settings, plans, site, layer))
+    yield from _with_recompute(settings, site, _row(settings, plans, site, layer))
 
 
-def _repeated(settings: Settings, site: str, traffic: Iterator[Traffic]) -> Iterator[Traffic]:
+def _with_recompute(settings: Settings, site: str, traffic: Iterator[Traffic]) -> Iterator[Traffic]:
     again = runs_again(settings.model, site)
     for one in traffic:
         yield one * 2 if again and one.what.endswith("forward") else one

@@ -88,7 +88,7 @@ ARCHITECTURES = {
     )
 }
 
-"""By name. Of families that compute the same, the first is what a run is exported as, unless it came as another."""
+"""Families by name. Of equivalent families, the first is the default for exports of runs not imported from another."""
 
 _SCALED = "it multiplies embeddings by the root of hidden_size, which Megatron-Core does not"
 REFUSED = {
@@ -100,7 +100,7 @@ REFUSED = {
     "Qwen2MoeForCausalLM": "its expert that every token sees has a gate, and which layers have experts is said otherwise",
     "DeepseekV2ForCausalLM": "its router is another one",
 }
-"""Families that are asked for, and why they are not here."""
+"""Unsupported families that users request, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -217,16 +217,16 @@ def entries(architecture: Architecture, section: dict[str, Any]) -> Iterator[Ent
     layers = section["num_layers"]
     for number, has_experts in enumerate(layers_of_experts(section)):
         of_layer = _layer(architecture, section, has_experts)
-        yield from _placed(of_layer, f"decoder.layers.{number}.", f"model.layers.{number}.")
+        yield from _with_full_names(of_layer, f"decoder.layers.{number}.", f"model.layers.{number}.")
     yield FINAL_NORM
     if not section.get("share_embeddings_and_output_weights"):
         yield HEAD
     for number in range(section.get("mtp_num_layers") or 0):
         theirs = f"model.layers.{layers + number}."
         yield replace(EMBEDDING, parts=(f"{theirs}embed_tokens.weight",), copy=True)
-        yield from _placed(_NEXT_TOKEN, f"mtp.layers.{number}.", theirs)
+        yield from _with_full_names(_NEXT_TOKEN, f"mtp.layers.{number}.", theirs)
         of_layer = _layer(architecture, section, layers_of_experts(section)[-1])
-        yield from _placed(of_layer, f"mtp.layers.{number}.transformer_layer.", theirs)
+        yield from _with_full_names(of_layer, f"mtp.layers.{number}.transformer_layer.", theirs)
         head = EMBEDDING if section.get("share_embeddings_and_output_weights") else HEAD
         yield replace(head, parts=(f"{theirs}shared_head.head.weight",), copy=True)
 
@@ -321,7 +321,7 @@ def _experts(architecture: Architecture, section: dict[str, Any]) -> Iterator[En
         yield from _gated("mlp.shared_experts", f"{block}.shared_experts", names, "shared_ffn")
 
 
-def _placed(of_layer: list[Entry] | tuple[Entry, ...], ours: str, theirs: str) -> Iterator[Entry]:
+def _with_full_names(of_layer: list[Entry] | tuple[Entry, ...], ours: str, theirs: str) -> Iterator[Entry]:
     """A layer's tensors with full names."""
     for entry in of_layer:
         yield replace(

@@ -49,13 +49,13 @@ def check_buildable(run: dict[str, Any], architecture: Architecture) -> None:
 
             transformer_config(run_of_values(run, []).model)
     except ValueError as error:
-        message = _in_words_of_the_directory(str(error), architecture)
+        message = _with_config_json_names(str(error), architecture)
         raise ValueError(
             f"config.json describes a model that Megatron-Core cannot build: {message}."
         ) from error
 
 
-def _in_words_of_the_directory(message: str, architecture: Architecture) -> str:
+def _with_config_json_names(message: str, architecture: Architecture) -> str:
     names = {**_NAMES, **names_of_experts(architecture)}
     ours = "|".join(sorted(names, key=len, reverse=True))
     message = re.sub(rf"\b({ours})\b", lambda found: names[found[1]], _REMEDY.sub("", message))

@@ -17,7 +17,7 @@ from .mixture import check_experts, experts_config, experts_section
 from .rotary import rotary_config, rotary_section
 
 VOCABULARY_MULTIPLE = 128
-"""Rows of an imported vocabulary are padded to a multiple of this, which most tensor-parallel sizes divide."""
+"""An imported vocabulary is padded to a multiple of this; most tensor-parallel sizes divide it."""
 
 # Hugging Face's name -> ours, for identical values. The first five have no default.
 _SAME = {

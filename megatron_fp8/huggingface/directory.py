@@ -209,7 +209,7 @@ def _places(folder: Path) -> dict[str, str]:
     return places
 
 
-def _what_instead(missing: Path) -> str:
+def _missing_weights_hint(missing: Path) -> str:
     """Explains a missing weight file from other files in the folder."""
     others = sorted(path.name for path in missing.parent.glob("*.safetensors"))
     if missing.name != SINGLE:
@@ -262,7 +262,7 @@ class Tensors:
 
     def _open(self, path: Path) -> Any:
         if find_file(path.parent, path.name) is None:
-            raise ValueError(f"{str(path.parent)!r} has no {path.name}: {_what_instead(path)}.")
+            raise ValueError(f"{str(path.parent)!r} has no {path.name}: {_missing_weights_hint(path)}.")
         try:
             return self._files.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:

@@ -88,7 +88,7 @@ def export(
     config = describe(source, wanted.like, wanted.vocab_size, wanted.positions)
     _check_tensors(source, listed, config["vocab_size"])
     sites = gemms(listed)
-    kept = _kept_linears(source.section, sites, wanted) if wanted.form else set()
+    kept = _high_precision_linears(source.section, sites, wanted) if wanted.form else set()
     in_blocks = wanted.form is not None and wanted.form.in_blocks
     if in_blocks and wanted.follow_training:
         kept |= came_in_high_precision(source, listed)
@@ -240,7 +240,9 @@ def _input_scale(calibration: Calibration, site: str) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------- what stays high precision
 
 
-def _kept_linears(section: dict[str, Any], sites: dict[str, tuple[str, ...]], wanted: Wanted) -> set[str]:
+def _high_precision_linears(
+    section: dict[str, Any], sites: dict[str, tuple[str, ...]], wanted: Wanted
+) -> set[str]:
     """Linears of the layers that stay in high precision: those the user names, and those that were BF16 in
     training.
 
@@ -262,7 +264,7 @@ def _kept_linears(section: dict[str, Any], sites: dict[str, tuple[str, ...]], wa
                 " multiply them as one GEMM, and they must be ignored together."
             )
     if wanted.follow_training and section.get("fp8"):
-        trained = {part for site, parts in sites.items() if _was_bf16(site, section) for part in parts}
+        trained = {part for site, parts in sites.items() if _trained_in_bf16(site, section) for part in parts}
         for parts in together:
             if not trained.isdisjoint(parts):
                 kept.update(parts)
@@ -271,7 +273,7 @@ def _kept_linears(section: dict[str, Any], sites: dict[str, tuple[str, ...]], wa
     return kept
 
 
-def _was_bf16(site: str, section: dict[str, Any]) -> bool:
+def _trained_in_bf16(site: str, section: dict[str, Any]) -> bool:
     """Whether the training forward read a linear's weight in BF16, by its name or because it is in one of the
     first and last layers.
     """
@@ -291,7 +293,7 @@ _LAYERS_IN_BF16 = {
     "num_layers_at_start_in_bf16": 1,
     "num_layers_at_end_in_bf16": 1,
 }
-"""Megatron-Core's, of a section that does not say."""
+"""Megatron-Core's defaults, for sections without these fields."""
 
 
 def _linear(entry: Entry) -> str:

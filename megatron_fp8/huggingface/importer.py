@@ -47,12 +47,12 @@ from .shapes import part_shapes
 from .sharing import Sharing
 
 LONGEST_SEQUENCE = 4096
-"""Tokens of a sequence that an imported run's config asks for at most, even if the model takes more."""
+"""Largest sequence length in an imported run's config, even if the model supports more."""
 
 TOKENIZER = "tokenizer.json"
 
 Progress = Callable[[Iterable[str], int], Iterable[str]]
-"""(items, how many) -> the same items, shown while they pass."""
+"""(items, count) -> the same items; shows progress during iteration."""
 
 _HEAD = "lm_head.weight"
 
@@ -104,18 +104,18 @@ def import_directory(
     """
     sharing = sharing or Sharing()
     with ExitStack() as opened:
-        config, section, tokenizer_file = sharing.each(lambda: _described(source, tokenizer))
+        config, section, tokenizer_file = sharing.each(lambda: _read_config(source, tokenizer))
         sharing.each(
             lambda: check_buildable(_run_config(config, section, False, run_dir), architecture_of(config))
         )
         tensors = sharing.each(lambda: opened.enter_context(Tensors(source)))
         folder = opened.enter_context(sharing.new_directory(run_dir))
-        listed = sharing.each(lambda: _listed(source, config, section, tensors))
+        listed = sharing.each(lambda: _checked_entries(source, config, section, tensors))
         sharing.first(lambda: _check_copies(source, tensors, listed, section))
         halves = not config.get("rope_interleave", True)
         incoming = sharing.each(lambda: Incoming(tensors, sharing.part(listed, tensors), section, halves))
         run = _run_config(config, section, tokenizer_file is not None, run_dir)
-        sharing.first(lambda: _write_beside(folder, source, config, run, tokenizer_file))
+        sharing.first(lambda: _write_other_files(folder, source, config, run, tokenizer_file))
         sharing.see(folder / "config.yaml")
         origin = Origin(floats_of(listed, tensors), sharing.union(incoming.lost))
         _save(folder, incoming, {"run": run, FACT: origin.fact()}, progress, sharing)
@@ -130,7 +130,7 @@ def import_directory(
     return Imported(name, without_padding, fp8, kept_scales, padding, tokenizer_file is not None, notes)
 
 
-def _described(source: Path, tokenizer: Path | None) -> tuple[dict[str, Any], dict[str, Any], Path | None]:
+def _read_config(source: Path, tokenizer: Path | None) -> tuple[dict[str, Any], dict[str, Any], Path | None]:
     """(config.json, the equivalent model section, the tokenizer's file)."""
     config = read_json(source / CONFIG)
     section = model_section(config)
@@ -144,13 +144,15 @@ def _described(source: Path, tokenizer: Path | None) -> tuple[dict[str, Any], di
     return config, section, tokenizer or find_tokenizer(source)
 
 
-def _listed(source: Path, config: dict[str, Any], section: dict[str, Any], tensors: Tensors) -> list[Entry]:
+def _checked_entries(
+    source: Path, config: dict[str, Any], section: dict[str, Any], tensors: Tensors
+) -> list[Entry]:
     """All tensors of the model; checks that they exist with their shapes, without reading them. Completes the
     section.
     """
     architecture = architecture_of(config)
     _check_size(source, section, tensors)
-    _settle_next_tokens(section, tensors.names())
+    _drop_missing_mtp(section, tensors.names())
     listed = list(entries(architecture, section))
     shapes = {part: shape for entry in listed for part, shape in part_shapes(entry, section).items()}
     tensors.take_apart(fused_rows(architecture, shapes))
@@ -158,7 +160,7 @@ def _listed(source: Path, config: dict[str, Any], section: dict[str, Any], tenso
     return listed
 
 
-def _write_beside(
+def _write_other_files(
     folder: Path, source: Path, config: dict[str, Any], run: dict[str, Any], tokenizer: Path | None
 ) -> None:
     """Write the files besides tensors: config.yaml, and the tokenizer with its files."""
@@ -172,7 +174,7 @@ def _write_beside(
         _check_tokenizer(folder, source, run["model"]["vocab_size"])
 
 
-def _settle_next_tokens(section: dict[str, Any], names: Set[str]) -> None:
+def _drop_missing_mtp(section: dict[str, Any], names: Set[str]) -> None:
     """Remove multi-token prediction from the section if the directory has no tensors for it, as in many
     copies.
     """

@@ -135,13 +135,13 @@ def _deepseek(config: dict[str, Any], count: int, topk: int, size: int) -> dict[
     normed = config.get("norm_topk_prob", True)  # null counts as false, a missing field does not
     if bool(normed) != (topk > 1):
         raise ValueError(
-            f"config.json has {_said(config, 'norm_topk_prob', normed)} with {_TOPK}={topk}: Megatron-Core divides"
+            f"config.json has {_field_text(config, 'norm_topk_prob', normed)} with {_TOPK}={topk}: Megatron-Core divides"
             " sigmoid's scores by their sum where a token has several experts, and does not where it has one."
         )
     layers, dense = config["num_hidden_layers"], filled.get("first_k_dense_replace", 3)
     if dense >= layers:
         raise ValueError(
-            f"config.json has {_said(filled, 'first_k_dense_replace', dense)}, which leaves none of"
+            f"config.json has {_field_text(filled, 'first_k_dense_replace', dense)}, which leaves none of"
             f" num_hidden_layers={layers} with experts."
         )
     shared = filled.get("n_shared_experts", 1)
@@ -158,7 +158,7 @@ def _deepseek(config: dict[str, Any], count: int, topk: int, size: int) -> dict[
     }
 
 
-def _said(given: dict[str, Any], name: str, value: Any) -> str:
+def _field_text(given: dict[str, Any], name: str, value: Any) -> str:
     """A field with its value, or the note that the value is the family's default."""
     return f"{name}={value}" if name in given else f"no {name} (then it is {value})"
 
@@ -166,7 +166,7 @@ def _said(given: dict[str, Any], name: str, value: Any) -> str:
 def _groups(given: dict[str, Any], count: int, topk: int) -> dict[str, Any]:
     """The router's group selection; none if all groups are selected."""
     groups, chosen = given.get("n_group", 8), given.get("topk_group", 4)
-    words = f"config.json has {_said(given, 'n_group', groups)} and {_said(given, 'topk_group', chosen)}"
+    words = f"config.json has {_field_text(given, 'n_group', groups)} and {_field_text(given, 'topk_group', chosen)}"
     if count % groups or chosen > groups:
         raise ValueError(
             f"{words}: n_group must divide n_routed_experts={count}, and topk_group be at most n_group."
@@ -207,7 +207,7 @@ def check_experts(section: dict[str, Any], architecture: Architecture) -> None:
         refused = "moe_router_pre_softmax" if section.get("moe_router_pre_softmax") else None
         refused = refused or (None if all(layers_of_experts(section)) else "moe_layer_freq")
     elif architecture.latent:
-        refused = _not_deepseeks(section)
+        refused = _unsupported_by_deepseek(section)
     if refused:
         raise ValueError(
             f"model.{refused}={section.get(refused)!r} has no counterpart in {architecture.name}, which the other fields"
@@ -215,7 +215,7 @@ def check_experts(section: dict[str, Any], architecture: Architecture) -> None:
         )
 
 
-def _not_deepseeks(section: dict[str, Any]) -> str | None:
+def _unsupported_by_deepseek(section: dict[str, Any]) -> str | None:
     """A field that DeepSeek-V3 does not support; None if there is none."""
     sparse = layers_of_experts(section)
     if sparse != sorted(sparse):

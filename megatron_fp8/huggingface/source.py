@@ -88,7 +88,7 @@ def open_source(path: Path, run: dict[str, Any] | None = None) -> Source:
         raise ValueError(
             f"{str(folder)!r} does not say what model it is of: give its run's config with --config=FILE."
         )
-    run = {**own, **_agreeing(folder, own, run)} if run else own
+    run = {**own, **_merged_sections(folder, own, run)} if run else own
     run = {name: part for name, part in run.items() if part is not None}
     if odd := next((name for name in ("train", "data") if not isinstance(run.get(name, {}), dict)), None):
         raise ValueError(
@@ -110,7 +110,7 @@ def open_source(path: Path, run: dict[str, Any] | None = None) -> Source:
     return Source(folder, section, run, metadata, manifest.facts.get("tokenizer"), notes, origin)
 
 
-def _agreeing(folder: Path, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _merged_sections(folder: Path, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """A given config's sections merged over the checkpoint's own. Raises ValueError if they are of another
     model.
     """

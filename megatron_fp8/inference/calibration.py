@@ -273,7 +273,7 @@ def load_calibration(folder: str | Path) -> Calibration:
             f"the calibration in {str(folder)!r} cannot be read ({in_words(error)}): {remedy}"
         ) from error
     try:
-        return _parsed(text, content)
+        return _parse(text, content)
     except KeyError as error:
         raise ValueError(
             f"the calibration in {str(folder)!r} is damaged (it lacks {error}): {remedy}"
@@ -282,7 +282,7 @@ def load_calibration(folder: str | Path) -> Calibration:
         raise ValueError(f"the calibration in {str(folder)!r} is damaged ({error}): {remedy}") from error
 
 
-def _parsed(text: bytes, content: bytes) -> Calibration:
+def _parse(text: bytes, content: bytes) -> Calibration:
     """Parses both files; raises any exception if they are not a calibration."""
     from safetensors.torch import load
 
@@ -354,7 +354,7 @@ def calibrate(
     modes, count = [(module, module.training) for module in model.modules()], 0
     model.eval()
     try:
-        with fp8_disabled("calibration looks at high precision"), _watching(linears) as seen:
+        with fp8_disabled("calibration looks at high precision"), _recording_inputs(linears) as seen:
             for batch in batches:
                 run(batch)
                 count += 1
@@ -371,8 +371,8 @@ def calibrate(
     ranges: dict[str, Range] = {}
     for weight, linear in zip(weights, linears, strict=True):
         site, shape = linear.fp8_site.plan.name, whole_shape(linear)
-        ranges[f"{site}.input"] = _range(_over_ranks(seen[site], group), percentile, shape)
-        ranges[f"{site}.weight"] = _range(_over_ranks(weight, group), None, shape)
+        ranges[f"{site}.input"] = _range(_merge_ranks(seen[site], group), percentile, shape)
+        ranges[f"{site}.weight"] = _range(_merge_ranks(weight, group), None, shape)
     method = "max" if percentile is None else f"percentile {percentile:g}"
     return Calibration(ranges, {"method": method, "batches": count})
 
@@ -387,7 +387,7 @@ def _forward_of(model: torch.nn.Module) -> Callable[[Any], Any]:
 
 
 @contextmanager
-def _watching(linears: list[Any]) -> Iterator[dict[str, Seen]]:
+def _recording_inputs(linears: list[Any]) -> Iterator[dict[str, Seen]]:
     """Records the inputs of these linears, by site name."""
     seen = {linear.fp8_site.plan.name: Seen() for linear in linears}
 
@@ -402,7 +402,7 @@ def _watching(linears: list[Any]) -> Iterator[dict[str, Seen]]:
             hook.remove()
 
 
-def _over_ranks(seen: Seen, group: Any) -> Seen:
+def _merge_ranks(seen: Seen, group: Any) -> Seen:
     """Merges the statistics of all ranks of a group."""
     if group is None or dist.get_world_size(group) == 1:
         return seen

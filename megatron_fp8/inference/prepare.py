@@ -129,29 +129,29 @@ def prepare_for_inference(
         raise ValueError(f"pad_tokens={pad_tokens}: give a number of tokens from 1, or None")
     linears = fp8_modules(model)
     quantised = [linear for linear in linears if linear.fp8_site.casts["weight"].rowwise is not None]
-    active = [linear for linear in quantised if _held(linear) is not None]
+    active = [linear for linear in quantised if _weight_parameter(linear) is not None]
     if not active:
         raise ValueError(_nothing_to_prepare(linears))
     static = {} if calibration is None else _static_scales(active, calibration)
     report = InferenceReport(total_before=model_bytes(model))
     for tied in (of for of in quantised if not hasattr(of, "fp8_sites") and of.weight is None):
         _keep_in_high_precision(tied)
-    uncalled = _uncalled(active)
+    uncalled = _never_called(active)
     report.ran = uncalled is not None
     report.not_called = [linear.fp8_site.plan.name for linear in uncalled or []]
     uncalled_ids = {id(linear) for linear in uncalled or []}  # ids: a model may have 100,000 linears
     active = [linear for linear in active if id(linear) not in uncalled_ids]
     prepared = {id(linear) for linear in active}
     report.high_precision = [linear.fp8_site.plan.name for linear in linears if id(linear) not in prepared]
-    counts = Counter(map(_which_codes, active))
+    counts = Counter(map(_codes_key, active))
     last = {linear.around: linear for linear in active if isinstance(linear, Fp8ExpertLinear)}
     # Codes of weights shared by several linears.
     shared: dict[tuple[int, Rule], Any] = {}
     for linear in active:
-        key = _which_codes(linear)
+        key = _codes_key(linear)
         weight = shared.get(key)
         if weight is None:
-            quantizer = _evaluated_by(linear.fp8_site)
+            quantizer = _eval_quantizer(linear.fp8_site)
             weight = inference_weight(getattr(linear, "matrix", linear.weight), quantizer)
             if (misfits := getattr(quantizer, "misfits", None)) is not None and bool(misfits):
                 report.replaced.append(linear.fp8_site.plan.name)
@@ -171,13 +171,13 @@ def prepare_for_inference(
     return model
 
 
-def _held(linear: Any) -> torch.Tensor | None:
+def _weight_parameter(linear: Any) -> torch.Tensor | None:
     """The parameter that is or contains its weight; None for a tied or parametrised weight."""
     held: torch.Tensor | None = linear.held if hasattr(linear, "fp8_sites") else linear.weight
     return held
 
 
-def _uncalled(linears: list[Any]) -> list[Any] | None:
+def _never_called(linears: list[Any]) -> list[Any] | None:
     """Linears never called since the conversion; None if no linear was called, so nothing is known.
 
     Not included: Megatron-Core's linears, and experts, which are called only if they get tokens.
@@ -192,7 +192,7 @@ def _uncalled(linears: list[Any]) -> list[Any] | None:
     ]
 
 
-def _evaluated_by(site: GemmSite) -> Any:
+def _eval_quantizer(site: GemmSite) -> Any:
     """The quantizer that evaluation uses for a weight. For Megatron-Core's linears it adds the check whether
     the delayed scale fits.
     """
@@ -200,7 +200,7 @@ def _evaluated_by(site: GemmSite) -> Any:
     return (fitted(weights.casts) if weights.evaluated_by is weights.casts else weights.evaluated_by).rowwise
 
 
-def _which_codes(linear: Any) -> tuple[int, Rule]:
+def _codes_key(linear: Any) -> tuple[int, Rule]:
     """Key that is equal for linears with the same weight tensor and rule."""
     own = linear._parameters.get("weight")  # None for an expert: its slice of the stack is not shared
     return id(linear if own is None else own), linear.fp8_site.weights.casts.rowwise.rule

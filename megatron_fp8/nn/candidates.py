@@ -64,7 +64,7 @@ def candidates(model: nn.Module, config: Fp8Config) -> list[Candidate]:
         if isinstance(module, Fp8Experts):
             continue  # its linears are modules of their own
         if is_linear(module) or any(True for _ in module.parameters(recurse=False)):
-            found += _considered(name, module, config, tied)
+            found += _candidates_of(name, module, config, tied)
     return found
 
 
@@ -95,12 +95,12 @@ def _any_matches(name: str, patterns: tuple[str, ...]) -> bool:
     parent, _, last = name.rpartition(".")
     if parent and _any_matches(parent, patterns):
         return True
-    match = _one_of(patterns)
+    match = _glob_matcher(patterns)
     return match(last) is not None or match(name) is not None
 
 
 @functools.cache
-def _one_of(globs: tuple[str, ...]) -> Callable[[str], Any]:
+def _glob_matcher(globs: tuple[str, ...]) -> Callable[[str], Any]:
     """Returns a function that matches a name against any of these globs, as fnmatchcase does."""
     return re.compile("|".join(map(translate, globs)) or r"(?!)").match
 
@@ -154,39 +154,39 @@ def _linears_of(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _considered(name: str, module: nn.Module, config: Fp8Config, tied: set[int]) -> list[Candidate]:
+def _candidates_of(name: str, module: nn.Module, config: Fp8Config, tied: set[int]) -> list[Candidate]:
     """Candidates of one module: one for an ordinary module, one per linear for experts."""
     if isinstance(module, Fp8Layer):
-        return [_converted_before(name, module)]
+        return [_converted_candidate(name, module)]
     parameters = list(module.parameters(recurse=False))
     weight = parameters[0] if parameters else None
     reason = _reason_to_skip(name, module, config, tied)
     kind = kind_of(type(module))
     if reason is None and kind is not None:
-        return list(_experts(name, module, kind.stacks(module), config))
+        return list(_expert_candidates(name, module, kind.stacks(module), config))
     if reason is None:
-        row, padded = _planned(name, type(module).__name__, _features(module), module.weight, config)
-        return [_with_parameters(row, module, parameters, padded)]
+        row, padded = _plan_row(name, type(module).__name__, _features(module), module.weight, config)
+        return [_candidate(row, module, parameters, padded)]
     shape: tuple[int, ...] = () if weight is None or is_lazy(weight) else tuple(weight.shape)
     if shape and is_linear(module):
         shape = _features(module)  # its first parameter need not be the weight: weight_norm's is a norm
-    dtype = "" if weight is None else _short(weight.dtype)
+    dtype = "" if weight is None else _dtype_name(weight.dtype)
     linear = is_linear(module) or bool(_stacks(module))
     row = Row(name, type(module).__name__, shape, False, dtype, reason, linear=linear)
-    return [_with_parameters(row, module, parameters)]
+    return [_candidate(row, module, parameters)]
 
 
-def _converted_before(name: str, module: Fp8Layer) -> Candidate:
+def _converted_candidate(name: str, module: Fp8Layer) -> Candidate:
     recipe = recipe_name(module.fp8_config.resolved_recipe)
     reason = f"is an {type(module).__name__} already: left as it is"
     row = Row(name, type(module).__name__, _features(module), True, recipe, reason)
-    found = _with_parameters(row, module, list(module.parameters(recurse=False)))
+    found = _candidate(row, module, list(module.parameters(recurse=False)))
     if isinstance(module, Fp8ExpertLinear) and not found.own:
         found.own, found.multiplied = module.values(), math.prod(_features(module))
     return found
 
 
-def _experts(
+def _expert_candidates(
     name: str, module: nn.Module, stacks: tuple[Stack, ...], config: Fp8Config
 ) -> Iterator[Candidate]:
     """One candidate per linear of each expert."""
@@ -195,7 +195,7 @@ def _experts(
         for stack in stacks:
             also = also_called(name, stack)
             weight, shape = getattr(module, stack.parameter), stack.features(module)
-            row, padded = _planned(
+            row, padded = _plan_row(
                 site_name(name, number, stack), type(module).__name__, shape, weight, config, also=also
             )
             parameters = [getattr(module, of) for of in (stack.parameter, stack.bias) if of]
@@ -203,7 +203,7 @@ def _experts(
             yield Candidate(row, name, module, own, math.prod(shape), also=also, padded=padded)
 
 
-def _planned(
+def _plan_row(
     name: str,
     kind: str,
     shape: tuple[int, int],
@@ -213,7 +213,7 @@ def _planned(
     also: tuple[str, ...] = (),
 ) -> tuple[Row, str]:
     """(row, padding note) of a linear, as its plan decides (see `Candidate.padded`)."""
-    dtype, device = _short(weight.dtype), weight.device
+    dtype, device = _dtype_name(weight.dtype), weight.device
     assert isinstance(device, torch.device)
     if device.type == "meta":
         choices = choose(config.asked(), name, also=also)
@@ -240,9 +240,9 @@ def _reason_to_skip(name: str, module: nn.Module, config: Fp8Config, tied: set[i
     if skipped is not None:
         return skipped
     if kind_of(type(module)) is not None:
-        return _experts_stay(module, config)
+        return _reason_to_skip_experts(module, config)
     if not is_linear(module):
-        return _what_it_is(module)
+        return _reason_not_linear(module)
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "MultiheadAttention reads its weight and never calls it"
     if isinstance(module, nn.LazyLinear):
@@ -253,10 +253,10 @@ def _reason_to_skip(name: str, module: nn.Module, config: Fp8Config, tied: set[i
         return f"{type(module).__name__} is a subclass of nn.Linear, which may compute something else"
     if id(module._parameters.get("weight")) in tied:
         return "tied to an embedding"
-    return _weights_stay(module, [module.weight], [_features(module)], config)
+    return _reason_to_skip_weights(module, [module.weight], [_features(module)], config)
 
 
-def _experts_stay(module: nn.Module, config: Fp8Config) -> str | None:
+def _reason_to_skip_experts(module: nn.Module, config: Fp8Config) -> str | None:
     """Why a module of a supported expert class stays in high precision; None if it converts."""
     if is_parametrized(module):
         return "is parametrised, its weights computed in each call: convert first, then parametrise"
@@ -271,16 +271,16 @@ def _experts_stay(module: nn.Module, config: Fp8Config) -> str | None:
             return f"its {stack.parameter} is no tensor of three dimensions, [experts, out, in]"
         if hasattr(weight, "to_local"):
             return "its weights are sharded already: convert before fully_shard"
-    return _weights_stay(module, weights, [stack.features(module) for stack in stacks], config)
+    return _reason_to_skip_weights(module, weights, [stack.features(module) for stack in stacks], config)
 
 
-def _weights_stay(
+def _reason_to_skip_weights(
     module: nn.Module, weights: list[Any], features: list[tuple[int, int]], config: Fp8Config
 ) -> str | None:
     if "forward" in vars(module):
         return "its forward was replaced on the instance, and would go past FP8"
     for weight in weights:
-        if _is_foreign(weight):
+        if _is_unsupported_tensor(weight):
             return f"its weight is a {type(weight).__name__}, which is no ordinary tensor"
         if weight.dtype not in _DTYPES:
             return f"{weight.dtype} weights cannot be quantised"
@@ -290,7 +290,7 @@ def _weights_stay(
     return None
 
 
-def _is_foreign(weight: Any) -> bool:
+def _is_unsupported_tensor(weight: Any) -> bool:
     """Whether the tensor belongs to an unsupported subclass, e.g. another library's quantised tensor. FP8
     kernels need plain memory.
     """
@@ -298,7 +298,7 @@ def _is_foreign(weight: Any) -> bool:
     return not (type(weight) in known or hasattr(weight, "to_local"))
 
 
-def _what_it_is(module: nn.Module) -> str:
+def _reason_not_linear(module: nn.Module) -> str:
     """Why a module that is not a linear stays as it is."""
     stacks = ", ".join(f"{name} {list(shape)}" for name, shape in _stacks(module).items())
     if stacks:
@@ -312,7 +312,7 @@ def _what_it_is(module: nn.Module) -> str:
 # ------------------------------------------------------------------------------------------------------------------ sizes
 
 
-def _with_parameters(row: Row, module: nn.Module, every: list[nn.Parameter], padded: str = "") -> Candidate:
+def _candidate(row: Row, module: nn.Module, every: list[nn.Parameter], padded: str = "") -> Candidate:
     """A candidate from a report row; ``every`` holds the module's own parameters."""
     own = [p for p in every if not is_lazy(p)]
     values, lazy = {id(p): p.numel() for p in own}, len(own) < len(every)
@@ -353,5 +353,5 @@ def _embedding_weights(model: nn.Module) -> set[int]:
     return {id(weight) for weight in weights if weight is not None}
 
 
-def _short(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

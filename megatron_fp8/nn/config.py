@@ -15,10 +15,10 @@ from ..plan.settings import RecipeSettings, from_settings, takes
 from ..recipe import RECIPES, CustomRecipe, Recipe, check_recipe_name, recipe_name
 
 Skip = str | Callable[[str, Any], bool]
-"""A glob of module names, or a function of a linear's (name, module) that says whether it stays as it is."""
+"""A glob of module names, or a function (name, module) -> whether a linear stays in high precision."""
 
 DEFAULT_SKIP: tuple[Skip, ...] = ("*embed*", "*final*norm*", "ln_f", "lm_head", "output_layer", "embed_out")
-"""What stays in high precision unless told otherwise: embeddings, the final norm and the output projection."""
+"""Default skip list: embeddings, the final norm and the output projection."""
 
 GRANULARITIES = {
     "tensor": "tensorwise",
@@ -27,37 +27,44 @@ GRANULARITIES = {
     "block": "blockwise",
     "mx": "mxfp8",
 }
-"""How many values share a scale -> the recipe that does it."""
+"""Granularity of scales -> recipe."""
 
 _OF_A_LINEAR = ("overrides", "size_filter", "size_filter_tokens", "keep_columnwise", "backend")
 
 
 @dataclass(frozen=True, repr=False)
 class Fp8Config:
-    """How the linears of a model run in FP8.
+    """FP8 settings for the linears of a model.
 
     Args:
-        recipe: 'tensorwise' (default), 'delayed', 'rowwise', 'blockwise', 'mxfp8', or an instance of a class of
-            megatron_fp8.recipe, which brings its own formats, margin and epsilon.
-        granularity: the recipe by what shares a scale: 'tensor', 'channel' (or 'row'), 'block' (128x128, 1x128) or 'mx'
-            (1x32). Give this or ``recipe``.
-        forward_format: 'e4m3', of weights and activations.
-        backward_format: of gradients, 'e4m3' or 'e5m2'; None takes the recipe's own: E5M2 for delayed and tensorwise.
-        quantize_weights, quantize_activations, quantize_gradients: whether that operand is quantised. A GEMM with one
-            that is not runs in high precision, the other operand dequantised.
+        recipe: 'tensorwise' (default), 'delayed', 'rowwise', 'blockwise', 'mxfp8', or an instance of a class
+            of megatron_fp8.recipe, which has its own formats, margin and epsilon.
+        granularity: selects the recipe by granularity of scales: 'tensor', 'channel' (or 'row'), 'block'
+            (128x128, 1x128) or 'mx' (1x32). Use instead of ``recipe``.
+        forward_format: 'e4m3', for weights and activations.
+        backward_format: 'e4m3' or 'e5m2', for gradients; None: the recipe's default, E5M2 for delayed and
+            tensorwise.
+        quantize_weights, quantize_activations, quantize_gradients: whether to quantise that operand. A GEMM
+            with an unquantised operand runs in high precision, with the other operand dequantised.
         margin: powers of two of headroom below the largest code; per-tensor scales only.
-        epsilon: a largest magnitude is taken to be at least this (0: off).
-        skip: globs of module names and predicates (name, module) -> bool; those modules stay as they are.
-        overrides: exceptions by name, the last match winning: a glob of names, or of their last parts, alone or with
-            ':fprop', ':dgrad', ':wgrad', ':input', ':weight' or ':grad_output' behind it -> 'bf16' (the model's own
-            dtype), 'fp8', a recipe by name or as an instance, or a format ('e4m3', 'e5m2', 'hybrid').
-        min_features: linears with fewer in or out features stay as they are; tensor cores multiply 16 at a time.
-        size_filter: a table of ``megatron-fp8 bench --tune``: GEMMs stay in high precision where FP8 does not pay.
-        size_filter_tokens: tokens of a microbatch, where the table has several counts.
-        keep_columnwise: the weights' codes for dgrad stay until backward, where they are others than the forward's;
-            False: each backward makes them again, the same bits, for a byte a value less in between.
+        epsilon: lower limit of the amax (0: off).
+        skip: globs of module names and predicates (name, module) -> bool; matching modules stay in high
+            precision.
+        overrides: exceptions by name; the last match wins. A glob of names, or of their last parts,
+            optionally followed by ':fprop', ':dgrad', ':wgrad', ':input', ':weight' or ':grad_output' ->
+            'bf16' (the model's own dtype), 'fp8', a recipe by name or as an instance, or a format ('e4m3',
+            'e5m2', 'hybrid').
+        min_features: linears with fewer input or output features stay in high precision; tensor cores
+            multiply 16 at a time.
+        size_filter: a table from ``megatron-fp8 bench --tune``; GEMMs stay in high precision if FP8 does not
+            pay.
+        size_filter_tokens: tokens per microbatch, if the table has several counts.
+        keep_columnwise: whether to store the weights' codes for dgrad until backward, if they differ from the
+            forward's. False: each backward recomputes them, with the same bits, and saves one byte per value
+            in between.
         backend: 'auto', 'native', 'emulated', ...
-        fallback: 'error', or 'warn' to leave linears in high precision that cannot run as asked; printed and reported.
+        fallback: 'error', or 'warn': linears that cannot run as configured stay in high precision, and this
+            is printed and reported.
 
     Raises:
         ValueError: a value is unknown, two contradict each other, or nothing would be quantised.

@@ -33,7 +33,7 @@ from .report import Fp8Report, keep_report
 M = TypeVar("M", bound=nn.Module)
 
 DEFAULT: Any = object()
-"""The skip list of the config: DEFAULT_SKIP, unless the config has another."""
+"""Stands for the config's skip list (DEFAULT_SKIP by default)."""
 
 
 @uncollected()

@@ -90,7 +90,7 @@ def _stacks_of_decorated(module: Any) -> tuple[Stack, ...]:
     )
 
 
-def _routed(
+def _transformers_forward(
     experts: Fp8Experts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """[tokens, H] from hidden states [tokens, H], expert numbers [tokens, k] and router weights [tokens, k].
@@ -148,7 +148,7 @@ def _stacks_of_llama4(module: Any) -> tuple[Stack, ...]:
     return Stack("gate_up_proj", "gate_up", True), Stack("down_proj", "down", True)
 
 
-def _all_tokens_each(experts: Fp8Experts, hidden_states: torch.Tensor) -> torch.Tensor:
+def _llama4_forward(experts: Fp8Experts, hidden_states: torch.Tensor) -> torch.Tensor:
     """[experts * tokens, H] from an input of that shape: each expert's tokens in turn, the same number for
     every expert.
     """
@@ -162,6 +162,6 @@ def _all_tokens_each(experts: Fp8Experts, hidden_states: torch.Tensor) -> torch.
 
 
 KINDS = (
-    Kind(_is_decorated, _stacks_of_decorated, _routed),
-    Kind(_is_llama4, _stacks_of_llama4, _all_tokens_each),
+    Kind(_is_decorated, _stacks_of_decorated, _transformers_forward),
+    Kind(_is_llama4, _stacks_of_llama4, _llama4_forward),
 )

@@ -49,11 +49,11 @@ def groups_of(model: torch.nn.Module) -> list[Fp8Group]:
         if linear.fp8_group.is_lone:
             by_config.setdefault(linear.fp8_config, {})[name] = linear
     for config, lone in by_config.items():
-        _unite(Fp8Group(config, model), lone)
+        _merge(Fp8Group(config, model), lone)
     return list({id(linear.fp8_group): linear.fp8_group for linear in linears.values()}.values())
 
 
-def _unite(group: Fp8Group, linears: dict[str, Fp8Layer]) -> None:
+def _merge(group: Fp8Group, linears: dict[str, Fp8Layer]) -> None:
     """Move these linears into a group, with the amaxes that their slots have recorded."""
     recorded: dict[str, GemmSite] = {}
     for name, linear in linears.items():

@@ -179,7 +179,7 @@ class GatheredAsCodes(torch.Tensor):
         metadata).
         """
         assert isinstance(module, Fp8Linear)
-        _refuse_smaller_mesh(module.fp8_group)
+        _check_reshard_mesh(module.fp8_group)
         dtype, world = mp_policy.param_dtype or self.dtype, mesh.size()
         value = _padded(self._value.to(dtype), -(-outer_size[0] // world))
         module.fp8_group.make_sites(value.device)
@@ -255,14 +255,14 @@ class GatheredAsCodes(torch.Tensor):
         return self._amax[1]
 
 
-_looked_at: weakref.WeakSet[Fp8Group] = weakref.WeakSet()
+_checked_groups: weakref.WeakSet[Fp8Group] = weakref.WeakSet()
 
 
-def _refuse_smaller_mesh(fp8_group: Fp8Group) -> None:
+def _check_reshard_mesh(fp8_group: Fp8Group) -> None:
     """Raises ValueError, before a model's first forward, if fully_shard reshards to fewer ranks after the
     forward. torch cannot gather from such a mesh for weights with their own all-gather.
     """
-    if fp8_group in _looked_at:
+    if fp8_group in _checked_groups:
         return
     from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp import FSDPModule
@@ -281,7 +281,7 @@ def _refuse_smaller_mesh(fp8_group: Fp8Group) -> None:
                     "fully_shard(reshard_after_forward=NUMBER) does not go together with enable_fp8_all_gather: use True"
                     " (the default) or False, or fully_shard without enable_fp8_all_gather"
                 )
-    _looked_at.add(fp8_group)
+    _checked_groups.add(fp8_group)
 
 
 def _parameter_groups(module: Any) -> list[Any]:

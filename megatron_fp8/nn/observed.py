@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .group import Fp8Group
 
 LOOK_AFTER = 3
-"""Iterations with FP8 GEMMs after which a linear that ran in none of them is named."""
+"""Number of iterations with FP8 GEMMs after which linears that never ran are reported."""
 
 _NOT_IN_FP8 = "not in FP8"
 
@@ -51,7 +51,7 @@ class Unused:
         _mark(group, idle, f"converted, but did not run in the first {LOOK_AFTER} iterations")
         warnings.warn(
             f"{len(idle)} of {len(members)} FP8 linears did not run in the first {LOOK_AFTER} iterations"
-            f" ({_some(idle)}): where other code reads a linear's weight, or no token was sent, nothing runs in FP8;"
+            f" ({_shortened(idle)}): where other code reads a linear's weight, or no token was sent, nothing runs in FP8;"
             " model.fp8_report marks them",
             stacklevel=3,
         )
@@ -79,7 +79,7 @@ def note_replaced(group: Fp8Group, found: Collection[torch.nn.Module]) -> None:
     if names:
         _mark(group, names, "replaced by a linear without FP8 since the conversion")
         warnings.warn(
-            f"a linear without FP8 stands in the place of {len(names)} that were converted ({_some(names)}): call"
+            f"a linear without FP8 stands in the place of {len(names)} that were converted ({_shortened(names)}): call"
             " convert_to_fp8(model) again to have it run in FP8",
             stacklevel=3,
         )
@@ -100,5 +100,5 @@ def _mark(group: Fp8Group, names: list[str], reason: str) -> None:
         keep_report(root, report.without(names, _NOT_IN_FP8, reason))
 
 
-def _some(names: list[str]) -> str:
+def _shortened(names: list[str]) -> str:
     return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")

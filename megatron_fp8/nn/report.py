@@ -16,7 +16,7 @@ COLUMNS = ("module", "type", "shape", "runs", "why")
 _WIDTH, _WIDEST = 100, 24
 """Most characters of a line of the table, and of a column except the first."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
-"""A number that is a part of a module's name."""
+"""A numeric part of a module's name."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,9 @@ class Fp8Report:
         reasons = {key[-1]: "" for key in grouped if key[-1]}
         reasons = {reason: str(number) for number, reason in enumerate(reasons, start=1)}
         lines = [(_name(names), *key[1:-1], reasons.get(key[-1], "")) for key, names in grouped.items()]
-        notes = [_wrapped(f"{number:>2}  {reason}", "    ") for reason, number in reasons.items()]
+        notes = [_wrap(f"{number:>2}  {reason}", "    ") for reason, number in reasons.items()]
         requantise_note = "keep_columnwise=False: each backward makes dgrad's own codes of a weight again"
-        parts = [*_table([COLUMNS, *lines]), *notes, _wrapped(self._summary())]
+        parts = [*_table([COLUMNS, *lines]), *notes, _wrap(self._summary())]
         return "\n".join([*parts, *([] if self.keep_columnwise else [requantise_note])])
 
     def _summary(self) -> str:
@@ -191,12 +191,12 @@ def _table(lines: list[tuple[str, ...]]) -> Iterator[str]:
     widths = [0, *(min(max(map(len, column)), _WIDEST) for column in [*zip(*lines, strict=True)][1:])]
     widths[0] = min(max(len(line[0]) for line in lines), _WIDTH - sum(widths) - 2 * (len(widths) - 1))
     for line in lines:
-        cells = [_broken(cell, width) for cell, width in zip(line, widths, strict=True)]
+        cells = [_wrap_cell(cell, width) for cell, width in zip(line, widths, strict=True)]
         for parts in zip_longest(*cells, fillvalue=""):
             yield "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
 
 
-def _broken(cell: str, width: int) -> list[str]:
+def _wrap_cell(cell: str, width: int) -> list[str]:
     """Splits a cell into lines of at most ``width`` characters, preferably after spaces and dots."""
     lines = [""]
     for word in re.findall(rf"[^ .]{{1,{width - 1}}}[ .]?|[ .]", cell):
@@ -206,5 +206,5 @@ def _broken(cell: str, width: int) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def _wrapped(text: str, indent: str = "") -> str:
+def _wrap(text: str, indent: str = "") -> str:
     return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)

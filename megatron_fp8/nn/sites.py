@@ -140,7 +140,7 @@ class LinearSites:
             if (left := self._left.pop(key[1], None)) is not None:
                 take_over(left, site)
             if (loaded := self._loaded.pop(key[1], None)) is not None:
-                _load(site, loaded)
+                _load_histories(site, loaded)
         if recipe is None:
             self.ready_on = device
         return site
@@ -195,7 +195,7 @@ class LinearSites:
         self._loaded = dict(saved)
         for (where, label), site in self.made.items():
             if where == device and label and site.has_histories:
-                _load(site, self._loaded.pop(label, {}))
+                _load_histories(site, self._loaded.pop(label, {}))
 
     def start_again(self) -> None:
         """Reset all histories, because another weight replaces theirs."""
@@ -330,7 +330,7 @@ def delayed_slots(site: GemmSite) -> dict[str, Slot]:
     }
 
 
-def _load(site: GemmSite, saved: Mapping[str, torch.Tensor]) -> None:
+def _load_histories(site: GemmSite, saved: Mapping[str, torch.Tensor]) -> None:
     """Load histories into a site; operands without saved history start cold."""
     slots = delayed_slots(site)
     cold = {

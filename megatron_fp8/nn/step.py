@@ -23,7 +23,7 @@ from .find import fp8_linears, groups_of
 from .observed import note_replaced
 
 families_of = groups_of
-"""The name that docs/performance.md once gave."""
+"""Earlier name, used in old documentation."""
 
 
 def fp8_step(model: torch.nn.Module, *, group: Any = None) -> IterationCounts:
@@ -108,7 +108,7 @@ class _EndOfIteration:
         self.said = False
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _within_its_own_step(optimizer):
+        if _is_nested_step(optimizer):
             return
         if in_backward():
             raise RuntimeError(
@@ -124,10 +124,10 @@ class _EndOfIteration:
         ran = trained and any(group.ran for group in groups)
         nonfinite = _end_iteration(self.model, self.group, ran=ran).nonfinite
         if nonfinite and not self.said:  # an overflow step that a scaler skipped left the weights alone
-            self.said = _say_ruined(self.model, nonfinite)
+            self.said = _warn_nonfinite_weight(self.model, nonfinite)
 
 
-def _say_ruined(model: torch.nn.Module, nonfinite: int) -> bool:
+def _warn_nonfinite_weight(model: torch.nn.Module, nonfinite: int) -> bool:
     """Warn of the first weight with NaN or Inf, after a step that was not skipped."""
     for name, parameter in model.named_parameters():
         local = parameter.detach()
@@ -143,7 +143,7 @@ def _say_ruined(model: torch.nn.Module, nonfinite: int) -> bool:
     return False
 
 
-def _within_its_own_step(optimizer: Optimizer) -> bool:
+def _is_nested_step(optimizer: Optimizer) -> bool:
     """Whether the hook runs for the ``super().step()`` inside an optimizer's step.
 
     torch wraps the step of each class, so hooks of a subclass that calls super().step() run twice. Detected

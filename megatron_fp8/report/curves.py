@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..files.lines import Line
 
 _POINTS = 4000
-"""Points of one curve: more than a screen has columns. Longer ones keep the extremes of neighbouring iterations."""
+"""Most points per curve, above the width of a screen. Longer curves show extremes of neighbouring iterations."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 NAN, NULL, ABSENT = 0x7FC000, 0x7FC001, 0x7FC002
-"""Codes: NaN; null, which was written as such; nothing was measured. Infinities are float32's own."""
+"""Codes of NaN, null, and missing values. Infinities have float32's codes."""
 BITS = (15, 11, 9, 7, 5, 4, 3)
 """Mantissa bits to try, most first; the relative error is at most about 2**-(bits + 1)."""
 _LARGEST = np.float32(1.875 * 2.0**127)

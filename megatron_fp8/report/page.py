@@ -18,13 +18,13 @@ from .run import Run
 from .statistics import Statistics, meaning
 
 LARGEST = 3_000_000
-"""Bytes that a report has at most, whatever was measured."""
+"""Size limit of a report in bytes."""
 _LEAST_FOR_MAPS = 200_000
 _COLUMNS = 8
 _EVENTS = 300
-"""Rows of the table of events, for each run."""
+"""Most rows of the table of events, per run."""
 _START = ("sqnr_db", "underflows%", "cur_amax")
-"""The page opens with the first of these statistics that was measured."""
+"""The page first shows the first measured one of these statistics."""
 
 
 def write_html(runs: Sequence[Run], path: Path, advice: Sequence[Iterable[Any] | None] | None = None) -> int:
@@ -69,7 +69,7 @@ def html_of(runs: Sequence[Run], advice: Sequence[Iterable[Any] | None] | None =
     texts: dict[str, Any] = {
         "runs": [_summary(run) for run in runs],
         "charts": [
-            {"name": q.name, "title": q.title, "unit": q.unit, "words": _words(runs, q.name)}
+            {"name": q.name, "title": q.title, "unit": q.unit, "words": _alt_text(runs, q.name)}
             for q in shown(runs)
         ],
         "events": [_events(run) for run in runs],
@@ -85,7 +85,7 @@ def html_of(runs: Sequence[Run], advice: Sequence[Iterable[Any] | None] | None =
     template = templates.get_template("page.html")
     without = template.render(**texts, data=_json(_data(runs, [None] * len(runs))))
     room = max(LARGEST - len(without.encode()), _LEAST_FOR_MAPS)
-    return template.render(**texts, data=_json(_data(runs, _fitting(runs, room))))
+    return template.render(**texts, data=_json(_data(runs, _maps_that_fit(runs, room))))
 
 
 def _json(value: Any) -> str:
@@ -137,7 +137,7 @@ def _curve(curve: Curve) -> dict[str, Any]:
     }
 
 
-def _fitting(runs: Sequence[Run], room: int) -> list[dict[str, Any] | None]:
+def _maps_that_fit(runs: Sequence[Run], room: int) -> list[dict[str, Any] | None]:
     """Every run's maps in at most ``room`` bytes: the most mantissa bits that fit, the same for all; then
     fewer columns.
     """
@@ -209,7 +209,7 @@ def _figure(curve: Curve | None, place: int) -> str:
     return next((word for first, last, word in curve.gaps if first <= iteration <= last), "–")
 
 
-def _words(runs: Sequence[Run], name: str) -> str:
+def _alt_text(runs: Sequence[Run], name: str) -> str:
     """A chart in words, for screen readers."""
     parts = []
     for run in runs:

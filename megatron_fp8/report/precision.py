@@ -9,7 +9,7 @@ from typing import Any
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 _LISTED = 500
-"""Names of one row that are listed where ranges cannot say which they are."""
+"""Most names listed in a row if ranges are not exact."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def precision_map(sites: Sequence[Mapping[str, Any]]) -> list[Row]:
     for site in sites:
         stem = tuple("*" if part.isdecimal() else part for part in site["name"].split("."))
         groups.setdefault((stem, _content(site)), []).append(site["name"])
-    return [Row(_together(stem, names), len(names), _listed(stem, names), *content)
+    return [Row(_joint_name(stem, names), len(names), _listed(stem, names), *content)
             for (stem, content), names in groups.items()]  # fmt: skip
 
 
@@ -77,19 +77,19 @@ def _numbers(stem: tuple[str, ...], names: list[str]) -> list[set[int]]:
     return [{int(name.split(".")[place]) for name in names} for place in places]
 
 
-def _ranges_name_them(stem: tuple[str, ...], names: list[str]) -> bool:
+def _ranges_are_exact(stem: tuple[str, ...], names: list[str]) -> bool:
     return prod(len(numbers) for numbers in _numbers(stem, names)) == len(set(names))
 
 
-def _together(stem: tuple[str, ...], names: list[str]) -> str:
-    if not _ranges_name_them(stem, names):
+def _joint_name(stem: tuple[str, ...], names: list[str]) -> str:
+    if not _ranges_are_exact(stem, names):
         return ".".join(stem)
     numbers = iter(_numbers(stem, names))
     return ".".join(ranges(next(numbers)) if part == "*" else part for part in stem)
 
 
 def _listed(stem: tuple[str, ...], names: list[str]) -> tuple[str, ...]:
-    if _ranges_name_them(stem, names):
+    if _ranges_are_exact(stem, names):
         return ()
     more = (f"and {len(names) - _LISTED} more",) if len(names) > _LISTED else ()
     return (*names[:_LISTED], *more)

@@ -20,7 +20,7 @@ from .events import Event
 from .packing import ABSENT, NULL, codes_of, values_of
 
 _NAMES = ("iteration", "site", "tensor", "partial", "went_bad")
-"""Fields of a line that are no statistics."""
+"""Fields of a line other than statistics."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Statistics:
         """Merges pairs of neighbouring columns; NaN, Infinity and null take precedence over numbers."""
         columns = len(self.iterations)
         ends = self.iterations[0::2]
-        maps = {key: _paired(codes, columns) for key, codes in self.maps.items()}
+        maps = {key: _merge_pairs(codes, columns) for key, codes in self.maps.items()}
         return Statistics(self.sites, ends, maps, self.went_bad, 2 * self.merged)
 
 
-def _paired(codes: NDArray[np.uint32], columns: int) -> NDArray[np.uint32]:
+def _merge_pairs(codes: NDArray[np.uint32], columns: int) -> NDArray[np.uint32]:
     if columns % 2:
         codes = np.concatenate([codes, codes[:, -1:]], axis=1)
     left, right = codes[:, 0::2], codes[:, 1::2]
@@ -110,7 +110,7 @@ def read_statistics(lines: Iterable[Line], order: Sequence[str] = ()) -> Statist
     column = np.empty(len(iterations), dtype=np.int64)
     column[[iterations[i] for i in times_sorted]] = np.arange(len(iterations))
     maps = {}
-    for key in sorted(columns, key=_offered):
+    for key in sorted(columns, key=_sort_key):
         rows, times, values = columns.pop(key)
         codes = codes_of(np.frombuffer(values, dtype=np.float64))
         codes[nulls.get(key, [])] = NULL
@@ -123,7 +123,7 @@ def read_statistics(lines: Iterable[Line], order: Sequence[str] = ()) -> Statist
 _KNOWN = list(BY_NAME)
 
 
-def _offered(key: tuple[str, str]) -> tuple:
+def _sort_key(key: tuple[str, str]) -> tuple:
     """Order of the choices: tensors in GEMM order, statistics in telemetry's order, then by name."""
     tensor, statistic = key
     return (

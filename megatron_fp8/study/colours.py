@@ -24,4 +24,4 @@ RECIPES = {
     "mxfp8": "#009e73",
     "custom": "#56b4e9",
 }
-"""'bf16' is whatever the model trains in without FP8."""
+"""'bf16' stands for the model's dtype without FP8."""

@@ -108,7 +108,7 @@ RULES = (
 )  # fmt: skip
 
 STALE = 2.0
-"""Scales that are rounded to a power of two lose less than this factor, and a margin of one is as much."""
+"""Rounding a scale to a power of two loses less than this factor; a margin of one loses as much."""
 
 FINER = {
     "delayed": BLOCKS,
@@ -117,8 +117,8 @@ FINER = {
     "blockwise": (),
     "mxfp8": (),
 }
-"""A recipe -> those whose scales follow values more closely; none: only BF16 is left. A stale scale is also cured by
-the tensor's own amax."""
+"""Recipe -> recipes with finer scales; none: only BF16 remains. For a stale scale current per-tensor scaling is also
+tried."""
 
 WHAT_IF = {"mxfp8": "mxfp8", "blockwise": "fp8_block_scaling", "tensorwise": "fp8_current_scaling"}
 
@@ -185,7 +185,7 @@ def advise(
         measured = {record["iteration"] for seen in series.values() for record in seen}
         spikes = _spikes(metrics, bool(ruled))
         # Spikes explain a loss that they raise.
-        found += [*(() if spikes else _loss_first(metrics, ruled, measured)), *ruled, *spikes]
+        found += [*(() if spikes else _loss_rise(metrics, ruled, measured)), *ruled, *spikes]
     return found + _configuration(report)
 
 
@@ -217,10 +217,10 @@ def _by_rules(
                 stale = [r for r in violations if _is_stale(r, words[0])]
                 violations = stale if 2 * len(stale) > len(violations) else []
             if len(violations) >= min(2, len(measured)) and violations:
-                cure = _cure(rule, str(plan["recipe"]), violations)
+                cure = _remedy(rule, str(plan["recipe"]), violations)
                 pieces.setdefault((rule.name, tensor, cure), []).append((site, violations, rule))
                 break
-    return [_piece(tensor, cure, evidence) for (_, tensor, cure), evidence in pieces.items()]
+    return [_advice(tensor, cure, evidence) for (_, tensor, cure), evidence in pieces.items()]
 
 
 def _is_stale(record: Mapping[str, Any], format_name: str) -> bool:
@@ -232,7 +232,7 @@ def _is_stale(record: Mapping[str, Any], format_name: str) -> bool:
     return record["scale_inv_max"] * _LARGEST[format_name] > STALE * record["cur_amax"]
 
 
-def _cure(rule: Rule, recipe: str, violations: list[Mapping[str, Any]]) -> str:
+def _remedy(rule: Rule, recipe: str, violations: list[Mapping[str, Any]]) -> str:
     """The option, 'bf16', or the name of a finer recipe. If what-ifs were measured, one that the rule does
     not apply to.
 
@@ -253,7 +253,7 @@ def _cure(rule: Rule, recipe: str, violations: list[Mapping[str, Any]]) -> str:
     return next(name for name, gain in gains.items() if gain >= max(gains.values()) - 3.0)
 
 
-def _piece(tensor: str, cure: str, evidence: list[tuple[str, list[Mapping[str, Any]], Rule]]) -> Advice:
+def _advice(tensor: str, cure: str, evidence: list[tuple[str, list[Mapping[str, Any]], Rule]]) -> Advice:
     rule = evidence[0][2]
 
     def worst(seen: list[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -295,7 +295,7 @@ def _not_finite(bad: list[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any
     ]  # fmt: skip
 
 
-def _loss_first(
+def _loss_rise(
     metrics: Sequence[Mapping[str, Any]], ruled: list[Advice], measured: Iterable[int]
 ) -> list[Advice]:
     """Reports a loss that rose before any tensor's codes were bad, so not because of FP8. (A diverging model
@@ -327,7 +327,7 @@ def _loss_first(
 
 
 SPIKE, SPIKES = 5.0, 3
-"""A gradient norm is a spike at SPIKE times the median of all; SPIKES of them are worth advice."""
+"""A gradient norm above SPIKE times the median is a spike; SPIKES of them give advice."""
 
 
 def _spikes(metrics: Sequence[Mapping[str, Any]], evidence: bool) -> list[Advice]:

@@ -36,15 +36,15 @@ def show_gradients(y: torch.Tensor, operands: list[tuple[torch.Tensor, Shown]]) 
         if operand.requires_grad:
             edge = get_gradient_edge(operand)
             callbacks[edge.node, edge.output_nr] = shown
-    for node in _behind(y.grad_fn, {node for node, _ in callbacks}):
+    for node in _nodes_between(y.grad_fn, {node for node, _ in callbacks}):
         found = [
             (place, callbacks[edge]) for place, edge in enumerate(node.next_functions) if edge in callbacks
         ]
         if found:
-            node.register_hook(_showing(found))
+            node.register_hook(_gradient_hook(found))
 
 
-def _showing(found: list[tuple[int, Shown]]) -> Callable[[Any, Any], None]:
+def _gradient_hook(found: list[tuple[int, Shown]]) -> Callable[[Any, Any], None]:
     def show(gradients: tuple[torch.Tensor | None, ...], _: Any) -> None:
         for place, shown in found:
             if (gradient := gradients[place]) is not None:
@@ -53,7 +53,7 @@ def _showing(found: list[tuple[int, Shown]]) -> Callable[[Any, Any], None]:
     return show
 
 
-def _behind(first: Any, ends: set[Any]) -> Iterator[Any]:
+def _nodes_between(first: Any, ends: set[Any]) -> Iterator[Any]:
     """Graph nodes from ``first`` back to ``ends``, excluding ``ends``."""
     visited, layer = {first}, [first]
     for _ in range(_FARTHEST):

@@ -18,7 +18,7 @@ from ..numerics.subnormals import keeping_subnormals
 from ..tensor import QuantizedSide, scale_blocks_
 
 _BEYOND = 1 + 2.0**-21
-"""A scale and its inverse are rounded, so the element that made the scale can lie beyond the largest code by this."""
+"""Scale and inverse are rounded, so the element with the amax may exceed the largest code by this factor."""
 
 
 def side_of(quantized: QuantizedSide, shape: torch.Size, *, columnwise: bool) -> Side:

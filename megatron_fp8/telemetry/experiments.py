@@ -15,7 +15,7 @@ from .subject import Gradients, Pass, Subject, Table
 from .variants import Variant, Variants, installed
 
 LEAST_BATCHES = 4
-"""Fewer say nothing about the spread of their differences."""
+"""Minimum for an estimate of the spread."""
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ import torch
 from .subject import Table
 
 WORTHLESS = 0.1
-"""The relative error by rounding to BF16 beyond which a tensor's gradient says nothing."""
+"""Relative error by rounding to BF16 above which a tensor's gradient is meaningless."""
 
 _T = (63.66, 9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25, 3.17, 3.11, 3.05, 3.01, 2.98, 2.95)
-"""Student's t of 1, 2, ... degrees of freedom that chance exceeds once in 200, on one side."""
+"""Student's t for 1, 2, ... degrees of freedom, one-sided, at 0.5 %."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ TE_TENSORS = {
     "dgrad": "dgrad",
     "wgrad": "wgrad",
 }
-"""Transformer Engine's names of the tensors -> ours."""
+"""Transformer Engine's tensor names -> ours."""
 
 WHAT_IF = {
     "fp8_current_scaling": "tensorwise",
@@ -40,7 +40,7 @@ WHAT_IF = {
     "mxfp8": "mxfp8",
     "fp8_rowwise_scaling": "rowwise",
 }
-"""Prefix of a name -> the recipe that it asks about. The last is ours, the others are Transformer Engine's."""
+"""Prefix of a name -> recipe. The last is ours, the others are Transformer Engine's."""
 
 TE, OURS = "Transformer Engine", "ours"
 
@@ -132,7 +132,7 @@ STATISTICS = (
         "nonfinite", "How many values are NaN or Inf; they are left out of all other figures.", OURS, "values"
     ),
 )
-"""Every statistic there is."""
+"""All statistics."""
 
 BY_NAME = {statistic.name: statistic for statistic in STATISTICS}
 
@@ -142,7 +142,7 @@ _COLUMNWISE = "_columnwise"
 _ONE_DIRECTION = ("fp8_current_scaling", "fp8_delayed_scaling")
 
 DEFAULT = tuple(name for name in BY_NAME if name != BLOCKWISE)
-"""What is measured if nobody says what: all but the blockwise range, which costs more than the others together."""
+"""Default statistics: all but the blockwise range, which costs more than the others together."""
 
 
 @dataclass(frozen=True, order=True)

@@ -50,10 +50,10 @@ def first_parting(ours: Sequence[Record], theirs: Sequence[Record], tolerance: f
     common = [record for record in ours if _key(record) in other]
     if not common:
         raise ValueError("the two runs' telemetry has no iteration, site and tensor in common")
-    order = _computed(dict.fromkeys(record["site"] for record in ours))
+    order = _forward_order(dict.fromkeys(record["site"] for record in ours))
     for iteration in sorted({record["iteration"] for record in common}):
         here = [record for record in common if record["iteration"] == iteration]
-        for record in sorted(here, key=lambda record: _when(record, order)):
+        for record in sorted(here, key=lambda record: _order_key(record, order)):
             if found := _worst(record, other[_key(record)], tolerance):
                 return found
     return None
@@ -68,7 +68,7 @@ def _key(record: Record) -> tuple[Any, Any, Any]:
     return record["iteration"], record["site"], record["tensor"]
 
 
-def _when(record: Record, order: dict[str, int]) -> tuple[int, int, int]:
+def _order_key(record: Record, order: dict[str, int]) -> tuple[int, int, int]:
     """Sort key of its position in the iteration: forward, then backward in reverse."""
     tensor, place = record["tensor"].partition(".")[0], order[record["site"]]
     if tensor in _FORWARD:
@@ -76,7 +76,7 @@ def _when(record: Record, order: dict[str, int]) -> tuple[int, int, int]:
     return 1, -place, _BACKWARD.index(tensor) if tensor in _BACKWARD else len(_BACKWARD)
 
 
-def _computed(sites: Iterable[str]) -> dict[str, int]:
+def _forward_order(sites: Iterable[str]) -> dict[str, int]:
     """Site -> position in the forward pass, for sites in module order."""
     found = list(sites)
     last = {name.rpartition(".")[0]: place for place, name in enumerate(found)}

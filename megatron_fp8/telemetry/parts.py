@@ -1,6 +1,6 @@
 """Deduplicates tensors over ranks: each shard counts once among replicas.
 
-Each rank knows, for each of its sites, which part of the weight it holds and which tokens it sees
+Each rank has, for each of its sites, a part of the weight and a set of tokens
 (linear/share.py). Of ranks with the same part or tokens, the first one counts. This covers tensor, sequence,
 context, data, expert and pipeline parallelism without process groups, and one collective over all ranks sums
 everything.

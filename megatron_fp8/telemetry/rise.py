@@ -22,7 +22,7 @@ from typing import Any
 
 MUCH, LASTING = 1.5, 3
 NOISES, LEAST, STEPS = 8.0, 0.02, 6
-"""How often the noise; by how much of the loss a rise by little is at least; how many steps tell the noise."""
+"""Multiple of the noise; smallest relative rise; number of steps needed to estimate the noise."""
 
 
 @dataclass(frozen=True)

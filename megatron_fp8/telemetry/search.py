@@ -48,7 +48,7 @@ def cure(experiments: Experiments, found: Attribution, share: float) -> Cure:
         return Cure(complete=not sites)
     experiments.expect(2 + 2 * len(sites))
     goal = _Goal(experiments, found, [Part(site) for site in sites], share)
-    narrow = _Goal(experiments, found, [_first(outstanding, site) for site in sites], share)
+    narrow = _Goal(experiments, found, [_worst_part(outstanding, site) for site in sites], share)
     if narrow.gain >= _AS_GOOD * goal.gain:
         goal = narrow
     if goal.gain <= 0:
@@ -83,7 +83,7 @@ _AS_GOOD = 0.8
 contribute a little too."""
 
 
-def _first(outstanding: list[Finding], site: str) -> Part:
+def _worst_part(outstanding: list[Finding], site: str) -> Part:
     """The highest-ranked part of a site."""
     return next(finding.part for finding in outstanding if finding.site == site)
 

@@ -11,7 +11,7 @@ from typing import Any
 from .names import DEFAULT, TENSORS, WHAT_IF, of_tensor, parse, parse_all
 
 REGEX = "re:"
-"""Patterns of sites that begin so are regular expressions; all others are globs."""
+"""Prefix of site patterns that are regular expressions; all others are globs."""
 
 Window = tuple[int, int | None]
 

@@ -36,7 +36,7 @@ from .names import Blocks, Variant, Wanted, parse_all
 from .values import measure_values, tiles
 
 _ROUNDING = 2.0**-50
-"""How far off a float64 sum of many numbers may be, relative to the sum of their magnitudes."""
+"""Error bound of a float64 sum of many numbers, relative to the sum of their magnitudes."""
 
 
 class Measured(NamedTuple):

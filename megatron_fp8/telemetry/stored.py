@@ -51,7 +51,7 @@ def held(weight: Fp8Parameter, *, columnwise: bool) -> Held:
     row, column = weight.quantized.sides
     assert row is not None and column is not None
     rowwise = _piece(row, start, stop, by_column=False)
-    turned = _turned(_piece(column, start, stop, by_column=True)) if columnwise else None
+    turned = _columnwise(_piece(column, start, stop, by_column=True)) if columnwise else None
     values = master.detach().to(weight.dtype).view(1, -1)
     return Held(values, Float8Tensor(rowwise, turned, weight.dtype), False)
 
@@ -67,7 +67,7 @@ def _piece(side: QuantizedSide, start: int, stop: int, *, by_column: bool) -> Qu
     return QuantizedSide(codes, scale, Granularity(1, 1), side.pow2, side.finite)
 
 
-def _turned(side: QuantizedSide) -> QuantizedSide:
+def _columnwise(side: QuantizedSide) -> QuantizedSide:
     """The same elements as a columnwise side: [n, 1]."""
     scale = side.scale_inv if side.granularity.is_tensor else side.scale_inv.t()
     return replace(side, codes=side.codes.t(), scale_inv=scale)

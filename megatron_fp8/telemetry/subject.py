@@ -107,7 +107,7 @@ class ModuleSubject:
             self._random[batch] = _Random()
         states = {id(site.state): site.state for site in self.sites.values()}
         before = sum(state.counts.fp8_gemms for state in states.values())
-        with torch.enable_grad(), _unchanged(self._parameters):
+        with torch.enable_grad(), _check_unchanged(self._parameters):
             loss = self._loss_of(self.model, self._batches[batch])
         if (
             not isinstance(loss, torch.Tensor)
@@ -220,7 +220,7 @@ def _check_parameters(parameters: Mapping[str, torch.nn.Parameter]) -> None:
 
 
 @contextmanager
-def _unchanged(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
+def _check_unchanged(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
     """Raises ValueError if the body writes to a parameter or its gradient: passes could not be compared."""
 
     def written() -> dict[str, tuple[Any, ...]]:
@@ -259,7 +259,7 @@ def as_it_was(model: Any, sites: Mapping[str, GemmSite]) -> Iterator[None]:
     with ExitStack() as stack:
         for state in {id(site.state): site.state for site in sites.values()}.values():
             stack.enter_context(state.unrecorded())
-        stack.enter_context(_eagerly())
+        stack.enter_context(_eager_mode())
         try:
             if not model.training:
                 model.train()
@@ -278,7 +278,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _eagerly() -> Any:
+def _eager_mode() -> Any:
     """Switches torch.compile off, if it has been used."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 

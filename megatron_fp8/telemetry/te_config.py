@@ -29,7 +29,7 @@ from .names import BLOCKWISE, QUANTIZED, TE_TENSORS, Blocks, parse
 from .settings import REGEX, Selection, TelemetrySettings
 
 FEATURES = {"LogTensorStats": "values", "LogFp8TensorStats": "codes"}
-"""The features that are read -> what their statistics are of (Statistic.needs)."""
+"""Supported features -> what their statistics need (Statistic.needs)."""
 
 _LARGEST = 1 << 22  # bytes; far above any real configuration
 _TIMES = ("freq", "start_step", "end_step", "start_end_list")

@@ -154,7 +154,7 @@ class Telemetry:
         return [
             Collector(
                 state,
-                {name: _asking(module) for name, module in modules.items()},
+                {name: _site_getter(module) for name, module in modules.items()},
                 agreed,
                 self.settings,
                 group,
@@ -184,7 +184,7 @@ class Telemetry:
             self._say(told(fresh))
 
 
-def _asking(module: Any) -> Callable[[], GemmSite]:
+def _site_getter(module: Any) -> Callable[[], GemmSite]:
     """A function that returns the module's current site."""
     return lambda: module.fp8_site
 

@@ -17,7 +17,7 @@ from ..plan.site_plan import SitePlan
 from ..recipe import GEMM_OPERANDS
 
 BF16_BITS = 8
-"""Significant bits of bfloat16, the hidden one among them."""
+"""Significant bits of bfloat16, including the hidden one."""
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,11 @@ def verdict(
     if good_loss is not None and too_high(losses, good_loss):
         also = f"in high precision the loss is bad too, {mean:.4g} where it was {good_loss:.4g}"
     lines = [_answer(found, outstanding, also)]
-    lines += [_of(finding) for finding in _one_a_site(outstanding)[:4]]
-    lines.append(_all_at_once(found, mean))
+    lines += [_finding_text(finding) for finding in _first_per_site(outstanding)[:4]]
+    lines.append(_all_sites(found, mean))
     lines.append(_against_noise(found, noise))
     if cure.parts:
-        lines.append(_cured(cure))
+        lines.append(_override_text(cure))
     elif outstanding:
         lines.append("Taking what stands out into high precision does not bring the gradient nearer.")
     if found.skipped:
@@ -62,7 +62,7 @@ def _answer(found: Attribution, outstanding: list[Finding], also: str) -> str:
         where = sites[0] if len(sites) == 1 else f"{len(sites)} sites, most in {sites[0]}"
         costs = f"FP8 costs more than it has to in {where}"
         return f"FP8 is not the only cause: {also}; and {costs}." if also else f"{costs}."
-    unknown = _far_off_in_words(found)
+    unknown = _far_off_text(found)
     if unknown:
         part = f"a part of the cause: {also}" if also else "the cause"
         return f"Not known whether FP8 is {part}. {unknown}"
@@ -75,7 +75,7 @@ def _answer(found: Attribution, outstanding: list[Finding], also: str) -> str:
     )
 
 
-def _far_off_in_words(found: Attribution) -> str:
+def _far_off_text(found: Attribution) -> str:
     """How far off the plan is although no site stands out; '' if it is near."""
     times = far_off(found, Limits())
     if times is None:
@@ -96,14 +96,14 @@ def _far_off_in_words(found: Attribution) -> str:
     )
 
 
-def _one_a_site(outstanding: list[Finding]) -> list[Finding]:
+def _first_per_site(outstanding: list[Finding]) -> list[Finding]:
     first: dict[str, Finding] = {}
     for finding in outstanding:
         first.setdefault(finding.site, finding)
     return list(first.values())
 
 
-def _of(finding: Finding) -> str:
+def _finding_text(finding: Finding) -> str:
     figures = ""
     if math.isfinite(finding.gradient_error) and math.isfinite(finding.loss_change):
         figures = (
@@ -113,7 +113,7 @@ def _of(finding: Finding) -> str:
     return f"{finding.key} in FP8 alone: {finding.why}{figures}."
 
 
-def _all_at_once(found: Attribution, mean: float) -> str:
+def _all_sites(found: Attribution, mean: float) -> str:
     planned, best = found.planned, found.at_best
     change = planned.loss_changes
     if not planned.finite:
@@ -142,7 +142,7 @@ def _against_noise(found: Attribution, noise: float) -> str:
     )
 
 
-def _cured(cure: Cure) -> str:
+def _override_text(cure: Cure) -> str:
     back = (
         "" if cure.given_back is None else f" gives back {_percent(cure.given_back)} of what stands out costs"
     )

@@ -25,7 +25,7 @@ from ...recipe import Recipe, recipe_name
 from .cells import Bench
 
 _FAR = 0.25
-"""Root mean square of the difference from BF16, relative: several linears, one after another, in E4M3 and E5M2."""
+"""Relative root mean square difference from BF16, for several consecutive linears in E4M3 and E5M2."""
 _VOCAB, _DEPTH = 512, 2
 
 

@@ -65,7 +65,7 @@ def train_all(comparison: Comparison) -> None:
     if finished:
         progress.say(f"{finished} of {len(comparison.runs)} runs are there already")
     first = True
-    with _ended_by_sigterm(), progress:
+    with _sigterm_as_interrupt(), progress:
         for number, run in enumerate(todo, 1):
             _wait_until_free(run, progress)
             # Check again: another process may have finished the run.
@@ -134,7 +134,7 @@ def _train(run: WantedRun, comparison: Comparison, progress: Progress, *, first:
             stdout=stream,
             stderr=subprocess.STDOUT,
             env=environment,
-            preexec_fn=_ending_with_us(),
+            preexec_fn=_parent_death_signal(),
         )
         try:
             metrics = run.folder / "metrics.jsonl"
@@ -142,7 +142,7 @@ def _train(run: WantedRun, comparison: Comparison, progress: Progress, *, first:
                 time.sleep(_POLL_S)
                 progress.at(len(_lines(metrics)))
         finally:
-            _end(process)
+            _terminate(process)
     if process.returncode:
         last_error = _last_error(log)
         message = f"{run.name}: {last_error} (all of it: {log})"
@@ -157,7 +157,7 @@ def _train(run: WantedRun, comparison: Comparison, progress: Progress, *, first:
         raise RunFailed(f"{run.name} is not finished ({lacks}): {remedy} ({log}).")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _terminate(process: subprocess.Popen[bytes]) -> None:
     """Ends the child process: asks it to save and exit, and kills it if it does not."""
     if process.poll() is not None:
         return
@@ -170,7 +170,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def _sigterm_as_interrupt() -> Iterator[None]:
     """SIGTERM ends the comparison like Ctrl-C, so that its child ends too."""
 
     def interrupt(*_: Any) -> None:
@@ -183,7 +183,7 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _ending_with_us() -> Callable[[], None] | None:
+def _parent_death_signal() -> Callable[[], None] | None:
     """A preexec_fn: Linux sends the child SIGTERM when this process dies, even by SIGKILL.
 
     A launcher passes SIGTERM on to its ranks. None on other systems: the child survives, and the next

@@ -17,7 +17,7 @@ SOURCES = {
     "blocks": "torch 2.13, ScaledBlas.cpp; this package's kernel compiled for it by Triton 3.9, not run",
     "te": "Transformer Engine 2.20, pytorch/quantization.py",
 }
-"""Where a rule is from, by its name here."""
+"""Name in this module -> source of a rule."""
 
 
 def torch_refusal(capability: tuple[int, int]) -> Refusal:

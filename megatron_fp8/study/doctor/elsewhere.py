@@ -52,7 +52,7 @@ def asked_of(model: Model, device: Device) -> Elsewhere | None:
     request = model.fp8_backend
     backend = transformer_engine.name if request == transformer_engine.name else native.name
     recipes, notes = recipe_of(model), []
-    for name in dict.fromkeys([str(model.fp8_recipe), *_named(model.fp8_overrides)]):
+    for name in dict.fromkeys([str(model.fp8_recipe), *_override_recipes(model.fp8_overrides)]):
         cell = documented(backend, name, generation, recipes(name))
         if not cell.supported:
             where = f"{backend} {name} on {generation.name}"
@@ -73,10 +73,10 @@ def _generation(device: Device) -> Generation | None:
     )
 
 
-def _named(overrides: Mapping[str, Any]) -> Iterator[str]:
+def _override_recipes(overrides: Mapping[str, Any]) -> Iterator[str]:
     """Recipes named in overrides, including those for single GEMMs and operands."""
     for value in overrides.values():
         if isinstance(value, Mapping):
-            yield from _named(value)
+            yield from _override_recipes(value)
         elif isinstance(value, str) and value in RECIPES:
             yield value

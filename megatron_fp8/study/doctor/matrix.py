@@ -27,11 +27,11 @@ from .trials import Trial
 Known = Literal["tried here", "documentation", "not known"]
 
 RECIPE_NAMES = tuple(name for name in RECIPES if name != "custom")
-"""The matrix's recipes: a custom one is what its own rules say."""
+"""The matrix's recipes; support of a custom recipe depends on its rules."""
 
 _ANY_DEVICE = "fp8_backend=auto: the emulated backend runs everywhere"
 OURS = "megatron_fp8's own rule"
-"""The source of what no library is asked about."""
+"""Source of cells that depend on no library."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def matrix(here: Generation | None, trials: Iterable[Trial]) -> list[Cell]:
             for generation in GENERATIONS:
                 cell = documented(backend, recipe, generation)
                 trial = tried.get((backend, recipe)) if generation == here else None
-                cells.append(cell if trial is None else _as_tried(cell, trial))
+                cells.append(cell if trial is None else _from_trial(cell, trial))
     return cells
 
 
@@ -147,7 +147,7 @@ def _refused(cell: Cell, reason: str | None, cure: str | None, **facts: Any) -> 
     return replace(cell, supported=False, reason=reason, cure=cure, source=facts.get("source"))
 
 
-def _as_tried(cell: Cell, trial: Trial) -> Cell:
+def _from_trial(cell: Cell, trial: Trial) -> Cell:
     if trial.result == "refused":
         cure = cell.cure or trial.cure
         return replace(

@@ -25,13 +25,13 @@ from .versions import megatron
 _ANY_BACKEND = "fp8_backend=auto (the emulated backend runs on every device)"
 
 NOT_LOOKED_AT = ("ranks", "data", "memory", "speed")
-"""What no need is said of: as many GPUs as the layout wants, what data files hold, whether it fits, how long it takes."""
+"""Not checked: number of GPUs for the layout, content of data files, memory, time."""
 
 TE_FUNCTIONS = (
     "apply_rope_fusion", "fused_single_qkv_rope", "cpu_offloading", "fine_grained_activation_offloading",
     "moe_router_fusion", "moe_permute_fusion", "use_te_rng_tracker",
 )  # fmt: skip
-"""Fields that call functions of Transformer Engine's, as mcore/config/table.py has them (a test compares)."""
+"""Fields that call functions of Transformer Engine, as in mcore/config/table.py (a test compares)."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def missing(options: list[str]) -> list[Need]:
         ValueError: the file cannot be read, a key is unknown, or FP8 settings are invalid.
     """
     given = given_keys(options)
-    _check_kinds(given)
+    _check_types(given)
     model = {key.removeprefix("model."): value for key, value in given.items() if key.startswith("model.")}
     return [*_megatron(), *_backend(model), *_functions(model), *_data(given), *_telemetry(given)]
 
@@ -64,7 +64,7 @@ _TEXTS = (
 )  # fmt: skip
 
 
-def _check_kinds(given: Mapping[str, Any]) -> None:
+def _check_types(given: Mapping[str, Any]) -> None:
     """Raises ValueError if a value used here has another type than `train` accepts."""
     for key in _TEXTS:
         if not isinstance(value := given.get(key) or "", str):

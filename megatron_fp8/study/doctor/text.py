@@ -28,7 +28,7 @@ _UNSEEN = (
 
 def shown(found: Examination, *, with_matrix: bool) -> str:
     """The verdict, then the evidence; the support matrix of other machines only on request."""
-    parts = [_verdict(found), _machine(found), _versions(found), _conflicts(found), _tried(found)]
+    parts = [_verdict(found), _machine(found), _versions(found), _conflicts(found), _trials(found)]
     if with_matrix:
         parts.append(_matrix(found.matrix))
     if found.needs is not None:
@@ -105,7 +105,7 @@ def _conflicts(found: Examination) -> list[str]:
     return lines
 
 
-def _tried(found: Examination) -> list[str]:
+def _trials(found: Examination) -> list[str]:
     lines, closed = ["Tried here"], set()
     for trial in found.trials:
         if trial.recipe is None:

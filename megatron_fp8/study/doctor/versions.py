@@ -310,7 +310,7 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
 )  # fmt: skip
-"""(whether it is so, what it is)."""
+"""(condition, conflict)."""
 
 
 def conflicts(of: Facts) -> list[Conflict]:

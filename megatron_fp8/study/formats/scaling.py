@@ -17,9 +17,9 @@ from ...recipe import RECIPES
 
 ROWS, COLS, OUTLIERS = 256, 1024, 32
 SIZES = (1, 1024, 16384, 65536, 262144)
-"""How many standard deviations the outliers are; 1: there are none."""
+"""Size of the outliers in standard deviations; 1: no outliers."""
 NAMES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
-"""Recipes whose scales come from the tensor at hand. Delayed scaling is delayed.py's."""
+"""Recipes with current scaling; for delayed scaling see delayed.py."""
 
 
 @dataclass(frozen=True)
