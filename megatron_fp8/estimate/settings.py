@@ -313,7 +313,7 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
         notes.append("phases in BF16: the figures are of iterations in FP8")
     if section.get("fp8_backend") == "transformer_engine":
         notes.append(
-            "fp8_backend=transformer_engine: what its layers keep is not known; these are this package's"
+            "fp8_backend=transformer_engine: what its layers save is unknown; the figures are for this package's layers"
         )
     if model.attention_dropout:
         notes.append(
@@ -326,17 +326,17 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
             )
         model = dataclasses.replace(model, vocab_size=_BYTES_VOCABULARY)
     if has_experts:
-        notes.append("experts: every expert is taken to get as many tokens as any other")
+        notes.append("experts: all experts are assumed to get the same number of tokens")
     if any("local_experts." in key for key in overrides) and model.expert_model_parallel_size > 1:
-        notes.append("overrides that tell experts apart: the figures are of the rank that has the first ones")
+        notes.append(
+            "overrides that differ between experts: the figures are those of the rank with the first experts"
+        )
     if has_experts and section.get("moe_token_dispatcher_type", "allgather") != "alltoall":
         notes.append(
             "moe_token_dispatcher_type: what it sends is not known; these are the bytes of 'alltoall'"
         )
     if has_experts and section.get("moe_expert_capacity_factor") is not None:
-        notes.append(
-            "moe_expert_capacity_factor: not read; no token is dropped here, and no expert filled up"
-        )
+        notes.append("moe_expert_capacity_factor: not read; the estimate drops no tokens and pads no expert")
     if has_experts and model.expert_tp > 1:
         notes.append("experts that tensor parallelism cuts: what their ranks send was never counted in a run")
     return model, notes

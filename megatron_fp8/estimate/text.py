@@ -233,7 +233,7 @@ def unsure(device: Device, native: bool | None, reason: str | None) -> str | Non
     if native:
         return None
     verdict = "would not run natively" if native is False else "may not run natively"
-    return f"FP8 {verdict} on {device.name} ({reason}); these times are of hardware that had it"
+    return f"FP8 {verdict} on {device.name} ({reason}); these times assume hardware that runs it natively"
 
 
 def _without_verdict(found: Estimate, bf16: Estimate, doubt: str) -> str:

@@ -95,9 +95,9 @@ REFUSED = {
     "GemmaForCausalLM": _SCALED,
     "Gemma2ForCausalLM": f"{_SCALED}, and it bounds scores and logits by tanh",
     "Gemma3ForCausalLM": f"{_SCALED}, and most of its layers attend to a window, with frequencies of their own",
-    "Gemma3ForConditionalGeneration": f"{_SCALED}, and it reads pictures",
+    "Gemma3ForConditionalGeneration": f"{_SCALED}, and it takes images",
     "PhiForCausalLM": "its attention and MLP read the same input, side by side, and Megatron-Core's one after the other",
-    "Qwen2MoeForCausalLM": "its expert that every token sees has a gate, and which layers have experts is said otherwise",
+    "Qwen2MoeForCausalLM": "its shared expert has a gate, and its config lists layers with experts differently",
     "DeepseekV2ForCausalLM": "its router is another one",
 }
 """Unsupported families that users request, with the reason."""

@@ -37,7 +37,7 @@ def describe(
     positions = positions or source.run.get("train", {}).get("seq_length")
     if vocab_size is None or positions is None:
         missing = "--vocab-size" if vocab_size is None else "--max-position-embeddings"
-        raise ValueError(f"{str(source.folder)!r} does not say it: give {missing}=NUMBER.")
+        raise ValueError(f"{str(source.folder)!r} does not have it: give {missing}=NUMBER.")
     family = (fields.get("architectures") or [None])[0]
     ours = hf_config(section, vocab_size, positions, family)
     if like:

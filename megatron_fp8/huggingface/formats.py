@@ -106,11 +106,7 @@ def encode(
             raise ValueError(f"{name} holds NaN or Inf: a scale would hide it. Export an earlier checkpoint.")
         if chosen.name == "fp8-block" and (weight.shape[0] % BLOCK or weight.shape[1] % BLOCK):
             why = (lost or {}).get(name)
-            new = (
-                f"the scales that it came with were not kept ({why}), and new ones need"
-                if why
-                else "it needs"
-            )
+            new = f"its original scales were not stored ({why}), and new ones need" if why else "it needs"
             raise ValueError(
                 f"{name} is {list(weight.shape)}, which are no multiples of {BLOCK}: for --format=fp8-block {new} whole"
                 " 128x128 blocks. Use --format=fp8-channel, or leave the layer out with --ignore."
@@ -260,8 +256,8 @@ def left_out(config: Mapping[str, Any], names: Set[str]) -> list[str]:
     notes = []
     if inputs:
         notes.append(
-            f"scales of inputs are left out ({'; '.join(inputs)}): exports say that inputs are quantised as they come,"
-            " unless --calibration makes new ones"
+            f"scales of inputs are left out ({'; '.join(inputs)}): exports declare dynamic input scales,"
+            " unless --calibration gives static ones"
         )
     if outputs := _count(names, _OUTPUTS):
         notes.append(f"scales of outputs and of an FP8 cache are left out ({outputs[0]}): exports have none")

@@ -88,7 +88,7 @@ class InferenceReport:
             )
         if self.replaced:
             lines.append(
-                "weights replaced since training gave them a scale, which did not fit, have one of their own:"
+                "weights that were replaced and exceed their delayed scale have current scales:"
                 f" {', '.join(self.replaced)}"
             )
         if not self.ran:

@@ -46,9 +46,7 @@ class Sampler:
         """
         logits = logits[:, : self.vocab_size].float()
         if not bool((logits < math.inf).all()):
-            raise ValueError(
-                "logits hold NaN or Inf: the weights, or a static scale, are not of a model that works"
-            )
+            raise ValueError("logits hold NaN or Inf: the weights or a static scale are broken")
         if self.temperature == 0:
             return logits.argmax(-1)
         return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(1)

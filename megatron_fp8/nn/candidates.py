@@ -261,7 +261,7 @@ def _reason_to_skip_experts(module: nn.Module, config: Fp8Config) -> str | None:
     if is_parametrized(module):
         return "is parametrised, its weights computed in each call: convert first, then parametrise"
     if getattr(module, "_is_expert_parallel", False):
-        return "its experts are distributed over ranks by transformers: megatron_fp8.mcore runs such in FP8"
+        return "its experts are distributed over ranks by transformers: use megatron_fp8.mcore for FP8"
     kind = kind_of(type(module))
     assert kind is not None
     stacks = kind.stacks(module)
@@ -278,7 +278,7 @@ def _reason_to_skip_weights(
     module: nn.Module, weights: list[Any], features: list[tuple[int, int]], config: Fp8Config
 ) -> str | None:
     if "forward" in vars(module):
-        return "its forward was replaced on the instance, and would go past FP8"
+        return "its forward was replaced on the instance, and would bypass FP8"
     for weight in weights:
         if _is_unsupported_tensor(weight):
             return f"its weight is a {type(weight).__name__}, which is no ordinary tensor"

@@ -207,7 +207,7 @@ class Fp8Config:
         twice = [f"{name}={value!r}" for name, value in given.items() if value]
         if twice:
             raise ValueError(
-                f"recipe={self.recipe!r} is an instance and brings its own {', '.join(given)}: say it there, not"
+                f"recipe={self.recipe!r} is an instance with its own {', '.join(given)}: set them there, not"
                 f" in {', '.join(twice)}"
             )
         if isinstance(self.recipe, CustomRecipe) and self.unquantized:

@@ -125,7 +125,7 @@ def convert_from_fp8(model: M) -> M:
     ]
     if sharded:
         raise ValueError(
-            f"{sharded[0]} is a subclass of an FP8 linear and cannot become what that was: convert back before"
+            f"{sharded[0]} is a subclass of an FP8 linear and cannot be converted back: call convert_from_fp8 before"
             " fully_shard, or load the state dict into an unconverted model"
         )
     disable_fp8_all_gather(model)

@@ -51,7 +51,7 @@ class Fp8ExpertLinear(Fp8Layer):
         around = None if self._around is None else self._around()
         if around is None:
             raise RuntimeError(
-                "the experts that this FP8 linear is one of are gone: keep the module that has them"
+                "the expert module that contains this FP8 linear no longer exists: keep a reference to it"
             )
         return around
 

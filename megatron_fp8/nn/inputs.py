@@ -43,7 +43,7 @@ def call_in_graph(module: torch.nn.Module, proxy: Any) -> torch.fx.Proxy:
         check_tensor(getattr(module, "fp8_name", "") or type(module).__name__, proxy)
     tracer: Any = proxy.tracer
     if tracer.root is module:
-        raise ValueError("torch.fx traces what calls an FP8 linear, not the linear: put it into a module")
+        raise ValueError("torch.fx cannot trace an FP8 linear itself: put it into a module and trace that")
     node: torch.fx.Proxy = tracer.create_proxy("call_module", tracer.path_of_module(module), (proxy,), {})
     return node
 

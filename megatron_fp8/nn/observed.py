@@ -79,8 +79,8 @@ def note_replaced(group: Fp8Group, found: Collection[torch.nn.Module]) -> None:
     if names:
         _mark(group, names, "replaced by a linear without FP8 since the conversion")
         warnings.warn(
-            f"a linear without FP8 stands in the place of {len(names)} that were converted ({_shortened(names)}): call"
-            " convert_to_fp8(model) again to have it run in FP8",
+            f"converted linears were replaced by linears without FP8: {len(names)} ({_shortened(names)}); call"
+            " convert_to_fp8(model) again to run them in FP8",
             stacklevel=3,
         )
 

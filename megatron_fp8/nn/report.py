@@ -130,7 +130,7 @@ class Fp8Report:
         reasons = {reason: str(number) for number, reason in enumerate(reasons, start=1)}
         lines = [(_name(names), *key[1:-1], reasons.get(key[-1], "")) for key, names in grouped.items()]
         notes = [_wrap(f"{number:>2}  {reason}", "    ") for reason, number in reasons.items()]
-        requantise_note = "keep_columnwise=False: each backward makes dgrad's own codes of a weight again"
+        requantise_note = "keep_columnwise=False: each backward recomputes the weights' codes for dgrad"
         parts = [*_table([COLUMNS, *lines]), *notes, _wrap(self._summary())]
         return "\n".join([*parts, *([] if self.keep_columnwise else [requantise_note])])
 

@@ -203,7 +203,9 @@ class Fp8Trainer:
         if not self.is_fp8:
             raise ValueError(f"{given}: the model has no FP8 linear; call convert_to_fp8(model) first")
         if any(isinstance(parameter, Fp8Parameter) for parameter in self.model.parameters()):
-            raise ValueError(f"{given}: weights live as FP8, and a phase in high precision needs others")
+            raise ValueError(
+                f"{given}: weights are stored as FP8, and a phase in high precision needs high-precision ones"
+            )
         phases = Phases(warmup, healing, length)
         for group in groups_of(self.model):
             group.run_in(phases)

@@ -343,7 +343,7 @@ def _spikes(metrics: Sequence[Mapping[str, Any]], evidence: bool) -> list[Advice
         return []
     return [
         Advice(
-            "gradient spikes", "the gradient's norm leaps while no codes of FP8 are bad: the learning rate or the data",
+            "gradient spikes", "the gradient's norm has spikes while no FP8 codes are bad: the learning rate or the data",
             "--optimizer.lr=LOWER --optimizer.clip_grad=1.0",
             figures={"grad_norm": max(norm for _, norm in high), "median grad_norm": usual, "spikes": float(len(high))},
             iterations=(high[0][0], high[-1][0]),

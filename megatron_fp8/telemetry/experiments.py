@@ -76,8 +76,8 @@ class Experiments:
         done = self._pass(self.variants.high_precision, batch)
         if done.fp8_gemms:
             raise ValueError(
-                "layers run in FP8 that the model's plan does not speak of (fp8_autocast(recipe=...) in loss_of?): what"
-                " they cost cannot be told"
+                "layers run in FP8 that are not in the model's plan (fp8_autocast(recipe=...) in loss_of?): their cost"
+                " cannot be measured"
             )
         return done
 

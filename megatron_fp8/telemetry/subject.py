@@ -195,7 +195,7 @@ def sites_of(model: torch.nn.Module) -> dict[str, GemmSite]:
             )
         if isinstance(module._parameters.get("weight"), Fp8Parameter):
             raise ValueError(
-                f"{name}: its weight lives as FP8, and what it was in high precision is not here: diagnose a model whose"
+                f"{name}: its weight is an FP8 parameter without high-precision values: diagnose a model whose"
                 " weights are not FP8 (fp8_param=False, no enable_fp8_all_gather)"
             )
         if site.is_fp8:

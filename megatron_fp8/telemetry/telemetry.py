@@ -148,9 +148,7 @@ class Telemetry:
         self.settings.check_sites(found)
         for state, _ in states:
             if state.watcher is not None:
-                raise ValueError(
-                    "this model is watched already: close the telemetry that it has, then make another"
-                )
+                raise ValueError("this model already has telemetry: close it before creating another")
         return [
             Collector(
                 state,

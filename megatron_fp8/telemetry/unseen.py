@@ -43,7 +43,7 @@ class Unseen:
         self._say(
             silent,
             f"telemetry: iteration {iteration} has no figures of",
-            "nothing came through, or it runs in high precision inside code that torch.compile traced, which shows none",
+            "no tokens reached it, or it runs in high precision inside torch.compile, which telemetry cannot observe",
         )
         self._say(
             sorted(fused),

@@ -52,7 +52,7 @@ def read(path: Path) -> dict[str, Any]:
         content = load_json(read_ordinary(path, LARGEST))
         rows = content["rows"]
         if any(row["spread"] is None for row in rows):
-            raise ValueError(f"it shows no spread, being of fewer than {LEAST_FOR_SPREAD} repetitions")
+            raise ValueError(f"it has no spread, since it has fewer than {LEAST_FOR_SPREAD} repetitions")
         keys = {"section", "k", "n", "tokens", "contender", "ratio", "spread"}
         if not rows or not all(
             keys <= row.keys() and row["ratio"] > 0 and row["spread"] >= 0 for row in rows
@@ -76,7 +76,7 @@ def check_comparable(old: Mapping[str, Any], new: Mapping[str, Any], path: Path)
     for key in ("device", "threads"):
         if old.get(key) != new.get(key):
             raise ValueError(
-                f"--compare={path} is of {key} {old.get(key)!r}, and here it is {new.get(key)!r}: such times show nothing"
+                f"--compare={path} is of {key} {old.get(key)!r}, and here it is {new.get(key)!r}: they cannot be compared"
             )
 
 

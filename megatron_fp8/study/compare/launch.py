@@ -145,7 +145,7 @@ def _train(run: WantedRun, comparison: Comparison, progress: Progress, *, first:
             _terminate(process)
     if process.returncode:
         last_error = _last_error(log)
-        message = f"{run.name}: {last_error} (all of it: {log})"
+        message = f"{run.name}: {last_error} (full log: {log})"
         # Only the first run's input errors count as bad input.
         bad_input = first and process.returncode == EXIT_BAD_INPUT
         raise ValueError(message) if bad_input else RunFailed(message)

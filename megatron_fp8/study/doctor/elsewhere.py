@@ -58,7 +58,7 @@ def asked_of(model: Model, device: Device) -> Elsewhere | None:
             where = f"{backend} {name} on {generation.name}"
             return Elsewhere(cell.supported, f"{where}: {cell.reason or cell.note}")
         if cell.note:
-            notes.append(f"{name} on {generation.name}: {cell.note}; times are of the peak all the same")
+            notes.append(f"{name} on {generation.name}: {cell.note}; the times assume the peak nevertheless")
     return Elsewhere(True, notes=tuple(notes))
 
 

@@ -71,7 +71,7 @@ def parts() -> list[Part]:
     return [
         Part("python", platform.python_version()),
         Part("torch", torch.__version__, "everything", "pip install torch==2.13.0"),
-        Part("driver", driver(), "GPUs", "NVIDIA's driver, by whoever keeps the machine"),
+        Part("driver", driver(), "GPUs", "NVIDIA's driver, from the machine's administrator"),
         Part(
             "cuda",
             torch.version.cuda or (f"ROCm {hip}" if hip else None),
