@@ -83,7 +83,8 @@ def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
     if not names:
         raise ValueError(
             "no weight of this model can be gathered as FP8 codes: its recipe quantises each direction from high"
-            " precision, or not at all; use tensorwise, delayed or blockwise, or fully_shard without enable_fp8_all_gather"
+            " precision, or not at all; use tensorwise, delayed or blockwise,"
+            " or fully_shard without enable_fp8_all_gather"
         )
     for module in model.modules():  # includes tied weights
         for key, parameter in module._parameters.items():
