@@ -88,11 +88,11 @@ def _hidden_states(settings: Settings, layer: Layer, plans: Plans, recomputed: f
     found, values = 0, 0
     for site in (queries, "linear_kv_down_proj"):
         name = f"{layer.name}self_attention.{site}"
-        kept = linear_input(settings, plans, name, layer.number, model.hidden_size, sharded)
+        saved = linear_input(settings, plans, name, layer.number, model.hidden_size, sharded)
         if kept_rule(settings, plans, name, layer.number, sharded) is None:
-            values = kept
+            values = saved
         else:
-            found += kept
+            found += saved
     return found + values
 
 

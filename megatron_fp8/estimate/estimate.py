@@ -126,7 +126,7 @@ def estimate(settings: Settings, device: Device, *, chosen: bool = True) -> Esti
     for stage in range(settings.model.pipeline_model_parallel_size):
         stages.append(memory(settings, stage, plans, gpu=chosen))
         wire.append(wire_of_stage(settings, _chunks(settings, stage), plans))
-    moved = {one.stage: _optimizer_bytes(one.state) for one in stages}
+    moved = {stage_memory.stage: _optimizer_bytes(stage_memory.state) for stage_memory in stages}
     time = step_time(settings, plans, device, moved)
     return Estimate(settings, device, chosen, totals(settings.model), stages, wire, time)
 

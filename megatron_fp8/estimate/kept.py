@@ -102,4 +102,4 @@ def runs_again(model: Model, site: str) -> bool:
         "shared_experts": ".shared_experts." in site,
         "moe": "experts." in site,
     }
-    return any(there for module, there in within.items() if module in modules)
+    return any(is_within for module, is_within in within.items() if module in modules)

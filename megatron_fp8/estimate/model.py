@@ -296,8 +296,8 @@ class Model:
     def _has_experts(self, layer: int) -> bool:
         if not self.num_moe_experts:
             return False
-        every = self.moe_layer_freq
-        return layer % every == 0 if isinstance(every, int) else bool(every[layer])
+        frequency = self.moe_layer_freq
+        return layer % frequency == 0 if isinstance(frequency, int) else bool(frequency[layer])
 
     def chunks(self) -> list[Chunk]:
         """All chunks of one pipeline, in execution order."""

@@ -40,17 +40,17 @@ class SitePayoff:
     @property
     def seconds(self) -> float:
         """Seconds of its GEMMs and casts."""
-        return sum(one.seconds for one in self.gemms)
+        return sum(gemm.seconds for gemm in self.gemms)
 
     @property
     def seconds_bf16(self) -> float:
         """Seconds of its GEMMs in BF16."""
-        return sum(one.bf16 for one in self.gemms)
+        return sum(gemm.bf16 for gemm in self.gemms)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
         found = {key: value for key, value in vars(self).items() if key not in ("linear", "gemms")}
-        return {**asdict(self.linear), **found, "gemms": [asdict(one) for one in self.gemms]}
+        return {**asdict(self.linear), **found, "gemms": [asdict(gemm) for gemm in self.gemms]}
 
 
 def of_sites(settings: Settings, plans: Plans, device: Device, *, gpu: bool = True) -> Iterator[SitePayoff]:
@@ -102,8 +102,8 @@ def grouped(sites: Iterator[SitePayoff]) -> list[Alike]:
     found: dict[Any, list[SitePayoff]] = {}
     for site in sites:
         name = re.sub(r"^decoder\.layers\.\d+\.", "", site.linear.site)
-        alike = replace(site, linear=replace(site.linear, site=name, layer=0))
-        found.setdefault((name, alike), []).append(site)
+        key = replace(site, linear=replace(site.linear, site=name, layer=0))
+        found.setdefault((name, key), []).append(site)
     return [
         Alike(name, tuple(layer for site in sites if (layer := site.linear.layer) is not None), sites[0])
         for (name, _), sites in found.items()

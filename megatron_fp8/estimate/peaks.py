@@ -143,12 +143,12 @@ def with_base(name: str, content: Mapping[str, Any], where: str) -> dict[str, An
             f"{where}: base={base!r} must be one of {', '.join(known)}.{_suggestion(str(base), known)}"
         )
     base_values = known[base.lower()]
-    own = {key: value for key, value in content.items() if key != "base"}
-    if isinstance(rates := own.get("tflops"), dict):
-        own["tflops"] = {**base_values["tflops"], **rates}
-    figures = {key: how for key, how in base_values["figures"].items() if key not in own}
-    source = f"{own.get('source', name)}, the rest from {base_values['source']}"
-    return {**base_values, "figures": figures, **own, "source": source}
+    own_values = {key: value for key, value in content.items() if key != "base"}
+    if isinstance(rates := own_values.get("tflops"), dict):
+        own_values["tflops"] = {**base_values["tflops"], **rates}
+    figures = {key: how for key, how in base_values["figures"].items() if key not in own_values}
+    source = f"{own_values.get('source', name)}, the rest from {base_values['source']}"
+    return {**base_values, "figures": figures, **own_values, "source": source}
 
 
 def near_miss(content: Mapping[str, Any], names: Iterable[str], where: str) -> None:

@@ -79,10 +79,10 @@ class Plans:
             self._alike[key] = self._make(name, layer, in_bf16)
         return self._alike[key].of(name, layer)
 
-    def _make(self, name: str, layer: int | None, kept: bool) -> SitePlan:
+    def _make(self, name: str, layer: int | None, in_bf16: bool) -> SitePlan:
         if self._asked is None:
             return bf16_site(name, layer, "fp8 is off")
-        choices = choose(self._asked, name, "first_last_layers_bf16" if kept else None)
+        choices = choose(self._asked, name, "first_last_layers_bf16" if in_bf16 else None)
         if choices.none_in_fp8:
             return bf16_site(name, layer, "; ".join(choices.reasons))
         return chosen_site(name, layer, "emulated", "; ".join(choices.reasons), choices)

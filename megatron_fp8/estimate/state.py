@@ -80,20 +80,20 @@ def _buffer(settings: Settings, buffer: Buffer, plans: Plans, both_contiguous: b
     shared = shares_gradient_buffer(settings)
     parameters = [parameter for bucket in buffer.buckets for parameter, _ in bucket.places]
     size = model.activation_bytes
-    weights = kept = 0
+    weights = codes = 0
     if not buffer.fp8:
         weights = size * (buffer.size if distributed else buffer.values)
         if distributed and shared:
             # Megatron-Core gathers these through an extra buffer (parameters are not views of param_data).
             weights = size * (buffer.values + buffer.size)
-        kept = sum(kept_codes(settings, parameter, plans, both_contiguous) for parameter in parameters)
+        codes = sum(kept_codes(settings, parameter, plans, both_contiguous) for parameter in parameters)
     else:
         for parameter in parameters:
             stored = stored_weight(plans.of(_site(parameter), parameter.layer), *_matrix(parameter))
             weights += stored.total
         if distributed and not shared:
             weights += buffer.size - buffer.values  # padding of the buffer with the codes
-    return StateBytes(weights, kept, 4 * buffer.size)
+    return StateBytes(weights, codes, 4 * buffer.size)
 
 
 def kept_codes(settings: Settings, parameter: Parameter, plans: Plans, both_contiguous: bool = False) -> int:

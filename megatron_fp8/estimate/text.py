@@ -138,9 +138,13 @@ def _in_flight(found: Estimate) -> str:
 def _communication(found: Estimate) -> str:
     traffic: Iterable[Traffic] = found.wire[found.fullest.stage]
     rows = [
-        (f"  {one.what}", f"{one.call}, {one.axis} {one.ranks}", size(one.sent))
-        for one in sorted(traffic, key=lambda one: -one.sent)
-        if one.sent >= 1e6
+        (
+            f"  {traffic_entry.what}",
+            f"{traffic_entry.call}, {traffic_entry.axis} {traffic_entry.ranks}",
+            size(traffic_entry.sent),
+        )
+        for traffic_entry in sorted(traffic, key=lambda traffic_entry: -traffic_entry.sent)
+        if traffic_entry.sent >= 1e6
     ]
     return "\n".join(["sent by a rank in a step (1 MB and more)", *_columns(rows)]) if rows else ""
 
@@ -187,13 +191,13 @@ def _sites(found: Estimate, sites: Sequence[Alike]) -> str:
     rows: list[tuple[str, ...]] = [
         ("  site", "layers", "runs", "fprop", "dgrad", "wgrad", "all", "input kept", "weight")
     ]
-    for alike in sites:
-        site = alike.site
+    for group in sites:
+        site = group.site
         times = [f"{one.seconds / one.bf16:.2f}" for one in site.gemms]
         rows.append(
             (
-                f"  {_short_name(alike.name)}",
-                spans(alike.layers),
+                f"  {_short_name(group.name)}",
+                spans(group.layers),
                 site.precision,
                 *times,
                 f"{site.seconds / site.seconds_bf16:.2f}",
@@ -237,8 +241,8 @@ def unsure(device: Device, native: bool | None, reason: str | None) -> str | Non
 
 
 def _without_verdict(found: Estimate, bf16: Estimate, doubt: str) -> str:
-    held = f"the fullest rank holds {size(found.fullest.total)}, in BF16 {size(bf16.fullest.total)}"
-    return _wrapped(f"{doubt}. BF16 takes {seconds(bf16.time.seconds)} a step; {held}")
+    memory = f"the fullest rank holds {size(found.fullest.total)}, in BF16 {size(bf16.fullest.total)}"
+    return _wrapped(f"{doubt}. BF16 takes {seconds(bf16.time.seconds)} a step; {memory}")
 
 
 def _short_name(name: str) -> str:

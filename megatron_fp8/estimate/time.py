@@ -157,11 +157,11 @@ def _quantisation(settings: Settings, linear: Linear, plans: Plans) -> Counter[s
     for role, (one, other) in readers.items():
         rules = two_rules(plan, role, one, other)
         share = settings.microbatches if role == "weight" else 1
-        alike = rules[0] is not None and rules[0] == rules[1]
+        same_rule = rules[0] is not None and rules[0] == rules[1]
         for gemm, rule in zip((one, other), rules, strict=True):
-            if rule is None or (gemm == other and alike):
+            if rule is None or (gemm == other and same_rule):
                 continue
-            directions = 2 if alike else 1
+            directions = 2 if same_rule else 1
             found[gemm] += values[role] * (size * reads(rule) + directions) // share
     return found
 

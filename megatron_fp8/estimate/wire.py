@@ -34,16 +34,21 @@ def of_stage(settings: Settings, chunks: list[Chunk], plans: Plans) -> list[Traf
 
 def _by_kind(traffic: Iterable[Traffic]) -> list[Traffic]:
     found: dict[tuple[str, str, str, int], Traffic] = {}
-    for one in traffic:
-        if one.ranks == 1 or not one.bytes:
+    for entry in traffic:
+        if entry.ranks == 1 or not entry.bytes:
             continue
-        key = (one.what, one.call, one.axis, one.ranks)
-        known = found.get(key)
-        if known is not None:
-            one = Traffic(
-                one.what, one.call, one.axis, one.ranks, one.bytes + known.bytes, one.calls + known.calls
+        key = (entry.what, entry.call, entry.axis, entry.ranks)
+        merged = found.get(key)
+        if merged is not None:
+            entry = Traffic(
+                entry.what,
+                entry.call,
+                entry.axis,
+                entry.ranks,
+                entry.bytes + merged.bytes,
+                entry.calls + merged.calls,
             )
-        found[key] = one
+        found[key] = entry
     return list(found.values())
 
 
@@ -51,8 +56,8 @@ def _traffic(settings: Settings, chunks: list[Chunk], plans: Plans) -> Iterator[
     model = settings.model
     for chunk in chunks:
         yield from _gradients(settings, chunk, plans)
-        for one in _microbatch(settings, chunk, plans):
-            yield one * settings.microbatches
+        for entry in _microbatch(settings, chunk, plans):
+            yield entry * settings.microbatches
     yield from _iteration(settings, chunks, plans)
     if model.pipeline_model_parallel_size > 1:
         size = model.activation_bytes * settings.tokens // model.token_share * model.hidden_size
@@ -252,8 +257,8 @@ def _latent(settings: Settings, down: Projection) -> Iterator[Traffic]:
         yield Traffic("latents, forward", "all-gather", "tensor", tp, size * tokens * down.n)
         yield Traffic("latents, backward", "all-reduce", "tensor", tp, size * tokens * down.rotary)
         return
-    for when in ("forward", "backward"):
-        yield Traffic(f"latents, {when}", "all-to-all", "tensor", tp, size * tokens * down.n // tp)
+    for direction in ("forward", "backward"):
+        yield Traffic(f"latents, {direction}", "all-to-all", "tensor", tp, size * tokens * down.n // tp)
     yield Traffic("latents, forward", "all-gather", "tensor", tp, size * tokens * down.rotary)
     yield Traffic("latents, backward", "reduce-scatter", "tensor", tp, size * tokens * down.rotary)
 
@@ -312,22 +317,31 @@ def _expert_exchange(settings: Settings, layer: Layer, plans: Plans) -> Iterator
     ep, etp = model.expert_model_parallel_size, model.expert_tp
     routed = sharded * model.moe_router_topk
     plain, weights = routed * model.activation_bytes * model.hidden_size, routed * probability_bytes(model)
-    there = {"forward": plain, "backward": plain}
-    for when, role in (("forward", "input"), ("backward", "grad_output")):
+    bytes_to_experts = {"forward": plain, "backward": plain}
+    for direction, role in (("forward", "input"), ("backward", "grad_output")):
         if (cast := _sent_to_experts(model, layer, plans, role)) is not None:
-            there[when] = routed * model.hidden_size + gathered_scales(cast.rule, routed, model.hidden_size)
+            bytes_to_experts[direction] = routed * model.hidden_size + gathered_scales(
+                cast.rule, routed, model.hidden_size
+            )
     counts = 8 * (model.num_moe_experts or 0) * ep * etp
     yield Traffic("tokens of each expert, forward", "all-gather", "expert", ep * etp, counts)
-    for when in ("forward", "backward"):
+    for direction in ("forward", "backward"):
         yield Traffic(
-            f"tokens to experts, {when}", "all-to-all", "expert", ep, there[when] + weights + plain, 3
+            f"tokens to experts, {direction}",
+            "all-to-all",
+            "expert",
+            ep,
+            bytes_to_experts[direction] + weights + plain,
+            3,
         )
     if etp > 1:  # tensor-parallel experts: each rank processes the tokens of all ranks of the group
         exchanged: tuple[tuple[str, Call, int, int], ...] = (
-            ("forward", "all-gather", there["forward"] + weights, 2),
+            ("forward", "all-gather", bytes_to_experts["forward"] + weights, 2),
             ("forward", "reduce-scatter", plain, 1),
             ("backward", "reduce-scatter", plain + weights, 2),
-            ("backward", "all-gather", there["backward"], 1),
+            ("backward", "all-gather", bytes_to_experts["backward"], 1),
         )
-        for when, call, size, calls in exchanged:
-            yield Traffic(f"tokens of cut experts, {when}", call, "expert tensor", etp, size * etp, calls)
+        for direction, call, size, calls in exchanged:
+            yield Traffic(
+                f"tokens of cut experts, {direction}", call, "expert tensor", etp, size * etp, calls
+            )

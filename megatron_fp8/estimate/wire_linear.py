@@ -69,8 +69,8 @@ def row(settings: Settings, plans: Plans, site: str, layer: int | None) -> Itera
 
 def _with_recompute(settings: Settings, site: str, traffic: Iterator[Traffic]) -> Iterator[Traffic]:
     again = runs_again(settings.model, site)
-    for one in traffic:
-        yield one * 2 if again and one.what.endswith("forward") else one
+    for entry in traffic:
+        yield entry * 2 if again and entry.what.endswith("forward") else entry
 
 
 def _column(settings: Settings, plans: Plans, site: str, layer: int | None, width: int) -> Iterator[Traffic]:
@@ -82,15 +82,15 @@ def _column(settings: Settings, plans: Plans, site: str, layer: int | None, widt
         return
     plan = plans.of(site, layer)
     rowwise, columnwise = two_rules(plan, "input", "fprop", "wgrad")
-    kept = kept_rule(settings, plans, site, layer, tokens // tp)
+    saved_rule = kept_rule(settings, plans, site, layer, tokens // tp)
     if rowwise is not None and aligned(rowwise, tokens // tp):
         codes = tokens * width + gathered_scales(rowwise, tokens, width)
         yield Traffic("activations, forward", "all-gather", "tensor", tp, codes, _calls(rowwise, False))
     else:
         yield Traffic("activations, forward", "all-gather", "tensor", tp, whole)
-    if kept is not None:
-        codes = tokens * width + gathered_scales(kept, tokens, width, by_column=True)
-        yield Traffic("activations, backward", "all-gather", "tensor", tp, codes, _calls(kept, True))
+    if saved_rule is not None:
+        codes = tokens * width + gathered_scales(saved_rule, tokens, width, by_column=True)
+        yield Traffic("activations, backward", "all-gather", "tensor", tp, codes, _calls(saved_rule, True))
     else:
         yield Traffic("activations, backward", "all-gather", "tensor", tp, whole)
     for rule in dict.fromkeys((rowwise, columnwise)):
@@ -150,7 +150,7 @@ def _calls(rule: Rule, by_column: bool) -> int:
 
 
 def _shared_amaxes(
-    rule: Rule, tokens: int, width: int, sides: tuple[bool, bool], tp: int, when: str
+    rule: Rule, tokens: int, width: int, sides: tuple[bool, bool], tp: int, direction: str
 ) -> Iterator[Traffic]:
     """Amaxes that shards of tokens share before a cast: one per tensor (none for delayed scaling), or one per
     column of the columnwise side.
@@ -158,6 +158,6 @@ def _shared_amaxes(
     granularity = rule.granularity
     if granularity.is_tensor:
         if not rule.delayed:
-            yield Traffic(f"amaxes of shards, {when}", "all-reduce", "tensor", tp, 4)
+            yield Traffic(f"amaxes of shards, {direction}", "all-reduce", "tensor", tp, 4)
     elif granularity.cols == 0 and sides[1]:
-        yield Traffic(f"amaxes of shards, {when}", "all-reduce", "tensor", tp, 4 * width)
+        yield Traffic(f"amaxes of shards, {direction}", "all-reduce", "tensor", tp, 4 * width)

@@ -54,8 +54,10 @@ class Architecture:
 
     def computes_as(self, other: Architecture) -> bool:
         """Whether the two families compute the same, apart from defaults of config.json."""
-        mine, theirs = ((a.qkv_bias, a.qk_norm, a.experts, a.latent, a.fused) for a in (self, other))
-        return mine == theirs
+        own_fields, other_fields = (
+            (a.qkv_bias, a.qk_norm, a.experts, a.latent, a.fused) for a in (self, other)
+        )
+        return own_fields == other_fields
 
 
 _GATED = ("gate_proj", "up_proj", "down_proj")

@@ -89,8 +89,8 @@ def write_companions(folder: Path, source: Source, config: dict[str, Any], like:
     write_json(folder / CONFIG, config)
     tokenizer = _tokenizer_file(source)
     tokenizer_folder = like or (Path(tokenizer).parent if tokenizer else None)
-    if like and (given := find_file(like, GENERATION)):
-        shutil.copyfile(given, folder / GENERATION)
+    if like and (defaults := find_file(like, GENERATION)):
+        shutil.copyfile(defaults, folder / GENERATION)
     else:
         names = ["bos_token_id", "eos_token_id"]
         special = {name: config[name] for name in names if name in config}

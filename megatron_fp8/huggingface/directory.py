@@ -251,13 +251,15 @@ class Tensors:
             self._handles[file] = self._open(folder / file)
         self._places: dict[str, str] = places
         self._parts: dict[str, tuple[str, int, int]] = {}  # name -> (fused tensor, first row, end row)
-        held = {file: set(handle.keys()) for file, handle in self._handles.items()}
+        stored_names = {file: set(handle.keys()) for file, handle in self._handles.items()}
         self.unnamed = {
-            name: file for file, names in held.items() for name in names if places.get(name) != file
+            name: file for file, names in stored_names.items() for name in names if places.get(name) != file
         }
-        self.strays = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in held)
+        self.strays = sorted(
+            path.name for path in folder.glob("*.safetensors") if path.name not in stored_names
+        )
         for name, file in places.items():
-            if name not in held[file]:
+            if name not in stored_names[file]:
                 raise ValueError(f"{str(folder / file)!r} has no {name}, which its index says it has.")
 
     def _open(self, path: Path) -> Any:

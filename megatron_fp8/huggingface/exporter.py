@@ -88,17 +88,17 @@ def export(
     config = describe(source, wanted.like, wanted.vocab_size, wanted.positions)
     _check_tensors(source, listed, config["vocab_size"])
     sites = gemms(listed)
-    kept = _high_precision_linears(source.section, sites, wanted) if wanted.form else set()
+    high_precision = _high_precision_linears(source.section, sites, wanted) if wanted.form else set()
     in_blocks = wanted.form is not None and wanted.form.in_blocks
     if in_blocks and wanted.follow_training:
-        kept |= came_in_high_precision(source, listed)
+        high_precision |= came_in_high_precision(source, listed)
     if wanted.calibration is not None:
         _check_calibration(
-            wanted.calibration, listed, {**source.section, "vocab_size": config["vocab_size"]}, kept
+            wanted.calibration, listed, {**source.section, "vocab_size": config["vocab_size"]}, high_precision
         )
     notes: list[str] = []
     with new_directory(out) as folder:
-        stays = {entry.megatron for entry in listed if entry.site is None or _linear(entry) in kept}
+        stays = {entry.megatron for entry in listed if entry.site is None or _linear(entry) in high_precision}
         blocks = {entry.megatron for entry in listed if in_blocks and came_as_blocks(source, entry)}
         floats = stays.intersection(source.origin.floats) if in_blocks else set()
         came = blocks - stays
@@ -106,7 +106,7 @@ def export(
         if wanted.form:
             config["quantization_config"] = quantization_config(
                 wanted.form,
-                ["lm_head", *never_fp8(listed), *sorted(kept, key=_by_layer)],
+                ["lm_head", *never_fp8(listed), *sorted(high_precision, key=_by_layer)],
                 static_inputs=wanted.calibration is not None,
             )
             if in_blocks and wanted.like:
@@ -116,14 +116,18 @@ def export(
                 config["quantization_config"], notes = with_what_it_says(
                     config["quantization_config"], theirs, None if all_came else anew
                 )
-            written = _quantised(parts, source, sites, kept, came, wanted)
+            written = _quantised(parts, source, sites, high_precision, came, wanted)
         else:
             written = (named for _, tensors in parts for named in tensors.items())
         files = write_tensors(folder, written, wanted.shard_bytes)
         write_companions(folder, source, config, wanted.like)
     linears = sum(map(len, sites.values()))
     return Exported(
-        config, files, linears - len(kept) if wanted.form else 0, sorted(kept, key=_by_layer), notes
+        config,
+        files,
+        linears - len(high_precision) if wanted.form else 0,
+        sorted(high_precision, key=_by_layer),
+        notes,
     )
 
 
@@ -176,7 +180,7 @@ def _quantised(
     parts: Iterator[tuple[Entry, dict[str, torch.Tensor]]],
     source: Source,
     sites: dict[str, tuple[str, ...]],
-    kept: set[str],
+    high_precision: set[str],
     came: set[str],
     wanted: Wanted,
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -186,7 +190,7 @@ def _quantised(
     recipe = weight_recipe(form, source.section)
     pending: dict[str, torch.Tensor] = {}
     for entry, tensors in parts:
-        if entry.site is None or _linear(entry) in kept:
+        if entry.site is None or _linear(entry) in high_precision:
             yield from tensors.items()
             continue
         if entry.megatron in came:
@@ -205,12 +209,12 @@ def _quantised(
 
 
 def _check_calibration(
-    calibration: Calibration, listed: list[Entry], section: dict[str, Any], kept: set[str]
+    calibration: Calibration, listed: list[Entry], section: dict[str, Any], high_precision: set[str]
 ) -> None:
     """Raises ValueError unless the input of every future FP8 linear was calibrated, with the linear's shape."""
     shapes = _site_shapes(listed, section)
     for site, parts in gemms(listed).items():
-        if kept.issuperset(parts):
+        if high_precision.issuperset(parts):
             continue
         shape = shapes[site]
         found = calibration.ranges.get(f"{site}.input")
@@ -248,29 +252,29 @@ def _high_precision_linears(
 
     Raises ValueError: a glob matches nothing, or only a part of a GEMM that an inference engine fuses.
     """
-    kept: set[str] = set()
+    excluded: set[str] = set()
     for glob in wanted.ignore:
         found = {part for parts in sites.values() for part in parts if fnmatchcase(part, glob)}
         if not found and not fnmatchcase("lm_head", glob):
             first = next(iter(sites.values()))[0]
             raise ValueError(f"--ignore={glob!r} matches no linear: they have names such as {first}.")
-        kept |= found
-    together = [*sites.values(), *fused_latents(sites)]
-    for parts in together:
-        left = [part for part in parts if part not in kept]
-        if left and len(left) < len(parts):
+        excluded |= found
+    gemm_parts = [*sites.values(), *fused_latents(sites)]
+    for parts in gemm_parts:
+        rest = [part for part in parts if part not in excluded]
+        if rest and len(rest) < len(parts):
             raise ValueError(
-                f"--ignore leaves {left[0]} in FP8 and not {next(p for p in parts if p in kept)}: inference engines"
+                f"--ignore leaves {rest[0]} in FP8 and not {next(p for p in parts if p in excluded)}: inference engines"
                 " multiply them as one GEMM, and they must be ignored together."
             )
     if wanted.follow_training and section.get("fp8"):
         trained = {part for site, parts in sites.items() if _trained_in_bf16(site, section) for part in parts}
-        for parts in together:
+        for parts in gemm_parts:
             if not trained.isdisjoint(parts):
-                kept.update(parts)
-    if len(kept) == sum(map(len, sites.values())):
+                excluded.update(parts)
+    if len(excluded) == sum(map(len, sites.values())):
         raise ValueError("every linear would stay in high precision: give --format=bf16, or --quantize-all.")
-    return kept
+    return excluded
 
 
 def _trained_in_bf16(site: str, section: dict[str, Any]) -> bool:
@@ -279,8 +283,10 @@ def _trained_in_bf16(site: str, section: dict[str, Any]) -> bool:
     """
     # Multi-token prediction layers do not count as first or last.
     layer = int(site.split(".")[2]) if site.startswith("decoder.") else -1
-    said = {name: section.get(name, default) for name, default in _LAYERS_IN_BF16.items()}
-    at_an_end = is_first_last_bf16_layer(SimpleNamespace(num_layers=section["num_layers"], **said), layer)
+    overrides = {name: section.get(name, default) for name, default in _LAYERS_IN_BF16.items()}
+    at_an_end = is_first_last_bf16_layer(
+        SimpleNamespace(num_layers=section["num_layers"], **overrides), layer
+    )
     some = Float8CurrentScaling()  # any recipe will do: a checkpoint's custom recipe code is not imported
     choices = Choices(some, bf16_reason="first_last_layers_bf16" if at_an_end else None)
     for override in matching(site, section.get("fp8_overrides") or {}):

@@ -273,10 +273,12 @@ def _count(names: Set[str], last: Sequence[str]) -> list[str]:
 def scale_name(weight: str, names: Set[str]) -> str | None:
     """The name of a weight's scale, if present. Raises ValueError if there are two."""
     siblings = [_sibling(weight, last) for last in _WEIGHTS]
-    there = [name for name in siblings if name in names]
-    if len(there) > 1:
-        raise ValueError(f"{weight} has two scales, {' and '.join(there)}: remove the one that is not meant.")
-    return there[0] if there else None
+    present = [name for name in siblings if name in names]
+    if len(present) > 1:
+        raise ValueError(
+            f"{weight} has two scales, {' and '.join(present)}: remove the one that is not meant."
+        )
+    return present[0] if present else None
 
 
 def is_companion(name: str) -> bool:

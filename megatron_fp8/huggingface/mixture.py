@@ -71,14 +71,14 @@ def experts_section(config: dict[str, Any], architecture: Architecture) -> dict[
         return {}
     fields = _FIELDS[architecture.name]
     count = next((config[name] for name in fields.count if config.get(name) is not None), None)
-    given: dict[str, Any] = {
+    config_fields: dict[str, Any] = {
         fields.count[0]: count,
         fields.size: config.get(fields.size),
         _TOPK: config.get(_TOPK),
     }
-    if missing := [name for name, value in given.items() if value is None]:
+    if missing := [name for name, value in config_fields.items() if value is None]:
         raise ValueError(f"config.json has no {missing[0]}: it is needed to build the model.")
-    count, size, topk = (int(value) for value in given.values())
+    count, size, topk = (int(value) for value in config_fields.values())
     if config["num_hidden_layers"] > MANY:
         raise ValueError(
             f"config.json has num_hidden_layers={config['num_hidden_layers']}: at most {MANY} can be imported."
@@ -158,15 +158,15 @@ def _deepseek(config: dict[str, Any], count: int, topk: int, size: int) -> dict[
     }
 
 
-def _field_text(given: dict[str, Any], name: str, value: Any) -> str:
+def _field_text(config: dict[str, Any], name: str, value: Any) -> str:
     """A field with its value, or the note that the value is the family's default."""
-    return f"{name}={value}" if name in given else f"no {name} (then it is {value})"
+    return f"{name}={value}" if name in config else f"no {name} (then it is {value})"
 
 
-def _groups(given: dict[str, Any], count: int, topk: int) -> dict[str, Any]:
+def _groups(config: dict[str, Any], count: int, topk: int) -> dict[str, Any]:
     """The router's group selection; none if all groups are selected."""
-    groups, chosen = given.get("n_group", 8), given.get("topk_group", 4)
-    words = f"config.json has {_field_text(given, 'n_group', groups)} and {_field_text(given, 'topk_group', chosen)}"
+    groups, chosen = config.get("n_group", 8), config.get("topk_group", 4)
+    words = f"config.json has {_field_text(config, 'n_group', groups)} and {_field_text(config, 'topk_group', chosen)}"
     if count % groups or chosen > groups:
         raise ValueError(
             f"{words}: n_group must divide n_routed_experts={count}, and topk_group be at most n_group."

@@ -154,14 +154,14 @@ def _check_types(folder: Path, section: dict[str, Any], tensors: int) -> None:
 
     for name in (*_SIZES, *_OTHER_SIZES):
         value = section.get(name)
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        require(name, whole or (value is None and name in _OTHER_SIZES), "a whole number of at least 1")
+        is_integer = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        require(name, is_integer or (value is None and name in _OTHER_SIZES), "a whole number of at least 1")
     for name in ("num_layers", "num_moe_experts", "mtp_num_layers"):
         require(name, (section.get(name) or 0) <= tensors, f"at most the checkpoint's {tensors} tensors")
     frequency = section.get("moe_layer_freq", 1)
     listed = isinstance(frequency, list) and len(frequency) == section["num_layers"]
-    whole = isinstance(frequency, int) and frequency >= 1
-    require("moe_layer_freq", whole or listed, "a distance, or a list with a number for each layer")
+    is_integer = isinstance(frequency, int) and frequency >= 1
+    require("moe_layer_freq", is_integer or listed, "a distance, or a list with a number for each layer")
     for name in _NUMBERS:
         value = section.get(name, 1)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)

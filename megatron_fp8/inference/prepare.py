@@ -74,7 +74,9 @@ class InferenceReport:
     total_after: int = 0
 
     def __str__(self) -> str:
-        before, after = (sum(getattr(s, f"bytes_{when}") for s in self.sites) for when in ("before", "after"))
+        before, after = (
+            sum(getattr(s, f"bytes_{moment}") for s in self.sites) for moment in ("before", "after")
+        )
         kinds = sorted({(s.recipe, s.weight, s.activations) for s in self.sites})
         lines = [f"{r}: weights {w}, activations {a}" for r, w, a in kinds]
         lines.append(
@@ -173,8 +175,8 @@ def prepare_for_inference(
 
 def _weight_parameter(linear: Any) -> torch.Tensor | None:
     """The parameter that is or contains its weight; None for a tied or parametrised weight."""
-    held: torch.Tensor | None = linear.held if hasattr(linear, "fp8_sites") else linear.weight
-    return held
+    parameter: torch.Tensor | None = linear.held if hasattr(linear, "fp8_sites") else linear.weight
+    return parameter
 
 
 def _never_called(linears: list[Any]) -> list[Any] | None:

@@ -23,14 +23,14 @@ def save_in_high_precision(model: torch.nn.Module) -> None:
 def _save_pretrained(
     model: Any, save_directory: Any, *args: Any, state_dict: Any = None, **options: Any
 ) -> Any:
-    made: dict[int, torch.Tensor] = {}  # shared weights stay shared
+    dequantised: dict[int, torch.Tensor] = {}  # shared weights stay shared
     plain = {}
     for name, tensor in (model.state_dict() if state_dict is None else state_dict).items():
         if isinstance(tensor, Fp8Parameter):
             key = tensor.codes[0].data_ptr()
-            if key not in made:
+            if key not in dequantised:
                 layer = model.get_submodule(name.rpartition(".")[0])
-                made[key] = layer.laid_out(tensor.dequantize()).contiguous()
-            tensor = made[key]
+                dequantised[key] = layer.laid_out(tensor.dequantize()).contiguous()
+            tensor = dequantised[key]
         plain[name] = tensor
     return type(model).save_pretrained(model, save_directory, *args, state_dict=plain, **options)

@@ -82,6 +82,6 @@ def _as_parameter(stored: _Stored, weight: torch.Tensor) -> Any:
     kind = RowwiseFp8Parameter if isinstance(stored, _StoredRows) else Fp8Parameter
     for codes in stored.codes:
         in_huge_pages(codes)
-    made = torch.nn.Parameter(kind(stored), requires_grad=False)
-    made.__dict__.update({k: v for k, v in vars(weight).items() if k not in ("_stored", "_is_param")})
-    return made
+    parameter = torch.nn.Parameter(kind(stored), requires_grad=False)
+    parameter.__dict__.update({k: v for k, v in vars(weight).items() if k not in ("_stored", "_is_param")})
+    return parameter

@@ -32,9 +32,9 @@ def fp8_autocast(enabled: bool = True, recipe: Recipe | str | None = None) -> It
         raise ValueError(
             f"fp8_autocast(enabled={enabled!r}): use True or False; a recipe goes into recipe=..."
         )
-    here = current_switch()
+    switch = current_switch()
     if recipe is not None:
-        here = here.with_recipe(Fp8Config(recipe=recipe).resolved_recipe)
-    on = here._replace(off="none", reason="")
-    with switched(on if enabled else here._replace(off="all", reason="fp8_autocast(enabled=False)")):
+        switch = switch.with_recipe(Fp8Config(recipe=recipe).resolved_recipe)
+    on = switch._replace(off="none", reason="")
+    with switched(on if enabled else switch._replace(off="all", reason="fp8_autocast(enabled=False)")):
         yield

@@ -312,10 +312,10 @@ def _reason_not_linear(module: nn.Module) -> str:
 # ------------------------------------------------------------------------------------------------------------------ sizes
 
 
-def _candidate(row: Row, module: nn.Module, every: list[nn.Parameter], padded: str = "") -> Candidate:
+def _candidate(row: Row, module: nn.Module, parameters: list[nn.Parameter], padded: str = "") -> Candidate:
     """A candidate from a report row; ``every`` holds the module's own parameters."""
-    own = [p for p in every if not is_lazy(p)]
-    values, lazy = {id(p): p.numel() for p in own}, len(own) < len(every)
+    own = [p for p in parameters if not is_lazy(p)]
+    values, lazy = {id(p): p.numel() for p in own}, len(own) < len(parameters)
     return Candidate(row, row.name, module, values, _multiplied(module, own), lazy, padded=padded)
 
 

@@ -154,12 +154,16 @@ class Fp8Config:
         """Settings that would make a linear run differently: name -> (this config's value, the other's)."""
         recipes = self.resolved_recipe, other.resolved_recipe
         names = recipe_name(recipes[0]), recipe_name(recipes[1])
-        said = {
+        texts = {
             "recipe": recipes if names[0] == names[1] else names,
             "not quantised": (self.unquantized, other.unquantized),
             **{name: (getattr(self, name), getattr(other, name)) for name in _OF_A_LINEAR},
         }
-        return {name: (mine, its) for name, (mine, its) in said.items() if mine != its}
+        return {
+            name: (own_value, other_value)
+            for name, (own_value, other_value) in texts.items()
+            if own_value != other_value
+        }
 
     def with_recipe(self, recipe: Recipe | str) -> Fp8Config:
         """A copy with another recipe; a recipe instance brings its own formats, margin and epsilon."""
@@ -198,16 +202,16 @@ class Fp8Config:
         return from_settings(name, self._settings())
 
     def _settings(self) -> RecipeSettings:
-        given = {"e5m2": Format.HYBRID, "e4m3": Format.E4M3, None: None}[self.backward_format]
-        return RecipeSettings(fp8_format=given, margin=self.margin, amax_epsilon=self.epsilon)
+        fp8_format = {"e5m2": Format.HYBRID, "e4m3": Format.E4M3, None: None}[self.backward_format]
+        return RecipeSettings(fp8_format=fp8_format, margin=self.margin, amax_epsilon=self.epsilon)
 
     def _refuse_beside_instance(self) -> None:
         recipe_name(self.recipe)  # type: ignore[arg-type]
-        given = {"backward_format": self.backward_format, "margin": self.margin, "epsilon": self.epsilon}
-        twice = [f"{name}={value!r}" for name, value in given.items() if value]
+        options = {"backward_format": self.backward_format, "margin": self.margin, "epsilon": self.epsilon}
+        twice = [f"{name}={value!r}" for name, value in options.items() if value]
         if twice:
             raise ValueError(
-                f"recipe={self.recipe!r} is an instance with its own {', '.join(given)}: set them there, not"
+                f"recipe={self.recipe!r} is an instance with its own {', '.join(options)}: set them there, not"
                 f" in {', '.join(twice)}"
             )
         if isinstance(self.recipe, CustomRecipe) and self.unquantized:

@@ -145,9 +145,9 @@ def _class_in_fp8(plain: type[nn.Module]) -> type[nn.Module] | None:
 
 def _check_globs(model: nn.Module, skip: tuple[Skip, ...]) -> None:
     """Raises ValueError for a glob that matches no module. Globs of DEFAULT_SKIP may match none."""
-    asked = [pattern for pattern in skip if not callable(pattern) and pattern not in DEFAULT_SKIP]
-    names = [name for name, _ in model.named_modules() if name] if asked else []
-    for pattern in asked:
+    patterns = [pattern for pattern in skip if not callable(pattern) and pattern not in DEFAULT_SKIP]
+    names = [name for name, _ in model.named_modules() if name] if patterns else []
+    for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
             raise ValueError(
                 f"skip={pattern!r} matches no module of {type(model).__name__}; its modules are {', '.join(names[:8])}"
@@ -162,7 +162,7 @@ def _check_converted(model: nn.Module, settings: Fp8Config) -> None:
             continue
         differing = module.fp8_config.differing(settings)
         if differing:
-            runs = ", ".join(f"{field}={mine!r}" for field, (mine, _) in differing.items())
+            runs = ", ".join(f"{field}={own_value!r}" for field, (own_value, _) in differing.items())
             asked = ", ".join(f"{field}={its!r}" for field, (_, its) in differing.items())
             raise ValueError(
                 f"{name or type(model).__name__} runs in FP8 already, with {runs}, and {asked} is asked for: to change it"

@@ -99,8 +99,11 @@ class Fp8ExpertLinear(Fp8Layer):
     def values(self) -> dict[Any, int]:
         """(parameter id, expert number) -> number of values that belong to this linear."""
         names = [name for name in (self._stack.parameter, self._stack.bias) if name]
-        parameters = [whole for name in names for whole in sources_of(self.around, name)]
-        return {(id(whole), self._number): whole.numel() // self.around.fp8_count for whole in parameters}
+        parameters = [parameter for name in names for parameter in sources_of(self.around, name)]
+        return {
+            (id(parameter), self._number): parameter.numel() // self.around.fp8_count
+            for parameter in parameters
+        }
 
     def trained(self) -> Iterator[torch.nn.Parameter]:
         """The stack or its source parameters, and the module's other parameters."""
@@ -282,10 +285,10 @@ class Fp8Experts(torch.nn.Module):
         linears = self.fp8_linears(stack)
         if "weight" in linears[0]._parameters:  # the stack was split for inference
             return [linear.weight for linear in linears]
-        whole = getattr(self, stack.parameter)
-        if type(whole) is not torch.nn.Parameter:
-            check_weight(f"{self.fp8_name}.{stack.parameter}", whole, True)
-        return list(whole.unbind(0))
+        stacked = getattr(self, stack.parameter)
+        if type(stacked) is not torch.nn.Parameter:
+            check_weight(f"{self.fp8_name}.{stack.parameter}", stacked, True)
+        return list(stacked.unbind(0))
 
     # ---------------------------------------------------------------------------------------------------------- inference
 
@@ -338,12 +341,12 @@ class Fp8Experts(torch.nn.Module):
                 for linear in self.fp8_linears(stack):
                     self.fp8_group.loads(linear.fp8_sites)
         for stack in self._taken_apart():
-            if (whole := state_dict.pop(f"{prefix}{stack.parameter}", None)) is not None:
+            if (stacked := state_dict.pop(f"{prefix}{stack.parameter}", None)) is not None:
                 for number, linear in enumerate(self.fp8_linears(stack)):
                     matrix = (
-                        linear.as_matrix(whole[number])
+                        linear.as_matrix(stacked[number])
                         if isinstance(linear.weight, Fp8Parameter)
-                        else whole[number]
+                        else stacked[number]
                     )
                     state_dict[f"{prefix}{number}.{stack.label}.weight"] = matrix
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -99,13 +99,13 @@ def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
 
 def disable_fp8_all_gather(model: torch.nn.Module) -> None:
     """Undo ``enable_fp8_all_gather`` in an unsharded model: weights become ordinary parameters again."""
-    made: dict[int, torch.nn.Parameter] = {}
+    unwrapped: dict[int, torch.nn.Parameter] = {}
     parameter: Any
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if isinstance(parameter, GatheredAsCodes):
                 plain = torch.nn.Parameter(parameter._value, requires_grad=parameter.requires_grad)
-                module._parameters[key] = made.setdefault(id(parameter), plain)
+                module._parameters[key] = unwrapped.setdefault(id(parameter), plain)
 
 
 class _Cast(NamedTuple):
@@ -272,12 +272,12 @@ def _check_reshard_mesh(fp8_group: Fp8Group) -> None:
         if not isinstance(module, FSDPModule):
             continue
         for shards in _parameter_groups(module):
-            own = any(
+            belongs_to_group = any(
                 isinstance(parameter._sharded_local_tensor, GatheredAsCodes)
                 and getattr(parameter._module_info.module, "fp8_group", None) is fp8_group
                 for parameter in shards.fsdp_params
             )
-            if own and shards._use_post_forward_mesh:
+            if belongs_to_group and shards._use_post_forward_mesh:
                 raise ValueError(
                     "fully_shard(reshard_after_forward=NUMBER) does not go together with enable_fp8_all_gather: use True"
                     " (the default) or False, or fully_shard without enable_fp8_all_gather"

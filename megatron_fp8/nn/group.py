@@ -310,12 +310,12 @@ class Fp8Group:
     def take_in(self, other: Fp8Group, device: torch.device) -> None:
         """Add another group's counts and activity to this group's state on ``device``."""
         for state in other.states.values():
-            own = self.state(device)
-            own.counts.add(state.counts)
-            own.missing_end = own.missing_end or state.missing_end
-            own.activity.backwards += state.activity.backwards - state.activity.ended
-            own.activity.traced |= state.activity.traced
-            own.activity.awaits |= state.activity.awaits
+            target = self.state(device)
+            target.counts.add(state.counts)
+            target.missing_end = target.missing_end or state.missing_end
+            target.activity.backwards += state.activity.backwards - state.activity.ended
+            target.activity.traced |= state.activity.traced
+            target.activity.awaits |= state.activity.awaits
 
 
 class _OptimizerWatch:

@@ -66,8 +66,8 @@ class Fp8Layer(torch.nn.Module):
         """Device of its weight. Reads parameters, because computing a parametrised weight may change them."""
         if (held := self.held) is not None:
             return held.device
-        here = (*self.sources, vars(self).get("weight"), *self.buffers(), *self.parameters())
-        device = next((tensor.device for tensor in here if tensor is not None), self.fp8_sites.ready_on)
+        tensors = (*self.sources, vars(self).get("weight"), *self.buffers(), *self.parameters())
+        device = next((tensor.device for tensor in tensors if tensor is not None), self.fp8_sites.ready_on)
         return self.weight.device if device is None else device
 
     def trained(self) -> Iterator[torch.nn.Parameter]:
@@ -166,8 +166,8 @@ class Fp8Layer(torch.nn.Module):
         return super().train(mode)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        own = [key for key in state_dict if key.startswith(prefix) and key != f"{prefix}bias"]
-        if f"{prefix}weight" in own or (own and self.held is None):  # or the sources of a computed weight
+        keys = [key for key in state_dict if key.startswith(prefix) and key != f"{prefix}bias"]
+        if f"{prefix}weight" in keys or (keys and self.held is None):  # or the sources of a computed weight
             self.fp8_group.loads(self.fp8_sites)
         super()._load_from_state_dict(state_dict, prefix, *args)
 

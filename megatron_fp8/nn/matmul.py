@@ -70,8 +70,8 @@ def fp8_matmul(
 
 
 def _site(device: torch.device, recipe: Recipe, backend: str) -> GemmSite:
-    asked = Asked(recipe=lambda _: recipe, backend=backend)
-    plan = resolve(asked, f"fp8_matmul {recipe_name(recipe)}", None, device)
+    request = Asked(recipe=lambda _: recipe, backend=backend)
+    plan = resolve(request, f"fp8_matmul {recipe_name(recipe)}", None, device)
     with _disable_current_modes():  # the site outlives fake-tensor and tracing modes
         return GemmSite(plan, Fp8State(device), None)
 

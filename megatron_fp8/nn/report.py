@@ -143,9 +143,9 @@ class Fp8Report:
         )
 
     def _share(self, field: str) -> float:
-        whole = sum(getattr(row, field) for row in self.rows)
+        total = sum(getattr(row, field) for row in self.rows)
         part = sum(getattr(row, field) for row in self.rows if row.converted and row.in_use)
-        return part / whole if whole else 0.0
+        return part / total if total else 0.0
 
 
 def keep_report(model: Any, report: Fp8Report | None) -> None:

@@ -137,8 +137,8 @@ class LinearSites:
                     self.made[key] = self._make(device, recipe)
         site = self.made[key]
         if device.type != "meta":
-            if (left := self._left.pop(key[1], None)) is not None:
-                take_over(left, site)
+            if (site_before_move := self._left.pop(key[1], None)) is not None:
+                take_over(site_before_move, site)
             if (loaded := self._loaded.pop(key[1], None)) is not None:
                 _load_histories(site, loaded)
         if recipe is None:
@@ -181,9 +181,9 @@ class LinearSites:
 
     def histories(self, device: torch.device) -> dict[str, Mapping[str, torch.Tensor]]:
         """Label -> delayed-scaling state of fp8_autocast's recipes, as ``saved_slots`` by role."""
-        here = {label: site for (where, label), site in self.made.items() if where == device}
+        current = {label: site for (site_device, label), site in self.made.items() if site_device == device}
         sites = {
-            label: site for label, site in {**here, **self._left}.items() if label and site.has_histories
+            label: site for label, site in {**current, **self._left}.items() if label and site.has_histories
         }
         return {label: saved_slots(delayed_slots(site)) for label, site in sites.items()} | self._loaded
 
@@ -193,8 +193,8 @@ class LinearSites:
         """
         self._left = {label: site for label, site in self._left.items() if not label}
         self._loaded = dict(saved)
-        for (where, label), site in self.made.items():
-            if where == device and label and site.has_histories:
+        for (site_device, label), site in self.made.items():
+            if site_device == device and label and site.has_histories:
                 _load_histories(site, self._loaded.pop(label, {}))
 
     def start_again(self) -> None:
@@ -233,11 +233,13 @@ class LinearSites:
         """Called after a move from this device: drops cached codes and stores the histories for the next
         device.
         """
-        for (where, _), site in self.made.items():
-            if where == device:
+        for (site_device, _), site in self.made.items():
+            if site_device == device:
                 site.weights.forget()
         if device.type != "meta":
-            self._left |= {label: site for (where, label), site in self.made.items() if where == device}
+            self._left |= {
+                label: site for (site_device, label), site in self.made.items() if site_device == device
+            }
         self.ready_on = None
 
     def forget(self, device: torch.device) -> None:

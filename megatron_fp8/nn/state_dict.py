@@ -117,10 +117,10 @@ def _amax_left(linear: Fp8Layer) -> torch.Tensor:
     """
     if linear.held is None or hasattr(linear.held, "to_local") or linear.fp8_device.type == "meta":
         return torch.full((1,), math.inf, device="cpu", dtype=torch.float32)
-    known = linear.fp8_sites.known()
-    if known.limit == 1:
+    facts = linear.fp8_sites.known()
+    if facts.limit == 1:
         return torch.zeros(1, device="cpu", dtype=torch.float32)
-    return compute_amax(linear.matrix.detach()).clamp(max=known.amax).view(1).cpu()
+    return compute_amax(linear.matrix.detach()).clamp(max=facts.amax).view(1).cpu()
 
 
 def _own_slots(name: str, linear: Fp8Layer) -> dict[str, Slot]:

@@ -174,11 +174,11 @@ class Fp8Trainer:
 
     def save(self, path: str | Path) -> None:
         """Write ``state_dict`` to a file, atomically and synced to disk. One rank calls it."""
-        beside = Path(f"{path}.new")
-        torch.save(self.state_dict(), beside)
-        sync(beside)
-        os.replace(beside, path)
-        sync(beside.parent)
+        temporary = Path(f"{path}.new")
+        torch.save(self.state_dict(), temporary)
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(temporary.parent)
 
     def load(self, path: str | Path) -> None:
         """Continue from a file of ``save``. Reads tensors and plain values only, so a file cannot run code.
@@ -195,16 +195,18 @@ class Fp8Trainer:
     def _set_phases(self, warmup: float, healing: float, length: int | None) -> None:
         if not (warmup or healing):
             return
-        given = f"warmup={warmup!r}, healing={healing!r}, length={length!r}"
+        options = f"warmup={warmup!r}, healing={healing!r}, length={length!r}"
         if not (0 <= warmup < 1 and 0 <= healing < 1):
-            raise ValueError(f"{given}: both are fractions of the training, from 0 up to but not including 1")
+            raise ValueError(
+                f"{options}: both are fractions of the training, from 0 up to but not including 1"
+            )
         if length is None:
-            raise ValueError(f"{given}: the fractions need the number of steps of the whole training")
+            raise ValueError(f"{options}: the fractions need the number of steps of the whole training")
         if not self.is_fp8:
-            raise ValueError(f"{given}: the model has no FP8 linear; call convert_to_fp8(model) first")
+            raise ValueError(f"{options}: the model has no FP8 linear; call convert_to_fp8(model) first")
         if any(isinstance(parameter, Fp8Parameter) for parameter in self.model.parameters()):
             raise ValueError(
-                f"{given}: weights are stored as FP8, and a phase in high precision needs high-precision ones"
+                f"{options}: weights are stored as FP8, and a phase in high precision needs high-precision ones"
             )
         phases = Phases(warmup, healing, length)
         for group in groups_of(self.model):

@@ -64,7 +64,7 @@ def html_of(runs: Sequence[Run], advice: Sequence[Iterable[Any] | None] | None =
         loader=PackageLoader("megatron_fp8.report", "templates"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    given = [run.advice if own is None else understood(own)
+    advice_by_run = [run.advice if own is None else understood(own)
              for run, own in zip(runs, advice or [None] * len(runs), strict=True)]  # fmt: skip
     texts: dict[str, Any] = {
         "runs": [_summary(run) for run in runs],
@@ -74,7 +74,7 @@ def html_of(runs: Sequence[Run], advice: Sequence[Iterable[Any] | None] | None =
         ],
         "events": [_events(run) for run in runs],
         "several": len(runs) > 1,
-        "advice": [(run.name, pieces) for run, pieces in zip(runs, given, strict=True) if pieces],
+        "advice": [(run.name, pieces) for run, pieces in zip(runs, advice_by_run, strict=True) if pieces],
         "statistics": [run.name for run in runs if run.statistics],
         "without_statistics": [run.name for run in runs if not run.statistics],
         "maps": _maps_of_precision(runs),

@@ -80,8 +80,8 @@ def read_statistics(lines: Iterable[Line], order: Sequence[str] = ()) -> Statist
     nulls: dict[tuple[str, str], list[int]] = {}
     bad: list[Event] = []
     for line in lines:
-        when = iterations.setdefault(line.iteration(), len(iterations))
-        where = sites.setdefault(line.text("site"), len(sites))
+        column_number = iterations.setdefault(line.iteration(), len(iterations))
+        row_number = sites.setdefault(line.text("site"), len(sites))
         tensor = line.text("tensor")
         if line.content.get("partial") is True:  # terms of a sum over ranks, not comparable with the sum
             tensor += " (partial sums)"
@@ -96,8 +96,8 @@ def read_statistics(lines: Iterable[Line], order: Sequence[str] = ()) -> Statist
             if key not in columns:
                 columns[key] = (array("l"), array("l"), array("d"))
             rows, times, values = columns[key]
-            rows.append(where)
-            times.append(when)
+            rows.append(row_number)
+            times.append(column_number)
             if value is None:
                 nulls.setdefault(key, []).append(len(values))
             values.append(0.0 if value is None else value)

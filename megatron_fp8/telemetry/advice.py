@@ -151,12 +151,14 @@ class Advice:
 
     def __str__(self) -> str:
         more = f" and {len(self.sites) - 1} more" if self.sites[1:] else ""
-        where = f"{self.sites[0]}{more}" if self.sites else "run"
+        sites = f"{self.sites[0]}{more}" if self.sites else "run"
         figures = ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items())
-        seen = "" if self.iterations is None else f", iterations {self.iterations[0]}-{self.iterations[1]}"
-        shown = f" ({figures}{seen})" if figures else ""
+        iterations = (
+            "" if self.iterations is None else f", iterations {self.iterations[0]}-{self.iterations[1]}"
+        )
+        shown = f" ({figures}{iterations})" if figures else ""
         tensor = f" {self.tensor}" if self.tensor else ""
-        return f"{where}{tensor}: {self.title}: {self.cause}{shown}. Try: {self.line}"
+        return f"{sites}{tensor}: {self.title}: {self.cause}{shown}. Try: {self.line}"
 
 
 def advise(
@@ -256,8 +258,8 @@ def _remedy(rule: Rule, recipe: str, violations: list[Mapping[str, Any]]) -> str
 def _advice(tensor: str, cure: str, evidence: list[tuple[str, list[Mapping[str, Any]], Rule]]) -> Advice:
     rule = evidence[0][2]
 
-    def worst(seen: list[Mapping[str, Any]]) -> Mapping[str, Any]:
-        return min(seen, key=lambda r: r[rule.statistic] if rule.below else -r[rule.statistic])
+    def worst(violations: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+        return min(violations, key=lambda r: r[rule.statistic] if rule.below else -r[rule.statistic])
 
     evidence = sorted(evidence, key=lambda one: worst(one[1])[rule.statistic], reverse=not rule.below)
     first = worst(evidence[0][1])
@@ -266,7 +268,7 @@ def _advice(tensor: str, cure: str, evidence: list[tuple[str, list[Mapping[str, 
     line = (
         cure if cure.startswith("--") else f"--model.fp8_overrides='{json.dumps(dict.fromkeys(sites, cure))}'"
     )
-    iterations = [record["iteration"] for _, seen, _ in evidence for record in seen]
+    iterations = [record["iteration"] for _, violations, _ in evidence for record in violations]
     return Advice(rule.name, rule.cause, line, sites, tensor, figures, (min(iterations), max(iterations)))
 
 

@@ -30,15 +30,15 @@ def side_of(quantized: QuantizedSide, shape: torch.Size, *, columnwise: bool) ->
     Raises:
         ValueError: the codes have another shape.
     """
-    made, scale, granularity = quantized.codes, quantized.float_scale_inv(), quantized.granularity
+    codes, scale, granularity = quantized.codes, quantized.float_scale_inv(), quantized.granularity
     block = (granularity.rows, granularity.cols)
     if columnwise:
-        made, scale, block = made.t(), scale.t() if scale.ndim == 2 else scale, block[::-1]
-    if made.shape != shape:
+        codes, scale, block = codes.t(), scale.t() if scale.ndim == 2 else scale, block[::-1]
+    if codes.shape != shape:
         raise ValueError(
-            f"codes of shape {tuple(made.shape)} were not made of values of shape {tuple(shape)}"
+            f"codes of shape {tuple(codes.shape)} were not made of values of shape {tuple(shape)}"
         )
-    return Side(made.contiguous(), scale.contiguous(), block)
+    return Side(codes.contiguous(), scale.contiguous(), block)
 
 
 @keeping_subnormals
@@ -52,13 +52,13 @@ def measure_codes(x: torch.Tensor, side: Side) -> tuple[torch.Tensor, torch.Tens
     sums = torch.zeros(3, dtype=torch.float64, device=x.device)
     if x.numel() == 0:
         return sums, torch.full((2,), -math.inf, dtype=torch.float64, device=x.device)
-    made, scale, granularity = side.made, side.scale, Granularity(*side.block)
+    codes, scale, granularity = side.made, side.scale, Granularity(*side.block)
     smallest, largest = scale.aminmax()
     unit = granularity.rows or 1  # chunks hold whole blocks
     for part in chunks(-(-x.shape[0] // unit), x.numel(), x.device):
         rows = slice(unit * part.start, unit * part.stop)
         of_part = (scale[part] if granularity.rows else scale).to(torch.float64)
-        sums += _chunk(x[rows], made[rows], of_part, granularity, torch.finfo(made.dtype).max)
+        sums += _chunk(x[rows], codes[rows], of_part, granularity, torch.finfo(codes.dtype).max)
     return sums, torch.stack([largest, -smallest]).to(torch.float64)
 
 

@@ -188,8 +188,8 @@ class Collector:
         if self.wants(iteration):
             records = self._records(iteration + 1)
             # The first rank reports missing statistics of all ranks; each rank reports its own fused wgrads.
-            asked = self._table.rows if self.agreed.rank == 0 else ()
-            self._unseen.look(iteration + 1, asked, records, self._fused)
+            requested_rows = self._table.rows if self.agreed.rank == 0 else ()
+            self._unseen.look(iteration + 1, requested_rows, records, self._fused)
             self._deliver(iteration + 1, records)
         self._clear()
 
@@ -269,8 +269,8 @@ class Collector:
     ) -> dict[str, Float8Tensor]:
         """The codes that other recipes would give for a piece."""
         role = row[1].partition(".")[0]
-        own = (codes or {}).get("")
-        fmt = None if own is None else next(side.fmt for side in own.sides if side is not None)
+        own_codes = (codes or {}).get("")
+        fmt = None if own_codes is None else next(side.fmt for side in own_codes.sides if side is not None)
         found = {}
         for prefix, direction in layout.directions.items():
             if not prefix or role not in READERS:

@@ -227,12 +227,12 @@ def parse(name: str) -> Wanted:
 
 def parse_all(names: Iterable[str]) -> tuple[Wanted, ...]:
     """Parses names; removes duplicates and keeps the order. Errors as for ``parse``."""
-    return tuple({wanted.name: wanted for wanted in map(parse, names)}.values())
+    return tuple({parsed.name: parsed for parsed in map(parse, names)}.values())
 
 
 def of_tensor(names: Iterable[str], tensor: str) -> tuple[str, ...]:
     """The names, in canonical spelling, that are defined for the tensor (one of TENSORS)."""
-    return tuple(wanted.name for wanted in parse_all(names) if tensor in wanted.statistic.tensors)
+    return tuple(parsed.name for parsed in parse_all(names) if tensor in parsed.statistic.tensors)
 
 
 def _closest(name: str) -> str:

@@ -91,13 +91,13 @@ def _forward_order(sites: Iterable[str]) -> dict[str, int]:
 
 def _worst(ours: Record, theirs: Record, tolerance: float) -> Parting | None:
     worst: Parting | None = None
-    for name, mine in ours.items():
+    for name, our_value in ours.items():
         if name in _NO_STATISTICS or name not in theirs:
             continue
-        relative = relative_difference(mine, theirs[name])
+        relative = relative_difference(our_value, theirs[name])
         if relative > tolerance and (worst is None or relative > worst.relative):
             worst = Parting(
-                ours["iteration"], ours["site"], ours["tensor"], name, (mine, theirs[name]), relative
+                ours["iteration"], ours["site"], ours["tensor"], name, (our_value, theirs[name]), relative
             )
     return worst
 

@@ -91,10 +91,10 @@ def _worst_part(outstanding: list[Finding], site: str) -> Part:
 class _Goal:
     """Decides when overrides recover enough, relative to all parts in high precision."""
 
-    def __init__(self, experiments: Experiments, found: Attribution, every: list[Part], share: float):
+    def __init__(self, experiments: Experiments, found: Attribution, all_parts: list[Part], share: float):
         self._experiments, self._found, self._share = experiments, found, share
-        self.parts, self._planned = every, found.planned
-        self._best = self.measure(every)
+        self.parts, self._planned = all_parts, found.planned
+        self._best = self.measure(all_parts)
 
     def measure(self, parts: list[Part]) -> Measured:
         """The plan with these parts in high precision."""

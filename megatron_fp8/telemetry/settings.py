@@ -56,7 +56,7 @@ class Selection:
             _check_site(site)
         object.__setattr__(self, "what_if", tuple(dict.fromkeys(map(_prefix, self.what_if))))
         try:
-            names = [wanted.name for wanted in parse_all(self.statistics)]
+            names = [parsed.name for parsed in parse_all(self.statistics)]
         except ValueError as error:
             raise ValueError(f"telemetry statistics: {error}") from error
         object.__setattr__(self, "statistics", tuple(names))
@@ -86,10 +86,10 @@ class Selection:
         own = of_tensor(self.statistics, tensor)
         of_codes = [w for w in parse_all(own) if w.statistic.needs == "codes" and w.variant.recipe == ""]
         more = [
-            f"{recipe}_{wanted.name}"
+            f"{recipe}_{parsed.name}"
             for recipe in self.what_if
-            for wanted in of_codes
-            if _has(recipe, wanted.name)
+            for parsed in of_codes
+            if _has(recipe, parsed.name)
         ]
         return tuple(dict.fromkeys((*own, *more)))
 

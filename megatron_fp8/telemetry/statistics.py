@@ -65,7 +65,7 @@ class Layout:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The statistics, in canonical spelling."""
-        return tuple(wanted.name for wanted in self.wanted)
+        return tuple(statistic.name for statistic in self.wanted)
 
     @cached_property
     def variants(self) -> tuple[Variant, ...]:
@@ -195,10 +195,14 @@ def finish(
     total = dict(zip(layout.sums, as_list[0], strict=True))
     most = dict(zip(layout.extremes, as_list[1], strict=True))
     found: dict[str, float] = {}
-    for wanted in layout.wanted:
-        value = _VALUE[wanted.name](total, most) if wanted.name in _VALUE else _of_codes(wanted, total, most)
+    for statistic in layout.wanted:
+        value = (
+            _VALUE[statistic.name](total, most)
+            if statistic.name in _VALUE
+            else _of_codes(statistic, total, most)
+        )
         if value is not None and math.isfinite(value):
-            found[wanted.name] = value
+            found[statistic.name] = value
     return found
 
 
@@ -255,11 +259,11 @@ _VALUE = {
 }
 
 
-def _of_codes(wanted: Wanted, total: _Figures, most: _Figures) -> float | None:
+def _of_codes(parsed: Wanted, total: _Figures, most: _Figures) -> float | None:
     """A blockwise range or a statistic of codes."""
-    if wanted.blocks is not None:
-        return math.log2(ratio) if (ratio := most[wanted.name]) > 0 else None
-    named, base = wanted.variant.named, wanted.statistic.name
+    if parsed.blocks is not None:
+        return math.log2(ratio) if (ratio := most[parsed.name]) > 0 else None
+    named, base = parsed.variant.named, parsed.statistic.name
     numel, finite = total[named("coded")], total[named("finite_coded")]
     signal, error = total[named("signal")], total[named("error")]
     if base in ("underflows%", "overflows%"):

@@ -84,16 +84,16 @@ def _section(section: Mapping[str, Any], where: str) -> Iterator[Selection]:
     sites = _sites(_mapping(section["layers"], f"{where}, layers"), f"{where}, layers")
     features = _mapping(section.get("transformer_engine", {}), f"{where}, transformer_engine")
     for name, feature in features.items():
-        there = f"{where}, {name}"
-        feature = _mapping(feature, there)
-        if not _enabled(feature, there):
+        place = f"{where}, {name}"
+        feature = _mapping(feature, place)
+        if not _enabled(feature, place):
             continue
         if name not in FEATURES:
             raise ValueError(
-                f"{there}: this feature is not supported, only {' and '.join(FEATURES)} are.{_hint(name, FEATURES)}"
+                f"{place}: this feature is not supported, only {' and '.join(FEATURES)} are.{_hint(name, FEATURES)}"
             )
-        for tensor, fields in _tensors(feature, there):
-            yield _selection(name, tensor, fields, sites, f"{there}, {tensor}")
+        for tensor, fields in _tensors(feature, place):
+            yield _selection(name, tensor, fields, sites, f"{place}, {tensor}")
 
 
 def _sites(layers: Mapping[str, Any], where: str) -> tuple[str, ...]:
@@ -126,16 +126,16 @@ def _tensors(feature: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapp
     if ("tensors" in feature) == ("tensors_struct" in feature):
         raise ValueError(f"{where} needs tensors or tensors_struct, one of the two")
     if "tensors" in feature:
-        given = [{"tensor": tensor} for tensor in _texts(feature["tensors"], f"{where}: tensors")]
+        own_fields = [{"tensor": tensor} for tensor in _texts(feature["tensors"], f"{where}: tensors")]
     else:
         structs = feature["tensors_struct"]
         if not isinstance(structs, list):
             raise ValueError(
                 f"{where}: tensors_struct={_short(structs)} must be a list, of a tensor and its fields each"
             )
-        given = [dict(_mapping(struct, f"{where}, tensors_struct")) for struct in structs]
+        own_fields = [dict(_mapping(struct, f"{where}, tensors_struct")) for struct in structs]
     seen: set[str] = set()
-    for struct in given:
+    for struct in own_fields:
         tensor = struct.pop("tensor", None)
         if not isinstance(tensor, str) or tensor not in TE_TENSORS:
             raise ValueError(f"{where}: tensor {_short(tensor)} is none of {', '.join(TE_TENSORS)}")
@@ -177,13 +177,13 @@ def _statistic(stat: Any, feature: str, te_tensor: str, where: str) -> str:
     if stat == BLOCKWISE:
         return _blockwise({BLOCKWISE: {}}, te_tensor, where)
     try:
-        wanted = parse(stat)
+        parsed = parse(stat)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    if wanted.statistic.needs != FEATURES[feature]:
-        other = next(name for name, needs in FEATURES.items() if needs == wanted.statistic.needs)
+    if parsed.statistic.needs != FEATURES[feature]:
+        other = next(name for name, needs in FEATURES.items() if needs == parsed.statistic.needs)
         raise ValueError(f"{where}: {stat} belongs to {other}")
-    return wanted.name
+    return parsed.name
 
 
 def _blockwise(stat: Mapping[str, Any], te_tensor: str, where: str) -> str:

@@ -174,12 +174,12 @@ class Telemetry:
 
     def _take(self, iteration: int, records: list[dict[str, Any]]) -> None:
         """Receives the records of a measured iteration."""
-        fresh = self._bad.look(records)
+        first_bad_records = self._bad.look(records)
         self.records = records
         for output in self._outputs:
             output.write(iteration, records)
-        if fresh and self._first:
-            self._say(told(fresh))
+        if first_bad_records and self._first:
+            self._say(told(first_bad_records))
 
 
 def _site_getter(module: Any) -> Callable[[], GemmSite]:

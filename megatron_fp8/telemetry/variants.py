@@ -44,9 +44,9 @@ class Part:
 
     def parts(self, plan: SitePlan) -> list[Part]:
         """Its GEMMs and operands in FP8."""
-        every = [Part(self.site, gemm=gemm) for gemm in GEMM_OPERANDS]
-        every += [Part(self.site, role=role) for role in ROLES]
-        return [part for part in every if part.cells(plan)]
+        gemms_and_roles = [Part(self.site, gemm=gemm) for gemm in GEMM_OPERANDS]
+        gemms_and_roles += [Part(self.site, role=role) for role in ROLES]
+        return [part for part in gemms_and_roles if part.cells(plan)]
 
 
 def planned_cells(plan: SitePlan) -> frozenset[Cell]:
@@ -119,10 +119,10 @@ class Variants:
     def without(self, parts: Iterable[Part]) -> Variant:
         """As planned, with these parts in high precision: the effect of overrides to 'bf16'."""
         parts = list(parts)
-        away = self._cells(parts)
+        removed = self._cells(parts)
         quantized = {}
         for name, plan in self.plans.items():
-            cells = planned_cells(plan) - away.get(name, frozenset())
+            cells = planned_cells(plan) - removed.get(name, frozenset())
             # A site without a GEMM with two FP8 operands quantises nothing (plan/site_plan.py).
             pairs = [all((gemm, role) in cells for role in roles) for gemm, roles in GEMM_OPERANDS.items()]
             quantized[name] = cells if any(pairs) else frozenset()

@@ -146,9 +146,9 @@ def _override_text(cure: Cure) -> str:
     back = (
         "" if cure.given_back is None else f" gives back {_percent(cure.given_back)} of what stands out costs"
     )
-    left = f", and leaves a gradient error of {_percent(cure.gradient_error or 0.0)}"
+    remaining = f", and leaves a gradient error of {_percent(cure.gradient_error or 0.0)}"
     short = "" if cure.complete else "; that is less than was asked for"
-    return f"In high precision, {', '.join(part.key for part in cure.parts)}{back}{left}{short}."
+    return f"In high precision, {', '.join(part.key for part in cure.parts)}{back}{remaining}{short}."
 
 
 def _percent(value: float) -> str:

@@ -80,17 +80,17 @@ class WhatIfHistory:
         that share a scale; 0 if a tensor was not cast. Synchronises once, while some tensor has no scale yet.
         """
         amax = torch.where(amax.isinf(), 0.0, amax)
-        seen = amax != 0
+        was_cast = amax != 0
         self.rings.put(amax)
         if self.updates % self.recipe.interval == 0:
             longest = amax if self.recipe.amax_compute_algo == "most_recent" else self.rings.largest()
             margin, epsilon = self.recipe.margin, self.recipe.amax_epsilon
-            fresh = compute_scale(longest, self.fmt, margin=margin, epsilon=epsilon)
-            self.scales = torch.where(seen, fresh, self.scales)
+            new_scales = compute_scale(longest, self.fmt, margin=margin, epsilon=epsilon)
+            self.scales = torch.where(was_cast, new_scales, self.scales)
             if not all(self.warm):
-                recorded = seen.tolist()
+                recorded = was_cast.tolist()
                 self.warm = [before or now for before, now in zip(self.warm, recorded, strict=True)]
-        self.rings.roll(seen)
+        self.rings.roll(was_cast)
         self.updates += 1
 
     def scale(self, index: int) -> torch.Tensor | None:

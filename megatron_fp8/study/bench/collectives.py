@@ -124,7 +124,7 @@ def measure(
 
     correct = True
     for found, expected in zip(fp8(), zip(*map(side, parts), strict=True), strict=True):
-        correct &= torch.equal(found, torch.cat([one.reshape(-1) for one in expected]))
+        correct &= torch.equal(found, torch.cat([tensor.reshape(-1) for tensor in expected]))
     agreed = torch.tensor(int(correct), dtype=torch.int64, device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
     times = interleave_on(device, {"bf16": partial(gathered, parts[rank]), "fp8": fp8}, repetitions)

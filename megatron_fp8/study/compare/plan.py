@@ -167,8 +167,8 @@ def plan(
         for name in names:
             folder = out / "runs" / f"{name}-seed-{seed}"
             options = [*overrides, *_options(name, model), f"--train.seed={seed}", "--train.count_saved=true"]
-            fresh = base.resume not in ("auto", "never") and not _has_begun(folder / "checkpoints")
-            resume = base.resume if fresh else "auto"
+            from_parent = base.resume not in ("auto", "never") and not _has_begun(folder / "checkpoints")
+            resume = base.resume if from_parent else "auto"
             arguments = [f"--config={config}", *options, f"--run_dir={folder}", f"--resume={resume}"]
             try:
                 run = run_config.parse(arguments, ranks)

@@ -80,9 +80,9 @@ class Progress:
             self._bar.update(self._task, completed=self._done)
         took, elapsed = time.monotonic() - self._began, time.monotonic() - self._start
         has_estimate = self._left and self._trained
-        left = f", about {_minutes(elapsed / self._trained * self._left)} left" if has_estimate else ""
-        there = f" ({self._of - trained} were there)" if trained < self._of else ""
-        self.say(f"{self._name}: {trained} iterations in {_minutes(took)}{there}{left}")
+        time_left = f", about {_minutes(elapsed / self._trained * self._left)} left" if has_estimate else ""
+        already_done = f" ({self._of - trained} were there)" if trained < self._of else ""
+        self.say(f"{self._name}: {trained} iterations in {_minutes(took)}{already_done}{time_left}")
 
     def passed(self, name: str, iterations: int) -> None:
         """The run was finished by another process."""

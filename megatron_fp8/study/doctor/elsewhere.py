@@ -55,8 +55,8 @@ def asked_of(model: Model, device: Device) -> Elsewhere | None:
     for name in dict.fromkeys([str(model.fp8_recipe), *_override_recipes(model.fp8_overrides)]):
         cell = documented(backend, name, generation, recipes(name))
         if not cell.supported:
-            where = f"{backend} {name} on {generation.name}"
-            return Elsewhere(cell.supported, f"{where}: {cell.reason or cell.note}")
+            place = f"{backend} {name} on {generation.name}"
+            return Elsewhere(cell.supported, f"{place}: {cell.reason or cell.note}")
         if cell.note:
             notes.append(f"{name} on {generation.name}: {cell.note}; the times assume the peak nevertheless")
     return Elsewhere(True, notes=tuple(notes))

@@ -81,12 +81,12 @@ def matrix(here: Generation | None, trials: Iterable[Trial]) -> list[Cell]:
 def documented(backend: str, recipe: str, generation: Generation, made: Recipe | None = None) -> Cell:
     """One cell, without a trial. ``made``: the recipe with a run's options; None: with defaults."""
     made = RECIPES[recipe]() if made is None else made
-    known = Cell(backend, recipe, generation.key, True, "documentation")
+    cell = Cell(backend, recipe, generation.key, True, "documentation")
     if backend == emulated.name:
-        return _emulated(known, made, generation)
+        return _emulated(cell, made, generation)
     if backend == transformer_engine.name:
-        return _transformer_engine(known, made, generation)
-    return _native(known, made, generation)
+        return _transformer_engine(cell, made, generation)
+    return _native(cell, made, generation)
 
 
 def cpu_product(generation: Generation) -> str:

@@ -25,26 +25,26 @@ def formats() -> Rows:
     values.
     """
     rows = []
-    for one in all_formats():
+    for fmt in all_formats():
         normal = [
             i
-            for i in by_magnitude(one)
-            if i.values and i.worst is not None and 2.0**i.exponent >= one.smallest_normal
+            for i in by_magnitude(fmt)
+            if i.values and i.worst is not None and 2.0**i.exponent >= fmt.smallest_normal
         ]
         rows.append(
             {
-                "format": one.name,
-                "bits": one.bits,
-                "use": one.use,
-                "mantissa_bits": one.mantissa_bits,
-                "finite_codes": int(one.values.isfinite().sum()),
-                "inf_codes": int(one.values.isinf().sum()),
-                "nan_codes": int(one.values.isnan().sum()),
-                "max": one.max,
-                "smallest_normal": one.smallest_normal,
-                "smallest": one.smallest,
-                "binades": math.log2(one.max / one.smallest_normal),
-                "binades_with_subnormals": math.log2(one.max) - math.log2(one.smallest),
+                "format": fmt.name,
+                "bits": fmt.bits,
+                "use": fmt.use,
+                "mantissa_bits": fmt.mantissa_bits,
+                "finite_codes": int(fmt.values.isfinite().sum()),
+                "inf_codes": int(fmt.values.isinf().sum()),
+                "nan_codes": int(fmt.values.isnan().sum()),
+                "max": fmt.max,
+                "smallest_normal": fmt.smallest_normal,
+                "smallest": fmt.smallest,
+                "binades": math.log2(fmt.max / fmt.smallest_normal),
+                "binades_with_subnormals": math.log2(fmt.max) - math.log2(fmt.smallest),
                 "largest_relative_error": max((i.worst for i in normal if i.worst is not None), default=None),
             }
         )
@@ -56,14 +56,14 @@ def values() -> Rows:
     and Inf).
     """
     rows = []
-    for one in all_formats():
-        positive = [0.0, *one.positive.tolist()] if bool((one.values == 0).any()) else one.positive.tolist()
+    for fmt in all_formats():
+        positive = [0.0, *fmt.positive.tolist()] if bool((fmt.values == 0).any()) else fmt.positive.tolist()
         after = dict(pairwise(positive))
-        digits = -(-one.bits // 4)
-        for code, value in enumerate(one.values.tolist()):
+        digits = -(-fmt.bits // 4)
+        for code, value in enumerate(fmt.values.tolist()):
             size = abs(value)
             gap = after[size] - size if size in after else None
-            rows.append({"format": one.name, "code": f"0x{code:0{digits}x}", "value": value, "spacing": gap})
+            rows.append({"format": fmt.name, "code": f"0x{code:0{digits}x}", "value": value, "spacing": gap})
     return rows
 
 
@@ -152,16 +152,16 @@ def show_formats() -> str:
 def show_values() -> str:
     """Every positive value of the small formats, one line per power of two."""
     lines = []
-    for one in all_formats():
-        if one.bits == 16 or not one.mantissa_bits:
-            what = f"{len(one.positive):,} positive values from {power(one.smallest)} to {power(one.max)}"
-            lines.append(f"{one.name}: {what}; --csv FILE lists them")
+    for fmt in all_formats():
+        if fmt.bits == 16 or not fmt.mantissa_bits:
+            what = f"{len(fmt.positive):,} positive values from {power(fmt.smallest)} to {power(fmt.max)}"
+            lines.append(f"{fmt.name}: {what}; --csv FILE lists them")
             continue
-        sign = "and their negatives, 0 and -0" if bool((one.values < 0).any()) else ""
-        lines.append(f"{one.name}: {len(one.positive)} positive values, {sign}")
-        exponents = torch.frexp(one.positive)[1] - 1
+        sign = "and their negatives, 0 and -0" if bool((fmt.values < 0).any()) else ""
+        lines.append(f"{fmt.name}: {len(fmt.positive)} positive values, {sign}")
+        exponents = torch.frexp(fmt.positive)[1] - 1
         for exponent in exponents.unique().tolist():
-            inside = one.positive[exponents == exponent].tolist()
+            inside = fmt.positive[exponents == exponent].tolist()
             lines.append(f"  2^{exponent:<4}" + "".join(f"{exactly(value):>9}" for value in inside))
     return "\n".join(lines)
 
@@ -174,16 +174,16 @@ def exactly(value: float) -> str:
 
 def show_magnitudes() -> str:
     """Spacing and largest relative error of each element format, from large to small."""
-    shown = [one for one in all_formats() if one.rounded is not None]
-    by_name = {one.name: {i.exponent: i for i in by_magnitude(one)} for one in shown}
-    small = [i for one in shown if one.bits <= 8 for i in by_name[one.name]]
+    shown = [fmt for fmt in all_formats() if fmt.rounded is not None]
+    by_name = {fmt.name: {i.exponent: i for i in by_magnitude(fmt)} for fmt in shown}
+    small = [i for fmt in shown if fmt.bits <= 8 for i in by_name[fmt.name]]
     rows = []
     for exponent in range(max(small), min(small) - 1, -1):
         cells = [f"2^{exponent}"]
-        for one in shown:
-            cells.append(_cell(one, exponent, by_name[one.name].get(exponent)))
+        for fmt in shown:
+            cells.append(_cell(fmt, exponent, by_name[fmt.name].get(exponent)))
         rows.append(tuple(cells))
-    return table(("from", *(f"{one.name}" for one in shown)), rows)
+    return table(("from", *(f"{fmt.name}" for fmt in shown)), rows)
 
 
 def _cell(one: Described, exponent: int, interval: Interval | None) -> str:
