@@ -170,9 +170,8 @@ def _padded_rows(model: Model, tokens: int) -> int:
 
 
 def _routing(settings: Settings, tokens: int) -> Bytes:
-    """Bytes saved by routing and permuting ``tokens``: the router's input, scores and probabilities, and
-    int64 indices.
-    """
+    """Bytes saved by routing and permuting ``tokens``: the router's input, scores and probabilities, and int64
+    indices."""
     model = settings.model
     experts, topk, each = model.num_moe_experts or 0, model.moe_router_topk, probability_bytes(model)
     # top-k: indices, chosen scores in float32, order of the sent tokens; mask and probabilities over all experts.

@@ -80,9 +80,7 @@ def of_chunk_buffers(settings: Settings, chunk: Chunk, plans: Plans) -> list[Buf
 
 
 def is_apart(model: Model, parameter: Parameter) -> bool:
-    """Whether a parameter uses the experts' data-parallel group, i.e. is an expert's under expert
-    parallelism.
-    """
+    """Whether a parameter uses the experts' data-parallel group, i.e. is an expert's under expert parallelism."""
     return parameter.expert and model.expert_model_parallel_size > 1
 
 

@@ -167,7 +167,5 @@ def _chunks(settings: Settings, stage: int) -> list[Any]:
 
 
 def _optimizer_bytes(state: StateBytes) -> int:
-    """Bytes that a step reads and writes: gradients are read, masters and moments read and written, weights
-    written.
-    """
+    """Bytes that a step reads and writes: gradients are read, masters and moments read and written, weights written."""
     return state.masters + 2 * state.masters + 2 * state.moments + state.weights

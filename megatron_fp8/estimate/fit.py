@@ -65,10 +65,9 @@ def fullest(settings: Settings, plans: Plans) -> int:
 
 
 def changes(settings: Settings) -> Iterator[tuple[tuple[str, ...], Settings]]:
-    """Candidate changes: more tensor, expert and pipeline parallelism, recomputation, FP8 parameters, a
-    sharded optimizer, smaller micro-batches, each alone. Then the last four cumulatively, and all of these
-    with each parallel split.
-    """
+    """Candidate changes: more tensor, expert and pipeline parallelism, recomputation, FP8 parameters, a sharded
+    optimizer, smaller micro-batches, each alone. Then the last four cumulatively, and all of these with each parallel
+    split."""
     splits = list(_splits(settings))
     rest = [change for group in (_recompute, _fp8_param, _sharded, _smaller) for change in group(settings)]
     for single in [*splits, *rest]:
@@ -86,10 +85,8 @@ def changes(settings: Settings) -> Iterator[tuple[tuple[str, ...], Settings]]:
 
 
 def layouts(settings: Settings) -> Iterator[tuple[tuple[str, ...], Settings]]:
-    """All tensor, pipeline and expert parallel sizes possible on these GPUs, fewest model-parallel ranks
-    first. Each alone, then cumulatively with a sharded optimizer, FP8 parameters, recomputation and smaller
-    micro-batches.
-    """
+    """All tensor, pipeline and expert parallel sizes possible on these GPUs, fewest model-parallel ranks first. Each
+    alone, then cumulatively with a sharded optimizer, FP8 parameters, recomputation and smaller micro-batches."""
     model = settings.model
     tensor = [size for size in (1, 2, 4, 8) if settings.gpus % size == 0]
     pipeline = [size for size in (1, 2, 4, 8, 16, 32) if model.num_layers % size == 0]
@@ -116,9 +113,7 @@ def layouts(settings: Settings) -> Iterator[tuple[tuple[str, ...], Settings]]:
 
 
 def layout(settings: Settings, gpus: int, device: Device, reserve: float = RESERVE) -> tuple[str, ...] | None:
-    """Options with which the model fits on ``gpus`` GPUs, whatever its current layout; None if no candidate
-    fits.
-    """
+    """Options with which the model fits on ``gpus`` GPUs, whatever its current layout; None if no candidate fits."""
     plans, available = Plans(settings.model), int(device.memory * (1 - reserve))
     tried = layouts(replace(settings, gpus=gpus))
 

@@ -63,9 +63,7 @@ def linear_input(settings: Settings, plans: Plans, site: str, layer: int | None,
 
 
 def kept_rule(settings: Settings, plans: Plans, site: str, layer: int | None, tokens: int) -> Rule | None:
-    """The rule by which a linear's saved input is quantised for wgrad; None if it saves high-precision
-    values.
-    """
+    """The rule by which a linear's saved input is quantised for wgrad; None if it saves high-precision values."""
     model = settings.model
     plan = plans.of(site, layer)
     cast = plan.operands["wgrad"]["input"]

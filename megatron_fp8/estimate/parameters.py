@@ -96,9 +96,8 @@ def of_chunk(model: Model, chunk: Chunk) -> list[Parameter]:
 
 
 def _prediction(model: Model, layer: Layer) -> Iterator[Parameter]:
-    """One depth of multi-token prediction: norms of a hidden state and a token embedding, their projection, a
-    layer, a norm.
-    """
+    """One depth of multi-token prediction: norms of a hidden state and a token embedding, their projection, a layer, a
+    norm."""
     prefix, hidden = layer.name.removesuffix("transformer_layer."), model.hidden_size
     yield from _norm(model, f"{prefix}enorm", hidden)
     yield from _norm(model, f"{prefix}hnorm", hidden)

@@ -92,9 +92,8 @@ class Settings:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch on one context-parallel rank: those that a tensor-parallel group multiplies
-        at once.
-        """
+        """Tokens of a microbatch on one context-parallel rank: those that a tensor-parallel group multiplies at
+        once."""
         return self.train.micro_batch_size * self.train.seq_length // self.model.context_parallel_size
 
 
@@ -129,9 +128,8 @@ def joined(arguments: list[str]) -> list[str]:
 
 
 def given_keys(options: list[str]) -> dict[str, Any]:
-    """Dotted key -> value, from `--config=FILE` and dotted options. Raises ValueError for an unreadable file
-    or an unknown key. Values are not checked.
-    """
+    """Dotted key -> value, from `--config=FILE` and dotted options. Raises ValueError for an unreadable file or an
+    unknown key. Values are not checked."""
     given: dict[str, Any] = {}
     for option in data_as_paths(options):
         name, equals, value = option.removeprefix("--").partition("=")

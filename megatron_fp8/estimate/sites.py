@@ -101,9 +101,8 @@ def weight_rules(plan: SitePlan) -> tuple[Rule | None, Rule | None]:
 
 
 def reads(rule: Rule) -> int:
-    """How often a cast reads its operand: twice if it needs the amax first, i.e. if a scale covers more than
-    a block.
-    """
+    """How often a cast reads its operand: twice if it needs the amax first, i.e. if a scale covers more than a
+    block."""
     return 1 if rule.delayed or rule.granularity.cols else 2
 
 
@@ -116,9 +115,8 @@ def shares_gradient_buffer(settings: Settings) -> bool:
 
 
 def travels_in_bf16(model: Model) -> bool:
-    """Whether all FP8 weights need separate codes for each direction. Duplicates mcore/params.py, which
-    imports Megatron-Core.
-    """
+    """Whether all FP8 weights need separate codes for each direction. Duplicates mcore/params.py, which imports
+    Megatron-Core."""
     if not (model.fp8 and model.fp8_param):
         return False
     overrides = [Override.of(*entry) for entry in model.fp8_overrides.items()]

@@ -97,9 +97,7 @@ def _buffer(settings: Settings, buffer: Buffer, plans: Plans, both_contiguous: b
 
 
 def kept_codes(settings: Settings, parameter: Parameter, plans: Plans, both_contiguous: bool = False) -> int:
-    """Bytes of the cached codes of a BF16 weight: quantised once an iteration, reused for all its
-    microbatches.
-    """
+    """Bytes of the cached codes of a BF16 weight: quantised once an iteration, reused for all its microbatches."""
     if parameter.site is None:
         return 0
     plan = plans.of(parameter.site, parameter.layer)
@@ -141,9 +139,7 @@ def _optimizer(settings: Settings, buffer: Buffer) -> list[list[int]]:
 
 
 def moments(size: int) -> int:
-    """Bytes of compact moments of ``size`` values: E4M3 and float16, each with a float32 scale per 128
-    values.
-    """
+    """Bytes of compact moments of ``size`` values: E4M3 and float16, each with a float32 scale per 128 values."""
     return 3 * size + 8 * -(-size // _BLOCK)
 
 

@@ -231,9 +231,7 @@ def pays(found: Estimate, bf16: Estimate) -> str:
 
 
 def unsure(device: Device, native: bool | None, reason: str | None) -> str | None:
-    """Replaces the verdict if FP8 would not run natively on the device, or if that is unknown; None
-    otherwise.
-    """
+    """Replaces the verdict if FP8 would not run natively on the device, or if that is unknown; None otherwise."""
     if native:
         return None
     verdict = "would not run natively" if native is False else "may not run natively"

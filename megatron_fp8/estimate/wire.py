@@ -26,9 +26,7 @@ from .wire_linear import Call, Traffic, column, gathered_scales, row
 
 
 def of_stage(settings: Settings, chunks: list[Chunk], plans: Plans) -> list[Traffic]:
-    """The traffic of a pipeline stage's rank in one iteration, one entry per kind; none for groups of one
-    rank.
-    """
+    """The traffic of a pipeline stage's rank in one iteration, one entry per kind; none for groups of one rank."""
     return _by_kind(_traffic(settings, chunks, plans))
 
 
@@ -97,9 +95,7 @@ def _gradients(settings: Settings, chunk: Chunk, plans: Plans) -> Iterator[Traff
 
 
 def _parameter_amaxes(buffer: Buffer, plans: Plans) -> int:
-    """Bytes of the amaxes shared by ranks with parts of a weight (params/shards.py): one per block, and a
-    count.
-    """
+    """Bytes of the amaxes shared by ranks with parts of a weight (params/shards.py): one per block, and a count."""
     count = 0
     for bucket in buffer.buckets:
         for parameter, _ in bucket.places:
@@ -213,9 +209,8 @@ def recomputed_layers(model: Model, chunk: Chunk) -> tuple[Layer, ...]:
 
 
 def of_layer(settings: Settings, layer: Layer, plans: Plans) -> Iterator[Traffic]:
-    """A layer's traffic for one microbatch, forward and backward; includes the projection of a multi-token
-    prediction layer.
-    """
+    """A layer's traffic for one microbatch, forward and backward; includes the projection of a multi-token prediction
+    layer."""
     model, tokens = settings.model, settings.tokens
     if layer.number is None:
         yield from _mtp_projection(settings, plans, f"{layer.name.removesuffix('transformer_layer.')}eh_proj")
@@ -264,9 +259,7 @@ def _latent(settings: Settings, down: Projection) -> Iterator[Traffic]:
 
 
 def _mtp_projection(settings: Settings, plans: Plans, site: str) -> Iterator[Traffic]:
-    """Multi-token prediction's projection of concatenated hidden states and embeddings; ranks gather its
-    columns.
-    """
+    """Multi-token prediction's projection of concatenated hidden states and embeddings; ranks gather its columns."""
     model = settings.model
     tp, whole = model.tensor_model_parallel_size, model.activation_bytes * settings.tokens * model.hidden_size
     yield from column(settings, plans, site, None, 2 * model.hidden_size)
@@ -292,9 +285,7 @@ def _balance(settings: Settings) -> Iterator[Traffic]:
 
 
 def _sent_to_experts(model: Model, layer: Layer, plans: Plans, role: str) -> Cast | None:
-    """The cast of tokens ('input'), or of gradients of their sums ('grad_output'), before they are sent to
-    experts.
-    """
+    """The cast of tokens ('input'), or of gradients of their sums ('grad_output'), before they are sent to experts."""
     if not model.moe_fp8_dispatch:
         return None
     experts, linear = (
@@ -308,10 +299,8 @@ def _sent_to_experts(model: Model, layer: Layer, plans: Plans, role: str) -> Cas
 
 
 def _expert_exchange(settings: Settings, layer: Layer, plans: Plans) -> Iterator[Traffic]:
-    """Tokens and router weights sent to the ranks of their experts and back; gradients in reverse. What a
-    rank receives depends on the routing; the sizes are what it sends, which is the mean of what ranks
-    receive.
-    """
+    """Tokens and router weights sent to the ranks of their experts and back; gradients in reverse. What a rank receives
+    depends on the routing; the sizes are what it sends, which is the mean of what ranks receive."""
     model = settings.model
     sharded = settings.tokens // model.token_share
     ep, etp = model.expert_model_parallel_size, model.expert_tp

@@ -47,18 +47,15 @@ class Traffic:
 
     @property
     def messages(self) -> int:
-        """Messages that a rank sends: the steps of a ring, two rounds for an all-reduce. An assumption:
-        libraries also use trees and other algorithms, depending on the size.
-        """
+        """Messages that a rank sends: the steps of a ring, two rounds for an all-reduce. An assumption: libraries also
+        use trees and other algorithms, depending on the size."""
         if self.call == "send":
             return self.calls
         return self.calls * (self.ranks - 1) * (2 if self.call == "all-reduce" else 1)
 
 
 def column(settings: Settings, plans: Plans, site: str, layer: int | None, width: int) -> Iterator[Traffic]:
-    """A column-parallel linear: its input [tokens, width] is gathered twice, and its input gradient is
-    summed.
-    """
+    """A column-parallel linear: its input [tokens, width] is gathered twice, and its input gradient is summed."""
     yield from _with_recompute(settings, site, _column(settings, plans, site, layer, width))
 
 
@@ -152,9 +149,8 @@ def _calls(rule: Rule, by_column: bool) -> int:
 def _shared_amaxes(
     rule: Rule, tokens: int, width: int, sides: tuple[bool, bool], tp: int, direction: str
 ) -> Iterator[Traffic]:
-    """Amaxes that shards of tokens share before a cast: one per tensor (none for delayed scaling), or one per
-    column of the columnwise side.
-    """
+    """Amaxes that shards of tokens share before a cast: one per tensor (none for delayed scaling), or one per column of
+    the columnwise side."""
     granularity = rule.granularity
     if granularity.is_tensor:
         if not rule.delayed:

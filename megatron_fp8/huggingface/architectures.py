@@ -139,9 +139,8 @@ class Entry:
 
 
 def _weight(site: str, part: str, rows: str, cols: str, half: str = "") -> Entry:
-    """The weight of a linear. A checkpoint stores the halves of a gated MLP's first projection separately; _w
-    is the gate's.
-    """
+    """The weight of a linear. A checkpoint stores the halves of a gated MLP's first projection separately; _w is the
+    gate's."""
     return Entry(f"{site}.weight{half}", (f"{part}.weight",), (rows, cols), site=site)
 
 
@@ -274,9 +273,7 @@ def never_fp8(listed: list[Entry]) -> list[str]:
 
 
 def layers_of_experts(section: dict[str, Any]) -> list[bool]:
-    """For each layer, whether it has experts. Interprets Megatron-Core's moe_layer_freq: a list, or the
-    period.
-    """
+    """For each layer, whether it has experts. Interprets Megatron-Core's moe_layer_freq: a list, or the period."""
     layers, frequency = section["num_layers"], section.get("moe_layer_freq") or 1
     if not section.get("num_moe_experts"):
         return [False] * layers

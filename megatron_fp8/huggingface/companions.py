@@ -66,9 +66,8 @@ def _check_like(ours: dict[str, Any], like: dict[str, Any], folder: Path) -> Non
 
 
 def _tokenizer(source: Source) -> Tokenizer | None:
-    """The run's tokenizer if known; without a file the tokens are bytes. Raises ValueError if the file has
-    changed since.
-    """
+    """The run's tokenizer if known; without a file the tokens are bytes. Raises ValueError if the file has changed
+    since."""
     if source.run.get("data") is None:
         return None
     tokenizer = load_tokenizer(_tokenizer_file(source))

@@ -168,9 +168,7 @@ def _check_known(config: dict[str, Any], architecture: Architecture) -> None:
 
 
 def exported_architecture(section: dict[str, Any]) -> Architecture:
-    """The family that computes the same as a model section. Raises ValueError naming the field if there is
-    none.
-    """
+    """The family that computes the same as a model section. Raises ValueError naming the field if there is none."""
     for name, (supported, default) in _SECTION_MUST_BE.items():
         value = section.get(name, default)
         if value != supported:

@@ -61,9 +61,8 @@ class Wanted:
 
 @dataclass
 class Exported:
-    """What was written: config, tensor files, number of FP8 linears, names of the others, and notes on what
-    of --like was not used.
-    """
+    """What was written: config, tensor files, number of FP8 linears, names of the others, and notes on what of --like
+    was not used."""
 
     config: dict[str, Any]
     files: list[str]
@@ -157,10 +156,8 @@ def _check_tensors(source: Source, listed: list[Entry], vocab_size: int) -> None
 def _parts(
     source: Source, listed: Iterable[Entry], vocab_size: int, came: set[str], floats: set[str]
 ) -> Iterator[tuple[Entry, dict[str, torch.Tensor]]]:
-    """Hugging Face tensors in high precision, entry by entry. Not rounded are those of ``came``, since their
-    codes follow from them, and ``floats``, which were float32 or float16. Raises ValueError for a tensor with
-    NaN or Inf.
-    """
+    """Hugging Face tensors in high precision, entry by entry. Not rounded are those of ``came``, since their codes
+    follow from them, and ``floats``, which were float32 or float16. Raises ValueError for a tensor with NaN or Inf."""
     for entry in listed:
         name = entry.megatron
         tensor = source.tensor(name, as_stored=entry.as_stored or name in came or name in floats)
@@ -278,9 +275,8 @@ def _high_precision_linears(
 
 
 def _trained_in_bf16(site: str, section: dict[str, Any]) -> bool:
-    """Whether the training forward read a linear's weight in BF16, by its name or because it is in one of the
-    first and last layers.
-    """
+    """Whether the training forward read a linear's weight in BF16, by its name or because it is in one of the first and
+    last layers."""
     # Multi-token prediction layers do not count as first or last.
     layer = int(site.split(".")[2]) if site.startswith("decoder.") else -1
     overrides = {name: section.get(name, default) for name, default in _LAYERS_IN_BF16.items()}

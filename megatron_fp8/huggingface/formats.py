@@ -77,9 +77,7 @@ FORMATS = {
 
 
 def weight_recipe(chosen: WeightFormat, section: Mapping[str, Any]) -> Recipe:
-    """The run's recipe if it has the format's type (for its margin, epsilon, powers of two), else the
-    format's.
-    """
+    """The run's recipe if it has the format's type (for its margin, epsilon, powers of two), else the format's."""
     if not section.get("fp8") or section.get("fp8_recipe") != recipe_name(chosen.recipe):
         return chosen.recipe
     return get_fp8_recipe(SimpleNamespace(**{"fp8_margin": 0, **section}))
@@ -282,9 +280,7 @@ def scale_name(weight: str, names: Set[str]) -> str | None:
 
 
 def is_companion(name: str) -> bool:
-    """Whether a tensor belongs to a quantised linear: a scale of its weight, inputs, or outputs in an FP8
-    cache.
-    """
+    """Whether a tensor belongs to a quantised linear: a scale of its weight, inputs, or outputs in an FP8 cache."""
     return name.rpartition(".")[2] in (*_WEIGHTS, *_INPUTS, *_OUTPUTS)
 
 

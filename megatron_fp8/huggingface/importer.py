@@ -148,8 +148,7 @@ def _checked_entries(
     source: Path, config: dict[str, Any], section: dict[str, Any], tensors: Tensors
 ) -> list[Entry]:
     """All tensors of the model; checks that they exist with their shapes, without reading them. Completes the
-    section.
-    """
+    section."""
     architecture = architecture_of(config)
     _check_size(source, section, tensors)
     _drop_missing_mtp(section, tensors.names())
@@ -175,17 +174,14 @@ def _write_other_files(
 
 
 def _drop_missing_mtp(section: dict[str, Any], names: Set[str]) -> None:
-    """Remove multi-token prediction from the section if the directory has no tensors for it, as in many
-    copies.
-    """
+    """Remove multi-token prediction from the section if the directory has no tensors for it, as in many copies."""
     if section.get("mtp_num_layers") and f"model.layers.{section['num_layers']}.eh_proj.weight" not in names:
         section["mtp_num_layers"] = None
 
 
 def _check_size(source: Path, section: dict[str, Any], tensors: Tensors) -> None:
-    """Raises ValueError, before anything is created per layer and expert, if there are fewer tensors than
-    layers and experts need.
-    """
+    """Raises ValueError, before anything is created per layer and expert, if there are fewer tensors than layers and
+    experts need."""
     available = len(tensors.names())
 
     def check(what: str, least: int) -> None:
@@ -225,9 +221,8 @@ def _check_tensors(source: Path, tensors: Tensors, listed: list[Entry], section:
 
 
 def _check_copies(source: Path, tensors: Tensors, listed: list[Entry], section: dict[str, Any]) -> None:
-    """Raises ValueError unless duplicated tensors are equal, since Megatron-Core stores them once. Reads
-    those tensors.
-    """
+    """Raises ValueError unless duplicated tensors are equal, since Megatron-Core stores them once. Reads those
+    tensors."""
     tied = section["share_embeddings_and_output_weights"] and _HEAD in tensors.names()
     if tied and not _are_equal(_HEAD, "model.embed_tokens.weight", tensors):
         raise ValueError(
@@ -272,9 +267,7 @@ def _notes(config: dict[str, Any], listed: list[Entry], tensors: Tensors, origin
 
 
 def _check_tokenizer(folder: Path, source: Path, vocab_size: int) -> None:
-    """Raises ValueError unless the copied tokenizer and its files can be read and the model has all its
-    tokens.
-    """
+    """Raises ValueError unless the copied tokenizer and its files can be read and the model has all its tokens."""
     try:
         tokenizer = load_tokenizer(str(folder / TOKENIZER))
     except ValueError as error:  # the message must name the directory, not the copy

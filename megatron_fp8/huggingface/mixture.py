@@ -104,9 +104,7 @@ def experts_section(config: dict[str, Any], architecture: Architecture) -> dict[
 
 
 def names_of_experts(architecture: Architecture) -> dict[str, str]:
-    """Model section's names for the number of experts and for their size -> the family's names in
-    config.json.
-    """
+    """Model section's names for the number of experts and for their size -> the family's names in config.json."""
     if architecture.experts is None:
         return {}
     fields = _FIELDS[architecture.name]

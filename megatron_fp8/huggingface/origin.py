@@ -84,9 +84,8 @@ def origin_of(fact: Any) -> Origin:
 
 
 def floats_of(listed: list[Entry], tensors: Tensors) -> dict[str, str]:
-    """``Origin.floats`` of a directory; empty unless it has block-FP8 weights. Excludes tensors that are
-    always float32.
-    """
+    """``Origin.floats`` of a directory; empty unless it has block-FP8 weights. Excludes tensors that are always
+    float32."""
     names = tensors.names()
     if not any(name.endswith("weight_scale_inv") for name in names):
         return {}

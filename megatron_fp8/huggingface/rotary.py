@@ -80,9 +80,7 @@ def _kind(rope: dict[str, Any]) -> Any:
 
 
 def _contradiction(config: dict[str, Any]) -> str:
-    """Error text for two objects with different positions; names fields that differ, those present in both
-    first.
-    """
+    """Error text for two objects with different positions; names fields that differ, those present in both first."""
     defaults = {name: default for name, (_, default) in _YARN.items() if default is not None}
     scaling, parameters = (
         {
@@ -127,10 +125,9 @@ def _llama3(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _yarn(rope: dict[str, Any]) -> dict[str, Any]:
-    """YaRN multiplies sines and cosines by m(mscale) / m(mscale_all_dim) and scores by m(mscale_all_dim)^2,
-    in both libraries, with m(x) = 0.1 x ln(factor) + 1. If one of the two is missing, transformers multiplies
-    sines and cosines by m(1).
-    """
+    """YaRN multiplies sines and cosines by m(mscale) / m(mscale_all_dim) and scores by m(mscale_all_dim)^2, in both
+    libraries, with m(x) = 0.1 x ln(factor) + 1. If one of the two is missing, transformers multiplies sines and cosines
+    by m(1)."""
     for name, known in {"attention_factor": None, "truncate": True}.items():
         if rope.get(name, known) not in (None, known):
             raise ValueError(
@@ -182,8 +179,7 @@ def rotary_config(section: dict[str, Any]) -> dict[str, Any]:
 
 def stretched_length(section: dict[str, Any]) -> int | None:
     """Number of positions that YaRN stretches to; None without YaRN. transformers 4 computes the factor as
-    max_position_embeddings over the original length.
-    """
+    max_position_embeddings over the original length."""
     if not section.get("multi_latent_attention") or section.get("rope_type", "yarn") != "yarn":
         return None
     filled = _yarn_fields(section)

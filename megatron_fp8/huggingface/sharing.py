@@ -79,9 +79,8 @@ class Sharing:
         return mine
 
     def until_one_refuses(self, work: Callable[[str], T]) -> Callable[[str], T]:
-        """Wraps `work` so that it raises ValueError after a failure on another rank, which avoids hours of
-        wasted work.
-        """
+        """Wraps `work` so that it raises ValueError after a failure on another rank, which avoids hours of wasted
+        work."""
         store = self._store
         if store is None:
             return work
@@ -99,9 +98,8 @@ class Sharing:
 
     @contextmanager
     def new_directory(self, path: Path) -> Iterator[Path]:
-        """`directory.new_directory` on the first rank, for all: it becomes visible when every rank's block
-        has succeeded.
-        """
+        """`directory.new_directory` on the first rank, for all: it becomes visible when every rank's block has
+        succeeded."""
         with ExitStack() as stack:
             folder = self.first(lambda: stack.enter_context(new_directory(path)))
             with written(path):

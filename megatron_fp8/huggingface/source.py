@@ -111,9 +111,7 @@ def open_source(path: Path, run: dict[str, Any] | None = None) -> Source:
 
 
 def _merged_sections(folder: Path, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """A given config's sections merged over the checkpoint's own. Raises ValueError if they are of another
-    model.
-    """
+    """A given config's sections merged over the checkpoint's own. Raises ValueError if they are of another model."""
     model = own.get("model", {})
     merged = {**model, **given["model"]}
     for name, (saved, new) in differences(model, merged, {}).items() if model else ():

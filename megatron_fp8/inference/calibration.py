@@ -57,9 +57,8 @@ def fp8_modules(model: torch.nn.Module) -> list[Any]:
 
 
 def whole_shape(linear: Any) -> tuple[int, int]:
-    """(N, K) of a linear's weight over all tensor-parallel ranks, from the attributes that Megatron-Core sets
-    on weights.
-    """
+    """(N, K) of a linear's weight over all tensor-parallel ranks, from the attributes that Megatron-Core sets on
+    weights."""
     if hasattr(linear, "fp8_sites"):  # an nn linear; its weight may be parametrised
         return linear.out_features, linear.in_features
     weight: Any = weight_of(linear)
@@ -99,9 +98,7 @@ class Seen:
         self.counts += counts.cpu()
 
     def percentile(self, percent: float) -> float:
-        """The smallest bfloat16 magnitude that at least ``percent`` % of the values do not exceed; 0 without
-        values.
-        """
+        """The smallest bfloat16 magnitude that at least ``percent`` % of the values do not exceed; 0 without values."""
         total = int(self.counts.sum())
         if not total:
             return 0.0

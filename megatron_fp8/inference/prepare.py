@@ -195,9 +195,8 @@ def _never_called(linears: list[Any]) -> list[Any] | None:
 
 
 def _eval_quantizer(site: GemmSite) -> Any:
-    """The quantizer that evaluation uses for a weight. For Megatron-Core's linears it adds the check whether
-    the delayed scale fits.
-    """
+    """The quantizer that evaluation uses for a weight. For Megatron-Core's linears it adds the check whether the
+    delayed scale fits."""
     weights = site.weights
     return (fitted(weights.casts) if weights.evaluated_by is weights.casts else weights.evaluated_by).rowwise
 
@@ -209,9 +208,8 @@ def _codes_key(linear: Any) -> tuple[int, Rule]:
 
 
 def _keep_in_high_precision(linear: Any) -> None:
-    """Give a linear with an embedding's weight a site without FP8: embeddings need the high-precision weight,
-    so codes would be recomputed in each call.
-    """
+    """Give a linear with an embedding's weight a site without FP8: embeddings need the high-precision weight, so codes
+    would be recomputed in each call."""
     site = linear.fp8_site
     reason = "its weight is the embedding's, which inference keeps in high precision"
     linear.bind_fp8_site(GemmSite(bf16_site(site.plan.name, site.plan.layer, reason), site.state, None))

@@ -45,9 +45,8 @@ class _StoredRows(_Stored):
 
 
 class RowwiseFp8Parameter(Fp8Parameter):
-    """An FP8 weight with rowwise codes only, for y = x @ w^T. A gradient through it requantises the
-    dequantised values.
-    """
+    """An FP8 weight with rowwise codes only, for y = x @ w^T. A gradient through it requantises the dequantised
+    values."""
 
 
 def inference_weight(weight: torch.Tensor, quantizer: Quantizer) -> Any:

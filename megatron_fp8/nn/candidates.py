@@ -106,9 +106,8 @@ def _glob_matcher(globs: tuple[str, ...]) -> Callable[[str], Any]:
 
 
 def fp8_class(module: nn.Module | type[nn.Module]) -> type[Fp8Layer] | None:
-    """The FP8 class for an nn.Linear or transformers' Conv1D, given as module or class; None for all others,
-    subclasses included.
-    """
+    """The FP8 class for an nn.Linear or transformers' Conv1D, given as module or class; None for all others, subclasses
+    included."""
     kind = module if isinstance(module, type) else type(module)
     if kind is nn.Linear:
         return Fp8Linear
@@ -139,9 +138,8 @@ def skipped_by(name: str, module: nn.Module, config: Fp8Config) -> str | None:
 
 
 def _linears_of(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, module) pairs to pass to a skip function: the linear itself; for experts, the linears of the
-    first expert on the meta device.
-    """
+    """(name, module) pairs to pass to a skip function: the linear itself; for experts, the linears of the first expert
+    on the meta device."""
     if is_linear(module):
         return [(name, module)]
     kind = kind_of(type(module))
@@ -291,9 +289,8 @@ def _reason_to_skip_weights(
 
 
 def _is_unsupported_tensor(weight: Any) -> bool:
-    """Whether the tensor belongs to an unsupported subclass, e.g. another library's quantised tensor. FP8
-    kernels need plain memory.
-    """
+    """Whether the tensor belongs to an unsupported subclass, e.g. another library's quantised tensor. FP8 kernels need
+    plain memory."""
     known = (torch.Tensor, nn.Parameter, FakeTensor, Fp8Parameter)
     return not (type(weight) in known or hasattr(weight, "to_local"))
 

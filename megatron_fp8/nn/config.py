@@ -221,9 +221,8 @@ class Fp8Config:
 
 
 def as_skip(skip: Any) -> tuple[Skip, ...]:
-    """The skip list as a tuple: accepts one glob, one predicate or an iterable of them. Raises ValueError for
-    anything else.
-    """
+    """The skip list as a tuple: accepts one glob, one predicate or an iterable of them. Raises ValueError for anything
+    else."""
     several = isinstance(skip, Iterable) and not isinstance(skip, str)
     entries = () if skip is None else tuple(skip) if several else (skip,)
     for entry in entries:

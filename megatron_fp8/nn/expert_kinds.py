@@ -149,9 +149,8 @@ def _stacks_of_llama4(module: Any) -> tuple[Stack, ...]:
 
 
 def _llama4_forward(experts: Fp8Experts, hidden_states: torch.Tensor) -> torch.Tensor:
-    """[experts * tokens, H] from an input of that shape: each expert's tokens in turn, the same number for
-    every expert.
-    """
+    """[experts * tokens, H] from an input of that shape: each expert's tokens in turn, the same number for every
+    expert."""
     module: Any = experts
     up, down = experts.fp8_stacks
     x = hidden_states.reshape(-1, hidden_states.shape[-1])

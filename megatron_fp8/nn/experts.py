@@ -65,8 +65,7 @@ class Fp8ExpertLinear(Fp8Layer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8ExpertLinear:
         """Copies the linear within a copy of its parent. torch copies a parametrised module without calling
-        __setstate__.
-        """
+        __setstate__."""
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         around = memo.get(id(self._around())) if self._around is not None else None
@@ -76,9 +75,7 @@ class Fp8ExpertLinear(Fp8Layer):
 
     @property
     def weight(self) -> Any:
-        """[out, in], or [in, out] if the stack is transposed. After prepare_for_inference: the prepared
-        weight.
-        """
+        """[out, in], or [in, out] if the stack is transposed. After prepare_for_inference: the prepared weight."""
         own = self._parameters.get("weight")
         return getattr(self.around, self._stack.parameter)[self._number] if own is None else own
 
@@ -120,8 +117,7 @@ class Fp8ExpertLinear(Fp8Layer):
 
     def forward(self, input: Any, weight: torch.Tensor | None = None) -> Any:
         """[..., in_features] -> [..., out_features]. ``weight``: the slice of the stack, if the caller has it
-        already.
-        """
+        already."""
         return self.run(input, self.weight if weight is None else weight)
 
     def plain_forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -217,9 +213,8 @@ class Fp8Experts(torch.nn.Module):
     # ------------------------------------------------------------------------------------------------------------ forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The original class's forward with its GEMMs in FP8. torch.compile breaks the graph if an expert
-        must be called alone, since its row count is on the host.
-        """
+        """The original class's forward with its GEMMs in FP8. torch.compile breaks the graph if an expert must be
+        called alone, since its row count is on the host."""
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         if torch.compiler.is_compiling():
             if current_switch().off == "all":
@@ -293,9 +288,8 @@ class Fp8Experts(torch.nn.Module):
     # ---------------------------------------------------------------------------------------------------------- inference
 
     def take_apart(self) -> None:
-        """Split stacks of which some linears' weights became codes. The other linears get copies of their
-        slices, and the stacks are freed.
-        """
+        """Split stacks of which some linears' weights became codes. The other linears get copies of their slices, and
+        the stacks are freed."""
         for stack in self.fp8_stacks:
             linears = self.fp8_linears(stack)
             if stack.parameter not in self._parameters or not any("weight" in x._parameters for x in linears):

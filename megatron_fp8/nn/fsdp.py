@@ -176,9 +176,7 @@ class GatheredAsCodes(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: torch.nn.Module, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], _Cast | None]:
-        """Called by FSDP before the gather. Returns (tensors to send: codes as bytes, and block scales;
-        metadata).
-        """
+        """Called by FSDP before the gather. Returns (tensors to send: codes as bytes, and block scales; metadata)."""
         assert isinstance(module, Fp8Linear)
         _check_reshard_mesh(module.fp8_group)
         dtype, world = mp_policy.param_dtype or self.dtype, mesh.size()
@@ -223,9 +221,7 @@ class GatheredAsCodes(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> Any:
-        """The gathered weight over FSDP's buffer. With ``out``: updates the earlier tensor over the same
-        buffer.
-        """
+        """The gathered weight over FSDP's buffer. With ``out``: updates the earlier tensor over the same buffer."""
         if known is None:
             return None if out is not None else (outputs[0], ())
         scale_inv = outputs[1].clone() if known.scale_inv is None else known.scale_inv
@@ -260,9 +256,8 @@ _checked_groups: weakref.WeakSet[Fp8Group] = weakref.WeakSet()
 
 
 def _check_reshard_mesh(fp8_group: Fp8Group) -> None:
-    """Raises ValueError, before a model's first forward, if fully_shard reshards to fewer ranks after the
-    forward. torch cannot gather from such a mesh for weights with their own all-gather.
-    """
+    """Raises ValueError, before a model's first forward, if fully_shard reshards to fewer ranks after the forward.
+    torch cannot gather from such a mesh for weights with their own all-gather."""
     if fp8_group in _checked_groups:
         return
     from torch.distributed._composable_state import _module_state_mapping

@@ -95,9 +95,8 @@ class Fp8Group:
 
     @staticmethod
     def lone(config: Fp8Config) -> Fp8Group:
-        """The group of one linear outside a model, named LONE. Raises ValueError if an override matches
-        another name only.
-        """
+        """The group of one linear outside a model, named LONE. Raises ValueError if an override matches another name
+        only."""
         check_overrides_match(config.overrides, [LONE], "overrides")
         return Fp8Group(config)
 
@@ -290,9 +289,7 @@ class Fp8Group:
                 state.miss_end(MISSING_STEP)
 
     def loads(self, sites: LinearSites) -> None:
-        """Called before a linear's weight is loaded. Resets its histories unless ``resume`` has just loaded
-        them.
-        """
+        """Called before a linear's weight is loaded. Resets its histories unless ``resume`` has just loaded them."""
         if not self._resumed:
             sites.start_again()
             for state in self.states.values():

@@ -23,9 +23,7 @@ def check_input(name: str, x: torch.Tensor) -> None:
 
 
 def refuse_script(name: str) -> NoReturn:
-    """Raises RuntimeError: torch.jit.script would compile the module's source, and FP8 state has no
-    TorchScript.
-    """
+    """Raises RuntimeError: torch.jit.script would compile the module's source, and FP8 state has no TorchScript."""
     raise RuntimeError(
         f"{name}: torch.jit.script does not compile an FP8 linear: use torch.compile, or script the model after"
         " convert_from_fp8(model)"

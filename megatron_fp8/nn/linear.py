@@ -81,9 +81,7 @@ class Fp8Layer(torch.nn.Module):
 
     @property
     def sources(self) -> list[torch.nn.Parameter]:
-        """The parameter that is or contains its weight; for a computed weight, the parameters it is computed
-        from.
-        """
+        """The parameter that is or contains its weight; for a computed weight, the parameters it is computed from."""
         if found := sources_of(self, "weight"):
             return found
         named = {name.removeprefix("parametrizations."): of for name, of in self.named_parameters()}
@@ -99,9 +97,7 @@ class Fp8Layer(torch.nn.Module):
         return weight
 
     def laid_out(self, matrix: torch.Tensor) -> torch.Tensor:
-        """A matrix [out_features, in_features] in the unconverted layer's layout: the tensor itself or a
-        view.
-        """
+        """A matrix [out_features, in_features] in the unconverted layer's layout: the tensor itself or a view."""
         return matrix
 
     @property

@@ -32,10 +32,9 @@ class Unused:
         self._marked: dict[str, Row] = {}  # rows of the report, as they were before the mark
 
     def look(self, group: Fp8Group) -> None:
-        """Check after an iteration with FP8 GEMMs. Warns once of linears that ran in none of the first
-        LOOK_AFTER iterations and marks them in the model's report. Removes the mark from those that run later
-        (experts that get their first tokens).
-        """
+        """Check after an iteration with FP8 GEMMs. Warns once of linears that ran in none of the first LOOK_AFTER
+        iterations and marks them in the model's report. Removes the mark from those that run later (experts that get
+        their first tokens)."""
         self._iterations += 1
         if self._iterations > LOOK_AFTER and self._marked:
             self._unmark(group)

@@ -89,15 +89,11 @@ class LeftByTraining:
         return bool(self._saved)
 
     def note_saved(self, name: str, amax: float) -> None:
-        """Record the amax that a linear's weight had when its histories were saved; 0: it did not exceed its
-        scale.
-        """
+        """Record the amax that a linear's weight had when its histories were saved; 0: it did not exceed its scale."""
         self._saved[name] = amax
 
     def note_copies(self, of: LeftByTraining, name: str, copies: Iterable[tuple[torch.Tensor, Any]]) -> None:
-        """Copy the records of a copied linear. ``copies``: (parameter of its weight, this model's copy)
-        pairs.
-        """
+        """Copy the records of a copied linear. ``copies``: (parameter of its weight, this model's copy) pairs."""
         self._sharded = self._sharded or of._sharded
         if name in of._saved:
             self._saved[name] = of._saved[name]
@@ -108,9 +104,7 @@ class LeftByTraining:
 
     @contextmanager
     def moving(self, weights: Callable[[], Sequence[torch.Tensor]]) -> Iterator[None]:
-        """Context manager around a move or dtype conversion: renews the records of weights that training
-        left.
-        """
+        """Context manager around a move or dtype conversion: renews the records of weights that training left."""
         before = []
         for weight in weights():
             record = self._left.get(id(weight))

@@ -112,10 +112,9 @@ class LinearSites:
     # ------------------------------------------------------------------------------------------------------ creation
 
     def get_ready(self, device: torch.device, recipe: Recipe | None) -> bool:
-        """Create the sites for a call on this device: those of all linears of the group there, so that all
-        ranks have the same slots in the same order; and this linear's site for fp8_autocast's recipe. Returns
-        whether anything was missing.
-        """
+        """Create the sites for a call on this device: those of all linears of the group there, so that all ranks have
+        the same slots in the same order; and this linear's site for fp8_autocast's recipe. Returns whether anything was
+        missing."""
         before = self.ready_on, len(self.made)
         if (device, "") not in self.made or "" in self._left:
             self.group.make_sites(device)
@@ -161,17 +160,15 @@ class LinearSites:
         return site
 
     def by_recipe(self, device: torch.device, label: str) -> GemmSite:
-        """The site for fp8_autocast's recipe. Raises RuntimeError if it is missing because compiled code
-        entered the region.
-        """
+        """The site for fp8_autocast's recipe. Raises RuntimeError if it is missing because compiled code entered the
+        region."""
         if (device, label) not in self.made:
             raise RuntimeError(f"{self.name}: enter fp8_autocast(recipe=...) outside of compiled code")
         return self.made[device, label]
 
     def prepare(self, change: Preparation) -> None:
-        """Apply a change for inference to all sites of the linear's own recipe: existing ones, and later ones
-        on other devices or in copies.
-        """
+        """Apply a change for inference to all sites of the linear's own recipe: existing ones, and later ones on other
+        devices or in copies."""
         self._prepared = change
         for (_, label), site in self.made.items():
             if not label:
@@ -188,9 +185,8 @@ class LinearSites:
         return {label: saved_slots(delayed_slots(site)) for label, site in sites.items()} | self._loaded
 
     def load_histories(self, device: torch.device, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Load the result of ``histories``, and reset all other histories. Histories of a recipe without a
-        site are stored until the recipe is first called.
-        """
+        """Load the result of ``histories``, and reset all other histories. Histories of a recipe without a site are
+        stored until the recipe is first called."""
         self._left = {label: site for label, site in self._left.items() if not label}
         self._loaded = dict(saved)
         for (site_device, label), site in self.made.items():
@@ -230,9 +226,7 @@ class LinearSites:
             weight.quantised_by(quantizer)
 
     def leave(self, device: torch.device) -> None:
-        """Called after a move from this device: drops cached codes and stores the histories for the next
-        device.
-        """
+        """Called after a move from this device: drops cached codes and stores the histories for the next device."""
         for (site_device, _), site in self.made.items():
             if site_device == device:
                 site.weights.forget()
@@ -346,6 +340,5 @@ def _load_histories(site: GemmSite, saved: Mapping[str, torch.Tensor]) -> None:
 
 def rank() -> int:
     """This rank's stream for stochastic rounding: data-parallel ranks have different tokens. 0 without
-    torch.distributed.
-    """
+    torch.distributed."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

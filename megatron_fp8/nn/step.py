@@ -51,9 +51,7 @@ def fp8_step(model: torch.nn.Module, *, group: Any = None) -> IterationCounts:
 
 
 def _end_iteration(model: torch.nn.Module, group: Any, *, ran: bool) -> IterationCounts:
-    """``fp8_step``. ``ran`` False: nothing trained here, and the iteration ends only if it did on another
-    rank.
-    """
+    """``fp8_step``. ``ran`` False: nothing trained here, and the iteration ends only if it did on another rank."""
     if group is None and dist.is_initialized():  # checked here: conversion may precede init_process_group
         group = dist.group.WORLD
     total = IterationCounts()

@@ -213,9 +213,7 @@ class Fp8Trainer:
             group.run_in(phases)
 
     def _reducing(self, last: bool) -> Any:
-        """Context: DistributedDataParallel reduces gradients once a step, in the backward of the last
-        microbatch.
-        """
+        """Context: DistributedDataParallel reduces gradients once a step, in the backward of the last microbatch."""
         if last or not isinstance(self.model, DistributedDataParallel):
             return nullcontext()
         return self.model.no_sync()

@@ -35,9 +35,8 @@ def read_advice(content: bytes, path: str) -> tuple[ShownAdvice, ...]:
 
 
 def understood(pieces: Iterable[Any]) -> tuple[ShownAdvice, ...]:
-    """Parses pieces: strings, or objects with a title under 'title', 'advice', 'cause' or 'text' and config
-    lines under 'line'.
-    """
+    """Parses pieces: strings, or objects with a title under 'title', 'advice', 'cause' or 'text' and config lines under
+    'line'."""
     return tuple(_piece(piece) for piece in pieces)
 
 

@@ -57,9 +57,8 @@ def recorded(lines: Iterable[Line]) -> list[Event]:
 
 
 def guard_moves(report: Mapping[str, Any], path: str) -> list[Event]:
-    """Sites that the guard moved to another precision, from report.json (iterations from 0). Raises
-    ValueError if invalid.
-    """
+    """Sites that the guard moved to another precision, from report.json (iterations from 0). Raises ValueError if
+    invalid."""
     try:
         return [
             Event(

@@ -31,9 +31,7 @@ def packed(values: NDArray) -> str:
 
 
 def codes_of(values: NDArray[np.float64]) -> NDArray[np.uint32]:
-    """Codes of numbers, rounded to nearest even. NaN becomes NAN; infinities stay; finite numbers stay
-    finite.
-    """
+    """Codes of numbers, rounded to nearest even. NaN becomes NAN; infinities stay; finite numbers stay finite."""
     finite = np.clip(values, -_LARGEST, _LARGEST)
     rounded = np.where(np.isinf(values), values, finite).astype(np.float32)
     return np.where(np.isnan(values), np.uint32(NAN), shortened(rounded.view(np.uint32), BITS[0]))

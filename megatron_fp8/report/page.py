@@ -138,9 +138,8 @@ def _curve(curve: Curve) -> dict[str, Any]:
 
 
 def _maps_that_fit(runs: Sequence[Run], room: int) -> list[dict[str, Any] | None]:
-    """Every run's maps in at most ``room`` bytes: the most mantissa bits that fit, the same for all; then
-    fewer columns.
-    """
+    """Every run's maps in at most ``room`` bytes: the most mantissa bits that fit, the same for all; then fewer
+    columns."""
     found = [run.statistics for run in runs]
     while True:
         for bits in BITS:

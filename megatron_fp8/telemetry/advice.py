@@ -203,9 +203,8 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
 def _by_rules(
     series: Mapping[tuple[str, str], list[Mapping[str, Any]]], plans: Mapping[str, Mapping[str, Any]]
 ) -> list[Advice]:
-    """Sites with the same rule and remedy share one piece of advice. For each tensor only the first matching
-    rule counts.
-    """
+    """Sites with the same rule and remedy share one piece of advice. For each tensor only the first matching rule
+    counts."""
     pieces: dict[tuple[str, str, str], list[tuple[str, list[Mapping[str, Any]], Rule]]] = {}
     for (site, tensor), measured in series.items():
         plan = plans[site]
@@ -226,9 +225,7 @@ def _by_rules(
 
 
 def _is_stale(record: Mapping[str, Any], format_name: str) -> bool:
-    """Whether the scale was made from a larger amax than the tensor's. False if the statistics for this are
-    missing.
-    """
+    """Whether the scale was made from a larger amax than the tensor's. False if the statistics for this are missing."""
     if format_name not in _LARGEST or not {"scale_inv_max", "cur_amax"} <= record.keys():
         return False
     return record["scale_inv_max"] * _LARGEST[format_name] > STALE * record["cur_amax"]
@@ -333,9 +330,8 @@ SPIKE, SPIKES = 5.0, 3
 
 
 def _spikes(metrics: Sequence[Mapping[str, Any]], evidence: bool) -> list[Advice]:
-    """Reports spikes of the gradient norm while all codes are good: caused by the learning rate or the data,
-    not by FP8.
-    """
+    """Reports spikes of the gradient norm while all codes are good: caused by the learning rate or the data, not by
+    FP8."""
     norms = [(m["iteration"], m["grad_norm"]) for m in metrics if m.get("grad_norm") is not None]
     if evidence or len(norms) < 4 * SPIKES:
         return []

@@ -118,9 +118,8 @@ class Attribution:
 
 
 def attribute(experiments: Experiments, limits: Limits) -> Attribution:
-    """Measure all sites together, then groups of layers if the budget is too small for all sites, then sites,
-    then parts of the worst.
-    """
+    """Measure all sites together, then groups of layers if the budget is too small for all sites, then sites, then
+    parts of the worst."""
     variants, plans = experiments.variants, experiments.subject.plans
     experiments.expect(3 + 2 * len(plans) + 12)
     all_parts = [Part(name) for name in plans]
@@ -235,9 +234,8 @@ def beyond_rounding(distances: Paired, rounded: Paired, ratio: float) -> bool:
 
 
 def _screen(experiments: Experiments, judge: _Judge, found: Attribution) -> list[str]:
-    """The sites to measure, in order. If the budget is too small for all, those of the worst layer groups
-    come first.
-    """
+    """The sites to measure, in order. If the budget is too small for all, those of the worst layer groups come
+    first."""
     plans = experiments.subject.plans
     budget = experiments.left - _RESERVE
     if 2 * len(plans) <= budget:
@@ -261,9 +259,8 @@ def _screen(experiments: Experiments, judge: _Judge, found: Attribution) -> list
 
 
 def group_by_layer(plans: Mapping[str, SitePlan]) -> dict[str, list[str]]:
-    """Groups sites by their name up to its first number: 'layers.3'. Sites without a number each form their
-    own group.
-    """
+    """Groups sites by their name up to its first number: 'layers.3'. Sites without a number each form their own
+    group."""
     groups: dict[str, list[str]] = {}
     for name in plans:
         layer = re.match(r"(?:.*?\.)??\d+(?=\.|$)|.*?\.\d+(?=\.|$)", name)
@@ -289,9 +286,8 @@ def _ordered(
 
 
 def explaining(site: Finding, parts: list[Finding], plan: SitePlan) -> Finding | None:
-    """The part that accounts for the site's cost: among parts of about the same cost the one with the fewest
-    operands, GEMMs before operands. None if several parts share the cost.
-    """
+    """The part that accounts for the site's cost: among parts of about the same cost the one with the fewest operands,
+    GEMMs before operands. None if several parts share the cost."""
     if not parts:
         return None
     most = max(part.excess for part in parts)

@@ -53,9 +53,8 @@ _PARTIAL = {("row", "output"), ("column", "dgrad")}
 
 
 class _Asked(NamedTuple):
-    """What to measure for a row, and the slices of its sums and extremes in the vectors of all rows. The
-    element after its extremes is a flag for partial values.
-    """
+    """What to measure for a row, and the slices of its sums and extremes in the vectors of all rows. The element after
+    its extremes is a flag for partial values."""
 
     layout: Layout
     sums: slice
@@ -157,9 +156,7 @@ class Collector:
         self._measure((site, tensor), seen.y)
 
     def high_precision(self, seen: SeenLinear) -> None:
-        """A site in the model's own dtype: measures its operands and result, and its gradients during
-        backward.
-        """
+        """A site in the model's own dtype: measures its operands and result, and its gradients during backward."""
         site, x, weight, y = _site_of(seen.site), seen.x, seen.weight, seen.y
         counts = self.agreed.mine.get(site)
         if counts is None:
@@ -180,9 +177,7 @@ class Collector:
             show_gradients(y, [(x, dgrad), (weight, wgrad)])
 
     def ended(self, iteration: int) -> None:
-        """Sum the statistics over ranks, and deliver the records. Collective over the group in measured
-        iterations.
-        """
+        """Sum the statistics over ranks, and deliver the records. Collective over the group in measured iterations."""
         if self._histories is not None:
             self._histories.update()
         if self.wants(iteration):
@@ -231,9 +226,7 @@ class Collector:
         *,
         shard: bool = False,
     ) -> None:
-        """Measures a piece of 'input', 'weight' or 'grad_output' if this rank counts it; a weight once an
-        iteration.
-        """
+        """Measures a piece of 'input', 'weight' or 'grad_output' if this rank counts it; a weight once an iteration."""
         counts = self.agreed.mine.get(row[0])
         role = row[1].partition(".")[0]
         if row not in self._table.rows or counts is None or row in self._weights:

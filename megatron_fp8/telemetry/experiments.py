@@ -141,9 +141,8 @@ class Experiments:
         return Measured(variant.name, losses, tables, means, updates, self.losses)
 
     def _updates(self, gradients: Gradients, means: Table, column: int) -> Gradients:
-        """The optimizer's updates for these gradients. Their squared norms are that column of the sums over
-        all ranks.
-        """
+        """The optimizer's updates for these gradients. Their squared norms are that column of the sums over all
+        ranks."""
         norm = math.sqrt(sum(row[column] for row in means.values()))
         updates = {name: self.subject.update_of(name, gradient, norm) for name, gradient in gradients.items()}
         return {name: update for name, update in updates.items() if update is not None}

@@ -31,9 +31,7 @@ class FirstBad:
                 self.found.setdefault((record["site"], record["tensor"], reason), record["iteration"])
 
     def look(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The records with a tensor above a limit for the first time. Sets their 'went_bad' to a list of
-        reasons.
-        """
+        """The records with a tensor above a limit for the first time. Sets their 'went_bad' to a list of reasons."""
         first_records = []
         for record in records:
             bad = []

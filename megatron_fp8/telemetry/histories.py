@@ -11,9 +11,7 @@ from .what_if import WhatIfHistory
 
 
 class Histories:
-    """One history per format and arena, updated with the arena's own amaxes, which are reduced over its
-    ranks.
-    """
+    """One history per format and arena, updated with the arena's own amaxes, which are reduced over its ranks."""
 
     def __init__(self, state: Fp8State):
         self._state = state
@@ -27,9 +25,8 @@ class Histories:
             history.update(arena.last_amax[index])
 
     def scale(self, slot: str) -> torch.Tensor | None:
-        """The delayed scale for a slot's next cast; None before its first iteration has ended. Synchronises
-        with the device.
-        """
+        """The delayed scale for a slot's next cast; None before its first iteration has ended. Synchronises with the
+        device."""
         if slot not in self._known:
             return None
         history, index = self._known[slot]

@@ -160,9 +160,7 @@ class Variant:
 
 @dataclass(frozen=True, order=True)
 class Blocks:
-    """Blocks of a blockwise range: ``size`` elements along a row, or size x size; of rows, or of rows and
-    columns.
-    """
+    """Blocks of a blockwise range: ``size`` elements along a row, or size x size; of rows, or of rows and columns."""
 
     size: int = 32
     dims: int = 1
@@ -177,9 +175,8 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A parsed name. ``name``: canonical spelling. ``variant``: for statistics of codes. ``blocks``: for
-    blockwise ranges.
-    """
+    """A parsed name. ``name``: canonical spelling. ``variant``: for statistics of codes. ``blocks``: for blockwise
+    ranges."""
 
     name: str
     statistic: Statistic

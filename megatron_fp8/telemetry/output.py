@@ -48,9 +48,8 @@ def scalars(records: list[Record]) -> dict[str, float]:
 
 
 class Lines:
-    """telemetry.jsonl in a run's folder, appended after the records of the first ``finished`` iterations.
-    Raises OSError in the constructor only.
-    """
+    """telemetry.jsonl in a run's folder, appended after the records of the first ``finished`` iterations. Raises
+    OSError in the constructor only."""
 
     def __init__(self, folder: Path, finished: int) -> None:
         self._file = continued(folder / FILE, finished, 1)

@@ -101,9 +101,8 @@ def agree(shares: Mapping[str, Share], group: Any) -> Agreed:
 def _first_ranks(
     sets: list[tuple[int, ...]], mine: list[tuple[tuple[int, ...], int]], group: Any
 ) -> torch.Tensor:
-    """int64 [sets, numbers] on the CPU: the lowest rank with this number (of a part, or of tokens) for a set
-    of sites. ``mine``: this rank's sets with their numbers.
-    """
+    """int64 [sets, numbers] on the CPU: the lowest rank with this number (of a part, or of tokens) for a set of sites.
+    ``mine``: this rank's sets with their numbers."""
     device, columns = device_of(group), 1 + max((column for _, column in mine), default=0)
     width = torch.tensor([columns], dtype=torch.int64, device=device)
     dist.all_reduce(width, op=dist.ReduceOp.MAX, group=group)

@@ -42,9 +42,8 @@ class Rise:
 
 
 def find_rise(metrics: Sequence[Mapping[str, Any]]) -> Rise | None:
-    """The first rise in the records of metrics.jsonl (``iteration``, ``lm_loss``); None if there is none.
-    Ignores missing, NaN and Inf losses.
-    """
+    """The first rise in the records of metrics.jsonl (``iteration``, ``lm_loss``); None if there is none. Ignores
+    missing, NaN and Inf losses."""
     seen = [
         (int(line["iteration"]), float(loss))
         for line in metrics

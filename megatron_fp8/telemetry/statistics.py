@@ -40,9 +40,7 @@ _ROUNDING = 2.0**-50
 
 
 class Measured(NamedTuple):
-    """Measurement of one piece: sums and extremes, float64 [n] each, on the piece's device. Merged by + and
-    by max.
-    """
+    """Measurement of one piece: sums and extremes, float64 [n] each, on the piece's device. Merged by + and by max."""
 
     sums: torch.Tensor
     extremes: torch.Tensor

@@ -28,9 +28,8 @@ Table = dict[str, tuple[float, ...]]
 
 @dataclass
 class Pass:
-    """Result of one forward and backward: the loss, the gradients by parameter (detached), and the number of
-    FP8 GEMMs.
-    """
+    """Result of one forward and backward: the loss, the gradients by parameter (detached), and the number of FP8
+    GEMMs."""
 
     loss: float
     gradients: Gradients
@@ -63,9 +62,8 @@ class Subject(Protocol):
         """Parameter -> number of NaN and Inf values, if any; the same on all ranks. Collective."""
 
     def update_of(self, name: str, gradient: torch.Tensor, norm: float) -> torch.Tensor | None:
-        """The optimizer's change of a parameter by this gradient, which is part of a gradient with that norm;
-        None if unknown.
-        """
+        """The optimizer's change of a parameter by this gradient, which is part of a gradient with that norm; None if
+        unknown."""
 
 
 class ModuleSubject:
@@ -180,9 +178,7 @@ def bare(model: torch.nn.Module) -> Any:
 
 
 def sites_of(model: torch.nn.Module) -> dict[str, GemmSite]:
-    """Name -> site of the layers with FP8 GEMMs. Raises ValueError if there are none, or if one is not a
-    GemmSite.
-    """
+    """Name -> site of the layers with FP8 GEMMs. Raises ValueError if there are none, or if one is not a GemmSite."""
     found: dict[str, GemmSite] = {}
     for name, module in model.named_modules():
         if not hasattr(type(module), "fp8_site"):
@@ -329,9 +325,8 @@ class _Random:
 def _adam_states(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
-    """Parameter id -> (state, group settings), for parameters with Adam's moments. Raises ValueError if the
-    optimizer is another model's.
-    """
+    """Parameter id -> (state, group settings), for parameters with Adam's moments. Raises ValueError if the optimizer
+    is another model's."""
     known = {id(parameter) for parameter in parameters.values()}
     if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
@@ -348,9 +343,8 @@ def _adam_states(
 
 
 def adam_update(gradient: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> torch.Tensor:
-    """Adam's next update for this gradient, float32, without weight decay, in units of the learning rate
-    (arXiv 1412.6980). Does not change the state.
-    """
+    """Adam's next update for this gradient, float32, without weight decay, in units of the learning rate (arXiv
+    1412.6980). Does not change the state."""
     beta1, beta2 = group["betas"]
     g = gradient.to(torch.float32)
     step = float(state.get("step", group.get("step", 0))) + 1

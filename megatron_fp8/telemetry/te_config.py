@@ -118,8 +118,7 @@ def _sites(layers: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
 def _tensors(feature: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Each tensor, by Transformer Engine's name, with its fields: the feature's, overridden by those of
-    tensors_struct.
-    """
+    tensors_struct."""
     shared = {
         key: value for key, value in feature.items() if key not in ("enabled", "tensors", "tensors_struct")
     }

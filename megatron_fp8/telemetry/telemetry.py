@@ -132,9 +132,8 @@ class Telemetry:
         self.close()
 
     def _collectors(self, states: list[tuple[Fp8State, dict[str, Any]]], group: Any) -> list[Collector]:
-        """One collector per state. Collective: all ranks have the same number of states, some possibly
-        without sites.
-        """
+        """One collector per state. Collective: all ranks have the same number of states, some possibly without
+        sites."""
         shares: list[dict[str, Share]] = [
             {name: module.fp8_share for name, module in modules.items()} for _, modules in states
         ]

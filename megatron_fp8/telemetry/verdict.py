@@ -26,8 +26,7 @@ def verdict(
     found: Attribution, cure: Cure, losses: tuple[float, ...], noise: float, good_loss: float | None
 ) -> str:
     """One paragraph, the answer first. ``losses``: in high precision; ``noise``: relative noise of batches'
-    gradients.
-    """
+    gradients."""
     outstanding = [finding for finding in found.findings if finding.stands_out]
     mean = fmean(losses)
     also = ""
@@ -47,9 +46,7 @@ def verdict(
 
 
 def far_off(found: Attribution, limits: Limits) -> float | None:
-    """Distance of all sites together from high precision, relative to rounding alone; None if within the
-    limit.
-    """
+    """Distance of all sites together from high precision, relative to rounding alone; None if within the limit."""
     distances, best = (measured.distances(found.counted) for measured in (found.planned, found.at_best))
     times = distances.mean / best.mean if best.mean else 1.0
     return times if times > limits.ratio else None

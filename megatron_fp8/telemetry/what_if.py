@@ -76,9 +76,8 @@ class WhatIfHistory:
 
     @keeping_subnormals
     def update(self, amax: torch.Tensor) -> None:
-        """Called at the end of every iteration. ``amax``: float32 [count], this iteration's, over all ranks
-        that share a scale; 0 if a tensor was not cast. Synchronises once, while some tensor has no scale yet.
-        """
+        """Called at the end of every iteration. ``amax``: float32 [count], this iteration's, over all ranks that share
+        a scale; 0 if a tensor was not cast. Synchronises once, while some tensor has no scale yet."""
         amax = torch.where(amax.isinf(), 0.0, amax)
         was_cast = amax != 0
         self.rings.put(amax)

@@ -15,9 +15,7 @@ _NOISY = 1.1  # fastest seed over slowest
 
 
 def as_table(content: dict[str, Any]) -> str:
-    """Two Markdown tables with one line per recipe, for losses and for costs: one table would not fit a
-    terminal.
-    """
+    """Two Markdown tables with one line per recipe, for losses and for costs: one table would not fit a terminal."""
     losses = [("run", "loss", f"from {BASELINE}", "±")]
     costs = [("run", "tokens/s", f"x {BASELINE}", "saved MiB", "peak MiB", "FP8 GEMMs", "others")]
     for row in content["recipes"]:

@@ -66,9 +66,7 @@ class WantedRun:
 
     @property
     def finished(self) -> bool:
-        """Whether it was trained to the end, including the last validation. Raises ValueError for an invalid
-        line.
-        """
+        """Whether it was trained to the end, including the last validation. Raises ValueError for an invalid line."""
         return not self.lacks()
 
     def lacks(self) -> str:
@@ -181,9 +179,8 @@ def plan(
 
 
 def _has_begun(checkpoints: Path) -> bool:
-    """Whether --resume=auto continues this run. A folder without a checkpoint or record of the start is from
-    a killed start; auto would begin there with random weights.
-    """
+    """Whether --resume=auto continues this run. A folder without a checkpoint or record of the start is from a killed
+    start; auto would begin there with random weights."""
     return bool(complete_checkpoints(checkpoints)) or (checkpoints / started_from.FILE).exists()
 
 

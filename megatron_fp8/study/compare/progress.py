@@ -8,9 +8,8 @@ from typing import Any
 
 
 class Progress:
-    """Progress of all runs in iterations: a bar on a terminal, otherwise lines for the first iteration, each
-    tenth and the last.
-    """
+    """Progress of all runs in iterations: a bar on a terminal, otherwise lines for the first iteration, each tenth and
+    the last."""
 
     def __init__(self, iterations: int) -> None:
         self._left, self._done, self._trained = iterations, 0, 0

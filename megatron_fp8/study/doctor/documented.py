@@ -45,9 +45,7 @@ def torch_refusal(capability: tuple[int, int]) -> Refusal:
 
 
 def te_refusal(generation: Generation, recipe: Recipe) -> str | None:
-    """Why Transformer Engine does not run a recipe (one that maps to its own) on an NVIDIA GPU; None if it
-    does.
-    """
+    """Why Transformer Engine does not run a recipe (one that maps to its own) on an NVIDIA GPU; None if it does."""
     capability = generation.capability
     assert capability is not None, "a GPU of NVIDIA's"
     if capability < (8, 9):

@@ -90,9 +90,7 @@ class Examination:
 
 
 def examine(options: list[str]) -> Examination:
-    """Examines this machine, and what ``options`` (`--config=FILE` and more) need. Raises ValueError: bad
-    options.
-    """
+    """Examines this machine, and what ``options`` (`--config=FILE` and more) need. Raises ValueError: bad options."""
     needs = missing(options) if options else None
     tried, generation, found = list(trials()), here(), parts()
     return Examination(

@@ -39,9 +39,7 @@ class Trial:
 
 
 def trials() -> Iterator[Trial]:
-    """Every recipe on every backend. A backend that cannot run here yields one trial for itself and one per
-    recipe.
-    """
+    """Every recipe on every backend. A backend that cannot run here yields one trial for itself and one per recipe."""
     device = own_device()
     for backend in BACKENDS.values():
         yield from _of_backend(backend, device)

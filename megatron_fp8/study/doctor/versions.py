@@ -102,9 +102,8 @@ def installed(package: str, module: str) -> str | None:
 
 
 def megatron() -> str | None:
-    """The version of the Megatron-Core that Python would import here. pip's metadata may differ: a checkout
-    on PYTHONPATH has precedence and no metadata. Read from its file, without importing it.
-    """
+    """The version of the Megatron-Core that Python would import here. pip's metadata may differ: a checkout on
+    PYTHONPATH has precedence and no metadata. Read from its file, without importing it."""
     try:
         found = util.find_spec("megatron.core")
     except ModuleNotFoundError:

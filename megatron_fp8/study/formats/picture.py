@@ -16,8 +16,7 @@ _HISTORIES = {1: ":", 16: "-", 1024: "--"}  # line styles
 
 def terminal() -> str:
     """One bar per format, one character per power of two, at most 80 columns: '=' for normal values, '.' for
-    subnormal.
-    """
+    subnormal."""
     lines = ["Where each format has values ('=' normal, '.' subnormal, '<' '>': it goes on)", ""]
     for fmt in all_formats():
         cells = []
@@ -43,9 +42,8 @@ def check_path(path: Path) -> None:
 
 
 def draw(path: Path) -> None:
-    """Four panels: range, relative error, recipes on outliers, delayed scaling. Raises ValueError: the file
-    cannot be written.
-    """
+    """Four panels: range, relative error, recipes on outliers, delayed scaling. Raises ValueError: the file cannot be
+    written."""
     check_path(path)
     import matplotlib
 

@@ -21,9 +21,7 @@ Rows = list[dict[str, Any]]
 
 
 def formats() -> Rows:
-    """One row per format: counts of codes, limits, dynamic range in powers of two, largest error of normal
-    values.
-    """
+    """One row per format: counts of codes, limits, dynamic range in powers of two, largest error of normal values."""
     rows = []
     for fmt in all_formats():
         normal = [
@@ -52,9 +50,8 @@ def formats() -> Rows:
 
 
 def values() -> Rows:
-    """One row per code: its value, and the distance to the next larger magnitude (empty for the largest, NaN
-    and Inf).
-    """
+    """One row per code: its value, and the distance to the next larger magnitude (empty for the largest, NaN and
+    Inf)."""
     rows = []
     for fmt in all_formats():
         positive = [0.0, *fmt.positive.tolist()] if bool((fmt.values == 0).any()) else fmt.positive.tolist()

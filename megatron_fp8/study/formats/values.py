@@ -159,9 +159,7 @@ def _torch(name: str, dtype: torch.dtype, use: str) -> Described:
 
 
 def _e2m1() -> Described:
-    """One sign bit, two exponent bits, one mantissa bit, bias 1; no NaN, no Inf; rounds to nearest even,
-    saturating.
-    """
+    """One sign bit, two exponent bits, one mantissa bit, bias 1; no NaN, no Inf; rounds to nearest even, saturating."""
     magnitude = [2.0 ** (max(e, 1) - 1) * ((e > 0) + m / 2) for e in range(4) for m in range(2)]
     table = torch.tensor(magnitude, dtype=torch.float64, device="cpu")
     middle = (table[1:] + table[:-1]) / 2
