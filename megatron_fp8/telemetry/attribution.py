@@ -46,6 +46,8 @@ class Finding:
     """Cost of one site, GEMM or operand in FP8, with everything else in high precision.
 
     Attributes:
+        site, gemm, role: what runs in FP8: the site, or one GEMM (fprop, dgrad, wgrad) or operand (input, weight,
+            grad_output) of it; gemm and role are None otherwise.
         loss_change, loss_spread: mean over batches, and its statistical uncertainty.
         gradient_error, cosine: over all parameters, relative to the gradient in high precision.
         bias: error of the gradient's mean over batches.

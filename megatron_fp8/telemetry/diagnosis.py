@@ -24,8 +24,7 @@ class Diagnosis:
     """Result of a diagnosis.
 
     Attributes:
-        ranking: worst first: sites, and GEMMs and operands of the worst. Each has ``.site``, ``.gemm`` or
-            ``.role`` or None, ``.loss_change``, ``.gradient_error``, ``.stands_out`` and more.
+        ranking: findings, worst first: sites, and GEMMs and operands of the worst.
         overrides: for Fp8Config(overrides=...) and ``fp8_overrides``; empty if nothing stands out.
         verdict: the result in words.
         clean: nothing stands out, the plan is far off in no batch, and this could be measured.
