@@ -1,1 +1,1 @@
-"""Estimates of a run from its config: parameters, memory, communication, time by a roofline."""
+"""Estimates a run from its config: parameters, memory, communication, roofline time."""

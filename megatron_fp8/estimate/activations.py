@@ -1,8 +1,8 @@
 """Activation memory of one microbatch, by kind and layer.
 
-Each line here is a tensor that autograd keeps, found by looking at what a GPT of this package saves; where a tensor is a
-view of a larger one, the larger one is what stays. tests/functional/test_estimate.py holds the sums to 2 % of what is
-counted. Weights and their codes are no activations (state.py).
+Each term is a tensor that autograd saves, found by inspecting a GPT of this package. If a tensor is a view,
+the larger base tensor counts. tests/functional/test_estimate.py checks the sums to within 2 % of measured
+values. Weights and their codes are not activations (state.py).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from .sites import OUTPUT, Plans
 
 
 def of_chunk(settings: Settings, chunk: Chunk, plans: Plans, device: Device = GPU) -> Bytes:
-    """What one microbatch leaves of a whole chunk until its backward pass."""
+    """Bytes that one microbatch saves in a chunk until its backward pass."""
     model, found = settings.model, Bytes()
     layers = [of_layer(settings, layer, plans, device) for layer in chunk.layers]
-    found += sum(_kept_after_recompute(settings, layers), Bytes())
+    found += sum(_after_recompute(settings, layers), Bytes())
     tokens, tp = settings.tokens, model.tensor_model_parallel_size
     if chunk.first:
         found += _embedding(settings, device)
@@ -31,7 +31,7 @@ def of_chunk(settings: Settings, chunk: Chunk, plans: Plans, device: Device = GP
             found += _prediction(settings, layer, plans, device)
         for _ in range(model.predictions):
             found["ends"] += linear_input(settings, plans, OUTPUT, None, model.hidden_size, sharded)
-            # Of the cross entropy: float32 exponentials, the mask and the ids of the targets.
+            # Cross entropy: float32 exponentials, the mask and the ids of the targets.
             found["ends"] += 4 * tokens * (model.padded_vocabulary // tp) + 9 * tokens
     return found
 
@@ -44,23 +44,23 @@ def _embedding(settings: Settings, device: Device) -> Bytes:
 
 
 def _prediction(settings: Settings, layer: Layer, plans: Plans, device: Device) -> Bytes:
-    """Of one depth of multi-token prediction: two norms and their projection, a layer, a norm."""
+    """One depth of multi-token prediction: two norms and their projection, a layer, a norm."""
     model = settings.model
     sharded, hidden = settings.tokens // model.token_share, model.hidden_size
     found = _embedding(settings, device)
-    found["ends"] += (4 + 8) * settings.tokens  # its loss and the mask of it
+    found["ends"] += (4 + 8) * settings.tokens  # its loss and loss mask
     if model.recompute_granularity == "full" and model.recompute_method == "uniform":
         found["layer inputs"] += 2 * model.activation_bytes * sharded * hidden
         return found
     found += norm(settings, sharded) + norm(settings, sharded) + norm(settings, sharded)
     site = f"{layer.name.removesuffix('transformer_layer.')}eh_proj"
     found["linear inputs"] += linear_input(settings, plans, site, None, 2 * hidden, sharded)
-    # The layer's first norm keeps a part of what ranks gathered, and so all of it.
+    # The layer's first norm saves a slice of the gathered tensor, and so the whole tensor.
     found["norms"] += model.activation_bytes * (settings.tokens - sharded) * hidden
     return found + of_layer(settings, layer, plans, device)
 
 
-def _kept_after_recompute(settings: Settings, layers: list[Bytes]) -> list[Bytes]:
+def _after_recompute(settings: Settings, layers: list[Bytes]) -> list[Bytes]:
     model = settings.model
     if model.recompute_granularity != "full" or not layers:
         return layers
@@ -70,7 +70,7 @@ def _kept_after_recompute(settings: Settings, layers: list[Bytes]) -> list[Bytes
     hidden = Bytes({"layer inputs": model.activation_bytes * settings.tokens // share * model.hidden_size})
     positions = Bytes()
     if model.position_embedding_type == "rope" and not model.multi_latent_attention:
-        # angles, float32: one tensor, which every recomputation keeps
+        # angles, float32: one tensor, shared by all recomputations
         positions["layer inputs"] = 4 * settings.tokens // settings.train.micro_batch_size * model.channels
     count = model.recompute_num_layers or 1
     if model.recompute_method == "block":
@@ -79,7 +79,7 @@ def _kept_after_recompute(settings: Settings, layers: list[Bytes]) -> list[Bytes
 
 
 def working_set(settings: Settings, chunk: Chunk, plans: Plans, device: Device = GPU) -> int:
-    """Bytes that recomputation brings back at once: the layers between two kept inputs."""
+    """Bytes that recomputation needs at once: the layers between two saved inputs."""
     model = settings.model
     if model.recompute_granularity != "full" or not chunk.layers:
         return 0
@@ -89,7 +89,7 @@ def working_set(settings: Settings, chunk: Chunk, plans: Plans, device: Device =
 
 
 def of_layer(settings: Settings, layer: Layer, plans: Plans, device: Device = GPU) -> Bytes:
-    """What one microbatch leaves of a layer that is not recomputed as a whole."""
+    """Bytes that one microbatch saves in a layer that is not fully recomputed."""
     model = settings.model
     recomputed = recomputed_modules(model)
     sharded = settings.tokens // model.token_share
@@ -109,7 +109,7 @@ def of_layer(settings: Settings, layer: Layer, plans: Plans, device: Device = GP
         recomputed="mlp" in recomputed,
     )
     if "layernorm" in recomputed and "mlp" not in recomputed:
-        # The norm's result is made again, and the linear keeps no codes of it (save_original_input).
+        # The norm's result is recomputed, and the linear saves no codes of it (save_original_input).
         site = f"{layer.name}mlp.linear_fc1"
         found["linear inputs"] -= linear_input(
             settings, plans, site, layer.number, model.hidden_size, sharded
@@ -130,7 +130,7 @@ def _mlp(
     act_recomputed: bool = False,
     expert: bool = False,
 ) -> Bytes:
-    """Of an MLP with ``ffn`` columns on this rank; ``tokens_in`` are those of its input."""
+    """An MLP with ``ffn`` columns on this rank; ``tokens_in``: tokens of its input."""
     model, size = settings.model, settings.model.activation_bytes
     found = Bytes()
     if recomputed:
@@ -148,7 +148,7 @@ def _mlp(
 
 
 def _gated_extra(model: Model, tokens: int, ffn: int) -> int:
-    """What a gated activation keeps beside its input, or in its place: unfused, both of its factors."""
+    """Additional bytes of a gated activation besides its input: unfused, it saves both factors."""
     size = model.activation_bytes
     if not model.bias_activation_fusion:
         return 2 * size * tokens * ffn
@@ -159,42 +159,42 @@ def _gated_extra(model: Model, tokens: int, ffn: int) -> int:
 
 
 def probability_bytes(model: Model) -> int:
-    """Of a router's weight: as activations are, unless moe_router_dtype says otherwise."""
+    """Bytes of a router weight: those of activations, unless moe_router_dtype is set."""
     return {"fp32": 4, "fp64": 8}.get(model.moe_router_dtype or "", model.activation_bytes)
 
 
-def _padded(model: Model, tokens: int) -> int:
-    """Rows of an expert, which Megatron-Core fills up with zeros where FP8 is on and experts run one by one."""
+def _padded_rows(model: Model, tokens: int) -> int:
+    """Rows of an expert; Megatron-Core pads them with zeros if FP8 is on and experts run one by one."""
     multiple = get_fp8_align_size(model.fp8_recipe) if model.fp8 and not model.moe_grouped_gemm else 1
     return -(-tokens // multiple) * multiple
 
 
 def _routing(settings: Settings, tokens: int) -> Bytes:
-    """What choosing and permuting ``tokens`` keeps: the router's input, scores and probabilities, and int64 indices."""
+    """Bytes saved by routing and permuting ``tokens``: the router's input, scores and probabilities, and int64
+    indices."""
     model = settings.model
     experts, topk, each = model.num_moe_experts or 0, model.moe_router_topk, probability_bytes(model)
-    # top-k: its indices and the scores chosen, float32; a mask and probabilities of all experts; the order of the tokens
-    # sent.
-    kept = topk * (8 + 4 + 8) + experts * (1 + each)
+    # top-k: indices, chosen scores in float32, order of the sent tokens; mask and probabilities over all experts.
+    saved = topk * (8 + 4 + 8) + experts * (1 + each)
     sigmoid = model.moe_router_score_function == "sigmoid"
     if sigmoid or model.moe_router_pre_softmax:
-        kept += 4 * experts
+        saved += 4 * experts
     if sigmoid:
-        kept += 4  # a token's sum of scores
+        saved += 4  # sum of scores per token
     if model.moe_router_group_topk and model.moe_router_num_groups:
-        chosen = topk // model.moe_router_group_topk  # of each group
-        kept += 8 * (model.moe_router_num_groups * chosen + model.moe_router_group_topk) + experts
-    if model.balancing_losses:  # scores of their own, and which they choose
-        kept += (each * experts + 4 if sigmoid else 4 * experts) + 8 * topk
+        chosen = topk // model.moe_router_group_topk  # per group
+        saved += 8 * (model.moe_router_num_groups * chosen + model.moe_router_group_topk) + experts
+    if model.balancing_losses:  # their own scores and choices
+        saved += (each * experts + 4 if sigmoid else 4 * experts) + 8 * topk
     if model.moe_z_loss_coeff is not None:
-        kept += each * experts + 8
+        saved += each * experts + 8
     return Bytes(
-        {"linear inputs": model.activation_bytes * tokens * model.hidden_size, "routing": tokens * kept}
+        {"linear inputs": model.activation_bytes * tokens * model.hidden_size, "routing": tokens * saved}
     )
 
 
 def _experts(settings: Settings, layer: Layer, plans: Plans, recomputed: frozenset[str]) -> Bytes:
-    """Of a mixture of experts under balanced routing: copies of tokens at their experts, and what those keep."""
+    """A mixture of experts with balanced routing: the experts' copies of tokens, and what the experts save."""
     model, size = settings.model, settings.model.activation_bytes
     found = Bytes()
     sharded = settings.tokens // model.token_share
@@ -206,11 +206,9 @@ def _experts(settings: Settings, layer: Layer, plans: Plans, recomputed: frozens
     shared = f"{name}shared_experts."
     keeps = model.moe_shared_expert_intermediate_size and "shared_experts" not in recomputed
     if keeps and kept_rule(settings, plans, f"{shared}linear_fc1", layer.number, sharded) is None:
-        found["linear inputs"] -= (
-            size * sharded * model.hidden_size
-        )  # values, which are the router's input too
+        found["linear inputs"] -= size * sharded * model.hidden_size  # values shared with the router's input
     ffn = model.expert_ffn // model.expert_tp
-    each = _padded(model, sharded * model.moe_router_topk * model.expert_model_parallel_size * model.expert_tp
+    each = _padded_rows(model, sharded * model.moe_router_topk * model.expert_model_parallel_size * model.expert_tp
                    // (model.num_moe_experts or 1))  # fmt: skip
     for expert in range(model.local_experts):
         found += _mlp(
@@ -223,7 +221,7 @@ def _experts(settings: Settings, layer: Layer, plans: Plans, recomputed: frozens
             ffn=ffn,
             act_recomputed="moe_act" in recomputed,
         )
-        # Each token's result is multiplied by the router's weight before the second linear.
+        # The router's weight multiplies each token's result before the second linear.
         found["routing"] += probability_bytes(model) * each
         if not model.bias_activation_fusion and "moe_act" not in recomputed:
             found["activation function"] += size * each * ffn

@@ -1,7 +1,8 @@
-"""The linears of attention, plain and latent: what parameters, collectives and times are counted from.
+"""Linears of attention, plain and latent, with sizes and tensor-parallel layout.
 
-Plain attention makes queries, keys and values with one linear. Multi-latent attention projects hidden states down to
-latents and those up to heads; its down projections are cut by output features too, and each rank gathers the parts.
+Plain attention computes queries, keys and values with one linear. Multi-latent attention projects hidden
+states down to latents and latents up to heads; tensor parallelism splits the down projections by output
+features too, and each rank gathers the parts.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ class Projection:
     """A linear [n, k] of attention, over all ranks.
 
     Attributes:
-        name: of its site, after the layer's.
-        k, n: its sizes.
-        bias: whether it has one.
-        row: whether tensor parallelism cuts it by input features; by output features otherwise.
+        name: site name without the layer's prefix.
+        k, n: sizes.
+        bias: whether it has a bias.
+        row: whether tensor parallelism splits it by input features (row-parallel); otherwise by output
+            features.
         latent: whether every rank gathers its whole output, as a latent.
-        rotary: of a latent, columns that go into the heads of every rank, as they are but for their positions.
+        rotary: for a latent, columns that go into the heads of every rank unchanged except for positions.
     """
 
     name: str
@@ -38,7 +40,7 @@ class Projection:
 
 
 def projections(model: Model) -> tuple[Projection, ...]:
-    """Attention's linears in the order in which they run."""
+    """Attention's linears in execution order."""
     hidden, heads = model.hidden_size, model.num_attention_heads
     last = Projection(
         "self_attention.linear_proj", heads * model.value_width, hidden, bias=model.add_bias_linear, row=True
@@ -74,5 +76,5 @@ def norms(model: Model) -> tuple[tuple[str, int], ...]:
 
 
 def gathers_input(site: str) -> bool:
-    """Whether sequence parallelism gathers the input of the linear of this site: it is cut by output features."""
+    """Whether sequence parallelism gathers this linear's input (it is column-parallel)."""
     return not site.endswith(("linear_proj", "linear_fc2")) and ".experts." not in site

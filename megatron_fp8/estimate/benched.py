@@ -1,13 +1,13 @@
-"""What `megatron-fp8 bench --json` measured, as the peaks that a roofline asks for.
+"""Device peaks for the roofline, from results of `megatron-fp8 bench --json`.
 
-From rows of single GEMMs come the rates of multiplication, from rows of quantisation the bandwidth of memory (of the copy
-that casts are timed against) and the rate of casts. Each is the best that was reached. FP8's are of the run's recipe, so
-that a processor which emulates FP8 is charged for it. What a benchmark does not know is taken from `base`, a device known
-by name; a file with `memory_gb` (bench writes it) and rows of both kinds needs none, and then has no links but those that
-were written into it.
+Rows of single GEMMs give the GEMM rates; rows of quantisation give the memory bandwidth (of the reference
+copy) and the rate of casts. Each is the best value reached. FP8 rates are those of the run's recipe, so
+emulated FP8 is counted as slow. Values that a benchmark does not measure come from `base`, a known device. A
+file with `memory_gb` (bench writes it) and rows of both kinds needs no base; its links are unknown unless
+they were added to the file.
 
-Rejected: rates by shape. A roofline that looks its GEMMs up in the shapes measured is a table of times, and says nothing
-of a shape that is not in it; how far one best rate is off is told instead (measured.yaml).
+Rejected: rates by shape. Such a roofline is a table of times and does not cover unmeasured shapes. Instead,
+the error of one best rate is reported (measured.yaml).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .peaks import KEYS, Device, made, near_miss, table, with_base
 from .sites import reads, recipe_of
 
 _ADDED = ("memory_gb", "link_gbs", "network_gbs", "node", "generation")
-_SIZE = 2  # bytes of a value in BF16
+_SIZE = 2  # bytes of a BF16 value
 
 
 def from_bench(name: str, content: Mapping[str, Any], model: Model | None) -> Device:
-    """The device of a benchmark's file.
+    """The device from a benchmark's file.
 
     Args:
-        name: of the file, for messages.
-        content: of the file.
-        model: whose recipe FP8's rates are of; None, or one in BF16: the best of all recipes.
+        name: file name, for messages.
+        content: its parsed content.
+        model: selects FP8 rates of its recipe; None or a BF16 model: the best of all recipes.
 
     Raises:
-        ValueError: rows are missing or not bench's, or there is no base and the file is not enough without one.
+        ValueError: rows are missing or not bench's, or the file lacks values and there is no base.
     """
     try:
         gemms, casts = (
@@ -67,9 +67,9 @@ def _from_rows(
         recipe = str(model.fp8_recipe)
         gemms, casts = _of_recipe(name, gemms, recipe), [row for row in casts if row["contender"] == recipe]
         rule = recipe_of(model)(None).rule("input")
-        if casts and rule is not None:  # bytes as the roofline counts those of a cast in both directions
-            each = _SIZE * reads(rule) + 2
-            rates["casts"] = max(each * _values(row) / _seconds(row, "fp8") for row in casts)
+        if casts and rule is not None:  # bytes of a two-direction cast, as in the roofline
+            bytes_per_value = _SIZE * reads(rule) + 2
+            rates["casts"] = max(bytes_per_value * _values(row) / _seconds(row, "fp8") for row in casts)
     rates["bf16"] = max(_operations(row) / _seconds(row, "bf16") for row in gemms)
     rates["fp8"] = max(_operations(row) / _seconds(row, "fp8") for row in gemms)
     what = "GEMMs, casts and copies" if "bandwidth" in rates else "GEMMs"
@@ -83,8 +83,8 @@ def _from_rows(
         }
         found = made(name, figures, f"--device={name}", links=False)
     else:
-        added = {key: content[key] for key in _ADDED if key in content and key != "memory_gb"}
-        found = made(base, with_base(name, {"base": base, **added}, f"--device={name}"), f"--device={name}")
+        extra = {key: content[key] for key in _ADDED if key in content and key != "memory_gb"}
+        found = made(base, with_base(name, {"base": base, **extra}, f"--device={name}"), f"--device={name}")
         source += f", the rest from {table()[base]['source']}"
     known = {key: text for key, text in found.figures.items() if key not in ("tflops", "bandwidth_gbs")}
     rates.setdefault("casts", rates.get("bandwidth", found.bandwidth))
@@ -92,13 +92,13 @@ def _from_rows(
 
 
 def _base(name: str, content: Mapping[str, Any], *, alone: bool) -> str | None:
-    """The device of which the rest is taken: as the file says, or as its device is called."""
+    """The device that supplies missing values: named in the file, or matched by the measured device's name."""
     known = table()
     if "base" in content:
         with_base(name, {"base": content["base"]}, f"--device={name}")
         return str(content["base"]).lower()
-    called = str(content.get("device", "")).lower().replace(" ", "-")
-    found = [key for key in known if all(part in called for part in key.split("-"))]
+    label = str(content.get("device", "")).lower().replace(" ", "-")
+    found = [key for key in known if all(part in label for part in key.split("-"))]
     if found:
         return max(found, key=len)
     if alone:
@@ -127,7 +127,7 @@ def _operations(row: Mapping[str, Any]) -> int:
 
 
 def _values(row: Mapping[str, Any]) -> int:
-    """Of the input that is cast, or copied."""
+    """Elements of the input that is cast or copied."""
     count: int = row["k"] * row["tokens"]
     return count
 

@@ -1,10 +1,10 @@
-"""Buffers of Megatron-Core's DistributedDataParallel, and each rank's share of optimizer state.
+"""Buffers of Megatron-Core's DistributedDataParallel, and each rank's part of the optimizer state.
 
-A buffer holds the gradients (and with the distributed optimizer the parameters) of one dtype and one data-parallel
-group, from the last parameter to the first. With the distributed optimizer each parameter starts at a multiple of 64
-values, each bucket ends at a multiple of 128 and of the group's size, and a rank owns an equal part of each bucket:
-masters and moments of the parameters, and pieces of parameters, that lie there. This is core/distributed/
-param_and_grad_buffer.py of Megatron-Core 0.16, in numbers.
+A buffer contains the gradients (and with the distributed optimizer the parameters) of one dtype and one
+data-parallel group, from the last parameter to the first. With the distributed optimizer each parameter
+starts at a multiple of 64 values, each bucket ends at a multiple of 128 and of the group's size, and each
+rank owns an equal part of each bucket, with the master weights and moments for it. This models
+core/distributed/param_and_grad_buffer.py of Megatron-Core 0.16.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .sites import Plans, lives_as_fp8
 
 @dataclass(frozen=True)
 class Bucket:
-    """A part of a buffer that is reduced and gathered in one call: where parameters lie in it, and its padded size."""
+    """A part of a buffer that one collective reduces or gathers: parameter positions, and padded size."""
 
     places: tuple[tuple[Parameter, int], ...]
     size: int
@@ -38,13 +38,13 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Parameters that travel together.
+    """Parameters that share collectives.
 
     Attributes:
-        fp8: whether they live as FP8.
-        expert: whether they are experts', whose data-parallel group is another.
-        ranks: of the group that shares them.
-        buckets: in the order of the backward pass.
+        fp8: whether they are FP8 parameters.
+        expert: whether they are experts', with another data-parallel group.
+        ranks: size of the group.
+        buckets: in backward order.
     """
 
     fp8: bool
@@ -54,17 +54,17 @@ class Buffer:
 
     @property
     def size(self) -> int:
-        """Values, padding included."""
+        """Number of values, padding included."""
         return sum(bucket.size for bucket in self.buckets)
 
     @property
     def values(self) -> int:
-        """Values of parameters."""
+        """Number of parameter values."""
         return sum(parameter.size for bucket in self.buckets for parameter, _ in bucket.places)
 
 
 def of_chunk_buffers(settings: Settings, chunk: Chunk, plans: Plans) -> list[Buffer]:
-    """The buffers of one rank's chunk, in the order in which Megatron-Core makes them."""
+    """The buffers of one rank's chunk, in Megatron-Core's order."""
     model = settings.model
     grouped: dict[tuple[bool, bool], list[Parameter]] = {}
     for parameter in of_chunk(model, chunk):
@@ -80,14 +80,14 @@ def of_chunk_buffers(settings: Settings, chunk: Chunk, plans: Plans) -> list[Buf
 
 
 def is_apart(model: Model, parameter: Parameter) -> bool:
-    """Whether a parameter has the experts' data-parallel group: with expert parallelism alone."""
+    """Whether a parameter uses the experts' data-parallel group, i.e. is an expert's under expert parallelism."""
     return parameter.expert and model.expert_model_parallel_size > 1
 
 
 def group_size(settings: Settings, expert: bool) -> int:
-    """Ranks of the data-parallel group (context-parallel ones included) that holds the same parameters.
+    """Size of the data-parallel group with the same parameters, context-parallel ranks included.
 
-    Raises ValueError where expert parallelism does not divide it.
+    Raises ValueError if expert parallelism does not divide it.
     """
     model = settings.model
     if not expert:
@@ -109,16 +109,16 @@ def _buckets(settings: Settings, chunk: Chunk, parameters: list[Parameter], rank
 
     def close() -> None:
         nonlocal at, places
-        found.append(Bucket(tuple(places), _up(at, ends_at)))
+        found.append(Bucket(tuple(places), _round_up(at, ends_at)))
         at, places = 0, []
 
-    # Buckets end at multiples of 128, so that an offset in the bucket is padded as one in the buffer would be.
+    # Buckets end at multiples of 128, so padding by bucket offset equals padding by buffer offset.
     for parameter in reversed(parameters):
         alone = parameter.tied and distributed
         if alone and places:
-            at = _up(at, starts_at)
+            at = _round_up(at, starts_at)
             close()
-        at = _up(at, starts_at)
+        at = _round_up(at, starts_at)
         places.append((parameter, at))
         at += parameter.size
         if alone or (most is not None and at >= most):
@@ -128,5 +128,5 @@ def _buckets(settings: Settings, chunk: Chunk, parameters: list[Parameter], rank
     return found
 
 
-def _up(value: int, multiple: int) -> int:
+def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

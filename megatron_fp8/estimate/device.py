@@ -15,13 +15,14 @@ _LARGEST = 1 << 24
 
 
 def device(name: str, model: Model | None = None) -> Device:
-    """The device of a name (in any case) or of a file, YAML or JSON, with the fields of devices.yaml or bench's rows.
+    """The device from a known name (any case) or a YAML or JSON file with the fields of devices.yaml or
+    bench's rows.
 
     Args:
-        model: of the run, whose recipe's rates are wanted where they were measured.
+        model: selects measured rates of its recipe.
 
     Raises:
-        ValueError: neither a name nor such a file, or a figure is no positive number.
+        ValueError: neither a name nor such a file, or a value is not a positive number.
     """
     known = table()
     if (small := name.lower()) in known:

@@ -1,4 +1,4 @@
-"""An estimate: what a run holds, sends and takes, put together from this room's parts."""
+"""Combines the estimates of a run: memory, communication and time."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Memory:
 
     Attributes:
         stage: the pipeline stage.
-        state: what it holds between iterations.
-        activations: saved by all microbatches in flight at the fullest moment.
-        by_kind: of one microbatch, what it saves, by kind.
-        in_flight: microbatches then, by virtual stage.
-        working: what is there for a moment: recomputed layers or logits and their gradients, and gathered tokens.
+        state: memory held between iterations.
+        activations: saved by all microbatches in flight at the peak.
+        by_kind: saved by one microbatch, by kind.
+        in_flight: microbatches at the peak, by virtual stage.
+        working: temporary memory: recomputed layers or logits and their gradients, and gathered tokens.
     """
 
     stage: int
@@ -43,22 +43,22 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum."""
         return self.state.total + self.activations + self.working
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one run.
+    """The estimate of one run.
 
     Attributes:
-        settings: of the run.
-        device: whose peaks the time is of.
-        chosen: whether somebody named it; if not, bytes are of a CPU run.
+        settings: the run's settings.
+        device: device whose peaks the time uses.
+        chosen: whether the user named the device; otherwise bytes are those of a CPU run.
         parameters: of the whole model.
         stages: memory of the fullest rank of each pipeline stage.
         wire: traffic of each stage's ranks.
-        time: an iteration's.
+        time: time of one iteration.
     """
 
     settings: Settings
@@ -71,11 +71,11 @@ class Estimate:
 
     @property
     def fullest(self) -> Memory:
-        """The stage that needs most."""
+        """The stage that needs most memory."""
         return max(self.stages, key=lambda stage: stage.total)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as ``--json`` prints them; bytes are of the fullest rank, ``wire`` of the same stage."""
+        """Plain values, as printed by ``--json``; bytes and ``wire`` are those of the fullest stage."""
         full, settings, time = self.fullest, self.settings, self.time
         state = dataclasses.asdict(full.state)
         found: dict[str, Any] = {
@@ -114,18 +114,19 @@ class Estimate:
 
 
 def estimate(settings: Settings, device: Device, *, chosen: bool = True) -> Estimate:
-    """What this run needs.
+    """Estimates a run.
 
     Args:
         device: for times.
-        chosen: bytes are of a run on it, whose kernels keep some things otherwise than CPUs; False: of a CPU run.
+        chosen: True: bytes of a run on this device, whose kernels save other tensors than CPUs; False: of a
+            CPU run.
     """
     plans = Plans(settings.model)
     stages, wire = [], []
     for stage in range(settings.model.pipeline_model_parallel_size):
         stages.append(memory(settings, stage, plans, gpu=chosen))
         wire.append(wire_of_stage(settings, _chunks(settings, stage), plans))
-    moved = {one.stage: _optimizer_bytes(one.state) for one in stages}
+    moved = {stage_memory.stage: _optimizer_bytes(stage_memory.state) for stage_memory in stages}
     time = step_time(settings, plans, device, moved)
     return Estimate(settings, device, chosen, totals(settings.model), stages, wire, time)
 
@@ -139,7 +140,7 @@ def in_bf16(settings: Settings) -> Settings:
 
 
 def memory(settings: Settings, stage: int, plans: Plans, *, gpu: bool) -> Memory:
-    """Of a stage's fullest rank; ``gpu``: as the native backend keeps it."""
+    """Memory of a stage's fullest rank; ``gpu``: with the native backend."""
     device = GPU if gpu else CPU
     chunks = _chunks(settings, stage)
     saved = [of_chunk(settings, chunk, plans, device) for chunk in chunks]
@@ -157,7 +158,7 @@ def memory(settings: Settings, stage: int, plans: Plans, *, gpu: bool) -> Memory
 
 
 def keeps_both(settings: Settings, *, gpu: bool) -> bool:
-    """Whether codes that serve both directions are kept once for each, as tensor cores read them."""
+    """Whether symmetric codes are stored once per direction, as tensor cores read them."""
     return gpu and settings.model.fp8_backend != "emulated"
 
 
@@ -166,5 +167,5 @@ def _chunks(settings: Settings, stage: int) -> list[Any]:
 
 
 def _optimizer_bytes(state: StateBytes) -> int:
-    """Read and written by a step: gradients read; masters and moments both; weights written."""
+    """Bytes that a step reads and writes: gradients are read, masters and moments read and written, weights written."""
     return state.masters + 2 * state.masters + 2 * state.moments + state.weights

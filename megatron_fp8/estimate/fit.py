@@ -1,7 +1,7 @@
-"""Does it fit: if not, the nearest change of the config with which it does.
+"""Checks whether a run fits in memory, and finds a change that makes it fit.
 
-Changes are tried in an order, each on the run as it is, then those of a kind with the next: what costs least of the
-numbers and of the user first. Nothing else of the run is changed.
+Changes are tried in a fixed order, first alone, then combined: those that affect results and users least come
+first. Nothing else of the run changes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from .settings import Settings
 from .sites import Plans
 
 RESERVE = 0.1
-"""Part of a device's memory that is left to what no estimate here knows: CUDA's context, NCCL's buffers, workspaces of
-GEMMs, fragments. An assumption, not a measurement."""
+"""Part of a device's memory reserved for what the estimate does not include: CUDA's context, NCCL's buffers, GEMM
+workspaces, fragmentation. An assumption, not a measurement."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a run fits.
+    """Result of the check.
 
     Attributes:
-        needed, there: bytes of the fullest rank, and of the device without its reserve.
-        change: options with which it fits, None where it does as it is, or where nothing tried is enough.
+        needed, there: bytes of the fullest rank, and of the device without the reserve.
+        change: options with which it fits; None if it fits already or no change suffices.
         changed: bytes with that change.
-        smallest: the least that any change tried needs.
+        smallest: the smallest need of any change tried.
     """
 
     needed: int
@@ -40,22 +40,22 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """As it is."""
+        """Whether it fits unchanged."""
         return self.needed <= self.there
 
 
 def fit(found: Estimate, device: Device, reserve: float = RESERVE) -> Fit:
-    """Whether the run fits into the device, and if not what would make it."""
-    there, needed = int(device.memory * (1 - reserve)), found.fullest.total
-    smallest, plans = needed, Plans(found.settings.model)  # no change here is of the plan
-    if needed <= there:
-        return Fit(needed, there, None, None, smallest)
+    """Checks whether the run fits in the device's memory, and if not, which change helps."""
+    available, needed = int(device.memory * (1 - reserve)), found.fullest.total
+    smallest, plans = needed, Plans(found.settings.model)  # no change affects the plans
+    if needed <= available:
+        return Fit(needed, available, None, None, smallest)
     for change, settings in changes(found.settings):
         total = fullest(settings, plans)
         smallest = min(smallest, total)
-        if total <= there:
-            return Fit(needed, there, change, total, smallest)
-    return Fit(needed, there, None, None, smallest)
+        if total <= available:
+            return Fit(needed, available, change, total, smallest)
+    return Fit(needed, available, None, None, smallest)
 
 
 def fullest(settings: Settings, plans: Plans) -> int:
@@ -65,73 +65,74 @@ def fullest(settings: Settings, plans: Plans) -> int:
 
 
 def changes(settings: Settings) -> Iterator[tuple[tuple[str, ...], Settings]]:
-    """Changes one after the other: more tensor, expert and pipeline parallelism, recomputation, FP8 weights, a sharded
-    optimizer, smaller micro-batches; then the last four one upon the other, and all of them with each split."""
+    """Candidate changes: more tensor, expert and pipeline parallelism, recomputation, FP8 parameters, a sharded
+    optimizer, smaller micro-batches, each alone. Then the last four cumulatively, and all of these with each parallel
+    split."""
     splits = list(_splits(settings))
     rest = [change for group in (_recompute, _fp8_param, _sharded, _smaller) for change in group(settings)]
-    for one in [*splits, *rest]:
-        if (made := apply(settings, one)) is not None:
-            yield _words(one), made
-    together: dict[str, Any] = {}
+    for single in [*splits, *rest]:
+        if (changed := apply(settings, single)) is not None:
+            yield _words(single), changed
+    combined: dict[str, Any] = {}
     for group in (_sharded, _fp8_param, _recompute, _smaller):
         for more in group(settings):
-            together |= more
-            if len(together) > len(more) and (made := apply(settings, together)) is not None:
-                yield _words(together), made
+            combined |= more
+            if len(combined) > len(more) and (changed := apply(settings, combined)) is not None:
+                yield _words(combined), changed
     for split in splits:
-        if together and (made := apply(settings, {**together, **split})) is not None:
-            yield _words({**together, **split}), made
+        if combined and (changed := apply(settings, {**combined, **split})) is not None:
+            yield _words({**combined, **split}), changed
 
 
 def layouts(settings: Settings) -> Iterator[tuple[tuple[str, ...], Settings]]:
-    """Every tensor, pipeline and expert parallel size that the GPUs allow, fewest ranks of a model first; each alone,
-    then with a sharded optimizer, FP8 weights, recomputation and smaller micro-batches, one upon the other."""
+    """All tensor, pipeline and expert parallel sizes possible on these GPUs, fewest model-parallel ranks first. Each
+    alone, then cumulatively with a sharded optimizer, FP8 parameters, recomputation and smaller micro-batches."""
     model = settings.model
     tensor = [size for size in (1, 2, 4, 8) if settings.gpus % size == 0]
     pipeline = [size for size in (1, 2, 4, 8, 16, 32) if model.num_layers % size == 0]
     experts = [size for size in range(1, (model.num_moe_experts or 1) + 1) if settings.gpus % size == 0]
     sizes = [one for one in itertools.product(pipeline, tensor, experts) if one[0] * one[1] <= settings.gpus]
     for pp, tp, ep in sorted(sizes, key=lambda one: (one[0] * one[1], one)):
-        together: dict[str, Any] = {
+        combined: dict[str, Any] = {
             "model.tensor_model_parallel_size": tp,
             "model.sequence_parallel": tp > 1,
             "model.pipeline_model_parallel_size": pp,
         }
         if model.virtual_pipeline_model_parallel_size:
-            together["model.virtual_pipeline_model_parallel_size"] = None
+            combined["model.virtual_pipeline_model_parallel_size"] = None
         if model.num_moe_experts:
-            together["model.expert_model_parallel_size"] = ep
-        if (made := apply(settings, together)) is None:
+            combined["model.expert_model_parallel_size"] = ep
+        if (changed := apply(settings, combined)) is None:
             continue
-        yield _words(together), made
+        yield _words(combined), changed
         for group in (_sharded, _fp8_param, _recompute, _smaller):
-            for more in group(made):
-                together |= more
-                if (smaller := apply(settings, together)) is not None:
-                    yield _words(together), smaller
+            for more in group(changed):
+                combined |= more
+                if (smaller := apply(settings, combined)) is not None:
+                    yield _words(combined), smaller
 
 
 def layout(settings: Settings, gpus: int, device: Device, reserve: float = RESERVE) -> tuple[str, ...] | None:
-    """Options with which the model fits into so many GPUs, whatever its settings' layout; None: nothing tried does."""
-    plans, there = Plans(settings.model), int(device.memory * (1 - reserve))
+    """Options with which the model fits on ``gpus`` GPUs, whatever its current layout; None if no candidate fits."""
+    plans, available = Plans(settings.model), int(device.memory * (1 - reserve))
     tried = layouts(replace(settings, gpus=gpus))
 
-    def enough(made: Settings) -> bool:
-        stages = range(made.model.pipeline_model_parallel_size)
-        return all(memory(made, stage, plans, gpu=True).total <= there for stage in stages)
+    def enough(candidate: Settings) -> bool:
+        stages = range(candidate.model.pipeline_model_parallel_size)
+        return all(memory(candidate, stage, plans, gpu=True).total <= available for stage in stages)
 
-    return next((words for words, made in tried if enough(made)), None)
+    return next((words for words, candidate in tried if enough(candidate)), None)
 
 
 def apply(settings: Settings, change: dict[str, Any]) -> Settings | None:
-    """The run with other values of dotted keys; None where they do not fit together."""
+    """The run with changed values of dotted keys; None if they are inconsistent."""
     parts: dict[str, dict[str, Any]] = {"model": {}, "train": {}, "optimizer": {}}
     for key, value in change.items():
         section, _, name = key.partition(".")
         parts[section][name] = value
     try:
         model = replace(settings.model, **parts["model"])
-        made = replace(
+        changed = replace(
             settings,
             model=model,
             train=replace(settings.train, **parts["train"]),
@@ -139,19 +140,19 @@ def apply(settings: Settings, change: dict[str, Any]) -> Settings | None:
         )
     except ValueError:
         return None
-    at_once = made.train.micro_batch_size * made.data_parallel
-    divides = settings.gpus % model.model_ranks == 0 and made.data_parallel > 0
-    if not divides or not at_once or made.train.global_batch_size % at_once:
+    per_step = changed.train.micro_batch_size * changed.data_parallel
+    divides = settings.gpus % model.model_ranks == 0 and changed.data_parallel > 0
+    if not divides or not per_step or changed.train.global_batch_size % per_step:
         return None
-    if made.gpus % (model.expert_ranks):
+    if changed.gpus % (model.expert_ranks):
         return None
     tp = model.tensor_model_parallel_size
     cut = [model.num_attention_heads, model.query_groups, model.ffn, model.hidden_size]
     if model.multi_latent_attention:
         cut += [model.q_lora_rank or 0, model.kv_lora_rank + model.qk_pos_emb_head_dim]
-    if any(size % tp for size in cut) or (model.sequence_parallel and made.train.seq_length % tp):
+    if any(size % tp for size in cut) or (model.sequence_parallel and changed.train.seq_length % tp):
         return None
-    return made
+    return changed
 
 
 def _splits(settings: Settings) -> Iterator[dict[str, Any]]:
@@ -210,7 +211,7 @@ def _smaller(settings: Settings) -> Iterator[dict[str, Any]]:
 
 
 def _words(change: dict[str, Any]) -> tuple[str, ...]:
-    """Options as a command line takes them."""
+    """The change as command-line options."""
     return tuple(f"--{key}={_value(value)}" for key, value in change.items())
 
 

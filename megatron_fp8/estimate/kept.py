@@ -18,12 +18,12 @@ experts), 'ends'."""
 
 @dataclass(frozen=True)
 class Device:
-    """What differs between devices in what is saved.
+    """Device-dependent sizes of saved tensors.
 
     Attributes:
-        mask: bytes of one value of a dropout mask.
-        writes_out: whether attention writes out masks of parts of a sequence, and scores where values are of another
-            width than keys.
+        mask: bytes per value of a dropout mask.
+        writes_out: whether attention stores masks of parts of a sequence, and scores if values and keys
+            differ in width.
     """
 
     mask: int = 1
@@ -35,7 +35,8 @@ GPU = Device()
 
 
 def norm(settings: Settings, tokens: int, width: int | None = None) -> Bytes:
-    """A norm's input [tokens, width], and one number a row in float32 (RMSNorm), or two (LayerNorm; on CPUs in 16 bits).
+    """A norm's input [tokens, width], plus one float32 per row (RMSNorm) or two (LayerNorm; on CPUs in 16
+    bits).
 
     Args:
         width: None: hidden_size.
@@ -62,7 +63,7 @@ def linear_input(settings: Settings, plans: Plans, site: str, layer: int | None,
 
 
 def kept_rule(settings: Settings, plans: Plans, site: str, layer: int | None, tokens: int) -> Rule | None:
-    """How a linear's input is quantised that it keeps for wgrad; None where it keeps the values."""
+    """The rule by which a linear's saved input is quantised for wgrad; None if it saves high-precision values."""
     model = settings.model
     plan = plans.of(site, layer)
     cast = plan.operands["wgrad"]["input"]
@@ -75,7 +76,7 @@ def kept_rule(settings: Settings, plans: Plans, site: str, layer: int | None, to
 
 
 def recomputed_modules(model: Model) -> frozenset[str]:
-    """Parts of layers that run again in the backward pass. ValueError for one that no estimate is known for."""
+    """Modules that are recomputed in backward. Raises ValueError for one without an estimate."""
     if model.recompute_granularity != "selective":
         return frozenset()
     modules = frozenset(model.recompute_modules or ["core_attn"])
@@ -87,11 +88,11 @@ def recomputed_modules(model: Model) -> frozenset[str]:
 
 
 RECOMPUTED = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act", "moe", "shared_experts")
-"""recompute_modules that an estimate is known for; the last three for experts."""
+"""Supported recompute_modules; the last three are for experts."""
 
 
 def runs_again(model: Model, site: str) -> bool:
-    """Whether recompute_modules has this linear's forward run in the backward pass too."""
+    """Whether recompute_modules repeats this linear's forward in backward."""
     modules = recomputed_modules(model)
     within = {
         "mla_up_proj": site.endswith(("_up_proj", "linear_q_proj")),
@@ -99,4 +100,4 @@ def runs_again(model: Model, site: str) -> bool:
         "shared_experts": ".shared_experts." in site,
         "moe": "experts." in site,
     }
-    return any(there for module, there in within.items() if module in modules)
+    return any(is_within for module, is_within in within.items() if module in modules)

@@ -15,8 +15,9 @@ class Layer:
     """A transformer layer.
 
     Attributes:
-        name: what the names of its parameters and sites begin with, with a global number.
-        number: its global number, from 0; None of one of multi-token prediction, which plans know by its name alone.
+        name: prefix of its parameter and site names, with a global number.
+        number: its global number, from 0; None for a multi-token prediction layer, which plans know by name
+            only.
         experts: whether its MLP is a mixture of experts.
     """
 
@@ -27,13 +28,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one rank of a pipeline stage holds in one piece.
+    """One model chunk of a pipeline stage's rank.
 
     Attributes:
-        stage, part: the pipeline stage, and which of its virtual stages.
+        stage, part: pipeline stage and virtual stage.
         layers: its layers.
-        first, last: whether the embedding, and whether the output layer, are here.
-        predicting: the layers of multi-token prediction, which the last chunk has.
+        first, last: whether it has the embedding, and the output layer.
+        predicting: multi-token prediction layers, in the last chunk.
     """
 
     stage: int
@@ -45,21 +46,22 @@ class Chunk:
 
     @property
     def embeds(self) -> bool:
-        """Whether a table of tokens is here: multi-token prediction looks tokens up again."""
+        """Whether it has a token embedding. Multi-token prediction embeds tokens again."""
         return self.first or bool(self.predicting)
 
     @property
     def every(self) -> tuple[Layer, ...]:
-        """Its layers, those of multi-token prediction last."""
+        """Its layers, multi-token prediction last."""
         return self.layers + self.predicting
 
 
 @dataclass(frozen=True)
 class Model:
-    """Megatron-Core's fields that decide sizes, by their names and with its defaults; None is filled in where it means
-    another field. ``fp8_options`` are the recipe's, and change no size; ``positions`` are the rows of a learned table.
+    """Megatron-Core's size-related fields, with its names and defaults. Fields that are None take the value
+    of the field they default to. ``fp8_options`` are the recipe's and do not affect sizes; ``positions``:
+    rows of a learned position table.
 
-    Raises ValueError where the layers cannot be split as asked.
+    Raises ValueError if the layers cannot be split as requested.
     """
 
     num_layers: int = 0
@@ -145,7 +147,7 @@ class Model:
     def __post_init__(self) -> None:
         heads, groups = self.num_attention_heads, self.num_query_groups
         bf16 = not self.fp16 if self.bf16 is None else self.bf16
-        # Not what follows from the layout: replace() may change that.
+        # Fields that depend on the layout stay None: replace() may change the layout.
         filled = {
             "num_query_groups": groups or heads,
             "kv_channels": self.kv_channels or self.hidden_size // heads,
@@ -172,16 +174,16 @@ class Model:
             )
         self.chunks()
 
-    # What None was filled in for, for those who read: mypy then knows that they are numbers.
+    # Typed access to fields that replaced None.
 
     @property
     def query_groups(self) -> int:
-        """Heads of keys and values."""
+        """Number of key/value heads."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
     def channels(self) -> int:
-        """Of a head."""
+        """Channels per head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
@@ -196,7 +198,7 @@ class Model:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens, without padding."""
+        """Vocabulary size without padding."""
         return self.vocab_size or 0
 
     @property
@@ -209,22 +211,22 @@ class Model:
 
     @property
     def gate(self) -> int:
-        """Projections that an MLP's first linear holds."""
+        """Number of projections in an MLP's first linear (2 if gated)."""
         return 2 if self.gated_linear_unit else 1
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one copy of the dense model, context parallel ones included."""
+        """Ranks of one copy of the dense model, context-parallel ranks included."""
         return dense_ranks(self)
 
     @property
     def expert_tp(self) -> int:
-        """Ranks that share an expert."""
+        """Tensor-parallel ranks of an expert."""
         return expert_tensor_ranks(self)
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks that hold one copy of all experts; 1 for a model without."""
+        """Ranks of one copy of all experts; 1 without experts."""
         return expert_ranks(self)
 
     @property
@@ -234,39 +236,39 @@ class Model:
 
     @property
     def activation_bytes(self) -> int:
-        """Of one value between layers."""
+        """Bytes of one value between layers."""
         return 2 if self.bf16 or self.fp16 else 4 if self.params_dtype == "float32" else 2
 
     @property
     def token_share(self) -> int:
-        """Ranks among which a tensor-parallel group's tokens are split between linears."""
+        """Ranks that split a tensor-parallel group's tokens between linears (sequence parallelism)."""
         return self.tensor_model_parallel_size if self.sequence_parallel else 1
 
     @property
     def heads(self) -> int:
-        """Of queries on one rank."""
+        """Query heads on one rank."""
         return self.num_attention_heads // self.tensor_model_parallel_size
 
     @property
     def key_width(self) -> int:
-        """Channels of a query and of a key: of latent attention those with positions and without."""
+        """Channels of a query or key head; in latent attention the sum of rotary and other channels."""
         if not self.multi_latent_attention:
             return self.channels
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
     @property
     def value_width(self) -> int:
-        """Channels of a value."""
+        """Channels of a value head."""
         return self.v_head_dim if self.multi_latent_attention else self.channels
 
     @property
     def predictions(self) -> int:
-        """Tokens that are predicted at each position: the next, and those of multi-token prediction."""
+        """Tokens predicted at each position: the next, plus those of multi-token prediction."""
         return 1 + (self.mtp_num_layers or 0)
 
     @property
     def balancing_losses(self) -> tuple[str, ...]:
-        """Auxiliary losses that keep experts equally busy, those with a coefficient."""
+        """Auxiliary load-balancing losses with a coefficient."""
         kinds, coefficients = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
         kinds = [kinds] if isinstance(kinds, str) else kinds
         if not isinstance(coefficients, list):
@@ -277,7 +279,7 @@ class Model:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """Of the decoder, in order."""
+        """The decoder's layers, in order."""
         return tuple(
             Layer(f"decoder.layers.{number}.", number, self._has_experts(number))
             for number in range(self.num_layers)
@@ -285,7 +287,7 @@ class Model:
 
     @property
     def predicting(self) -> tuple[Layer, ...]:
-        """Of multi-token prediction, in order: each is of the kind of the decoder's last one."""
+        """The multi-token prediction layers, in order; each has the type of the decoder's last layer."""
         return tuple(
             Layer(f"mtp.layers.{depth}.transformer_layer.", None, self._has_experts(self.num_layers - 1))
             for depth in range(self.mtp_num_layers or 0)
@@ -294,11 +296,11 @@ class Model:
     def _has_experts(self, layer: int) -> bool:
         if not self.num_moe_experts:
             return False
-        every = self.moe_layer_freq
-        return layer % every == 0 if isinstance(every, int) else bool(every[layer])
+        frequency = self.moe_layer_freq
+        return layer % frequency == 0 if isinstance(frequency, int) else bool(frequency[layer])
 
     def chunks(self) -> list[Chunk]:
-        """Every chunk of one pipeline, in the order in which a token passes through them."""
+        """All chunks of one pipeline, in execution order."""
         stages, parts = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size or 1
         if stages == 1:
             return [Chunk(0, 0, self.layers, True, True, self.predicting)]
@@ -316,7 +318,7 @@ class Model:
         return found
 
     def _layers_of_stages(self, stages: int, parts: int) -> list[int]:
-        """Layers of each stage, the embedding and the loss among them where they count as layers."""
+        """Layers of each stage; the embedding and the loss are included if they count as layers."""
         total = (
             self.num_layers
             + self.account_for_embedding_in_pipeline_split

@@ -92,4 +92,4 @@ UNKNOWN_SHAPES: dict[str, Any] = {
     "heterogeneous_block_specs": False,
     "experimental_attention_variant": None,
 }
-"""Fields that change shapes or layouts in ways no file here knows: anything but these values is refused."""
+"""Fields that change shapes or layouts in unsupported ways, and their only accepted values."""

@@ -1,7 +1,7 @@
-"""Measured step times over the roofline's, by machine.
+"""Calibration of the roofline: measured step times over estimates, by machine.
 
-`python -m benchmarks.roofline --write` measures it and writes off.yaml. The roofline there was of that machine's own
-`megatron-fp8 bench`, not of a data sheet.
+`python -m benchmarks.roofline --write` measures and writes off.yaml. That roofline used the machine's own
+`megatron-fp8 bench` results, not a data sheet.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from ..files.strict_yaml import load_yaml
 
 
 def measured() -> dict[str, Any]:
-    """off.yaml: date, machine, model, and the ratios by precision."""
+    """Content of off.yaml: date, machine, model, and the ratios by precision."""
     found: dict[str, Any] = load_yaml(resources.files(__package__).joinpath("off.yaml").read_bytes())
     return found
 
 
 def sentence() -> str:
-    """The same in words."""
+    """The calibration in one sentence."""
     found = measured()
     ratios = sorted(found["ratio"].values())
     return (

@@ -1,7 +1,7 @@
 """All parameters of a GPT on one rank, in Megatron-Core's order.
 
-The order matters to whoever lays them out in buffers. Rank and whole differ in the dimension that tensor parallelism
-cuts, in the experts that a rank has, and in a vocabulary that is padded so that it can be cut.
+The order determines their layout in buffers. One rank's parameters differ from the whole model's in the
+dimension that tensor parallelism splits, in the rank's experts, and in the padding of the vocabulary.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ class Parameter:
     """One parameter of a chunk.
 
     Attributes:
-        name: as the chunk's module has it, but with global layer numbers.
-        shape: on this rank.
-        kind: what it is; a 'linear' is the weight of a GEMM site, whose name is ``site``.
-        cut: ranks that hold another part of it.
-        layer: global number of its layer, None outside the decoder's layers.
-        expert: whether it is an expert's, and so has data-parallel ranks of its own.
+        name: its name in the chunk's module, with global layer numbers.
+        shape: shape on this rank.
+        kind: its type; 'linear' is the weight of the GEMM site ``site``.
+        cut: number of ranks with different parts of it.
+        layer: global layer number; None outside the decoder's layers.
+        expert: whether it is an expert's, with its own data-parallel group.
         tied: shared by the first and the last stage, which sum their gradients.
-        copy: a second one of what another stage or module has, which the model counts once.
-        sequence: whether its gradient is summed over the tensor-parallel ranks, which mostly see parts of the sequence.
+        copy: a duplicate of another stage's or module's parameter; the model counts it once.
+        sequence: whether its gradient is summed over the tensor-parallel ranks, which usually see parts of
+            the sequence.
     """
 
     name: str
@@ -46,22 +47,22 @@ class Parameter:
 
     @property
     def size(self) -> int:
-        """Values on this rank."""
+        """Number of values on this rank."""
         return math.prod(self.shape)
 
     @property
     def site(self) -> str | None:
-        """The GEMM site's name, of a linear's weight."""
+        """The GEMM site's name if this is a linear's weight."""
         return self.name.removesuffix(".weight") if self.kind == "linear" else None
 
 
 def of_chunk(model: Model, chunk: Chunk) -> list[Parameter]:
-    """The parameters that one rank holds of a chunk, in the module's order."""
+    """The parameters of a chunk on one rank, in module order."""
     found: list[Parameter] = []
     hidden, tp = model.hidden_size, model.tensor_model_parallel_size
     tied = model.share_embeddings_and_output_weights
     rows = model.padded_vocabulary // tp
-    # Stages share the table where the output layer is tied to it, and where the last one predicts several tokens.
+    # Stages share the embedding if the output layer is tied to it, or if the last stage predicts several tokens.
     shared = (tied or model.predictions > 1) and model.pipeline_model_parallel_size > 1
     if chunk.embeds:
         found.append(
@@ -89,13 +90,14 @@ def of_chunk(model: Model, chunk: Chunk) -> list[Parameter]:
         found += _norm(model, "decoder.final_layernorm", hidden, None)
         for layer in chunk.predicting:
             found += _prediction(model, layer)
-    if chunk.last and not (tied and chunk.embeds):  # that is given the table of this stage
+    if chunk.last and not (tied and chunk.embeds):  # otherwise the output layer uses this stage's embedding
         found.append(Parameter("output_layer.weight", (rows, hidden), "output", tp, tied=tied, copy=tied))
     return found
 
 
 def _prediction(model: Model, layer: Layer) -> Iterator[Parameter]:
-    """Of one depth of multi-token prediction: a hidden state and a token are normed, joined and projected."""
+    """One depth of multi-token prediction: norms of a hidden state and a token embedding, their projection, a layer, a
+    norm."""
     prefix, hidden = layer.name.removesuffix("transformer_layer."), model.hidden_size
     yield from _norm(model, f"{prefix}enorm", hidden)
     yield from _norm(model, f"{prefix}hnorm", hidden)
@@ -156,7 +158,7 @@ def _column(
     cut: int | None = None,
     expert: bool = False,
 ) -> Iterator[Parameter]:
-    """A linear [n, k] that is cut by its output features."""
+    """A column-parallel linear [n, k], split by output features."""
     parts = cut or model.tensor_model_parallel_size
     yield Parameter(f"{name}.weight", (n // parts, k), "linear", parts, layer, expert)
     if model.add_bias_linear if bias is None else bias:
@@ -174,7 +176,7 @@ def _row(
     cut: int | None = None,
     expert: bool = False,
 ) -> Iterator[Parameter]:
-    """A linear [n, k] that is cut by its input features; its bias is whole on every rank."""
+    """A row-parallel linear [n, k], split by input features; every rank has the whole bias."""
     parts = cut or model.tensor_model_parallel_size
     yield Parameter(f"{name}.weight", (n, k // parts), "linear", parts, layer, expert)
     if model.add_bias_linear if bias is None else bias:
@@ -184,7 +186,7 @@ def _row(
 
 
 def _norm(model: Model, name: str, size: int, layer: int | None = None) -> Iterator[Parameter]:
-    # Megatron-Core sums gradients of what it takes for norms of heads also where ranks see the whole sequence.
+    # Megatron-Core sums gradients of head norms (by name) even if ranks see the whole sequence.
     of_heads = model.qk_layernorm and name.endswith(("q_layernorm", "k_layernorm"))
     for part in ("weight", "bias")[: 2 if model.normalization == "LayerNorm" else 1]:
         yield Parameter(
@@ -194,14 +196,15 @@ def _norm(model: Model, name: str, size: int, layer: int | None = None) -> Itera
 
 @dataclass(frozen=True)
 class Totals:
-    """Parameters of the whole model, each once.
+    """Parameters of the whole model, each counted once.
 
     Attributes:
-        total: without multi-token prediction's; the vocabulary without its padding.
-        active: of those, what one token is multiplied by: of the experts only as many as it is sent to.
-        prediction: of multi-token prediction, besides: they serve training, and published totals leave them out.
-        padding: what the padded vocabulary adds to the total.
-        embedding: of the total, tables of tokens and positions and the output layer.
+        total: without multi-token prediction; vocabulary without padding.
+        active: those that multiply one token: of the experts only as many as the token is sent to.
+        prediction: additional, of multi-token prediction: used in training only, and not part of published
+            totals.
+        padding: additional, from padding the vocabulary.
+        embedding: part of total: token and position embeddings and the output layer.
     """
 
     total: int
@@ -212,7 +215,7 @@ class Totals:
 
 
 def totals(model: Model) -> Totals:
-    """Parameters of the whole model by what counts."""
+    """Parameter counts of the whole model."""
     total = active = prediction = embedding = 0
     padding_rows = model.padded_vocabulary - model.vocabulary
     padding = 0

@@ -1,4 +1,4 @@
-"""The gain of FP8 for each GEMM site, in bytes and roofline time."""
+"""FP8 gain of each GEMM site, in bytes and roofline time."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class SitePayoff:
 
     Attributes:
         linear: its sizes.
-        precision, reason: what runs there, and why.
-        gemms: the roofline of its three GEMMs.
-        input_bytes, input_bytes_bf16: kept for the backward pass, as planned and in BF16.
-        weight_bytes, weight_bytes_bf16: the weight and its codes, as planned and in BF16.
+        precision, reason: its precision, and why.
+        gemms: roofline of its three GEMMs.
+        input_bytes, input_bytes_bf16: input saved for backward, as planned and in BF16.
+        weight_bytes, weight_bytes_bf16: weight and its codes, as planned and in BF16.
     """
 
     linear: Linear
@@ -39,24 +39,25 @@ class SitePayoff:
 
     @property
     def seconds(self) -> float:
-        """Of its GEMMs and casts."""
-        return sum(one.seconds for one in self.gemms)
+        """Seconds of its GEMMs and casts."""
+        return sum(gemm.seconds for gemm in self.gemms)
 
     @property
     def seconds_bf16(self) -> float:
-        """Of its GEMMs in BF16."""
-        return sum(one.bf16 for one in self.gemms)
+        """Seconds of its GEMMs in BF16."""
+        return sum(gemm.bf16 for gemm in self.gemms)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
         found = {key: value for key, value in vars(self).items() if key not in ("linear", "gemms")}
-        return {**asdict(self.linear), **found, "gemms": [asdict(one) for one in self.gemms]}
+        return {**asdict(self.linear), **found, "gemms": [asdict(gemm) for gemm in self.gemms]}
 
 
 def of_sites(settings: Settings, plans: Plans, device: Device, *, gpu: bool = True) -> Iterator[SitePayoff]:
-    """Every site of the model, layer by layer, and the output projection where fp8_output_layer makes it one.
+    """All sites of the model by layer, plus the output projection with fp8_output_layer.
 
-    ``gpu``: bytes as the native backend keeps them."""
+    ``gpu``: bytes with the native backend.
+    """
     model, size = settings.model, settings.model.activation_bytes
     sites = [linear for layer in (*model.layers, *model.predicting) for linear in linears(settings, layer)]
     if model.fp8_output_layer:
@@ -66,28 +67,30 @@ def of_sites(settings: Settings, plans: Plans, device: Device, *, gpu: bool = Tr
         rows = linear.tokens // (model.token_share if gathers_input(linear.site) else 1)
         values, weight = rows * linear.k * linear.count, linear.n * linear.k * linear.count
         rule = kept_rule(settings, plans, linear.site, linear.layer, rows)
-        kept = size * values
+        input_bytes = size * values
         if rule is not None:
-            kept = values + side_scales(rule, linear.k, rows) * linear.count
-        codes, lives = 0, lives_as_fp8(settings, plan)
+            input_bytes = values + side_scales(rule, linear.k, rows) * linear.count
+        codes, is_fp8_param = 0, lives_as_fp8(settings, plan)
         if plan.precision == "fp8":
-            twice = not lives and keeps_both(settings, gpu=gpu)
-            codes = stored_weight(plan, linear.n, linear.k, both_contiguous=twice).total * linear.count
+            both_contiguous = not is_fp8_param and keeps_both(settings, gpu=gpu)
+            codes = (
+                stored_weight(plan, linear.n, linear.k, both_contiguous=both_contiguous).total * linear.count
+            )
         yield SitePayoff(
             linear,
             plan.precision,
             plan.reason,
             tuple(gemm_times(settings, linear, plans, device)),
-            kept,
+            input_bytes,
             size * values,
-            codes + (0 if lives else size * weight),
+            codes + (0 if is_fp8_param else size * weight),
             size * weight,
         )
 
 
 @dataclass(frozen=True)
 class Alike:
-    """Sites of one kind that run alike, in one or more layers; in none the output projection."""
+    """Sites that differ by layer only; no layers for the output projection."""
 
     name: str
     layers: tuple[int, ...]
@@ -95,12 +98,12 @@ class Alike:
 
 
 def grouped(sites: Iterator[SitePayoff]) -> list[Alike]:
-    """Sites by what is left of their names without the layer, those alike together."""
+    """Groups sites by name without the layer, if they run alike."""
     found: dict[Any, list[SitePayoff]] = {}
     for site in sites:
         name = re.sub(r"^decoder\.layers\.\d+\.", "", site.linear.site)
-        alike = replace(site, linear=replace(site.linear, site=name, layer=0))
-        found.setdefault((name, alike), []).append(site)
+        key = replace(site, linear=replace(site.linear, site=name, layer=0))
+        found.setdefault((name, key), []).append(site)
     return [
         Alike(name, tuple(layer for site in sites if (layer := site.linear.layer) is not None), sites[0])
         for (name, _), sites in found.items()

@@ -1,6 +1,6 @@
 """Peak rates of devices, from vendors' data sheets.
 
-devices.yaml has their figures, and says of each whether it was read, is quoted, or is assumed.
+devices.yaml has the values, and marks each as read, quoted or assumed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BOUNDS = {
     "network_gbs": (1e-3, 1e5, "10^9 bytes a second"),
     "node": (1, 1e6, "a whole number of GPUs"),
 }
-"""Between what each figure lies on any machine, wide enough for a CPU: what is outside was given in another unit."""
+"""Plausible limits for each value on any machine, CPUs included; values outside have a wrong unit."""
 
 KEYS = {key.partition(".")[0] for key in _BOUNDS} | {"source", "generation", "figures", "measured", "base"}
 _LINKS = ("link_gbs", "network_gbs")
@@ -34,20 +34,20 @@ _LINKS = ("link_gbs", "network_gbs")
 
 @dataclass(frozen=True)
 class Device:
-    """Peaks of one GPU, per second; bytes and operations.
+    """Peaks of one GPU; operations and bytes per second.
 
     Attributes:
-        name: as it was asked for.
-        source: where the figures are from.
-        measured: whether the rates of multiplication were measured.
-        bf16, fp8: operations of dense GEMMs.
-        memory: bytes that it has.
-        bandwidth, link, network: bytes; of its memory, to the GPUs of its node and between nodes, in one direction.
-            The last two are 0 where they are not known.
-        node: GPUs of a node.
-        casts: bytes that casts read and write; its memory's unless it was measured.
-        generation: its column in the support matrix of `megatron-fp8 doctor`; None: not known.
-        figures: how each figure of devices.yaml is known: 'read: ...', 'quoted: ...' or 'assumed: ...'.
+        name: as the user wrote it.
+        source: where the values come from.
+        measured: whether GEMM rates were measured.
+        bf16, fp8: operations per second of dense GEMMs.
+        memory: bytes.
+        bandwidth, link, network: bytes per second of its memory, to GPUs of its node, and between nodes, in
+            one direction. link and network are 0 if unknown.
+        node: GPUs per node.
+        casts: bytes per second that casts read and write; the memory bandwidth unless measured.
+        generation: its column in the support matrix of `megatron-fp8 doctor`; None: unknown.
+        figures: the source of each value in devices.yaml: 'read: ...', 'quoted: ...' or 'assumed: ...'.
     """
 
     name: str
@@ -65,9 +65,9 @@ class Device:
     figures: Mapping[str, str] = field(default_factory=dict)
 
     def between(self, ranks: int, apart: int) -> float:
-        """Bytes a second between ``ranks`` GPUs, of which neighbours are ``apart`` ranks from each other.
+        """Bytes per second between ``ranks`` GPUs whose neighbours are ``apart`` ranks apart.
 
-        ValueError: that link is not known.
+        Raises ValueError: the link's rate is unknown.
         """
         near = ranks * apart <= self.node
         found = self.link if near else self.network
@@ -80,38 +80,38 @@ class Device:
 
 
 def names() -> list[str]:
-    """Devices known by name."""
+    """Names of the known devices."""
     return list(table())
 
 
 @functools.cache
 def table() -> Mapping[str, Any]:
-    """devices.yaml, which is read once."""
+    """devices.yaml, cached."""
     text = resources.files(__package__).joinpath("devices.yaml").read_bytes()
     return MappingProxyType(load_yaml(text))
 
 
 def made(name: str, content: Mapping[str, Any], where: str, *, links: bool = True) -> Device:
-    """A device of figures with devices.yaml's names.
+    """Builds a device from values with devices.yaml's keys.
 
     Args:
-        where: for messages.
-        links: its links have to be there; False: None is a link that is not known.
+        where: prefix of error messages.
+        links: whether link rates are required; False: None means unknown.
 
     Raises:
-        ValueError: a key is unknown, or a figure is no number of its unit.
+        ValueError: an unknown key, or a value out of range.
     """
     _check_keys(content, KEYS, where)
     rates = content.get("tflops")
     if not isinstance(rates, dict):
         raise ValueError(f"{where}: tflops must be {{bf16: NUMBER, fp8: NUMBER}}, and is {rates!r}.")
     _check_keys(rates, {"bf16", "fp8"}, f"{where}: tflops")
-    given = {**content, **{f"tflops.{key}": rate for key, rate in rates.items()}}
+    values = {**content, **{f"tflops.{key}": rate for key, rate in rates.items()}}
     number: dict[str, Any] = {}
     for key in _BOUNDS:
-        value = given.get(key)
+        value = values.get(key)
         missing = value is None and key in _LINKS and not links
-        number[key] = 0 if missing else _figure(key, value, where)
+        number[key] = 0 if missing else _checked_value(key, value, where)
     generation = content.get("generation")
     return Device(
         name=name,
@@ -131,7 +131,7 @@ def made(name: str, content: Mapping[str, Any], where: str, *, links: bool = Tru
 
 
 def with_base(name: str, content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Figures of a file, and those that it does not have from its `base`, a device known by name.
+    """A file's values, completed from its `base`, a known device.
 
     Raises:
         ValueError: there is no such device.
@@ -140,19 +140,19 @@ def with_base(name: str, content: Mapping[str, Any], where: str) -> dict[str, An
     known = table()
     if not isinstance(base, str) or base.lower() not in known:
         raise ValueError(
-            f"{where}: base={base!r} must be one of {', '.join(known)}.{_near(str(base), known)}"
+            f"{where}: base={base!r} must be one of {', '.join(known)}.{_suggestion(str(base), known)}"
         )
-    whole = known[base.lower()]
-    own = {key: value for key, value in content.items() if key != "base"}
-    if isinstance(rates := own.get("tflops"), dict):
-        own["tflops"] = {**whole["tflops"], **rates}
-    figures = {key: how for key, how in whole["figures"].items() if key not in own}
-    source = f"{own.get('source', name)}, the rest from {whole['source']}"
-    return {**whole, "figures": figures, **own, "source": source}
+    base_values = known[base.lower()]
+    own_values = {key: value for key, value in content.items() if key != "base"}
+    if isinstance(rates := own_values.get("tflops"), dict):
+        own_values["tflops"] = {**base_values["tflops"], **rates}
+    figures = {key: how for key, how in base_values["figures"].items() if key not in own_values}
+    source = f"{own_values.get('source', name)}, the rest from {base_values['source']}"
+    return {**base_values, "figures": figures, **own_values, "source": source}
 
 
 def near_miss(content: Mapping[str, Any], names: Iterable[str], where: str) -> None:
-    """ValueError for a key that is nearly one of the names: of a file whose other keys are somebody else's."""
+    """Raises ValueError for a key similar to one of the names, in a file that may have unrelated keys too."""
     known = set(names)
     for key in content:
         if key not in known and (near := difflib.get_close_matches(str(key), known, n=1, cutoff=0.8)):
@@ -162,16 +162,16 @@ def near_miss(content: Mapping[str, Any], names: Iterable[str], where: str) -> N
 def _check_keys(content: Mapping[str, Any], known: set[str], where: str) -> None:
     for key in content:
         if key not in known:
-            hint = _near(str(key), known) or f" Known are {', '.join(sorted(known))}."
+            hint = _suggestion(str(key), known) or f" Known are {', '.join(sorted(known))}."
             raise ValueError(f"{where}: {key} is not a known key.{hint}")
 
 
-def _near(name: str, known: Iterable[str]) -> str:
+def _suggestion(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name.lower(), list(known), n=1)
     return f" Did you mean {near[0]}?" if near else ""
 
 
-def _figure(key: str, value: Any, where: str) -> float:
+def _checked_value(key: str, value: Any, where: str) -> float:
     low, high, unit = _BOUNDS[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         hint = ""

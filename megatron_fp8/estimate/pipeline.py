@@ -1,7 +1,8 @@
-"""Which microbatches a pipeline stage has in flight: Megatron-Core's schedules, walked through in numbers.
+"""Microbatches in flight on a pipeline stage, by Megatron-Core's schedules.
 
-Without virtual stages a stage runs as many forwards as there are stages after it, then a forward and a backward in turn
-(1F1B). With them its chunks take turns, a group of microbatches each, and more are in flight.
+Without virtual stages a stage runs as many forwards as there are stages after it, then alternates forward and
+backward (1F1B). With virtual stages its chunks alternate, with a group of microbatches each, and more are in
+flight.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from .model import Model
 
 
 def peak(model: Model, stage: int, microbatches: int, sizes: Mapping[int, int]) -> tuple[int, Counter[int]]:
-    """(most bytes at once, microbatches in flight by chunk then) of a stage.
+    """(peak bytes, microbatches in flight at the peak by chunk) of a stage.
 
     Args:
-        sizes: chunk of the stage -> bytes that one microbatch leaves there until its backward pass.
+        sizes: chunk of the stage -> bytes that one microbatch saves there until its backward pass.
     """
     stages, parts = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
     forwards = _order(model, microbatches)
@@ -24,16 +25,16 @@ def peak(model: Model, stage: int, microbatches: int, sizes: Mapping[int, int]) 
     if parts > 1:
         group = model.microbatch_group_size_per_vp_stage or stages
         warmup = 2 * warmup + (parts - 1) * group
-    held: Counter[int] = Counter()
-    best, when = 0, Counter[int]()
+    in_flight: Counter[int] = Counter()
+    best, at_peak = 0, Counter[int]()
     for index, part in enumerate(forwards):
-        held[part] += 1
-        size = sum(sizes[chunk] * count for chunk, count in held.items())
+        in_flight[part] += 1
+        size = sum(sizes[chunk] * count for chunk, count in in_flight.items())
         if size > best:
-            best, when = size, held.copy()
-        if index >= warmup:  # a backward follows each forward, of the chunks in reverse
-            held[parts - 1 - forwards[index - warmup]] -= 1
-    return best, when
+            best, at_peak = size, in_flight.copy()
+        if index >= warmup:  # each forward is followed by a backward, with chunks in reverse order
+            in_flight[parts - 1 - forwards[index - warmup]] -= 1
+    return best, at_peak
 
 
 def _order(model: Model, microbatches: int) -> list[int]:
@@ -50,6 +51,6 @@ def _order(model: Model, microbatches: int) -> list[int]:
 
 
 def bubble(model: Model, microbatches: int) -> float:
-    """Idle time of a stage over its busy one."""
+    """Idle time of a stage relative to its busy time."""
     parts = model.virtual_pipeline_model_parallel_size or 1
     return (model.pipeline_model_parallel_size - 1) / (parts * microbatches)

@@ -1,13 +1,14 @@
-"""A run's config for estimates, read without Megatron-Core.
+"""Reads a run's config for estimates, without Megatron-Core.
 
     settings = read(["--config=examples/configs/llama3_8b.yaml", "--model.fp8_param=true"], gpus=64)
 
-Files and dotted options are as `megatron-fp8 train` takes them; a later option wins, and options win over files. Names
-of keys are checked against the tables of train/config, values of what is read here and of all sections but the model's by
-their rules. What Megatron-Core, the data or the machine would refuse, `train --dry-run` does.
+Files and dotted options have the syntax of `megatron-fp8 train`; later options win, and options win over
+files. Keys are checked against the tables of train/config. Values are checked by their rules, except model
+fields that the estimate does not use. For errors that Megatron-Core, the data or the machine would raise, use
+`train --dry-run`.
 
-Rejected: train's own parser. Its model section is made of Megatron-Core's dataclass, whose import takes longer than all
-of an estimate, and is not there on a laptop. A test compares what both read.
+Rejected: train's own parser. Its model section is built from Megatron-Core's dataclass, whose import takes
+longer than the whole estimate and fails on a laptop without it. A test compares the two parsers.
 """
 
 from __future__ import annotations
@@ -55,22 +56,22 @@ _SECTIONS: dict[str, Any] = {
 }
 _TOP = {"run_dir", "resume", "dry_run", "debug"}
 _NAMES = ("model", *_SECTIONS)
-_BYTES_VOCABULARY = 257  # of a run without a tokenizer: every byte, and the end of a document
+_BYTES_VOCABULARY = 257  # without a tokenizer: all bytes, and the end of a document
 
 
 class LayoutError(ValueError):
-    """The GPUs are no multiple of the ranks that the layout needs, or the batch does not divide among them."""
+    """The number of GPUs is not a multiple of the layout's ranks, or the batch is not divisible among them."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What an estimate is of.
+    """Settings for an estimate.
 
     Attributes:
-        model: the model's section, derived values filled in.
+        model: the model's section, with derived values.
         train, optimizer: the run's sections.
         gpus: ranks of the whole run.
-        notes: what was read and is not in the figures.
+        notes: settings that the estimate does not model.
     """
 
     model: Model
@@ -81,36 +82,37 @@ class Settings:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that hold the same dense parameters, context parallel ranks apart."""
+        """Ranks with the same dense parameters, not counting context-parallel ranks."""
         return self.gpus // self.model.model_ranks
 
     @property
     def microbatches(self) -> int:
-        """Of an iteration, on each rank."""
+        """Microbatches per iteration and rank."""
         return self.train.global_batch_size // (self.train.micro_batch_size * self.data_parallel)
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch on one context-parallel rank: what a tensor-parallel group multiplies at once."""
+        """Tokens of a microbatch on one context-parallel rank: those that a tensor-parallel group multiplies at
+        once."""
         return self.train.micro_batch_size * self.train.seq_length // self.model.context_parallel_size
 
 
 def read(options: list[str], gpus: int | None = None) -> Settings:
-    """The settings of `--config=FILE` and dotted options.
+    """The settings from `--config=FILE` and dotted options.
 
     Args:
-        options: as `megatron-fp8 train` takes them, each `--name=value`.
-        gpus: of the run; None: as few as hold the model and its experts.
+        options: as for `megatron-fp8 train`, each `--name=value`.
+        gpus: GPUs of the run; None: the smallest number that holds the model and its experts.
 
     Raises:
-        ValueError: a key is unknown, a value is out of range, sizes do not divide, or the model has a part that no
-            estimate is known for; the message names the key and the remedy.
+        ValueError: a key is unknown, a value is out of range, sizes are not divisible, or the model has an
+            unsupported part; the message names the key and the remedy.
     """
     return settle(given_keys(options), gpus)
 
 
 def joined(arguments: list[str]) -> list[str]:
-    """A command line's options, each `--name=value`: `--name value`, `--data FILE...` and bare flags.
+    """A command line's options as `--name=value`: accepts `--name value`, `--data FILE...` and bare flags.
 
     Raises ValueError: `--data` names no file.
     """
@@ -126,8 +128,8 @@ def joined(arguments: list[str]) -> list[str]:
 
 
 def given_keys(options: list[str]) -> dict[str, Any]:
-    """Values by dotted key of `--config=FILE` and dotted options; ValueError for a file that cannot be read, or for a key
-    that is unknown. Values are not looked at."""
+    """Dotted key -> value, from `--config=FILE` and dotted options. Raises ValueError for an unreadable file or an
+    unknown key. Values are not checked."""
     given: dict[str, Any] = {}
     for option in data_as_paths(options):
         name, equals, value = option.removeprefix("--").partition("=")
@@ -154,7 +156,7 @@ def given_keys(options: list[str]) -> dict[str, Any]:
 
 
 def settle(given: dict[str, Any], gpus: int | None = None) -> Settings:
-    """The settings of values by dotted key; arguments and errors otherwise as ``read``'s."""
+    """The settings from values by dotted key; otherwise as ``read``."""
     sections: dict[str, Any] = {}
     for name in _SECTIONS:
         keys = {item.name for item in dataclasses.fields(_SECTIONS[name])}
@@ -191,12 +193,12 @@ def settle(given: dict[str, Any], gpus: int | None = None) -> Settings:
 
 
 def _check_together(sections: dict[str, Any], model: Model, guard: Any) -> None:
-    """ValueError if sections do not fit each other, as train has it."""
+    """Raises ValueError if sections are inconsistent, as train does."""
     train, optimizer, checkpoint, telemetry = (
         sections[name] for name in ("train", "optimizer", "checkpoint", "telemetry")
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # train says it
+        warnings.simplefilter("ignore")  # train shows the warning
         settle_warmup(train, optimizer)
     check_sections(train, optimizer, checkpoint)
     check_loss_scaling(optimizer, fp16=model.fp16)
@@ -206,8 +208,8 @@ def _check_together(sections: dict[str, Any], model: Model, guard: Any) -> None:
 
 def _check_batch(settings: Settings) -> None:
     train, model = settings.train, settings.model
-    at_once = train.micro_batch_size * settings.data_parallel
-    if train.global_batch_size % at_once:
+    per_step = train.micro_batch_size * settings.data_parallel
+    if train.global_batch_size % per_step:
         raise LayoutError(
             f"train.global_batch_size={train.global_batch_size} must be a multiple of train.micro_batch_size="
             f"{train.micro_batch_size} x {settings.data_parallel} data-parallel ranks (--gpus={settings.gpus}): change"
@@ -234,14 +236,14 @@ def _value(name: str, text: str) -> Any:
         raise ValueError(f"--{name}={shown(text)} is not YAML: {error}") from error
     if isinstance(value, str):
         try:
-            return float(value)  # 1e-4, which YAML takes for text
+            return float(value)  # YAML reads 1e-4 as text
         except ValueError:
             return value
     return value
 
 
 def known_keys() -> list[str]:
-    """Every dotted key of a run's config."""
+    """All dotted keys of a run's config."""
     inner = [f"{name}.{item.name}" for name, kind in _SECTIONS.items() for item in dataclasses.fields(kind)]
     return [*(f"model.{name}" for name in sorted(known_fields())), *inner, *sorted(_TOP)]
 
@@ -260,12 +262,12 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
     refuse_recipe_alone(section.get("fp8_recipe"), fp8_given="fp8" in section)
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if not section.get(name):
-            said = f"={shown(section[name])} must be at least 1" if name in section else " is missing"
-            raise ValueError(f"model.{name}{said}: give it, or a config such as --config tiny_gpt_cpu.")
-    for name, only in UNKNOWN_SHAPES.items():
-        if section.get(name, only) != only:
+            problem = f"={shown(section[name])} must be at least 1" if name in section else " is missing"
+            raise ValueError(f"model.{name}{problem}: give it, or a config such as --config tiny_gpt_cpu.")
+    for name, usual in UNKNOWN_SHAPES.items():
+        if section.get(name, usual) != usual:
             raise ValueError(
-                f"model.{name}={shown(section[name])}: no estimate is known for it. Leave it {shown(only)} to have one"
+                f"model.{name}={shown(section[name])}: no estimate is known for it. Leave it {shown(usual)} to have one"
                 " of the rest."
             )
     values = {}
@@ -273,8 +275,8 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
         if name in section:
             check(f"model.{name}", section[name], rule)
             values[name] = section[name]
-    given_there = section.get("fp8_overrides")
-    overrides = {} if given_there is None else given_there
+    section_overrides = section.get("fp8_overrides")
+    overrides = {} if section_overrides is None else section_overrides
     check_overrides(overrides, "model.fp8_overrides")
     overrides = dict(overrides) | {
         key.removeprefix("model.fp8_overrides."): value
@@ -291,7 +293,7 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
     has_experts = bool(values.get("num_moe_experts"))
     model = Model(**values, positions=positions, fp8_overrides=overrides, fp8_options=options)
     if overrides and model.fp8:
-        whole = dataclasses.replace(model, expert_model_parallel_size=1)  # the experts of all ranks
+        whole = dataclasses.replace(model, expert_model_parallel_size=1)  # experts of all ranks
         sites = [p.site for chunk in whole.chunks() for p in of_chunk(whole, chunk) if p.site]
         check_overrides_match(overrides, [*sites, "output_layer"], "model.fp8_overrides")
     if model.fp8_param and not model.fp8:
@@ -309,7 +311,7 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
         notes.append("phases in BF16: the figures are of iterations in FP8")
     if section.get("fp8_backend") == "transformer_engine":
         notes.append(
-            "fp8_backend=transformer_engine: what its layers keep is not known; these are this package's"
+            "fp8_backend=transformer_engine: what its layers save is unknown; the figures are for this package's layers"
         )
     if model.attention_dropout:
         notes.append(
@@ -322,17 +324,17 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
             )
         model = dataclasses.replace(model, vocab_size=_BYTES_VOCABULARY)
     if has_experts:
-        notes.append("experts: every expert is taken to get as many tokens as any other")
+        notes.append("experts: all experts are assumed to get the same number of tokens")
     if any("local_experts." in key for key in overrides) and model.expert_model_parallel_size > 1:
-        notes.append("overrides that tell experts apart: the figures are of the rank that has the first ones")
+        notes.append(
+            "overrides that differ between experts: the figures are those of the rank with the first experts"
+        )
     if has_experts and section.get("moe_token_dispatcher_type", "allgather") != "alltoall":
         notes.append(
             "moe_token_dispatcher_type: what it sends is not known; these are the bytes of 'alltoall'"
         )
     if has_experts and section.get("moe_expert_capacity_factor") is not None:
-        notes.append(
-            "moe_expert_capacity_factor: not read; no token is dropped here, and no expert filled up"
-        )
+        notes.append("moe_expert_capacity_factor: not read; the estimate drops no tokens and pads no expert")
     if has_experts and model.expert_tp > 1:
         notes.append("experts that tensor parallelism cuts: what their ranks send was never counted in a run")
     return model, notes

@@ -1,4 +1,4 @@
-"""GEMM sites of a model chunk, and its FP8 weights, without a model."""
+"""GEMM sites of a model chunk, and its FP8 weights, without building a model."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _DEFAULTS = {
     "fp8_amax_compute_algo": "most_recent",
     "fp8_quantizer_factory": None,
 }
-"""Megatron-Core's, of options that change no size."""
+"""Megatron-Core's defaults of options that do not affect sizes."""
 
 
 def recipe_of(model: Model) -> Callable[[str | None], Recipe]:
-    """The recipe of a name with the model's options; of None, the model's."""
+    """A function: recipe name -> recipe with the model's options; None -> the model's recipe."""
     options = {**_DEFAULTS, **model.fp8_options, "fp8": model.fp8, "fp8_recipe": model.fp8_recipe}
     fields = SimpleNamespace(**options)
     return cache(lambda name: get_fp8_recipe(fields, name))
 
 
 OUTPUT = "output_layer"
-"""The site of the output projection, which is in no layer."""
+"""The site of the output projection, outside the layers."""
 
 
 class Plans:
@@ -53,58 +53,61 @@ class Plans:
                 dtype="BF16",
             )
         self._known: dict[str, SitePlan] = {}
-        self._alike: dict[tuple[str, bool], SitePlan] = {}  # by what is left of a name without its layer
+        self._alike: dict[
+            tuple[str, bool], SitePlan
+        ] = {}  # keys: (name without its layer, layer stays in BF16)
 
     def of(self, name: str, layer: int | None) -> SitePlan:
-        """What that site runs. ValueError where two operands of a GEMM would be E5M2."""
+        """The plan of a site. Raises ValueError if both operands of a GEMM would be E5M2."""
         if name not in self._known:
             self._known[name] = self._of(name, layer)
         return self._known[name]
 
     @property
     def output(self) -> SitePlan:
-        """What the output projection runs."""
+        """The plan of the output projection."""
         return self.of(OUTPUT, None)
 
     def _of(self, name: str, layer: int | None) -> SitePlan:
         if name == OUTPUT and not self._model.fp8_output_layer:
             return bf16_site(name, None, "fp8_output_layer is off")
-        kept = layer is not None and is_first_last_bf16_layer(self._model, layer)
-        if self._model.fp8_overrides:  # which may name a layer
-            return self._make(name, layer, kept)
-        key = name.replace(f".layers.{layer}.", ".", 1), kept
+        in_bf16 = layer is not None and is_first_last_bf16_layer(self._model, layer)
+        if self._model.fp8_overrides:  # they may name layers
+            return self._make(name, layer, in_bf16)
+        key = name.replace(f".layers.{layer}.", ".", 1), in_bf16
         if key not in self._alike:
-            self._alike[key] = self._make(name, layer, kept)
+            self._alike[key] = self._make(name, layer, in_bf16)
         return self._alike[key].of(name, layer)
 
-    def _make(self, name: str, layer: int | None, kept: bool) -> SitePlan:
+    def _make(self, name: str, layer: int | None, in_bf16: bool) -> SitePlan:
         if self._asked is None:
             return bf16_site(name, layer, "fp8 is off")
-        choices = choose(self._asked, name, "first_last_layers_bf16" if kept else None)
+        choices = choose(self._asked, name, "first_last_layers_bf16" if in_bf16 else None)
         if choices.none_in_fp8:
             return bf16_site(name, layer, "; ".join(choices.reasons))
         return chosen_site(name, layer, "emulated", "; ".join(choices.reasons), choices)
 
 
 def two_rules(plan: SitePlan, role: str, one: str, other: str) -> tuple[Rule | None, Rule | None]:
-    """How an operand is quantised for the GEMM that reads its rowwise side, and for the other one."""
+    """An operand's rules for the GEMM that reads its rowwise side, and for the other GEMM."""
     casts = (plan.operands[one][role], plan.operands[other][role])
     rowwise, columnwise = (None if cast is None else cast.rule for cast in casts)
     return rowwise, columnwise
 
 
 def weight_rules(plan: SitePlan) -> tuple[Rule | None, Rule | None]:
-    """Of the weight, for fprop and for dgrad."""
+    """The weight's rules for fprop and for dgrad."""
     return two_rules(plan, "weight", "fprop", "dgrad")
 
 
 def reads(rule: Rule) -> int:
-    """How often a cast reads its operand: once for the amax too, where a scale is of more than a block."""
+    """How often a cast reads its operand: twice if it needs the amax first, i.e. if a scale covers more than a
+    block."""
     return 1 if rule.delayed or rule.granularity.cols else 2
 
 
 def shares_gradient_buffer(settings: Settings) -> bool:
-    """Whether weights that travel in BF16 do so through the gradient buffer (reuse_grad_buf_for_mxfp8_param_ag)."""
+    """Whether BF16 weights are gathered through the gradient buffer (reuse_grad_buf_for_mxfp8_param_ag)."""
     share = settings.optimizer.reuse_grad_buf_for_mxfp8_param_ag
     if share is not None:
         return share
@@ -112,7 +115,7 @@ def shares_gradient_buffer(settings: Settings) -> bool:
 
 
 def travels_in_bf16(model: Model) -> bool:
-    """Whether every FP8 weight needs codes of its own in each direction; as mcore/params.py has it, which imports
+    """Whether all FP8 weights need separate codes for each direction. Duplicates mcore/params.py, which imports
     Megatron-Core."""
     if not (model.fp8 and model.fp8_param):
         return False
@@ -127,7 +130,7 @@ def lives_as_fp8(settings: Settings, plan: SitePlan) -> bool:
     """Whether this site's weight is an FP8 parameter."""
     if not (settings.model.fp8 and settings.model.fp8_param) or plan.precision == "bf16":
         return False
-    if plan.name == OUTPUT:  # tied to the embedding or not
+    if plan.name == OUTPUT:  # even if not tied to the embedding
         return False
     rowwise, _ = weight_rules(plan)
     if rowwise is None or plan.operands["fprop"]["weight"] != plan.operands["dgrad"]["weight"]:
@@ -142,8 +145,8 @@ class Stored:
     """Bytes of a quantised matrix.
 
     Attributes:
-        codes: one a value and direction.
-        scales: of their scale_inv.
+        codes: one byte per value and direction.
+        scales: scale_inv of all directions.
     """
 
     codes: int = 0
@@ -151,13 +154,13 @@ class Stored:
 
     @property
     def total(self) -> int:
-        """Both."""
+        """The sum."""
         return self.codes + self.scales
 
 
 @lru_cache(maxsize=4096)
 def side_scales(rule: Rule, rows: int, cols: int) -> int:
-    """Bytes of the scales of one direction of a matrix, whose blocks run along the columns: [rows, cols]."""
+    """Bytes of the scales for one direction of a matrix [rows, cols] whose blocks run along the columns."""
     granularity: Granularity = rule.granularity
     if granularity.is_tensor:
         return 4
@@ -169,11 +172,12 @@ def side_scales(rule: Rule, rows: int, cols: int) -> int:
 def stored_weight(
     plan: SitePlan, n: int, k: int, *, both_contiguous: bool = False, keeps_columnwise: bool = True
 ) -> Stored:
-    """What a quantised weight [n, k] takes, in the directions that its GEMMs read.
+    """Bytes of a quantised weight [n, k], for the directions that its GEMMs read.
 
     Args:
-        both_contiguous: codes that serve both directions are nevertheless kept twice, as tensor cores read them.
-        keeps_columnwise: False: dgrad's own copy, where one rule makes both, is made again in each backward.
+        both_contiguous: symmetric codes are stored twice, as tensor cores read them.
+        keeps_columnwise: False: dgrad's own copy, if the same rule gives both, is recomputed in each
+            backward.
     """
     rowwise, columnwise = weight_rules(plan)
     codes = scales = 0

@@ -1,6 +1,6 @@
-"""Bytes that a rank holds between iterations: weights, kept codes, gradients, masters, moments.
+"""Bytes a rank holds between iterations: weights, cached codes, gradients, master weights, moments.
 
-They are exact, padding included: tests/functional/test_estimate.py counts them in trainings.
+The values are exact, padding included: tests/functional/test_estimate.py compares them with trainings.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from .parameters import Parameter
 from .settings import Settings
 from .sites import Plans, lives_as_fp8, shares_gradient_buffer, stored_weight
 
-_BLOCK = 128  # values that share a scale in a compact moment (mcore/optimizer/compact_moments.py)
+_BLOCK = 128  # values per scale of a compact moment (mcore/optimizer/compact_moments.py)
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Of one rank, in bytes.
+    """Bytes of one rank.
 
     Attributes:
-        weights: parameters: BF16 values, or codes and scales, and the buffers that they lie in.
-        kept_codes: codes and scales of weights that stay BF16, from one microbatch to the next, in all directions.
-        gradients: the float32 buffer that gradients are summed in.
-        masters: float32 weights of the optimizer.
-        moments: of Adam, both.
+        weights: parameters: BF16 values, or codes and scales, with their buffers.
+        kept_codes: cached codes and scales of BF16 weights, reused across microbatches, in all directions.
+        gradients: the float32 gradient buffer.
+        masters: the optimizer's float32 weights.
+        moments: both of Adam's.
     """
 
     weights: int = 0
@@ -40,33 +40,33 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum."""
         return sum(getattr(self, item.name) for item in fields(self))
 
 
 def of_stage(
     settings: Settings, chunks: Iterable[Chunk], plans: Plans, *, both_contiguous: bool = False
 ) -> StateBytes:
-    """What the rank of a pipeline stage holds that holds most.
+    """Bytes of a pipeline stage's fullest rank.
 
     Args:
         chunks: the stage's.
-        both_contiguous: FP8 weights whose codes serve both directions are kept once for each (the native backend).
+        both_contiguous: symmetric codes of FP8 weights are stored once per direction (the native backend).
     """
     found = StateBytes()
-    owned: list[list[int]] = []  # by rank of the stage: masters and moments
+    owned: list[list[int]] = []  # masters and moments by rank of the stage
     for chunk in chunks:
         for buffer in of_chunk_buffers(settings, chunk, plans):
             found += _buffer(settings, buffer, plans, both_contiguous)
-            owned = _added(owned, _optimizer(settings, buffer))
+            owned = _sum_by_rank(owned, _optimizer(settings, buffer))
         if chunk.last:
             found += StateBytes(kept_codes=output_codes(settings.model, plans, both_contiguous))
     masters, moments = max(owned, key=sum) if owned else (0, 0)
     return replace(found, masters=masters, moments=moments)
 
 
-def _added(owned: list[list[int]], more: list[list[int]]) -> list[list[int]]:
-    """Sums by rank. Experts' groups are smaller: their ranks come round again in the dense group's."""
+def _sum_by_rank(owned: list[list[int]], more: list[list[int]]) -> list[list[int]]:
+    """Sums by rank. Experts' groups are smaller, so their ranks repeat within the dense group."""
     if not owned:
         return more
     count = max(len(owned), len(more))
@@ -80,24 +80,24 @@ def _buffer(settings: Settings, buffer: Buffer, plans: Plans, both_contiguous: b
     shared = shares_gradient_buffer(settings)
     parameters = [parameter for bucket in buffer.buckets for parameter, _ in bucket.places]
     size = model.activation_bytes
-    weights = kept = 0
+    weights = codes = 0
     if not buffer.fp8:
         weights = size * (buffer.size if distributed else buffer.values)
         if distributed and shared:
-            # Megatron-Core gathers these through a buffer beside the parameters (param_data is not what they live in).
+            # Megatron-Core gathers these through an extra buffer (parameters are not views of param_data).
             weights = size * (buffer.values + buffer.size)
-        kept = sum(kept_codes(settings, parameter, plans, both_contiguous) for parameter in parameters)
+        codes = sum(kept_codes(settings, parameter, plans, both_contiguous) for parameter in parameters)
     else:
         for parameter in parameters:
             stored = stored_weight(plans.of(_site(parameter), parameter.layer), *_matrix(parameter))
             weights += stored.total
         if distributed and not shared:
-            weights += buffer.size - buffer.values  # of the buffer that codes lie in
-    return StateBytes(weights, kept, 4 * buffer.size)
+            weights += buffer.size - buffer.values  # padding of the buffer with the codes
+    return StateBytes(weights, codes, 4 * buffer.size)
 
 
 def kept_codes(settings: Settings, parameter: Parameter, plans: Plans, both_contiguous: bool = False) -> int:
-    """Bytes of the codes of a weight that stays BF16: quantised once an iteration, kept for all its microbatches."""
+    """Bytes of the cached codes of a BF16 weight: quantised once an iteration, reused for all its microbatches."""
     if parameter.site is None:
         return 0
     plan = plans.of(parameter.site, parameter.layer)
@@ -108,7 +108,7 @@ def kept_codes(settings: Settings, parameter: Parameter, plans: Plans, both_cont
 
 
 def output_codes(model: Model, plans: Plans, both_contiguous: bool = False) -> int:
-    """Bytes of the codes of the output projection's weight, tied to the embedding or not: it stays BF16."""
+    """Bytes of the cached codes of the output projection's weight, which stays BF16, tied or not."""
     if plans.output.precision == "bf16":
         return 0
     rows = model.padded_vocabulary // model.tensor_model_parallel_size
@@ -139,7 +139,7 @@ def _optimizer(settings: Settings, buffer: Buffer) -> list[list[int]]:
 
 
 def moments(size: int) -> int:
-    """Bytes of compact moments of a piece: E4M3 and float16, each with a float32 scale for 128 values."""
+    """Bytes of compact moments of ``size`` values: E4M3 and float16, each with a float32 scale per 128 values."""
     return 3 * size + 8 * -(-size // _BLOCK)
 
 

@@ -1,4 +1,4 @@
-"""An estimate as a table for people, in 80 columns."""
+"""Formats an estimate as text of 80 columns."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def shown(
     doubt: str | None = None,
     notes: Sequence[str] = (),
 ) -> str:
-    """Everything, one part after the other.
+    """The whole text.
 
     Args:
-        bf16: of the same run without FP8, None where it has none.
-        doubt: of ``unsure``; said in place of whether FP8 pays.
-        notes: beside those of the settings.
+        bf16: estimate of the same run without FP8; None for a run without FP8.
+        doubt: result of ``unsure``; replaces the verdict on whether FP8 pays.
+        notes: in addition to those of the settings.
     """
     parts = [
-        _head(found),
+        _header(found),
         _parameters(found),
         _memory(found),
-        _wire(found),
+        _communication(found),
         _time(found),
         _sites(found, sites),
     ]
     if bf16 is not None:
-        parts.append(pays(found, bf16) if doubt is None else _doubtful(found, bf16, doubt))
+        parts.append(pays(found, bf16) if doubt is None else _without_verdict(found, bf16, doubt))
     if fits is not None:
         parts.append(_fit(found, fits))
     parts += [_wrapped(f"note: {note}") for note in (*found.settings.notes, *notes)]
@@ -48,7 +48,7 @@ def shown(
 
 
 def size(count: float) -> str:
-    """Bytes in powers of 1000, three figures."""
+    """Bytes in powers of 1000, three digits."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(count) < 999.5 or unit == "TB":
             return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
@@ -57,14 +57,14 @@ def size(count: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time, three figures."""
+    """A time, three digits."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if value * factor >= 0.9995 or unit == "us":
             return f"{value * factor:.3g} {unit}"
     raise AssertionError
 
 
-def _head(found: Estimate) -> str:
+def _header(found: Estimate) -> str:
     s, model = found.settings, found.settings.model
     layout = {
         "tensor": model.tensor_model_parallel_size,
@@ -126,7 +126,7 @@ def _memory(found: Estimate) -> str:
 
 
 def _in_flight(found: Estimate) -> str:
-    """What there is that many of: microbatches, or with virtual stages chunks of layers, each of one microbatch."""
+    """Text for what is in flight: microbatches, or with virtual stages chunks of layers, one microbatch each."""
     full, model = found.fullest, found.settings.model
     count = sum(full.in_flight.values())
     if (model.virtual_pipeline_model_parallel_size or 1) == 1:
@@ -135,12 +135,16 @@ def _in_flight(found: Estimate) -> str:
     return f"{count} chunks of {' to '.join(str(n) for n in dict.fromkeys((sizes[0], sizes[-1])))} layers"
 
 
-def _wire(found: Estimate) -> str:
+def _communication(found: Estimate) -> str:
     traffic: Iterable[Traffic] = found.wire[found.fullest.stage]
     rows = [
-        (f"  {one.what}", f"{one.call}, {one.axis} {one.ranks}", size(one.sent))
-        for one in sorted(traffic, key=lambda one: -one.sent)
-        if one.sent >= 1e6
+        (
+            f"  {traffic_entry.what}",
+            f"{traffic_entry.call}, {traffic_entry.axis} {traffic_entry.ranks}",
+            size(traffic_entry.sent),
+        )
+        for traffic_entry in sorted(traffic, key=lambda traffic_entry: -traffic_entry.sent)
+        if traffic_entry.sent >= 1e6
     ]
     return "\n".join(["sent by a rank in a step (1 MB and more)", *_columns(rows)]) if rows else ""
 
@@ -160,7 +164,7 @@ def _time(found: Estimate) -> str:
         ("  step", seconds(time.seconds)),
     ]
     whose = device.name if found.chosen else f"{device.name} (no --device was given)"
-    said = f"step time by a roofline of {whose}: {device.source}. " + (
+    heading = f"step time by a roofline of {whose}: {device.source}. " + (
         "A bound from rates that GEMMs reached, not a measurement of this run."
         if device.measured
         else "Peaks of a data sheet; nothing was measured, and no run reaches them."
@@ -168,7 +172,7 @@ def _time(found: Estimate) -> str:
     assumed = [key for key, how in device.figures.items() if how.startswith("assumed")]
     return "\n".join(
         [
-            _wrapped(said),
+            _wrapped(heading),
             *_columns(rows),
             f"  at most {time.mfu:.0%} MFU (of the BF16 peak), {time.tokens_per_second:,.0f} tokens/s",
             *(
@@ -187,13 +191,13 @@ def _sites(found: Estimate, sites: Sequence[Alike]) -> str:
     rows: list[tuple[str, ...]] = [
         ("  site", "layers", "runs", "fprop", "dgrad", "wgrad", "all", "input kept", "weight")
     ]
-    for alike in sites:
-        site = alike.site
+    for group in sites:
+        site = group.site
         times = [f"{one.seconds / one.bf16:.2f}" for one in site.gemms]
         rows.append(
             (
-                f"  {_short(alike.name)}",
-                spans(alike.layers),
+                f"  {_short_name(group.name)}",
+                spans(group.layers),
                 site.precision,
                 *times,
                 f"{site.seconds / site.seconds_bf16:.2f}",
@@ -206,11 +210,11 @@ def _sites(found: Estimate, sites: Sequence[Alike]) -> str:
 
 
 _TOO_NEAR = 0.05
-"""Share of a step time by which the roofline cannot tell two precisions apart."""
+"""Relative difference of step times below which the roofline does not distinguish precisions."""
 
 
 def pays(found: Estimate, bf16: Estimate) -> str:
-    """Whether FP8 pays, in words that the figures carry."""
+    """Whether FP8 pays, with the supporting values."""
     ratio = found.time.seconds / bf16.time.seconds
     memory, before = found.fullest.total, bf16.fullest.total
     verdict = (
@@ -227,25 +231,25 @@ def pays(found: Estimate, bf16: Estimate) -> str:
 
 
 def unsure(device: Device, native: bool | None, reason: str | None) -> str | None:
-    """What is to be said in place of whether FP8 pays, where it would not run natively or nobody knows; else None."""
+    """Replaces the verdict if FP8 would not run natively on the device, or if that is unknown; None otherwise."""
     if native:
         return None
     verdict = "would not run natively" if native is False else "may not run natively"
-    return f"FP8 {verdict} on {device.name} ({reason}); these times are of hardware that had it"
+    return f"FP8 {verdict} on {device.name} ({reason}); these times assume hardware that runs it natively"
 
 
-def _doubtful(found: Estimate, bf16: Estimate, doubt: str) -> str:
-    held = f"the fullest rank holds {size(found.fullest.total)}, in BF16 {size(bf16.fullest.total)}"
-    return _wrapped(f"{doubt}. BF16 takes {seconds(bf16.time.seconds)} a step; {held}")
+def _without_verdict(found: Estimate, bf16: Estimate, doubt: str) -> str:
+    memory = f"the fullest rank holds {size(found.fullest.total)}, in BF16 {size(bf16.fullest.total)}"
+    return _wrapped(f"{doubt}. BF16 takes {seconds(bf16.time.seconds)} a step; {memory}")
 
 
-def _short(name: str) -> str:
+def _short_name(name: str) -> str:
     name = re.sub(r"^mtp\.layers\.(\d+)\.(transformer_layer\.)?", r"mtp \1: ", name)
     return name.replace("self_attention.", "").replace("local_experts.0.", "").replace("mlp.", "")
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Numbers in words: '0-3, 7'."""
+    """Numbers as ranges: '0-3, 7'."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][1] + 1:
@@ -259,21 +263,21 @@ def _fit(found: Estimate, fits: Fit) -> str:
     room = f"{size(fits.there)} of {found.device.name}'s {size(found.device.memory)} (the rest is left to CUDA and NCCL)"
     if fits.fits:
         return _wrapped(f"fits: {size(fits.needed)} of {room}")
-    said = f"does not fit: {size(fits.needed)} of {room}."
+    verdict = f"does not fit: {size(fits.needed)} of {room}."
     if fits.change is None:
         return _wrapped(
-            f"{said} Nothing tried is enough; the least was {size(fits.smallest)}. Use more GPUs."
+            f"{verdict} Nothing tried is enough; the least was {size(fits.smallest)}. Use more GPUs."
         )
     return "\n".join(
         [
-            _wrapped(f"{said} It fits, with {size(fits.changed or 0)}, with:"),
+            _wrapped(f"{verdict} It fits, with {size(fits.changed or 0)}, with:"),
             *(f"  {one}" for one in fits.change),
         ]
     )
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """The first column to the left, the others to the right."""
+    """Aligns cells: the first column to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(

@@ -1,10 +1,10 @@
-"""How long an iteration would take at the device's peaks: a roofline, and no measurement.
+"""Iteration time at the device's peaks: a roofline estimate.
 
-Each piece of work takes as long as its operations at the peak rate or its bytes at the peak bandwidth, whichever is more.
-What nobody reaches a peak with (kernels, launches, waiting) is left out, so a run is slower: a step's time is a lower
-bound. FP8's over BF16's is the quotient of two of them: from a CPU's own bench its sign was wrong (docs/estimates.md).
-Collectives inside a layer are taken to stop its work, those of gradients and parameters to hide behind the backward and
-forward pass where the settings overlap them.
+Each operation takes its FLOPs at the peak rate or its bytes at the peak bandwidth, whichever is longer.
+Inefficiencies (kernels, launches, waiting) are ignored, so the result is a lower bound. The ratio of FP8 to
+BF16 is a quotient of two bounds: with a CPU's own bench results it had the wrong sign (docs/estimates.md).
+Collectives inside a layer are assumed not to overlap with computation; those of gradients and parameters
+overlap with backward and forward if the settings say so.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GEMMS = ("fprop", "dgrad", "wgrad")
 class Linear:
     """A GEMM site on one rank: y [tokens, n] = x [tokens, k] w^T, ``count`` times in its layer (experts).
 
-    ``calls``: of each of its GEMMs in a microbatch; moe_grouped_gemm has one for all experts.
+    ``calls``: calls of each of its GEMMs per microbatch; with moe_grouped_gemm one for all experts.
     """
 
     site: str
@@ -42,12 +42,12 @@ class Linear:
 
     @property
     def flops(self) -> int:
-        """Of one of its three GEMMs."""
+        """FLOPs of one of its three GEMMs."""
         return 2 * self.k * self.n * self.tokens * self.count
 
 
 def linears(settings: Settings, layer: Layer) -> list[Linear]:
-    """The GEMM sites of a layer; of experts one stands for all of a rank."""
+    """The GEMM sites of a layer; one entry stands for all experts of a rank."""
     model, tokens, tp = settings.model, settings.tokens, settings.model.tensor_model_parallel_size
     hidden, number, found = model.hidden_size, layer.number, []
     if number is None:
@@ -74,17 +74,17 @@ def linears(settings: Settings, layer: Layer) -> list[Linear]:
 
 
 def output_linear(settings: Settings) -> Linear:
-    """The output projection, which is in no layer."""
+    """The output projection, which belongs to no layer."""
     model = settings.model
     rows = model.padded_vocabulary // model.tensor_model_parallel_size
     return Linear(OUTPUT, None, model.hidden_size, rows, settings.tokens)
 
 
 def attention_flops(settings: Settings) -> int:
-    """Of the two products of core attention of a layer, causal, forward, for one microbatch on a rank."""
+    """FLOPs of the two causal core-attention GEMMs of a layer, forward, for one microbatch on a rank."""
     model = settings.model
     width = model.heads * (model.key_width + model.value_width)
-    return settings.tokens * settings.train.seq_length * width  # 2 s^2 of each, of which half is masked
+    return settings.tokens * settings.train.seq_length * width  # 2 s^2 each, half of it masked
 
 
 def _output_time(settings: Settings, plans: Plans, device: Device) -> float:
@@ -95,7 +95,7 @@ def _output_time(settings: Settings, plans: Plans, device: Device) -> float:
 
 
 def model_flops(settings: Settings) -> int:
-    """Of an iteration over all ranks, forward and backward, recomputation not counted: what MFU is of."""
+    """FLOPs of an iteration over all ranks, forward and backward without recomputation: the basis of MFU."""
     model = settings.model
     layers = sum(
         3 * sum(linear.flops for linear in linears(settings, layer)) + 3 * attention_flops(settings)
@@ -109,12 +109,12 @@ def model_flops(settings: Settings) -> int:
 
 @dataclass(frozen=True)
 class GemmTime:
-    """One GEMM of a linear by the roofline, seconds.
+    """Roofline of one GEMM of a linear, in seconds.
 
     Attributes:
         gemm: 'fprop', 'dgrad' or 'wgrad'.
-        fp8: whether the plan has it in FP8.
-        seconds: as planned, the quantisation of what it reads first included.
+        fp8: whether it is planned in FP8.
+        seconds: as planned, including quantisation of operands it reads first.
         bf16: in BF16.
     """
 
@@ -125,7 +125,7 @@ class GemmTime:
 
 
 def gemm_times(settings: Settings, linear: Linear, plans: Plans, device: Device) -> list[GemmTime]:
-    """The three GEMMs of a linear for one microbatch; the weight's quantisation is shared by all microbatches."""
+    """The three GEMMs of a linear for one microbatch; all microbatches share the weight's quantisation."""
     plan, size = plans.of(linear.site, linear.layer), settings.model.activation_bytes
     k, n, m = linear.k, linear.n, linear.tokens
     sizes = {"fprop": (m * k, n * k, m * n), "dgrad": (m * n, n * k, m * k), "wgrad": (m * n, m * k, n * k)}
@@ -133,7 +133,7 @@ def gemm_times(settings: Settings, linear: Linear, plans: Plans, device: Device)
     found = []
     for gemm in _GEMMS:
         first, second, out = (values * linear.count for values in sizes[gemm])
-        result = out * (8 if gemm == "wgrad" else size)  # a weight's gradient is read and written in float32
+        result = out * (8 if gemm == "wgrad" else size)  # weight gradients are read and written in float32
         plain = max(linear.flops / device.bf16, (size * (first + second) + result) / device.bandwidth)
         fp8 = plan.gemms[gemm] == "fp8"
         seconds = plain
@@ -145,7 +145,7 @@ def gemm_times(settings: Settings, linear: Linear, plans: Plans, device: Device)
 
 
 def _quantisation(settings: Settings, linear: Linear, plans: Plans) -> Counter[str]:
-    """Bytes that casts read and write, at the GEMM before which they run."""
+    """Bytes that casts read and write, by the GEMM that first reads their codes."""
     plan, size = plans.of(linear.site, linear.layer), settings.model.activation_bytes
     values = {
         "input": linear.tokens * linear.k,
@@ -157,17 +157,17 @@ def _quantisation(settings: Settings, linear: Linear, plans: Plans) -> Counter[s
     for role, (one, other) in readers.items():
         rules = two_rules(plan, role, one, other)
         share = settings.microbatches if role == "weight" else 1
-        alike = rules[0] is not None and rules[0] == rules[1]
+        same_rule = rules[0] is not None and rules[0] == rules[1]
         for gemm, rule in zip((one, other), rules, strict=True):
-            if rule is None or (gemm == other and alike):
+            if rule is None or (gemm == other and same_rule):
                 continue
-            directions = 2 if alike else 1
+            directions = 2 if same_rule else 1
             found[gemm] += values[role] * (size * reads(rule) + directions) // share
     return found
 
 
 def elementwise_bytes(settings: Settings, layer: Layer) -> int:
-    """Bytes that norms, residuals, rotary positions and the activation function move, forward and backward."""
+    """Bytes moved by norms, residuals, rotary positions and the activation function, forward and backward."""
     model, size = settings.model, settings.model.activation_bytes
     sharded = settings.tokens // model.token_share
     norms = 2 * (2 + 3) * sharded * model.hidden_size  # x, y; x, dy, dx
@@ -175,7 +175,7 @@ def elementwise_bytes(settings: Settings, layer: Layer) -> int:
     attention = _latent_bytes(settings) if model.multi_latent_attention else _rotary_bytes(settings)
     joined = (
         (3 * (2 + 3) + 2 * 4) * sharded * model.hidden_size if layer.number is None else 0
-    )  # three norms, and two as one
+    )  # three norms and a concatenation
     ffn = sum(linear.k * linear.tokens * linear.count for linear in linears(settings, layer)
               if linear.site.endswith("linear_fc2"))  # fmt: skip
     activation = ffn * (model.gate + 1 + 2 * model.gate + 1)
@@ -183,7 +183,7 @@ def elementwise_bytes(settings: Settings, layer: Layer) -> int:
 
 
 def _rotary_bytes(settings: Settings) -> int:
-    """Values that turning queries and keys moves."""
+    """Values moved by rotating queries and keys."""
     model = settings.model
     if model.position_embedding_type != "rope":
         return 0
@@ -192,7 +192,7 @@ def _rotary_bytes(settings: Settings) -> int:
 
 
 def _latent_bytes(settings: Settings) -> int:
-    """Values that norms of latents, turning positions and putting heads together move."""
+    """Values moved by norms of latents, rotation and assembly of heads."""
     model = settings.model
     latents = (model.q_lora_rank or 0) + model.kv_lora_rank if model.qk_layernorm else 0
     turned = (model.heads + 1) * model.qk_pos_emb_head_dim
@@ -202,12 +202,13 @@ def _latent_bytes(settings: Settings) -> int:
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of a pipeline stage, for one microbatch by what takes them, and for an iteration besides.
+    """Seconds of a pipeline stage: per microbatch by type, and per iteration.
 
     Attributes:
-        gemms, attention, elementwise, output, exchange: of a microbatch, forward, backward and recomputation.
-        reduced: of gradients and parameters, an iteration, as far as nothing hides it.
-        optimizer: of the optimizer's step.
+        gemms, attention, elementwise, output, exchange: per microbatch, for forward, backward and
+            recomputation.
+        reduced: gradient and parameter collectives of an iteration that are not overlapped.
+        optimizer: the optimizer's step.
     """
 
     gemms: float
@@ -220,7 +221,7 @@ class StageTime:
 
     @property
     def microbatch(self) -> float:
-        """All of a microbatch."""
+        """Seconds of one microbatch."""
         return self.gemms + self.attention + self.elementwise + self.output + self.exchange
 
 
@@ -230,7 +231,7 @@ def of_stage_time(
     """The roofline of one stage.
 
     Args:
-        optimizer_bytes: that the optimizer's step reads and writes.
+        optimizer_bytes: bytes that the optimizer's step reads and writes.
     """
     model = settings.model
     gemms = attention = elementwise = output = 0.0
@@ -242,13 +243,13 @@ def of_stage_time(
                 runs = forwards + runs_again(model, linear.site)
                 for one in gemm_times(settings, linear, plans, device):
                     gemms += one.seconds * (runs if one.gemm == "fprop" else 1)
-            # Forward, and a backward that computes scores again: two products there, five here.
+            # Forward has two GEMMs, backward five, since it recomputes the scores.
             core = forwards + 2.5 + ("core_attn" in recomputed_modules(model))
             attention += core * attention_flops(settings) / device.bf16
             elementwise += elementwise_bytes(settings, layer) / device.bandwidth
         if chunk.last:
             rows = model.padded_vocabulary // model.tensor_model_parallel_size
-            logits = 16 * settings.tokens * rows  # 16 and 32 bits, and their gradient
+            logits = 16 * settings.tokens * rows  # in 16 and 32 bits, and their gradients
             output += model.predictions * (_output_time(settings, plans, device) + logits / device.bandwidth)
     traffic = of_stage(settings, chunks, plans)
     inside = sum(exchange_time(settings, one, device) for one in traffic if _stops_work(one))
@@ -256,7 +257,7 @@ def of_stage_time(
     exchange = inside / settings.microbatches
     last = gemms + attention + elementwise + output + exchange
     if settings.optimizer.overlap_grad_reduce:
-        outside = max(0.0, outside - last * 2 / 3)  # behind the backward pass of the last microbatch
+        outside = max(0.0, outside - last * 2 / 3)  # overlaps with the last microbatch's backward
     return StageTime(
         gemms, attention, elementwise, output, exchange, outside, optimizer_bytes / device.bandwidth
     )
@@ -270,10 +271,10 @@ def _stops_work(traffic: Traffic) -> bool:
 
 
 def exchange_time(settings: Settings, traffic: Traffic, device: Device) -> float:
-    """Seconds of one kind of exchange: what a rank sends, at the links of its group."""
+    """Seconds of one kind of exchange: bytes sent per rank over the rate of its group's links."""
     model = settings.model
     tp = model.tensor_model_parallel_size
-    # Ranks lie as Megatron-Core orders them: tensor, context, (expert,) data, pipeline.
+    # Megatron-Core's rank order: tensor, context, (expert,) data, pipeline.
     apart = {"tensor": 1, "expert tensor": 1, "context": tp, "expert": model.expert_tp, "data": tp,
              "expert data": model.expert_tp * model.expert_model_parallel_size, "amax": 1,
              "tensor and context": 1, "tensor and data": 1}  # fmt: skip
@@ -283,14 +284,14 @@ def exchange_time(settings: Settings, traffic: Traffic, device: Device) -> float
 
 @dataclass(frozen=True)
 class StepTime:
-    """An iteration by the roofline.
+    """Roofline of an iteration.
 
     Attributes:
-        seconds: of the whole iteration.
-        slowest: of the slowest stage, whose parts ``stage`` has.
+        seconds: the whole iteration.
+        slowest: the slowest stage, whose parts are in ``stage``.
         bubble: seconds in which stages wait for each other.
-        flops: of the model, over all ranks.
-        mfu: flops over what all ranks could do in BF16 in that time.
+        flops: FLOPs of the model, over all ranks.
+        mfu: flops relative to all ranks' BF16 peak over that time.
         tokens_per_second: over all ranks.
     """
 
@@ -304,7 +305,7 @@ class StepTime:
 
 
 def step_time(settings: Settings, plans: Plans, device: Device, optimizer_bytes: dict[int, int]) -> StepTime:
-    """The iteration's time; ``optimizer_bytes`` by stage."""
+    """The iteration's time; ``optimizer_bytes``: by stage."""
     chunks = settings.model.chunks()
     stages = {
         stage: of_stage_time(

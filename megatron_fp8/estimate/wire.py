@@ -1,8 +1,8 @@
-"""What a rank exchanges with others in an iteration, by collective: counted, not timed.
+"""Communication of a rank in an iteration, by collective: bytes and calls, no times.
 
-``bytes`` are those of the whole tensor that a collective is about: what an all-gather gives, what a reduce-scatter takes,
-what an all-reduce sums, what is sent to the next or previous stage. tests/functional/test_estimate.py counts the same in
-trainings.
+``bytes`` is the size of the whole tensor of a collective: the result of an all-gather, the input of a
+reduce-scatter or all-reduce, the tensor sent to the next or previous stage. tests/functional/test_estimate.py
+counts the same in trainings.
 """
 
 from __future__ import annotations
@@ -26,31 +26,36 @@ from .wire_linear import Call, Traffic, column, gathered_scales, row
 
 
 def of_stage(settings: Settings, chunks: list[Chunk], plans: Plans) -> list[Traffic]:
-    """The traffic of a rank of a pipeline stage in one iteration, one entry a kind; groups of one rank send nothing."""
-    return _by_kind(_all(settings, chunks, plans))
+    """The traffic of a pipeline stage's rank in one iteration, one entry per kind; none for groups of one rank."""
+    return _by_kind(_traffic(settings, chunks, plans))
 
 
 def _by_kind(traffic: Iterable[Traffic]) -> list[Traffic]:
     found: dict[tuple[str, str, str, int], Traffic] = {}
-    for one in traffic:
-        if one.ranks == 1 or not one.bytes:
+    for entry in traffic:
+        if entry.ranks == 1 or not entry.bytes:
             continue
-        key = (one.what, one.call, one.axis, one.ranks)
-        known = found.get(key)
-        if known is not None:
-            one = Traffic(
-                one.what, one.call, one.axis, one.ranks, one.bytes + known.bytes, one.calls + known.calls
+        key = (entry.what, entry.call, entry.axis, entry.ranks)
+        merged = found.get(key)
+        if merged is not None:
+            entry = Traffic(
+                entry.what,
+                entry.call,
+                entry.axis,
+                entry.ranks,
+                entry.bytes + merged.bytes,
+                entry.calls + merged.calls,
             )
-        found[key] = one
+        found[key] = entry
     return list(found.values())
 
 
-def _all(settings: Settings, chunks: list[Chunk], plans: Plans) -> Iterator[Traffic]:
+def _traffic(settings: Settings, chunks: list[Chunk], plans: Plans) -> Iterator[Traffic]:
     model = settings.model
     for chunk in chunks:
         yield from _gradients(settings, chunk, plans)
-        for one in _microbatch(settings, chunk, plans):
-            yield one * settings.microbatches
+        for entry in _microbatch(settings, chunk, plans):
+            yield entry * settings.microbatches
     yield from _iteration(settings, chunks, plans)
     if model.pipeline_model_parallel_size > 1:
         size = model.activation_bytes * settings.tokens // model.token_share * model.hidden_size
@@ -67,11 +72,11 @@ def _all(settings: Settings, chunks: list[Chunk], plans: Plans) -> Iterator[Traf
 
 
 def _gradients(settings: Settings, chunk: Chunk, plans: Plans) -> Iterator[Traffic]:
-    """Gradients of all data-parallel ranks, and with the distributed optimizer the parameters of all."""
+    """Gradients over data-parallel ranks, and parameters with the distributed optimizer."""
     distributed = settings.optimizer.use_distributed_optimizer
     shared = shares_gradient_buffer(settings)
     buffers = of_chunk_buffers(settings, chunk, plans)
-    # Dense parameters and experts have an optimizer each, and each one's step gathers all of the model's parameters
+    # Dense parameters and experts have separate optimizers. Each one's step gathers all of the model's parameters
     # (Megatron-Core 0.16, distrib_optimizer.py, step_with_ready_grads), unless the next forward does.
     gathers = 1 if settings.optimizer.overlap_param_gather else len({buffer.expert for buffer in buffers})
     for buffer in buffers:
@@ -90,7 +95,7 @@ def _gradients(settings: Settings, chunk: Chunk, plans: Plans) -> Iterator[Traff
 
 
 def _parameter_amaxes(buffer: Buffer, plans: Plans) -> int:
-    """Bytes of the amaxes that ranks with parts of a weight share (params/shards.py): one a block, and a count."""
+    """Bytes of the amaxes shared by ranks with parts of a weight (params/shards.py): one per block, and a count."""
     count = 0
     for bucket in buffer.buckets:
         for parameter, _ in bucket.places:
@@ -118,7 +123,7 @@ def _iteration(settings: Settings, chunks: list[Chunk], plans: Plans) -> Iterato
     if model.moe_router_enable_expert_bias:
         routers = sum(layer.experts for chunk in chunks for layer in chunk.every)
         counts, ranks = (
-            4 * routers * (model.num_moe_experts or 0),  # counts in float32
+            4 * routers * (model.num_moe_experts or 0),  # float32 counts
             settings.gpus // model.pipeline_model_parallel_size,
         )
         yield Traffic("tokens of each expert, for its bias", "all-reduce", "tensor and data", ranks, counts)
@@ -136,14 +141,14 @@ def _iteration(settings: Settings, chunks: list[Chunk], plans: Plans) -> Iterato
         slots[False] = slots.get(False, 0) + _slots(plans.output)
     for apart, count in slots.items():
         ranks = settings.gpus // model.pipeline_model_parallel_size
-        if apart:  # the ranks that hold the same experts, or parts of them
+        if apart:  # ranks with the same experts or parts of them
             ranks = group_size(settings, expert=True) * model.expert_tp
         if count:
             yield Traffic("amaxes of the iteration", "all-reduce", "amax", ranks, 4 * (2 * count + 2))
 
 
 def _slots(plan: SitePlan) -> int:
-    """Casts of a site that record: one a role, or two where its GEMMs want different ones."""
+    """Casts of a site that record amaxes: one per role, or two if its GEMMs need different casts."""
     count = 0
     for role, (one, other) in (
         ("input", ("fprop", "wgrad")),
@@ -169,7 +174,7 @@ def _microbatch(settings: Settings, chunk: Chunk, plans: Plans) -> Iterator[Traf
         for one in of_layer(settings, layer, plans):
             yield one * (2 if layer in again and one.what.endswith("forward") else 1)
     for _ in range(chunk.first + len(chunk.predicting)):
-        # Where learned positions are added, tokens are summed on all ranks and split afterwards.
+        # With learned positions, embeddings are summed over all ranks first and split afterwards.
         split = model.sequence_parallel and model.position_embedding_type != "learned_absolute"
         yield Traffic("embedding", "reduce-scatter" if split else "all-reduce", "tensor", tp, whole)
         if model.sequence_parallel:
@@ -180,7 +185,7 @@ def _microbatch(settings: Settings, chunk: Chunk, plans: Plans) -> Iterator[Traf
 
 
 def _output(settings: Settings, plans: Plans) -> Iterator[Traffic]:
-    """Of the output layer and the loss, for one of the tokens that are predicted at a position."""
+    """The output layer and the loss, for one predicted token per position."""
     model, tokens = settings.model, settings.tokens
     tp, whole = model.tensor_model_parallel_size, model.activation_bytes * tokens * model.hidden_size
     if plans.output.precision == "fp8":
@@ -198,16 +203,17 @@ def recomputed_layers(model: Model, chunk: Chunk) -> tuple[Layer, ...]:
     """Layers whose forward runs twice."""
     if model.recompute_granularity != "full":
         return ()
-    if model.recompute_method == "block":  # which leaves multi-token prediction out
+    if model.recompute_method == "block":  # excludes multi-token prediction
         return chunk.layers[: model.recompute_num_layers or 1]
     return chunk.every
 
 
 def of_layer(settings: Settings, layer: Layer, plans: Plans) -> Iterator[Traffic]:
-    """A layer's traffic for one microbatch, forward and backward; of multi-token prediction with its projection."""
+    """A layer's traffic for one microbatch, forward and backward; includes the projection of a multi-token prediction
+    layer."""
     model, tokens = settings.model, settings.tokens
     if layer.number is None:
-        yield from _joined(settings, plans, f"{layer.name.removesuffix('transformer_layer.')}eh_proj")
+        yield from _mtp_projection(settings, plans, f"{layer.name.removesuffix('transformer_layer.')}eh_proj")
     for one in projections(model):
         site = f"{layer.name}{one.name}"
         if one.row:
@@ -230,7 +236,7 @@ def of_layer(settings: Settings, layer: Layer, plans: Plans) -> Iterator[Traffic
         return
     yield from _balance(settings)
     times = 1 + ("moe" in recomputed_modules(model))
-    for traffic in _to_experts(settings, layer, plans):
+    for traffic in _expert_exchange(settings, layer, plans):
         yield traffic * (times if traffic.what.endswith("forward") else 1)
     if model.moe_shared_expert_intermediate_size:
         shared = f"{layer.name}mlp.shared_experts."
@@ -239,21 +245,21 @@ def of_layer(settings: Settings, layer: Layer, plans: Plans) -> Iterator[Traffic
 
 
 def _latent(settings: Settings, down: Projection) -> Iterator[Traffic]:
-    """Parts of a latent that ranks exchange, so that each has all columns of its tokens (mcore/patches/latent.py)."""
+    """Exchange of latent parts, so that each rank has all columns of its tokens (mcore/patches/latent.py)."""
     model, tokens = settings.model, settings.tokens
     tp, size = model.tensor_model_parallel_size, model.activation_bytes
     if not model.sequence_parallel:
         yield Traffic("latents, forward", "all-gather", "tensor", tp, size * tokens * down.n)
         yield Traffic("latents, backward", "all-reduce", "tensor", tp, size * tokens * down.rotary)
         return
-    for when in ("forward", "backward"):
-        yield Traffic(f"latents, {when}", "all-to-all", "tensor", tp, size * tokens * down.n // tp)
+    for direction in ("forward", "backward"):
+        yield Traffic(f"latents, {direction}", "all-to-all", "tensor", tp, size * tokens * down.n // tp)
     yield Traffic("latents, forward", "all-gather", "tensor", tp, size * tokens * down.rotary)
     yield Traffic("latents, backward", "reduce-scatter", "tensor", tp, size * tokens * down.rotary)
 
 
-def _joined(settings: Settings, plans: Plans, site: str) -> Iterator[Traffic]:
-    """Multi-token prediction's projection, of hidden states and tokens side by side; ranks gather its columns."""
+def _mtp_projection(settings: Settings, plans: Plans, site: str) -> Iterator[Traffic]:
+    """Multi-token prediction's projection of concatenated hidden states and embeddings; ranks gather its columns."""
     model = settings.model
     tp, whole = model.tensor_model_parallel_size, model.activation_bytes * settings.tokens * model.hidden_size
     yield from column(settings, plans, site, None, 2 * model.hidden_size)
@@ -263,7 +269,7 @@ def _joined(settings: Settings, plans: Plans, site: str) -> Iterator[Traffic]:
 
 
 def _balance(settings: Settings) -> Iterator[Traffic]:
-    """Tokens of each expert, which ranks add up for the auxiliary losses."""
+    """Token counts by expert, summed over ranks for the auxiliary losses."""
     model = settings.model
     near = model.tensor_model_parallel_size * model.context_parallel_size
     for loss in model.balancing_losses:
@@ -279,44 +285,52 @@ def _balance(settings: Settings) -> Iterator[Traffic]:
 
 
 def _sent_to_experts(model: Model, layer: Layer, plans: Plans, role: str) -> Cast | None:
-    """How tokens ('input'), or gradients of their sums ('grad_output'), are quantised before they are sent to experts."""
+    """The cast of tokens ('input'), or of gradients of their sums ('grad_output'), before they are sent to experts."""
     if not model.moe_fp8_dispatch:
         return None
     experts, linear = (
         f"{layer.name}mlp.experts.local_experts",
         "linear_fc1" if role == "input" else "linear_fc2",
     )
-    # All ranks send alike, and nothing but overrides tells experts apart.
+    # All ranks use the same cast, and experts differ by overrides only.
     count = (model.num_moe_experts or 0) if model.fp8_overrides else 1
     sites = [f"{experts}.{e}.{linear}" for e in range(count)]
     return sent_as([plans.of(site, layer.number) for site in sites], role)[0]
 
 
-def _to_experts(settings: Settings, layer: Layer, plans: Plans) -> Iterator[Traffic]:
-    """Each rank's tokens go to the ranks of their experts, with the router's weights, and come back; the gradients go the
-    other way. What a rank gets depends on the routing: these are the bytes that it has to send, and the mean of the rest.
-    """
+def _expert_exchange(settings: Settings, layer: Layer, plans: Plans) -> Iterator[Traffic]:
+    """Tokens and router weights sent to the ranks of their experts and back; gradients in reverse. What a rank receives
+    depends on the routing; the sizes are what it sends, which is the mean of what ranks receive."""
     model = settings.model
     sharded = settings.tokens // model.token_share
     ep, etp = model.expert_model_parallel_size, model.expert_tp
     routed = sharded * model.moe_router_topk
     plain, weights = routed * model.activation_bytes * model.hidden_size, routed * probability_bytes(model)
-    there = {"forward": plain, "backward": plain}
-    for when, role in (("forward", "input"), ("backward", "grad_output")):
+    bytes_to_experts = {"forward": plain, "backward": plain}
+    for direction, role in (("forward", "input"), ("backward", "grad_output")):
         if (cast := _sent_to_experts(model, layer, plans, role)) is not None:
-            there[when] = routed * model.hidden_size + gathered_scales(cast.rule, routed, model.hidden_size)
+            bytes_to_experts[direction] = routed * model.hidden_size + gathered_scales(
+                cast.rule, routed, model.hidden_size
+            )
     counts = 8 * (model.num_moe_experts or 0) * ep * etp
     yield Traffic("tokens of each expert, forward", "all-gather", "expert", ep * etp, counts)
-    for when in ("forward", "backward"):
+    for direction in ("forward", "backward"):
         yield Traffic(
-            f"tokens to experts, {when}", "all-to-all", "expert", ep, there[when] + weights + plain, 3
+            f"tokens to experts, {direction}",
+            "all-to-all",
+            "expert",
+            ep,
+            bytes_to_experts[direction] + weights + plain,
+            3,
         )
-    if etp > 1:  # experts that are cut: their ranks work on the tokens of all of them
+    if etp > 1:  # tensor-parallel experts: each rank processes the tokens of all ranks of the group
         exchanged: tuple[tuple[str, Call, int, int], ...] = (
-            ("forward", "all-gather", there["forward"] + weights, 2),
+            ("forward", "all-gather", bytes_to_experts["forward"] + weights, 2),
             ("forward", "reduce-scatter", plain, 1),
             ("backward", "reduce-scatter", plain + weights, 2),
-            ("backward", "all-gather", there["backward"], 1),
+            ("backward", "all-gather", bytes_to_experts["backward"], 1),
         )
-        for when, call, size, calls in exchanged:
-            yield Traffic(f"tokens of cut experts, {when}", call, "expert tensor", etp, size * etp, calls)
+        for direction, call, size, calls in exchanged:
+            yield Traffic(
+                f"tokens of cut experts, {direction}", call, "expert tensor", etp, size * etp, calls
+            )

@@ -19,13 +19,13 @@ class Traffic:
     """One kind of exchange.
 
     Attributes:
-        what: in words, the key of the estimate's ``wire``.
+        what: description; key in the estimate's ``wire``.
         call: the collective.
-        axis: the group: 'tensor', 'data', 'context', 'pipeline', 'expert', 'expert tensor', 'embedding', 'expert data',
-            'tensor and context', 'tensor and data', 'amax', 'verdict'.
-        ranks: in the group.
-        bytes: of the whole tensor, over an iteration.
-        calls: in an iteration.
+        axis: the group: 'tensor', 'data', 'context', 'pipeline', 'expert', 'expert tensor', 'embedding',
+            'expert data', 'tensor and context', 'tensor and data', 'amax', 'verdict'.
+        ranks: size of the group.
+        bytes: of the whole tensor, summed over an iteration.
+        calls: per iteration.
     """
 
     what: str
@@ -40,34 +40,34 @@ class Traffic:
 
     @property
     def sent(self) -> int:
-        """Bytes that a rank sends: by rings; directly, to the next or previous stage."""
+        """Bytes that a rank sends: in a ring, or directly to the next or previous stage."""
         if self.call == "send":
             return self.bytes
         return self.bytes * (self.ranks - 1) // self.ranks * (2 if self.call == "all-reduce" else 1)
 
     @property
     def messages(self) -> int:
-        """Messages that a rank sends for that: a ring's steps, two rounds of them for an all-reduce. By this rule alone:
-        libraries choose trees and other ways by size, and nobody counts them."""
+        """Messages that a rank sends: the steps of a ring, two rounds for an all-reduce. An assumption: libraries also
+        use trees and other algorithms, depending on the size."""
         if self.call == "send":
             return self.calls
         return self.calls * (self.ranks - 1) * (2 if self.call == "all-reduce" else 1)
 
 
 def column(settings: Settings, plans: Plans, site: str, layer: int | None, width: int) -> Iterator[Traffic]:
-    """A linear that is cut by output features: its input [tokens, width] is gathered, twice, and its gradient summed."""
-    yield from _repeated(settings, site, _column(settings, plans, site, layer, width))
+    """A column-parallel linear: its input [tokens, width] is gathered twice, and its input gradient is summed."""
+    yield from _with_recompute(settings, site, _column(settings, plans, site, layer, width))
 
 
 def row(settings: Settings, plans: Plans, site: str, layer: int | None) -> Iterator[Traffic]:
-    """A linear that is cut by input features: its output is summed, and the gradient of that gathered."""
-    yield from _repeated(settings, site, _row(settings, plans, site, layer))
+    """A row-parallel linear: its output is summed, and its output gradient is gathered."""
+    yield from _with_recompute(settings, site, _row(settings, plans, site, layer))
 
 
-def _repeated(settings: Settings, site: str, traffic: Iterator[Traffic]) -> Iterator[Traffic]:
+def _with_recompute(settings: Settings, site: str, traffic: Iterator[Traffic]) -> Iterator[Traffic]:
     again = runs_again(settings.model, site)
-    for one in traffic:
-        yield one * 2 if again and one.what.endswith("forward") else one
+    for entry in traffic:
+        yield entry * 2 if again and entry.what.endswith("forward") else entry
 
 
 def _column(settings: Settings, plans: Plans, site: str, layer: int | None, width: int) -> Iterator[Traffic]:
@@ -79,15 +79,15 @@ def _column(settings: Settings, plans: Plans, site: str, layer: int | None, widt
         return
     plan = plans.of(site, layer)
     rowwise, columnwise = two_rules(plan, "input", "fprop", "wgrad")
-    kept = kept_rule(settings, plans, site, layer, tokens // tp)
+    saved_rule = kept_rule(settings, plans, site, layer, tokens // tp)
     if rowwise is not None and aligned(rowwise, tokens // tp):
         codes = tokens * width + gathered_scales(rowwise, tokens, width)
         yield Traffic("activations, forward", "all-gather", "tensor", tp, codes, _calls(rowwise, False))
     else:
         yield Traffic("activations, forward", "all-gather", "tensor", tp, whole)
-    if kept is not None:
-        codes = tokens * width + gathered_scales(kept, tokens, width, by_column=True)
-        yield Traffic("activations, backward", "all-gather", "tensor", tp, codes, _calls(kept, True))
+    if saved_rule is not None:
+        codes = tokens * width + gathered_scales(saved_rule, tokens, width, by_column=True)
+        yield Traffic("activations, backward", "all-gather", "tensor", tp, codes, _calls(saved_rule, True))
     else:
         yield Traffic("activations, backward", "all-gather", "tensor", tp, whole)
     for rule in dict.fromkeys((rowwise, columnwise)):
@@ -129,14 +129,14 @@ def _row(settings: Settings, plans: Plans, site: str, layer: int | None) -> Iter
 
 
 def aligned(rule: Rule, tokens: int) -> bool:
-    """Whether a shard of so many tokens holds whole blocks, so that its codes may be gathered."""
+    """Whether a shard of ``tokens`` tokens contains whole blocks, so that its codes can be gathered."""
     granularity: Granularity = rule.granularity
     block = max(granularity.rows, granularity.cols)
     return granularity.is_tensor or granularity.cols == 0 or tokens % block == 0
 
 
 def gathered_scales(rule: Rule, tokens: int, width: int, *, by_column: bool = False) -> int:
-    """Bytes of the scales that travel beside the codes of [tokens, width]; none where the ranks share them."""
+    """Bytes of the scales gathered with the codes of [tokens, width]; 0 if ranks share the scales."""
     if rule.granularity.is_tensor or (by_column and rule.granularity.cols == 0):
         return 0
     return side_scales(rule, width, tokens) if by_column else side_scales(rule, tokens, width)
@@ -147,13 +147,13 @@ def _calls(rule: Rule, by_column: bool) -> int:
 
 
 def _shared_amaxes(
-    rule: Rule, tokens: int, width: int, sides: tuple[bool, bool], tp: int, when: str
+    rule: Rule, tokens: int, width: int, sides: tuple[bool, bool], tp: int, direction: str
 ) -> Iterator[Traffic]:
-    """Amaxes that shards of tokens share before a cast: one a tensor (delayed scaling has them already), or of the
-    columnwise side one a column."""
+    """Amaxes that shards of tokens share before a cast: one per tensor (none for delayed scaling), or one per column of
+    the columnwise side."""
     granularity = rule.granularity
     if granularity.is_tensor:
         if not rule.delayed:
-            yield Traffic(f"amaxes of shards, {when}", "all-reduce", "tensor", tp, 4)
+            yield Traffic(f"amaxes of shards, {direction}", "all-reduce", "tensor", tp, 4)
     elif granularity.cols == 0 and sides[1]:
-        yield Traffic(f"amaxes of shards, {when}", "all-reduce", "tensor", tp, 4 * width)
+        yield Traffic(f"amaxes of shards, {direction}", "all-reduce", "tensor", tp, 4 * width)

@@ -1,9 +1,10 @@
-"""Which models are known, and which tensor of Hugging Face's is which of Megatron-Core's. Data; nothing is computed here.
+"""Supported model families, and tensor name mappings from Hugging Face to Megatron-Core.
 
-The families are one model with options: RMSNorm before attention and MLP, rotary positions, SwiGLU. Attention has
-grouped queries: Qwen2 adds a bias to the query, key and value projections, Qwen3 a norm over each head's query and key;
-or, in DeepSeek-V3, latents. Mixtral, Qwen3-MoE and DeepSeek-V3 have experts in the MLP's place, in all layers or some;
-DeepSeek-V3 also experts that see every token, and layers that predict further tokens.
+Data only. All families are one model with options: RMSNorm before attention and MLP, rotary positions,
+SwiGLU. Attention has grouped queries: Qwen2 adds a bias to the query, key and value projections, Qwen3 a norm
+of each head's query and key. DeepSeek-V3 has latent attention. Mixtral, Qwen3-MoE and DeepSeek-V3 have
+experts instead of the MLP, in all layers or some; DeepSeek-V3 also has shared experts and multi-token
+prediction layers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """How a family calls its experts: the module in a layer, and each expert's gate, up and down projection."""
+    """A family's names for experts: the module in a layer, and each expert's gate, up and down projection."""
 
     block: str
     projections: tuple[str, str, str]
@@ -26,17 +27,17 @@ class Architecture:
     """A model family.
 
     Attributes:
-        name: as `architectures` in config.json has it.
-        model_type: as `model_type` there.
+        name: `architectures` in config.json.
+        model_type: `model_type` in config.json.
         qkv_bias: the query, key and value projections have a bias.
-        qk_norm: queries and keys are normalised, head by head.
-        head_dim: of a config.json that does not give it; None: hidden size / heads.
-        rope_theta, rms_norm_eps: of a config.json that does not give them.
-        sliding_window: of a config.json that does not name it, not even as null; None: it attends to all tokens.
-        experts: the names of its experts; None: it is dense.
-        latent: attention has latents of queries, keys and values.
-        fused: a directory's tensors -> the modules that their rows are made of, in a layer; such a family is read, and
-            written as another that computes the same.
+        qk_norm: queries and keys are normalised per head.
+        head_dim: default if config.json has none; None: hidden size / heads.
+        rope_theta, rms_norm_eps: defaults if config.json has none.
+        sliding_window: default if config.json has no such field, not even null; None: full attention.
+        experts: names of its experts; None: a dense model.
+        latent: latent attention (queries, keys and values from latents).
+        fused: fused tensors of a directory -> the modules whose rows they contain, per layer. Such a family
+            can be read; it is written as an equivalent family.
     """
 
     name: str
@@ -52,9 +53,11 @@ class Architecture:
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def computes_as(self, other: Architecture) -> bool:
-        """Whether models of both are the same but for what a config.json leaves out, tensor by tensor."""
-        mine, theirs = ((a.qkv_bias, a.qk_norm, a.experts, a.latent, a.fused) for a in (self, other))
-        return mine == theirs
+        """Whether the two families compute the same, apart from defaults of config.json."""
+        own_fields, other_fields = (
+            (a.qkv_bias, a.qk_norm, a.experts, a.latent, a.fused) for a in (self, other)
+        )
+        return own_fields == other_fields
 
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
@@ -87,33 +90,33 @@ ARCHITECTURES = {
     )
 }
 
-"""By name. Of families that compute the same, the first is what a run is exported as, unless it came as another."""
+"""Families by name. Of equivalent families, the first is the default for exports of runs not imported from another."""
 
 _SCALED = "it multiplies embeddings by the root of hidden_size, which Megatron-Core does not"
 REFUSED = {
     "GemmaForCausalLM": _SCALED,
     "Gemma2ForCausalLM": f"{_SCALED}, and it bounds scores and logits by tanh",
     "Gemma3ForCausalLM": f"{_SCALED}, and most of its layers attend to a window, with frequencies of their own",
-    "Gemma3ForConditionalGeneration": f"{_SCALED}, and it reads pictures",
+    "Gemma3ForConditionalGeneration": f"{_SCALED}, and it takes images",
     "PhiForCausalLM": "its attention and MLP read the same input, side by side, and Megatron-Core's one after the other",
-    "Qwen2MoeForCausalLM": "its expert that every token sees has a gate, and which layers have experts is said otherwise",
+    "Qwen2MoeForCausalLM": "its shared expert has a gate, and its config lists layers with experts differently",
     "DeepseekV2ForCausalLM": "its router is another one",
 }
-"""Families that are asked for, and why they are not here."""
+"""Unsupported families that users request, with the reason."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a checkpoint and what it is made of.
+    """One tensor of a checkpoint, and its parts.
 
     Attributes:
-        megatron: its name; of a layer's tensor without `decoder.layers.N.`.
-        parts: Hugging Face's names, in the order in which they are fused; of a layer's without `model.layers.N.`.
-        shape: names of its sizes (shapes.py); of the rows of queries, keys and values together, `qkv`.
+        megatron: its name; for a layer's tensor without `decoder.layers.N.`.
+        parts: Hugging Face names in the order of fusion; for a layer's tensor without `model.layers.N.`.
+        shape: names of its sizes (shapes.py); `qkv` for the fused rows of queries, keys and values.
         vocabulary: its rows are padded.
-        copy: the directory holds the tensor a second time, under this name.
-        as_stored: its dtype is its own, whatever the model computes in.
-        site: the linear whose weight it is, or a part of it; None: it is no linear's, or of one that is never FP8.
+        copy: second name under which the directory stores the same tensor.
+        as_stored: it has its own dtype, independent of the model's.
+        site: the linear whose weight it is or belongs to; None: not a linear's, or never in FP8.
     """
 
     megatron: str
@@ -126,17 +129,18 @@ class Entry:
 
     @property
     def qkv(self) -> bool:
-        """Queries, keys and values of each group of heads lie together (layout.py)."""
+        """Whether queries, keys and values are interleaved by group of heads (layout.py)."""
         return self.shape[0] == "qkv"
 
     @property
     def turned(self) -> bool:
-        """The last rows of each head make what rotary positions turn, in latent attention."""
+        """Whether the last rows of each head produce rotary channels, in latent attention."""
         return self.shape[0] in ("queries", "kv_rank_and_rope")
 
 
 def _weight(site: str, part: str, rows: str, cols: str, half: str = "") -> Entry:
-    """The weight of a linear. A checkpoint keeps the halves of a gated MLP's first projection apart: _w is the gate's."""
+    """The weight of a linear. A checkpoint stores the halves of a gated MLP's first projection separately; _w is the
+    gate's."""
     return Entry(f"{site}.weight{half}", (f"{part}.weight",), (rows, cols), site=site)
 
 
@@ -145,7 +149,7 @@ def _norm(megatron: str, part: str, size: str = "hidden") -> Entry:
 
 
 def _gated(ours: str, theirs: str, names: tuple[str, str, str], size: str) -> tuple[Entry, ...]:
-    """A gated MLP of `size` channels."""
+    """A gated MLP with `size` channels."""
     gate, up, down = (f"{theirs}.{name}" for name in names)
     return (
         _weight(f"{ours}.linear_fc1", gate, size, "hidden", "_w"),
@@ -175,7 +179,7 @@ _QK_NORM = tuple(
     _norm(f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm", "head_dim") for part in "qk"
 )
 
-# Latent attention: queries from a latent of their own, or from the hidden state.
+# Latent attention: queries from their own latent or from the hidden state.
 _QUERY_LATENT = (
     _weight("self_attention.linear_q_down_proj", "self_attn.q_a_proj", "q_rank", "hidden"),
     _norm("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm", "q_rank"),
@@ -191,11 +195,11 @@ _LATENT = (
     _weight("self_attention.linear_proj", "self_attn.o_proj", "hidden", "values"),
 )
 
-# Multi-token prediction's layer, beside the decoder layer in it.
+# A multi-token prediction layer, besides its decoder layer.
 _NEXT_TOKEN = (
     _norm("enorm.weight", "enorm"),
     _norm("hnorm.weight", "hnorm"),
-    # DeepSeek's own directories, and the engines that read them, have it in high precision.
+    # DeepSeek's directories, and inference engines, have it in high precision.
     Entry("eh_proj.weight", ("eh_proj.weight",), ("hidden", "two_hidden")),
     _norm("final_layernorm.weight", "shared_head.norm"),
 )
@@ -205,7 +209,7 @@ _NEXT_TOKEN = (
 
 
 def entries(architecture: Architecture, section: dict[str, Any]) -> Iterator[Entry]:
-    """Every tensor of a model, with full names, in the order of the forward pass.
+    """All tensors of a model, with full names, in forward order.
 
     Args:
         section: the model section of a run (config.py).
@@ -214,25 +218,25 @@ def entries(architecture: Architecture, section: dict[str, Any]) -> Iterator[Ent
     layers = section["num_layers"]
     for number, has_experts in enumerate(layers_of_experts(section)):
         of_layer = _layer(architecture, section, has_experts)
-        yield from _placed(of_layer, f"decoder.layers.{number}.", f"model.layers.{number}.")
+        yield from _with_full_names(of_layer, f"decoder.layers.{number}.", f"model.layers.{number}.")
     yield FINAL_NORM
     if not section.get("share_embeddings_and_output_weights"):
         yield HEAD
     for number in range(section.get("mtp_num_layers") or 0):
         theirs = f"model.layers.{layers + number}."
         yield replace(EMBEDDING, parts=(f"{theirs}embed_tokens.weight",), copy=True)
-        yield from _placed(_NEXT_TOKEN, f"mtp.layers.{number}.", theirs)
+        yield from _with_full_names(_NEXT_TOKEN, f"mtp.layers.{number}.", theirs)
         of_layer = _layer(architecture, section, layers_of_experts(section)[-1])
-        yield from _placed(of_layer, f"mtp.layers.{number}.transformer_layer.", theirs)
+        yield from _with_full_names(of_layer, f"mtp.layers.{number}.transformer_layer.", theirs)
         head = EMBEDDING if section.get("share_embeddings_and_output_weights") else HEAD
         yield replace(head, parts=(f"{theirs}shared_head.head.weight",), copy=True)
 
 
 def fused_rows(architecture: Architecture, shapes: Mapping[str, list[int]]) -> dict[str, dict[str, int]]:
-    """Names of a directory's fused weights -> the weights in them, and how many rows each has.
+    """Name of a fused weight in a directory -> its parts, with the number of rows of each.
 
     Args:
-        shapes: of all weights, taken apart, by Hugging Face's names.
+        shapes: shapes of all separate weights, by Hugging Face name.
     """
     found: dict[str, dict[str, int]] = {}
     for fused, modules in architecture.fused.items():
@@ -244,7 +248,7 @@ def fused_rows(architecture: Architecture, shapes: Mapping[str, list[int]]) -> d
 
 
 def gemms(listed: list[Entry]) -> dict[str, tuple[str, ...]]:
-    """Megatron-Core's name of every linear in the layers, and the ones of Hugging Face's that it multiplies at once."""
+    """Megatron-Core's name of each linear in the layers -> the Hugging Face linears of the same GEMM."""
     found: dict[str, tuple[str, ...]] = {}
     for entry in listed:
         if entry.site is not None:
@@ -254,14 +258,14 @@ def gemms(listed: list[Entry]) -> dict[str, tuple[str, ...]]:
 
 
 def fused_latents(sites: dict[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Of ``gemms``: both projections to latents of each attention, which vLLM multiplies as one."""
+    """From ``gemms``: both projections to latents of each attention, which vLLM fuses."""
     names = {part for parts in sites.values() for part in parts}
     queries = [name.removesuffix(".q_a_proj") for name in names if name.endswith(".q_a_proj")]
     return [(f"{attention}.q_a_proj", f"{attention}.kv_a_proj_with_mqa") for attention in sorted(queries)]
 
 
 def never_fp8(listed: list[Entry]) -> list[str]:
-    """Hugging Face's names of the linears in the layers that no format quantises: routers, and eh_proj."""
+    """Hugging Face names of linears in the layers that no format quantises: routers, and eh_proj."""
     matrices = [
         entry for entry in listed if len(entry.shape) == 2 and not entry.vocabulary and entry.site is None
     ]
@@ -269,13 +273,13 @@ def never_fp8(listed: list[Entry]) -> list[str]:
 
 
 def layers_of_experts(section: dict[str, Any]) -> list[bool]:
-    """For each layer, whether it has experts: Megatron-Core's moe_layer_freq, a list or the distance of such layers."""
+    """For each layer, whether it has experts. Interprets Megatron-Core's moe_layer_freq: a list, or the period."""
     layers, frequency = section["num_layers"], section.get("moe_layer_freq") or 1
     if not section.get("num_moe_experts"):
         return [False] * layers
     if isinstance(frequency, int):
         return [number % frequency == 0 for number in range(layers)]
-    return [bool(each) for each in frequency]
+    return [bool(is_moe) for is_moe in frequency]
 
 
 def _layer(architecture: Architecture, section: dict[str, Any], has_experts: bool) -> list[Entry]:
@@ -289,7 +293,7 @@ def _layer(architecture: Architecture, section: dict[str, Any], has_experts: boo
             *([_QKV_BIAS] if architecture.qkv_bias else ()),
             *(_QK_NORM if architecture.qk_norm else ()),
         ]
-        # Megatron-Core stores these norms under the name of the linear that follows, as if fused into it.
+        # Megatron-Core names these norms after the next linear, as if fused into it.
         norms = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
     return [
         _norm(norms[0], "input_layernorm"),
@@ -300,7 +304,7 @@ def _layer(architecture: Architecture, section: dict[str, Any], has_experts: boo
 
 
 def _experts(architecture: Architecture, section: dict[str, Any]) -> Iterator[Entry]:
-    """Router, experts and the expert that sees every token. A site is numbered as on one rank that has all experts."""
+    """Router, experts and shared expert. Site numbers are those of one rank with all experts."""
     assert architecture.experts is not None
     block, names = architecture.experts.block, architecture.experts.projections
     yield Entry("mlp.router.weight", (f"{block}.gate.weight",), ("experts", "hidden"))
@@ -316,7 +320,7 @@ def _experts(architecture: Architecture, section: dict[str, Any]) -> Iterator[En
         yield from _gated("mlp.shared_experts", f"{block}.shared_experts", names, "shared_ffn")
 
 
-def _placed(of_layer: list[Entry] | tuple[Entry, ...], ours: str, theirs: str) -> Iterator[Entry]:
+def _with_full_names(of_layer: list[Entry] | tuple[Entry, ...], ours: str, theirs: str) -> Iterator[Entry]:
     """A layer's tensors with full names."""
     for entry in of_layer:
         yield replace(

@@ -1,7 +1,8 @@
-"""128x128 block scales of imported weights: kept in a checkpoint for the export.
+"""128x128 block scales of imported weights, stored in a checkpoint for a later export.
 
-A weight comes in decoded, and its scales beside it, where its codes follow from both (params/block_codes.py). It goes
-out with the bytes that it came with, until training changes it: checkpoints of training have no such scales.
+An imported weight is decoded. If its codes can be recomputed from weight and scales, the scales are stored
+with it (params/block_codes.py). An export then restores the original bytes, unless training has changed the
+weight: training checkpoints have no such scales.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from .source import Source
 def block_scales(
     entry: Entry, tensors: Tensors, section: dict[str, Any], moved: bool = False
 ) -> tuple[torch.Tensor | None, dict[str, str]]:
-    """The scales of a checkpoint's tensor, float32 [rows / 128, cols / 128], rounded up, or None if it has none to keep;
-    and, if parts have scales of blocks and do not keep them, why, by their names.
+    """Block scales of a checkpoint's tensor, float32 [rows / 128, cols / 128], rounded up, or None if there
+    are none to store; and, if parts have block scales that cannot be stored, the reasons by name.
 
-    Of queries, keys and values they are the fused matrix's, whose heads must be whole blocks.
+    For queries, keys and values these are the fused matrix's scales; heads must consist of whole blocks.
 
     Args:
-        moved: rows of several blocks come together in it.
+        moved: rows of several blocks are mixed.
     """
     found = {name: _scale(name, tensors) for name in entry.parts}
     scales = [scale for scale in found.values() if isinstance(scale, torch.Tensor)]
@@ -50,15 +51,16 @@ def block_scales(
 
 
 def _scale(name: str, tensors: Tensors) -> torch.Tensor | str | None:
-    """A part's scales, if they are float32 for blocks, and its codes follow from them and from the decoded weight; if
-    not, why; None if it has no scales of blocks.
+    """A part's scales, if they are float32 block scales and its codes follow from them and the decoded
+    weight; otherwise the reason; None if it has no block scales.
 
-    They do where products are normal, as `check_scale` asks: such a one and the quotient are each off by 2^-24 of itself.
+    Codes can be recomputed if products are normal numbers, which `check_scale` ensures: product and quotient
+    each have a relative error of at most 2^-24.
     """
-    beside = scale_name(name, tensors.names())
-    if beside is None or not beside.endswith("_scale_inv"):
+    scale_key = scale_name(name, tensors.names())
+    if scale_key is None or not scale_key.endswith("_scale_inv"):
         return None
-    scale, blocks = tensors[beside], [-(-size // BLOCK) for size in tensors.shape(name)]
+    scale, blocks = tensors[scale_key], [-(-size // BLOCK) for size in tensors.shape(name)]
     if scale.dtype != torch.float32:
         return f"its scales are {scale.dtype}, and not float32"
     if list(scale.shape) != blocks:
@@ -68,23 +70,23 @@ def _scale(name: str, tensors: Tensors) -> torch.Tensor | str | None:
 
 
 def _blocks(section: dict[str, Any]) -> Heads | None:
-    """Sizes of attention in rows of blocks; None where blocks are not whole in a head."""
+    """Attention sizes in rows of blocks; None if a head does not consist of whole blocks."""
     heads = heads_of(section)
     if heads.head_dim % BLOCK:
         return None
     return Heads(heads.heads, heads.groups, heads.head_dim // BLOCK)
 
 
-# ------------------------------------------------------------------------------------------------------------- going out
+# ------------------------------------------------------------------------------------------------------------- export
 
 
 def came_as_blocks(source: Source, entry: Entry) -> bool:
-    """Whether the scales of a checkpoint's tensor are there."""
+    """Whether the checkpoint stores block scales for this tensor."""
     return scales_key(entry.megatron) in source.metadata.state_dict_metadata
 
 
 def came_in_high_precision(source: Source, listed: list[Entry]) -> set[str]:
-    """Linears of a directory in blocks that were not in blocks there; none of a checkpoint that has no such scales."""
+    """Linears that were not in blocks in a block-FP8 directory; none if the checkpoint has no such scales."""
     if not source.origin.was_in_blocks and not any(came_as_blocks(source, entry) for entry in listed):
         return set()
     stored = source.metadata.state_dict_metadata
@@ -93,7 +95,7 @@ def came_in_high_precision(source: Source, listed: list[Entry]) -> set[str]:
         for entry in listed
         if entry.site is not None
         and (
-            stored[entry.megatron].properties.dtype == torch.bfloat16  # what is decoded is float32
+            stored[entry.megatron].properties.dtype == torch.bfloat16  # decoded weights are float32
             or source.origin.dtype(entry.megatron) is not None
         )
     ]
@@ -101,7 +103,8 @@ def came_in_high_precision(source: Source, listed: list[Entry]) -> set[str]:
 
 
 def as_it_came(source: Source, entry: Entry, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Codes and scales by name, byte for byte those of the directory, of the parts of a checkpoint's tensor.
+    """Codes and scales by name, byte-identical to the imported directory, for the parts of a checkpoint's
+    tensor.
 
     Args:
         parts: by name, in the checkpoint's dtype.

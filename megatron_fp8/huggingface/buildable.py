@@ -1,6 +1,6 @@
-"""A check before an import: can training build this model?
+"""Checks before an import that training can build this model.
 
-It is asked before terabytes are written, and answered in config.json's words.
+So an unsupported model fails before terabytes are written, and the message uses config.json's names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from .architectures import Architecture
 from .mixture import names_of_experts
 
-# A model section's names -> config.json's, where they differ.
+# Names in a model section -> names in config.json, if different.
 _NAMES = {
     "num_layers": "num_hidden_layers",
     "ffn_hidden_size": "intermediate_size",
@@ -30,30 +30,33 @@ _NAMES = {
     "moe_router_topk_scaling_factor": "routed_scaling_factor",
     "mtp_num_layers": "num_nextn_predict_layers",
 }
-# Remedies for whoever writes a config; a model that is there has the values that it has.
+# Remedies that change the config, which an existing model does not allow.
 _REMEDY = re.compile(r"(: change it, or leave it \S+|\. Change one of them|: change one of them.*)\.$")
 
 
 def check_buildable(run: dict[str, Any], architecture: Architecture) -> None:
-    """Raise ValueError unless `megatron-fp8 train` takes the run's config, as far as no data are needed for it.
+    """Raises ValueError unless `megatron-fp8 train` accepts the run's config, as far as can be checked
+    without data.
 
     Args:
-        run: config.yaml's content.
+        run: content of config.yaml.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # libraries', and what training will say of its own
+            warnings.simplefilter("ignore")  # of libraries, and those that training will repeat
             from ..train.config.model_section import transformer_config
             from ..train.restore import run_of_values
 
             transformer_config(run_of_values(run, []).model)
     except ValueError as error:
-        said = _in_words_of_the_directory(str(error), architecture)
-        raise ValueError(f"config.json describes a model that Megatron-Core cannot build: {said}.") from error
+        message = _with_config_json_names(str(error), architecture)
+        raise ValueError(
+            f"config.json describes a model that Megatron-Core cannot build: {message}."
+        ) from error
 
 
-def _in_words_of_the_directory(said: str, architecture: Architecture) -> str:
+def _with_config_json_names(message: str, architecture: Architecture) -> str:
     names = {**_NAMES, **names_of_experts(architecture)}
     ours = "|".join(sorted(names, key=len, reverse=True))
-    said = re.sub(rf"\b({ours})\b", lambda found: names[found[1]], _REMEDY.sub("", said))
-    return said.replace("model.", "").rstrip(".")
+    message = re.sub(rf"\b({ours})\b", lambda found: names[found[1]], _REMEDY.sub("", message))
+    return message.replace("model.", "").rstrip(".")

@@ -1,4 +1,4 @@
-"""What stands beside the tensors: config.json, generation_config.json and the tokenizer's files."""
+"""Files besides the tensors: config.json, generation_config.json and the tokenizer's files."""
 
 from __future__ import annotations
 
@@ -19,46 +19,45 @@ def describe(
     """config.json of a checkpoint's model, without its number format.
 
     Args:
-        like: a directory of the same model, whose other fields are taken over.
-        vocab_size, positions: other than the directory's or the run's.
+        like: a directory of the same model, from which other fields are copied.
+        vocab_size, positions: override those of the directory or the run.
 
-    Raises ValueError: no known family computes what the model does, the directory is of another model, or a size is not
-    known.
+    Raises ValueError: no family computes the same, the directory is of another model, or a size is unknown.
     """
     section = source.section
-    given = read_json(like / CONFIG) if like else {}
+    fields = read_json(like / CONFIG) if like else {}
     for name in ("quantization_config", "compression_config"):
-        given.pop(name, None)
-    given.pop("auto_map", None)  # code that is not exported
+        fields.pop(name, None)
+    fields.pop("auto_map", None)  # its code is not exported
     tokenizer = None if like else _tokenizer(source)
-    vocab_size = vocab_size or given.get("vocab_size") or section.get("vocab_size")
+    vocab_size = vocab_size or fields.get("vocab_size") or section.get("vocab_size")
     if vocab_size is None and tokenizer is not None:
         vocab_size = tokenizer.vocab_size
-    positions = positions or given.get("max_position_embeddings") or stretched_length(section)
+    positions = positions or fields.get("max_position_embeddings") or stretched_length(section)
     positions = positions or source.run.get("train", {}).get("seq_length")
     if vocab_size is None or positions is None:
         missing = "--vocab-size" if vocab_size is None else "--max-position-embeddings"
-        raise ValueError(f"{str(source.folder)!r} does not say it: give {missing}=NUMBER.")
-    family = (given.get("architectures") or [None])[0]
+        raise ValueError(f"{str(source.folder)!r} does not have it: give {missing}=NUMBER.")
+    family = (fields.get("architectures") or [None])[0]
     ours = hf_config(section, vocab_size, positions, family)
     if like:
-        _check_like(ours, given, like)
-        given.pop("dtype", None)  # newer files have it for torch_dtype
+        _check_like(ours, fields, like)
+        fields.pop("dtype", None)  # new name of torch_dtype
     elif tokenizer is not None:
-        # Readers would fill in their family's first token where documents have none.
+        # Otherwise readers use their family's default first token, and these documents have none.
         first = tokenizer.start[0] if tokenizer.start else None
         ours |= {"bos_token_id": first, "eos_token_id": tokenizer.eod}
-    return {**given, **ours, "torch_dtype": str(source.dtype).removeprefix("torch.")}
+    return {**fields, **ours, "torch_dtype": str(source.dtype).removeprefix("torch.")}
 
 
 def _check_like(ours: dict[str, Any], like: dict[str, Any], folder: Path) -> None:
-    """ValueError if the directory is of a model that computes something else."""
+    """Raises ValueError if the directory's model computes something else."""
     theirs = hf_config(
         model_section(like), like["vocab_size"], ours["max_position_embeddings"], ours["architectures"][0]
     )
     for name, value in theirs.items():
         if name == "num_nextn_predict_layers":
-            continue  # a directory need not have the tensors that its config tells of
+            continue  # a directory may lack tensors that its config announces
         if ours[name] != value:
             raise ValueError(
                 f"--like={str(folder)!r} is of another model: {name} is {value!r} there and {ours[name]!r} in the "
@@ -67,7 +66,8 @@ def _check_like(ours: dict[str, Any], like: dict[str, Any], folder: Path) -> Non
 
 
 def _tokenizer(source: Source) -> Tokenizer | None:
-    """The tokenizer of the run, if it is known; without a file it is bytes. ValueError if the file has changed since."""
+    """The run's tokenizer if known; without a file the tokens are bytes. Raises ValueError if the file has changed
+    since."""
     if source.run.get("data") is None:
         return None
     tokenizer = load_tokenizer(_tokenizer_file(source))
@@ -84,24 +84,30 @@ def _tokenizer_file(source: Source) -> str | None:
 
 
 def write_companions(folder: Path, source: Source, config: dict[str, Any], like: Path | None) -> None:
-    """Write config.json, and generation config and tokenizer: those of the directory `like`, else the run's."""
+    """Write config.json, generation config and tokenizer, from the directory `like` or the run."""
     write_json(folder / CONFIG, config)
     tokenizer = _tokenizer_file(source)
-    home = like or (Path(tokenizer).parent if tokenizer else None)
-    if like and (given := find_file(like, GENERATION)):
-        shutil.copyfile(given, folder / GENERATION)
+    tokenizer_folder = like or (Path(tokenizer).parent if tokenizer else None)
+    if like and (defaults := find_file(like, GENERATION)):
+        shutil.copyfile(defaults, folder / GENERATION)
     else:
         names = ["bos_token_id", "eos_token_id"]
         special = {name: config[name] for name in names if name in config}
-        has_own = home and find_file(home, GENERATION)  # of a chat model, whose turns end with other tokens
-        own = read_json(home / GENERATION) if home and has_own else {"_from_model_config": True}
+        has_own = tokenizer_folder and find_file(
+            tokenizer_folder, GENERATION
+        )  # a chat model, which has other end tokens
+        own = (
+            read_json(tokenizer_folder / GENERATION)
+            if tokenizer_folder and has_own
+            else {"_from_model_config": True}
+        )
         write_json(folder / GENERATION, {**special, **own})
-    if home is None:  # tokens are bytes, which no tokenizer file says
+    if tokenizer_folder is None:  # tokens are bytes, without a tokenizer file
         return
     if tokenizer and not like:
         shutil.copyfile(tokenizer, folder / "tokenizer.json")
     for name in TOKENIZER_FILES:
-        if not (folder / name).exists() and (file := find_file(home, name)):
+        if not (folder / name).exists() and (file := find_file(tokenizer_folder, name)):
             shutil.copyfile(file, folder / name)
     if not like and not (folder / "tokenizer_config.json").exists():
         end = _token(folder / "tokenizer.json", config["eos_token_id"])
@@ -110,7 +116,7 @@ def write_companions(folder: Path, source: Source, config: dict[str, Any], like:
 
 
 def _token(tokenizer: Path, number: int) -> str | None:
-    """How a tokenizers file writes an id; None if it does not have it."""
+    """Text of a token id in a tokenizers file; None if missing."""
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
     return HuggingFaceTokenizer.from_file(str(tokenizer)).id_to_token(number)

@@ -1,8 +1,8 @@
-"""config.json and the model section of a run's config, each from the other.
+"""Converts between config.json and the model section of a run's config.
 
-Both directions refuse what the other side cannot say, by the name and value of the field: a model that is exported or
-imported computes the same function, or it is not exported or imported. Experts, latent attention and rotary positions
-have files of their own (mixture.py, latent.py, rotary.py).
+Both directions reject what the other side cannot express, by name and value of the field: an exported or
+imported model computes the same function, or the conversion fails. Experts, latent attention and rotary
+positions have separate modules (mixture.py, latent.py, rotary.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .mixture import check_experts, experts_config, experts_section
 from .rotary import rotary_config, rotary_section
 
 VOCABULARY_MULTIPLE = 128
-"""Rows of an imported vocabulary are padded to a multiple of this, which most tensor-parallel sizes divide."""
+"""An imported vocabulary is padded to a multiple of this; most tensor-parallel sizes divide it."""
 
-# Hugging Face's name -> ours, where the value is the same. The first five have no default.
+# Hugging Face's name -> ours, for identical values. The first five have no default.
 _SAME = {
     "hidden_size": "hidden_size",
     "num_hidden_layers": "num_layers",
@@ -32,7 +32,7 @@ _SAME = {
 _REQUIRED = tuple(_SAME)[:5]
 _SAME_OF_HEADS = {"num_key_value_heads": "num_query_groups", "head_dim": "kv_channels"}
 
-# Fields of config.json that change what is computed, and the only value that is known here.
+# Fields of config.json that change the computation, and the only supported value.
 _CONFIG_MUST_BE: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -45,16 +45,16 @@ _CONFIG_MUST_BE: dict[str, Any] = {
     "final_logit_softcapping": None,
     "query_pre_attn_scalar": None,
     "dual_chunk_attention_config": None,
-    "auto_map": None,  # code of the directory's own, which nobody here has read
+    "auto_map": None,  # custom code in the directory, not supported
 }
-# DeepSeek's directories bring the code that transformers has taken over.
+# DeepSeek's directories contain code that is now part of transformers.
 _KNOWN_CODE = {
     "AutoConfig": "configuration_deepseek.DeepseekV3Config",
     "AutoModel": "modeling_deepseek.DeepseekV3Model",
     "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
 }
 
-# Fields of a model section, and the only values that the known families have; and Megatron-Core's defaults.
+# Fields of a model section, the only values in supported families, and Megatron-Core's defaults.
 _SECTION_MUST_BE: dict[str, tuple[Any, Any]] = {
     "normalization": ("RMSNorm", "LayerNorm"),
     "gated_linear_unit": (True, False),
@@ -76,7 +76,7 @@ _SECTION_MUST_BE: dict[str, tuple[Any, Any]] = {
     "activation_func_clamp_value": (None, None),
 }
 
-# What an imported model's section says beside its sizes.
+# Fields of an imported model's section besides its sizes.
 _IMPORTED: dict[str, Any] = {
     **{name: wanted for name, (wanted, default) in _SECTION_MUST_BE.items() if wanted != default},
     "position_embedding_type": "rope",
@@ -89,7 +89,7 @@ _IMPORTED: dict[str, Any] = {
 
 
 def architecture_of(config: dict[str, Any]) -> Architecture:
-    """The family that config.json names. Raises ValueError if it is not a known one."""
+    """The family named in config.json. Raises ValueError if unsupported."""
     names = config.get("architectures") or [None]
     if isinstance(names, list) and names[0] in REFUSED:
         raise ValueError(
@@ -101,7 +101,7 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
             " RMSNorm and SwiGLU)."
         )
     found = ARCHITECTURES[names[0]]
-    if config.get("model_type") not in (None, found.model_type):  # by which some readers go
+    if config.get("model_type") not in (None, found.model_type):  # some readers use this field
         raise ValueError(
             f"config.json has architectures={names} and model_type={config['model_type']!r}: of {found.name} it is"
             f" {found.model_type!r}. Correct one of them."
@@ -110,9 +110,9 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
 
 
 def model_section(config: dict[str, Any]) -> dict[str, Any]:
-    """The model section of a run that computes what config.json describes: plain values, for YAML.
+    """The model section of a run that computes what config.json describes, as plain values for YAML.
 
-    Raises ValueError naming the field: it is missing, or has a value that Megatron-Core's model does not have.
+    Raises ValueError naming a field that is missing, or that Megatron-Core cannot express.
     """
     check_types(config)
     architecture = architecture_of(config)
@@ -145,10 +145,10 @@ def model_section(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_known(config: dict[str, Any], architecture: Architecture) -> None:
-    """ValueError naming the field of a config.json that changes what is computed in a way that is not known here."""
+    """Raises ValueError naming a field of config.json that changes the computation in an unsupported way."""
     for name, known in _CONFIG_MUST_BE.items():
         value = known if config.get(name) is None else config[name]
-        # Qwen's files name a window and say beside it that it is not used.
+        # Qwen's files have a window and a second field that disables it.
         unused = name == "sliding_window" and config.get("use_sliding_window") is False
         taken_over = name == "auto_map" and architecture.latent and value == _KNOWN_CODE
         if value != known and not (unused or taken_over):
@@ -168,13 +168,13 @@ def _check_known(config: dict[str, Any], architecture: Architecture) -> None:
 
 
 def exported_architecture(section: dict[str, Any]) -> Architecture:
-    """The family that computes what a model section does. Raises ValueError naming the field if there is none."""
-    for name, (wanted, default) in _SECTION_MUST_BE.items():
+    """The family that computes the same as a model section. Raises ValueError naming the field if there is none."""
+    for name, (supported, default) in _SECTION_MUST_BE.items():
         value = section.get(name, default)
-        if value != wanted:
+        if value != supported:
             raise ValueError(
                 f"model.{name}={value!r} has no counterpart in the exported families ({', '.join(ARCHITECTURES)}): "
-                f"only {name}={wanted!r} can be exported."
+                f"only {name}={supported!r} can be exported."
             )
     found = _of_this_kind(section)
     check_experts(section, found)
@@ -205,7 +205,7 @@ def _of_this_kind(section: dict[str, Any]) -> Architecture:
 
 
 def heads_of(section: dict[str, Any]) -> Heads:
-    """Sizes of the attention of a model section."""
+    """Attention sizes of a model section."""
     heads = section["num_attention_heads"]
     groups = section.get("num_query_groups") or heads
     return Heads(heads, groups, section.get("kv_channels") or section["hidden_size"] // heads)
@@ -214,12 +214,12 @@ def heads_of(section: dict[str, Any]) -> Heads:
 def hf_config(
     section: dict[str, Any], vocab_size: int, positions: int, family: str | None = None
 ) -> dict[str, Any]:
-    """config.json of what a model section computes, without what depends on tokenizer and number format.
+    """config.json for a model section, without fields of the tokenizer and the number format.
 
     Args:
         vocab_size: without padding.
         positions: the longest sequence (max_position_embeddings).
-        family: the name to write, if that family computes the same.
+        family: the family to write, if it computes the same.
 
     Raises ValueError as exported_architecture does.
     """

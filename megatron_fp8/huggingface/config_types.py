@@ -1,4 +1,7 @@
-"""What may stand in the fields of a config.json that are read here. Such files are edited, and many tools write them."""
+"""Type checks for the fields of a config.json that are read here.
+
+Such files are edited by hand and written by many tools.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 LARGEST = 2**31 - 1
-MANY = 2**16  # of experts, or of layers of two kinds, for each of which something is made
+MANY = 2**16  # limit for experts or mixed layers, which need memory for each one
 
 
 def _is_size(value: Any) -> bool:
@@ -91,7 +94,7 @@ _GROUP: dict[str, _Rule] = {"weights": _OBJECT, "input_activations": _OBJECT}
 
 
 def check_types(config: Mapping[str, Any], file: str = "config.json") -> None:
-    """Raise ValueError naming the first field that is read and holds what does not belong there; null is left out."""
+    """Raises ValueError naming the first used field with a wrong type; null is accepted."""
     _check(config, _FIELDS, file)
     for name in ("rope_scaling", "rope_parameters"):
         _check(config.get(name) or {}, _ROPE, f"{file}'s {name}")
@@ -104,9 +107,9 @@ def check_types(config: Mapping[str, Any], file: str = "config.json") -> None:
             _check(group, _GROUP, f"{file}'s {name}")
 
 
-def _check(given: Mapping[str, Any], fields: Mapping[str, _Rule], where: str) -> None:
+def _check(config: Mapping[str, Any], fields: Mapping[str, _Rule], where: str) -> None:
     for name, (fits, words) in fields.items():
-        value = given.get(name)
+        value = config.get(name)
         if value is not None and not fits(value):
             shown = repr(value)
             raise ValueError(

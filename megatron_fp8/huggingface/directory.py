@@ -1,7 +1,7 @@
 """Hugging Face directories: config.json, and safetensors in one or several files.
 
-A directory is written under another name beside its place and renamed when everything in it is on the disk: whoever looks
-sees a whole model or none.
+A directory is written under a temporary name next to its final one, and renamed after everything is on disk.
+So readers see a complete model or none.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
 )
 
-# safetensors' words, as far as messages need them.
+# safetensors' dtype names, for messages.
 _DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "U8": torch.uint8, "I8": torch.int8,
@@ -50,17 +50,17 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `path` when the block ends well, and is removed when it does not.
+    """Context: a folder to write into. It becomes `path` if the block succeeds, and is removed otherwise.
 
-    Warns of what was killed while it wrote the same one, which takes room and nobody reads.
+    Warns of leftovers of killed runs for the same path: they take space and are never read.
 
-    Raises ValueError: `path` is there already and not empty, or cannot be written.
+    Raises ValueError: `path` exists and is not empty, or cannot be written.
     """
     if not path.name or (path.exists() and (not path.is_dir() or any(path.iterdir()))):
         raise ValueError(f"{str(path)!r} is there already: give a new folder, or remove it.")
-    for left in sorted(path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}")):
+    for leftover in sorted(path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}")):
         warnings.warn(
-            f"{str(left)!r} is unfinished: remove it, unless something else writes {str(path)!r} now.",
+            f"{str(leftover)!r} is unfinished: remove it, unless something else writes {str(path)!r} now.",
             stacklevel=3,
         )
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
@@ -78,7 +78,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[None]:
-    """What the disk refuses becomes a ValueError of the directory that is being written."""
+    """Context: turns disk errors into a ValueError that names the directory."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -91,14 +91,16 @@ def written(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write an object as Hugging Face's tools do."""
+    """Write an object formatted as by Hugging Face's tools."""
     write_file(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def write_tensors(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> list[str]:
-    """Write named tensors as they come, in files of at most `shard_bytes` (or one tensor); the files' names.
+    """Write named tensors in order, in files of at most `shard_bytes` (or one tensor); returns the file
+    names.
 
-    One shard is in memory at a time. A single file has no index, several have one, as Hugging Face's tools write them.
+    One shard is in memory at a time. A single file has no index, several have one, as with Hugging Face's
+    tools.
     """
     shards: list[dict[str, int]] = []
     waiting: dict[str, torch.Tensor] = {}
@@ -122,12 +124,14 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], sha
         f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
         for number in range(1, count + 1)
     ]
-    readable = folder.stat().st_mode & 0o666  # safetensors makes files that only their owner reads
+    readable = folder.stat().st_mode & 0o666  # safetensors creates files readable by the owner only
     for number, name in enumerate(names):
         (folder / f"shard-{number}").rename(folder / name).chmod(readable)
     if count > 1:
-        places = {tensor: name for name, held in zip(names, shards, strict=True) for tensor in held}
-        total = sum(sum(held.values()) for held in shards)
+        places = {
+            tensor: name for name, shard_size in zip(names, shards, strict=True) for tensor in shard_size
+        }
+        total = sum(sum(shard_size.values()) for shard_size in shards)
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
     return names
 
@@ -136,12 +140,13 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], sha
 
 
 def find_file(folder: Path, name: str) -> Path | None:
-    """A file of a directory that somebody else may have made; None if it is not there.
+    """A file of an untrusted directory; None if missing.
 
-    A symbolic link may lead to another file of the directory, or, as in Hugging Face's cache, from a snapshot to the
-    blobs of the same model.
+    A symbolic link may point to another file of the directory, or, as in Hugging Face's cache, from a
+    snapshot to the blobs of the same model.
 
-    Raises ValueError: it leads elsewhere or nowhere, or what is there is no file, or only git's pointer to one.
+    Raises ValueError: a link points elsewhere or is broken, or the entry is not a file, or is a git LFS
+    pointer.
     """
     path = folder / name
     if not path.is_symlink() and not path.exists():
@@ -165,7 +170,7 @@ def find_file(folder: Path, name: str) -> Path | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object from a file. Raises ValueError: it is missing, unreadable, or no JSON object."""
+    """An object from a file. Raises ValueError if the file is missing, unreadable, or not a JSON object."""
     if find_file(path.parent, path.name) is None:
         instead = "give a folder as transformers' save_pretrained writes it"
         name = str(path.parent)
@@ -191,11 +196,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-_LONGEST_NAME = 256  # more than any file's
+_LONGEST_NAME = 256  # longer than real tensor names
 
 
 def _places(folder: Path) -> dict[str, str]:
-    """Tensor -> file, as the index has it."""
+    """Tensor -> file, from the index."""
     places = read_json(folder / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(
         isinstance(file, str) and len(file) < _LONGEST_NAME for file in places.values()
@@ -204,8 +209,8 @@ def _places(folder: Path) -> dict[str, str]:
     return places
 
 
-def _what_instead(missing: Path) -> str:
-    """Why a file of weights is not there, as far as what is there says it."""
+def _missing_weights_hint(missing: Path) -> str:
+    """Explains a missing weight file from other files in the folder."""
     others = sorted(path.name for path in missing.parent.glob("*.safetensors"))
     if missing.name != SINGLE:
         return "its index names it; complete the download"
@@ -215,13 +220,14 @@ def _what_instead(missing: Path) -> str:
 
 
 class Tensors:
-    """The tensors of a directory, by name, read when asked for. A context manager.
+    """The tensors of a directory by name, read on request. A context manager.
 
     Attributes:
-        unnamed: tensor -> a file that holds it, where the index does not say so.
-        strays: files of tensors that are not read.
+        unnamed: tensor -> file, for tensors missing from the index.
+        strays: tensor files that are not read.
 
-    Raises ValueError: there are no safetensors, a file is missing or damaged, or the index names what is not there.
+    Raises ValueError: there are no safetensors, a file is missing or damaged, or the index names a missing
+    tensor.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -237,26 +243,28 @@ class Tensors:
         for file in set(places.values()):
             if Path(file).name != file:
                 raise ValueError(f"{str(folder / INDEX)!r} names a file outside of its folder: {file!r}.")
-        if single.exists() and single.name not in places.values():  # readers disagree about which one counts
+        if single.exists() and single.name not in places.values():  # readers disagree on which file counts
             raise ValueError(
                 f"{str(folder)!r} has {SINGLE} and an index of other files, {INDEX}: remove the one that is stale."
             )
         for file in set(places.values()) - set(self._handles):
             self._handles[file] = self._open(folder / file)
         self._places: dict[str, str] = places
-        self._parts: dict[str, tuple[str, int, int]] = {}  # name -> what it is rows of, from which to which
-        held = {file: set(handle.keys()) for file, handle in self._handles.items()}
+        self._parts: dict[str, tuple[str, int, int]] = {}  # name -> (fused tensor, first row, end row)
+        stored_names = {file: set(handle.keys()) for file, handle in self._handles.items()}
         self.unnamed = {
-            name: file for file, names in held.items() for name in names if places.get(name) != file
+            name: file for file, names in stored_names.items() for name in names if places.get(name) != file
         }
-        self.strays = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in held)
+        self.strays = sorted(
+            path.name for path in folder.glob("*.safetensors") if path.name not in stored_names
+        )
         for name, file in places.items():
-            if name not in held[file]:
+            if name not in stored_names[file]:
                 raise ValueError(f"{str(folder / file)!r} has no {name}, which its index says it has.")
 
     def _open(self, path: Path) -> Any:
         if find_file(path.parent, path.name) is None:
-            raise ValueError(f"{str(path.parent)!r} has no {path.name}: {_what_instead(path)}.")
+            raise ValueError(f"{str(path.parent)!r} has no {path.name}: {_missing_weights_hint(path)}.")
         try:
             return self._files.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
@@ -271,12 +279,12 @@ class Tensors:
         self._files.close()
 
     def take_apart(self, fused: Mapping[str, Mapping[str, int]]) -> None:
-        """Have, in the place of each of these tensors, the parts that its rows are made of, in order.
+        """Replace fused tensors by the parts that their rows consist of.
 
         Args:
-            fused: its name -> names of the parts, and how many rows each has.
+            fused: name -> names of the parts in order, with the number of rows of each.
 
-        Raises ValueError: a tensor is not there, or has other rows.
+        Raises ValueError: a tensor is missing, or has another number of rows.
         """
         for name, parts in fused.items():
             if name not in self._places:
@@ -295,7 +303,7 @@ class Tensors:
         return self._places.keys()
 
     def shape(self, name: str) -> list[int]:
-        """Shape of a tensor, which is not read."""
+        """Shape of a tensor, without reading it."""
         shape = list(self._slice(name).get_shape())
         if name in self._parts:
             _, start, stop = self._parts[name]
@@ -303,7 +311,7 @@ class Tensors:
         return shape
 
     def dtype(self, name: str) -> torch.dtype | str:
-        """Dtype of a tensor, which is not read; safetensors' word for it if torch has none."""
+        """Dtype of a tensor, without reading it; safetensors' name for it if torch has none."""
         word = self._slice(name).get_dtype()
         return _DTYPES.get(word, word)
 

@@ -1,8 +1,8 @@
-"""Export of a checkpoint in any layout to a directory for transformers and vLLM.
+"""Exports a checkpoint in any layout to a directory for transformers and vLLM.
 
-Tensors are read one by one, whole, from the files of the checkpoint: no ranks, no model, no Megatron-Core. Its weights
-are in high precision, rounded from the float32 masters, even if they lived as FP8. Training quantised these same values,
-so the codes are the same (docs/export.md says for which layouts).
+Tensors are read whole, one by one, from the checkpoint's files: no ranks, no model, no Megatron-Core. Weights
+are in high precision, rounded from the float32 masters, even if they were FP8 parameters. Training quantised
+the same values, so the codes are the same (docs/export.md lists the layouts).
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from .source import Source
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to write.
+    """Options of an export.
 
     Attributes:
-        form: how the layers' linears become FP8; None: they stay in high precision.
-        ignore: globs over Hugging Face's names of linears that stay in high precision.
-        follow_training: linears that training kept in BF16 stay so too.
-        calibration: ranges of inputs: static scales are written.
-        like: a directory whose further config fields, generation config and tokenizer are taken over.
-        vocab_size, positions: other than the run's.
-        shard_bytes: the largest file.
+        form: FP8 format of the layers' linears; None: high precision.
+        ignore: globs over Hugging Face names of linears to leave in high precision.
+        follow_training: linears that were BF16 in training stay BF16.
+        calibration: input ranges; static scales are written.
+        like: a directory from which further config fields, generation config and tokenizer are copied.
+        vocab_size, positions: override the run's.
+        shard_bytes: size limit of a file.
     """
 
     form: WeightFormat | None = None
@@ -61,8 +61,8 @@ class Wanted:
 
 @dataclass
 class Exported:
-    """What was written: the config, the files with tensors, how many linears are FP8 and which are not, and lines for
-    people: what of --like is not taken over."""
+    """What was written: config, tensor files, number of FP8 linears, names of the others, and notes on what of --like
+    was not used."""
 
     config: dict[str, Any]
     files: list[str]
@@ -77,27 +77,27 @@ def export(
     """Write `source` into the new directory `out`.
 
     Args:
-        progress: (items, how many) -> the same items, shown while they pass.
+        progress: (items, count) -> the same items; shows progress during iteration.
 
-    Raises ValueError, and leaves nothing behind: no known family computes what the model does, a tensor is missing, left
-    over or of another shape, a glob matches nothing, or the directory is there already.
+    Raises ValueError, and leaves no files: no family computes the same, a tensor is missing, unexpected or of
+    another shape, a glob matches nothing, or the directory exists.
     """
     architecture = exported_architecture(source.section)
     listed = list(entries(architecture, source.section))
     config = describe(source, wanted.like, wanted.vocab_size, wanted.positions)
     _check_tensors(source, listed, config["vocab_size"])
     sites = gemms(listed)
-    kept = _kept_linears(source.section, sites, wanted) if wanted.form else set()
+    high_precision = _high_precision_linears(source.section, sites, wanted) if wanted.form else set()
     in_blocks = wanted.form is not None and wanted.form.in_blocks
     if in_blocks and wanted.follow_training:
-        kept |= came_in_high_precision(source, listed)
+        high_precision |= came_in_high_precision(source, listed)
     if wanted.calibration is not None:
         _check_calibration(
-            wanted.calibration, listed, {**source.section, "vocab_size": config["vocab_size"]}, kept
+            wanted.calibration, listed, {**source.section, "vocab_size": config["vocab_size"]}, high_precision
         )
     notes: list[str] = []
     with new_directory(out) as folder:
-        stays = {entry.megatron for entry in listed if entry.site is None or _linear(entry) in kept}
+        stays = {entry.megatron for entry in listed if entry.site is None or _linear(entry) in high_precision}
         blocks = {entry.megatron for entry in listed if in_blocks and came_as_blocks(source, entry)}
         floats = stays.intersection(source.origin.floats) if in_blocks else set()
         came = blocks - stays
@@ -105,7 +105,7 @@ def export(
         if wanted.form:
             config["quantization_config"] = quantization_config(
                 wanted.form,
-                ["lm_head", *never_fp8(listed), *sorted(kept, key=_by_layer)],
+                ["lm_head", *never_fp8(listed), *sorted(high_precision, key=_by_layer)],
                 static_inputs=wanted.calibration is not None,
             )
             if in_blocks and wanted.like:
@@ -115,14 +115,18 @@ def export(
                 config["quantization_config"], notes = with_what_it_says(
                     config["quantization_config"], theirs, None if all_came else anew
                 )
-            written = _quantised(parts, source, sites, kept, came, wanted)
+            written = _quantised(parts, source, sites, high_precision, came, wanted)
         else:
             written = (named for _, tensors in parts for named in tensors.items())
         files = write_tensors(folder, written, wanted.shard_bytes)
         write_companions(folder, source, config, wanted.like)
     linears = sum(map(len, sites.values()))
     return Exported(
-        config, files, linears - len(kept) if wanted.form else 0, sorted(kept, key=_by_layer), notes
+        config,
+        files,
+        linears - len(high_precision) if wanted.form else 0,
+        sorted(high_precision, key=_by_layer),
+        notes,
     )
 
 
@@ -130,13 +134,13 @@ def export(
 
 
 def _check_tensors(source: Source, listed: list[Entry], vocab_size: int) -> None:
-    """ValueError unless the checkpoint has the model's tensors, all of them, no others, in the config's shapes."""
+    """Raises ValueError unless the checkpoint has exactly the model's tensors, in the config's shapes."""
     stored = source.weights()
     section = {**source.section, "vocab_size": vocab_size}
-    wanted = {entry.megatron for entry in listed}
+    expected_shape = {entry.megatron for entry in listed}
     for names, words in (
-        (wanted - stored, "has no"),
-        (stored - wanted, "has, and the exported model has not,"),
+        (expected_shape - stored, "has no"),
+        (stored - expected_shape, "has, and the exported model has not,"),
     ):
         if names:
             raise ValueError(f"the checkpoint {str(source.folder)!r} {words} {sorted(names)[0]}.")
@@ -152,8 +156,8 @@ def _check_tensors(source: Source, listed: list[Entry], vocab_size: int) -> None
 def _parts(
     source: Source, listed: Iterable[Entry], vocab_size: int, came: set[str], floats: set[str]
 ) -> Iterator[tuple[Entry, dict[str, torch.Tensor]]]:
-    """Hugging Face's tensors in high precision, entry by entry; those of ``came`` not rounded, for their codes follow
-    from them, nor ``floats``, which were float32 or float16. ValueError naming one that holds NaN or Inf."""
+    """Hugging Face tensors in high precision, entry by entry. Not rounded are those of ``came``, since their codes
+    follow from them, and ``floats``, which were float32 or float16. Raises ValueError for a tensor with NaN or Inf."""
     for entry in listed:
         name = entry.megatron
         tensor = source.tensor(name, as_stored=entry.as_stored or name in came or name in floats)
@@ -173,41 +177,41 @@ def _quantised(
     parts: Iterator[tuple[Entry, dict[str, torch.Tensor]]],
     source: Source,
     sites: dict[str, tuple[str, ...]],
-    kept: set[str],
+    high_precision: set[str],
     came: set[str],
     wanted: Wanted,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors with FP8 codes and scales in place of the linears' weights, GEMM by GEMM."""
+    """The tensors, with linears' weights replaced by FP8 codes and scales, GEMM by GEMM."""
     form = wanted.form
     assert form is not None
     recipe = weight_recipe(form, source.section)
-    waiting: dict[str, torch.Tensor] = {}
+    pending: dict[str, torch.Tensor] = {}
     for entry, tensors in parts:
-        if entry.site is None or _linear(entry) in kept:
+        if entry.site is None or _linear(entry) in high_precision:
             yield from tensors.items()
             continue
         if entry.megatron in came:
             yield from as_it_came(source, entry, tensors).items()
             continue
-        waiting |= tensors
+        pending |= tensors
         names = sites[entry.site]
-        if not form.in_blocks and len(waiting) < len(names):  # its other parts come next
+        if not form.in_blocks and len(pending) < len(names):  # wait for the GEMM's other parts
             continue
-        yield from encode(waiting, form, recipe, source.origin.lost).items()
+        yield from encode(pending, form, recipe, source.origin.lost).items()
         if wanted.calibration is not None:
             scale = _input_scale(wanted.calibration, entry.site)
             yield from ((f"{part}.input_scale", scale.clone()) for part in names)
-        waiting = {}
-    assert not waiting, list(waiting)
+        pending = {}
+    assert not pending, list(pending)
 
 
 def _check_calibration(
-    calibration: Calibration, listed: list[Entry], section: dict[str, Any], kept: set[str]
+    calibration: Calibration, listed: list[Entry], section: dict[str, Any], high_precision: set[str]
 ) -> None:
-    """ValueError unless the input of every linear that will be FP8 was calibrated, in the linear's shape."""
+    """Raises ValueError unless the input of every future FP8 linear was calibrated, with the linear's shape."""
     shapes = _site_shapes(listed, section)
     for site, parts in gemms(listed).items():
-        if kept.issuperset(parts):
+        if high_precision.issuperset(parts):
             continue
         shape = shapes[site]
         found = calibration.ranges.get(f"{site}.input")
@@ -220,7 +224,7 @@ def _check_calibration(
 
 
 def _site_shapes(listed: list[Entry], section: dict[str, Any]) -> dict[str, list[int]]:
-    """The shape of the whole weight of each linear in the layers."""
+    """Shape of the whole weight of each linear in the layers."""
     shapes: dict[str, list[int]] = {}
     for entry in listed:
         if entry.site is not None:
@@ -237,43 +241,49 @@ def _input_scale(calibration: Calibration, site: str) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------- what stays high precision
 
 
-def _kept_linears(section: dict[str, Any], sites: dict[str, tuple[str, ...]], wanted: Wanted) -> set[str]:
-    """Linears of the layers that are not quantised: what the user names, and what training kept in BF16.
+def _high_precision_linears(
+    section: dict[str, Any], sites: dict[str, tuple[str, ...]], wanted: Wanted
+) -> set[str]:
+    """Linears of the layers that stay in high precision: those the user names, and those that were BF16 in
+    training.
 
-    Raises ValueError: a glob matches nothing, or only a part of what an inference engine fuses.
+    Raises ValueError: a glob matches nothing, or only a part of a GEMM that an inference engine fuses.
     """
-    kept: set[str] = set()
+    excluded: set[str] = set()
     for glob in wanted.ignore:
         found = {part for parts in sites.values() for part in parts if fnmatchcase(part, glob)}
         if not found and not fnmatchcase("lm_head", glob):
             first = next(iter(sites.values()))[0]
             raise ValueError(f"--ignore={glob!r} matches no linear: they have names such as {first}.")
-        kept |= found
-    together = [*sites.values(), *fused_latents(sites)]
-    for parts in together:
-        left = [part for part in parts if part not in kept]
-        if left and len(left) < len(parts):
+        excluded |= found
+    gemm_parts = [*sites.values(), *fused_latents(sites)]
+    for parts in gemm_parts:
+        rest = [part for part in parts if part not in excluded]
+        if rest and len(rest) < len(parts):
             raise ValueError(
-                f"--ignore leaves {left[0]} in FP8 and not {next(p for p in parts if p in kept)}: inference engines"
+                f"--ignore leaves {rest[0]} in FP8 and not {next(p for p in parts if p in excluded)}: inference engines"
                 " multiply them as one GEMM, and they must be ignored together."
             )
     if wanted.follow_training and section.get("fp8"):
-        trained = {part for site, parts in sites.items() if _was_bf16(site, section) for part in parts}
-        for parts in together:
+        trained = {part for site, parts in sites.items() if _trained_in_bf16(site, section) for part in parts}
+        for parts in gemm_parts:
             if not trained.isdisjoint(parts):
-                kept.update(parts)
-    if len(kept) == sum(map(len, sites.values())):
+                excluded.update(parts)
+    if len(excluded) == sum(map(len, sites.values())):
         raise ValueError("every linear would stay in high precision: give --format=bf16, or --quantize-all.")
-    return kept
+    return excluded
 
 
-def _was_bf16(site: str, section: dict[str, Any]) -> bool:
-    """Whether training's forward read a linear's weight in BF16: by its name, or as one of the first and last layers."""
-    # Layers of multi-token prediction are none of the first or last.
+def _trained_in_bf16(site: str, section: dict[str, Any]) -> bool:
+    """Whether the training forward read a linear's weight in BF16, by its name or because it is in one of the first and
+    last layers."""
+    # Multi-token prediction layers do not count as first or last.
     layer = int(site.split(".")[2]) if site.startswith("decoder.") else -1
-    said = {name: section.get(name, default) for name, default in _LAYERS_IN_BF16.items()}
-    at_an_end = is_first_last_bf16_layer(SimpleNamespace(num_layers=section["num_layers"], **said), layer)
-    some = Float8CurrentScaling()  # whichever it was: a custom one's code is not imported from a checkpoint
+    overrides = {name: section.get(name, default) for name, default in _LAYERS_IN_BF16.items()}
+    at_an_end = is_first_last_bf16_layer(
+        SimpleNamespace(num_layers=section["num_layers"], **overrides), layer
+    )
+    some = Float8CurrentScaling()  # any recipe will do: a checkpoint's custom recipe code is not imported
     choices = Choices(some, bf16_reason="first_last_layers_bf16" if at_an_end else None)
     for override in matching(site, section.get("fp8_overrides") or {}):
         choices.apply(override, None if override.value in ("bf16", *FORMATS) else some, "")
@@ -285,11 +295,11 @@ _LAYERS_IN_BF16 = {
     "num_layers_at_start_in_bf16": 1,
     "num_layers_at_end_in_bf16": 1,
 }
-"""Megatron-Core's, of a section that does not say."""
+"""Megatron-Core's defaults, for sections without these fields."""
 
 
 def _linear(entry: Entry) -> str:
-    """The linear that an entry is the weight of, or the first part of it."""
+    """The linear whose weight, or first part of a weight, the entry is."""
     return entry.parts[0].removesuffix(".weight")
 
 

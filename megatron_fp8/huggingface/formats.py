@@ -6,15 +6,15 @@
     fp8-block    128x128      weight_scale_inv float32       fp8, weight_block_size [128, 128] (DeepSeek-V3's)
                               [N / 128, K / 128]
 
-In all of them weight = code * scale: what this package calls scale_inv, whatever the file calls it. Codes and scales are
-docs/numerics.md's, the same as training makes: `quantize(weight, recipe, 'weight')`.
+In all formats weight = code * scale: this package's scale_inv, whatever the file calls it. Codes and scales
+follow docs/numerics.md and equal those of training: `quantize(weight, recipe, 'weight')`.
 
-Per tensor, the projections that are one GEMM (query, key and value; gate and up) share the scale of the fused matrix, as
-in training. An inference engine that fuses them takes one scale: given three, it would have to requantise two of them.
-The output head and the embedding stay in high precision.
+Per tensor, projections of one GEMM (query, key and value; gate and up) share the scale of the fused matrix,
+as in training. An inference engine that fuses them takes one scale; with three it would have to requantise
+two of them. The output head and the embedding stay in high precision.
 
-Blocks must be whole. Readers disagree about partial ones (transformers divides the rows evenly among the scales), and
-vLLM wants each part of a fused matrix to end on a block.
+Blocks must be whole. Readers disagree on partial blocks (transformers divides the rows evenly among the
+scales), and vLLM requires each part of a fused matrix to end on a block.
 
 Sources: compressed-tensors 0.20 (quantization/lifecycle/initialize.py: names, shapes), vLLM
 (compressed_tensors_w8a8_fp8.py, fp8.py), DeepSeek-V3's config.json.
@@ -42,13 +42,13 @@ CODES = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How FP8 weights are written.
+    """An FP8 weight format.
 
     Attributes:
-        name: on the command line.
-        recipe: what quantises the weights, where the run says nothing else.
-        scale: the last part of the scales' names.
-        strategy: compressed-tensors' word for who shares a scale; None: DeepSeek's form.
+        name: its name on the command line.
+        recipe: quantises the weights, unless the run's recipe applies.
+        scale: last part of the scales' names.
+        strategy: compressed-tensors' name for the granularity; None: DeepSeek's form.
     """
 
     name: str
@@ -58,7 +58,7 @@ class WeightFormat:
 
     @property
     def in_blocks(self) -> bool:
-        """One scale for each 128x128 block."""
+        """Whether each 128x128 block has a scale."""
         return self.strategy is None
 
 
@@ -77,7 +77,7 @@ FORMATS = {
 
 
 def weight_recipe(chosen: WeightFormat, section: Mapping[str, Any]) -> Recipe:
-    """The run's own recipe where it is of the format's kind (its margin, epsilon, powers of two), else the format's."""
+    """The run's recipe if it has the format's type (for its margin, epsilon, powers of two), else the format's."""
     if not section.get("fp8") or section.get("fp8_recipe") != recipe_name(chosen.recipe):
         return chosen.recipe
     return get_fp8_recipe(SimpleNamespace(**{"fp8_margin": 0, **section}))
@@ -92,31 +92,27 @@ def encode(
     recipe: Recipe,
     lost: Mapping[str, str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Codes and scales, by name, of the weights [N, K] of one GEMM, given by name (`....weight`).
+    """Codes and scales by name for the weights [N, K] of one GEMM, given by name (`....weight`).
 
     Args:
-        lost: weights that came in blocks, and did not keep their scales -> why.
+        lost: weights imported in blocks whose scales were not stored -> reason.
 
-    Raises ValueError naming the tensor: it holds NaN or Inf, or does not consist of whole blocks.
+    Raises ValueError naming the tensor: it has NaN or Inf, or does not consist of whole blocks.
     """
     for name, weight in weights.items():
         if not bool(weight.isfinite().all()):
             raise ValueError(f"{name} holds NaN or Inf: a scale would hide it. Export an earlier checkpoint.")
         if chosen.name == "fp8-block" and (weight.shape[0] % BLOCK or weight.shape[1] % BLOCK):
             why = (lost or {}).get(name)
-            new = (
-                f"the scales that it came with were not kept ({why}), and new ones need"
-                if why
-                else "it needs"
-            )
+            new = f"its original scales were not stored ({why}), and new ones need" if why else "it needs"
             raise ValueError(
                 f"{name} is {list(weight.shape)}, which are no multiples of {BLOCK}: for --format=fp8-block {new} whole"
                 " 128x128 blocks. Use --format=fp8-channel, or leave the layer out with --ignore."
             )
-    together = recipe.rule("weight")
-    assert together is not None
+    shared = recipe.rule("weight")
+    assert shared is not None
     found: dict[str, torch.Tensor] = {}
-    if together.granularity.is_tensor:
+    if shared.granularity.is_tensor:
         side = _rowwise(torch.cat(list(weights.values())), recipe)  # [sum of N, K], one scale
         sides = [(codes, side.scale_inv) for codes in side.codes.split([len(w) for w in weights.values()])]
     else:
@@ -142,7 +138,7 @@ def quantization_config(chosen: WeightFormat, ignore: Iterable[str], static_inpu
 
     Args:
         ignore: names of linears that stay in high precision.
-        static_inputs: an input_scale stands beside every quantised weight.
+        static_inputs: every quantised weight has an input_scale.
     """
     ignore = list(ignore)
     if chosen.strategy is None:
@@ -151,7 +147,7 @@ def quantization_config(chosen: WeightFormat, ignore: Iterable[str], static_inpu
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
-            # transformers and newer vLLM read the first, older vLLM the second
+            # transformers and newer vLLM read the first key, older vLLM the second
             "modules_to_not_convert": ignore,
             "ignored_layers": ignore,
         }
@@ -182,11 +178,11 @@ def quantization_config(chosen: WeightFormat, ignore: Iterable[str], static_inpu
 def with_what_it_says(
     ours: dict[str, Any], theirs: Mapping[str, Any], anew: Rule | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """DeepSeek's form of `quantization_config` with what that of a directory like it says of scales, and lines for people
-    about what else it says.
+    """DeepSeek's form of `quantization_config`, with the scale settings of a similar directory, and notes on
+    its other settings.
 
     Args:
-        anew: how weights are quantised whose scales did not come from that directory; None: there are none.
+        anew: recipe of weights whose scales are not from that directory; None: there are none.
     """
     if theirs.get("quant_method") != "fp8":
         return ours, []
@@ -206,14 +202,14 @@ def with_what_it_says(
     return {**ours, _SCALES: kind}, notes
 
 
-_SCALES = "scale_fmt"  # which scales an engine gives to inputs
+_SCALES = "scale_fmt"  # format of an engine's input scales
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
 
 
 def check_readable(config: dict[str, Any]) -> None:
-    """Raise ValueError if config.json announces a quantisation that is none of the FP8 forms."""
+    """Raises ValueError if config.json has a quantisation that is not one of the FP8 formats."""
     quantization = config.get("quantization_config") or config.get("compression_config")
     if not quantization:
         return
@@ -251,15 +247,15 @@ def check_readable(config: dict[str, Any]) -> None:
 
 
 def left_out(config: Mapping[str, Any], names: Set[str]) -> list[str]:
-    """Lines for people: scales of inputs, outputs and caches, which an import does not keep."""
+    """Notes on scales of inputs, outputs and caches, which an import drops."""
     scheme = (config.get("quantization_config") or {}).get("activation_scheme")
     inputs = _count(names, _INPUTS)
     inputs += [f"activation_scheme={scheme!r}"] if scheme not in (None, "dynamic") else []
     notes = []
     if inputs:
         notes.append(
-            f"scales of inputs are left out ({'; '.join(inputs)}): exports say that inputs are quantised as they come,"
-            " unless --calibration makes new ones"
+            f"scales of inputs are left out ({'; '.join(inputs)}): exports declare dynamic input scales,"
+            " unless --calibration gives static ones"
         )
     if outputs := _count(names, _OUTPUTS):
         notes.append(f"scales of outputs and of an FP8 cache are left out ({outputs[0]}): exports have none")
@@ -267,33 +263,35 @@ def left_out(config: Mapping[str, Any], names: Set[str]) -> list[str]:
 
 
 def _count(names: Set[str], last: Sequence[str]) -> list[str]:
-    """How many names end in one of these, and the first of them; nothing if none does."""
+    """Count and first of the names that end in one of these; nothing if none does."""
     found = sorted(name for name in names if name.rpartition(".")[2] in last)
     return [f"{len(found)} tensor(s), such as {found[0]}"] if found else []
 
 
 def scale_name(weight: str, names: Set[str]) -> str | None:
-    """The name of the scale beside a weight, if one is there. Raises ValueError if two are."""
+    """The name of a weight's scale, if present. Raises ValueError if there are two."""
     siblings = [_sibling(weight, last) for last in _WEIGHTS]
-    there = [name for name in siblings if name in names]
-    if len(there) > 1:
-        raise ValueError(f"{weight} has two scales, {' and '.join(there)}: remove the one that is not meant.")
-    return there[0] if there else None
+    present = [name for name in siblings if name in names]
+    if len(present) > 1:
+        raise ValueError(
+            f"{weight} has two scales, {' and '.join(present)}: remove the one that is not meant."
+        )
+    return present[0] if present else None
 
 
 def is_companion(name: str) -> bool:
-    """Whether a tensor belongs to a quantised linear: to its weight, its inputs, or its outputs in an FP8 cache."""
+    """Whether a tensor belongs to a quantised linear: a scale of its weight, inputs, or outputs in an FP8 cache."""
     return name.rpartition(".")[2] in (*_WEIGHTS, *_INPUTS, *_OUTPUTS)
 
 
 def is_of_cache(name: str) -> bool:
-    """Whether a tensor scales what attention keeps of keys and values in FP8, which says nothing of the weights."""
+    """Whether a tensor is a scale of an FP8 key/value cache; it is unrelated to weights."""
     module, _, last = name.rpartition(".")
     return module.endswith(".self_attn") and last in _CACHE
 
 
 _WEIGHTS = ("weight_scale", "weight_scale_inv")
-_INPUTS = ("input_scale", "activation_scale", "act_scale")  # Devstral has the second, AutoFP8 had the third
+_INPUTS = ("input_scale", "activation_scale", "act_scale")  # the second: Devstral; the third: AutoFP8
 _CACHE = ("q_scale", "k_scale", "v_scale", "kv_scale")
 _OUTPUTS = ("output_scale", *_CACHE)
 
@@ -302,9 +300,9 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny * 2.0**9
 
 
 def check_scale(name: str, scale: torch.Tensor) -> None:
-    """Raise ValueError naming a weight: its scale, of any shape, is no number that a quantiser could have written.
+    """Raises ValueError naming a weight if its scale, of any shape, has a value that no quantiser writes.
 
-    From _SMALLEST_SCALE on products with codes are normal numbers, and so the codes follow from them.
+    From _SMALLEST_SCALE on, products with codes are normal numbers, so codes can be recomputed from them.
     """
     if not scale.is_floating_point():
         raise ValueError(
@@ -321,7 +319,7 @@ def check_scale(name: str, scale: torch.Tensor) -> None:
 def decode(name: str, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """code * scale in float32 [N, K].
 
-    Raises ValueError naming the tensor: the scale's shape fits no form, or `check_scale` refuses it.
+    Raises ValueError naming the tensor: the scale's shape fits no format, or `check_scale` rejects it.
     """
     check_scale(name, scale)
     rows, cols = codes.shape

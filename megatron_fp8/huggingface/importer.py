@@ -1,12 +1,14 @@
-"""A directory of Hugging Face's form becomes a run that `megatron-fp8 train` goes on from.
+"""Imports a Hugging Face directory as a run for `megatron-fp8 train`.
 
-    RUN_DIR/config.yaml                     the model section, and where the tokenizer is
-    RUN_DIR/checkpoints/iter_0000000        the weights alone: training starts at iteration 0 with a fresh optimizer
-    RUN_DIR/tokenizer.json, ...             copied, and generation_config.json: where a text begins and ends
+    RUN_DIR/config.yaml                     the model section, and the tokenizer's path
+    RUN_DIR/checkpoints/iter_0000000        weights only: training starts at iteration 0 with a fresh
+        optimizer
+    RUN_DIR/tokenizer.json, ...             copied, with generation_config.json: first and last token of a
+        text
 
-Tensors are read, made and written one by one (incoming.py): memory holds a few times the largest, not the model. Several
-ranks share the tensors (sharing.py). Training makes its float32 masters from them, and its BF16 or FP8 weights from the
-masters.
+Tensors are read, converted and written one by one (incoming.py), so memory holds a few times the largest
+tensor, not the model. Several ranks share the tensors (sharing.py). Training makes float32 masters from them,
+and BF16 or FP8 weights from the masters.
 """
 
 from __future__ import annotations
@@ -45,19 +47,19 @@ from .shapes import part_shapes
 from .sharing import Sharing
 
 LONGEST_SEQUENCE = 4096
-"""Tokens of a sequence that an imported run's config asks for at most, even if the model takes more."""
+"""Largest sequence length in an imported run's config, even if the model supports more."""
 
 TOKENIZER = "tokenizer.json"
 
 Progress = Callable[[Iterable[str], int], Iterable[str]]
-"""(items, how many) -> the same items, shown while they pass."""
+"""(items, count) -> the same items; shows progress during iteration."""
 
 _HEAD = "lm_head.weight"
 
-# Files of tokenizers in other forms.
+# Files of tokenizers in other formats.
 _OTHER_TOKENIZERS = ("*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt", "merges.txt")
 
-# Tensors that some files hold although they follow from the config.
+# Redundant tensors in some files; they follow from the config.
 _IGNORED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 
 
@@ -67,11 +69,11 @@ class Imported:
 
     Attributes:
         architecture: the family.
-        parameters: without padding.
-        fp8_weights: matrices that were FP8, and are decoded.
-        kept_scales: how many of those have their scales beside them (params/block_codes.py).
-        padding: rows of the vocabulary.
-        notes: lines for people: what of the directory is not kept.
+        parameters: count without padding.
+        fp8_weights: number of decoded FP8 matrices.
+        kept_scales: how many of those have stored scales (params/block_codes.py).
+        padding: padding rows of the vocabulary.
+        notes: what of the directory was dropped.
     """
 
     architecture: str
@@ -90,30 +92,30 @@ def import_directory(
     tokenizer: Path | None = None,
     sharing: Sharing | None = None,
 ) -> Imported:
-    """Make the new run `run_dir` from the directory `source`.
+    """Create the run `run_dir` from the directory `source`.
 
     Args:
-        progress: shows how many tensors have been written, of this rank's.
-        tokenizer: a tokenizers file (tokenizer.json) other than the directory's.
-        sharing: the ranks that do it together; None: this process on its own.
+        progress: shows the number of tensors written by this rank.
+        tokenizer: a tokenizers file (tokenizer.json) to use instead of the directory's.
+        sharing: the participating ranks; None: this process only.
 
-    Raises ValueError, and leaves nothing behind: the family or a field is not known, a tensor is missing, left over, of
-    another shape, of a kind that cannot be read, or not finite; `run_dir` is there already.
+    Raises ValueError, and leaves no files: the family or a field is unsupported; a tensor is missing,
+    unexpected, of another shape or unsupported type, or not finite; `run_dir` exists.
     """
     sharing = sharing or Sharing()
     with ExitStack() as opened:
-        config, section, given = sharing.each(lambda: _described(source, tokenizer))
+        config, section, tokenizer_file = sharing.each(lambda: _read_config(source, tokenizer))
         sharing.each(
             lambda: check_buildable(_run_config(config, section, False, run_dir), architecture_of(config))
         )
         tensors = sharing.each(lambda: opened.enter_context(Tensors(source)))
         folder = opened.enter_context(sharing.new_directory(run_dir))
-        listed = sharing.each(lambda: _listed(source, config, section, tensors))
+        listed = sharing.each(lambda: _checked_entries(source, config, section, tensors))
         sharing.first(lambda: _check_copies(source, tensors, listed, section))
         halves = not config.get("rope_interleave", True)
         incoming = sharing.each(lambda: Incoming(tensors, sharing.part(listed, tensors), section, halves))
-        run = _run_config(config, section, given is not None, run_dir)
-        sharing.first(lambda: _write_beside(folder, source, config, run, given))
+        run = _run_config(config, section, tokenizer_file is not None, run_dir)
+        sharing.first(lambda: _write_other_files(folder, source, config, run, tokenizer_file))
         sharing.see(folder / "config.yaml")
         origin = Origin(floats_of(listed, tensors), sharing.union(incoming.lost))
         _save(folder, incoming, {"run": run, FACT: origin.fact()}, progress, sharing)
@@ -125,11 +127,11 @@ def import_directory(
     tied = section["share_embeddings_and_output_weights"]
     without_padding = parameters - (1 if tied else 2) * padding * section["hidden_size"]
     name = architecture_of(config).name
-    return Imported(name, without_padding, fp8, kept_scales, padding, given is not None, notes)
+    return Imported(name, without_padding, fp8, kept_scales, padding, tokenizer_file is not None, notes)
 
 
-def _described(source: Path, tokenizer: Path | None) -> tuple[dict[str, Any], dict[str, Any], Path | None]:
-    """(config.json, the model section that it means, the tokenizer's file)."""
+def _read_config(source: Path, tokenizer: Path | None) -> tuple[dict[str, Any], dict[str, Any], Path | None]:
+    """(config.json, the equivalent model section, the tokenizer's file)."""
     config = read_json(source / CONFIG)
     section = model_section(config)
     check_readable(config)
@@ -142,11 +144,14 @@ def _described(source: Path, tokenizer: Path | None) -> tuple[dict[str, Any], di
     return config, section, tokenizer or find_tokenizer(source)
 
 
-def _listed(source: Path, config: dict[str, Any], section: dict[str, Any], tensors: Tensors) -> list[Entry]:
-    """All tensors of the model, which are there in their shapes; none is read. Settles what the section leaves open."""
+def _checked_entries(
+    source: Path, config: dict[str, Any], section: dict[str, Any], tensors: Tensors
+) -> list[Entry]:
+    """All tensors of the model; checks that they exist with their shapes, without reading them. Completes the
+    section."""
     architecture = architecture_of(config)
     _check_size(source, section, tensors)
-    _settle_next_tokens(section, tensors.names())
+    _drop_missing_mtp(section, tensors.names())
     listed = list(entries(architecture, section))
     shapes = {part: shape for entry in listed for part, shape in part_shapes(entry, section).items()}
     tensors.take_apart(fused_rows(architecture, shapes))
@@ -154,10 +159,10 @@ def _listed(source: Path, config: dict[str, Any], section: dict[str, Any], tenso
     return listed
 
 
-def _write_beside(
+def _write_other_files(
     folder: Path, source: Path, config: dict[str, Any], run: dict[str, Any], tokenizer: Path | None
 ) -> None:
-    """What is no tensor: config.yaml, and the tokenizer with its files."""
+    """Write the files besides tensors: config.yaml, and the tokenizer with its files."""
     write_file(folder / "config.yaml", yaml.safe_dump(run, sort_keys=False))
     for name in TOKENIZER_FILES:
         if file := find_file(source, name):
@@ -168,33 +173,34 @@ def _write_beside(
         _check_tokenizer(folder, source, run["model"]["vocab_size"])
 
 
-def _settle_next_tokens(section: dict[str, Any], names: Set[str]) -> None:
-    """Leave multi-token prediction out of the section if the directory has no tensors of it: many copies have not."""
+def _drop_missing_mtp(section: dict[str, Any], names: Set[str]) -> None:
+    """Remove multi-token prediction from the section if the directory has no tensors for it, as in many copies."""
     if section.get("mtp_num_layers") and f"model.layers.{section['num_layers']}.eh_proj.weight" not in names:
         section["mtp_num_layers"] = None
 
 
 def _check_size(source: Path, section: dict[str, Any], tensors: Tensors) -> None:
-    """ValueError, before anything is made for each layer and expert, unless there are as many tensors at least."""
-    have = len(tensors.names())
+    """Raises ValueError, before anything is created per layer and expert, if there are fewer tensors than layers and
+    experts need."""
+    available = len(tensors.names())
 
     def check(what: str, least: int) -> None:
-        if least > have:
-            raise ValueError(f"config.json has {what}, and {str(source)!r} holds {have} tensors.")
+        if least > available:
+            raise ValueError(f"config.json has {what}, and {str(source)!r} holds {available} tensors.")
 
     layers = section["num_layers"]
-    check(f"num_hidden_layers={layers}", layers)  # first: the others list layers
+    check(f"num_hidden_layers={layers}", layers)  # first: other checks loop over layers
     experts, predicted = section.get("num_moe_experts") or 0, section.get("mtp_num_layers") or 0
     check(f"{experts} experts", experts * sum(layers_of_experts(section)))
     check(f"num_nextn_predict_layers={predicted}", predicted)
 
 
 def _check_tensors(source: Path, tensors: Tensors, listed: list[Entry], section: dict[str, Any]) -> None:
-    """ValueError unless the directory has the model's tensors, all of them and no others, in the config's shapes."""
+    """Raises ValueError unless the directory has exactly the model's tensors, in the config's shapes."""
     names = tensors.names()
-    wanted = {part: shape for entry in listed for part, shape in part_shapes(entry, section).items()}
+    expected = {part: shape for entry in listed for part, shape in part_shapes(entry, section).items()}
     copies = {entry.parts[0]: entry for entry in listed if entry.copy}
-    if missing := sorted(set(wanted) - set(copies) - names):
+    if missing := sorted(set(expected) - set(copies) - names):
         raise ValueError(f"{str(source)!r} has no {missing[0]}, which its config.json asks for.")
     for name, file in sorted(tensors.unnamed.items()):
         if not (is_of_cache(name) or name.endswith(_IGNORED)):
@@ -202,12 +208,12 @@ def _check_tensors(source: Path, tensors: Tensors, listed: list[Entry], section:
                 f"{str(source / file)!r} has {name}, and its index does not say so: readers disagree about such a tensor."
                 f" Take it out of the file, or correct {INDEX}."
             )
-    for name in sorted(names - set(wanted)):
+    for name in sorted(names - set(expected)):
         weight = f"{name.rpartition('.')[0]}.weight" if is_companion(name) else name
         tied = weight == _HEAD and section["share_embeddings_and_output_weights"]
-        if not ((weight in wanted) or tied or is_of_cache(name) or name.endswith(_IGNORED)):
+        if not ((weight in expected) or tied or is_of_cache(name) or name.endswith(_IGNORED)):
             raise ValueError(f"{str(source)!r} has {name}, which its config.json does not ask for.")
-    for name, shape in wanted.items():
+    for name, shape in expected.items():
         if name in names and tensors.shape(name) != shape:
             raise ValueError(
                 f"{name} is {tensors.shape(name)} in {str(source)!r}, and its config.json says {shape}."
@@ -215,7 +221,8 @@ def _check_tensors(source: Path, tensors: Tensors, listed: list[Entry], section:
 
 
 def _check_copies(source: Path, tensors: Tensors, listed: list[Entry], section: dict[str, Any]) -> None:
-    """ValueError unless what the directory holds twice is the same: Megatron-Core has it once. Reads those tensors."""
+    """Raises ValueError unless duplicated tensors are equal, since Megatron-Core stores them once. Reads those
+    tensors."""
     tied = section["share_embeddings_and_output_weights"] and _HEAD in tensors.names()
     if tied and not _are_equal(_HEAD, "model.embed_tokens.weight", tensors):
         raise ValueError(
@@ -231,14 +238,14 @@ def _check_copies(source: Path, tensors: Tensors, listed: list[Entry], section: 
 
 
 def _are_equal(one: str, other: str, tensors: Tensors) -> bool:
-    """Whether two tensors mean the same values, each in whatever kind it is stored."""
+    """Whether two tensors have the same values, whatever their storage formats."""
     pair = high_precision(one, tensors), high_precision(other, tensors)
     dtype = torch.promote_types(pair[0].dtype, pair[1].dtype)
     return torch.equal(pair[0].to(dtype), pair[1].to(dtype))
 
 
 def _notes(config: dict[str, Any], listed: list[Entry], tensors: Tensors, origin: Origin) -> list[str]:
-    """Lines for people: what an export of the run will not have as it is in the directory."""
+    """Notes on what an export of the run will not reproduce from the directory."""
     found = [*origin.notes(listed), *left_out(config, tensors.names())]
     first = {entry.megatron: entry.parts[0] for entry in listed if not entry.copy}
     others = [
@@ -260,10 +267,10 @@ def _notes(config: dict[str, Any], listed: list[Entry], tensors: Tensors, origin
 
 
 def _check_tokenizer(folder: Path, source: Path, vocab_size: int) -> None:
-    """ValueError unless the copied tokenizer can be read, and what stands beside it, and the model has all its tokens."""
+    """Raises ValueError unless the copied tokenizer and its files can be read and the model has all its tokens."""
     try:
         tokenizer = load_tokenizer(str(folder / TOKENIZER))
-    except ValueError as error:  # whoever reads it knows the directory, and not the copy
+    except ValueError as error:  # the message must name the directory, not the copy
         raise ValueError(str(error).replace(str(folder), str(source))) from error
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
@@ -274,9 +281,9 @@ def _check_tokenizer(folder: Path, source: Path, vocab_size: int) -> None:
 
 
 def find_tokenizer(source: Path) -> Path | None:
-    """The directory's tokenizers file, None if it has no tokenizer at all.
+    """The directory's tokenizers file; None if it has no tokenizer at all.
 
-    Raises ValueError: its tokenizer is in another form, without which a run would take every byte for a token.
+    Raises ValueError: its tokenizer has another format; without it a run would use bytes as tokens.
     """
     if file := find_file(source, TOKENIZER):
         return file
@@ -291,17 +298,17 @@ def find_tokenizer(source: Path) -> Path | None:
 
 
 def _special_ids(source: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """generation_config.json of the directory; of one that has none, the ids that its config.json names."""
+    """generation_config.json of the directory, or else the ids in its config.json."""
     found = read_json(source / GENERATION) if find_file(source, GENERATION) else {}
     check_types(found, GENERATION)
-    named = {name: config[name] for name in ("bos_token_id", "eos_token_id") if name in config}
-    return {name: value for name, value in (*named.items(), *found.items()) if value is not None}
+    id_names = {name: config[name] for name in ("bos_token_id", "eos_token_id") if name in config}
+    return {name: value for name, value in (*id_names.items(), *found.items()) if value is not None}
 
 
 def _run_config(
     config: dict[str, Any], section: dict[str, Any], has_tokenizer: bool, run_dir: Path
 ) -> dict[str, Any]:
-    """config.yaml of the run: what is not there keeps its default."""
+    """config.yaml of the run; missing fields have their defaults."""
     positions = config.get("max_position_embeddings") or LONGEST_SEQUENCE
     run: dict[str, Any] = {"model": section, "train": {"seq_length": min(positions, LONGEST_SEQUENCE)}}
     if has_tokenizer:
@@ -312,7 +319,7 @@ def _run_config(
 def _save(
     folder: Path, incoming: Incoming, facts: dict[str, Any], progress: Progress, sharing: Sharing
 ) -> None:
-    """The weights as a checkpoint of iteration 0."""
+    """Write the weights as a checkpoint of iteration 0."""
     from ..mcore.checkpoint.saver import SaveError
     from ..mcore.checkpoint.weights import save_weights
 
@@ -320,7 +327,7 @@ def _save(
         "optimizer_step": 0,
         "fp8_iteration": 0,
         "loss_scaler": None,
-        "scheduler_steps": 1,  # the schedule is one step ahead of the optimizer
+        "scheduler_steps": 1,  # the scheduler is one step ahead of the optimizer
         "consumed_samples": 0,
     }
     shown = iter(progress(incoming.described, len(incoming.described)))

@@ -1,6 +1,7 @@
 """The plan of an import: each checkpoint tensor, made on request from the directory's.
 
-No bit is lost: BF16 weights stay BF16, other formats and FP8 codes times their scales become float32.
+The conversion is lossless: BF16 weights stay BF16; other formats, and FP8 codes times their scales, become
+float32.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from .shapes import megatron_shape
 
 
 class Incoming:
-    """A checkpoint's tensors, from a directory's.
+    """A checkpoint's tensors, made from a directory's.
 
     Attributes:
-        described: by name, in the order of the forward pass, on the meta device: shapes and dtypes, and no memory.
-        kept_scales: how many FP8 weights have their scales beside them.
-        lost: FP8 weights of blocks that have not -> why.
+        described: name -> meta tensor with shape and dtype, in forward order.
+        kept_scales: number of FP8 weights with stored scales.
+        lost: block-FP8 weights without stored scales -> reason.
 
     Args:
-        halves: the directory turns the first half of a latent head against the second.
+        halves: the directory's latent heads rotate the first half against the second.
 
-    Raises ValueError naming a tensor of a kind that cannot be read.
+    Raises ValueError naming a tensor of an unsupported type.
     """
 
     def __init__(self, tensors: Tensors, listed: list[Entry], section: dict[str, Any], halves: bool) -> None:
@@ -60,11 +61,11 @@ class Incoming:
             self.kept_scales += len(entry.parts)
 
     def parameters(self) -> int:
-        """Values of all weights, the vocabulary's padding included."""
+        """Number of values of all weights, including the vocabulary's padding."""
         return sum(tensor.numel() for name, tensor in self.described.items() if not is_scales_key(name))
 
     def make(self, name: str) -> torch.Tensor:
-        """The tensor of that name. Raises ValueError if it is not finite, or has scales that fit no form."""
+        """The tensor of that name. Raises ValueError if it is not finite, or its scales fit no format."""
         entry = self._entries[name]
         if not is_scales_key(name):
             return self._weight(entry)
@@ -89,7 +90,7 @@ class Incoming:
 
 
 def _dtype(name: str, tensors: Tensors) -> torch.dtype:
-    """What a tensor becomes: bfloat16 where it is stored so, else float32."""
+    """Dtype of the converted tensor: bfloat16 if stored so, else float32."""
     stored, scaled = tensors.dtype(name), scale_name(name, tensors.names()) is not None
     if scaled and stored != torch.float8_e4m3fn:
         raise ValueError(f"{name} is {stored} with a scale: float8_e4m3fn can be imported.")
@@ -99,9 +100,9 @@ def _dtype(name: str, tensors: Tensors) -> torch.dtype:
 
 
 def high_precision(name: str, tensors: Tensors) -> torch.Tensor:
-    """A tensor without a bit lost: bfloat16 where it is stored so, else float32, FP8 as code times scale.
+    """A tensor without loss: bfloat16 if stored so, else float32; FP8 as code times scale.
 
-    Raises ValueError naming it: it is of a kind that cannot be read, or not finite.
+    Raises ValueError naming it: its type is unsupported, or it is not finite.
     """
     _dtype(name, tensors)
     tensor, scale = tensors[name], scale_name(name, tensors.names())

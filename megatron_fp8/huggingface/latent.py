@@ -1,4 +1,4 @@
-"""Latent attention (DeepSeek-V3's): config.json's fields and the model section's, each from the other."""
+"""Converts latent attention (DeepSeek-V3's) between config.json and the model section."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _SAME = {
     "qk_rope_head_dim": "qk_pos_emb_head_dim",
     "v_head_dim": "v_head_dim",
 }
-_EPSILON = 1e-6  # of the latents' norms, in DeepSeek's own code and in transformers, whatever rms_norm_eps is
+_EPSILON = 1e-6  # of latents' norms, in DeepSeek's code and in transformers, independent of rms_norm_eps
 
 
 def latent_section(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a model section of config.json's latent attention.
+    """Model section fields for config.json's latent attention.
 
-    Raises ValueError naming the field: it is missing, or has a value that Megatron-Core does not have.
+    Raises ValueError naming a field that is missing, or that Megatron-Core cannot express.
     """
     if missing := [name for name in _SAME if config.get(name) is None]:
         raise ValueError(f"config.json has no {missing[0]}: it is needed to build the model.")
@@ -40,15 +40,15 @@ def latent_section(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_latent(section: dict[str, Any]) -> None:
-    """Raise ValueError naming the field of a model section whose latent attention is not DeepSeek-V3's."""
+    """Raises ValueError naming a model section field whose latent attention differs from DeepSeek-V3's."""
     if missing := [name for name in ("q_lora_rank", *_SAME.values()) if name not in section]:
         raise ValueError(f"model.{missing[0]} is not there, and multi-latent attention needs it: add it.")
-    wanted = {
+    supported = {
         "qk_layernorm": (True, False),
         "layernorm_epsilon": (_EPSILON, 1e-5),
         "add_qkv_bias": (False, False),
     }
-    for name, (known, default) in wanted.items():
+    for name, (known, default) in supported.items():
         if section.get(name, default) != known:
             raise ValueError(
                 f"model.{name}={section.get(name, default)!r} with model.multi_latent_attention=True has no counterpart:"
@@ -62,7 +62,7 @@ def check_latent(section: dict[str, Any]) -> None:
 
 
 def latent_config(section: dict[str, Any]) -> dict[str, Any]:
-    """config.json's fields of a model section's latent attention."""
+    """config.json fields for a model section's latent attention."""
     heads = section["num_attention_heads"]
     return {
         "num_key_value_heads": heads,

@@ -1,13 +1,15 @@
 """Megatron-Core's fused query-key-value matrix and its three parts.
 
-With grouped queries each key and value head serves several query heads. Megatron-Core lays the output rows out group by
-group, so that a tensor-parallel rank that takes a run of rows has whole groups:
+With grouped queries each key and value head serves several query heads. Megatron-Core orders the output rows
+by group, so that a tensor-parallel rank with a contiguous range of rows has whole groups:
 
-    rows of linear_qkv    q0 q1 q2 q3 k0 v0 | q4 q5 q6 q7 k1 v1         8 heads, 2 groups; each letter is head_dim rows
+    rows of linear_qkv    q0 q1 q2 q3 k0 v0 | q4 q5 q6 q7 k1 v1         8 heads, 2 groups; each letter is
+    head_dim rows
     Hugging Face          q0 ... q7,  k0 k1,  v0 v1                     three matrices
 
-Within a head nothing moves: with rotary_interleaved=False Megatron-Core rotates the first half of a head against the
-second, as rotate_half of transformers does. (Meta's own Llama files rotate neighbours; they are another format.)
+The order within a head is the same: with rotary_interleaved=False Megatron-Core rotates the first half of a
+head against the second, like rotate_half in transformers. (Meta's original Llama files rotate neighbours;
+they are another format.)
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 
 @dataclass(frozen=True)
 class Heads:
-    """Sizes of attention: query heads, groups (key and value heads), and values of a head."""
+    """Attention sizes: query heads, groups (key and value heads), and values per head."""
 
     heads: int
     groups: int
@@ -50,22 +52,22 @@ def split_qkv(fused: torch.Tensor, heads: Heads) -> tuple[torch.Tensor, torch.Te
 
 
 def join_qkv(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: Heads) -> torch.Tensor:
-    """The fused weight or bias [rows, ...] of its parts: the inverse of split_qkv."""
+    """The fused weight or bias [rows, ...] from its parts: the inverse of split_qkv."""
     rest = query.shape[1:]
     parts = [part.reshape(heads.groups, -1, heads.head_dim, *rest) for part in (query, key, value)]
     return torch.cat(parts, dim=1).reshape(-1, *rest)
 
 
 def pad_rows(matrix: torch.Tensor, rows: int) -> torch.Tensor:
-    """`matrix` with rows of zeros at its end, `rows` in all."""
+    """`matrix` padded with rows of zeros to `rows` rows."""
     return torch.cat([matrix, matrix.new_zeros(rows - len(matrix), *matrix.shape[1:])])
 
 
 def interleave(matrix: torch.Tensor, heads: int, turned: int) -> torch.Tensor:
-    """[rows, ...] with the last `turned` rows of each head put in pairs of neighbours: 0 h 1 h+1 ..., h half of them.
+    """[rows, ...] with the last `turned` rows of each head interleaved: 0 h 1 h+1 ..., h being half of them.
 
-    Megatron-Core's latent attention turns neighbours, as DeepSeek's own weights have it; a directory with
-    rope_interleave=false turns the first half against the second.
+    Megatron-Core's latent attention rotates neighbours, as DeepSeek's weights do; a directory with
+    rope_interleave=false rotates the first half against the second.
     """
     grouped = matrix.reshape(heads, -1, *matrix.shape[1:])  # [heads, rows of a head, ...]
     rest, rope = grouped.split([grouped.shape[1] - turned, turned], dim=1)

@@ -1,11 +1,12 @@
-"""Experts and their router: config.json's fields and the model section's, each from the other.
+"""Converts experts and their router between config.json and the model section.
 
 family      scores of a token's experts                            Megatron-Core
 Mixtral     softmax over the best k                                moe_router_pre_softmax=False
 Qwen3-MoE   the same, or without norm_topk_prob the best of a      moe_router_pre_softmax
             softmax over all
 DeepSeek    sigmoid, divided by their sum, times a factor;         moe_router_score_function='sigmoid',
-            a bias that only chooses, groups of experts            moe_router_enable_expert_bias, _group_topk
+            a bias that affects only the choice; expert groups     moe_router_enable_expert_bias,
+            _group_topk
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .config_types import MANY
 
 @dataclass(frozen=True)
 class _Fields:
-    """Names in config.json: of the number of experts (the first is written), and of their size."""
+    """Names in config.json for the number of experts (the first is written) and for their size."""
 
     count: tuple[str, ...]
     size: str
@@ -32,10 +33,10 @@ _FIELDS = {
 }
 _TOPK = "num_experts_per_tok"
 
-# Fields of DeepSeek-V3's config.json that its modelling code branches on, and the only value that is known here.
+# Fields of DeepSeek-V3's config.json that its modelling code branches on, and the only supported value.
 _DEEPSEEK_MUST_BE = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
-# Fields of a model section with experts, the only values that the families have, and Megatron-Core's defaults.
+# Fields of a model section with experts, the only values in supported families, and Megatron-Core's defaults.
 _SECTION_MUST_BE: dict[str, tuple[Any, Any]] = {
     "moe_shared_expert_gate": (False, False),
     "moe_expert_capacity_factor": (None, None),
@@ -62,22 +63,22 @@ _OF_DEEPSEEK: dict[str, tuple[Any, Any]] = {
 
 
 def experts_section(config: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """The fields of a model section for the experts that config.json describes; none of a dense family.
+    """Model section fields for the experts in config.json; none for a dense family.
 
-    Raises ValueError naming the field: it is missing, or has a value that Megatron-Core's router does not have.
+    Raises ValueError naming a field that is missing, or that Megatron-Core's router cannot express.
     """
     if architecture.experts is None:
         return {}
     fields = _FIELDS[architecture.name]
     count = next((config[name] for name in fields.count if config.get(name) is not None), None)
-    given: dict[str, Any] = {
+    config_fields: dict[str, Any] = {
         fields.count[0]: count,
         fields.size: config.get(fields.size),
         _TOPK: config.get(_TOPK),
     }
-    if missing := [name for name, value in given.items() if value is None]:
+    if missing := [name for name, value in config_fields.items() if value is None]:
         raise ValueError(f"config.json has no {missing[0]}: it is needed to build the model.")
-    count, size, topk = (int(value) for value in given.values())
+    count, size, topk = (int(value) for value in config_fields.values())
     if config["num_hidden_layers"] > MANY:
         raise ValueError(
             f"config.json has num_hidden_layers={config['num_hidden_layers']}: at most {MANY} can be imported."
@@ -103,7 +104,7 @@ def experts_section(config: dict[str, Any], architecture: Architecture) -> dict[
 
 
 def names_of_experts(architecture: Architecture) -> dict[str, str]:
-    """A model section's names of the number of experts and of their size -> the family's in config.json."""
+    """Model section's names for the number of experts and for their size -> the family's names in config.json."""
     if architecture.experts is None:
         return {}
     fields = _FIELDS[architecture.name]
@@ -111,7 +112,7 @@ def names_of_experts(architecture: Architecture) -> dict[str, str]:
 
 
 def _frequency(config: dict[str, Any]) -> dict[str, Any]:
-    """Which layers have experts, as Qwen3-MoE says it."""
+    """Which layers have experts, from Qwen3-MoE's fields."""
     layers = range(config["num_hidden_layers"])
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
     frequency = [int(number not in dense and (number + 1) % step == 0) for number in layers]
@@ -129,16 +130,16 @@ def _deepseek(config: dict[str, Any], count: int, topk: int, size: int) -> dict[
                 f"config.json has {name}={config[name]!r}: only {name}={known!r} can be imported."
             )
     filled = {name: value for name, value in config.items() if value is not None}
-    normed = config.get("norm_topk_prob", True)  # null, unlike nothing at all, is read as false
+    normed = config.get("norm_topk_prob", True)  # null counts as false, a missing field does not
     if bool(normed) != (topk > 1):
         raise ValueError(
-            f"config.json has {_said(config, 'norm_topk_prob', normed)} with {_TOPK}={topk}: Megatron-Core divides"
+            f"config.json has {_field_text(config, 'norm_topk_prob', normed)} with {_TOPK}={topk}: Megatron-Core divides"
             " sigmoid's scores by their sum where a token has several experts, and does not where it has one."
         )
     layers, dense = config["num_hidden_layers"], filled.get("first_k_dense_replace", 3)
     if dense >= layers:
         raise ValueError(
-            f"config.json has {_said(filled, 'first_k_dense_replace', dense)}, which leaves none of"
+            f"config.json has {_field_text(filled, 'first_k_dense_replace', dense)}, which leaves none of"
             f" num_hidden_layers={layers} with experts."
         )
     shared = filled.get("n_shared_experts", 1)
@@ -155,15 +156,15 @@ def _deepseek(config: dict[str, Any], count: int, topk: int, size: int) -> dict[
     }
 
 
-def _said(given: dict[str, Any], name: str, value: Any) -> str:
-    """A field and its value; of one that is not given, that this is its family's default."""
-    return f"{name}={value}" if name in given else f"no {name} (then it is {value})"
+def _field_text(config: dict[str, Any], name: str, value: Any) -> str:
+    """A field with its value, or the note that the value is the family's default."""
+    return f"{name}={value}" if name in config else f"no {name} (then it is {value})"
 
 
-def _groups(given: dict[str, Any], count: int, topk: int) -> dict[str, Any]:
-    """The router's choice of groups; none where it chooses all of them."""
-    groups, chosen = given.get("n_group", 8), given.get("topk_group", 4)
-    words = f"config.json has {_said(given, 'n_group', groups)} and {_said(given, 'topk_group', chosen)}"
+def _groups(config: dict[str, Any], count: int, topk: int) -> dict[str, Any]:
+    """The router's group selection; none if all groups are selected."""
+    groups, chosen = config.get("n_group", 8), config.get("topk_group", 4)
+    words = f"config.json has {_field_text(config, 'n_group', groups)} and {_field_text(config, 'topk_group', chosen)}"
     if count % groups or chosen > groups:
         raise ValueError(
             f"{words}: n_group must divide n_routed_experts={count}, and topk_group be at most n_group."
@@ -182,14 +183,14 @@ def _groups(given: dict[str, Any], count: int, topk: int) -> dict[str, Any]:
 
 
 def check_experts(section: dict[str, Any], architecture: Architecture) -> None:
-    """Raise ValueError naming the field of a model section whose experts the family does not have."""
+    """Raises ValueError naming a model section field that the family's experts do not support."""
     own = _OF_DEEPSEEK if architecture.latent else _OF_FAMILIES
     rules = {**_SECTION_MUST_BE, **own} if architecture.experts else {"mtp_num_layers": (None, None)}
-    for name, (wanted, default) in rules.items():
+    for name, (supported, default) in rules.items():
         value = section.get(name, default)
-        if value != wanted:
+        if value != supported:
             raise ValueError(
-                f"model.{name}={value!r} has no counterpart in {architecture.name}: only {name}={wanted!r} can be"
+                f"model.{name}={value!r} has no counterpart in {architecture.name}: only {name}={supported!r} can be"
                 " exported."
             )
     if architecture.experts is None:
@@ -204,7 +205,7 @@ def check_experts(section: dict[str, Any], architecture: Architecture) -> None:
         refused = "moe_router_pre_softmax" if section.get("moe_router_pre_softmax") else None
         refused = refused or (None if all(layers_of_experts(section)) else "moe_layer_freq")
     elif architecture.latent:
-        refused = _not_deepseeks(section)
+        refused = _unsupported_by_deepseek(section)
     if refused:
         raise ValueError(
             f"model.{refused}={section.get(refused)!r} has no counterpart in {architecture.name}, which the other fields"
@@ -212,8 +213,8 @@ def check_experts(section: dict[str, Any], architecture: Architecture) -> None:
         )
 
 
-def _not_deepseeks(section: dict[str, Any]) -> str | None:
-    """The field that DeepSeek-V3 does not have; None if it has all."""
+def _unsupported_by_deepseek(section: dict[str, Any]) -> str | None:
+    """A field that DeepSeek-V3 does not support; None if there is none."""
     sparse = layers_of_experts(section)
     if sparse != sorted(sparse):
         return "moe_layer_freq"
@@ -233,7 +234,7 @@ def _size(section: dict[str, Any]) -> int:
 
 
 def experts_config(section: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """config.json's fields of a model section's experts; none of a dense family."""
+    """config.json fields for a model section's experts; none for a dense family."""
     if architecture.experts is None:
         return {}
     fields, topk = _FIELDS[architecture.name], section.get("moe_router_topk", 2)

@@ -1,4 +1,4 @@
-"""Names of export formats, without torch (formats.py has the formats)."""
+"""Names of export formats, importable without torch (see formats.py)."""
 
 from __future__ import annotations
 

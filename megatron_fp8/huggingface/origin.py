@@ -1,7 +1,7 @@
 """Metadata of an imported FP8 directory, in the checkpoint's manifest.
 
-It is there where fp8-block could not give its bytes back from tensors and scales alone, and not in a checkpoint that
-training saves.
+It exists if tensors and scales alone do not suffice to restore the directory's bytes in fp8-block, and only
+in imported checkpoints, not in those of training.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from .formats import scale_name
 FACT = IMPORTED
 
 _FLOATS = {"float32": torch.float32, "float16": torch.float16}
-_NAMED = 3  # of many names, in a line for people
+_NAMED = 3  # names listed in a note
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Attributes:
-    floats: the checkpoint's name of each tensor that was float32 or float16 there -> which of them.
-    lost: FP8 weights whose scales are not kept, by their names there -> why.
+    """Metadata that an export needs.
+
+    Attributes:
+        floats: checkpoint name of each tensor that was float32 or float16 -> that dtype.
+        lost: FP8 weights without stored scales, by directory name -> reason.
     """
 
     floats: Mapping[str, str] = field(default_factory=dict)
@@ -35,7 +37,7 @@ class Origin:
 
     @property
     def was_in_blocks(self) -> bool:
-        """Whether there is anything to remember, which there is of a directory in blocks alone."""
+        """Whether there is metadata, which only block-FP8 directories have."""
         return bool(self.floats or self.lost)
 
     def fact(self) -> dict[str, Any]:
@@ -43,11 +45,11 @@ class Origin:
         return {"floats": dict(self.floats), "lost": dict(self.lost)}
 
     def dtype(self, megatron: str) -> torch.dtype | None:
-        """What a checkpoint's tensor was in the directory, if it was float32 or float16."""
+        """Original dtype of a checkpoint's tensor if it was float32 or float16."""
         return _FLOATS.get(self.floats.get(megatron, ""))
 
     def notes(self, listed: list[Entry]) -> list[str]:
-        """Lines for people, with the directory's names."""
+        """Notes with the directory's names."""
         by_reason: dict[str, list[str]] = {}
         for name, why in self.lost.items():
             by_reason.setdefault(why, []).append(name)
@@ -65,13 +67,13 @@ class Origin:
 
 
 def some(names: Any) -> str:
-    """The first few names, and that there are more."""
+    """The first few names, and the number of others."""
     listed = list(names)
     return ", ".join(listed[:_NAMED]) + (", ..." if len(listed) > _NAMED else "")
 
 
 def origin_of(fact: Any) -> Origin:
-    """The origin that a manifest's fact says; an empty one if it says none. ValueError if it is of another form."""
+    """The metadata from a manifest; empty if it has none. Raises ValueError if malformed."""
     if fact is None:
         return Origin()
     parts: list[Any] = [fact.get(name) if isinstance(fact, dict) else None for name in ("floats", "lost")]
@@ -82,7 +84,8 @@ def origin_of(fact: Any) -> Origin:
 
 
 def floats_of(listed: list[Entry], tensors: Tensors) -> dict[str, str]:
-    """``Origin.floats`` of a directory: none unless it has FP8 weights in blocks, nor what is float32 in every run."""
+    """``Origin.floats`` of a directory; empty unless it has block-FP8 weights. Excludes tensors that are always
+    float32."""
     names = tensors.names()
     if not any(name.endswith("weight_scale_inv") for name in names):
         return {}

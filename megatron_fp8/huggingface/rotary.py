@@ -1,4 +1,6 @@
-"""Rotary positions: config.json's rope_theta and rope_scaling (or rope_parameters), and the model section's fields."""
+"""Converts rotary positions between config.json (rope_theta, rope_scaling, rope_parameters) and the model
+section.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,10 @@ from typing import Any
 
 from .architectures import Architecture
 
-# Llama 3.1's scaling of rotary frequencies; Megatron-Core has all of it fixed but the factor.
+# Llama 3.1's scaling of rotary frequencies; in Megatron-Core only the factor is configurable.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
-# YaRN's, of latent attention: config.json's name -> ours, and the value where it is not given (None: it must be).
+# YaRN of latent attention: config.json's name -> ours, and the default (None: required).
 _YARN: dict[str, tuple[str, float | None]] = {
     "factor": ("rotary_scaling_factor", None),
     "original_max_position_embeddings": ("original_max_position_embeddings", None),
@@ -25,13 +27,13 @@ _OBJECTS = ("rope_scaling", "rope_parameters")
 
 
 def rotary_section(config: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """The fields of a model section that turn queries and keys as config.json says.
+    """Model section fields for the rotary positions in config.json.
 
-    Where both objects are there they must mean the same: transformers 5 takes rope_scaling and leaves rope_parameters
-    unread (modeling_rope_utils.py, convert_rope_params_to_dict), transformers 4 knows rope_scaling alone, and
-    rope_theta beside it. transformers 5 writes rope_parameters.
+    If both rope_scaling and rope_parameters are present they must agree: transformers 5 uses rope_scaling and
+    ignores rope_parameters (modeling_rope_utils.py, convert_rope_params_to_dict), transformers 4 knows only
+    rope_scaling and rope_theta. transformers 5 writes rope_parameters.
 
-    Raises ValueError naming the field, if Megatron-Core cannot, or both differ.
+    Raises ValueError naming the field if Megatron-Core cannot express it, or if both differ.
     """
     names = [name for name in _OBJECTS if config.get(name)]
     found = {name: _section(dict(config[name]), config, architecture) for name in names}
@@ -41,7 +43,7 @@ def rotary_section(config: dict[str, Any], architecture: Architecture) -> dict[s
 
 
 def _section(rope: dict[str, Any], config: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """The fields of a model section of one of both objects, whose own name the messages leave open."""
+    """Model section fields from one of the two objects; messages leave its name open."""
     if nested := next((name for name, value in rope.items() if isinstance(value, dict)), None):
         raise ValueError(
             f"config.json has rope_parameters of its own for {nested!r}: only one set for all layers can be imported."
@@ -67,7 +69,7 @@ def _section(rope: dict[str, Any], config: dict[str, Any], architecture: Archite
         )
     scaling = {} if kind == "default" else _yarn(rope) if architecture.latent else _llama3(rope)
     if architecture.latent and kind == "default":
-        # Megatron-Core's default for latent attention is YaRN.
+        # Megatron-Core defaults to YaRN for latent attention.
         scaling = {"rope_type": "rope"}
     return {"rotary_base": int(theta), **scaling}
 
@@ -78,7 +80,7 @@ def _kind(rope: dict[str, Any]) -> Any:
 
 
 def _contradiction(config: dict[str, Any]) -> str:
-    """What to say of two objects that mean different positions: names whose values differ, those of both first."""
+    """Error text for two objects with different positions; names fields that differ, those present in both first."""
     defaults = {name: default for name, (_, default) in _YARN.items() if default is not None}
     scaling, parameters = (
         {
@@ -123,8 +125,9 @@ def _llama3(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _yarn(rope: dict[str, Any]) -> dict[str, Any]:
-    """Sines and cosines are multiplied by m(mscale) / m(mscale_all_dim), scores by m(mscale_all_dim)^2, in both, with
-    m(x) = 0.1 x ln(factor) + 1. Where one of the two is not given, transformers multiplies sines and cosines by m(1)."""
+    """YaRN multiplies sines and cosines by m(mscale) / m(mscale_all_dim) and scores by m(mscale_all_dim)^2, in both
+    libraries, with m(x) = 0.1 x ln(factor) + 1. If one of the two is missing, transformers multiplies sines and cosines
+    by m(1)."""
     for name, known in {"attention_factor": None, "truncate": True}.items():
         if rope.get(name, known) not in (None, known):
             raise ValueError(
@@ -146,9 +149,9 @@ def _yarn(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def rotary_config(section: dict[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling, which old and new readers know, of a model section.
+    """rope_theta and rope_scaling for a model section, readable by old and new transformers.
 
-    Raises ValueError naming the field that no reader knows.
+    Raises ValueError naming a field that config.json cannot express.
     """
     theta = {"rope_theta": float(section.get("rotary_base", 10000))}
     if not section.get("multi_latent_attention"):
@@ -175,8 +178,8 @@ def rotary_config(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def stretched_length(section: dict[str, Any]) -> int | None:
-    """How many positions a model section's YaRN stretches to; None without it. transformers 4 divides a config.json's
-    max_position_embeddings by the original one, and takes that for the factor."""
+    """Number of positions that YaRN stretches to; None without YaRN. transformers 4 computes the factor as
+    max_position_embeddings over the original length."""
     if not section.get("multi_latent_attention") or section.get("rope_type", "yarn") != "yarn":
         return None
     filled = _yarn_fields(section)

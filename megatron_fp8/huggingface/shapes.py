@@ -1,4 +1,4 @@
-"""Shapes that a model section gives to tensors: Megatron-Core's, and those of their parts."""
+"""Shapes of Megatron-Core's tensors and of their parts, from a model section."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .config import heads_of
 
 
 def megatron_shape(entry: Entry, section: dict[str, Any]) -> list[int]:
-    """The whole shape of a checkpoint's tensor; a vocabulary without its padding."""
+    """The whole shape of a checkpoint's tensor, with the vocabulary unpadded."""
     shapes = list(part_shapes(entry, section).values())
     return [sum(shape[0] for shape in shapes), *shapes[0][1:]]
 
 
 def part_shapes(entry: Entry, section: dict[str, Any]) -> dict[str, list[int]]:
-    """Name -> shape of each of Hugging Face's tensors that ``entry`` is made of."""
+    """Name -> shape of the Hugging Face tensors that ``entry`` consists of."""
     sizes = _sizes(section)
     rest = [sizes[name] for name in entry.shape[1:]]
     rows = heads_of(section).sizes if entry.qkv else (sizes[entry.shape[0]],)
@@ -23,7 +23,7 @@ def part_shapes(entry: Entry, section: dict[str, Any]) -> dict[str, list[int]]:
 
 
 def _sizes(section: dict[str, Any]) -> dict[str, int]:
-    """What the names of sizes in architectures.py stand for in this model."""
+    """Values of the size names in architectures.py for this model."""
     hidden, heads = section["hidden_size"], section["num_attention_heads"]
     ffn = section.get("ffn_hidden_size") or 4 * hidden
     found = {

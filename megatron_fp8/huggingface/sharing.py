@@ -1,6 +1,6 @@
 """Work sharing of an import among ranks or in one process.
 
-Each rank reads, makes and writes its own tensors and reads no others. What one rank refuses, all refuse.
+Each rank reads, makes and writes its own tensors only. If one rank fails, all ranks fail.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _REFUSED = "refused"
 
 
 class Sharing:
-    """All ranks of the process group, or without one this process. Every method is called on all of them together.
+    """All ranks of the process group, or this process without one. Every method is collective.
 
     Args:
-        store: of the group's, where a rank says that it refuses; None: one process on its own.
+        store: the group's, used to signal failure; None: a single process.
     """
 
     def __init__(self, store: dist.Store | None = None) -> None:
@@ -38,7 +38,7 @@ class Sharing:
         self.rank, self.size = (0, 1) if store is None else (dist.get_rank(), dist.get_world_size())
 
     def each(self, work: Callable[[], T]) -> T:
-        """This rank's `work()`. Raises ValueError or OSError, on all ranks, if it did on any."""
+        """Result of `work()` on this rank. Raises ValueError or OSError on all ranks if any rank failed."""
         done: list[T] = []
         failed: ValueError | OSError | None = None
         try:
@@ -50,7 +50,7 @@ class Sharing:
         return done[0]
 
     def first(self, work: Callable[[], T]) -> T:
-        """What `work()` gives on the first rank; the others only wait. Raises as `each`."""
+        """Result of `work()` on the first rank; other ranks wait. Raises as `each`."""
         found = self.each(lambda: work() if self.rank == 0 else None)
         return from_rank(0, found)
 
@@ -63,22 +63,24 @@ class Sharing:
         return union(items)
 
     def part(self, listed: list[Entry], tensors: Tensors) -> list[Entry]:
-        """This rank's of all entries that are to be made, in their order, and about as many bytes as every other rank's.
+        """This rank's entries to make, in order, with about the same number of bytes on every rank.
 
-        It is a stretch of them, as files are of a directory: so a file is read by one rank, or by a few neighbours.
+        They are consecutive, as in the directory's files, so each file is read by one rank or a few
+        neighbours.
         """
         made = [entry for entry in listed if not entry.copy]
         sizes = [sum(_stored_bytes(name, tensors) for name in entry.parts) for entry in made]
         all_bytes, before, mine = sum(sizes), 0, []
         for entry, size in zip(made, sizes, strict=True):
-            middle = 2 * before + size  # of twice all bytes
+            middle = 2 * before + size  # position of the middle, in half bytes
             if middle * self.size // (2 * all_bytes) == self.rank:
                 mine.append(entry)
             before += size
         return mine
 
     def until_one_refuses(self, work: Callable[[str], T]) -> Callable[[str], T]:
-        """`work`, which also ends by ValueError after it failed on another rank: nobody goes on for hours in vain."""
+        """Wraps `work` so that it raises ValueError after a failure on another rank, which avoids hours of wasted
+        work."""
         store = self._store
         if store is None:
             return work
@@ -96,7 +98,8 @@ class Sharing:
 
     @contextmanager
     def new_directory(self, path: Path) -> Iterator[Path]:
-        """`directory.new_directory` of the first rank, for all: it is there when every rank's block has ended well."""
+        """`directory.new_directory` on the first rank, for all: it becomes visible when every rank's block has
+        succeeded."""
         with ExitStack() as stack:
             folder = self.first(lambda: stack.enter_context(new_directory(path)))
             with written(path):
@@ -104,7 +107,7 @@ class Sharing:
             self.first(stack.pop_all().close)
 
     def see(self, file: Path) -> None:
-        """Raise ValueError, on all ranks, if one of them does not see what the first has written."""
+        """Raises ValueError on all ranks if one of them does not see the first rank's file."""
         size = self.first(lambda: file.stat().st_size)
 
         def look() -> None:

@@ -30,15 +30,15 @@ _NOT_MODEL = ("optimizer.", "rng.")
 
 @dataclass
 class Source:
-    """A checkpoint that is to be exported.
+    """A checkpoint to export.
 
     Attributes:
         section: the model section of its run.
-        run: all sections that are known.
+        run: all known sections.
         metadata: torch_dist's.
-        tokenizer: of its run, as its manifest says it (``Tokenizer.name``); None if it does not.
-        notes: lines for people.
-        origin: what an import remembers of the directory that the checkpoint holds unchanged.
+        tokenizer: the run's, from the manifest (``Tokenizer.name``); None if unknown.
+        notes: lines to print.
+        origin: metadata of the imported directory, if the checkpoint is unchanged since.
     """
 
     folder: Path
@@ -51,7 +51,7 @@ class Source:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """The model's compute dtype."""
         return _DTYPES[self.section.get("params_dtype") or "bfloat16"]
 
     def weights(self) -> set[str]:
@@ -63,22 +63,22 @@ class Source:
         }
 
     def shape(self, name: str) -> list[int]:
-        """The shape of a tensor of the checkpoint."""
+        """The shape of a checkpoint's tensor."""
         return list(self.metadata.state_dict_metadata[name].size)
 
     def tensor(self, name: str, as_stored: bool = False) -> torch.Tensor:
-        """A tensor, whole, in the model's dtype, or in the checkpoint's."""
+        """A whole tensor, in the model's dtype or as stored."""
         found = read_tensor(self.folder, self.metadata, name)
         return found if as_stored else found.to(self.dtype)
 
 
 def open_source(path: Path, run: dict[str, Any] | None = None) -> Source:
-    """The checkpoint that a path means, every file of it checked.
+    """The checkpoint at a path, after checking all its files.
 
     Args:
-        run: the sections of its run, where the checkpoint itself does not say (it was saved from Python).
+        run: sections of its run, if the checkpoint has none (it was saved from Python).
 
-    Raises ValueError: it is no checkpoint, is damaged, does not say what model it is of, or contradicts `run`.
+    Raises ValueError: not a checkpoint, damaged, of an unknown model, or inconsistent with `run`.
     """
     folder = find_checkpoint(path)
     manifest = read_manifest(folder)
@@ -88,14 +88,14 @@ def open_source(path: Path, run: dict[str, Any] | None = None) -> Source:
         raise ValueError(
             f"{str(folder)!r} does not say what model it is of: give its run's config with --config=FILE."
         )
-    run = {**own, **_agreeing(folder, own, run)} if run else own
+    run = {**own, **_merged_sections(folder, own, run)} if run else own
     run = {name: part for name, part in run.items() if part is not None}
     if odd := next((name for name in ("train", "data") if not isinstance(run.get(name, {}), dict)), None):
         raise ValueError(
             f"the section {odd!r} of the run's config is {type(run[odd]).__name__}, and has to be keys with values: give"
             " the config.yaml of a run."
         )
-    precision = manifest.facts.get("precision", {})  # two names for one thing are resolved there
+    precision = manifest.facts.get("precision", {})  # has synonyms resolved
     settled = {name: precision[name] for name in ("params_dtype", "fp8", "fp8_recipe") if name in precision}
     metadata = read_metadata(folder)
     section = {**run["model"], **settled}
@@ -110,14 +110,14 @@ def open_source(path: Path, run: dict[str, Any] | None = None) -> Source:
     return Source(folder, section, run, metadata, manifest.facts.get("tokenizer"), notes, origin)
 
 
-def _agreeing(folder: Path, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The sections of a given config, over what the checkpoint says of its model. ValueError if that is another one."""
+def _merged_sections(folder: Path, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """A given config's sections merged over the checkpoint's own. Raises ValueError if they are of another model."""
     model = own.get("model", {})
     merged = {**model, **given["model"]}
-    for name, (there, here) in differences(model, merged, {}).items() if model else ():
+    for name, (saved, new) in differences(model, merged, {}).items() if model else ():
         if kind_of(name) in ("shape", "function"):
             raise ValueError(
-                f"the checkpoint {str(folder)!r} is of another model: model.{name} is {there!r} there and {here!r} in the"
+                f"the checkpoint {str(folder)!r} is of another model: model.{name} is {saved!r} there and {new!r} in the"
                 " given config. Leave --config out: the checkpoint has its own."
             )
     return {**given, "model": merged}
@@ -142,7 +142,7 @@ def _are_overrides(value: Any) -> bool:
 
 
 def _check_types(folder: Path, section: dict[str, Any], tensors: int) -> None:
-    """ValueError unless sizes are whole numbers and the like: a manifest may say anything."""
+    """Raises ValueError unless sizes are integers and so on: a manifest may contain anything."""
 
     def require(name: str, holds: bool, words: str) -> None:
         if not holds:
@@ -152,14 +152,14 @@ def _check_types(folder: Path, section: dict[str, Any], tensors: int) -> None:
 
     for name in (*_SIZES, *_OTHER_SIZES):
         value = section.get(name)
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        require(name, whole or (value is None and name in _OTHER_SIZES), "a whole number of at least 1")
+        is_integer = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        require(name, is_integer or (value is None and name in _OTHER_SIZES), "a whole number of at least 1")
     for name in ("num_layers", "num_moe_experts", "mtp_num_layers"):
         require(name, (section.get(name) or 0) <= tensors, f"at most the checkpoint's {tensors} tensors")
     frequency = section.get("moe_layer_freq", 1)
     listed = isinstance(frequency, list) and len(frequency) == section["num_layers"]
-    whole = isinstance(frequency, int) and frequency >= 1
-    require("moe_layer_freq", whole or listed, "a distance, or a list with a number for each layer")
+    is_integer = isinstance(frequency, int) and frequency >= 1
+    require("moe_layer_freq", is_integer or listed, "a distance, or a list with a number for each layer")
     for name in _NUMBERS:
         value = section.get(name, 1)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""Inference in FP8: weights quantised once, any number of tokens, static or dynamic activation scales."""
+"""FP8 inference: weights quantised once, any number of tokens, static or dynamic scales."""
 
 from .memory import model_bytes, storage_bytes, tensors_of
 from .prepare import InferenceReport, PreparedSite, prepare_for_inference

@@ -1,16 +1,17 @@
-"""Calibration: what activations measure, seen over some batches, and the scales that follow from it.
+"""Calibration: activation statistics over some batches, and static scales computed from them.
 
     calibration = calibrate(model, batches)                  # every linear's input, in high precision
     calibration.save("runs/mine/calibration")
     prepare_for_inference(model, calibration=calibration)    # static activation scales
     calibration.fill_history(model)                          # or: the first histories of delayed scaling
 
-The model runs in high precision while it is watched: an activation behind a quantised one already carries its error.
+The model runs in high precision during calibration, since quantised activations would include errors of
+earlier layers.
 
-A static scale comes from the largest magnitude seen, or from a percentile: a few outliers then saturate, and all other
-values get finer steps. Percentiles are exact, over all values of all batches, without keeping any: a bfloat16 magnitude
-is 15 bits, so 32,640 counters hold every value there is. (float32 activations are rounded to bfloat16 to be counted, and
-only to be counted.) Rejected: histograms, whose range has to be guessed from the first batch, or changed later.
+A static scale comes from the amax or from a percentile; with a percentile a few outliers saturate, and all
+other values get finer steps. Percentiles are exact over all values of all batches, without storing them: a
+bfloat16 magnitude has 15 bits, so 32,640 counters suffice. (float32 activations are rounded to bfloat16 for
+counting only.) Rejected: histograms, whose range must be guessed from the first batch or changed later.
 """
 
 from __future__ import annotations
@@ -40,24 +41,25 @@ from ..state.ranks import checked_group, device_of, same_everywhere
 FORMAT, VERSION = "megatron_fp8 calibration", 1
 TENSORS, RECORD = "calibration.safetensors", "calibration.json"
 PERCENTILES = (50.0, 99.0, 99.9, 99.99)
-_LARGEST = 1 << 30  # bytes of either file
-_MAGNITUDES = 0x7F80  # bfloat16 bit patterns of finite magnitudes: 0 to 0x7F7F
+_LARGEST = 1 << 30  # bytes per file
+_MAGNITUDES = 0x7F80  # number of finite bfloat16 magnitudes: bit patterns 0 to 0x7F7F
 
 
 def fp8_modules(model: torch.nn.Module) -> list[Any]:
-    """The linears of a model that have a GEMM site, in module order, named as a whole model's."""
+    """The model's linears with a GEMM site, in module order, with names relative to the model."""
     check_model(model)
     modules: list[Any] = [module for module in model.modules() if hasattr(type(module), "fp8_site")]
     for module in modules:
         if name_sites := getattr(module, "name_sites", None):
-            name_sites(model)  # their names are those in the model they stand in
+            name_sites(model)  # names are relative to the whole model
             break
     return modules
 
 
 def whole_shape(linear: Any) -> tuple[int, int]:
-    """(N, K) of a linear's weight over all tensor-parallel ranks; Megatron-Core's weights say how they are split."""
-    if hasattr(linear, "fp8_sites"):  # nn's, whose weight may be computed
+    """(N, K) of a linear's weight over all tensor-parallel ranks, from the attributes that Megatron-Core sets on
+    weights."""
+    if hasattr(linear, "fp8_sites"):  # an nn linear; its weight may be parametrised
         return linear.out_features, linear.in_features
     weight: Any = weight_of(linear)
     rows, cols = weight.shape
@@ -69,12 +71,12 @@ def whole_shape(linear: Any) -> tuple[int, int]:
 
 @dataclass
 class Seen:
-    """What was seen of one linear's input. All but ``amaxes`` counts values.
+    """Statistics of one linear's input.
 
     Attributes:
-        amaxes: one float a batch: the largest finite magnitude.
-        counts: int64 [32640], how many finite values have each bfloat16 magnitude.
-        nonfinite: how many NaN and Inf; neither of the others counts them.
+        amaxes: the largest finite magnitude of each batch, as floats.
+        counts: int64 [32640], number of finite values per bfloat16 magnitude.
+        nonfinite: number of NaN and Inf; excluded from the other two.
     """
 
     amaxes: list[float] = field(default_factory=list)
@@ -90,15 +92,13 @@ class Seen:
         self.nonfinite += x.numel() - finite.numel()
         magnitudes = finite.abs()
         self.amaxes.append(float(magnitudes.amax()) if finite.numel() else 0.0)
-        bits = (
-            magnitudes.to(torch.bfloat16).view(torch.int16).to(torch.int64)
-        )  # [finite values], an index each
-        # A float32 just below bfloat16's range rounds to its Inf.
+        bits = magnitudes.to(torch.bfloat16).view(torch.int16).to(torch.int64)  # [finite values], indices
+        # float32 values just below bfloat16's limit round to Inf.
         counts = torch.bincount(bits.clamp_(max=_MAGNITUDES - 1), minlength=_MAGNITUDES)
         self.counts += counts.cpu()
 
     def percentile(self, percent: float) -> float:
-        """The smallest bfloat16 magnitude that at least ``percent`` % of the values do not exceed; 0 of no values."""
+        """The smallest bfloat16 magnitude that at least ``percent`` % of the values do not exceed; 0 without values."""
         total = int(self.counts.sum())
         if not total:
             return 0.0
@@ -107,7 +107,7 @@ class Seen:
         return float(torch.tensor(index, dtype=torch.int16, device="cpu").view(torch.bfloat16))
 
     def above(self, magnitude: float) -> float:
-        """Fraction of the values that exceed a magnitude, to bfloat16's accuracy."""
+        """Fraction of the values above a magnitude, to bfloat16 precision."""
         total = int(self.counts.sum())
         bits = int(torch.tensor(magnitude, dtype=torch.bfloat16, device="cpu").view(torch.int16))
         return float(self.counts[bits + 1 :].sum()) / total if total else 0.0
@@ -115,13 +115,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class Range:
-    """What calibration says of one tensor.
+    """Calibrated range of one tensor.
 
     Attributes:
-        amax: the magnitude that is to be the largest one represented.
-        amaxes: float32 [batches], the largest finite magnitude of each batch; of a weight [1].
+        amax: largest magnitude to represent.
+        amaxes: float32 [batches], the largest finite magnitude of each batch; [1] for a weight.
         shape: (N, K) of the linear's weight, over all tensor-parallel ranks.
-        statistics: plain numbers for people: max, percentiles, the fraction above amax, non-finite values.
+        statistics: for information: max, percentiles, fraction above amax, NaN and Inf count.
     """
 
     amax: float
@@ -132,7 +132,7 @@ class Range:
 
 @dataclass
 class Calibration:
-    """Ranges by '<site>.input' and '<site>.weight', and how they came about (``facts``: plain values)."""
+    """Ranges by '<site>.input' and '<site>.weight'. ``facts``: plain values about the calibration run."""
 
     ranges: dict[str, Range]
     facts: dict[str, Any] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class Calibration:
     def scale(self, site: str, rule: Rule) -> torch.Tensor:
         """float32 [], the static scale of a site's input under a rule: code = x * scale.
 
-        ValueError if nothing but zeros was seen (an expert without tokens): any scale would be a guess.
+        Raises ValueError if all inputs were zero (an expert without tokens): no scale can be computed.
         """
         amax = torch.tensor(self.ranges[f"{site}.input"].amax, dtype=torch.float32, device="cpu")
         if not amax > 0:
@@ -153,11 +153,11 @@ class Calibration:
         )
 
     def input_scale_inv(self, site: str) -> torch.Tensor:
-        """float32 [], one over the static E4M3 scale: what checkpoints for other engines call ``input_scale``."""
+        """float32 [], the inverse of the static E4M3 scale: ``input_scale`` in checkpoints for other engines."""
         return compute_scale_inv(self.scale(site, Rule(E4M3, TENSOR)))
 
     def check(self, linears: Iterable[Any]) -> None:
-        """ValueError unless every one of these linears was calibrated, in its shape."""
+        """Raises ValueError unless all these linears were calibrated with their current shapes."""
         for linear in linears:
             name = linear.fp8_site.plan.name
             found = self.ranges.get(f"{name}.input")
@@ -172,15 +172,15 @@ class Calibration:
                 )
 
     def fill_history(self, model: torch.nn.Module) -> int:
-        """Start delayed scaling of a model from what was seen: scales and histories of inputs and weights. In place.
+        """Initialise delayed scaling in place: scales and histories of inputs and weights.
 
-        The latest batches that fit are the history; the scale is from the calibrated amax. Gradients were not seen and
-        start from their own amax, as without calibration.
+        The history consists of the latest batches that fit; the scale comes from the calibrated amax.
+        Gradients were not measured and start cold.
 
-        Returns how many tensors got a scale.
+        Returns the number of tensors that got a scale.
 
         Raises:
-            ValueError: the calibration is of another model, or nothing in the model uses delayed scaling.
+            ValueError: the calibration is of another model, or no linear uses delayed scaling.
         """
         linears = [
             m for m in fp8_modules(model) if any(q and q.slot.delayed for q in m.fp8_site.quantizers.values())
@@ -199,7 +199,7 @@ class Calibration:
     def _fill(self, slot: Any, name: str) -> bool:
         found = self.ranges[name]
         if not found.amax > 0:
-            return False  # never used: it stays cold
+            return False  # unused: stays cold
         saved = slot.arena.saved_slot(slot)
         history, latest = saved["amax_history"], found.amaxes[-len(saved["amax_history"]) :]
         room = min(len(history) - 1, len(latest))
@@ -212,13 +212,14 @@ class Calibration:
         slot.arena.load_slot(slot, saved)
         return True
 
-    # ------------------------------------------------------------------------------------------------------ as files
+    # ------------------------------------------------------------------------------------------------------ files
 
     def save(self, folder: str | Path) -> Path:
-        """Write ``calibration.safetensors`` and ``calibration.json`` into a folder; returns it.
+        """Write ``calibration.safetensors`` and ``calibration.json`` into a folder; returns the folder.
 
-        Tensors, float32: '<site>.<role>.amax' [] and '<site>.<role>.amaxes' [batches]. The JSON file has format, version,
-        the SHA-256 of the tensors' file, facts, and shape and statistics of each '<site>.<role>'.
+        Tensors, float32: '<site>.<role>.amax' [] and '<site>.<role>.amaxes' [batches]. The JSON file has
+        format, version, the SHA-256 of the tensors' file, facts, and shape and statistics of each
+        '<site>.<role>'.
 
         Raises:
             ValueError: the folder cannot be written.
@@ -250,13 +251,13 @@ class Calibration:
 
 
 def load_calibration(folder: str | Path) -> Calibration:
-    """The calibration that ``save`` wrote.
+    """Loads the files of ``Calibration.save``.
 
     Raises:
-        ValueError: a file is missing, cut off or altered, or is no calibration; the message says what to do.
+        ValueError: a file is missing, truncated, altered or not a calibration; the message has the remedy.
     """
     folder = Path(folder)
-    again = "run megatron-fp8 calibrate again"
+    remedy = "run megatron-fp8 calibrate again"
     try:
         text, content = (read_ordinary(folder / name, _LARGEST) for name in (RECORD, TENSORS))
     except FileNotFoundError as error:
@@ -266,20 +267,20 @@ def load_calibration(folder: str | Path) -> Calibration:
         ) from None
     except OSError as error:
         raise ValueError(
-            f"the calibration in {str(folder)!r} cannot be read ({in_words(error)}): {again}"
+            f"the calibration in {str(folder)!r} cannot be read ({in_words(error)}): {remedy}"
         ) from error
     try:
-        return _parsed(text, content)
+        return _parse(text, content)
     except KeyError as error:
         raise ValueError(
-            f"the calibration in {str(folder)!r} is damaged (it lacks {error}): {again}"
+            f"the calibration in {str(folder)!r} is damaged (it lacks {error}): {remedy}"
         ) from error
-    except Exception as error:  # safetensors, json and torch: of damaged files each raises its own
-        raise ValueError(f"the calibration in {str(folder)!r} is damaged ({error}): {again}") from error
+    except Exception as error:  # damaged files raise various errors in safetensors, json and torch
+        raise ValueError(f"the calibration in {str(folder)!r} is damaged ({error}): {remedy}") from error
 
 
-def _parsed(text: bytes, content: bytes) -> Calibration:
-    """What both files say; any exception if they are no calibration. ``facts`` and ``statistics`` are for people."""
+def _parse(text: bytes, content: bytes) -> Calibration:
+    """Parses both files; raises any exception if they are not a calibration."""
     from safetensors.torch import load
 
     record = load_json(text)
@@ -320,19 +321,23 @@ def calibrate(
     percentile: float | None = None,
     group: Any = None,
 ) -> Calibration:
-    """Run batches through a model, in high precision and in evaluation mode, and measure every FP8 linear's input.
+    """Run batches through a model in high precision and evaluation mode, and measure every FP8 linear's
+    input.
 
     Args:
-        model: of this package's Megatron-Core layers, or converted by convert_to_fp8; linears that its plan keeps in
-            high precision are measured too. Weights and the training mode are left as they were.
-        batches: what ``forward`` takes: by default model(batch), model(*batch) of a tuple, model(**batch) of a mapping.
+        model: built from this package's Megatron-Core layers, or converted by convert_to_fp8. Linears that
+            the plan leaves in high precision are measured too. Weights and the training mode are unchanged
+            afterwards.
+        batches: arguments for ``forward``; by default model(batch), model(*batch) for a tuple, model(**batch)
+            for a mapping.
         forward: runs one batch.
-        percentile: static ranges hold this many per cent of the values (above 0, at most 100); None: all of them.
-        group: ranks that hold parts of the same linears (tensor and data parallel); collective over them, and all get
-            the same calibration. Every rank needs as many batches.
+        percentile: percentage of values that static ranges must cover (above 0, at most 100); None: all of
+            them.
+        group: ranks with parts of the same linears (tensor and data parallel). Collective over the group; all
+            ranks get the same calibration and need the same number of batches.
 
     Raises:
-        ValueError: there is no batch, no FP8 linear, or percentile is out of range.
+        ValueError: there is no batch or no FP8 linear, or percentile is out of range.
     """
     if percentile is not None and not 0 < percentile <= 100:
         raise ValueError(
@@ -346,14 +351,14 @@ def calibrate(
     modes, count = [(module, module.training) for module in model.modules()], 0
     model.eval()
     try:
-        with fp8_disabled("calibration looks at high precision"), _watching(linears) as seen:
+        with fp8_disabled("calibration looks at high precision"), _recording_inputs(linears) as seen:
             for batch in batches:
                 run(batch)
                 count += 1
             weights = [Seen() for _ in linears]
             for weight, linear in zip(
                 weights, linears, strict=True
-            ):  # in evaluation: to compute one may change it
+            ):  # in evaluation mode: computing a parametrised weight in training may change it
                 weight.add(weight_of(linear).detach())
     finally:
         for module, training in modes:
@@ -363,8 +368,8 @@ def calibrate(
     ranges: dict[str, Range] = {}
     for weight, linear in zip(weights, linears, strict=True):
         site, shape = linear.fp8_site.plan.name, whole_shape(linear)
-        ranges[f"{site}.input"] = _range(_over_ranks(seen[site], group), percentile, shape)
-        ranges[f"{site}.weight"] = _range(_over_ranks(weight, group), None, shape)
+        ranges[f"{site}.input"] = _range(_merge_ranks(seen[site], group), percentile, shape)
+        ranges[f"{site}.weight"] = _range(_merge_ranks(weight, group), None, shape)
     method = "max" if percentile is None else f"percentile {percentile:g}"
     return Calibration(ranges, {"method": method, "batches": count})
 
@@ -379,8 +384,8 @@ def _forward_of(model: torch.nn.Module) -> Callable[[Any], Any]:
 
 
 @contextmanager
-def _watching(linears: list[Any]) -> Iterator[dict[str, Seen]]:
-    """Everything that goes into these linears, by site name."""
+def _recording_inputs(linears: list[Any]) -> Iterator[dict[str, Seen]]:
+    """Records the inputs of these linears, by site name."""
     seen = {linear.fp8_site.plan.name: Seen() for linear in linears}
 
     def watch(linear: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -394,8 +399,8 @@ def _watching(linears: list[Any]) -> Iterator[dict[str, Seen]]:
             hook.remove()
 
 
-def _over_ranks(seen: Seen, group: Any) -> Seen:
-    """What all ranks of a group saw together."""
+def _merge_ranks(seen: Seen, group: Any) -> Seen:
+    """Merges the statistics of all ranks of a group."""
     if group is None or dist.get_world_size(group) == 1:
         return seen
     if not same_everywhere([len(seen.amaxes)], group):

@@ -1,4 +1,4 @@
-"""Measured bytes of a model: each storage once."""
+"""Measures the bytes of a model, counting each storage once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..params.fp8_parameter import Fp8Parameter
 
 
 def tensors_of(module: Any) -> Iterator[torch.Tensor]:
-    """Every parameter and buffer of a module; of an FP8 weight the codes and scales that it keeps."""
+    """All parameters and buffers of a module; for an FP8 weight its codes and scales."""
     for tensor in [*module.parameters(), *module.buffers()]:
         yield from tensor.stored_tensors() if isinstance(tensor, Fp8Parameter) else [tensor]
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages behind ``tensors``; one that several share, or are views of, counts once and whole."""
+    """Bytes of the storages of ``tensors``. A storage with several tensors or views counts once, in full."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 

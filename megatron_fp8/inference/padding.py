@@ -1,9 +1,10 @@
-"""Padding of tokens to the kernels' alignment, and back.
+"""Pads tokens to the kernels' alignment and removes the padding.
 
-A prompt has any number of tokens, and decoding has one. FP8 tensor cores like multiples of 16 rows, or 32 (recipe.py,
-alignment); sizes that they cannot take at all a backend pads inside its own GEMM. Here whole activations are padded
-before they are quantised, so that a kernel meets few different sizes. Zeros change no amax, hence no scale, and rows
-do not meet in y = x @ w^T: the result is the same. The emulated backend gains nothing by it, and is left alone.
+A prompt has any number of tokens, and decoding has one. FP8 tensor cores prefer multiples of 16 rows, or 32
+(recipe.py, alignment); sizes that they do not support are padded inside the backend's GEMM. Here whole
+activations are padded before quantisation, so that a kernel gets few different sizes. Zeros do not change an
+amax or scale, and rows are independent in y = x @ w^T, so the result is the same. The emulated backend does
+not benefit and is excluded.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 
 def pad_tokens(x: torch.Tensor, multiple: int) -> torch.Tensor:
-    """x [..., K] as [M, 1, K], rows of zeros added so that M is a multiple; x itself if its rows are one already."""
+    """x [..., K] as [M, 1, K], with rows of zeros up to a multiple M; x itself if no padding is needed."""
     rows = x.shape[:-1].numel()
     missing = -rows % multiple
     if not missing:
@@ -24,7 +25,8 @@ def pad_tokens(x: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 class Padding:
-    """Forward hooks of one linear: its input padded to a multiple of ``multiple`` tokens, its output cut and shaped back.
+    """Forward hooks of one linear: pad the input to a multiple of ``multiple`` tokens, then slice and reshape
+    the output.
 
     The output may be a tensor, or a tuple that begins with it (Megatron-Core's linears).
     """

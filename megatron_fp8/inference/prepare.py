@@ -1,14 +1,15 @@
 """prepare_for_inference: quantises weights once and frees the high-precision ones.
 
-    model = prepare_for_inference(model)                             # activations scaled as the recipe does in training
+    model = prepare_for_inference(model)                             # activations scaled as the recipe does
+    in training
     model = prepare_for_inference(model, calibration=calibration)    # ... with static scales
 
-Every linear keeps its module, its name and its GEMM site; only its weight becomes codes (weights.py) and, with static
-scales, its input's quantizer another (static.py). So training's forward and inference are one code path, and their
-logits are the same bytes.
+Every linear keeps its module, name and GEMM site. Its weight becomes codes (weights.py), and with static
+scales its input's quantizer changes (static.py). Training forward and inference share one code path, so their
+logits are bit-identical.
 
-Rejected: modules of our own for inference. Everything that walks a model by class (parallel layouts, checkpoints, export)
-would have to know them, and two forward passes drift apart.
+Rejected: separate modules for inference. Code that checks a module's class (parallel layouts, checkpoints,
+export) would have to support them, and two forward passes diverge over time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 @dataclass(frozen=True)
 class PreparedSite:
-    """One linear: its recipe, how weights and activations are scaled, and its bytes before and after."""
+    """One linear: its recipe, the scaling of weights and activations, and its bytes before and after."""
 
     name: str
     recipe: str
@@ -55,12 +56,13 @@ class InferenceReport:
     """What was prepared.
 
     Attributes:
-        sites: the linears whose weights are codes.
-        high_precision: names of the other FP8 linears, whose weights stay as they are.
-        not_called: those of them that no call has reached since the conversion: other code may read their weights.
-        replaced: names of those in ``sites`` whose weight did not fit delayed scaling's scale, and has one of its own.
-        ran: whether the model has run since its conversion; if not, ``not_called`` cannot be known.
-        total_before, total_after: bytes of the whole model's parameters and buffers.
+        sites: linears whose weights are now codes.
+        high_precision: names of the other FP8 linears, whose weights are unchanged.
+        not_called: those of them that were never called since the conversion: other code may read their
+            weights.
+        replaced: names of those in ``sites`` whose weight exceeded its delayed scale and got a current one.
+        ran: whether the model has run since its conversion; if not, ``not_called`` is unknown.
+        total_before, total_after: bytes of all parameters and buffers of the model.
     """
 
     sites: list[PreparedSite] = field(default_factory=list)
@@ -72,7 +74,9 @@ class InferenceReport:
     total_after: int = 0
 
     def __str__(self) -> str:
-        before, after = (sum(getattr(s, f"bytes_{when}") for s in self.sites) for when in ("before", "after"))
+        before, after = (
+            sum(getattr(s, f"bytes_{moment}") for s in self.sites) for moment in ("before", "after")
+        )
         kinds = sorted({(s.recipe, s.weight, s.activations) for s in self.sites})
         lines = [f"{r}: weights {w}, activations {a}" for r, w, a in kinds]
         lines.append(
@@ -86,7 +90,7 @@ class InferenceReport:
             )
         if self.replaced:
             lines.append(
-                "weights replaced since training gave them a scale, which did not fit, have one of their own:"
+                "weights that were replaced and exceed their delayed scale have current scales:"
                 f" {', '.join(self.replaced)}"
             )
         if not self.ran:
@@ -101,59 +105,60 @@ class InferenceReport:
 def prepare_for_inference(
     model: Model, *, calibration: Calibration | None = None, pad_tokens: int | None = None
 ) -> Model:
-    """Quantise the weights of every FP8 linear once, free them in high precision, and switch to evaluation. In place.
+    """Quantise the weights of all FP8 linears once, free the high-precision weights, and switch to
+    evaluation. In place.
 
     Args:
-        model: a Megatron-Core model of this package's layers, or one that convert_to_fp8 converted. No parameter of it
-            takes gradients afterwards. Of a converted model that has run, linears that were never called stay as they
-            are: other code may read their weights; so do those that compute their weight in each call (weight_norm, ...),
-            until the parametrization is removed. To keep a model that trains, prepare a deep copy. save_pretrained of a
-            transformers model writes dequantised weights.
-        calibration: static activation scales; None scales activations as the recipe does (delayed: by its history).
-            Weights are scaled as evaluation scales them: delayed, by their history if that fits them.
-        pad_tokens: pad every FP8 linear's tokens to a multiple of this; None: to the recipe's alignment, on backends
-            whose kernels like it; 1: never. The result is the same. Never in sequence parallelism, nor those of experts
-            whose weights are stacked.
+        model: a Megatron-Core model built from this package's layers, or a converted model. None of its
+            parameters takes gradients afterwards; to keep a trainable model, prepare a deep copy. In a
+            converted model that has run, two kinds of linears are unchanged: those never called, since other
+            code may read their weights; and those with a parametrised weight (weight_norm, ...), until the
+            parametrization is removed. save_pretrained of a transformers model writes dequantised weights.
+        calibration: static activation scales; None: as in the recipe (delayed: from the history). Weights use
+            the scales of evaluation: delayed if they fit, otherwise current.
+        pad_tokens: pad every FP8 linear's tokens to a multiple of this; None: the recipe's alignment, on
+            backends that benefit; 1: no padding. The result is the same. Linears under sequence parallelism
+            and stacked experts are never padded.
 
     Returns:
         The model; ``model.fp8_inference`` is its InferenceReport.
 
     Raises:
-        ValueError: the model has no FP8 linear, the calibration is of another model or lacks a tensor, a recipe takes no
-            static scales, or pad_tokens is less than 1. Nothing was changed then.
+        ValueError: the model has no FP8 linear, the calibration is of another model or lacks a tensor, a
+            recipe does not support static scales, or pad_tokens is less than 1. The model is unchanged then.
     """
     if pad_tokens is not None and pad_tokens < 1:
         raise ValueError(f"pad_tokens={pad_tokens}: give a number of tokens from 1, or None")
     linears = fp8_modules(model)
     quantised = [linear for linear in linears if linear.fp8_site.casts["weight"].rowwise is not None]
-    active = [linear for linear in quantised if _held(linear) is not None]
+    active = [linear for linear in quantised if _weight_parameter(linear) is not None]
     if not active:
         raise ValueError(_nothing_to_prepare(linears))
     static = {} if calibration is None else _static_scales(active, calibration)
     report = InferenceReport(total_before=model_bytes(model))
     for tied in (of for of in quantised if not hasattr(of, "fp8_sites") and of.weight is None):
         _keep_in_high_precision(tied)
-    uncalled = _uncalled(active)
+    uncalled = _never_called(active)
     report.ran = uncalled is not None
     report.not_called = [linear.fp8_site.plan.name for linear in uncalled or []]
-    left = {id(linear) for linear in uncalled or []}  # numbers: a model may have 100,000 linears
-    active = [linear for linear in active if id(linear) not in left]
+    uncalled_ids = {id(linear) for linear in uncalled or []}  # ids: a model may have 100,000 linears
+    active = [linear for linear in active if id(linear) not in uncalled_ids]
     prepared = {id(linear) for linear in active}
     report.high_precision = [linear.fp8_site.plan.name for linear in linears if id(linear) not in prepared]
-    counts = Counter(map(_which_codes, active))
+    counts = Counter(map(_codes_key, active))
     last = {linear.around: linear for linear in active if isinstance(linear, Fp8ExpertLinear)}
-    # Codes of several linears, kept until all have theirs; others are freed at once.
+    # Codes of weights shared by several linears.
     shared: dict[tuple[int, Rule], Any] = {}
     for linear in active:
-        which = _which_codes(linear)
-        weight = shared.get(which)
+        key = _codes_key(linear)
+        weight = shared.get(key)
         if weight is None:
-            quantizer = _evaluated_by(linear.fp8_site)
+            quantizer = _eval_quantizer(linear.fp8_site)
             weight = inference_weight(getattr(linear, "matrix", linear.weight), quantizer)
             if (misfits := getattr(quantizer, "misfits", None)) is not None and bool(misfits):
                 report.replaced.append(linear.fp8_site.plan.name)
-        if counts[which] > 1:
-            shared[which] = weight
+        if counts[key] > 1:
+            shared[key] = weight
         report.sites.append(_prepare(linear, weight, static.get(linear.fp8_site.plan.name), pad_tokens))
         if isinstance(linear, Fp8ExpertLinear) and last[linear.around] is linear:
             linear.around.take_apart()
@@ -168,16 +173,16 @@ def prepare_for_inference(
     return model
 
 
-def _held(linear: Any) -> torch.Tensor | None:
-    """The parameter that its weight is, or a part of; None of a tied one, and of one that each call computes."""
-    held: torch.Tensor | None = linear.held if hasattr(linear, "fp8_sites") else linear.weight
-    return held
+def _weight_parameter(linear: Any) -> torch.Tensor | None:
+    """The parameter that is or contains its weight; None for a tied or parametrised weight."""
+    parameter: torch.Tensor | None = linear.held if hasattr(linear, "fp8_sites") else linear.weight
+    return parameter
 
 
-def _uncalled(linears: list[Any]) -> list[Any] | None:
-    """Those that no call has reached since the model was converted; None: no call has reached any, so nothing is known.
+def _never_called(linears: list[Any]) -> list[Any] | None:
+    """Linears never called since the conversion; None if no linear was called, so nothing is known.
 
-    Megatron-Core's layers call their linears, and modules of experts theirs, if a token comes.
+    Not included: Megatron-Core's linears, and experts, which are called only if they get tokens.
     """
     converted = [linear for linear in linears if hasattr(linear, "fp8_sites")]
     if converted and not any(linear.fp8_sites.was_called for linear in converted):
@@ -189,29 +194,30 @@ def _uncalled(linears: list[Any]) -> list[Any] | None:
     ]
 
 
-def _evaluated_by(site: GemmSite) -> Any:
-    """What quantises a weight as evaluation does. Megatron-Core's evaluation does not look whether a scale fits."""
+def _eval_quantizer(site: GemmSite) -> Any:
+    """The quantizer that evaluation uses for a weight. For Megatron-Core's linears it adds the check whether the
+    delayed scale fits."""
     weights = site.weights
     return (fitted(weights.casts) if weights.evaluated_by is weights.casts else weights.evaluated_by).rowwise
 
 
-def _which_codes(linear: Any) -> tuple[int, Rule]:
-    """What linears have in common whose weight is one tensor, quantised by one rule."""
-    own = linear._parameters.get("weight")  # an expert's is a part of a stack, which no other shares
+def _codes_key(linear: Any) -> tuple[int, Rule]:
+    """Key that is equal for linears with the same weight tensor and rule."""
+    own = linear._parameters.get("weight")  # None for an expert: its slice of the stack is not shared
     return id(linear if own is None else own), linear.fp8_site.weights.casts.rowwise.rule
 
 
 def _keep_in_high_precision(linear: Any) -> None:
-    """Give a linear whose weight is an embedding's, which is looked up in high precision, a site without FP8: there
-    would be no codes to keep, and each call would make them again."""
+    """Give a linear with an embedding's weight a site without FP8: embeddings need the high-precision weight, so codes
+    would be recomputed in each call."""
     site = linear.fp8_site
     reason = "its weight is the embedding's, which inference keeps in high precision"
     linear.bind_fp8_site(GemmSite(bf16_site(site.plan.name, site.plan.layer, reason), site.state, None))
 
 
 def _nothing_to_prepare(linears: list[Any]) -> str:
-    foreign = {site.plan.backend for linear in linears if (site := linear.fp8_site).plan.precision == "fp8"}
-    if "transformer_engine" in foreign:
+    backends = {site.plan.backend for linear in linears if (site := linear.fp8_site).plan.precision == "fp8"}
+    if "transformer_engine" in backends:
         return (
             "the model's linears are Transformer Engine's, which quantises their weights itself: use Megatron-Core's own"
             " inference, or build the model with another fp8_backend"
@@ -244,10 +250,10 @@ def _prepare(
 ) -> PreparedSite:
     site = linear.fp8_site
     before = model_bytes(linear) or linear.weight.nbytes
-    linear._parameters["weight"] = weight  # its place among the parameters stays
+    linear._parameters["weight"] = weight  # keeps the order of parameters
     site.weights.forget()
-    # Not the phases of the training: inference is FP8 throughout.
-    if hasattr(linear, "fp8_sites"):  # nn's: copies, and other devices, have sites of their own
+    # Removes the training's precision phases: inference is always FP8.
+    if hasattr(linear, "fp8_sites"):  # an nn linear: copies, and other devices, have their own sites
         linear.fp8_group.run_in(Phases())
         if static is not None:
             linear.fp8_sites.prepare(static)
@@ -257,10 +263,10 @@ def _prepare(
         if static is not None:
             static(site)
     multiple = pad_tokens or (1 if site.backend is emulated else alignment(site.plan.recipe))
-    # With sequence parallelism a linear's output has other tokens than its input: all ranks', or this rank's part.
-    # Experts that are multiplied in one call are not called one by one.
-    together = isinstance(linear, Fp8ExpertLinear)
-    if multiple > 1 and not (together or getattr(linear, "sequence_parallel", False)):
+    # Under sequence parallelism a linear's input and output have different numbers of tokens.
+    # Experts in a grouped GEMM are not called one by one.
+    in_group = isinstance(linear, Fp8ExpertLinear)
+    if multiple > 1 and not (in_group or getattr(linear, "sequence_parallel", False)):
         Padding(linear, multiple)
     quantizer = site.casts["input"].rowwise
     if quantizer is None:

@@ -1,4 +1,4 @@
-"""The next token from logits: greedy, or drawn with temperature, top-k and top-p."""
+"""Samples the next token from logits: greedy, or with temperature, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 @dataclass(frozen=True)
 class Sampler:
-    """How tokens are drawn.
+    """Sampling parameters.
 
     Args:
-        temperature: 0 takes the most likely token (of equals the first); else logits are divided by it.
+        temperature: 0 takes the most likely token (the first of equals); otherwise logits are divided by it.
         top_k: only the k most likely tokens; 0: all.
-        top_p: only the smallest set of most likely tokens whose probabilities sum to at least p (Holtzman et al.,
-            arXiv 1904.09751); 1: all. Applied after top_k.
-        vocab_size: ids from this on are padding of the vocabulary and are never drawn; None: all ids are tokens.
+        top_p: only the smallest set of most likely tokens whose probabilities sum to at least p (Holtzman et
+            al., arXiv 1904.09751); 1: all. Applied after top_k.
+        vocab_size: ids from this value on are padding and are never drawn; None: all ids are tokens.
 
     Raises:
         ValueError: a value is out of range.
@@ -39,23 +39,21 @@ class Sampler:
             raise ValueError(f"vocab_size {self.vocab_size!r}: at least one token is needed")
 
     def __call__(self, logits: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-        """int64 [b], one token for each row of logits [b, V].
+        """int64 [b], one token per row of logits [b, V].
 
         Raises:
-            ValueError: a row holds NaN or +Inf: the model, or its checkpoint, is broken.
+            ValueError: a row has NaN or +Inf, so the model or its checkpoint is broken.
         """
         logits = logits[:, : self.vocab_size].float()
         if not bool((logits < math.inf).all()):
-            raise ValueError(
-                "logits hold NaN or Inf: the weights, or a static scale, are not of a model that works"
-            )
+            raise ValueError("logits hold NaN or Inf: the weights or a static scale are broken")
         if self.temperature == 0:
             return logits.argmax(-1)
         return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(1)
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """float32 [b, V], what tokens are drawn from; rows sum to 1."""
-        # The largest logit is taken off before the division: the smallest temperature overflows nothing.
+        """float32 [b, V], the distribution to draw from; rows sum to 1."""
+        # Subtracting the largest logit first avoids overflow at small temperatures.
         logits = (logits.float() - logits.float().amax(-1, keepdim=True)) / max(self.temperature, 1e-30)
         if 0 < self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k).values[:, -1:]
@@ -65,6 +63,6 @@ class Sampler:
             return probabilities
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered
-        kept = ordered.masked_fill(before >= self.top_p, 0.0)
-        kept[:, 0] = ordered[:, 0]
-        return torch.zeros_like(kept).scatter_(-1, order, kept / kept.sum(-1, keepdim=True))
+        in_nucleus = ordered.masked_fill(before >= self.top_p, 0.0)
+        in_nucleus[:, 0] = ordered[:, 0]
+        return torch.zeros_like(in_nucleus).scatter_(-1, order, in_nucleus / in_nucleus.sum(-1, keepdim=True))

@@ -1,7 +1,7 @@
-"""save_pretrained of a transformers model whose weights live as FP8 codes.
+"""save_pretrained for transformers models whose weights are FP8 codes.
 
-transformers writes the memory of tensors, and an FP8 parameter's memory is not of its nominal dtype. So it gets the
-weights in high precision, as exports and state dicts do; ``megatron-fp8 export`` writes FP8 files.
+transformers writes tensor memory, and an FP8 parameter's memory differs from its nominal dtype. So it gets
+dequantised weights, as exports and state dicts do; ``megatron-fp8 export`` writes FP8 files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..params.fp8_parameter import Fp8Parameter
 
 
 def save_in_high_precision(model: torch.nn.Module) -> None:
-    """Make ``model.save_pretrained``, if there is one, write dequantised weights."""
+    """Make ``model.save_pretrained``, if present, write dequantised weights."""
     if hasattr(type(model), "save_pretrained"):
         model.save_pretrained = MethodType(_save_pretrained, model)  # type: ignore[assignment]
 
@@ -23,14 +23,14 @@ def save_in_high_precision(model: torch.nn.Module) -> None:
 def _save_pretrained(
     model: Any, save_directory: Any, *args: Any, state_dict: Any = None, **options: Any
 ) -> Any:
-    made: dict[int, torch.Tensor] = {}  # weights that share memory go on sharing it
+    dequantised: dict[int, torch.Tensor] = {}  # shared weights stay shared
     plain = {}
     for name, tensor in (model.state_dict() if state_dict is None else state_dict).items():
         if isinstance(tensor, Fp8Parameter):
             key = tensor.codes[0].data_ptr()
-            if key not in made:
+            if key not in dequantised:
                 layer = model.get_submodule(name.rpartition(".")[0])
-                made[key] = layer.laid_out(tensor.dequantize()).contiguous()
-            tensor = made[key]
+                dequantised[key] = layer.laid_out(tensor.dequantize()).contiguous()
+            tensor = dequantised[key]
         plain[name] = tensor
     return type(model).save_pretrained(model, save_directory, *args, state_dict=plain, **options)

@@ -1,12 +1,12 @@
-"""Static activation scales: known before the token comes, from calibration.
+"""Static activation scales from calibration, known before inference.
 
-A dynamic scale needs the amax of the activations: a pass over them, and, where the whole tensor has one scale, every
-token's result depends on all others in the batch. A static scale is a number. What lies above the calibrated amax
-saturates.
+A dynamic scale needs the amax of the activations. That takes a pass over them, and, with one scale per
+tensor, results depend on the rest of the batch. A static scale is a constant. Values above the calibrated
+amax saturate.
 
-With per-tensor recipes it replaces the tensor's scale. With per-row scales ('rowwise': weights per channel) the
-rows of activations all get the same one, in the shape that the GEMM of that recipe takes. Blocks of 128 or 32 values have
-their scales from their own values, and no calibration replaces those.
+With per-tensor recipes it replaces the tensor's scale. With per-row scales ('rowwise': weights per channel)
+all rows of activations get the same scale, in the shape that the recipe's GEMM takes. Blocks of 128 or 32
+values scale by their own values and have no static scales.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..tensor import Float8Tensor
 
 
 class StaticQuantizer(Quantizer):
-    """A quantizer whose scale, float32 [], never changes: code = x * scale."""
+    """A quantizer with a constant scale, float32 []: code = x * scale."""
 
     def __init__(self, rule: Rule, slot: Slot, backend: ModuleType, scale: torch.Tensor):
         super().__init__(rule, slot, backend)
@@ -35,17 +35,17 @@ class StaticQuantizer(Quantizer):
 
     @property
     def computes(self) -> bool:
-        """Never: casts that record as they go take their scale from the arena."""
+        """Always False: casts that record amaxes take their scale from the arena."""
         return False
 
     def way(self) -> tuple[Rule, torch.Tensor | None]:
-        """One scale for the whole tensor, whatever the rule says."""
+        """One scale for the whole tensor, whatever the rule."""
         return self._cast, self.scale
 
     def quantize(
         self, x: torch.Tensor, direction: Direction, *, running: Running | None = None, **_: Any
     ) -> Quantized:
-        """x [rows, cols] with the static scale, rowwise: the forward pass needs no other direction."""
+        """x [rows, cols] with the static scale, rowwise only: a forward pass needs no columnwise codes."""
         assert direction == "rowwise", "static scales are for inference, which has no backward"
         done: Quantized = self.backend.quantize(x, self._cast, direction, scale=self.scale, running=running)
         self.slot.arena.counts.casts += 1
@@ -59,12 +59,12 @@ class StaticQuantizer(Quantizer):
 
 @dataclass(frozen=True)
 class StaticScale:
-    """The static scale of a linear's input, float32 []; calling it gives the scale to a site, on the site's device."""
+    """The static scale of a linear's input, float32 []. A call installs it in a site, on the site's device."""
 
     scale: torch.Tensor
 
     def __call__(self, site: GemmSite) -> None:
-        """Give the site's input the scale."""
+        """Install the scale in the site's input quantizer."""
         casts = site.casts["input"]
         quantizer = casts.rowwise
         if quantizer is not None:
@@ -73,7 +73,7 @@ class StaticScale:
 
 
 def why_not_static(rule: Rule) -> str | None:
-    """Why activations quantised by this rule cannot have a static scale; None if they can."""
+    """Why this rule does not support a static activation scale; None if it does."""
     if rule.granularity in (TENSOR, ROW):
         return None
     return (

@@ -1,12 +1,12 @@
-"""Inference weights: one byte a value in any recipe, for fprop alone.
+"""Inference weights: one byte per value for all recipes, for fprop only.
 
-A weight in training needs codes for both directions of its GEMMs; where blocks are one wide those are two bytes a value.
-Inference reads the rowwise side and nothing else. ``inference_weight`` quantises it once, with the quantizer of its GEMM
-site, so the codes are those that training's forward multiplies; the high-precision weight is then nobody's, and freed.
+Training needs a weight's codes for both directions of its GEMMs; with 1-wide blocks that takes two bytes per
+value. Inference reads the rowwise side only. ``inference_weight`` quantises it once, with the quantizer of
+its GEMM site, so the codes equal those of the training forward. The high-precision weight is then freed.
 
-It is an Fp8Parameter: a GEMM site uses its codes as they are, and everything else (a state dict, a copy, an export) sees
-the dequantised matrix. Rejected: keeping the quantised matrix in the site's weight cache and an empty tensor in the
-module. Then state dicts, deep copies and ``.to(device)`` would see the empty one.
+The result is an Fp8Parameter: a GEMM site uses its codes directly, and everything else (state dicts, copies,
+exports) sees the dequantised matrix. Rejected: storing the quantised matrix in the site's weight cache and an
+empty tensor in the module. State dicts, deep copies and ``.to(device)`` would then see the empty tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..tensor import Float8Tensor, QuantizedSide
 
 
 class _StoredRows(_Stored):
-    """Codes of the rowwise side only, where the other side would have codes of its own."""
+    """Rowwise codes only, for rules whose columnwise codes differ."""
 
     def view(self) -> None:
         rule = self.quantizer.rule
@@ -45,17 +45,18 @@ class _StoredRows(_Stored):
 
 
 class RowwiseFp8Parameter(Fp8Parameter):
-    """An FP8 weight of one direction, for y = x @ w^T; a gradient through it makes the other's codes of its values."""
+    """An FP8 weight with rowwise codes only, for y = x @ w^T. A gradient through it requantises the dequantised
+    values."""
 
 
 def inference_weight(weight: torch.Tensor, quantizer: Quantizer) -> Any:
-    """The frozen FP8 parameter of a weight [N, K] for y = x @ weight^T: one byte a value, and scales.
+    """The frozen FP8 parameter of a weight [N, K] for y = x @ weight^T: one byte per value, and scales.
 
-    A weight that already lives as FP8 keeps its codes (only the rowwise ones, if each direction has its own).
-    Attributes that were set on the weight are taken over; ``requires_grad`` is False.
+    An FP8 parameter keeps its codes (rowwise only, if the directions differ). Attributes set on the weight
+    are copied; ``requires_grad`` is False.
 
     Args:
-        quantizer: the site's, for the role 'weight'; a delayed scale that is warm is used as training uses it.
+        quantizer: the site's for the role 'weight'; a warm delayed scale is used as in training.
     """
     if isinstance(weight, Fp8Parameter):
         return _from_fp8(weight)
@@ -80,6 +81,6 @@ def _as_parameter(stored: _Stored, weight: torch.Tensor) -> Any:
     kind = RowwiseFp8Parameter if isinstance(stored, _StoredRows) else Fp8Parameter
     for codes in stored.codes:
         in_huge_pages(codes)
-    made = torch.nn.Parameter(kind(stored), requires_grad=False)
-    made.__dict__.update({k: v for k, v in vars(weight).items() if k not in ("_stored", "_is_param")})
-    return made
+    parameter = torch.nn.Parameter(kind(stored), requires_grad=False)
+    parameter.__dict__.update({k: v for k, v in vars(weight).items() if k not in ("_stored", "_is_param")})
+    return parameter

@@ -2,7 +2,7 @@
 
 from megatron_fp8.nn import convert_to_fp8, register_fp8_step
 
-model = convert_to_fp8(model)            # in place; prints what was converted, what not, and why
+model = convert_to_fp8(model)            # in place; prints a table of converted and skipped modules
 register_fp8_step(optimizer, model)      # scales and histories are updated once an iteration
 """
 

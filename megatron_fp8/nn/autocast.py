@@ -1,4 +1,4 @@
-"""fp8_autocast: another precision for a region of code than the converted model has."""
+"""fp8_autocast: overrides a converted model's precision or recipe for a region of code."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .config import Fp8Config
 
 @contextmanager
 def fp8_autocast(enabled: bool = True, recipe: Recipe | str | None = None) -> Iterator[None]:
-    """Linears of converted models called inside run in FP8 or not, and by which recipe. Also a decorator.
+    """Sets the precision and recipe of converted linears called inside. Also a decorator.
 
-    A converted model runs in FP8 without it. Inside another region the inner one decides: ``enabled=True`` switches on
-    again what an outer one switched off, and a recipe of None keeps the outer one's. Layers that were not converted are
-    never switched on. Leaving a region does nothing: scales are updated by ``fp8_step``, once an iteration.
+    A converted model runs in FP8 without it. Regions nest: ``enabled=True`` re-enables FP8 inside a disabled
+    region, and a recipe of None keeps the outer region's recipe. Layers that were not converted never run in
+    FP8. Leaving a region does nothing: ``fp8_step`` updates the scales, once an iteration.
 
     Args:
-        enabled: False runs converted linears in their own dtype, with nn.Linear's numbers.
-        recipe: another recipe than the model's, by name or as an instance. Its delayed scaling, if it has one, keeps
-            a history of its own.
+        enabled: False runs converted linears in their own dtype, with nn.Linear's results.
+        recipe: replaces the model's recipe, by name or as an instance. Its delayed scaling, if any, has its
+            own history.
 
-    Recomputation by torch.utils.checkpoint runs as its forward ran, also where that region has been left.
+    Recomputation by torch.utils.checkpoint uses the settings of its forward, even outside the region.
 
     Raises:
         ValueError: the recipe is unknown.
@@ -32,9 +32,9 @@ def fp8_autocast(enabled: bool = True, recipe: Recipe | str | None = None) -> It
         raise ValueError(
             f"fp8_autocast(enabled={enabled!r}): use True or False; a recipe goes into recipe=..."
         )
-    here = current_switch()
+    switch = current_switch()
     if recipe is not None:
-        here = here.with_recipe(Fp8Config(recipe=recipe).resolved_recipe)
-    on = here._replace(off="none", reason="")
-    with switched(on if enabled else here._replace(off="all", reason="fp8_autocast(enabled=False)")):
+        switch = switch.with_recipe(Fp8Config(recipe=recipe).resolved_recipe)
+    on = switch._replace(off="none", reason="")
+    with switched(on if enabled else switch._replace(off="all", reason="fp8_autocast(enabled=False)")):
         yield

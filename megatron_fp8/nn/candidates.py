@@ -1,4 +1,4 @@
-"""The modules of a model with parameters: will they run in FP8, and why."""
+"""Selects the modules of a model to convert to FP8, with a reason for each."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass
 class Candidate:
-    """A module of the model, or one linear of a module of experts, and what is said of it.
+    """A module of the model, or one linear of an expert module, with its row of the report.
 
     Attributes:
-        row: of the report, without sizes yet.
-        name, module: it, or the module of experts.
-        own: how many values each of its parameters has, by something that tells parameters apart.
-        multiplied: how many of them a token is multiplied by.
-        lazy: it has parameters without a shape yet.
-        also: other names by which overrides may call it.
-        padded: that the GPU's products pad its weight, and which; '' where they do not.
+        row: the report's row; sizes are filled in later.
+        name, module: the module, or the expert module that contains the linear.
+        own: parameter key -> number of values. The key identifies a parameter, or one expert's part of it.
+        multiplied: number of these values that each token is multiplied by.
+        lazy: the module has parameters without a shape yet.
+        also: other names under which overrides match it.
+        padded: note on GEMM padding of the weight on this GPU; '' if there is none.
     """
 
     row: Row
@@ -57,19 +57,19 @@ class Candidate:
 
 
 def candidates(model: nn.Module, config: Fp8Config) -> list[Candidate]:
-    """All of them, in module order; a shared module once."""
+    """All candidates in module order; a shared module appears once."""
     tied = _embedding_weights(model) if config.skip == DEFAULT_SKIP else set()
     found: list[Candidate] = []
     for name, module in model.named_modules():
         if isinstance(module, Fp8Experts):
-            continue  # its linears are modules, too
+            continue  # its linears are modules of their own
         if is_linear(module) or any(True for _ in module.parameters(recurse=False)):
-            found += _considered(name, module, config, tied)
+            found += _candidates_of(name, module, config, tied)
     return found
 
 
 def rows_with_sizes(found: list[Candidate]) -> tuple[Row, ...]:
-    """Their rows, with how much of the model each is. A shared parameter counts once: in an FP8 layer, if one uses it."""
+    """Report rows with their sizes. A shared parameter counts once, in an FP8 layer if one uses it."""
     counted: set[Any] = set()
     rows = [candidate.row for candidate in found]
     for i in sorted(range(len(rows)), key=lambda i: not rows[i].converted):
@@ -80,9 +80,9 @@ def rows_with_sizes(found: list[Candidate]) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-@functools.lru_cache(maxsize=2**14)  # asked of each linear's parents again and again
+@functools.lru_cache(maxsize=2**14)  # every linear checks the same parents
 def matches(name: str, pattern: str) -> bool:
-    """Whether a glob matches the name, its last part, or those of a module that it is in."""
+    """Whether a glob matches the full name, its last part, or either of these for a parent module."""
     parent, _, last = name.rpartition(".")
     if parent and matches(parent, pattern):
         return True
@@ -91,22 +91,23 @@ def matches(name: str, pattern: str) -> bool:
 
 @functools.lru_cache(maxsize=2**14)
 def _any_matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether one of these globs ``matches`` the name: one look at it where none does, as with most."""
+    """Whether one of the globs ``matches`` the name. One compiled pattern serves all globs."""
     parent, _, last = name.rpartition(".")
     if parent and _any_matches(parent, patterns):
         return True
-    match = _one_of(patterns)
+    match = _glob_matcher(patterns)
     return match(last) is not None or match(name) is not None
 
 
 @functools.cache
-def _one_of(patterns: tuple[str, ...]) -> Callable[[str], Any]:
-    """What matches one of these globs, as fnmatchcase does."""
-    return re.compile("|".join(map(translate, patterns)) or r"(?!)").match
+def _glob_matcher(globs: tuple[str, ...]) -> Callable[[str], Any]:
+    """Returns a function that matches a name against any of these globs, as fnmatchcase does."""
+    return re.compile("|".join(map(translate, globs)) or r"(?!)").match
 
 
 def fp8_class(module: nn.Module | type[nn.Module]) -> type[Fp8Layer] | None:
-    """The FP8 class of a module that is exactly a linear, or of such a class; None of what is none."""
+    """The FP8 class for an nn.Linear or transformers' Conv1D, given as module or class; None for all others, subclasses
+    included."""
     kind = module if isinstance(module, type) else type(module)
     if kind is nn.Linear:
         return Fp8Linear
@@ -119,26 +120,26 @@ def fp8_class(module: nn.Module | type[nn.Module]) -> type[Fp8Layer] | None:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is a linear of some class, in FP8 or not."""
+    """Whether the module is a linear layer, in FP8 or not."""
     return isinstance(module, (nn.Linear, Fp8Layer)) or fp8_class(module) is not None
 
 
 def skipped_by(name: str, module: nn.Module, config: Fp8Config) -> str | None:
-    """Which entry of the skip list names the module, in words."""
+    """The skip entry that matches the module, as text for the report; None if none does."""
     globs = tuple(entry for entry in config.skip if isinstance(entry, str))
     if len(globs) == len(config.skip) and not _any_matches(name, globs):
         return None
     for entry in config.skip:
         if isinstance(entry, str) and matches(name, entry):
             return f"skip {entry!r}"
-        if callable(entry) and any(entry(*asked) for asked in _linears_of(name, module)):
+        if callable(entry) and any(entry(*arguments) for arguments in _linears_of(name, module)):
             return f"skip {getattr(entry, '__name__', 'function')}"
     return None
 
 
 def _linears_of(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What a function of a skip list is asked about: a linear; of experts the first one's linears, as modules without
-    memory that have their features."""
+    """(name, module) pairs to pass to a skip function: the linear itself; for experts, the linears of the first expert
+    on the meta device."""
     if is_linear(module):
         return [(name, module)]
     kind = kind_of(type(module))
@@ -151,47 +152,48 @@ def _linears_of(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _considered(name: str, module: nn.Module, config: Fp8Config, tied: set[int]) -> list[Candidate]:
+def _candidates_of(name: str, module: nn.Module, config: Fp8Config, tied: set[int]) -> list[Candidate]:
+    """Candidates of one module: one for an ordinary module, one per linear for experts."""
     if isinstance(module, Fp8Layer):
-        return [_converted_before(name, module)]
-    every = list(module.parameters(recurse=False))
-    weight = every[0] if every else None
+        return [_converted_candidate(name, module)]
+    parameters = list(module.parameters(recurse=False))
+    weight = parameters[0] if parameters else None
     reason = _reason_to_skip(name, module, config, tied)
     kind = kind_of(type(module))
     if reason is None and kind is not None:
-        return list(_experts(name, module, kind.stacks(module), config))
+        return list(_expert_candidates(name, module, kind.stacks(module), config))
     if reason is None:
-        row, padded = _planned(name, type(module).__name__, _features(module), module.weight, config)
-        return [_with_parameters(row, module, every, padded)]
+        row, padded = _plan_row(name, type(module).__name__, _features(module), module.weight, config)
+        return [_candidate(row, module, parameters, padded)]
     shape: tuple[int, ...] = () if weight is None or is_lazy(weight) else tuple(weight.shape)
     if shape and is_linear(module):
         shape = _features(module)  # its first parameter need not be the weight: weight_norm's is a norm
-    dtype = "" if weight is None else _short(weight.dtype)
+    dtype = "" if weight is None else _dtype_name(weight.dtype)
     linear = is_linear(module) or bool(_stacks(module))
     row = Row(name, type(module).__name__, shape, False, dtype, reason, linear=linear)
-    return [_with_parameters(row, module, every)]
+    return [_candidate(row, module, parameters)]
 
 
-def _converted_before(name: str, module: Fp8Layer) -> Candidate:
+def _converted_candidate(name: str, module: Fp8Layer) -> Candidate:
     recipe = recipe_name(module.fp8_config.resolved_recipe)
     reason = f"is an {type(module).__name__} already: left as it is"
     row = Row(name, type(module).__name__, _features(module), True, recipe, reason)
-    found = _with_parameters(row, module, list(module.parameters(recurse=False)))
+    found = _candidate(row, module, list(module.parameters(recurse=False)))
     if isinstance(module, Fp8ExpertLinear) and not found.own:
         found.own, found.multiplied = module.values(), math.prod(_features(module))
     return found
 
 
-def _experts(
+def _expert_candidates(
     name: str, module: nn.Module, stacks: tuple[Stack, ...], config: Fp8Config
 ) -> Iterator[Candidate]:
-    """One for each linear of each expert."""
+    """One candidate per linear of each expert."""
     count = count_of(module, stacks)
     for number in range(count):
         for stack in stacks:
             also = also_called(name, stack)
             weight, shape = getattr(module, stack.parameter), stack.features(module)
-            row, padded = _planned(
+            row, padded = _plan_row(
                 site_name(name, number, stack), type(module).__name__, shape, weight, config, also=also
             )
             parameters = [getattr(module, of) for of in (stack.parameter, stack.bias) if of]
@@ -199,7 +201,7 @@ def _experts(
             yield Candidate(row, name, module, own, math.prod(shape), also=also, padded=padded)
 
 
-def _planned(
+def _plan_row(
     name: str,
     kind: str,
     shape: tuple[int, int],
@@ -208,8 +210,8 @@ def _planned(
     *,
     also: tuple[str, ...] = (),
 ) -> tuple[Row, str]:
-    """The row of a linear for which the plan decides, and whether its weight is padded (`Candidate.padded`)."""
-    dtype, device = _short(weight.dtype), weight.device
+    """(row, padding note) of a linear, as its plan decides (see `Candidate.padded`)."""
+    dtype, device = _dtype_name(weight.dtype), weight.device
     assert isinstance(device, torch.device)
     if device.type == "meta":
         choices = choose(config.asked(), name, also=also)
@@ -236,9 +238,9 @@ def _reason_to_skip(name: str, module: nn.Module, config: Fp8Config, tied: set[i
     if skipped is not None:
         return skipped
     if kind_of(type(module)) is not None:
-        return _experts_stay(module, config)
+        return _reason_to_skip_experts(module, config)
     if not is_linear(module):
-        return _what_it_is(module)
+        return _reason_not_linear(module)
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "MultiheadAttention reads its weight and never calls it"
     if isinstance(module, nn.LazyLinear):
@@ -249,15 +251,15 @@ def _reason_to_skip(name: str, module: nn.Module, config: Fp8Config, tied: set[i
         return f"{type(module).__name__} is a subclass of nn.Linear, which may compute something else"
     if id(module._parameters.get("weight")) in tied:
         return "tied to an embedding"
-    return _weights_stay(module, [module.weight], [_features(module)], config)
+    return _reason_to_skip_weights(module, [module.weight], [_features(module)], config)
 
 
-def _experts_stay(module: nn.Module, config: Fp8Config) -> str | None:
-    """Why a module of experts of a kind that is known stays as it is."""
+def _reason_to_skip_experts(module: nn.Module, config: Fp8Config) -> str | None:
+    """Why a module of a supported expert class stays in high precision; None if it converts."""
     if is_parametrized(module):
         return "is parametrised, its weights computed in each call: convert first, then parametrise"
     if getattr(module, "_is_expert_parallel", False):
-        return "its experts are distributed over ranks by transformers: megatron_fp8.mcore runs such in FP8"
+        return "its experts are distributed over ranks by transformers: use megatron_fp8.mcore for FP8"
     kind = kind_of(type(module))
     assert kind is not None
     stacks = kind.stacks(module)
@@ -267,16 +269,16 @@ def _experts_stay(module: nn.Module, config: Fp8Config) -> str | None:
             return f"its {stack.parameter} is no tensor of three dimensions, [experts, out, in]"
         if hasattr(weight, "to_local"):
             return "its weights are sharded already: convert before fully_shard"
-    return _weights_stay(module, weights, [stack.features(module) for stack in stacks], config)
+    return _reason_to_skip_weights(module, weights, [stack.features(module) for stack in stacks], config)
 
 
-def _weights_stay(
+def _reason_to_skip_weights(
     module: nn.Module, weights: list[Any], features: list[tuple[int, int]], config: Fp8Config
 ) -> str | None:
     if "forward" in vars(module):
-        return "its forward was replaced on the instance, and would go past FP8"
+        return "its forward was replaced on the instance, and would bypass FP8"
     for weight in weights:
-        if _is_foreign(weight):
+        if _is_unsupported_tensor(weight):
             return f"its weight is a {type(weight).__name__}, which is no ordinary tensor"
         if weight.dtype not in _DTYPES:
             return f"{weight.dtype} weights cannot be quantised"
@@ -286,14 +288,15 @@ def _weights_stay(
     return None
 
 
-def _is_foreign(weight: Any) -> bool:
-    """Whether it is a tensor of a class of somebody's, such as quantised values: FP8 kernels read memory."""
+def _is_unsupported_tensor(weight: Any) -> bool:
+    """Whether the tensor belongs to an unsupported subclass, e.g. another library's quantised tensor. FP8 kernels need
+    plain memory."""
     known = (torch.Tensor, nn.Parameter, FakeTensor, Fp8Parameter)
     return not (type(weight) in known or hasattr(weight, "to_local"))
 
 
-def _what_it_is(module: nn.Module) -> str:
-    """Why something that is no linear stays as it is."""
+def _reason_not_linear(module: nn.Module) -> str:
+    """Why a module that is not a linear stays as it is."""
     stacks = ", ".join(f"{name} {list(shape)}" for name, shape in _stacks(module).items())
     if stacks:
         return f"a stack of matrices stays in high precision, of experts whose forward is not known here: {stacks}"
@@ -306,19 +309,19 @@ def _what_it_is(module: nn.Module) -> str:
 # ------------------------------------------------------------------------------------------------------------------ sizes
 
 
-def _with_parameters(row: Row, module: nn.Module, every: list[nn.Parameter], padded: str = "") -> Candidate:
-    """The candidate of this row; ``every``: the module's own parameters."""
-    own = [p for p in every if not is_lazy(p)]
-    values, lazy = {id(p): p.numel() for p in own}, len(own) < len(every)
+def _candidate(row: Row, module: nn.Module, parameters: list[nn.Parameter], padded: str = "") -> Candidate:
+    """A candidate from a report row; ``every`` holds the module's own parameters."""
+    own = [p for p in parameters if not is_lazy(p)]
+    values, lazy = {id(p): p.numel() for p in own}, len(own) < len(parameters)
     return Candidate(row, row.name, module, values, _multiplied(module, own), lazy, padded=padded)
 
 
 def _multiplied(module: nn.Module, own: list[nn.Parameter]) -> int:
-    """How many of its values a token is multiplied by. Of a module that is not known here: those of its matrices."""
+    """Number of values that each token is multiplied by. For unknown modules: the values of their matrices."""
     if is_linear(module) and own:
         return math.prod(_features(module))
     if isinstance(module, nn.Embedding | nn.EmbeddingBag | _ConvNd | ParametrizationList):
-        return 0  # a parametrization's values are multiplied by its layer, which is counted
+        return 0  # the layer of a parametrization counts its values
     return sum(p.numel() for p in own if p.squeeze().ndim == 2 or _is_stack(p))
 
 
@@ -326,18 +329,18 @@ def _features(module: Any) -> tuple[int, int]:
     """(out features, in features) of a linear."""
     if isinstance(module, (nn.Linear, Fp8Layer)):
         return module.out_features, module.in_features
-    return module.nf, module.nx  # of a Conv1D
+    return module.nf, module.nx  # Conv1D
 
 
 def _stacks(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Its parameters that are several matrices each, with their shapes."""
+    """Name -> shape of the module's parameters that stack several matrices."""
     if isinstance(module, _ConvNd):
         return {}
     return {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False) if _is_stack(p)}
 
 
 def _is_stack(parameter: nn.Parameter) -> bool:
-    """Whether it is several matrices in one tensor, such as experts that one grouped product multiplies."""
+    """Whether a tensor stacks several matrices, such as experts of a grouped GEMM."""
     return not is_lazy(parameter) and parameter.ndim == 3 and min(parameter.shape) > 1
 
 
@@ -347,5 +350,5 @@ def _embedding_weights(model: nn.Module) -> set[int]:
     return {id(weight) for weight in weights if weight is not None}
 
 
-def _short(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

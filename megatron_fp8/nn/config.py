@@ -15,10 +15,10 @@ from ..plan.settings import RecipeSettings, from_settings, takes
 from ..recipe import RECIPES, CustomRecipe, Recipe, check_recipe_name, recipe_name
 
 Skip = str | Callable[[str, Any], bool]
-"""A glob of module names, or a function of a linear's (name, module) that says whether it stays as it is."""
+"""A glob of module names, or a function (name, module) -> whether a linear stays in high precision."""
 
 DEFAULT_SKIP: tuple[Skip, ...] = ("*embed*", "*final*norm*", "ln_f", "lm_head", "output_layer", "embed_out")
-"""What stays in high precision unless told otherwise: embeddings, the final norm and the output projection."""
+"""Default skip list: embeddings, the final norm and the output projection."""
 
 GRANULARITIES = {
     "tensor": "tensorwise",
@@ -27,37 +27,44 @@ GRANULARITIES = {
     "block": "blockwise",
     "mx": "mxfp8",
 }
-"""How many values share a scale -> the recipe that does it."""
+"""Granularity of scales -> recipe."""
 
 _OF_A_LINEAR = ("overrides", "size_filter", "size_filter_tokens", "keep_columnwise", "backend")
 
 
 @dataclass(frozen=True, repr=False)
 class Fp8Config:
-    """How the linears of a model run in FP8.
+    """FP8 settings for the linears of a model.
 
     Args:
-        recipe: 'tensorwise' (default), 'delayed', 'rowwise', 'blockwise', 'mxfp8', or an instance of a class of
-            megatron_fp8.recipe, which brings its own formats, margin and epsilon.
-        granularity: the recipe by what shares a scale: 'tensor', 'channel' (or 'row'), 'block' (128x128, 1x128) or 'mx'
-            (1x32). Give this or ``recipe``.
-        forward_format: 'e4m3', of weights and activations.
-        backward_format: of gradients, 'e4m3' or 'e5m2'; None takes the recipe's own: E5M2 for delayed and tensorwise.
-        quantize_weights, quantize_activations, quantize_gradients: whether that operand is quantised. A GEMM with one
-            that is not runs in high precision, the other operand dequantised.
+        recipe: 'tensorwise' (default), 'delayed', 'rowwise', 'blockwise', 'mxfp8', or an instance of a class
+            of megatron_fp8.recipe, which has its own formats, margin and epsilon.
+        granularity: selects the recipe by granularity of scales: 'tensor', 'channel' (or 'row'), 'block'
+            (128x128, 1x128) or 'mx' (1x32). Use instead of ``recipe``.
+        forward_format: 'e4m3', for weights and activations.
+        backward_format: 'e4m3' or 'e5m2', for gradients; None: the recipe's default, E5M2 for delayed and
+            tensorwise.
+        quantize_weights, quantize_activations, quantize_gradients: whether to quantise that operand. A GEMM
+            with an unquantised operand runs in high precision, with the other operand dequantised.
         margin: powers of two of headroom below the largest code; per-tensor scales only.
-        epsilon: a largest magnitude is taken to be at least this (0: off).
-        skip: globs of module names and predicates (name, module) -> bool; those modules stay as they are.
-        overrides: exceptions by name, the last match winning: a glob of names, or of their last parts, alone or with
-            ':fprop', ':dgrad', ':wgrad', ':input', ':weight' or ':grad_output' behind it -> 'bf16' (the model's own
-            dtype), 'fp8', a recipe by name or as an instance, or a format ('e4m3', 'e5m2', 'hybrid').
-        min_features: linears with fewer in or out features stay as they are; tensor cores multiply 16 at a time.
-        size_filter: a table of ``megatron-fp8 bench --tune``: GEMMs stay in high precision where FP8 does not pay.
-        size_filter_tokens: tokens of a microbatch, where the table has several counts.
-        keep_columnwise: the weights' codes for dgrad stay until backward, where they are others than the forward's;
-            False: each backward makes them again, the same bits, for a byte a value less in between.
+        epsilon: lower limit of the amax (0: off).
+        skip: globs of module names and predicates (name, module) -> bool; matching modules stay in high
+            precision.
+        overrides: exceptions by name; the last match wins. A glob of names, or of their last parts,
+            optionally followed by ':fprop', ':dgrad', ':wgrad', ':input', ':weight' or ':grad_output' ->
+            'bf16' (the model's own dtype), 'fp8', a recipe by name or as an instance, or a format ('e4m3',
+            'e5m2', 'hybrid').
+        min_features: linears with fewer input or output features stay in high precision; tensor cores
+            multiply 16 at a time.
+        size_filter: a table from ``megatron-fp8 bench --tune``; GEMMs stay in high precision if FP8 does not
+            pay.
+        size_filter_tokens: tokens per microbatch, if the table has several counts.
+        keep_columnwise: whether to store the weights' codes for dgrad until backward, if they differ from the
+            forward's. False: each backward recomputes them, with the same bits, and saves one byte per value
+            in between.
         backend: 'auto', 'native', 'emulated', ...
-        fallback: 'error', or 'warn' to leave linears in high precision that cannot run as asked; printed and reported.
+        fallback: 'error', or 'warn': linears that cannot run as configured stay in high precision, and this
+            is printed and reported.
 
     Raises:
         ValueError: a value is unknown, two contradict each other, or nothing would be quantised.
@@ -118,7 +125,7 @@ class Fp8Config:
 
     @cached_property
     def resolved_recipe(self) -> Recipe:
-        """The recipe, as an instance; made once, since each linear asks for it."""
+        """The recipe as an instance; cached, because every linear reads it."""
         return self._resolve()
 
     @property
@@ -132,10 +139,10 @@ class Fp8Config:
         return tuple(role for role, quantized in flags.items() if not quantized)
 
     def asked(self, recipe: Recipe | None = None) -> Asked:
-        """What this asks for; ``recipe`` is fp8_autocast's, in place of its own."""
-        taken = recipe or self.resolved_recipe
+        """The request for a site plan. ``recipe``, from fp8_autocast, replaces the config's recipe."""
+        chosen = recipe or self.resolved_recipe
         return Asked(
-            recipe=lambda name: taken if name is None else self._named(name),
+            recipe=lambda name: chosen if name is None else self._named(name),
             reason="recipe of fp8_autocast" if recipe else "",
             overrides={} if recipe else self.overrides,
             unquantized=self.unquantized,
@@ -144,18 +151,22 @@ class Fp8Config:
         )
 
     def differing(self, other: Fp8Config) -> dict[str, tuple[Any, Any]]:
-        """How two configs have one linear run, where they differ: name -> (this one's, the other's)."""
+        """Settings that would make a linear run differently: name -> (this config's value, the other's)."""
         recipes = self.resolved_recipe, other.resolved_recipe
         names = recipe_name(recipes[0]), recipe_name(recipes[1])
-        said = {
+        texts = {
             "recipe": recipes if names[0] == names[1] else names,
             "not quantised": (self.unquantized, other.unquantized),
             **{name: (getattr(self, name), getattr(other, name)) for name in _OF_A_LINEAR},
         }
-        return {name: (mine, its) for name, (mine, its) in said.items() if mine != its}
+        return {
+            name: (own_value, other_value)
+            for name, (own_value, other_value) in texts.items()
+            if own_value != other_value
+        }
 
     def with_recipe(self, recipe: Recipe | str) -> Fp8Config:
-        """The same with another recipe; an instance brings its own formats, margin and epsilon."""
+        """A copy with another recipe; a recipe instance brings its own formats, margin and epsilon."""
         if isinstance(recipe, str):
             return replace(self, recipe=recipe, granularity=None, margin=0, epsilon=0.0)
         return replace(self, recipe=recipe, granularity=None, backward_format=None, margin=0, epsilon=0.0)
@@ -176,7 +187,7 @@ class Fp8Config:
         return self._named(name)
 
     def _named(self, name: str, where: str = "recipe") -> Recipe:
-        """The recipe of that name, with the options that are said here."""
+        """Builds the named recipe with this config's options."""
         if check_recipe_name(name) == "custom":
             raise ValueError(
                 f"{where}='custom' has no meaning by itself: give megatron_fp8.recipe.CustomRecipe(function of the role)"
@@ -191,16 +202,16 @@ class Fp8Config:
         return from_settings(name, self._settings())
 
     def _settings(self) -> RecipeSettings:
-        given = {"e5m2": Format.HYBRID, "e4m3": Format.E4M3, None: None}[self.backward_format]
-        return RecipeSettings(fp8_format=given, margin=self.margin, amax_epsilon=self.epsilon)
+        fp8_format = {"e5m2": Format.HYBRID, "e4m3": Format.E4M3, None: None}[self.backward_format]
+        return RecipeSettings(fp8_format=fp8_format, margin=self.margin, amax_epsilon=self.epsilon)
 
     def _refuse_beside_instance(self) -> None:
         recipe_name(self.recipe)  # type: ignore[arg-type]
-        given = {"backward_format": self.backward_format, "margin": self.margin, "epsilon": self.epsilon}
-        twice = [f"{name}={value!r}" for name, value in given.items() if value]
+        options = {"backward_format": self.backward_format, "margin": self.margin, "epsilon": self.epsilon}
+        twice = [f"{name}={value!r}" for name, value in options.items() if value]
         if twice:
             raise ValueError(
-                f"recipe={self.recipe!r} is an instance and brings its own {', '.join(given)}: say it there, not"
+                f"recipe={self.recipe!r} is an instance with its own {', '.join(options)}: set them there, not"
                 f" in {', '.join(twice)}"
             )
         if isinstance(self.recipe, CustomRecipe) and self.unquantized:
@@ -210,7 +221,8 @@ class Fp8Config:
 
 
 def as_skip(skip: Any) -> tuple[Skip, ...]:
-    """One glob, one predicate or an iterable of them, as a tuple; ValueError for anything else."""
+    """The skip list as a tuple: accepts one glob, one predicate or an iterable of them. Raises ValueError for anything
+    else."""
     several = isinstance(skip, Iterable) and not isinstance(skip, str)
     entries = () if skip is None else tuple(skip) if several else (skip,)
     for entry in entries:
@@ -223,7 +235,7 @@ def as_skip(skip: Any) -> tuple[Skip, ...]:
 
 
 def make_config(recipe: Recipe | str | Fp8Config | None, config: Fp8Config | None) -> Fp8Config:
-    """The config that either argument means; ValueError if both are given, or one is of another type."""
+    """The config from either argument. Raises ValueError if both are given or a type is wrong."""
     if recipe is not None and config is not None:
         raise ValueError(
             f"recipe={recipe!r} and config={config!r} are both given: put the recipe into the config"

@@ -1,7 +1,8 @@
-"""Fp8Conv1D: the linear layer of GPT-2 in FP8. transformers keeps its weight as [in, out], and calls it Conv1D.
+"""Fp8Conv1D: transformers' Conv1D (the linear layer of GPT-2) in FP8.
 
-Like Conv1D it is no nn.Linear: who reads ``weight`` (adapters that merge, loaders) asks for the class, to know how the
-weight lies. This file is imported only where a model holds a Conv1D, so transformers is there.
+Conv1D stores its weight as [in, out], the transpose of nn.Linear. It is not a subclass of nn.Linear, so code
+that reads ``weight`` (adapters, loaders) checks the class to learn the layout. This module is imported only
+if a model contains a Conv1D, so transformers is installed.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from .linear import Fp8Layer
 
 
 class Fp8Conv1D(Fp8Layer, Conv1D):
-    """y = x @ weight + bias, weight [in_features, out_features]: the bits of an Fp8Linear with the transposed weight.
+    """y = x @ weight + bias, weight [in_features, out_features]. Bit-identical to an Fp8Linear with the
+    transposed weight.
 
-    After ``prepare_for_inference`` the weight is codes of [out_features, in_features].
+    After ``prepare_for_inference`` the weight holds codes [out_features, in_features].
     """
 
     plain_class = Conv1D
@@ -34,15 +36,15 @@ class Fp8Conv1D(Fp8Layer, Conv1D):
         return self.nf
 
     def as_matrix(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight of this layer as [out_features, in_features]."""
+        """The weight as [out_features, in_features]."""
         return weight if isinstance(weight, Fp8Parameter) else weight.t()
 
     def laid_out(self, matrix: torch.Tensor) -> torch.Tensor:
-        """[in_features, out_features]."""
+        """The matrix as [in_features, out_features]."""
         return matrix.t()
 
     def plain_forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """As Conv1D multiplies."""
+        """Conv1D's forward in high precision."""
         return torch.addmm(self.bias, x.view(-1, x.size(-1)), weight).view(*x.size()[:-1], self.nf)
 
     def __repr__(self) -> str:

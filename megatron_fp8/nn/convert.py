@@ -1,9 +1,11 @@
 """convert_to_fp8: linears become Fp8Linears in place, with a report.
 
-So do modules of experts, whose linears are stacked (experts.py). What is converted changes its class. The module stays
-the same object with the same parameters, buffers and hooks, so optimizers, tied weights, references held elsewhere and
-state-dict keys are as they were, and a model that is a single linear can be converted too. Rejected: a new module in its
-place. It would have to copy all of that, and would miss what it has never heard of.
+Expert modules, whose linears are stacked (experts.py), are converted too. A conversion changes the module's
+class only. The object, its parameters, buffers and hooks stay the same, so optimizers, tied weights, other
+references and state-dict keys remain valid. A model that is itself a linear can be converted.
+
+Rejected: replacing the module by a new one. That needs a copy of all its state, and misses attributes that
+the code does not know.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from .report import Fp8Report, keep_report
 M = TypeVar("M", bound=nn.Module)
 
 DEFAULT: Any = object()
-"""The skip list of the config: DEFAULT_SKIP, unless the config has another."""
+"""Stands for the config's skip list (DEFAULT_SKIP by default)."""
 
 
 @uncollected()
@@ -42,26 +44,32 @@ def convert_to_fp8(
     config: Fp8Config | None = None,
     skip: Any = DEFAULT,
 ) -> M:
-    """Make the model's linears run in FP8, in place: same parameters, tying, dtype, device, hooks and state-dict keys.
+    """Make the model's linears run in FP8, in place. Parameters, tying, dtype, device, hooks and state-dict
+    keys stay the same.
 
-    Prints a table of what was converted, what was not and why (on rank 0), and keeps it as ``model.fp8_report``. The
-    converted model runs in FP8 without any context. Training calls ``fp8_step(model)`` once an iteration.
+    Prints a table of converted and skipped modules with reasons (on rank 0) and stores it as
+    ``model.fp8_report``. The converted model runs in FP8 without any context. In training, call
+    ``fp8_step(model)`` once an iteration.
 
     Args:
-        model: any module. Convert before torch.compile and fully_shard; DistributedDataParallel may come before or after.
-        recipe: 'tensorwise' (what None means), 'delayed', 'rowwise', 'blockwise', 'mxfp8', or a recipe instance.
-        config: an Fp8Config, in place of a recipe (and taken in its place too).
-        skip: modules that stay as they are, in place of the config's list: a glob, a function (name, module) -> bool, or
-            a list of them. A glob matches a full name or its last part, and covers what is inside the module. The
-            default is DEFAULT_SKIP (embeddings, the final norm, the output projection), and linears tied to an embedding.
+        model: any module. Convert before torch.compile and fully_shard; DistributedDataParallel may come
+            before or after.
+        recipe: 'tensorwise' (the default), 'delayed', 'rowwise', 'blockwise', 'mxfp8', or a recipe instance.
+            An Fp8Config is accepted too.
+        config: an Fp8Config; use instead of ``recipe``.
+        skip: modules to leave in high precision; replaces the config's list. A glob, a function (name,
+            module) -> bool, or a list of them. A glob matches a full name or its last part, and covers all
+            submodules. The default is DEFAULT_SKIP (embeddings, the final norm, the output projection) plus
+            linears tied to an embedding.
 
     Returns:
-        The model. A linear that was converted before is left as it is.
+        The model. Linears that were converted before are unchanged.
 
     Raises:
-        ValueError: it is no model, a glob of the user's matches no module, the model has no linear to convert, a setting
-            is wrong, the backend cannot run on a weight's device, or a recipe or config is given and a linear, which
-            ``skip`` does not name, runs in FP8 already and otherwise than that. The model is unchanged then.
+        ValueError: the argument is not a model; a glob of the user's matches no module; the model has no
+            linear to convert; a setting is wrong; the backend cannot run on a weight's device; or the recipe
+            or config differs from that of an FP8 linear that ``skip`` does not name. The model is unchanged
+            then.
     """
     check_model(model)
     settings = make_config(recipe, config)
@@ -76,10 +84,12 @@ def convert_to_fp8(
     report = Fp8Report(rows_with_sizes(found), settings.keep_columnwise)
     if not report.converted:
         raise ValueError(_nothing_to_convert(model, report, settings))
-    planned = [called for one in found if one.row.planned for called in (one.row.name, *one.also)]
+    planned = [called for linear in found if linear.row.planned for called in (linear.row.name, *linear.also)]
     check_overrides_match(settings.overrides, planned, "overrides")
     chosen = {
-        one.name: one.module for one in found if one.row.converted and not isinstance(one.module, Fp8Layer)
+        linear.name: linear.module
+        for linear in found
+        if linear.row.converted and not isinstance(linear.module, Fp8Layer)
     }
     group = Fp8Group(settings, model)
     for name, module in chosen.items():
@@ -90,15 +100,17 @@ def convert_to_fp8(
     keep_report(model, report)
     say(str(report), to="stdout")
     say_without_compiler(next(model.parameters()).device)
-    say_what_is_padded({one.row.name: one.padded for one in found if one.padded}, len(report.converted))
+    say_what_is_padded(
+        {linear.row.name: linear.padded for linear in found if linear.padded}, len(report.converted)
+    )
     return model
 
 
 def convert_from_fp8(model: M) -> M:
-    """Undo ``convert_to_fp8``: each linear has its own class again, with the weights it has now. In place.
+    """Undo ``convert_to_fp8`` in place. Each linear regains its original class and keeps its current weights.
 
     Raises:
-        ValueError: the model has no FP8 linear; or one was sharded by fully_shard, which keeps a class of its own.
+        ValueError: the model has no FP8 linear; or fully_shard has changed a linear's class.
     """
     check_model(model)
     converted = [
@@ -108,18 +120,18 @@ def convert_from_fp8(model: M) -> M:
     ]
     if not converted:
         raise ValueError(f"{type(model).__name__} has no FP8 linear to convert back")
-    foreign = [
+    sharded = [
         type(module).__name__ for module in converted if type(module) is not _class_in_fp8(module.plain_class)
     ]
-    if foreign:
+    if sharded:
         raise ValueError(
-            f"{foreign[0]} is a subclass of an FP8 linear and cannot become what that was: convert back before"
+            f"{sharded[0]} is a subclass of an FP8 linear and cannot be converted back: call convert_from_fp8 before"
             " fully_shard, or load the state dict into an unconverted model"
         )
     disable_fp8_all_gather(model)
-    for one in converted:
-        one.leave_group()
-        one.__class__ = one.plain_class  # type: ignore[assignment]
+    for linear in converted:
+        linear.leave_group()
+        linear.__class__ = linear.plain_class  # type: ignore[assignment]
     restore_fast_paths(model)
     for module in model.modules():
         keep_report(module, None)
@@ -127,15 +139,15 @@ def convert_from_fp8(model: M) -> M:
 
 
 def _class_in_fp8(plain: type[nn.Module]) -> type[nn.Module] | None:
-    """What a module of this class is converted to."""
+    """The FP8 class for a module of this class."""
     return fp8_class(plain) or fp8_experts_class(plain)
 
 
 def _check_globs(model: nn.Module, skip: tuple[Skip, ...]) -> None:
-    """ValueError for a glob that matches nothing, unless it is one of the defaults: those name what models often have."""
-    asked = [pattern for pattern in skip if not callable(pattern) and pattern not in DEFAULT_SKIP]
-    names = [name for name, _ in model.named_modules() if name] if asked else []
-    for pattern in asked:
+    """Raises ValueError for a glob that matches no module. Globs of DEFAULT_SKIP may match none."""
+    patterns = [pattern for pattern in skip if not callable(pattern) and pattern not in DEFAULT_SKIP]
+    names = [name for name, _ in model.named_modules() if name] if patterns else []
+    for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
             raise ValueError(
                 f"skip={pattern!r} matches no module of {type(model).__name__}; its modules are {', '.join(names[:8])}"
@@ -144,13 +156,13 @@ def _check_globs(model: nn.Module, skip: tuple[Skip, ...]) -> None:
 
 
 def _check_converted(model: nn.Module, settings: Fp8Config) -> None:
-    """ValueError for linears that run in FP8 already and otherwise than is asked for now: neither is silently ignored."""
+    """Raises ValueError if FP8 linears of the model run with other settings than the requested ones."""
     for name, module in model.named_modules():
         if not isinstance(module, Fp8Layer) or skipped_by(name, module, settings) is not None:
             continue
         differing = module.fp8_config.differing(settings)
         if differing:
-            runs = ", ".join(f"{field}={mine!r}" for field, (mine, _) in differing.items())
+            runs = ", ".join(f"{field}={own_value!r}" for field, (own_value, _) in differing.items())
             asked = ", ".join(f"{field}={its!r}" for field, (_, its) in differing.items())
             raise ValueError(
                 f"{name or type(model).__name__} runs in FP8 already, with {runs}, and {asked} is asked for: to change it"

@@ -1,16 +1,18 @@
 """Expert modules known to convert_to_fp8: stacked matrices, and a forward with routing.
 
-Such a module has no linear to convert. What can be converted is known by its class, one entry of ``KINDS`` for each
-way of computing: which parameters are the stacks, and the forward again, with each product of a stack left to
-``Fp8Experts.multiplied``. A module of no kind stays as it is, and the report says so: its forward could be anything.
+An expert module has no linears to convert. The table ``KINDS`` lists the supported implementations. Each
+entry names the stacked parameters and reimplements the forward with ``Fp8Experts.multiplied`` for every
+product. The forward of any other class is unknown, so such a module stays in high precision, and the report
+says so.
 
-    transformers' experts   every class under its ``use_experts_implementation``: Mixtral, Qwen2-MoE to Qwen3-Next,
-                            DeepSeek-V2 and V3, GPT-OSS, OLMoE, GLM-4-MoE, ... The decorator lets a config choose the
-                            forward, so the classes say how their weights lie and all compute alike
-    Llama 4's               its own: every expert is given every token, and the router's zeros do the rest
+    transformers' experts   every class under its ``use_experts_implementation``: Mixtral, Qwen2-MoE to
+        Qwen3-Next,
+                            DeepSeek-V2 and V3, GPT-OSS, OLMoE, GLM-4-MoE, ... The config selects the forward;
+                            the classes declare their weight layout, and all compute the same function
+    Llama 4's               its own forward: each expert receives all tokens, and zero router scores mask them
 
-Rejected: an entry in transformers' own table of such forwards. A config chooses there, for all layers at once, and who
-changes it would switch FP8 off without a word.
+Rejected: an entry in transformers' own table of forwards. The config selects one forward for all layers, so a
+change of the config would silently disable FP8.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class Stack(NamedTuple):
-    """One parameter [experts, out, in], a linear of each expert.
+    """One parameter [experts, out, in]: one linear of every expert.
 
     Attributes:
         parameter: its name.
-        label: what a site is called by, and a part of its name: 'gate_up' in 'mlp.experts.3.gate_up'.
-        transposed: its matrices are [in, out].
-        bias: the name of the biases [experts, out], if there are any.
+        label: the site's label, part of its name: 'gate_up' in 'mlp.experts.3.gate_up'.
+        transposed: the matrices are [in, out].
+        bias: name of the bias parameter [experts, out]; None if there is none.
     """
 
     parameter: str
@@ -46,12 +48,12 @@ class Stack(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """One way in which modules of experts compute.
+    """One implementation of expert modules.
 
     Attributes:
-        has: whether a class is of it.
-        stacks: those of a module.
-        forward: the module's forward, given the converted module and the arguments of the call.
+        has: whether a class belongs to it.
+        stacks: the stacked parameters of a module.
+        forward: the forward; takes the converted module and the call's arguments.
     """
 
     has: Callable[[type[torch.nn.Module]], bool]
@@ -60,7 +62,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(module_class: type[torch.nn.Module]) -> Kind | None:
-    """The kind that a class is of, None of others."""
+    """The implementation that a class belongs to; None if unsupported."""
     return next((kind for kind in KINDS if kind.has(module_class)), None)
 
 
@@ -68,7 +70,7 @@ def kind_of(module_class: type[torch.nn.Module]) -> Kind | None:
 
 
 def _is_decorated(module_class: type[torch.nn.Module]) -> bool:
-    """Whether the forward is the decorator's; a subclass with another one computes something of its own."""
+    """Whether the forward is the decorator's. A subclass with its own forward may compute something else."""
     code = getattr(module_class.forward, "__code__", None)
     return (
         code is not None and "experts_interface" in code.co_freevars and hasattr(module_class, "_apply_gate")
@@ -88,22 +90,22 @@ def _stacks_of_decorated(module: Any) -> tuple[Stack, ...]:
     )
 
 
-def _routed(
+def _transformers_forward(
     experts: Fp8Experts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """[tokens, H] of hidden states [tokens, H], of each token's experts [tokens, k] and of what their results count.
+    """[tokens, H] from hidden states [tokens, H], expert numbers [tokens, k] and router weights [tokens, k].
 
-    The sum over k is the one that transformers' grouped forward makes: in order, whatever the experts.
+    The sum over k has the same order as in transformers' grouped forward.
     """
     module: Any = experts
     up, down = experts.fp8_stacks
-    chosen = top_k_index.reshape(-1)
-    order = chosen.argsort(stable=True)  # [tokens * k], expert by expert, an expert's tokens as they came
-    tokens, of_rows = _counts(experts, chosen), chosen[order]
+    experts_of_tokens = top_k_index.reshape(-1)
+    order = experts_of_tokens.argsort(stable=True)  # [tokens * k], by expert, stable
+    tokens, row_experts = _counts(experts, experts_of_tokens), experts_of_tokens[order]
     x = hidden_states[order // top_k_index.shape[-1]]
-    x = experts.multiplied(up, x, tokens, of_rows)
+    x = experts.multiplied(up, x, tokens, row_experts)
     x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-    x = experts.multiplied(down, x, tokens, of_rows)
+    x = experts.multiplied(down, x, tokens, row_experts)
     if module.has_post_expert_norm:
         x = module.post_expert_norm(x)
     weighted = x * top_k_weights.reshape(-1)[order].unsqueeze(-1)
@@ -114,15 +116,15 @@ def _routed(
 
 
 def _counts(experts: Fp8Experts, chosen: torch.Tensor) -> torch.Tensor:
-    """How many tokens each expert gets, int64 [experts] on the CPU: the one thing that the host waits for.
+    """Tokens per expert, int64 [experts] on the CPU. This is the only synchronisation with the host.
 
-    torch.bincount would let it wait twice more, for the smallest and the largest number.
+    Rejected: torch.bincount, which synchronises twice more, for the minimum and the maximum.
     """
     count = experts.fp8_count
-    places = chosen.clamp(-1, count).remainder(count + 1)  # the last one is of numbers that no expert has
+    places = chosen.clamp(-1, count).remainder(count + 1)  # the last bin counts invalid expert numbers
     found = torch.zeros(count + 1, dtype=torch.int64, device=chosen.device)
     counts = found.scatter_add(0, places.long(), torch.ones_like(places, dtype=torch.int64)).cpu()
-    # In a graph the operators find that rows are left over.
+    # In a graph the operators detect leftover rows.
     if not torch.compiler.is_compiling() and counts[-1]:
         wrong = chosen[places == count][0].item()
         raise ValueError(
@@ -146,8 +148,9 @@ def _stacks_of_llama4(module: Any) -> tuple[Stack, ...]:
     return Stack("gate_up_proj", "gate_up", True), Stack("down_proj", "down", True)
 
 
-def _all_tokens_each(experts: Fp8Experts, hidden_states: torch.Tensor) -> torch.Tensor:
-    """[experts * tokens, H] of as many: every expert's tokens one after the other, the same number each."""
+def _llama4_forward(experts: Fp8Experts, hidden_states: torch.Tensor) -> torch.Tensor:
+    """[experts * tokens, H] from an input of that shape: each expert's tokens in turn, the same number for every
+    expert."""
     module: Any = experts
     up, down = experts.fp8_stacks
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -158,6 +161,6 @@ def _all_tokens_each(experts: Fp8Experts, hidden_states: torch.Tensor) -> torch.
 
 
 KINDS = (
-    Kind(_is_decorated, _stacks_of_decorated, _routed),
-    Kind(_is_llama4, _stacks_of_llama4, _all_tokens_each),
+    Kind(_is_decorated, _stacks_of_decorated, _transformers_forward),
+    Kind(_is_llama4, _stacks_of_llama4, _llama4_forward),
 )

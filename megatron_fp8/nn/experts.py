@@ -1,13 +1,13 @@
 """Fp8Experts: experts with stacked parameters [experts, out, in], in FP8.
 
-Like a linear it is converted by changing its class, to one that is made of Fp8Experts and the module's own: parameters,
-state-dict keys, hooks and isinstance are as they were. Each expert's linear is a site of its own, under its own name
-(``mlp.experts.3.gate_up``), with amaxes, histories and scales that no other expert shares, and the products of all
-experts are one call (linear/grouped.py). What walks a model by its FP8 linears, such as reports, telemetry, calibration
-and inference, finds them as small modules inside, without parameters, which can be called and listened to alone.
+A conversion changes the module's class to a subclass of Fp8Experts and of the module's own class. Parameters,
+state-dict keys, hooks and isinstance checks stay the same. Each expert's linear has its own site and name
+(``mlp.experts.3.gate_up``), with its own amaxes, histories and scales. One grouped GEMM computes all experts
+(linear/grouped.py). Each linear is also a small submodule without parameters, which can be called and hooked
+alone; so code that iterates over a model's FP8 linears (reports, telemetry, calibration, inference) finds it.
 
-Rejected: a ModuleList of linears in the place of the stack. Checkpoints, optimizers and fully_shard would see other
-parameters than the model's.
+Rejected: a ModuleList of linears instead of the stack. Checkpoints, optimizers and fully_shard would see
+other parameters than the model's.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from .linear import COMPUTED, Fp8Layer, check_weight, sources_of
 
 
 class Fp8ExpertLinear(Fp8Layer):
-    """One linear of one expert: its site. Its weight is a matrix of the stack, which the module around it holds.
+    """One linear of one expert, with its own site. Its weight is a slice of the stack in the parent module.
 
-    Calling it runs it alone; the module around it does so where a group cannot: out of FP8, or where hooks listen.
+    A call runs this linear alone. The parent module calls it where a grouped GEMM cannot: in high precision,
+    or if hooks are registered.
     """
 
     plain_class = torch.nn.Module
@@ -46,16 +47,16 @@ class Fp8ExpertLinear(Fp8Layer):
 
     @property
     def around(self) -> Fp8Experts:
-        """The module of experts that this is in. RuntimeError: it is gone."""
+        """The parent expert module. Raises RuntimeError if it no longer exists."""
         around = None if self._around is None else self._around()
         if around is None:
             raise RuntimeError(
-                "the experts that this FP8 linear is one of are gone: keep the module that has them"
+                "the expert module that contains this FP8 linear no longer exists: keep a reference to it"
             )
         return around
 
     def stand_in(self, experts: Fp8Experts) -> None:
-        """Be one of these experts' linears, those that were copied along with this."""
+        """Attach this copy to the copied parent module."""
         if self._around is None:
             self._around = weakref.ref(experts)
 
@@ -63,7 +64,8 @@ class Fp8ExpertLinear(Fp8Layer):
         return {**self.__dict__, "_around": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8ExpertLinear:
-        """In the copy of the module around it: torch copies a parametrised module without its __setstate__."""
+        """Copies the linear within a copy of its parent. torch copies a parametrised module without calling
+        __setstate__."""
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         around = memo.get(id(self._around())) if self._around is not None else None
@@ -73,49 +75,53 @@ class Fp8ExpertLinear(Fp8Layer):
 
     @property
     def weight(self) -> Any:
-        """[out, in], or [in, out] as the stack has it; what inference made of it, once it did."""
+        """[out, in], or [in, out] if the stack is transposed. After prepare_for_inference: the prepared weight."""
         own = self._parameters.get("weight")
         return getattr(self.around, self._stack.parameter)[self._number] if own is None else own
 
     @property
     def held(self) -> torch.nn.Parameter | None:
-        """The stack; what inference made of its part, once it did; None where the stack is computed."""
+        """The stack; the prepared weight after prepare_for_inference; None if the stack is parametrised."""
         own = self._parameters.get("weight")
         return self.around._parameters.get(self._stack.parameter) if own is None else own
 
     @property
     def sources(self) -> list[torch.nn.Parameter]:
-        """``held``; those from which the stack is computed."""
+        """``held`` as a list, or the parameters from which torch computes the stack."""
         own = self._parameters.get("weight")
         if own is not None:
             return [own]
         return sources_of(self.around, self._stack.parameter) or list(self.around.parameters(recurse=False))
 
     def values(self) -> dict[Any, int]:
-        """How many values of the module's parameters are its own, by something that tells parameters apart."""
+        """(parameter id, expert number) -> number of values that belong to this linear."""
         names = [name for name in (self._stack.parameter, self._stack.bias) if name]
-        parameters = [whole for name in names for whole in sources_of(self.around, name)]
-        return {(id(whole), self._number): whole.numel() // self.around.fp8_count for whole in parameters}
+        parameters = [parameter for name in names for parameter in sources_of(self.around, name)]
+        return {
+            (id(parameter), self._number): parameter.numel() // self.around.fp8_count
+            for parameter in parameters
+        }
 
     def trained(self) -> Iterator[torch.nn.Parameter]:
-        """The stack, or what it is computed from, and what else the module has."""
+        """The stack or its source parameters, and the module's other parameters."""
         yield from self.around.parameters(recurse=False)
         yield from self.sources
 
     def as_matrix(self, weight: torch.Tensor) -> torch.Tensor:
-        """A matrix of the stack as [out_features, in_features]."""
+        """The slice as [out_features, in_features]."""
         return weight.t() if self._stack.transposed and not isinstance(weight, Fp8Parameter) else weight
 
     def laid_out(self, matrix: torch.Tensor) -> torch.Tensor:
-        """As the stack has it."""
+        """The matrix in the stack's layout."""
         return matrix.t() if self._stack.transposed else matrix
 
     def forward(self, input: Any, weight: torch.Tensor | None = None) -> Any:
-        """[..., in_features] -> [..., out_features]; ``weight``: its part of the stack, which the caller has at hand."""
+        """[..., in_features] -> [..., out_features]. ``weight``: the slice of the stack, if the caller has it
+        already."""
         return self.run(input, self.weight if weight is None else weight)
 
     def plain_forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x @ weight^T, as the unconverted module multiplies."""
+        """x @ weight^T in high precision, as in the unconverted module."""
         return torch.nn.functional.linear(x, self.as_matrix(weight))
 
     def extra_repr(self) -> str:
@@ -127,12 +133,12 @@ class Fp8ExpertLinear(Fp8Layer):
 
 
 class Fp8Experts(torch.nn.Module):
-    """What a module of experts is in FP8, beside its own class.
+    """Mixin that turns an expert module into its FP8 version.
 
     Attributes:
-        plain_class: what convert_to_fp8 made it of, and convert_from_fp8 makes it again.
-        kind: how it computes.
-        fp8_name: its name in the model that was converted.
+        plain_class: the class before the conversion; convert_from_fp8 restores it.
+        kind: the implementation of its forward.
+        fp8_name: its name in the converted model.
     """
 
     plain_class: type[torch.nn.Module]
@@ -140,10 +146,10 @@ class Fp8Experts(torch.nn.Module):
     fp8_name: str
     fp8_group: Fp8Group
 
-    # --------------------------------------------------------------------------------------------------- its place in FP8
+    # ------------------------------------------------------------------------------------------------- group and linears
 
     def join_group(self, group: Fp8Group, name: str) -> None:
-        """Have a site for each expert and stack in a model's group; ``name`` is the module's there."""
+        """Create the linears and sites of all experts in a model's group. ``name``: the module's name there."""
         self.fp8_group, self.fp8_name, self.fp8_count = group, name, count_of(self, self.fp8_stacks)
         for number in range(self.fp8_count):
             linears = {stack.label: Fp8ExpertLinear(self, stack, number) for stack in self.fp8_stacks}
@@ -153,7 +159,7 @@ class Fp8Experts(torch.nn.Module):
                 linears[stack.label].join_group(group, site, also=also_called(name, stack))
 
     def leave_group(self) -> None:
-        """Undo it; what inference made of the weights becomes a stack again."""
+        """Undo ``join_group``. Weights prepared for inference are dequantised and stacked again."""
         self._stack_again()
         for linear in self.fp8_linears():
             linear.leave_group()
@@ -163,34 +169,34 @@ class Fp8Experts(torch.nn.Module):
 
     @property
     def fp8_stacks(self) -> tuple[Stack, ...]:
-        """Its parameters that are stacks."""
+        """Its stacked parameters."""
         return self.kind.stacks(self)
 
     @property
     def fp8_config(self) -> Fp8Config:
-        """How it runs."""
+        """The config of its group."""
         return self.fp8_group.config
 
     def fp8_linears(self, stack: Stack | None = None) -> list[Fp8ExpertLinear]:
-        """The experts' linears, expert by expert; those of one stack."""
+        """The experts' linears in expert order; only those of ``stack`` if given."""
         stacks = self.fp8_stacks if stack is None else (stack,)
         modules: Any = self._modules
         return [modules[str(number)][of.label] for number in range(self.fp8_count) for of in stacks]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Fp8Experts:
-        """Where .to() and .cuda() move it: no codes stay on the old device, and histories come along."""
+        """Called by .to() and .cuda(). Drops cached codes on the old device and moves the histories."""
         linears = self.fp8_linears()
         before = [linear.fp8_device for linear in linears]
         with self.fp8_group.left.moving(
             lambda: [of for stack in self.fp8_stacks for of in sources_of(self, stack.parameter)]
         ):
             super()._apply(fn, recurse)
-        left = set()
+        old_devices = set()
         for linear, device in zip(linears, before, strict=True):
             if linear.fp8_device != device:
                 linear.fp8_sites.leave(device)
-                left.add(device)
-        for device in left:
+                old_devices.add(device)
+        for device in old_devices:
             self.fp8_group.leave_device(device)
         return self
 
@@ -200,15 +206,15 @@ class Fp8Experts(torch.nn.Module):
             linear.stand_in(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Its class has no name to be found by: a copy makes it of the plain one."""
+        """Copies and pickles name the original class, because the FP8 class is created at run time."""
         reduced: Any = super().__reduce_ex__(protocol)
         return _empty, (self.plain_class,), *reduced[2:]
 
     # ------------------------------------------------------------------------------------------------------------ forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the plain class's, with its products in FP8. torch.compile leaves it out of its graphs where an expert is
-        called apart, on rows that the host has to know."""
+        """The original class's forward with its GEMMs in FP8. torch.compile breaks the graph if an expert must be
+        called alone, since its row count is on the host."""
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         if torch.compiler.is_compiling():
             if current_switch().off == "all":
@@ -217,15 +223,15 @@ class Fp8Experts(torch.nn.Module):
                 from ..linear.compiled import break_graph  # loads torch's compiler
 
                 return break_graph(self.kind.forward, self, *args, **kwargs)
-        elif any(x.is_meta or isinstance(x, FakeTensor) for x in tensors):  # without numbers to route by
+        elif any(x.is_meta or isinstance(x, FakeTensor) for x in tensors):  # no values to route by
             return self.plain_class.forward(self, *args, **kwargs)
         return self.kind.forward(self, *args, **kwargs)
 
     def _fits_a_graph(self) -> bool:
-        """Whether all experts are multiplied in one call, by weights that a tracer knows."""
+        """Whether one grouped call multiplies all experts, by weights that Dynamo can trace."""
         for stack in self.fp8_stacks:
             for linear in self.fp8_linears(stack):
-                sources = linear.sources  # a stack that is computed is so when it is multiplied
+                sources = linear.sources  # a parametrised stack is computed at the multiplication
                 weight = sources[0] if sources else linear.weight
                 if isinstance(weight, Fp8Parameter) or is_heard(linear) or not linear.way(weight)[1]:
                     return False
@@ -234,23 +240,24 @@ class Fp8Experts(torch.nn.Module):
     def multiplied(
         self, stack: Stack, x: torch.Tensor, tokens: torch.Tensor, of_rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[T, out] of the experts' tokens [T, in], expert by expert, by the matrices of a stack, and its biases.
+        """[T, out] from the experts' tokens [T, in], sorted by expert: the product with a stack, plus its
+        biases.
 
         Args:
-            tokens: of each expert, int [experts] on the CPU.
-            of_rows: each row's expert, int [T], where there are biases.
+            tokens: tokens per expert, int [experts] on the CPU.
+            of_rows: expert of each row, int [T]; needed if there are biases.
         """
         linears, weights = self.fp8_linears(stack), self._weights(stack)
         device = weights[0].device
-        runs = [linear.way(weight) for linear, weight in zip(linears, weights, strict=True)]
-        joins = [fp8 and not is_heard(linear) for linear, (_, fp8, _) in zip(linears, runs, strict=True)]
+        calls = [linear.way(weight) for linear, weight in zip(linears, weights, strict=True)]
+        in_group = [fp8 and not is_heard(linear) for linear, (_, fp8, _) in zip(linears, calls, strict=True)]
 
         def alone(e: int, part: torch.Tensor) -> torch.Tensor:
             y: torch.Tensor = linears[e](part, weights[e])
             return y
 
         def together(these: list[int], part: torch.Tensor, numbers: Tokens) -> torch.Tensor:
-            sites = [runs[e][0] for e in these]
+            sites = [calls[e][0] for e in these]
             if autocasts(device):
                 part = part.to(torch.get_autocast_dtype(device.type))
             with without_autocast(device):
@@ -262,26 +269,27 @@ class Fp8Experts(torch.nn.Module):
                     training=self.training,
                 )
 
-        y = some_together(x, tokens, joins, together, alone)
+        y = some_together(x, tokens, in_group, together, alone)
         if stack.bias is None:
             return y
         assert of_rows is not None, "biases are added by row"
-        return y + getattr(self, stack.bias).index_select(0, of_rows)  # as the plain forward adds it
+        return y + getattr(self, stack.bias).index_select(0, of_rows)  # same addition as the original forward
 
     def _weights(self, stack: Stack) -> list[Any]:
-        """Each expert's matrix, as the stack has it."""
+        """Each expert's matrix, in the stack's layout."""
         linears = self.fp8_linears(stack)
-        if "weight" in linears[0]._parameters:  # inference took the stack apart
+        if "weight" in linears[0]._parameters:  # the stack was split for inference
             return [linear.weight for linear in linears]
-        whole = getattr(self, stack.parameter)
-        if type(whole) is not torch.nn.Parameter:
-            check_weight(f"{self.fp8_name}.{stack.parameter}", whole, True)
-        return list(whole.unbind(0))
+        stacked = getattr(self, stack.parameter)
+        if type(stacked) is not torch.nn.Parameter:
+            check_weight(f"{self.fp8_name}.{stack.parameter}", stacked, True)
+        return list(stacked.unbind(0))
 
     # ---------------------------------------------------------------------------------------------------------- inference
 
     def take_apart(self) -> None:
-        """After weights of the linears became codes: those of others are copies of their own, and stacks are freed."""
+        """Split stacks of which some linears' weights became codes. The other linears get copies of their slices, and
+        the stacks are freed."""
         for stack in self.fp8_stacks:
             linears = self.fp8_linears(stack)
             if stack.parameter not in self._parameters or not any("weight" in x._parameters for x in linears):
@@ -296,12 +304,12 @@ class Fp8Experts(torch.nn.Module):
         return [stack for stack in self.fp8_stacks if "weight" in self.fp8_linears(stack)[0]._parameters]
 
     def _whole(self, stack: Stack) -> torch.Tensor:
-        """A stack that was taken apart, dequantised."""
+        """A split stack, dequantised."""
         found = []
         for linear in self.fp8_linears(stack):
             weight = linear.weight.detach()
-            coded = isinstance(weight, Fp8Parameter)
-            found.append(linear.laid_out(weight.dequantize()) if coded else weight)
+            is_fp8 = isinstance(weight, Fp8Parameter)
+            found.append(linear.laid_out(weight.dequantize()) if is_fp8 else weight)
         return torch.stack(found)
 
     def _stack_again(self) -> None:
@@ -311,7 +319,7 @@ class Fp8Experts(torch.nn.Module):
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """The keys and shapes of the unconverted module; what lives as codes is dequantised."""
+        """Has the keys and shapes of the unconverted module; FP8 weights are dequantised."""
         found = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         for stack in self._taken_apart():
             for number in range(self.fp8_count):
@@ -327,12 +335,12 @@ class Fp8Experts(torch.nn.Module):
                 for linear in self.fp8_linears(stack):
                     self.fp8_group.loads(linear.fp8_sites)
         for stack in self._taken_apart():
-            if (whole := state_dict.pop(f"{prefix}{stack.parameter}", None)) is not None:
+            if (stacked := state_dict.pop(f"{prefix}{stack.parameter}", None)) is not None:
                 for number, linear in enumerate(self.fp8_linears(stack)):
                     matrix = (
-                        linear.as_matrix(whole[number])
+                        linear.as_matrix(stacked[number])
                         if isinstance(linear.weight, Fp8Parameter)
-                        else whole[number]
+                        else stacked[number]
                     )
                     state_dict[f"{prefix}{number}.{stack.label}.weight"] = matrix
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -342,7 +350,7 @@ _classes: dict[type[torch.nn.Module], type[Fp8Experts]] = {}  # plain class -> t
 
 
 def fp8_experts_class(plain_class: type[torch.nn.Module]) -> type[Fp8Experts] | None:
-    """The class of converted modules of this class; None if it is of no kind that is known."""
+    """The FP8 class for this expert class; None if unsupported."""
     if plain_class not in _classes:
         kind = kind_of(plain_class)
         if kind is None:
@@ -353,7 +361,7 @@ def fp8_experts_class(plain_class: type[torch.nn.Module]) -> type[Fp8Experts] | 
 
 
 def _empty(plain_class: type[torch.nn.Module]) -> Any:
-    """A converted module without its state, for copies and pickles."""
+    """A converted module without state, for copies and pickles."""
     in_fp8 = fp8_experts_class(plain_class)
     assert in_fp8 is not None
     return in_fp8.__new__(in_fp8)
@@ -365,17 +373,17 @@ def count_of(module: torch.nn.Module, stacks: tuple[Stack, ...]) -> int:
 
 
 def site_name(name: str, number: int, stack: Stack) -> str:
-    """What the site of an expert's linear is called, ``name`` being the module's."""
+    """Site name of an expert's linear. ``name``: the module's name."""
     return ".".join(filter(None, [name, str(number), stack.label]))
 
 
 def also_called(name: str, stack: Stack) -> tuple[str, ...]:
-    """What overrides by name may call it besides: the module, and the parameter, of which it is a part."""
+    """Other names for overrides: the module, and the stacked parameter."""
     return tuple(filter(None, [name, ".".join(filter(None, [name, stack.parameter]))]))
 
 
 def is_heard(linear: torch.nn.Module) -> bool:
-    """Whether somebody listens to calls of this very linear, so that it has to be called by itself."""
+    """Whether hooks are registered on this linear, so that it must be called alone."""
     return bool(
         linear._forward_hooks
         or linear._forward_pre_hooks

@@ -1,12 +1,13 @@
-"""torch's transformer encoder in evaluation: kernels that read the weights of linears, past their forward.
+"""Disables torch's fused transformer encoder kernels around FP8 linears in evaluation.
 
-TransformerEncoderLayer runs one fused kernel over its linears' weights where nothing needs a gradient, and
-TransformerEncoder hands it sequences without their padding (nested tensors). A converted layer would run in high
-precision there, without a word, or not at all. So both are switched off where a linear inside was converted, by the means
-that torch checks: a hook on any module inside the layer, and the encoder's ``use_nested_tensor``.
+TransformerEncoderLayer runs one fused kernel over its linears' weights where no gradient is needed, and
+TransformerEncoder passes it sequences without padding (nested tensors). These bypass the linears' forward: a
+converted layer would silently run in high precision, or fail. Both are disabled where a linear inside was
+converted, by the conditions that torch checks: a hook on any submodule, and the encoder's
+``use_nested_tensor``.
 
-What was switched off is to be found again in the model itself, by the two hooks below. They do nothing. Hooks are kept by
-torch where a copy or a pickle takes them along, so a copy can be converted back too.
+The two hooks below do nothing; they mark what was disabled. torch copies and pickles hooks with the module,
+so a copy can be converted back too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .linear import Fp8Linear
 
 
 def leave_fast_paths(model: nn.Module) -> None:
-    """Make encoders call their converted linears."""
+    """Disable the fused kernels of encoders that contain converted linears."""
     for module in model.modules():
         if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
             continue
@@ -34,7 +35,7 @@ def leave_fast_paths(model: nn.Module) -> None:
 
 
 def restore_fast_paths(model: nn.Module) -> None:
-    """Undo it."""
+    """Undo ``leave_fast_paths``."""
     for module in model.modules():
         _remove(module, no_fused_kernel)
         if isinstance(module, nn.TransformerEncoder) and _remove(module, nested_tensors_before):
@@ -42,11 +43,11 @@ def restore_fast_paths(model: nn.Module) -> None:
 
 
 def no_fused_kernel(module: nn.Module, args: Any) -> None:
-    """Keeps the layer around this linear from its fused kernel: that some hook is there is what torch asks."""
+    """An empty hook. Its presence makes torch skip the layer's fused kernel."""
 
 
 def nested_tensors_before(module: nn.Module, args: Any) -> None:
-    """Marks an encoder that used nested tensors before the conversion."""
+    """An empty hook that marks an encoder which used nested tensors before the conversion."""
 
 
 def _has(module: nn.Module, hook: Any) -> bool:
@@ -54,7 +55,7 @@ def _has(module: nn.Module, hook: Any) -> bool:
 
 
 def _remove(module: nn.Module, hook: Any) -> bool:
-    """Take the hook away; whether it was there."""
+    """Remove the hook; returns whether it was there."""
     keys = [key for key, found in module._forward_pre_hooks.items() if found is hook]
     for key in keys:
         del module._forward_pre_hooks[key]

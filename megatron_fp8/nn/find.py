@@ -1,4 +1,4 @@
-"""The FP8 linears in a model, by name, and the groups that they are in."""
+"""Finds the FP8 linears of a model by name, and their groups."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def fp8_linears(model: torch.nn.Module) -> dict[str, Fp8Layer]:
-    """Name -> FP8 linear of a model, bare or wrapped; a linear with two names under the first. ValueError if none is.
+    """Name -> FP8 linear of a model, bare or wrapped. A shared linear has its first name. Raises ValueError
+    if there is none.
 
-    Names are those in the bare model, without what torch.compile, checkpoint wrappers and DistributedDataParallel add.
+    Names are those in the bare model, without the prefixes of torch.compile, checkpoint wrappers and
+    DistributedDataParallel.
     """
     check_model(model)
     found: dict[str, Fp8Layer] = {}
     added: set[str] = set()  # names whose last part is a wrapper's
     for name, module in model.named_modules():
-        if list(module._modules) == ["module"] and not module._parameters:  # all that such a wrapper holds
+        if list(module._modules) == ["module"] and not module._parameters:  # a wrapper has nothing else
             added.add(f"{name}.module" if name else "module")
         if isinstance(module, Fp8Layer):
             parts = name.split(".")
@@ -40,19 +42,19 @@ def fp8_linears(model: torch.nn.Module) -> dict[str, Fp8Layer]:
 
 
 def groups_of(model: torch.nn.Module) -> list[Fp8Group]:
-    """The groups of a model's linears; linears that were made one by one are united into one group here."""
+    """The groups of a model's linears. Linears created one by one are merged into one group here."""
     linears = fp8_linears(model)
     by_config: dict[Any, dict[str, Fp8Layer]] = {}
     for name, linear in linears.items():
         if linear.fp8_group.is_lone:
             by_config.setdefault(linear.fp8_config, {})[name] = linear
     for config, lone in by_config.items():
-        _unite(Fp8Group(config, model), lone)
+        _merge(Fp8Group(config, model), lone)
     return list({id(linear.fp8_group): linear.fp8_group for linear in linears.values()}.values())
 
 
-def _unite(group: Fp8Group, linears: dict[str, Fp8Layer]) -> None:
-    """Put these linears, by name, into a group; what their slots have recorded so far goes with them."""
+def _merge(group: Fp8Group, linears: dict[str, Fp8Layer]) -> None:
+    """Move these linears into a group, with the amaxes that their slots have recorded."""
     recorded: dict[str, GemmSite] = {}
     for name, linear in linears.items():
         before = linear.fp8_group
@@ -63,7 +65,7 @@ def _unite(group: Fp8Group, linears: dict[str, Fp8Layer]) -> None:
         linear.leave_group()
         linear.join_group(group, name)
         linear.fp8_sites.follow(sites)
-    group.make_all_sites()  # before those that ran: ranks may have run different ones, and slots must not differ
+    group.make_all_sites()  # in the same order on all ranks, whichever linears have run there
     for name, site in recorded.items():
         take_over(site, linears[name].fp8_site)
     for linear in linears.values():

@@ -1,18 +1,19 @@
-"""FP8 all-gather for fully_shard (FSDP2): a byte a value on the wire.
+"""FP8 all-gather for fully_shard (FSDP2): one byte per value.
 
-fully_shard keeps a weight as shards and gathers it before use. With a weight of this class the shard is quantised first,
-with the scale of the whole weight, so the gathered codes are those of the gathered weight, bit for bit: casting before or
-after the network is the same arithmetic. What the linear gets is an Fp8Parameter over FSDP's own buffer, which FSDP frees
-after the forward and fills again for the backward; no rank holds the codes of all weights in between.
+fully_shard stores a weight as shards and gathers it before use. A weight of this class is quantised before
+the gather, with the scale of the whole weight. The gathered codes are therefore bit-identical to those of a
+weight quantised after the gather. The linear gets an Fp8Parameter over FSDP's own buffer, which FSDP frees
+after the forward and refills for the backward; no rank stores the codes of all weights in between.
 
-The scale of a whole weight needs its largest magnitude over all ranks. When the weights have changed, the first one that
-is gathered shares those of all in one all-reduce. Delayed scaling knows its scales, and needs none.
+The scale of a whole weight needs its amax over all ranks. After the weights have changed, the first gather
+shares the amaxes of all weights in one all-reduce. Delayed scaling knows its scales and needs none.
 
-Codes that serve one direction only (per row, 1x32) cannot be turned into the other's: those weights travel in high
-precision and are quantised after the gather, and so do 128x128 blocks that a shard's boundary would cut.
+Codes that serve one direction only (per row, 1x32) cannot be converted to the other. Such weights are
+gathered in high precision and quantised afterwards. So are weights whose 128x128 blocks a shard boundary
+would cut.
 
-Rejected: to gather scales with the codes, one per rank. The gathered weight would have a scale per shard, and neither its
-numbers nor its columnwise side would be those of the recipe.
+Rejected: gathering one scale per shard with the codes. Neither the values nor the columnwise codes would be
+those of the recipe.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ aten = torch.ops.aten
 
 
 def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
-    """Make fully_shard gather this model's FP8 weights as codes. Call it after convert_to_fp8 and before fully_shard.
+    """Make fully_shard gather this model's FP8 weights as codes. Call it after convert_to_fp8 and before
+    fully_shard.
 
         model = convert_to_fp8(model)
         enable_fp8_all_gather(model)
@@ -47,21 +49,22 @@ def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
         optimizer = ...                        # after fully_shard, as always
 
     Returns:
-        Names of the linears whose weights will travel as codes; the others' recipes need both directions from high
-        precision (rowwise, mxfp8), or leave the weight unquantised, or they are Conv1Ds, experts or parametrised. The
-        number is also printed.
+        Names of the linears whose weights are gathered as codes. The others' recipes quantise each direction
+        from high precision (rowwise, mxfp8) or leave the weight unquantised, or they are Conv1Ds, experts or
+        parametrised. The count is also printed.
 
     Raises:
-        ValueError: the model has no FP8 linear, is sharded already, or none of its weights can travel as codes.
+        ValueError: the model has no FP8 linear, is sharded already, or has no weight that can be gathered as
+            codes.
     """
-    made: dict[int, torch.nn.Parameter] = {}
+    wrapped: dict[int, torch.nn.Parameter] = {}
     names = []
     linears = fp8_linears(model)
     for name, linear in linears.items():
         if not isinstance(linear, Fp8Linear):
             continue
         weight = linear.held
-        if weight is None:  # it is computed, and what travels is what it is computed from
+        if weight is None:  # parametrised: its source parameters are gathered
             continue
         if hasattr(weight, "to_local"):
             raise ValueError(
@@ -71,19 +74,22 @@ def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
         both_ways = rule is not None and rule.granularity.symmetric  # one set of codes serves both directions
         if not both_ways or "weight" in linear.fp8_config.unquantized:
             continue
-        if id(weight) not in made:
+        if id(weight) not in wrapped:
             value = weight.detach()
-            made[id(weight)] = torch.nn.Parameter(GatheredAsCodes(value), requires_grad=weight.requires_grad)
+            wrapped[id(weight)] = torch.nn.Parameter(
+                GatheredAsCodes(value), requires_grad=weight.requires_grad
+            )
         names.append(name)
     if not names:
         raise ValueError(
-            "no weight of this model can travel as FP8 codes: its recipe quantises each direction from high precision, or"
-            " not at all; use tensorwise, delayed or blockwise, or fully_shard without enable_fp8_all_gather"
+            "no weight of this model can be gathered as FP8 codes: its recipe quantises each direction from high"
+            " precision, or not at all; use tensorwise, delayed or blockwise,"
+            " or fully_shard without enable_fp8_all_gather"
         )
-    for module in model.modules():  # wherever a weight is, tied ones included
+    for module in model.modules():  # includes tied weights
         for key, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in made:
-                module._parameters[key] = made[id(parameter)]
+            if parameter is not None and id(parameter) in wrapped:
+                module._parameters[key] = wrapped[id(parameter)]
     say(
         f"megatron_fp8: fully_shard will gather {len(names)} of {len(linears)} FP8 weights as codes",
         to="stdout",
@@ -92,30 +98,30 @@ def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
 
 
 def disable_fp8_all_gather(model: torch.nn.Module) -> None:
-    """Undo ``enable_fp8_all_gather`` in a model that was not sharded: weights are ordinary parameters again."""
-    made: dict[int, torch.nn.Parameter] = {}
+    """Undo ``enable_fp8_all_gather`` in an unsharded model: weights become ordinary parameters again."""
+    unwrapped: dict[int, torch.nn.Parameter] = {}
     parameter: Any
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if isinstance(parameter, GatheredAsCodes):
                 plain = torch.nn.Parameter(parameter._value, requires_grad=parameter.requires_grad)
-                module._parameters[key] = made.setdefault(id(parameter), plain)
+                module._parameters[key] = unwrapped.setdefault(id(parameter), plain)
 
 
 class _Cast(NamedTuple):
-    """What a rank knows of the gathered weight without being sent it."""
+    """Metadata of the gathered weight that each rank has without communication."""
 
     quantizer: Quantizer
     outer_size: torch.Size
-    scale_inv: torch.Tensor | None  # None: it travels
+    scale_inv: torch.Tensor | None  # None: gathered with the codes
     amax: torch.Tensor
     nonfinite: torch.Tensor
 
 
 class GatheredAsCodes(torch.Tensor):
-    """A weight or a shard of one, in high precision, that fully_shard gathers as FP8 codes.
+    """A high-precision weight or shard that fully_shard gathers as FP8 codes.
 
-    It behaves as the tensor it holds: optimizers, state dicts and pickles see ordinary numbers.
+    It behaves like the tensor inside: optimizers, state dicts and pickles see ordinary numbers.
     """
 
     _value: torch.Tensor
@@ -146,7 +152,7 @@ class GatheredAsCodes(torch.Tensor):
         kwargs = kwargs or {}
         plain = tree_map(lambda x: x._value if isinstance(x, cls) else x, (args, kwargs))
         out = func(*plain[0], **plain[1])
-        if func not in _KEPT:
+        if func not in _WRAPPED_OPS:
             return out
         wrapped = tree_map(lambda x: cls(x) if isinstance(x, torch.Tensor) else x, out)
         return return_and_correct_aliasing(func, args, kwargs, wrapped)
@@ -159,7 +165,7 @@ class GatheredAsCodes(torch.Tensor):
         return GatheredAsCodes(inner["_value"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as the tensor it holds: a file needs no class of this package to be read."""
+        """Pickled as the tensor inside, so a file can be read without this package."""
         return self._value.__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -170,9 +176,9 @@ class GatheredAsCodes(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: torch.nn.Module, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], _Cast | None]:
-        """(what this rank sends: codes as bytes, and block scales; what it knows without being sent)."""
+        """Called by FSDP before the gather. Returns (tensors to send: codes as bytes, and block scales; metadata)."""
         assert isinstance(module, Fp8Linear)
-        _refuse_smaller_mesh(module.fp8_group)
+        _check_reshard_mesh(module.fp8_group)
         dtype, world = mp_policy.param_dtype or self.dtype, mesh.size()
         value = _padded(self._value.to(dtype), -(-outer_size[0] // world))
         module.fp8_group.make_sites(value.device)
@@ -187,7 +193,7 @@ class GatheredAsCodes(torch.Tensor):
             site.notes.add(f"weight gathered in high precision: {why}")
             return (value,), None
         per_tensor = quantizer.rule.granularity.is_tensor
-        # A group of one gathers nothing, and fully_shard then copies the first tensor alone.
+        # With one rank nothing is gathered, and fully_shard copies the first tensor only.
         scales_travel = world > 1 and not per_tensor
 
         def share(amax: torch.Tensor) -> None:
@@ -204,7 +210,7 @@ class GatheredAsCodes(torch.Tensor):
         scale_inv = None if scales_travel else side.scale_inv
         known = _Cast(quantizer, outer_size, scale_inv, done.amax, nonfinite)
         codes = side.codes.view(torch.uint8)
-        # A kernel's scales lie as the product wants them, with padding between rows; what travels is flat.
+        # Kernels pad the rows of scales for the GEMM; gathered tensors must be contiguous.
         return (codes, side.scale_inv.contiguous()) if scales_travel else (codes,), known
 
     def fsdp_post_all_gather(
@@ -215,7 +221,7 @@ class GatheredAsCodes(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> Any:
-        """The gathered weight over FSDP's buffer; with ``out``, the one made before over the same buffer, renewed."""
+        """The gathered weight over FSDP's buffer. With ``out``: updates the earlier tensor over the same buffer."""
         if known is None:
             return None if out is not None else (outputs[0], ())
         scale_inv = outputs[1].clone() if known.scale_inv is None else known.scale_inv
@@ -230,10 +236,10 @@ class GatheredAsCodes(torch.Tensor):
         return gathered, ()
 
     def _whole_amax(self, fp8_group: Fp8Group, ranks: Any, dtype: torch.dtype) -> torch.Tensor:
-        """float32 [], the amax of the whole weight; shared for all weights that changed, in one all-reduce."""
+        """float32 [], the amax of the whole weight. One all-reduce serves all weights that have changed."""
         weight_generation = fp8_group.state(self._value.device).weight_generation
         if self._amax is None or self._amax[0] != (weight_generation, self._value._version):
-            # Not to_local(): it gives another tensor object each time, and the amax is kept by this one.
+            # Not to_local(): it returns a new tensor object each time, and this one caches the amax.
             local = [getattr(linear.held, "_local_tensor", None) for linear in fp8_group.linears]
             stale = {id(s): s for s in local if isinstance(s, GatheredAsCodes) and s.device == self.device}
             shards = list({**stale, id(self): self}.values())
@@ -246,13 +252,13 @@ class GatheredAsCodes(torch.Tensor):
         return self._amax[1]
 
 
-_looked_at: weakref.WeakSet[Fp8Group] = weakref.WeakSet()
+_checked_groups: weakref.WeakSet[Fp8Group] = weakref.WeakSet()
 
 
-def _refuse_smaller_mesh(fp8_group: Fp8Group) -> None:
-    """ValueError, before a model's first forward, if fully_shard would keep a weight on fewer ranks after a forward: the
-    backward would gather it from there, which torch has not got for weights that bring their own gather."""
-    if fp8_group in _looked_at:
+def _check_reshard_mesh(fp8_group: Fp8Group) -> None:
+    """Raises ValueError, before a model's first forward, if fully_shard reshards to fewer ranks after the forward.
+    torch cannot gather from such a mesh for weights with their own all-gather."""
+    if fp8_group in _checked_groups:
         return
     from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp import FSDPModule
@@ -261,21 +267,21 @@ def _refuse_smaller_mesh(fp8_group: Fp8Group) -> None:
         if not isinstance(module, FSDPModule):
             continue
         for shards in _parameter_groups(module):
-            own = any(
-                isinstance(one._sharded_local_tensor, GatheredAsCodes)
-                and getattr(one._module_info.module, "fp8_group", None) is fp8_group
-                for one in shards.fsdp_params
+            belongs_to_group = any(
+                isinstance(parameter._sharded_local_tensor, GatheredAsCodes)
+                and getattr(parameter._module_info.module, "fp8_group", None) is fp8_group
+                for parameter in shards.fsdp_params
             )
-            if own and shards._use_post_forward_mesh:
+            if belongs_to_group and shards._use_post_forward_mesh:
                 raise ValueError(
                     "fully_shard(reshard_after_forward=NUMBER) does not go together with enable_fp8_all_gather: use True"
                     " (the default) or False, or fully_shard without enable_fp8_all_gather"
                 )
-    _looked_at.add(fp8_group)
+    _checked_groups.add(fp8_group)
 
 
 def _parameter_groups(module: Any) -> list[Any]:
-    """torch's groups of parameters that one call of fully_shard gathers; up to torch 2.11 there is one, or None."""
+    """torch's parameter groups of one fully_shard call. Up to torch 2.11 there is at most one."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -283,7 +289,7 @@ def _parameter_groups(module: Any) -> list[Any]:
 
 
 class _Gathered(Fp8Parameter):
-    """What FSDP puts into the module while it is gathered."""
+    """The weight that FSDP puts into the module while it is gathered."""
 
     is_gathered = True
 
@@ -292,12 +298,12 @@ class _Gathered(Fp8Parameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is aten.as_strided.default and list(args[1]) == list(args[0].shape):
-            return args[0].alias()  # FSDP gives a gathered tensor its shape, which it has
+            return args[0].alias()  # FSDP sets the shape that the tensor already has
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _padded(value: torch.Tensor, rows: int) -> torch.Tensor:
-    """The shard [own rows, cols] as [rows, cols], with zeros below: FSDP gathers shards of one size."""
+    """The shard [own rows, cols] padded with zeros to [rows, cols]: FSDP gathers shards of equal size."""
     return torch.nn.functional.pad(value, (0, 0, 0, rows - value.shape[0]))
 
 
@@ -306,7 +312,7 @@ def _whole_blocks(quantizer: Quantizer, outer_size: torch.Size, world: int) -> b
     return rows == 0 or outer_size[0] % (rows * world) == 0
 
 
-_KEPT = {
+_WRAPPED_OPS = {
     aten.empty_like.default,
     aten.new_zeros.default,
     aten.slice.Tensor,
@@ -320,4 +326,4 @@ _KEPT = {
     aten.detach.default,
     aten.alias.default,
 }
-"""Operations whose result is gathered as codes too: those with which FSDP, and a module that moves, make shards."""
+"""Operations that return a GatheredAsCodes: FSDP and module moves use them to make shards."""

@@ -1,4 +1,4 @@
-"""Unusual inputs of a linear: nested tensors, symbolic traces, refusals."""
+"""Handles a linear's unusual inputs: nested tensors, symbolic traces, unsupported layouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..files.argument_check import check_tensor
 
 
 def check_input(name: str, x: torch.Tensor) -> None:
-    """ValueError if FP8 does not take the input's layout or number of dimensions, whatever nn.Linear does."""
+    """Raises ValueError if FP8 does not support the input's layout or number of dimensions."""
     if x.layout is not torch.strided:
         raise ValueError(
             f"{name}: an FP8 linear takes dense inputs, and this one's layout is {x.layout}: give x.to_dense(), or call"
@@ -23,7 +23,7 @@ def check_input(name: str, x: torch.Tensor) -> None:
 
 
 def refuse_script(name: str) -> NoReturn:
-    """RuntimeError: torch.jit.script would read the module's source, and FP8 state has no TorchScript."""
+    """Raises RuntimeError: torch.jit.script would compile the module's source, and FP8 state has no TorchScript."""
     raise RuntimeError(
         f"{name}: torch.jit.script does not compile an FP8 linear: use torch.compile, or script the model after"
         " convert_from_fp8(model)"
@@ -31,25 +31,25 @@ def refuse_script(name: str) -> NoReturn:
 
 
 def call_in_graph(module: torch.nn.Module, proxy: Any) -> torch.fx.Proxy:
-    """A call of the module as one node of the graph that torch.fx.symbolic_trace writes, as it does for nn.Linear.
+    """Records a call of the module as one node of a torch.fx.symbolic_trace graph, as for nn.Linear.
 
     Raises:
-        ValueError: the module itself is what is being traced.
-        TypeError: the input is neither a tensor nor what a trace has in its place.
+        ValueError: the trace's root is the module itself.
+        TypeError: the input is neither a tensor nor an fx proxy.
     """
     if not isinstance(proxy, torch.fx.Proxy):
         check_tensor(getattr(module, "fp8_name", "") or type(module).__name__, proxy)
     tracer: Any = proxy.tracer
     if tracer.root is module:
-        raise ValueError("torch.fx traces what calls an FP8 linear, not the linear: put it into a module")
-    called: torch.fx.Proxy = tracer.create_proxy("call_module", tracer.path_of_module(module), (proxy,), {})
-    return called
+        raise ValueError("torch.fx cannot trace an FP8 linear itself: put it into a module and trace that")
+    node: torch.fx.Proxy = tracer.create_proxy("call_module", tracer.path_of_module(module), (proxy,), {})
+    return node
 
 
 def call_on_values(module: torch.nn.Module, nested: torch.Tensor) -> torch.Tensor:
     """The module's forward on the tokens of a jagged nested tensor [batch, ragged, ..., in_features].
 
-    Raises ValueError: another layout, whose tokens do not lie in one matrix; or features that are ragged.
+    Raises ValueError: the layout is not torch.jagged, or the ragged dimension is the last.
     """
     jagged: Any = nested
     if nested.layout is not torch.jagged or jagged._ragged_idx == nested.ndim - 1:
@@ -57,7 +57,7 @@ def call_on_values(module: torch.nn.Module, nested: torch.Tensor) -> torch.Tenso
             "an FP8 linear takes nested tensors whose layout is torch.jagged and whose last dimension is the same for"
             " all: torch.nested.nested_tensor(list, layout=torch.jagged)"
         )
-    if jagged.lengths() is not None:  # between its sequences is memory with any content, which would be cast
+    if jagged.lengths() is not None:  # uninitialised memory between sequences would be cast too
         jagged = jagged.contiguous()
     return torch.nested.nested_tensor_from_jagged(
         module.forward(jagged.values()),

@@ -1,9 +1,10 @@
-"""Fp8Linear: nn.Linear with its GEMMs in FP8. Parameters, initialisation, state-dict keys and hooks are nn.Linear's.
+"""Fp8Linear: nn.Linear with its GEMMs in FP8. Parameters, initialisation, state-dict keys and hooks are
+nn.Linear's.
 
-Of FP8 a linear holds two references: to its model's group (group.py), and to its own sites there (sites.py). The rest is
-theirs, so that whatever happens to a module (a change of class, a copy, a pickle, a move) has these two to think of.
+A linear has two references to FP8 state: its model's group (group.py) and its own sites there (sites.py).
+They own everything else, so a class change, copy, pickle or move of the module has to handle these two only.
 
-Fp8Layer is what does not depend on how the weight lies; conv1d.py has the other class that is built on it.
+Fp8Layer is independent of the weight's layout; its other subclass is in conv1d.py.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from .inputs import call_in_graph, call_on_values, check_input, refuse_script
 from .sites import LONE, LinearSites, rank
 
 COMPUTED = ("_orig", "_g", "_v")
-"""Endings of the parameters of which hooks make a weight: spectral_norm's and prune's, weight_norm's."""
+"""Suffixes of parameters from which hooks compute a weight: spectral_norm and prune; weight_norm."""
 
 
 class Fp8Layer(torch.nn.Module):
-    """What a linear layer is in FP8, whichever way its class keeps the weight: Fp8Linear, Fp8Conv1D.
+    """Base of FP8 linear layers, for any weight layout: Fp8Linear, Fp8Conv1D.
 
     Attributes:
-        plain_class: what convert_to_fp8 makes it of, and convert_from_fp8 again.
-        fp8_group: what it shares with the other linears of its model.
-        fp8_sites: its GEMM sites there, under its name.
+        plain_class: the class before the conversion; convert_from_fp8 restores it.
+        fp8_group: FP8 state shared by the model's linears.
+        fp8_sites: its GEMM sites in the group, under its name.
     """
 
     plain_class: type[torch.nn.Module]
@@ -48,65 +49,65 @@ class Fp8Layer(torch.nn.Module):
     fp8_group: Fp8Group
     fp8_sites: LinearSites
 
-    # --------------------------------------------------------------------------------------------------- its place in FP8
+    # --------------------------------------------------------------------------------------------------- group and sites
 
     def join_group(self, group: Fp8Group, name: str, *, also: tuple[str, ...] = ()) -> None:
-        """Become one of a model's linears, under this name; ``also``: other names by which overrides may call it."""
+        """Join a group under this name. ``also``: other names under which overrides match it."""
         self.fp8_group = group
         self.fp8_sites = group.join(self, name, (self.out_features, self.in_features), also=also)
 
     def leave_group(self) -> None:
-        """Undo it: nothing of FP8 is left but the class."""
+        """Undo ``join_group``: remove all FP8 state; the class stays."""
         self.fp8_group.leave(self.fp8_sites)
         del self.fp8_group, self.fp8_sites
 
     @property
     def fp8_device(self) -> torch.device:
-        """Where its weight is, as what holds it says: to compute one may change what it is computed from."""
+        """Device of its weight. Reads parameters, because computing a parametrised weight may change them."""
         if (held := self.held) is not None:
             return held.device
-        here = (*self.sources, vars(self).get("weight"), *self.buffers(), *self.parameters())
-        device = next((tensor.device for tensor in here if tensor is not None), self.fp8_sites.ready_on)
+        tensors = (*self.sources, vars(self).get("weight"), *self.buffers(), *self.parameters())
+        device = next((tensor.device for tensor in tensors if tensor is not None), self.fp8_sites.ready_on)
         return self.weight.device if device is None else device
 
     def trained(self) -> Iterator[torch.nn.Parameter]:
-        """What an optimizer of it steps."""
+        """Parameters that an optimizer updates."""
         yield from self.parameters()
 
     @property
     def held(self) -> torch.nn.Parameter | None:
-        """The parameter that its weight is, or is a part of; None where it is computed."""
+        """The parameter that is or contains its weight; None for a computed weight."""
         return self._parameters.get("weight")
 
     @property
     def sources(self) -> list[torch.nn.Parameter]:
-        """The parameter that its weight is, or is a part of; those from which it is computed."""
+        """The parameter that is or contains its weight; for a computed weight, the parameters it is computed from."""
         if found := sources_of(self, "weight"):
             return found
-        every = {name.removeprefix("parametrizations."): of for name, of in self.named_parameters()}
-        return [parameter for name, parameter in every.items() if not name.startswith("bias")]
+        named = {name.removeprefix("parametrizations."): of for name, of in self.named_parameters()}
+        return [parameter for name, parameter in named.items() if not name.startswith("bias")]
 
     @property
     def matrix(self) -> torch.Tensor:
-        """The weight as [out_features, in_features]: itself, or a view."""
+        """The weight as [out_features, in_features]: the tensor itself or a view."""
         return self.as_matrix(self.weight)
 
     def as_matrix(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight of this layer as [out_features, in_features]: itself, or a view."""
+        """``weight``, in this layer's layout, as [out_features, in_features]: the tensor itself or a view."""
         return weight
 
     def laid_out(self, matrix: torch.Tensor) -> torch.Tensor:
-        """A matrix [out_features, in_features] as an unconverted layer's weight lies: itself, or a view."""
+        """A matrix [out_features, in_features] in the unconverted layer's layout: the tensor itself or a view."""
         return matrix
 
     @property
     def fp8_name(self) -> str:
-        """Its name in the model that was converted."""
+        """Its name in the converted model."""
         return self.fp8_sites.name
 
     @property
     def fp8_config(self) -> Fp8Config:
-        """How it runs."""
+        """The config of its group."""
         return self.fp8_group.config
 
     @property
@@ -116,24 +117,24 @@ class Fp8Layer(torch.nn.Module):
 
     @staticmethod
     def name_sites(model: torch.nn.Module) -> None:
-        """Give every FP8 linear of the model its site, under its name there."""
-        from .find import groups_of  # right of this file
+        """Create the sites of all FP8 linears of the model, under their names in the model."""
+        from .find import groups_of  # find.py imports this module
 
         for group in groups_of(model):
             group.make_all_sites()
 
     @property
     def fp8_share(self) -> Share:
-        """This rank's part of the site: the whole weight, and tokens that no other rank has."""
+        """This rank's shard: the whole weight, and its own tokens."""
         return Share(tokens=rank())
 
     def make_sites(self) -> bool:
-        """Make the sites that a call here and now uses. Returns whether some were not there."""
+        """Create the sites that a call needs now. Returns whether any was missing."""
         return self.fp8_sites.get_ready(self.fp8_device, current_switch().recipe)
 
     def _require_sites(self, device: torch.device, label: str) -> None:
-        """make_sites, unless they are there: traced code then has nothing of this layer that others do not share."""
-        # Not asked of .made: a tracer that has looked into it would not see what is put there now.
+        """make_sites if needed. The check adds no guard to traced code that would differ between layers."""
+        # Not .made: once Dynamo has read that dict, it does not see entries added here.
         if self.fp8_sites.ready_on == device and not label:
             return
         if torch.compiler.is_dynamo_compiling():
@@ -144,7 +145,7 @@ class Fp8Layer(torch.nn.Module):
             self.make_sites()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Fp8Layer:
-        """Where .to() and .cuda() move it: no codes stay on the old device, and histories come along."""
+        """Called by .to() and .cuda(). Drops cached codes on the old device and moves the histories."""
         before = self.fp8_device
         with self.fp8_group.left.moving(lambda: self.sources):
             super()._apply(fn, recurse)
@@ -155,19 +156,19 @@ class Fp8Layer(torch.nn.Module):
         return self
 
     def train(self, mode: bool = True) -> Fp8Layer:
-        """nn.Module's; of weights that were prepared for inference it is said, once, that nothing trains them."""
+        """As nn.Module.train; warns once if the weights were prepared for inference."""
         if mode and is_prepared(self._parameters.get("weight")):
             self.fp8_group.say_untrainable()
         return super().train(mode)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        own = [key for key in state_dict if key.startswith(prefix) and key != f"{prefix}bias"]
-        if f"{prefix}weight" in own or (own and self.held is None):  # or what it is computed from
+        keys = [key for key in state_dict if key.startswith(prefix) and key != f"{prefix}bias"]
+        if f"{prefix}weight" in keys or (keys and self.held is None):  # or the sources of a computed weight
             self.fp8_group.loads(self.fp8_sites)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a deep copy and of a pickle, group and sites are its own. A shallow copy joins the original's group."""
+        """A deep copy or a pickle has its own group and sites. A shallow copy joins the original's group."""
         super().__setstate__(state)
         if self.fp8_sites.linear is not self:
             self.fp8_sites = self.fp8_sites.of_copy(self, self.fp8_group)
@@ -180,16 +181,16 @@ class Fp8Layer(torch.nn.Module):
             return call_in_graph(self, input)
         if input.is_nested:
             return call_on_values(self, input)
-        weight = self.weight  # asked for once: a module looks for its parameters in Python
+        weight = self.weight  # read once: attribute access of parameters is slow
         if torch.compiler.is_compiling() and isinstance(weight, Fp8Parameter):
             from ..linear.compiled import break_graph  # loads torch's compiler
 
-            # Here and not further inside: a frame that meets such a weight before its layer makes Dynamo fail.
+            # In this frame: Dynamo fails if an inner frame sees an Fp8Parameter before its layer.
             return break_graph(self.run, input, weight)
         return self.run(input, weight)
 
     def run(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The forward with this weight, as it lies."""
+        """The forward with this weight, in the layer's layout."""
         site, fp8, switch = self.way(weight)
         if not fp8:
             return self._high_precision(input, weight, site, observe=not switch.turns_off(site.plan))
@@ -200,7 +201,7 @@ class Fp8Layer(torch.nn.Module):
         return self._in_fp8(input, weight, site)
 
     def way(self, weight: torch.Tensor) -> tuple[GemmSite, bool, Switch]:
-        """The site that a call here and now runs, whether in FP8, and under which switch."""
+        """Resolves site and precision for this call: (site, whether FP8, autocast switch)."""
         sites, device = self.fp8_sites, weight.device
         self._require_sites(device, current_switch().label)
         site = sites.made[device, ""]
@@ -216,7 +217,7 @@ class Fp8Layer(torch.nn.Module):
         return site, fp8, switch
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """torch.jit.script asks for it."""
+        """Called by torch.jit.script."""
         refuse_script(self.fp8_name)
 
     def _in_fp8(self, input: torch.Tensor, weight: torch.Tensor, site: GemmSite) -> torch.Tensor:
@@ -231,7 +232,7 @@ class Fp8Layer(torch.nn.Module):
     def _high_precision(
         self, x: torch.Tensor, weight: torch.Tensor, site: GemmSite, *, observe: bool
     ) -> torch.Tensor:
-        """y [..., N] by the unconverted layer's own forward. ``observe``: it fills delayed scaling's histories."""
+        """y [..., N] from the unconverted layer's forward. ``observe``: record amaxes for delayed scaling."""
         y = self.plain_forward(x, weight)
         if not torch.compiler.is_compiling():
             self.fp8_sites.called = True
@@ -240,11 +241,11 @@ class Fp8Layer(torch.nn.Module):
         )
 
     def plain_forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The forward of the class that it was converted from, with the layer's weight."""
+        """The forward of the original class, in high precision, with this weight."""
         return functional.linear(x, weight, self.bias)
 
     def extra_repr(self) -> str:
-        """nn.Linear's, and the recipe."""
+        """As nn.Linear, plus the recipe."""
         return f"{super().extra_repr()}, recipe={self.fp8_config.resolved_recipe!r}"
 
 
@@ -252,21 +253,23 @@ class Fp8Linear(Fp8Layer, torch.nn.Linear):
     """y = x @ weight^T + bias, with fprop, dgrad and wgrad in FP8.
 
     Args:
-        in_features, out_features, bias, device, dtype: as nn.Linear's.
-        recipe: as convert_to_fp8's; None is 'tensorwise'.
-        config: an Fp8Config in place of a recipe.
+        in_features, out_features, bias, device, dtype: as for nn.Linear.
+        recipe: as for convert_to_fp8; None is 'tensorwise'.
+        config: an Fp8Config; use instead of ``recipe``.
 
-    The input is [..., in_features], float32, bfloat16 or float16; the output [..., out_features] in its dtype, under
-    torch.autocast in autocast's. The weight may have another dtype; its gradient has the weight's. NaN in the input gives
-    NaN where it is multiplied; Inf saturates, and both are counted (``fp8_step(model).nonfinite``). A dimension that does
-    not suit the hardware is padded, never an error.
+    The input is [..., in_features], float32, bfloat16 or float16. The output is [..., out_features] in the
+    input's dtype, or torch.autocast's. The weight may have another dtype; its gradient has the weight's
+    dtype. NaN in the input gives NaN in the outputs that use it; Inf saturates. Both are counted
+    (``fp8_step(model).nonfinite``). Dimensions that the hardware does not support are padded, never an error.
 
-    FP8 runs without any context; ``fp8_autocast`` only overrides. Training calls ``fp8_step(model)`` once an iteration.
+    FP8 runs without any context; ``fp8_autocast`` only overrides. In training, call ``fp8_step(model)`` once
+    an iteration.
 
     Raises:
-        ValueError: the recipe or config is wrong; the backend cannot run on the device, at the first forward; the input's
-            last dimension is not in_features, or its dtype is another.
-        RuntimeError: an optimizer stepped and ``fp8_step`` was not called before the next forward in training mode.
+        ValueError: the recipe or config is wrong; the backend cannot run on the device, at the first forward;
+            the input's last dimension is not in_features, or its dtype is unsupported.
+        RuntimeError: an optimizer stepped and ``fp8_step`` was not called before the next forward in training
+            mode.
     """
 
     plain_class = torch.nn.Linear
@@ -294,9 +297,9 @@ class Fp8Linear(Fp8Layer, torch.nn.Linear):
         *,
         config: Fp8Config | None = None,
     ) -> Fp8Linear:
-        """The same module, in place: its class becomes Fp8Linear, and nothing else of it changes.
+        """Converts one nn.Linear in place: only its class changes.
 
-        Raises ValueError: it is not exactly an nn.Linear.
+        Raises ValueError: the module is a subclass of nn.Linear, or no linear.
         """
         if type(linear) is not torch.nn.Linear:
             raise ValueError(
@@ -311,9 +314,9 @@ class Fp8Linear(Fp8Layer, torch.nn.Linear):
 
 
 def sources_of(module: torch.nn.Module, name: str) -> list[torch.nn.Parameter]:
-    """The parameter of this name; those from which torch computes it, by a hook or by a parametrization."""
-    own = [module._parameters.get(name + ending) for ending in ("", *COMPUTED)]
-    found = [parameter for parameter in own if parameter is not None]
+    """The parameter of this name, or the parameters from which a hook or a parametrization computes it."""
+    candidates = [module._parameters.get(name + ending) for ending in ("", *COMPUTED)]
+    found = [parameter for parameter in candidates if parameter is not None]
     if is_parametrized(module, name):
         computed: Any = module.parametrizations
         found += computed[name].parameters()
@@ -321,14 +324,14 @@ def sources_of(module: torch.nn.Module, name: str) -> list[torch.nn.Parameter]:
 
 
 def is_prepared(weight: torch.Tensor | None) -> bool:
-    """Whether a linear's weight is the codes that prepare_for_inference made."""
+    """Whether the weight consists of codes from prepare_for_inference."""
     return isinstance(weight, Fp8Parameter) and not weight.is_gathered
 
 
 def check_weight(name: str, weight: torch.Tensor, as_built: bool) -> None:
-    """RuntimeError for a weight that is no plain parameter, and that this call cannot use.
+    """Raises RuntimeError for a weight that is not a plain parameter and that this call cannot use.
 
-    ``as_built``: the call is in FP8 by the linear's own recipe, which codes that live as the weight were made by.
+    ``as_built``: the call is in FP8 by the linear's own recipe, which also produced the weight's codes.
     """
     if hasattr(weight, "to_local"):
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""fp8_matmul: one differentiable matrix product in FP8, without a layer, a model or state."""
+"""fp8_matmul: one differentiable FP8 matrix product, without layer, model or state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .config import Fp8Config
 def fp8_matmul(
     a: torch.Tensor, b: torch.Tensor, recipe: Recipe | str | None = None, *, backend: str = "auto"
 ) -> torch.Tensor:
-    """a @ b with operands cast to FP8, and its two gradients computed in FP8 as well.
+    """a @ b with operands cast to FP8; both gradients are computed in FP8 too.
 
         fprop  y  = a @ b            a as the recipe's 'input', b as its 'weight'
         dgrad  da = dy @ b^T         dy as its 'grad_output': E5M2 under hybrid recipes
@@ -29,18 +29,19 @@ def fp8_matmul(
     Args:
         a: [..., K], float32, bfloat16 or float16.
         b: [K, N], the same dtype.
-        recipe: name or instance; None is 'tensorwise'. DelayedScaling has no history here and scales by the tensor at
-            hand, as in its first iteration.
+        recipe: name or instance; None is 'tensorwise'. DelayedScaling has no history here, so it uses the
+            current amax, as in its first iteration.
         backend: 'auto', or a backend's name.
 
     Returns:
-        [..., N] in a's dtype, accumulated in float32 and rounded once. What is saved for backward are codes, one byte a
-        value. NaN gives NaN where it is multiplied; Inf saturates.
+        [..., N] in a's dtype, accumulated in float32 and rounded once. Backward saves FP8 codes, one byte per
+        value. NaN gives NaN in the outputs that use it; Inf saturates.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, the recipe is unknown, or the backend cannot run on a's device.
+        ValueError: shapes or dtypes do not fit, the recipe is unknown, or the backend cannot run on a's
+            device.
 
-    torch.compile breaks the graph here: a compiled product would need a layer that outlives the call.
+    torch.compile breaks the graph here: a compiled product needs a layer that outlives the call.
     """
     if torch.compiler.is_compiling():
         from ..linear.compiled import break_graph  # loads torch's compiler
@@ -62,16 +63,16 @@ def fp8_matmul(
         raise ValueError(
             f"fp8_matmul of {a.dtype} on {a.device} and {b.dtype} on {b.device}: give both the same dtype and device"
         )
-    # A backward that a tracer recorded finds its site by number, when the call is over.
+    # A traced backward looks its site up by number after this call has returned.
     make = _lasting_site if is_watched(a, b) else _site
     with without_autocast(a.device):
         return fp8_linear(a, b.t(), None, make(a.device, taken, backend))
 
 
 def _site(device: torch.device, recipe: Recipe, backend: str) -> GemmSite:
-    asked = Asked(recipe=lambda _: recipe, backend=backend)
-    plan = resolve(asked, f"fp8_matmul {recipe_name(recipe)}", None, device)
-    with _disable_current_modes():  # fake tensors and tracers go, the site stays
+    request = Asked(recipe=lambda _: recipe, backend=backend)
+    plan = resolve(request, f"fp8_matmul {recipe_name(recipe)}", None, device)
+    with _disable_current_modes():  # the site outlives fake-tensor and tracing modes
         return GemmSite(plan, Fp8State(device), None)
 
 

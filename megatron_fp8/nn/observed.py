@@ -1,8 +1,8 @@
-"""Does the report tell the truth? What was converted and never runs, and what was put in a converted linear's place.
+"""Audits a conversion during training: converted linears that never run or were replaced.
 
-Some modules own a linear and never call it: their code reads ``.weight`` and multiplies by itself (WavLM's attention,
-Mamba's dt_proj). No conversion can see that; the first iterations can. So fp8_step looks, says it once, and marks the
-report.
+Some modules own a linear and never call it: their code reads ``.weight`` and multiplies by itself (WavLM's
+attention, Mamba's dt_proj). Conversion cannot detect that, but the first iterations can. So fp8_step checks,
+warns once and marks the report.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .group import Fp8Group
 
 LOOK_AFTER = 3
-"""Iterations with FP8 GEMMs after which a linear that ran in none of them is named."""
+"""Number of iterations with FP8 GEMMs after which linears that never ran are reported."""
 
 _NOT_IN_FP8 = "not in FP8"
 
@@ -28,12 +28,13 @@ class Unused:
     """The linears of a group that did not run in FP8 in its first iterations."""
 
     def __init__(self) -> None:
-        self._iterations = 0  # that had FP8 GEMMs
+        self._iterations = 0  # with FP8 GEMMs
         self._marked: dict[str, Row] = {}  # rows of the report, as they were before the mark
 
     def look(self, group: Fp8Group) -> None:
-        """After an iteration with FP8 GEMMs. Linears that ran in none of the first are warned of, once, and marked in the
-        model's report; those that run later (experts that get their first tokens) lose the mark."""
+        """Check after an iteration with FP8 GEMMs. Warns once of linears that ran in none of the first LOOK_AFTER
+        iterations and marks them in the model's report. Removes the mark from those that run later (experts that get
+        their first tokens)."""
         self._iterations += 1
         if self._iterations > LOOK_AFTER and self._marked:
             self._unmark(group)
@@ -49,21 +50,22 @@ class Unused:
         _mark(group, idle, f"converted, but did not run in the first {LOOK_AFTER} iterations")
         warnings.warn(
             f"{len(idle)} of {len(members)} FP8 linears did not run in the first {LOOK_AFTER} iterations"
-            f" ({_some(idle)}): where other code reads a linear's weight, or no token was sent, nothing runs in FP8;"
+            f" ({_shortened(idle)}): where other code reads a linear's weight, or no token was sent, nothing runs in FP8;"
             " model.fp8_report marks them",
             stacklevel=3,
         )
 
     def _unmark(self, group: Fp8Group) -> None:
-        awake = [sites.name for sites, _ in group.members if sites.name in self._marked and sites.has_run]
-        rows = [self._marked.pop(name) for name in awake]
+        active = [sites.name for sites, _ in group.members if sites.name in self._marked and sites.has_run]
+        rows = [self._marked.pop(name) for name in active]
         root, report = group.root, report_of(group.root)
         if rows and root is not None and report is not None:
             keep_report(root, report.with_rows(rows))
 
 
 def note_replaced(group: Fp8Group, found: Collection[torch.nn.Module]) -> None:
-    """Warn of converted linears in whose place stands a linear without FP8 (a resized lm_head), once, and mark them.
+    """Warn once of converted linears that were replaced by linears without FP8 (a resized lm_head), and mark
+    them.
 
     Args:
         found: the model's FP8 linears.
@@ -76,18 +78,18 @@ def note_replaced(group: Fp8Group, found: Collection[torch.nn.Module]) -> None:
     if names:
         _mark(group, names, "replaced by a linear without FP8 since the conversion")
         warnings.warn(
-            f"a linear without FP8 stands in the place of {len(names)} that were converted ({_some(names)}): call"
-            " convert_to_fp8(model) again to have it run in FP8",
+            f"converted linears were replaced by linears without FP8: {len(names)} ({_shortened(names)}); call"
+            " convert_to_fp8(model) again to run them in FP8",
             stacklevel=3,
         )
 
 
 def _is_plain(root: torch.nn.Module, name: str) -> bool:
-    """Whether a linear of that name is there, and is none of FP8."""
+    """Whether the name belongs to a linear without FP8."""
     try:
         module = root.get_submodule(name)
     except AttributeError:
-        return False  # the model was cut, or wrapped
+        return False  # a layer was removed, or the model was wrapped
     return isinstance(module, torch.nn.Linear) and not hasattr(module, "fp8_sites")
 
 
@@ -97,5 +99,5 @@ def _mark(group: Fp8Group, names: list[str], reason: str) -> None:
         keep_report(root, report.without(names, _NOT_IN_FP8, reason))
 
 
-def _some(names: list[str]) -> str:
+def _shortened(names: list[str]) -> str:
     return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")

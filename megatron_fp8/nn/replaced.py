@@ -1,20 +1,22 @@
-"""Who wrote a model's weights last: its training, or somebody else?
+"""Tracks whether a model's weights were last written by training or by other code.
 
-Delayed scaling asks, where it evaluates (linear/fitted.py). A weight that the training wrote may lie a little beyond its
-scale, as optimizers let weights grow, and evaluation then saturates it as the training's forward does. One that somebody
-else wrote is not to be saturated at all. What tells them apart is noted where the training is known to have written
-last: when an optimizer of the model has stepped, and when an iteration ends. A deep copy has its original's notes. No
-value is looked at, and a weight that nobody noted is not the training's.
+Delayed scaling needs this in evaluation (linear/fitted.py). A weight written by training may slightly exceed
+its scale, since optimizers let weights grow; evaluation saturates it as the training forward does. A weight
+written by other code must not saturate. So this class records each parameter's memory and version when
+training has written it: after an optimizer of the model has stepped, and at the end of an iteration. A deep
+copy copies the records. No values are read. A weight without a record was not written by training.
 
-A note is of a parameter's memory and version, and refers to no tensor: torch.utils.swap_tensors, by which modules may
-move, takes none that has a weak reference. Moves go through the layers, which note there what was the training's before.
+A record holds no reference to the tensor: torch.utils.swap_tensors, which modules may use to move, rejects
+tensors with weak references. Moves go through the layers, which renew the records of unchanged weights.
 
-A write into ``.data`` leaves no trace in a tensor's version. Of a frozen weight, which no optimizer writes, none is
-needed: adapters are merged into such. Of others it shows by its size alone. Another parameter or other memory in the
-place of what was trained is a write too, unless FSDP puts it there, which does so around each forward.
+A write into ``.data`` does not change a tensor's version. So a frozen weight, which no optimizer writes, may never
+exceed its scale: adapters are merged into such weights. For other weights such a write shows in the amax only.
+Another parameter or other memory in place of the trained one also counts as a write, except under FSDP, which
+replaces parameters around each forward.
 
-In another process there are no notes, and the weights that go with loaded histories come before or after those. So saved
-histories say how large each weight was, and until the next iteration none may lie beyond its scale that is larger.
+A new process has no records, and weights may be loaded before or after their histories. So saved histories
+include each weight's amax. Until the next iteration ends, only weights up to that amax may exceed their
+scale.
 """
 
 from __future__ import annotations
@@ -30,30 +32,30 @@ from ..linear.fitted import Known
 
 
 class _Left(NamedTuple):
-    """A weight as training left it. ``version``: None of an inference tensor, which has none."""
+    """A weight as training left it. ``version`` is None for an inference tensor, which has none."""
 
-    memory: StorageWeakRef  # no other memory gets its number
+    memory: StorageWeakRef  # keeps the address from being reused
     version: int | None
     kind: tuple[torch.device, torch.dtype]
     frozen: bool
 
     @staticmethod
     def now(weight: torch.Tensor, *, frozen: bool) -> _Left:
-        """As it is."""
+        """The record of the weight's current state."""
         memory = StorageWeakRef(weight.untyped_storage())
         return _Left(memory, _version(weight), _kind(weight), frozen)
 
     def is_so(self, weight: torch.Tensor) -> bool:
-        """Whether nobody has written it since, as far as its memory and version say."""
+        """Whether the weight's memory and version are unchanged."""
         now = _Left.now(weight, frozen=self.frozen)
         return (now.memory, now.version) == (self.memory, self.version)
 
 
 class LeftByTraining:
-    """The weights of a model's linears as its training left them.
+    """The weights of a model's linears as training left them.
 
     Attributes:
-        told: the model's user was told of a weight that does not fit its scale.
+        told: the warning about a weight that exceeds its scale was given.
     """
 
     def __init__(self) -> None:
@@ -63,70 +65,73 @@ class LeftByTraining:
         self._saved: dict[str, float] = {}
 
     def note(self, weights: Iterable[torch.nn.Parameter]) -> None:
-        """The training may have written them until now."""
+        """Record these weights as written by training. Replaces all earlier records."""
         self._sharded, self._saved, self._left = False, {}, {}
         for weight in weights:
             if hasattr(weight, "to_local"):
-                self._sharded = True  # forwards have others in its place
+                self._sharded = True  # FSDP replaces it in forwards
             elif id(weight) not in self._left:
                 self._left[id(weight)] = _Left.now(weight, frozen=not weight.requires_grad)
 
     def unwritten(self, weights: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-        """Those that nobody has written since they were noted."""
-        left = ((weight, self._left.get(id(weight))) for weight in weights)
-        return [weight for weight, one in left if one is not None and one.is_so(weight)]
+        """The weights unchanged since their record."""
+        records = ((weight, self._left.get(id(weight))) for weight in weights)
+        return [weight for weight, record in records if record is not None and record.is_so(weight)]
 
     def note_again(self, weights: Iterable[torch.nn.Parameter]) -> None:
-        """These were written, and are what they were."""
+        """Renew the records of weights that were written without a change of values."""
         for weight in weights:
             self._left[id(weight)] = _Left.now(weight, frozen=not weight.requires_grad)
 
     @property
     def resumed(self) -> bool:
-        """Whether loaded histories, and none of its own iterations, say what the training left."""
+        """Whether the records come from loaded histories, and no iteration has ended since."""
         return bool(self._saved)
 
     def note_saved(self, name: str, amax: float) -> None:
-        """A linear's histories were loaded, and when they were saved its weight was so large as training left it; 0: it
-        did not lie beyond its scale."""
+        """Record the amax that a linear's weight had when its histories were saved; 0: it did not exceed its scale."""
         self._saved[name] = amax
 
     def note_copies(self, of: LeftByTraining, name: str, copies: Iterable[tuple[torch.Tensor, Any]]) -> None:
-        """A linear was copied that is noted elsewhere: (parameter of its weight, this model's copy) of each."""
+        """Copy the records of a copied linear. ``copies``: (parameter of its weight, this model's copy) pairs."""
         self._sharded = self._sharded or of._sharded
         if name in of._saved:
             self._saved[name] = of._saved[name]
         for weight, copied in copies:
-            left = of._left.get(id(weight))
-            if left is not None and left.is_so(weight) and isinstance(copied, torch.Tensor):
-                self._left[id(copied)] = _Left.now(copied, frozen=left.frozen)
+            record = of._left.get(id(weight))
+            if record is not None and record.is_so(weight) and isinstance(copied, torch.Tensor):
+                self._left[id(copied)] = _Left.now(copied, frozen=record.frozen)
 
     @contextmanager
     def moving(self, weights: Callable[[], Sequence[torch.Tensor]]) -> Iterator[None]:
-        """Around a move or a conversion of these parameters: what the training left before it, it has left after it."""
+        """Context manager around a move or dtype conversion: renews the records of weights that training left."""
         before = []
         for weight in weights():
-            left = self._left.get(id(weight))
-            # Of another kind it was moved already, by a module that shares it.
-            is_so = left is not None and (left.kind != _kind(weight) or left.is_so(weight))
-            before.append((left, is_so))
+            record = self._left.get(id(weight))
+            # Another device or dtype: a module that shares the weight has moved it already.
+            unchanged = record is not None and (record.kind != _kind(weight) or record.is_so(weight))
+            before.append((record, unchanged))
         yield
-        for (left, is_so), weight in zip(before, weights(), strict=True):
-            if left is not None:
-                same = is_so and not weight.is_meta  # where values are left behind
-                now = _Left.now(weight, frozen=left.frozen) if same else left._replace(kind=_kind(weight))
+        for (record, unchanged), weight in zip(before, weights(), strict=True):
+            if record is not None:
+                same = unchanged and not weight.is_meta  # a move to meta drops the values
+                now = _Left.now(weight, frozen=record.frozen) if same else record._replace(kind=_kind(weight))
                 self._left[id(weight)] = now
 
     def known(self, name: str, weights: Collection[torch.Tensor]) -> Known:
-        """What is known of a linear's weight now, by the parameters that it is or is computed from; of none, nothing."""
+        """Facts about a linear's weight, from the parameters that it is, or is computed from."""
         if (amax := self._saved.get(name)) is not None:
             return Known(amax=amax, told=self.told)
-        left = [self._left.get(id(weight)) for weight in weights]
-        if self._sharded and None in left:  # FSDP puts others there, around each forward
+        records = [self._left.get(id(weight)) for weight in weights]
+        if self._sharded and None in records:  # FSDP replaces parameters around each forward
             return Known(told=self.told)
-        found = [(one, weight) for one, weight in zip(left, weights, strict=True) if one is not None]
-        written = any(not one.is_so(weight) for one, weight in found) or (bool(self._left) and None in left)
-        if written or None in left or (found and all(one.frozen for one, _ in found)):
+        found = [
+            (record, weight) for record, weight in zip(records, weights, strict=True) if record is not None
+        ]
+        written = any(not record.is_so(weight) for record, weight in found) or (
+            bool(self._left) and None in records
+        )
+        if written or None in records or (found and all(record.frozen for record, _ in found)):
             return Known(1.0, written=written, told=self.told)
         return Known(told=self.told)
 

@@ -1,4 +1,7 @@
-"""The report of a conversion, module by module, as data and as a table. Training adds what it found to be otherwise."""
+"""The report of a conversion, by module, as data and as a table.
+
+Training updates it: see observed.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ COLUMNS = ("module", "type", "shape", "runs", "why")
 _WIDTH, _WIDEST = 100, 24
 """Most characters of a line of the table, and of a column except the first."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
-"""A number that is a part of a module's name."""
+"""A numeric part of a module's name."""
 
 
 @dataclass(frozen=True)
@@ -22,17 +25,19 @@ class Row:
 
     Attributes:
         name: its name in the model.
-        kind: its class, before the conversion.
-        shape: of its weight: (out features, in features) for a linear.
-        converted: whether it was made to run in FP8.
-        runs: the recipe and the backend, or the dtype it stays in.
+        kind: its class before the conversion.
+        shape: shape of its weight; (out features, in features) for a linear.
+        converted: whether it was converted to FP8.
+        runs: recipe and backend, or the dtype it stays in.
         reason: why.
-        weights: how many values its own parameters have. A parameter that modules share counts in one of them.
-        multiplied: how many of these a token is multiplied by: the matrices of linears, RNNs and unknown modules.
-        lazy: it has parameters without a shape yet, which count nowhere.
-        planned: it is a linear for which the plan decided, so overrides by name reach it.
-        linear: it is a linear, or a stack of such matrices.
-        in_use: False for a converted one that did not run in FP8 in the first iterations, or was replaced since.
+        weights: number of values of its own parameters. A shared parameter counts in one module only.
+        multiplied: number of these that each token is multiplied by: matrices of linears, RNNs and unknown
+            modules.
+        lazy: it has parameters without a shape yet, which are not counted.
+        planned: it is a linear with a plan, so overrides by name apply.
+        linear: it is a linear, or a stack of matrices.
+        in_use: False for a converted module that did not run in FP8 in the first iterations, or was replaced
+            since.
     """
 
     name: str
@@ -51,8 +56,8 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Fp8Report:
-    """Every module that holds parameters of its own; ``str()`` is a table of at most 100 columns: alike
-    layers on one line, each reason once, below.
+    """All modules with their own parameters. ``str()`` gives a table of at most 100 columns: similar layers
+    share a line, and reasons are listed once below.
 
     Attributes:
         keep_columnwise: the config's.
@@ -67,45 +72,45 @@ class Fp8Report:
 
     @property
     def converted(self) -> list[str]:
-        """Names of the modules that were converted to FP8."""
+        """Names of the converted modules."""
         return [row.name for row in self.rows if row.converted]
 
     @property
     def skipped(self) -> dict[str, str]:
-        """Name -> reason of the modules that were not."""
+        """Name -> reason, for modules that were not converted."""
         return {row.name: row.reason for row in self.rows if not row.converted}
 
     @property
     def not_in_use(self) -> dict[str, str]:
-        """Name -> reason of the modules that were converted, and do not run in FP8."""
+        """Name -> reason, for converted modules that do not run in FP8."""
         return {row.name: row.reason for row in self.rows if row.converted and not row.in_use}
 
     @property
     def weights_in_fp8(self) -> float:
-        """The share of all parameters' values that FP8 layers multiply, from 0 to 1."""
+        """Share of all parameter values that are in FP8 layers' weights, from 0 to 1."""
         return self._share("weights")
 
     @property
     def flops_in_fp8(self) -> float:
-        """The share of multiplications by weights that are in FP8, assuming one token per matrix.
+        """Share of multiplications by weights that are in FP8, assuming one token per matrix.
 
-        All experts count. Convolutions do not, nor do products of two activations, as attention has them.
+        All experts count. Convolutions and products of two activations, as in attention, do not.
         """
         return self._share("multiplied")
 
     def with_rows(self, rows: Iterable[Row]) -> Fp8Report:
-        """The report with these rows in the place of those of the same names."""
+        """A report with these rows instead of those of the same names."""
         new = {row.name: row for row in rows}
         return replace(self, rows=tuple(new.get(row.name, row) for row in self.rows))
 
     def without(self, names: Iterable[str], runs: str, reason: str) -> Fp8Report:
-        """The report with these converted modules marked as not running in FP8."""
-        found = set(names)
+        """A report with these converted modules marked as not running in FP8."""
+        marked = set(names)
         return replace(
             self,
             rows=tuple(
                 replace(row, runs=runs, reason=reason, in_use=False)
-                if row.converted and row.name in found
+                if row.converted and row.name in marked
                 else row
                 for row in self.rows
             ),
@@ -124,10 +129,10 @@ class Fp8Report:
         reasons = {key[-1]: "" for key in grouped if key[-1]}
         reasons = {reason: str(number) for number, reason in enumerate(reasons, start=1)}
         lines = [(_name(names), *key[1:-1], reasons.get(key[-1], "")) for key, names in grouped.items()]
-        told = [_wrapped(f"{number:>2}  {reason}", "    ") for reason, number in reasons.items()]
-        made_again = "keep_columnwise=False: each backward makes dgrad's own codes of a weight again"
-        parts = [*_table([COLUMNS, *lines]), *told, _wrapped(self._summary())]
-        return "\n".join([*parts, *([] if self.keep_columnwise else [made_again])])
+        notes = [_wrap(f"{number:>2}  {reason}", "    ") for reason, number in reasons.items()]
+        requantise_note = "keep_columnwise=False: each backward recomputes the weights' codes for dgrad"
+        parts = [*_table([COLUMNS, *lines]), *notes, _wrap(self._summary())]
+        return "\n".join([*parts, *([] if self.keep_columnwise else [requantise_note])])
 
     def _summary(self) -> str:
         running = sum(row.converted and row.in_use for row in self.rows)
@@ -138,13 +143,13 @@ class Fp8Report:
         )
 
     def _share(self, field: str) -> float:
-        whole = sum(getattr(row, field) for row in self.rows)
+        total = sum(getattr(row, field) for row in self.rows)
         part = sum(getattr(row, field) for row in self.rows if row.converted and row.in_use)
-        return part / whole if whole else 0.0
+        return part / total if total else 0.0
 
 
 def keep_report(model: Any, report: Fp8Report | None) -> None:
-    """Keep it as ``model.fp8_report``, where users look for it; None takes away what is there."""
+    """Store the report as ``model.fp8_report``; None removes it."""
     if report is not None:
         model.fp8_report = report
     elif "fp8_report" in vars(model):
@@ -152,19 +157,19 @@ def keep_report(model: Any, report: Fp8Report | None) -> None:
 
 
 def report_of(model: Any) -> Fp8Report | None:
-    """``model.fp8_report``, if there is a model and it has one."""
+    """``model.fp8_report``; None if there is no model or no report."""
     return getattr(model, "fp8_report", None)
 
 
 def _percent(share: float) -> str:
-    """'42 %'. '100 %' means all and '0 %' means nothing: what is close to either is '> 99 %' or '< 1 %'."""
+    """'42 %'. '100 %' means all and '0 %' nothing; values close to them give '> 99 %' or '< 1 %'."""
     if 0 < share < 0.01:
         return "< 1 %"
     return "> 99 %" if 0.99 < share < 1 else f"{share:.0%}".replace("%", " %")
 
 
 def _name(names: Sequence[str]) -> str:
-    """Returns one name as it is, 'layers.0-31.fc1 (32)' for a range without a gap, or else the first and the last."""
+    """One name unchanged; 'layers.0-31.fc1 (32)' for a range without gaps; else the first and the last."""
     names = [name or "(the model)" for name in names]
     if len(names) == 1:
         return names[0]
@@ -175,24 +180,24 @@ def _name(names: Sequence[str]) -> str:
         column = [each[place] for each in numbers]
         if column == list(range(column[0], column[-1] + 1)):
             parts = iter(range(len(numbers[0])))
-            said = f"{column[0]}-{column[-1]}"
-            name = _NUMBER.sub(lambda found: said if next(parts) == place else found[0], names[0])
+            span = f"{column[0]}-{column[-1]}"
+            name = _NUMBER.sub(lambda found: span if next(parts) == place else found[0], names[0])
             return f"{name} ({len(names)})"
     return f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
 def _table(lines: list[tuple[str, ...]]) -> Iterator[str]:
-    """Yields the lines of a table. The first column takes the width that the others leave; longer cells are wrapped."""
+    """Lines of a table. The first column gets the width that the others leave; long cells wrap."""
     widths = [0, *(min(max(map(len, column)), _WIDEST) for column in [*zip(*lines, strict=True)][1:])]
     widths[0] = min(max(len(line[0]) for line in lines), _WIDTH - sum(widths) - 2 * (len(widths) - 1))
     for line in lines:
-        cells = [_broken(cell, width) for cell, width in zip(line, widths, strict=True)]
+        cells = [_wrap_cell(cell, width) for cell, width in zip(line, widths, strict=True)]
         for parts in zip_longest(*cells, fillvalue=""):
             yield "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
 
 
-def _broken(cell: str, width: int) -> list[str]:
-    """Splits a cell into lines of at most ``width`` characters, after spaces and dots where it can."""
+def _wrap_cell(cell: str, width: int) -> list[str]:
+    """Splits a cell into lines of at most ``width`` characters, preferably after spaces and dots."""
     lines = [""]
     for word in re.findall(rf"[^ .]{{1,{width - 1}}}[ .]?|[ .]", cell):
         if len((lines[-1] + word).rstrip()) > width:
@@ -201,5 +206,5 @@ def _broken(cell: str, width: int) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def _wrapped(text: str, indent: str = "") -> str:
+def _wrap(text: str, indent: str = "") -> str:
     return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)

@@ -1,11 +1,11 @@
-"""GEMM sites of one linear: one for each device and recipe.
+"""GEMM sites of one linear: one per device and recipe.
 
-They belong to the model's group (group.py), and the linear refers to them. Rejected: one table in the group, by name,
-device and recipe, in which a linear looks itself up. torch.compile guards on what it reads: a name differs from layer to
-layer, so each block of a model that is compiled block by block would need a graph of its own.
+They belong to the model's group (group.py), and the linear refers to them. Rejected: one table in the group
+with keys (name, device, recipe). torch.compile guards on what it reads; since names differ between layers, a
+model compiled block by block would need one graph per block.
 
-The references back, to the group and to the linear, are weak. The chain that owns is linear -> group -> sites, without a
-cycle: memory of a model that is gone is free at once, and not when Python next looks for cycles.
+The references back, to the group and to the linear, are weak. Ownership is linear -> group -> sites, without
+a cycle, so the memory of a deleted model is freed at once and not at the next garbage collection.
 """
 
 from __future__ import annotations
@@ -38,26 +38,27 @@ if TYPE_CHECKING:
     from .linear import Fp8Layer
 
 LONE = "linear"
-"""What a linear is called that is the whole model, and so has no name there."""
+"""Name of a linear that is the whole model and so has no name there."""
 
 Preparation = Callable[[GemmSite], None]
-"""What inference changes in a site that was made by the linear's own recipe, such as static scales."""
+"""Change that inference makes to a site of the linear's own recipe, such as static scales."""
 
 
 class LinearSites:
-    """The sites of one linear, made when they are first needed.
+    """The sites of one linear, created on first use.
 
     Args:
-        group: of the linear's model.
-        name: the linear's, in the model that was converted.
+        group: the group of the linear's model.
+        name: the linear's name in the converted model.
         shape: (out features, in features).
-        prepared: what inference has changed, told to each site that is made.
-        also: other names by which overrides may call the linear.
+        prepared: change for inference, applied to each new site.
+        also: other names under which overrides match the linear.
 
     Attributes:
-        made: (device, '') -> the site by the linear's own recipe, (device, label) -> that by another (Switch.label).
-        ready_on: the device for which a call needs to ask nothing: its site is there, and no history has to move to it.
-        forwards: the switches around the linear's forwards, for recomputations.
+        made: (device, label) -> site. The label is '' for the linear's own recipe, else Switch.label.
+        ready_on: device on which a call needs no preparation: its site exists, and no history is waiting to
+            move.
+        forwards: autocast switches of the linear's forwards, for recomputation.
         called: a forward of the linear ran in high precision.
     """
 
@@ -75,45 +76,45 @@ class LinearSites:
         self.ready_on: torch.device | None = None
         self.forwards = Forwards(by_recipe=True)
         self.called = False
-        self._ran = False  # in FP8, on sites that are gone
+        self._ran = False  # in FP8, on a removed site
         self._shape, self._prepared, self._also = shape, prepared, also
-        self._left: dict[str, GemmSite] = {}  # label -> where it ran before it was moved, until it runs again
-        self._loaded: dict[str, Mapping[str, torch.Tensor]] = {}  # label -> histories, until its site is made
+        self._left: dict[str, GemmSite] = {}  # label -> site before a move, until the first call after it
+        self._loaded: dict[str, Mapping[str, torch.Tensor]] = {}  # label -> histories, until its site exists
         self._group, self._linear = weakref.ref(group), weakref.ref(linear)
 
     @property
     def linear(self) -> Fp8Layer | None:
-        """The linear, if it is alive."""
+        """The linear, if it still exists."""
         return self._linear()
 
     @property
     def group(self) -> Fp8Group:
-        """The group whose these are."""
+        """The group that owns these sites."""
         group = self._group()
         assert group is not None, "a linear keeps its group"
         return group
 
     @property
     def has_run(self) -> bool:
-        """Whether a call of the linear ran in FP8, by its own recipe or fp8_autocast's."""
+        """Whether a call of the linear ran in FP8, by any recipe."""
         self._ran = self._ran or any(site.has_run for site in self.made.values())
         return self._ran
 
     @property
     def was_called(self) -> bool:
-        """Whether a forward of the linear ran at all."""
+        """Whether any forward of the linear ran."""
         return self.called or self.has_run
 
     def follow(self, before: LinearSites) -> None:
-        """What is known of the linear by other sites, which these take the place of, or are a copy of."""
+        """Copy the activity of the sites that these replace or copy."""
         self._ran, self.called = before.has_run, before.called
 
-    # ------------------------------------------------------------------------------------------------------ making them
+    # ------------------------------------------------------------------------------------------------------ creation
 
     def get_ready(self, device: torch.device, recipe: Recipe | None) -> bool:
-        """Make what a call on this device needs: the own sites of all the group's linears there, so that ranks have the
-        same slots in the same order whichever linears they call; and this linear's site by fp8_autocast's recipe.
-        Returns whether some were not there, or not ready."""
+        """Create the sites for a call on this device: those of all linears of the group there, so that all ranks have
+        the same slots in the same order; and this linear's site for fp8_autocast's recipe. Returns whether anything was
+        missing."""
         before = self.ready_on, len(self.made)
         if (device, "") not in self.made or "" in self._left:
             self.group.make_sites(device)
@@ -123,19 +124,22 @@ class LinearSites:
         return before != (self.ready_on, len(self.made))
 
     def on(self, device: torch.device, recipe: Recipe | None = None) -> GemmSite:
-        """The site on a device, by fp8_autocast's recipe if one is given; made when first asked for."""
+        """The site on a device, for fp8_autocast's recipe if given; created on first use."""
         key = (device, "" if recipe is None else repr(recipe))
         if key not in self.made:
-            # Threads that run a model at once must not each give it slots.
-            with self.group.making, _disable_current_modes():  # fake tensors and tracers go, the site stays
+            # Concurrent threads must not create slots twice.
+            with (
+                self.group.making,
+                _disable_current_modes(),
+            ):  # the site outlives fake-tensor and tracing modes
                 if key not in self.made:
                     self.made[key] = self._make(device, recipe)
         site = self.made[key]
         if device.type != "meta":
-            if (left := self._left.pop(key[1], None)) is not None:
-                take_over(left, site)
+            if (site_before_move := self._left.pop(key[1], None)) is not None:
+                take_over(site_before_move, site)
             if (loaded := self._loaded.pop(key[1], None)) is not None:
-                _load(site, loaded)
+                _load_histories(site, loaded)
         if recipe is None:
             self.ready_on = device
         return site
@@ -143,7 +147,7 @@ class LinearSites:
     def _make(self, device: torch.device, recipe: Recipe | None) -> GemmSite:
         group = self.group
         plan = plan_linear(group.config, self.name or LONE, self._shape, device, recipe, self._also)
-        if recipe is not None:  # its slots are others than those of the own recipe
+        if recipe is not None:  # it has its own slots
             plan = replace(plan, name=f"{plan.name}@{recipe_name(recipe)}")
         state = group.state(device)
         site = GemmSite(plan, state, None, seed=state.seed, stream=rank())
@@ -156,14 +160,15 @@ class LinearSites:
         return site
 
     def by_recipe(self, device: torch.device, label: str) -> GemmSite:
-        """The site by fp8_autocast's recipe. RuntimeError: there is none, since traced code entered the region."""
+        """The site for fp8_autocast's recipe. Raises RuntimeError if it is missing because compiled code entered the
+        region."""
         if (device, label) not in self.made:
             raise RuntimeError(f"{self.name}: enter fp8_autocast(recipe=...) outside of compiled code")
         return self.made[device, label]
 
     def prepare(self, change: Preparation) -> None:
-        """Change the sites by the linear's own recipe for inference: those that are there, and all made later, on other
-        devices or for copies."""
+        """Apply a change for inference to all sites of the linear's own recipe: existing ones, and later ones on other
+        devices or in copies."""
         self._prepared = change
         for (_, label), site in self.made.items():
             if not label:
@@ -172,31 +177,31 @@ class LinearSites:
     # ------------------------------------------------------------------------------- histories of fp8_autocast's recipes
 
     def histories(self, device: torch.device) -> dict[str, Mapping[str, torch.Tensor]]:
-        """Label -> what delayed scaling keeps by a recipe of fp8_autocast's, as ``saved_slots`` by role."""
-        here = {label: site for (where, label), site in self.made.items() if where == device}
+        """Label -> delayed-scaling state of fp8_autocast's recipes, as ``saved_slots`` by role."""
+        current = {label: site for (site_device, label), site in self.made.items() if site_device == device}
         sites = {
-            label: site for label, site in {**here, **self._left}.items() if label and site.has_histories
+            label: site for label, site in {**current, **self._left}.items() if label and site.has_histories
         }
         return {label: saved_slots(delayed_slots(site)) for label, site in sites.items()} | self._loaded
 
     def load_histories(self, device: torch.device, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Put back what ``histories`` gave, and make all others cold. A recipe has no site before it is called: until
-        then its histories wait here."""
+        """Load the result of ``histories``, and reset all other histories. Histories of a recipe without a site are
+        stored until the recipe is first called."""
         self._left = {label: site for label, site in self._left.items() if not label}
         self._loaded = dict(saved)
-        for (where, label), site in self.made.items():
-            if where == device and label and site.has_histories:
-                _load(site, self._loaded.pop(label, {}))
+        for (site_device, label), site in self.made.items():
+            if site_device == device and label and site.has_histories:
+                _load_histories(site, self._loaded.pop(label, {}))
 
     def start_again(self) -> None:
-        """Another weight comes, and what the histories know is of the one before: all of them are cold."""
+        """Reset all histories, because another weight replaces theirs."""
         self._loaded, self._left = {}, {}
         for site in self.made.values():
             for slot in delayed_slots(site).values():
                 slot.arena.start_again(slot)
 
     def known(self) -> Known:
-        """What is known of the weight since it got its scale."""
+        """Facts about the weight since its scale was computed."""
         linear, group = self.linear, self._group()
         if linear is None or group is None:
             return Known()
@@ -209,10 +214,10 @@ class LinearSites:
     # ---------------------------------------------------------------------------------------------- moves and copies
 
     def quantise(self, weight: Any, device: torch.device) -> None:
-        """If the linear's weight lives as codes, what is written there is cast by the site on this device.
+        """Make the site on this device quantise writes into a weight that is stored as codes.
 
-        And no longer by that of the device from which it was moved, or of the linear of which it is a copy. Of several
-        linears whose weight it is the first one's site casts.
+        It replaces the site of the device before a move, or of the original of a copy. If several linears
+        share the weight, the first one's site quantises it.
         """
         if not isinstance(weight, Fp8Parameter) or weight.is_gathered or device.type == "meta":
             return
@@ -221,28 +226,30 @@ class LinearSites:
             weight.quantised_by(quantizer)
 
     def leave(self, device: torch.device) -> None:
-        """The linear was moved from this device: no codes stay there, and its histories go where it runs next."""
-        for (where, _), site in self.made.items():
-            if where == device:
+        """Called after a move from this device: drops cached codes and stores the histories for the next device."""
+        for (site_device, _), site in self.made.items():
+            if site_device == device:
                 site.weights.forget()
         if device.type != "meta":
-            self._left |= {label: site for (where, label), site in self.made.items() if where == device}
+            self._left |= {
+                label: site for (site_device, label), site in self.made.items() if site_device == device
+            }
         self.ready_on = None
 
     def forget(self, device: torch.device) -> None:
-        """The sites on a device are of a state that is gone."""
+        """Remove the sites on a device whose state was dropped."""
         self._ran = self.has_run
         self.made = {key: site for key, site in self.made.items() if key[0] != device}
 
     def of_copy(self, linear: Fp8Layer, group: Fp8Group, memo: dict[int, Any] | None = None) -> LinearSites:
-        """Sites for a copy of the linear, of which nothing is made yet; inference's changes go along."""
+        """Empty sites for a copy of the linear, with the same change for inference."""
         prepared = self._prepared if memo is None else copy.deepcopy(self._prepared, memo)
         return group.join(linear, self.name, self._shape, prepared, self._also)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearSites:
-        """Those of the linear's copy, in its group's copy, with the histories of delayed scaling as they are now.
+        """Sites of the linear's copy, in the copied group, with the current histories of delayed scaling.
 
-        ``memo`` has the linear's copy, whose attributes are being copied: whoever copies a module enters it first.
+        ``memo`` contains the linear's copy, because copy.deepcopy enters a module before its attributes.
         """
         linear = self.linear
         assert linear is not None, "a linear is alive while it is copied"
@@ -250,21 +257,21 @@ class LinearSites:
         device = linear.fp8_device
         copied._loaded = copy.deepcopy(self.histories(device), memo)
         copied.follow(self)
-        ran = self.made.get((device, "")) or self._left.get("")
-        if ran is not None and ran.has_histories and device.type != "meta":
-            take_over(ran, copied.on(device))
+        source = self.made.get((device, "")) or self._left.get("")
+        if source is not None and source.has_histories and device.type != "meta":
+            take_over(source, copied.on(device))
         copies = [(weight, memo.get(id(weight))) for weight in linear.sources]
         copied.group.left.note_copies(self.group.left, self.name, copies)
         copied.quantise(memo.get(id(linear.held)), device)
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickle has no slots: what is read back starts cold (fp8_state_dict keeps histories)."""
+        """A pickle has no slots: it loads cold (fp8_state_dict saves histories)."""
         return _join, (self.group, self.linear, self.name, self._shape, self._prepared, self._also)
 
 
 def _join(group: Fp8Group, *of_linear: Any) -> LinearSites:
-    """Called by pickle: the linear is there, its attributes are not yet."""
+    """Called by pickle before the linear's attributes are loaded."""
     return group.join(*of_linear)
 
 
@@ -276,14 +283,15 @@ def plan_linear(
     recipe: Recipe | None = None,
     also: tuple[str, ...] = (),
 ) -> SitePlan:
-    """What a linear of shape (out features, in features) runs on a device, and why.
+    """The plan of a linear of shape (out features, in features) on a device.
 
     Args:
-        recipe: in place of the config's.
-        also: other names by which overrides may call it.
+        recipe: replaces the config's recipe.
+        also: other names under which overrides match it.
 
     Raises:
-        ValueError: the backend cannot run there, unless config.fallback is 'warn'; or the size filter's table is wrong.
+        ValueError: the backend cannot run there, unless config.fallback is 'warn'; or the size filter's table
+            is wrong.
     """
     plan = resolve(config.asked(recipe), name, None, device, also=also)
     by_name = recipe is not None or matching(name, config.overrides, also)
@@ -297,20 +305,20 @@ def plan_linear(
 
 
 def take_over(old: GemmSite, new: GemmSite) -> None:
-    """What a site remembers goes to the one that takes its place: histories, and what this iteration has recorded."""
+    """Move a site's state to its replacement: histories, and the amaxes recorded in this iteration."""
     for role, quantizer in old.quantizers.items():
-        taker = new.quantizers.get(role)
-        if quantizer is None or taker is None or quantizer is taker:
+        new_quantizer = new.quantizers.get(role)
+        if quantizer is None or new_quantizer is None or quantizer is new_quantizer:
             continue
-        giver, arena = quantizer.slot, taker.slot.arena
-        if giver.delayed is not None:
-            arena.load_slot(taker.slot, giver.arena.saved_slot(giver))
-        amax, nonfinite = giver.arena.rows[:, giver.index].to(arena.device)
-        taker.record(amax, nonfinite)
+        old_slot, arena = quantizer.slot, new_quantizer.slot.arena
+        if old_slot.delayed is not None:
+            arena.load_slot(new_quantizer.slot, old_slot.arena.saved_slot(old_slot))
+        amax, nonfinite = old_slot.arena.rows[:, old_slot.index].to(arena.device)
+        new_quantizer.record(amax, nonfinite)
 
 
 def delayed_slots(site: GemmSite) -> dict[str, Slot]:
-    """Role -> slot, of the operands whose scale is delayed."""
+    """Role -> slot, for operands with delayed scales."""
     return {
         role: quantizer.slot
         for role, quantizer in site.quantizers.items()
@@ -318,8 +326,8 @@ def delayed_slots(site: GemmSite) -> dict[str, Slot]:
     }
 
 
-def _load(site: GemmSite, saved: Mapping[str, torch.Tensor]) -> None:
-    """Put histories into a site; an operand that has none starts cold."""
+def _load_histories(site: GemmSite, saved: Mapping[str, torch.Tensor]) -> None:
+    """Load histories into a site; operands without saved history start cold."""
     slots = delayed_slots(site)
     cold = {
         "scale": torch.ones(1, device="cpu", dtype=torch.float32),
@@ -331,5 +339,6 @@ def _load(site: GemmSite, saved: Mapping[str, torch.Tensor]) -> None:
 
 
 def rank() -> int:
-    """Data-parallel ranks see other tokens, so stochastic rounding draws other bits; 0 without torch.distributed."""
+    """This rank's stream for stochastic rounding: data-parallel ranks have different tokens. 0 without
+    torch.distributed."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

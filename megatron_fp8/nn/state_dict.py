@@ -1,9 +1,10 @@
-"""The state dict of delayed scaling, apart from the model's.
+"""FP8 training state of a model, saved apart from the model's state dict.
 
-A converted model's ``state_dict()`` has the keys of the unconverted one, so weights load either way, strictly. Here is
-what a training needs besides, to go on bit for bit: amax histories, scales and the number of the iteration.
+A converted model's ``state_dict()`` has the keys of the unconverted one, so weights load strictly in both
+directions. The FP8 state dict has the rest that a bit-exact resume needs: amax histories, scales and the
+iteration number.
 
-Rejected: buffers of the modules. Every BF16 checkpoint would then lack keys, and every FP8 one have too many.
+Rejected: module buffers. BF16 checkpoints would then lack keys, and FP8 checkpoints would have too many.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from .sites import delayed_slots
 
 
 def fp8_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Everything that training in FP8 remembers from one iteration to the next, except the weights.
+    """All FP8 state that carries over to the next iteration, except the weights.
 
     Returns:
-        Tensors on the CPU, to be saved with torch.save or safetensors, between two iterations (after ``fp8_step``). For
-        each FP8 linear ``NAME.iteration`` (int64 []); with delayed scaling also, for each of its operands,
-        ``NAME.ROLE.scale`` (float32 [1]), ``NAME.ROLE.amax_history`` (float32 [length]) and ``NAME.ROLE.warm`` (uint8
-        [1]), and ``NAME.weight.amax`` (float32 [1]): how large the weight is, if training may have left it beyond its
-        scale, else 0; Inf of weights that are computed or sharded. The same on all data-parallel ranks. Delayed
-        scaling that ``fp8_autocast`` put in place is kept as ``NAME@RECIPE.ROLE...``, RECIPE being its repr.
+        CPU tensors, for torch.save or safetensors. Call it between two iterations (after ``fp8_step``). Each
+        FP8 linear has ``NAME.iteration`` (int64 []). With delayed scaling each operand has
+        ``NAME.ROLE.scale`` (float32 [1]), ``NAME.ROLE.amax_history`` (float32 [length]) and
+        ``NAME.ROLE.warm`` (uint8 [1]), and the linear has ``NAME.weight.amax`` (float32 [1]): the weight's
+        amax if training may have left it beyond its scale, else 0; Inf for computed or sharded weights. All
+        data-parallel ranks have the same values. Delayed scaling of ``fp8_autocast``'s recipes has keys
+        ``NAME@RECIPE.ROLE...``, with RECIPE as its repr.
 
     Raises ValueError: the model has no FP8 linear.
     """
@@ -47,15 +49,15 @@ def fp8_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load_fp8_state_dict(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
-    """Put back what ``fp8_state_dict`` gave: training goes on with the bits it would have had.
+    """Load the result of ``fp8_state_dict``; training then continues bit for bit.
 
-    The order does not matter: before or after the weights are loaded. Of a history of another length the latest entries
-    that fit are taken. A recipe of ``fp8_autocast``'s takes its own when it is first called; one that the saved state
-    lacks starts cold. Until the next iteration ends, evaluation saturates a weight beyond its scale only if it is no
-    larger than the one that was saved; of a state without ``NAME.weight.amax``, if it is up to twice beyond it.
+    Load before or after the weights. If the history length differs, the latest entries that fit are used. A
+    recipe of ``fp8_autocast`` gets its history at its first call; recipes missing from the saved state start
+    cold. Until the next iteration ends, evaluation saturates a weight beyond its scale only up to the saved
+    amax; without ``NAME.weight.amax``, only up to twice the scale's range.
 
     Raises:
-        ValueError: the model has no FP8 linear, or its FP8 linears or recipes are not those that were saved.
+        ValueError: the model has no FP8 linear, or its FP8 linears or recipes differ from the saved ones.
     """
     linears = dict(_linears(model))
     expected = {f"{name}.iteration" for name in linears}
@@ -83,10 +85,10 @@ def load_fp8_state_dict(model: torch.nn.Module, saved: Mapping[str, torch.Tensor
 
 
 def _by_recipe(linears: Iterable[str], keys: Iterable[str]) -> dict[str, dict[str, list[str]]]:
-    """Linear -> recipe's label -> ROLE.PART, of the saved keys that are so named."""
+    """Linear -> recipe's label -> ROLE.PART, from saved keys of the form NAME@RECIPE.ROLE.PART."""
     found: dict[str, dict[str, list[str]]] = {name: {} for name in linears}
     for key in keys:
-        head, ends, rest = key.rpartition(").")  # a label is a repr, and ends so
+        head, ends, rest = key.rpartition(").")  # a label is a repr, so it ends with ")"
         owners = [name for name in found if head.startswith(f"{name}@")]
         if ends and owners:
             name = max(owners, key=len)
@@ -96,7 +98,9 @@ def _by_recipe(linears: Iterable[str], keys: Iterable[str]) -> dict[str, dict[st
 
 def _linears(model: torch.nn.Module) -> Iterator[tuple[str, Fp8Layer]]:
     for linear in fp8_linears(model).values():
-        if linear.fp8_group.is_lone and linear.fp8_group.awaits:  # graphs hold sites that are replaced here
+        if (
+            linear.fp8_group.is_lone and linear.fp8_group.awaits
+        ):  # autograd graphs hold the sites replaced here
             raise RuntimeError(
                 "linears that were not converted together are in their first iteration: save and load FP8 state before"
                 " it, or call fp8_step(model) at its end first"
@@ -108,13 +112,14 @@ def _linears(model: torch.nn.Module) -> Iterator[tuple[str, Fp8Layer]]:
 
 
 def _amax_left(linear: Fp8Layer) -> torch.Tensor:
-    """float32 [1], on the CPU: how large training left a weight that may lie beyond its scale, else 0; Inf: unknown."""
+    """float32 [1] on the CPU: the weight's amax if training may have left it beyond its scale, else 0; Inf if
+    unknown."""
     if linear.held is None or hasattr(linear.held, "to_local") or linear.fp8_device.type == "meta":
         return torch.full((1,), math.inf, device="cpu", dtype=torch.float32)
-    known = linear.fp8_sites.known()
-    if known.limit == 1:
+    facts = linear.fp8_sites.known()
+    if facts.limit == 1:
         return torch.zeros(1, device="cpu", dtype=torch.float32)
-    return compute_amax(linear.matrix.detach()).clamp(max=known.amax).view(1).cpu()
+    return compute_amax(linear.matrix.detach()).clamp(max=facts.amax).view(1).cpu()
 
 
 def _own_slots(name: str, linear: Fp8Layer) -> dict[str, Slot]:

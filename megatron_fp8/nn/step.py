@@ -1,7 +1,7 @@
-"""fp8_step: the end of an iteration, in one collective.
+"""fp8_step: ends an iteration with one collective.
 
-Rejected: to update when a context is left, or in the backward of the first or last layer. Gradient accumulation, a module
-that is called twice and recomputation each have several of those in one iteration.
+Rejected: updating at the exit of a context, or in the backward of the first or last layer. Gradient
+accumulation, repeated calls of a module and recomputation do each of these several times in one iteration.
 """
 
 from __future__ import annotations
@@ -23,34 +23,36 @@ from .find import fp8_linears, groups_of
 from .observed import note_replaced
 
 families_of = groups_of
-"""The name that docs/performance.md once gave."""
+"""Earlier name, used in old documentation."""
 
 
 def fp8_step(model: torch.nn.Module, *, group: Any = None) -> IterationCounts:
-    """Finish an iteration: amaxes and health are shared by all ranks, scales and histories updated, counts begun anew.
+    """Finish an iteration: reduce amaxes and NaN/Inf counts over all ranks, update scales and histories,
+    reset the counts.
 
     Call it once an iteration, after the last backward, whatever the number of forwards; before or after
-    ``optimizer.step()``. Before is better: ``nonfinite`` of what it returns says whether this step should be skipped.
+    ``optimizer.step()``. Before is better: ``nonfinite`` in the result shows whether to skip this step.
 
     Args:
-        model: converted, or holding Fp8Linears; wrapped by DistributedDataParallel, fully_shard or torch.compile or not.
-        group: the ranks that train this model; None: all of torch.distributed, if it is initialised. Collective: one
-            all-reduce for the whole model, whatever its size.
+        model: a model with FP8 linears; may be wrapped by DistributedDataParallel, fully_shard or
+            torch.compile.
+        group: the ranks that train this model; None: all of torch.distributed, if initialised. Collective:
+            one all-reduce for the whole model, whatever its size.
 
     Returns:
-        What the iteration did on this rank: fp8_gemms, hp_gemms, casts, amax_collectives; and nonfinite, the NaN and Inf
-        that were cast, the same on all ranks.
+        Counts of this rank's iteration: fp8_gemms, hp_gemms, casts, amax_collectives; and nonfinite, the
+            number of NaN and Inf that were cast, the same on all ranks.
 
     Raises:
         ValueError: the model has no FP8 linear, or ``group`` is no process group.
-        RuntimeError: ranks hold different FP8 linears.
+        RuntimeError: ranks have different FP8 linears.
     """
     return _end_iteration(model, checked_group(group), ran=True)
 
 
 def _end_iteration(model: torch.nn.Module, group: Any, *, ran: bool) -> IterationCounts:
-    """``fp8_step``; ``ran`` False: nothing trained here, and the iteration ends only if it did on another rank."""
-    if group is None and dist.is_initialized():  # now: the model may have been converted before that
+    """``fp8_step``. ``ran`` False: nothing trained here, and the iteration ends only if it did on another rank."""
+    if group is None and dist.is_initialized():  # checked here: conversion may precede init_process_group
         group = dist.group.WORLD
     total = IterationCounts()
     found = fp8_linears(model).values()
@@ -64,22 +66,26 @@ def _end_iteration(model: torch.nn.Module, group: Any, *, ran: bool) -> Iteratio
 
 
 def register_fp8_step(optimizer: Any, model: torch.nn.Module, *, group: Any = None) -> RemovableHandle:
-    """``fp8_step(model)`` at the end of every ``optimizer.step()`` that trains, from now on.
+    """Call ``fp8_step(model)`` after every ``optimizer.step()`` that trains.
 
-    A step trains if the model ran since the last ``fp8_step``, and a backward came through it or some gradient is not
-    zero (state/iteration.py); torch.distributed.checkpoint also steps optimizers to make their state. At the end of it,
-    since a closure given to ``optimizer.step(closure)`` runs the model inside: LBFGS's several calls of it are one
-    iteration. Returns a handle, ``handle.remove()`` undoes it. Registered again for the same model, it counts once. A
-    step that a gradient scaler skips does not come here, and the Inf that made it skip hides the next iteration's amax:
-    with a scaler call ``fp8_step`` yourself. Where several optimizers train one model, register it with one that steps
-    in each iteration; where they take turns, with each.
+    A step trains if the model ran since the last ``fp8_step``, and a backward reached it or some gradient is
+    not zero (state/iteration.py). Other steps exist: torch.distributed.checkpoint calls step to create
+    optimizer state. fp8_step runs at the end of step, because a closure given to ``optimizer.step(closure)``
+    runs the model inside; the several calls by LBFGS form one iteration. Repeated registration for the same
+    model has no effect. A step that a gradient scaler skips does not call the hook, and the Inf that caused
+    the skip would dominate the next iteration's amax: with a scaler, call ``fp8_step`` yourself. If several
+    optimizers train one model, register it with one that steps in every iteration; if they alternate, with
+    each.
 
     Args:
-        optimizer: of torch, or what wraps one as ``.optimizer`` (accelerate's, Lightning's). Copies and pickles of an
-            optimizer lose their hooks: register those again.
+        optimizer: a torch optimizer, or a wrapper with an ``.optimizer`` (accelerate, Lightning). Copies and
+            pickles of an optimizer lose their hooks: register those again.
 
-    Raises ValueError: the model has no FP8 linear; the optimizer is none of torch's, or another model's. The optimizer's
-    step raises RuntimeError where it is inside a backward.
+    Returns:
+        A handle; ``handle.remove()`` unregisters.
+
+    Raises ValueError: the model has no FP8 linear; the optimizer is not a torch optimizer, or another
+    model's. The optimizer's step raises RuntimeError if it is called inside a backward.
     """
     fp8_linears(model)
     checked_group(group)
@@ -93,14 +99,14 @@ def register_fp8_step(optimizer: Any, model: torch.nn.Module, *, group: Any = No
 
 
 class _EndOfIteration:
-    """What an optimizer calls when it has stepped."""
+    """Post-step hook of an optimizer."""
 
     def __init__(self, model: torch.nn.Module, group: Any):
         self.model, self.group = model, group
         self.said = False
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _within_its_own_step(optimizer):
+        if _is_nested_step(optimizer):
             return
         if in_backward():
             raise RuntimeError(
@@ -112,15 +118,15 @@ class _EndOfIteration:
         trained = trains(optimizer, came_back)
         if not (trained or came_back or any(group.awaits for group in groups)):
             return
-        # A rank on which nothing ran, or nothing came back, takes part in the collective of those on which it did.
+        # A rank without forward or backward still joins the collective of the other ranks.
         ran = trained and any(group.ran for group in groups)
         nonfinite = _end_iteration(self.model, self.group, ran=ran).nonfinite
-        if nonfinite and not self.said:  # a scaler's overflow, which it has skipped, leaves weights alone
-            self.said = _say_ruined(self.model, nonfinite)
+        if nonfinite and not self.said:  # an overflow step that a scaler skipped left the weights alone
+            self.said = _warn_nonfinite_weight(self.model, nonfinite)
 
 
-def _say_ruined(model: torch.nn.Module, nonfinite: int) -> bool:
-    """Warn of the first weight that is NaN or Inf, if one is, after a step that nobody skipped."""
+def _warn_nonfinite_weight(model: torch.nn.Module, nonfinite: int) -> bool:
+    """Warn of the first weight with NaN or Inf, after a step that was not skipped."""
     for name, parameter in model.named_parameters():
         local = parameter.detach()
         local = local.to_local() if hasattr(local, "to_local") else local
@@ -135,11 +141,11 @@ def _say_ruined(model: torch.nn.Module, nonfinite: int) -> bool:
     return False
 
 
-def _within_its_own_step(optimizer: Optimizer) -> bool:
-    """Whether a hook is called for the ``super().step()`` inside an optimizer's step.
+def _is_nested_step(optimizer: Optimizer) -> bool:
+    """Whether the hook runs for the ``super().step()`` inside an optimizer's step.
 
-    torch wraps the step of each class, so the hooks of a subclass that calls it run twice. Found on the stack: a count of
-    steps begun would be wrong for good after a closure that raised.
+    torch wraps the step of each class, so hooks of a subclass that calls super().step() run twice. Detected
+    from the stack: a counter of begun steps would stay wrong after a closure that raises.
     """
     frame = sys._getframe(2)  # torch's wrapper, which calls the hook
     wrapper, outer = frame.f_code, frame.f_back
@@ -151,7 +157,7 @@ def _within_its_own_step(optimizer: Optimizer) -> bool:
 
 
 def _optimizer_with_hooks(optimizer: Any) -> Optimizer:
-    """The optimizer of torch whose step() is called in the end: wrappers may subclass Optimizer and have no hooks."""
+    """The innermost torch optimizer. Wrappers may subclass Optimizer without hooks."""
     inner = optimizer
     while not (isinstance(inner, Optimizer) and "_optimizer_step_post_hooks" in vars(inner)):
         inner = getattr(inner, "optimizer", None)

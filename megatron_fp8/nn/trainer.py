@@ -4,12 +4,12 @@
     for batch in batches:
         step = trainer.train_step(batch)
 
-``train_step`` is written to be read: whoever has a training loop already finds in it where each line belongs. The order
-matters in two places. Gradients are unscaled before they are clipped, since the clip is a length of true gradients. And
-FP8's iteration ends before the optimizer steps: a cast saturates an Inf, which the gradients then do not show, so what
-casts met must be known when it is decided whether to step.
+``train_step`` is a readable template for your own training loop. The order matters in two places. Gradients
+are unscaled before clipping, since the norm must be that of true gradients. And the FP8 iteration ends before
+the optimizer steps: a cast saturates Inf, so gradients may not show it, and the decision to skip needs the
+casts' NaN/Inf counts.
 
-Rejected: torch.amp.GradScaler. Each rank would decide by itself, and by gradients alone.
+Rejected: torch.amp.GradScaler. Each rank would decide alone, and by gradients only.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from .step import fp8_step
 
 @dataclass(frozen=True)
 class Step:
-    """What one ``train_step`` did.
+    """Result of one ``train_step``.
 
     Attributes:
-        loss: this rank's, the mean over its microbatches, unscaled; NaN and Inf as they came.
-        skipped: whether the weights were left as they were, on all ranks, because something was not finite.
-        grad_norm: 2-norm of the gradient before clipping; None if the step was skipped or nothing is clipped.
-        loss_scale: by which the loss was multiplied; 1 without a scaler.
-        nonfinite: NaN and Inf that FP8 casts met, over all ranks.
+        loss: this rank's mean over its microbatches, unscaled; NaN and Inf as they are.
+        skipped: whether the weights were left unchanged, on all ranks, because of NaN or Inf.
+        grad_norm: 2-norm of the gradient before clipping; None if the step was skipped or clipping is off.
+        loss_scale: factor of the loss; 1 without a scaler.
+        nonfinite: NaN and Inf values in FP8 casts, over all ranks.
     """
 
     loss: float
@@ -59,24 +59,25 @@ class Step:
 
 
 class Fp8Trainer:
-    """Trains a model, converted to FP8 or not, bare or in DistributedDataParallel or fully_shard, on its device.
+    """Trains a model, converted to FP8 or not, bare or in DistributedDataParallel or fully_shard, on its
+    device.
 
     Args:
-        model, optimizer: of torch. The optimizer's parameters are float32 or bfloat16; for float16 keep them float32 and
-            use torch.autocast(dtype=torch.float16) in ``compute_loss``.
+        model, optimizer: of torch. The optimizer's parameters are float32 or bfloat16; for float16 keep them
+            float32 and use torch.autocast(dtype=torch.float16) in ``compute_loss``.
         compute_loss: (model, microbatch) -> the microbatch's mean loss, a scalar.
-        scaler: of the loss, needed where activations and gradients are float16; None: the loss is not scaled. With or
-            without it, a step is skipped in which a gradient or an FP8 cast met NaN or Inf.
+        scaler: loss scaler, needed for float16 activations and gradients; None: no scaling. With or without
+            it, a step with NaN or Inf in a gradient or an FP8 cast is skipped.
         clip_grad: largest norm of the whole gradient; None: no clipping.
-        warmup, healing: the first and the last fraction of the training in high precision (phases.py).
+        warmup, healing: first and last fraction of the training in high precision (phases.py).
         length: steps of the whole training; needed with ``warmup`` or ``healing``.
         group: the ranks that train this model; None: all, if torch.distributed is initialised.
 
-    ``iteration`` counts calls of ``train_step`` and ``skipped`` those that left the weights alone.
+    ``iteration`` counts calls of ``train_step``, ``skipped`` the skipped ones.
 
     Raises:
-        ValueError: the optimizer is another model's; a fraction is not in [0, 1), leaves nothing to FP8, comes without a
-            length or an FP8 model, or with weights that live as FP8; clip_grad is not above 0.
+        ValueError: the optimizer is another model's; a fraction is not in [0, 1), leaves nothing to FP8,
+            comes without a length or an FP8 model, or with weights stored as FP8; clip_grad is not above 0.
     """
 
     def __init__(
@@ -106,9 +107,9 @@ class Fp8Trainer:
     def train_step(self, *microbatches: Any) -> Step:
         """One optimizer step on the mean loss of the microbatches. Collective over all ranks of the group.
 
-        It calls fp8_step, so the optimizer must not (register_fp8_step).
+        It calls fp8_step, so do not combine it with register_fp8_step.
 
-        Raises RuntimeError as fp8_step does; ValueError for float16 gradients, or if there is no microbatch.
+        Raises RuntimeError as fp8_step does; ValueError for float16 gradients, or without a microbatch.
         """
         if not microbatches:
             raise ValueError("train_step() was given no microbatch: give one, or several to accumulate")
@@ -122,7 +123,7 @@ class Fp8Trainer:
                 (self.scaler.scale_loss(part) if self.scaler else part).backward()
             loss += float(part.detach())
 
-        # FP8's iteration ends: amaxes and health are shared by all ranks, scales and histories updated.
+        # The FP8 iteration ends: amaxes and NaN/Inf counts are reduced over ranks, scales and histories updated.
         nonfinite = fp8_step(self.model, group=self.group).nonfinite if self.is_fp8 else 0
         found = unscale_(self._gradients(), scale)
         overflow = agree(found or nonfinite > 0, self.group)
@@ -139,10 +140,10 @@ class Fp8Trainer:
         return Step(loss, overflow, norm, scale, nonfinite)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that training goes on from, between two steps: tensors and plain numbers.
+        """The complete training state between two steps: tensors and plain numbers.
 
-        Random streams and the place in the data are the caller's. With fully_shard use torch.distributed.checkpoint for
-        model and optimizer.
+        The caller saves random streams and the data position. With fully_shard use
+        torch.distributed.checkpoint for model and optimizer.
         """
         return {
             "model": self._bare_model().state_dict(),
@@ -153,11 +154,11 @@ class Fp8Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict``; bit for bit, with the same data and random streams.
+        """Continue from ``state_dict``: bit for bit, given the same data and random streams.
 
-        A scaler that the state lacks starts anew, and so do FP8 scales of a state that was saved without FP8.
+        A scaler missing from the state starts fresh. So do FP8 scales of a state saved without FP8.
 
-        Raises ValueError: it is no trainer's state, or its FP8 state is of another model or recipe.
+        Raises ValueError: not a trainer's state, or FP8 state of another model or recipe.
         """
         parts = ("model", "optimizer", "scaler", "fp8", "counters")
         missing = [part for part in parts if not isinstance(state, dict) or part not in state]
@@ -172,17 +173,17 @@ class Fp8Trainer:
         self.iteration, self.skipped = (int(state["counters"][name]) for name in ("iteration", "skipped"))
 
     def save(self, path: str | Path) -> None:
-        """Write ``state_dict`` to a file, whole or not at all, down to the disk. Of several ranks, one calls it."""
-        beside = Path(f"{path}.new")
-        torch.save(self.state_dict(), beside)
-        sync(beside)
-        os.replace(beside, path)
-        sync(beside.parent)
+        """Write ``state_dict`` to a file, atomically and synced to disk. One rank calls it."""
+        temporary = Path(f"{path}.new")
+        torch.save(self.state_dict(), temporary)
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(temporary.parent)
 
     def load(self, path: str | Path) -> None:
-        """Go on from a file of ``save``. Only tensors and plain values are read: a file cannot run code.
+        """Continue from a file of ``save``. Reads tensors and plain values only, so a file cannot run code.
 
-        Raises ValueError: the file cannot be read, or is another thing.
+        Raises ValueError: the file is unreadable, or no trainer's state.
         """
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -194,21 +195,25 @@ class Fp8Trainer:
     def _set_phases(self, warmup: float, healing: float, length: int | None) -> None:
         if not (warmup or healing):
             return
-        given = f"warmup={warmup!r}, healing={healing!r}, length={length!r}"
+        options = f"warmup={warmup!r}, healing={healing!r}, length={length!r}"
         if not (0 <= warmup < 1 and 0 <= healing < 1):
-            raise ValueError(f"{given}: both are fractions of the training, from 0 up to but not including 1")
+            raise ValueError(
+                f"{options}: both are fractions of the training, from 0 up to but not including 1"
+            )
         if length is None:
-            raise ValueError(f"{given}: the fractions need the number of steps of the whole training")
+            raise ValueError(f"{options}: the fractions need the number of steps of the whole training")
         if not self.is_fp8:
-            raise ValueError(f"{given}: the model has no FP8 linear; call convert_to_fp8(model) first")
+            raise ValueError(f"{options}: the model has no FP8 linear; call convert_to_fp8(model) first")
         if any(isinstance(parameter, Fp8Parameter) for parameter in self.model.parameters()):
-            raise ValueError(f"{given}: weights live as FP8, and a phase in high precision needs others")
+            raise ValueError(
+                f"{options}: weights are stored as FP8, and a phase in high precision needs high-precision ones"
+            )
         phases = Phases(warmup, healing, length)
         for group in groups_of(self.model):
             group.run_in(phases)
 
     def _reducing(self, last: bool) -> Any:
-        """DistributedDataParallel reduces gradients once a step: in the backward of the last microbatch."""
+        """Context: DistributedDataParallel reduces gradients once a step, in the backward of the last microbatch."""
         if last or not isinstance(self.model, DistributedDataParallel):
             return nullcontext()
         return self.model.no_sync()
@@ -217,7 +222,7 @@ class Fp8Trainer:
         model = self.model
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        return getattr(model, "_orig_mod", model)  # of torch.compile
+        return getattr(model, "_orig_mod", model)  # torch.compile's wrapper
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

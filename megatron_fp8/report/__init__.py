@@ -1,11 +1,12 @@
 """The HTML report of runs: curves, statistics, precision map, events.
 
-    runs' files -> curves, statistics, events, precision, advice (what they hold, checked) -> packing -> charts, page
+    runs' files -> curves, statistics, events, precision, advice (parsed and checked) -> packing -> charts,
+    page
 
-The file needs no network and no server: Bokeh's JavaScript, which its Python package brings, is inside it, and so are the
-numbers, deflated. Names and texts come from files of other people: the template escapes them, and what the script draws
-it sets as text. Rejected: a picture of each statistic drawn here (no hover, and 3 MB hold a few dozen), and Plotly (its
-JavaScript is larger than the whole file may be).
+The file needs neither network nor server. It contains Bokeh's JavaScript, from the Python package, and the
+numbers, deflated. Names and texts come from untrusted files: the template escapes them, and the script sets
+them as text. Rejected: images of each statistic (no hover, and 3 MB hold only a few dozen), and Plotly (its
+JavaScript exceeds the size limit of the whole file).
 """
 
 from .page import html_of, write_html

@@ -1,4 +1,4 @@
-"""Advice on a report's page: telemetry's, a diagnosis's or a person's."""
+"""Advice shown on a report's page, from telemetry, a diagnosis or a user's file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TO_PASTE = ("line", "lines", "config")
 
 @dataclass(frozen=True)
 class ShownAdvice:
-    """One piece: what to do or what is wrong, lines for a config to paste, and everything else by name."""
+    """One piece of advice: a title, config lines to paste, and all other fields by name."""
 
     title: str
     paste: tuple[str, ...]
@@ -22,7 +22,7 @@ class ShownAdvice:
 
 
 def read_advice(content: bytes, path: str) -> tuple[ShownAdvice, ...]:
-    """The pieces of an advice.json: a list, or an object with a list under 'advice'. Raises ValueError."""
+    """Parses an advice.json: a list, or an object with a list under 'advice'. Raises ValueError."""
     try:
         found = load_json(content)
     except ValueError as error:
@@ -35,7 +35,8 @@ def read_advice(content: bytes, path: str) -> tuple[ShownAdvice, ...]:
 
 
 def understood(pieces: Iterable[Any]) -> tuple[ShownAdvice, ...]:
-    """Texts, or objects of which 'title', 'advice', 'cause' or 'text' says what it is and 'line' what to paste."""
+    """Parses pieces: strings, or objects with a title under 'title', 'advice', 'cause' or 'text' and config lines under
+    'line'."""
     return tuple(_piece(piece) for piece in pieces)
 
 

@@ -1,8 +1,8 @@
-"""The report's charts: Bokeh models without data. The page's script fills their sources with the numbers in the file.
+"""The report's charts: Bokeh models without data, filled by the page's script.
 
-So no name or text of a run is in a model, and a curve is kept once, deflated, and not again as Bokeh's JSON. The script
-finds models by name: figures by that of their quantity, sources by 'quantity/run', 'gaps/quantity/run' and so on.
-Colours are the script's too: it knows whether the reader's screen is light or dark.
+So models contain no names or texts of a run, and each curve is stored once, deflated, not again as Bokeh
+JSON. The script finds models by name: figures by quantity, sources by 'quantity/run', 'gaps/quantity/run' and
+so on. The script also sets colours, since it knows whether the screen is light or dark.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _MAP_LEAST, _MAP_MOST = 220, 620
 
 
 def javascript() -> str:
-    """BokehJS: its core alone (charts, no widgets, no tables)."""
+    """BokehJS, core only (charts; no widgets or tables)."""
     return INLINE.js_raw[INLINE.components.index("bokeh")]
 
 
 def shown(runs: Sequence[Run]) -> list[Quantity]:
-    """The quantities that a run has."""
+    """The quantities that at least one run has."""
     return [quantity for quantity in QUANTITIES if any(quantity.name in run.curves for run in runs)]
 
 
 def models(runs: Sequence[Run]) -> Any:
-    """The document of all charts, as Bokeh's JSON; a root's place is the element 'chart-' and its name."""
+    """The document of all charts as Bokeh JSON. Each root is drawn in the element 'chart-' plus its name."""
     document = Document()
     iterations = Range1d(0, 1, name="iterations")
     roots = [_curves(quantity, runs, iterations) for quantity in shown(runs)]
     if any(run.statistics for run in runs):
         roots += [_map(runs), _site(len(runs))]
-    with document.models.freeze():  # else each root has the models of all looked for anew
+    with document.models.freeze():  # otherwise each added root searches all models again
         for root in roots:
             document.add_root(root)
     return document.to_json(deferred=False)
@@ -52,7 +52,7 @@ def _figure(name: str, **options: Any) -> Any:
         name=name, height=options.pop("height", _CURVE_HEIGHT), sizing_mode="stretch_width", toolbar_location=None,
         background_fill_color=None, border_fill_color=None, outline_line_color=None, min_border_right=12, **options,
     )  # fmt: skip
-    # Else the script never hears of them.
+    # Otherwise the script is not notified of them.
     chart.subscribed_events = {"mousemove", "mouseleave", "tap", "doubletap"}
     return chart
 
@@ -113,7 +113,7 @@ def _lines(chart: Any, name: str, runs: int) -> list[Any]:
 
 
 def _edge(chart: Any, name: str, runs: int, marker: str) -> None:
-    """Marks at the edge of a chart, whatever its axis shows."""
+    """Marks at the edge of a chart, independent of its axis range."""
     for run in range(runs):
         chart.scatter(
             "x", "y", source=_source(f"{name}/{run}"), y_range_name="edge", marker=marker, size=9, line_width=2,
@@ -149,7 +149,7 @@ def _site(runs: int) -> Any:
     chart.extra_y_ranges = {"edge": Range1d(0, 1)}
     lines = _lines(chart, "site", runs)
     chart.y_range.renderers = chart.x_range.renderers = lines
-    for run, line in enumerate(lines):  # points too: a number between two gaps has no line
+    for run, line in enumerate(lines):  # points too: a single value between two gaps has no line
         chart.scatter("x", "y", source=line.data_source, size=5, name=f"color/points/{run}")
     _edge(chart, "gaps/site", runs, "x")
     return chart

@@ -1,4 +1,4 @@
-"""What a run measured once an iteration: loss, gradient norm, speed, memory."""
+"""Curves of a run over iterations: loss, gradient norm, speed, memory."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 from ..files.lines import Line
 
 _POINTS = 4000
-"""Points of one curve: more than a screen has columns. Longer ones keep the extremes of neighbouring iterations."""
+"""Most points per curve, above the width of a screen. Longer curves show extremes of neighbouring iterations."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """One chart of iterations.
+    """A quantity plotted over iterations.
 
     Attributes:
         name: its field in metrics.jsonl or validation.jsonl.
-        title, unit: for people.
-        log: drawn with a logarithmic axis.
-        scale: what one unit of the field is in ``unit``.
+        title, unit: labels.
+        log: use a logarithmic axis.
+        scale: factor from the field to ``unit``.
     """
 
     name: str
@@ -47,12 +47,12 @@ VALIDATION = Quantity("validation_loss", "Validation loss", "nats per token")
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over iterations, rising.
+    """Values over increasing iterations.
 
     Attributes:
         iterations: int64 [n].
-        values: float64 [n], in the quantity's unit; NaN where there is none to draw.
-        gaps: (first iteration, last iteration, what is written there): runs of NaN, Infinity or null.
+        values: float64 [n], in the quantity's unit; NaN if there is no number.
+        gaps: (first iteration, last iteration, text): ranges of NaN, Infinity or null.
     """
 
     iterations: NDArray[np.int64]
@@ -61,25 +61,25 @@ class Curve:
 
     @property
     def finite(self) -> NDArray[np.float64]:
-        """The values that are numbers, in order."""
+        """The finite values, in order."""
         return self.values[np.isfinite(self.values)]
 
     def thinned(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """At most _POINTS points: of each stretch its smallest and its largest value, where they were."""
+        """At most _POINTS points: the smallest and the largest value of each interval."""
         count = len(self.values)
         if count <= _POINTS:
             return self.iterations, self.values
         stretches = np.array_split(np.arange(count), _POINTS // 2)
         low = [part[np.argmin(np.nan_to_num(self.values[part], nan=np.inf))] for part in stretches]
         high = [part[np.argmax(np.nan_to_num(self.values[part], nan=-np.inf))] for part in stretches]
-        kept = np.unique([low, high])
-        return self.iterations[kept], self.values[kept]
+        selected = np.unique([low, high])
+        return self.iterations[selected], self.values[selected]
 
 
 def read_curves(lines: Iterable[Line], quantities: Iterable[Quantity]) -> dict[str, Curve]:
-    """The curves of a file's lines by the names of their quantities; of an iteration told twice, the last counts.
+    """Quantity name -> curve, from a file's lines. If an iteration occurs twice, the last counts.
 
-    A quantity that every line leaves out, or has as null, is left out. Raises ValueError.
+    Omits quantities that are missing or null in every line. Raises ValueError.
     """
     quantities = tuple(quantities)
     found: dict[str, dict[int, float | None]] = {quantity.name: {} for quantity in quantities}

@@ -1,7 +1,8 @@
-"""Events of a run: skipped steps, starts, saves, the guard's acts.
+"""Events of a run: skipped steps, starts, saves, actions of the guard.
 
-events.jsonl has an object for a start from a checkpoint and for each save: {"iteration", "event", "text"}. Skipped steps
-are in metrics.jsonl, the guard's moves in report.json; if a run recorded no save, its checkpoints count as saves.
+events.jsonl has an object for each start from a checkpoint and for each save: {"iteration", "event", "text"}.
+Skipped steps are in metrics.jsonl, the guard's actions in report.json. If a run recorded no saves, its
+checkpoints count as saves.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..files.lines import Line
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened in the iterations ``first`` to ``last``: ``kind`` in one word, ``text`` for people."""
+    """An event in the iterations ``first`` to ``last``. ``kind``: one word; ``text``: a description."""
 
     first: int
     last: int
@@ -26,7 +27,7 @@ class Event:
 
 
 def skipped_steps(lines: Iterable[Line]) -> list[Event]:
-    """One event for each stretch of steps that the optimizer skipped. ValueError of a line that is no record."""
+    """One event per range of consecutive skipped steps. Raises ValueError for an invalid line."""
     found: list[Event] = []
     counts: dict[int, float] = {}
     for line in lines:
@@ -56,7 +57,8 @@ def recorded(lines: Iterable[Line]) -> list[Event]:
 
 
 def guard_moves(report: Mapping[str, Any], path: str) -> list[Event]:
-    """Sites that the guard moved, as report.json has them (iterations from 0). ValueError if they are none."""
+    """Sites that the guard moved to another precision, from report.json (iterations from 0). Raises ValueError if
+    invalid."""
     try:
         return [
             Event(
@@ -74,7 +76,7 @@ def guard_moves(report: Mapping[str, Any], path: str) -> list[Event]:
 
 
 def seen_checkpoints(folder: Path) -> list[Event]:
-    """A save for each checkpoint that is in a folder now; earlier ones may have been removed."""
+    """A save event for each checkpoint in the folder; deleted checkpoints are unknown."""
     good = [(path, f"{path.name}, still there") for path in complete_checkpoints(folder)]
     bad = [
         (path, f"{path.name}: it holds NaN or Inf, and no training starts from it")

@@ -1,4 +1,4 @@
-"""The page: tables and texts as HTML, and the numbers that its script draws."""
+"""The report's page: tables and texts as HTML, and data for its script."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from .run import Run
 from .statistics import Statistics, meaning
 
 LARGEST = 3_000_000
-"""Bytes that a report has at most, whatever was measured."""
+"""Size limit of a report in bytes."""
 _LEAST_FOR_MAPS = 200_000
 _COLUMNS = 8
 _EVENTS = 300
-"""Rows of the table of events, for each run."""
+"""Most rows of the table of events, per run."""
 _START = ("sqnr_db", "underflows%", "cur_amax")
-"""The page opens with the first of these statistics that was measured."""
+"""The page first shows the first measured one of these statistics."""
 
 
 def write_html(runs: Sequence[Run], path: Path, advice: Sequence[Iterable[Any] | None] | None = None) -> int:
-    """Write the report of ``runs`` to ``path``, whole or not at all; its size in bytes.
+    """Write the report of ``runs`` to ``path`` atomically; returns its size in bytes.
 
-    Raises ValueError: the file cannot be written, or it is there and is no HTML (a mistaken name would lose it).
+    Raises ValueError: the file cannot be written, or exists and is not HTML (protects against a mistaken
+    name).
     """
     if path.exists() and not path.is_dir() and not path.is_file():
         raise ValueError(f"--html={path}: it is no ordinary file. Give the name of a file to write.")
@@ -49,11 +50,11 @@ def write_html(runs: Sequence[Run], path: Path, advice: Sequence[Iterable[Any] |
 
 
 def html_of(runs: Sequence[Run], advice: Sequence[Iterable[Any] | None] | None = None) -> str:
-    """The page as text.
+    """The page as a string.
 
     Args:
-        advice: for each run what telemetry.advice or a diagnosis gives (texts or objects: advice.py), or None for what
-            the run's folder has.
+        advice: for each run, advice from telemetry.advice or a diagnosis (strings or objects: advice.py);
+            None uses the advice in the run's folder.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -63,17 +64,17 @@ def html_of(runs: Sequence[Run], advice: Sequence[Iterable[Any] | None] | None =
         loader=PackageLoader("megatron_fp8.report", "templates"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    given = [run.advice if own is None else understood(own)
+    advice_by_run = [run.advice if own is None else understood(own)
              for run, own in zip(runs, advice or [None] * len(runs), strict=True)]  # fmt: skip
     texts: dict[str, Any] = {
         "runs": [_summary(run) for run in runs],
         "charts": [
-            {"name": q.name, "title": q.title, "unit": q.unit, "words": _words(runs, q.name)}
+            {"name": q.name, "title": q.title, "unit": q.unit, "words": _alt_text(runs, q.name)}
             for q in shown(runs)
         ],
         "events": [_events(run) for run in runs],
         "several": len(runs) > 1,
-        "advice": [(run.name, pieces) for run, pieces in zip(runs, given, strict=True) if pieces],
+        "advice": [(run.name, pieces) for run, pieces in zip(runs, advice_by_run, strict=True) if pieces],
         "statistics": [run.name for run in runs if run.statistics],
         "without_statistics": [run.name for run in runs if not run.statistics],
         "maps": _maps_of_precision(runs),
@@ -84,11 +85,11 @@ def html_of(runs: Sequence[Run], advice: Sequence[Iterable[Any] | None] | None =
     template = templates.get_template("page.html")
     without = template.render(**texts, data=_json(_data(runs, [None] * len(runs))))
     room = max(LARGEST - len(without.encode()), _LEAST_FOR_MAPS)
-    return template.render(**texts, data=_json(_data(runs, _fitting(runs, room))))
+    return template.render(**texts, data=_json(_data(runs, _maps_that_fit(runs, room))))
 
 
 def _json(value: Any) -> str:
-    """JSON that may stand in a script element: it has no '<'. The template does not escape it again."""
+    """JSON that is safe inside a script element: it has no '<'. The template does not escape it again."""
     from markupsafe import Markup
 
     text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
@@ -136,8 +137,9 @@ def _curve(curve: Curve) -> dict[str, Any]:
     }
 
 
-def _fitting(runs: Sequence[Run], room: int) -> list[dict[str, Any] | None]:
-    """Every run's maps in at most ``room`` bytes: with as many bits as fit, all the same; then with fewer columns."""
+def _maps_that_fit(runs: Sequence[Run], room: int) -> list[dict[str, Any] | None]:
+    """Every run's maps in at most ``room`` bytes: the most mantissa bits that fit, the same for all; then fewer
+    columns."""
     found = [run.statistics for run in runs]
     while True:
         for bits in BITS:
@@ -197,7 +199,7 @@ def _summary(run: Run) -> dict[str, Any]:
 
 
 def _figure(curve: Curve | None, place: int) -> str:
-    """The value at an end of a curve, what stands there in place of one, or a dash."""
+    """The value at one end of a curve, the text of a gap there, or a dash."""
     if curve is None or not len(curve.iterations):
         return "–"
     value, iteration = curve.values[place], int(curve.iterations[place])
@@ -206,8 +208,8 @@ def _figure(curve: Curve | None, place: int) -> str:
     return next((word for first, last, word in curve.gaps if first <= iteration <= last), "–")
 
 
-def _words(runs: Sequence[Run], name: str) -> str:
-    """What a chart shows, in words, for screen readers."""
+def _alt_text(runs: Sequence[Run], name: str) -> str:
+    """A chart in words, for screen readers."""
     parts = []
     for run in runs:
         curve = run.curves.get(name)
@@ -223,7 +225,7 @@ def _words(runs: Sequence[Run], name: str) -> str:
 
 
 def _events(run: Run) -> dict[str, Any]:
-    """The rows of a run's table of events; the start of a phase is an event too."""
+    """Rows of a run's table of events, including starts of phases."""
     rows = [
         (first, f"iteration {first}", "phase", f"{name}: iterations {first}–{last} in {precision.upper()}")
         for name, precision, first, last in run.phases
@@ -246,7 +248,7 @@ def _events(run: Run) -> dict[str, Any]:
 
 
 def _maps_of_precision(runs: Sequence[Run]) -> list[tuple[list[str], list[Row]]]:
-    """(names of runs, their rows): runs with the same map share one table."""
+    """(run names, rows); runs with the same map share one table."""
     found: list[tuple[list[str], list[Row]]] = []
     for run in runs:
         rows = precision_map(run.sites)

@@ -1,4 +1,4 @@
-"""The precision map of report.json: sites and GEMMs, alike layers in one row."""
+"""The precision map of report.json: sites and GEMMs, similar layers in one row."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 _LISTED = 500
-"""Names of one row that are listed where ranges cannot say which they are."""
+"""Most names listed in a row if ranges are not exact."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Sites that run the same for the same reason.
+    """Sites with the same plan for the same reason.
 
     Attributes:
-        name: of the site; with several, ranges in place of numbers: 'decoder.layers.1–30.mlp.linear_fc1'.
-        sites: how many.
-        listed: their names, where ``name`` has '*' because ranges would name others too; else empty.
-        precision, recipe, backend, reason: as in the plan; '' for none.
-        gemms: of GEMMS, each 'fp8', 'bf16', ...; '' if the report does not say.
+        name: the site's name; for several sites with ranges: 'decoder.layers.1–30.mlp.linear_fc1'.
+        sites: number of sites.
+        listed: their names, if ``name`` has '*' because ranges would include other sites; else empty.
+        precision, recipe, backend, reason: from the plan; '' for none.
+        gemms: for each of GEMMS 'fp8', 'bf16', ...; '' if unknown.
         roles: 'input: e4m3 tensor fp32', ...
-        notes: what was found out while it ran.
+        notes: notes recorded at run time.
     """
 
     name: str
@@ -39,17 +39,17 @@ class Row:
 
 
 def precision_map(sites: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Rows in the order in which the first site of each comes."""
+    """Rows in the order of their first sites."""
     groups: dict[tuple, list[str]] = {}
     for site in sites:
         stem = tuple("*" if part.isdecimal() else part for part in site["name"].split("."))
         groups.setdefault((stem, _content(site)), []).append(site["name"])
-    return [Row(_together(stem, names), len(names), _listed(stem, names), *content)
+    return [Row(_joint_name(stem, names), len(names), _listed(stem, names), *content)
             for (stem, content), names in groups.items()]  # fmt: skip
 
 
 def sentence(site: Mapping[str, Any]) -> str:
-    """What a site runs in and why, in one line."""
+    """A site's precision and the reason, in one line."""
     precision, recipe, backend, reason, *_ = _content(site)
     what = " ".join(part for part in (precision.upper(), recipe) if part)
     return f"{what} on {backend}: {reason}" if backend else f"{what}: {reason}"
@@ -72,24 +72,24 @@ def _text(value: Any) -> str:
 
 
 def _numbers(stem: tuple[str, ...], names: list[str]) -> list[set[int]]:
-    """For each '*' of the stem the numbers that stand there."""
+    """For each '*' of the stem, the numbers at that place."""
     places = [i for i, part in enumerate(stem) if part == "*"]
     return [{int(name.split(".")[place]) for name in names} for place in places]
 
 
-def _ranges_name_them(stem: tuple[str, ...], names: list[str]) -> bool:
+def _ranges_are_exact(stem: tuple[str, ...], names: list[str]) -> bool:
     return prod(len(numbers) for numbers in _numbers(stem, names)) == len(set(names))
 
 
-def _together(stem: tuple[str, ...], names: list[str]) -> str:
-    if not _ranges_name_them(stem, names):
+def _joint_name(stem: tuple[str, ...], names: list[str]) -> str:
+    if not _ranges_are_exact(stem, names):
         return ".".join(stem)
     numbers = iter(_numbers(stem, names))
     return ".".join(ranges(next(numbers)) if part == "*" else part for part in stem)
 
 
 def _listed(stem: tuple[str, ...], names: list[str]) -> tuple[str, ...]:
-    if _ranges_name_them(stem, names):
+    if _ranges_are_exact(stem, names):
         return ()
     more = (f"and {len(names) - _LISTED} more",) if len(names) > _LISTED else ()
     return (*names[:_LISTED], *more)

@@ -1,4 +1,4 @@
-"""A run, read from its folder. One of RUN_FILES is enough; what is missing is empty here."""
+"""A run, read from its folder. One of RUN_FILES suffices; missing data are empty."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Run:
     """One run.
 
     Attributes:
-        name: for people; different for each run of a report.
-        report: report.json, {} if there is none; ``sites`` are its sites.
+        name: label; unique in a report.
+        report: report.json, {} if missing; ``sites`` are its sites.
         curves: quantity -> values over iterations.
-        phases: (name, precision, first iteration, last iteration), empty where FP8 (or nothing) ran throughout.
-        events: in the order of their iterations.
-        statistics: of telemetry.jsonl; None if the run has none.
-        advice: of advice.json; without one, what its own figures call for.
-        unfinished: a line for each file whose last line was left out.
+        phases: (name, precision, first iteration, last iteration); empty if the precision never changed.
+        events: ordered by iteration.
+        statistics: from telemetry.jsonl; None if missing.
+        advice: from advice.json; without one, derived from the run's statistics.
+        unfinished: one line for each file with an incomplete last line.
     """
 
     name: str
@@ -47,33 +47,33 @@ class Run:
 
     @property
     def last(self) -> int:
-        """The last iteration that anything is known of; 0 for none."""
+        """The last iteration with any data; 0 for none."""
         ends = [int(curve.iterations[-1]) for curve in self.curves.values() if len(curve.iterations)]
         ends += [int(self.statistics.iterations[-1])] if self.statistics else []
         return max(ends, default=0)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs, each under the shortest end of its path that no other one has.
+    """The runs, each named by the shortest unique end of its path.
 
-    Raises ValueError: none was given, one is no run's folder or was given twice, a file of it cannot be understood.
+    Raises ValueError: no folder, a folder without a run, a duplicate, or an invalid file.
     """
     if not folders:
         raise ValueError("no run was given: name the folder of one or of several.")
     real = [(f.parent if f.name in RUN_FILES else f).resolve() for f in folders]
-    for folder, given in zip(real, folders, strict=True):
+    for folder, path in zip(real, folders, strict=True):
         if real.count(folder) > 1:
-            raise ValueError(f"{str(given)!r} was given twice: name each run once.")
+            raise ValueError(f"{str(path)!r} was given twice: name each run once.")
     return [read_run(folder, name) for folder, name in zip(real, _names(real), strict=True)]
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
-    """The run of a folder. Raises ValueError as ``read_runs`` does."""
+    """The run in a folder. Raises ValueError as ``read_runs`` does."""
     require_folder(folder)
     if not any((folder / file).exists() for file in RUN_FILES):
-        instead = what_to_give(folder) or "give the folder that train calls run_dir"
+        remedy = what_to_give(folder) or "give the folder that train calls run_dir"
         raise ValueError(
-            f"{str(folder)!r} is not a run's folder, which has one of {', '.join(RUN_FILES)}: {instead}."
+            f"{str(folder)!r} is not a run's folder, which has one of {', '.join(RUN_FILES)}: {remedy}."
         )
     record = RunRecord(folder)
     report = record.report() if record.has("report.json") else {}
@@ -119,9 +119,9 @@ def _phases(report: dict[str, Any]) -> tuple[tuple[str, str, int, int], ...]:
 def _own_advice(
     record: RunRecord, report: dict[str, Any], metrics: Sequence[Line]
 ) -> tuple[ShownAdvice, ...]:
-    """What the run's own figures call for, where nobody else has written advice."""
+    """Advice derived from the run's own statistics."""
     measured = (line.content for line in record.telemetry())
-    given = advise(measured, report, [line.content for line in metrics])
+    pieces = advise(measured, report, [line.content for line in metrics])
     return understood(
         {
             "title": f"{piece.title}: {piece.cause}",
@@ -131,7 +131,7 @@ def _own_advice(
             **piece.figures,
             "iterations": list(piece.iterations or ()) or None,
         }
-        for piece in given
+        for piece in pieces
     )
 
 

@@ -1,7 +1,7 @@
-"""What telemetry.jsonl says: for each tensor and statistic a map, sites x measured iterations.
+"""Statistic maps from telemetry.jsonl: sites x measured iterations, by tensor and statistic.
 
-One line has all statistics of one tensor of one site in one iteration. A map is kept as codes (packing.py): the file
-of a long training of a large model has tens of millions of numbers.
+A line contains all statistics of one tensor of one site in one iteration. Maps are stored as codes
+(packing.py): the file of a long training of a large model has tens of millions of numbers.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from .events import Event
 from .packing import ABSENT, NULL, codes_of, values_of
 
 _NAMES = ("iteration", "site", "tensor", "partial", "went_bad")
-"""Fields of a line that are no statistics."""
+"""Fields of a line other than statistics."""
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """All of one run.
+    """All statistics of one run.
 
     Attributes:
         sites: names; the first dimension of a map.
-        iterations: int64 [measured], rising; the second dimension.
+        iterations: int64 [measured], increasing; the second dimension.
         maps: (tensor, statistic) -> codes, uint32 [sites, measured].
-        went_bad: the first iteration in which a tensor was found to be sick, with the reason.
-        merged: how many measured iterations share a column, of which the one that is furthest from the site's median is
-            shown; 1 unless ``coarser`` was called.
+        went_bad: for each tensor beyond a limit, the first such iteration with the reason.
+        merged: number of measured iterations per column; the column shows the value furthest from the site's
+            median. 1 unless ``coarser`` was called.
     """
 
     sites: tuple[str, ...]
@@ -43,36 +43,36 @@ class Statistics:
     merged: int = 1
 
     def coarser(self) -> Statistics:
-        """The same with two neighbouring columns in one; what is no number is kept before any number."""
+        """Merges pairs of neighbouring columns; NaN, Infinity and null take precedence over numbers."""
         columns = len(self.iterations)
         ends = self.iterations[0::2]
-        maps = {key: _paired(codes, columns) for key, codes in self.maps.items()}
+        maps = {key: _merge_pairs(codes, columns) for key, codes in self.maps.items()}
         return Statistics(self.sites, ends, maps, self.went_bad, 2 * self.merged)
 
 
-def _paired(codes: NDArray[np.uint32], columns: int) -> NDArray[np.uint32]:
+def _merge_pairs(codes: NDArray[np.uint32], columns: int) -> NDArray[np.uint32]:
     if columns % 2:
         codes = np.concatenate([codes, codes[:, -1:]], axis=1)
     left, right = codes[:, 0::2], codes[:, 1::2]
     values = values_of(codes)
     measured = codes != ABSENT
-    some = measured.any(axis=1)
+    has_data = measured.any(axis=1)
     middle = np.zeros(len(codes))
     finite = np.where(np.isfinite(values), values, np.nan)
-    rows = some & np.isfinite(finite).any(axis=1)
+    rows = has_data & np.isfinite(finite).any(axis=1)
     middle[rows] = np.nanmedian(finite[rows], axis=1)
-    away = np.where(np.isfinite(values), np.abs(values - middle[:, None]), np.inf)
-    away = np.where(measured, away, -1.0)
-    return np.where(away[:, 0::2] >= away[:, 1::2], left, right)
+    deviation = np.where(np.isfinite(values), np.abs(values - middle[:, None]), np.inf)
+    deviation = np.where(measured, deviation, -1.0)
+    return np.where(deviation[:, 0::2] >= deviation[:, 1::2], left, right)
 
 
 def read_statistics(lines: Iterable[Line], order: Sequence[str] = ()) -> Statistics | None:
-    """The statistics of telemetry.jsonl's lines; None if there is none. Of what is told twice the last counts.
+    """The statistics in telemetry.jsonl's lines; None if there are none. Of duplicates the last counts.
 
     Args:
-        order: sites in the model's order, which come first; others follow by name, numbers by their size.
+        order: sites in model order, listed first; others follow by name, with numbers ordered by value.
 
-    Raises ValueError, with the line: a field is missing or of the wrong kind.
+    Raises ValueError with the line: a field is missing or has a wrong type.
     """
     sites: dict[str, int] = {}
     iterations: dict[int, int] = {}
@@ -80,10 +80,10 @@ def read_statistics(lines: Iterable[Line], order: Sequence[str] = ()) -> Statist
     nulls: dict[tuple[str, str], list[int]] = {}
     bad: list[Event] = []
     for line in lines:
-        when = iterations.setdefault(line.iteration(), len(iterations))
-        where = sites.setdefault(line.text("site"), len(sites))
+        column_number = iterations.setdefault(line.iteration(), len(iterations))
+        row_number = sites.setdefault(line.text("site"), len(sites))
         tensor = line.text("tensor")
-        if line.content.get("partial") is True:  # terms of a sum over ranks: other figures than the sum's
+        if line.content.get("partial") is True:  # terms of a sum over ranks, not comparable with the sum
             tensor += " (partial sums)"
         for reason in line.texts("went_bad"):
             text = f"{line.text('site')} {tensor}: {reason}"
@@ -96,8 +96,8 @@ def read_statistics(lines: Iterable[Line], order: Sequence[str] = ()) -> Statist
             if key not in columns:
                 columns[key] = (array("l"), array("l"), array("d"))
             rows, times, values = columns[key]
-            rows.append(where)
-            times.append(when)
+            rows.append(row_number)
+            times.append(column_number)
             if value is None:
                 nulls.setdefault(key, []).append(len(values))
             values.append(0.0 if value is None else value)
@@ -110,7 +110,7 @@ def read_statistics(lines: Iterable[Line], order: Sequence[str] = ()) -> Statist
     column = np.empty(len(iterations), dtype=np.int64)
     column[[iterations[i] for i in times_sorted]] = np.arange(len(iterations))
     maps = {}
-    for key in sorted(columns, key=_offered):
+    for key in sorted(columns, key=_sort_key):
         rows, times, values = columns.pop(key)
         codes = codes_of(np.frombuffer(values, dtype=np.float64))
         codes[nulls.get(key, [])] = NULL
@@ -123,8 +123,8 @@ def read_statistics(lines: Iterable[Line], order: Sequence[str] = ()) -> Statist
 _KNOWN = list(BY_NAME)
 
 
-def _offered(key: tuple[str, str]) -> tuple:
-    """The order of the choices: tensors as a GEMM has them, statistics as telemetry names them, then by name."""
+def _sort_key(key: tuple[str, str]) -> tuple:
+    """Order of the choices: tensors in GEMM order, statistics in telemetry's order, then by name."""
     tensor, statistic = key
     return (
         TENSORS.index(tensor) if tensor in TENSORS else len(TENSORS), tensor,
@@ -143,7 +143,7 @@ def _ordered(sites: Iterable[str], order: Sequence[str]) -> list[str]:
 
 
 def meaning(statistic: str) -> str:
-    """What a statistic says, in a sentence; '' if its name is not known."""
+    """A statistic's definition in one sentence; '' if unknown."""
     try:
         known = parse(statistic)
     except ValueError:

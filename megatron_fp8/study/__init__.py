@@ -1,1 +1,1 @@
-"""Studies of FP8: formats, comparisons of runs, benchmarks, the doctor."""
+"""Studies of FP8: number formats, comparisons of runs, benchmarks, the doctor."""

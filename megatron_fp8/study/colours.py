@@ -1,6 +1,7 @@
 """Colours of formats and recipes, the same in every picture.
 
-Eight colours that people with any kind of colour vision tell apart (Okabe and Ito 2008); high precision is grey or black.
+Eight colours that people with any kind of colour vision can distinguish (Okabe and Ito 2008); high precision
+is grey or black.
 """
 
 from __future__ import annotations
@@ -23,4 +24,4 @@ RECIPES = {
     "mxfp8": "#009e73",
     "custom": "#56b4e9",
 }
-"""'bf16' is whatever the model trains in without FP8."""
+"""'bf16' stands for the model's dtype without FP8."""

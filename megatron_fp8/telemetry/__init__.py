@@ -1,4 +1,7 @@
-"""What a run's tensors and codes look like, measured while it trains. An observer: the linear knows nothing of it."""
+"""Statistics of a run's tensors and FP8 codes, measured during training.
+
+An observer: linears do not depend on it.
+"""
 
 from .settings import Selection, TelemetrySettings
 from .telemetry import Telemetry

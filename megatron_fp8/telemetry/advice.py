@@ -1,12 +1,12 @@
-"""Advice from telemetry: rules as data, from evidence to a setting.
+"""Advice from telemetry: a table of rules that map statistics to settings.
 
-A rule speaks of one statistic of some tensors, in sites that scale in a certain way. It holds of a tensor when the
-statistic was beyond the limit in at least two measured iterations (or in the only one). Limits lie far from what
-healthy training shows, where E4M3 codes have an SQNR of 31 dB, E5M2 codes 25 dB, and less than 0.2 % of the values
-underflow or saturate. No rule looks at the loss: whether FP8 costs any is measured by a diagnosis, and advice says
-where to look first. Beside the rules, a loss that rose while codes were good (rise.py) is not put down to FP8.
+A rule covers one statistic of some tensors, for some recipes. It applies to a tensor if the statistic was
+beyond the limit in at least two measured iterations (or in the only one). The limits are far from values of
+normal training, where E4M3 codes have an SQNR of 31 dB, E5M2 codes 25 dB, and less than 0.2 % of the values
+underflow or saturate. The rules ignore the loss: a diagnosis measures what FP8 costs, and advice says where
+to look first. Besides the rules, a loss that rose while codes were good (rise.py) is not attributed to FP8.
 
-Rejected: one number for a tensor's health: nobody could tell what it is made of.
+Rejected: one score per tensor. It would not show which statistic is bad.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ _LARGEST = {fmt.name: fmt.max for fmt in (E4M3, E5M2)}
 
 @dataclass(frozen=True)
 class Rule:
-    """Evidence and what it means.
+    """One rule: evidence, cause and remedy.
 
     Attributes:
-        name: of the rule.
-        statistic: which figure; ``limit``: it is beyond this; ``below``: on the lower side.
-        tensors, recipes, formats: where the rule applies; of the site's plan in report.json. Empty: everywhere.
+        name: name of the rule.
+        statistic: name of the statistic. ``limit``: the rule applies above it, or below it if ``below`` is
+            set.
+        tensors, recipes, formats: where the rule applies, by the site's plan in report.json. Empty:
+            everywhere.
         cause: why it happens, in words.
-        cure: 'finer' (the next finer recipe for the site, by the what-ifs if they were measured), 'bf16', or an option.
-        shown: figures to give beside.
-        stale: holds only where most of the evidence has a scale that was made from an amax of more than STALE times
+        cure: 'finer' (the next finer recipe for the site, chosen by what-ifs if measured), 'bf16', or an
+            option.
+        shown: other statistics to show.
+        stale: applies only if most of the evidence has an outdated scale: made from an amax above STALE times
             the tensor's own.
     """
 
@@ -54,7 +57,7 @@ class Rule:
     stale: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether a figure is beyond the limit."""
+        """Whether a value is beyond the limit."""
         return value < self.limit if self.below else value > self.limit
 
 
@@ -105,7 +108,7 @@ RULES = (
 )  # fmt: skip
 
 STALE = 2.0
-"""Scales that are rounded to a power of two lose less than this factor, and a margin of one is as much."""
+"""Rounding a scale to a power of two loses less than this factor; a margin of one loses as much."""
 
 FINER = {
     "delayed": BLOCKS,
@@ -114,8 +117,8 @@ FINER = {
     "blockwise": (),
     "mxfp8": (),
 }
-"""A recipe -> those whose scales follow values more closely; none: only BF16 is left. A stale scale is also cured by
-the tensor's own amax."""
+"""Recipe -> recipes with finer scales; none: only BF16 remains. For a stale scale current per-tensor scaling is also
+tried."""
 
 WHAT_IF = {"mxfp8": "mxfp8", "blockwise": "fp8_block_scaling", "tensorwise": "fp8_current_scaling"}
 
@@ -125,13 +128,13 @@ class Advice:
     """One piece of advice.
 
     Attributes:
-        title: what is wrong, in a few words.
+        title: the problem, in a few words.
         cause: why, in a sentence.
-        line: the options of ``train`` to paste.
-        sites: where; empty: the whole run.
-        tensor: which tensor of them; None: no single one.
-        figures: statistic -> the worst site's, in its worst iteration.
-        iterations: the first and last measured iteration that show it; None: not of iterations.
+        line: options of ``train``, ready to paste.
+        sites: affected sites; empty: the whole run.
+        tensor: the affected tensor of these sites; None: not a single one.
+        figures: statistic -> value of the worst site in its worst iteration.
+        iterations: first and last measured iteration with the problem; None: not tied to iterations.
     """
 
     title: str
@@ -148,12 +151,14 @@ class Advice:
 
     def __str__(self) -> str:
         more = f" and {len(self.sites) - 1} more" if self.sites[1:] else ""
-        where = f"{self.sites[0]}{more}" if self.sites else "run"
+        sites = f"{self.sites[0]}{more}" if self.sites else "run"
         figures = ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items())
-        seen = "" if self.iterations is None else f", iterations {self.iterations[0]}-{self.iterations[1]}"
-        shown = f" ({figures}{seen})" if figures else ""
+        iterations = (
+            "" if self.iterations is None else f", iterations {self.iterations[0]}-{self.iterations[1]}"
+        )
+        shown = f" ({figures}{iterations})" if figures else ""
         tensor = f" {self.tensor}" if self.tensor else ""
-        return f"{where}{tensor}: {self.title}: {self.cause}{shown}. Try: {self.line}"
+        return f"{sites}{tensor}: {self.title}: {self.cause}{shown}. Try: {self.line}"
 
 
 def advise(
@@ -161,12 +166,12 @@ def advise(
     report: Mapping[str, Any],
     metrics: Sequence[Mapping[str, Any]] = (),
 ) -> list[Advice]:
-    """What a run's figures call for, the most certain first; [] where nothing is beyond a limit.
+    """Advice for a run, most certain first; [] if no statistic is beyond a limit.
 
     Args:
-        records: of telemetry.jsonl.
+        records: records of telemetry.jsonl.
         report: report.json.
-        metrics: of metrics.jsonl.
+        metrics: records of metrics.jsonl.
     """
     plans = {site["name"]: site for site in report.get("sites", ()) if site.get("precision") == "fp8"}
     series: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
@@ -181,13 +186,13 @@ def advise(
         ruled = _by_rules(series, plans)
         measured = {record["iteration"] for seen in series.values() for record in seen}
         spikes = _spikes(metrics, bool(ruled))
-        # Spikes that raise the loss explain it.
-        found += [*(() if spikes else _loss_first(metrics, ruled, measured)), *ruled, *spikes]
+        # Spikes explain a loss that they raise.
+        found += [*(() if spikes else _loss_rise(metrics, ruled, measured)), *ruled, *spikes]
     return found + _configuration(report)
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record's finite figures; the file may have been written by others."""
+    """A record's finite values; the file may come from other software."""
     return {
         name: value
         for name, value in record.items()
@@ -198,7 +203,8 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
 def _by_rules(
     series: Mapping[tuple[str, str], list[Mapping[str, Any]]], plans: Mapping[str, Mapping[str, Any]]
 ) -> list[Advice]:
-    """Sites with the same rule and cure share one piece of advice; of a tensor only the first rule that holds counts."""
+    """Sites with the same rule and remedy share one piece of advice. For each tensor only the first matching rule
+    counts."""
     pieces: dict[tuple[str, str, str], list[tuple[str, list[Mapping[str, Any]], Rule]]] = {}
     for (site, tensor), measured in series.items():
         plan = plans[site]
@@ -207,93 +213,95 @@ def _by_rules(
             applies = (not rule.recipes or plan["recipe"] in rule.recipes) and tensor in rule.tensors
             if not applies or not words or (rule.formats and words[0] not in rule.formats):
                 continue
-            seen = [r for r in measured if rule.statistic in r and rule.holds(r[rule.statistic])]
+            violations = [r for r in measured if rule.statistic in r and rule.holds(r[rule.statistic])]
             if rule.stale:
-                stale = [r for r in seen if _is_stale(r, words[0])]
-                seen = stale if 2 * len(stale) > len(seen) else []
-            if len(seen) >= min(2, len(measured)) and seen:
-                cure = _cure(rule, str(plan["recipe"]), seen)
-                pieces.setdefault((rule.name, tensor, cure), []).append((site, seen, rule))
+                stale = [r for r in violations if _is_stale(r, words[0])]
+                violations = stale if 2 * len(stale) > len(violations) else []
+            if len(violations) >= min(2, len(measured)) and violations:
+                cure = _remedy(rule, str(plan["recipe"]), violations)
+                pieces.setdefault((rule.name, tensor, cure), []).append((site, violations, rule))
                 break
-    return [_piece(tensor, cure, held) for (_, tensor, cure), held in pieces.items()]
+    return [_advice(tensor, cure, evidence) for (_, tensor, cure), evidence in pieces.items()]
 
 
 def _is_stale(record: Mapping[str, Any], format_name: str) -> bool:
-    """Whether the scale was made from a larger amax than the tensor's; False where the figures that tell are missing."""
+    """Whether the scale was made from a larger amax than the tensor's. False if the statistics for this are missing."""
     if format_name not in _LARGEST or not {"scale_inv_max", "cur_amax"} <= record.keys():
         return False
     return record["scale_inv_max"] * _LARGEST[format_name] > STALE * record["cur_amax"]
 
 
-def _cure(rule: Rule, recipe: str, seen: list[Mapping[str, Any]]) -> str:
-    """The option, 'bf16', or a finer recipe's name: where what-ifs were measured, one of which the rule does not hold.
+def _remedy(rule: Rule, recipe: str, violations: list[Mapping[str, Any]]) -> str:
+    """The option, 'bf16', or the name of a finer recipe. If what-ifs were measured, one that the rule does
+    not apply to.
 
-    Of several, the first that is within 3 dB of the best. The SQNR alone does not tell: one huge channel is most of the
-    signal, and its ratio stays high while all others become zero.
+    Of several, the first within 3 dB of the best. SQNR alone is not enough: if one huge channel holds most of
+    the signal, SQNR stays high although all other values become zero.
     """
     if rule.cure != "finer":
         return rule.cure
     choices = (*(("tensorwise",) if rule.stale else ()), *FINER.get(recipe, ()))
     if not choices:
         return "bf16"
-    last = seen[-1]
+    last = violations[-1]
     measured = {name: last.get(f"{WHAT_IF[name]}_{rule.statistic}") for name in choices}
-    healing = [name for name, value in measured.items() if value is not None and not rule.holds(value)]
-    if not healing:
+    good = [name for name, value in measured.items() if value is not None and not rule.holds(value)]
+    if not good:
         return choices[0] if set(measured.values()) == {None} else "bf16"
-    gains = {name: last.get(f"{WHAT_IF[name]}_sqnr_db", -math.inf) for name in healing}
+    gains = {name: last.get(f"{WHAT_IF[name]}_sqnr_db", -math.inf) for name in good}
     return next(name for name, gain in gains.items() if gain >= max(gains.values()) - 3.0)
 
 
-def _piece(tensor: str, cure: str, held: list[tuple[str, list[Mapping[str, Any]], Rule]]) -> Advice:
-    rule = held[0][2]
+def _advice(tensor: str, cure: str, evidence: list[tuple[str, list[Mapping[str, Any]], Rule]]) -> Advice:
+    rule = evidence[0][2]
 
-    def worst(seen: list[Mapping[str, Any]]) -> Mapping[str, Any]:
-        return min(seen, key=lambda r: r[rule.statistic] if rule.below else -r[rule.statistic])
+    def worst(violations: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+        return min(violations, key=lambda r: r[rule.statistic] if rule.below else -r[rule.statistic])
 
-    held = sorted(held, key=lambda one: worst(one[1])[rule.statistic], reverse=not rule.below)
-    first = worst(held[0][1])
+    evidence = sorted(evidence, key=lambda one: worst(one[1])[rule.statistic], reverse=not rule.below)
+    first = worst(evidence[0][1])
     figures = {name: first[name] for name in (rule.statistic, *rule.shown) if name in first}
-    sites = tuple(site for site, _, _ in held)
+    sites = tuple(site for site, _, _ in evidence)
     line = (
         cure if cure.startswith("--") else f"--model.fp8_overrides='{json.dumps(dict.fromkeys(sites, cure))}'"
     )
-    every = [record["iteration"] for _, seen, _ in held for record in seen]
-    return Advice(rule.name, rule.cause, line, sites, tensor, figures, (min(every), max(every)))
+    iterations = [record["iteration"] for _, violations, _ in evidence for record in violations]
+    return Advice(rule.name, rule.cause, line, sites, tensor, figures, (min(iterations), max(iterations)))
 
 
 def _not_finite(bad: list[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> list[Advice]:
-    """NaN and Inf spread to everything within an iteration: only the first ones are evidence."""
+    """Reports NaN and Inf in the first bad iteration only: within one iteration they spread to all tensors."""
     if not bad:
         return []
     first = min(record["iteration"] for record in bad)
-    here = [record for record in bad if record["iteration"] == first]
-    weights = [record for record in here if record["tensor"] == "weight"]
-    named = weights or here
+    first_records = [record for record in bad if record["iteration"] == first]
+    weights = [record for record in first_records if record["tensor"] == "weight"]
+    culprits = weights or first_records
     cause = (
         "a weight itself is not finite: an optimizer step made it so, and no precision of GEMMs helps"
         if weights
         else "the first measured iteration with NaN or Inf; they spread through all sites from there. FP8 saturates and"
         " makes no Inf: look whether high precision has it too"
     )
-    sites = tuple(dict.fromkeys(record["site"] for record in named))
-    tensor = named[0]["tensor"] if len({record["tensor"] for record in named}) == 1 else None
+    sites = tuple(dict.fromkeys(record["site"] for record in culprits))
+    tensor = culprits[0]["tensor"] if len({record["tensor"] for record in culprits}) == 1 else None
     return [
         Advice(
             "not finite", cause, "--optimizer.lr=LOWER from a checkpoint before that iteration; and look with"
             f" megatron-fp8 diagnose RUN --iteration {first}",
-            sites, tensor, {"nonfinite": named[0]["nonfinite"]}, (first, first),
+            sites, tensor, {"nonfinite": culprits[0]["nonfinite"]}, (first, first),
         )
     ]  # fmt: skip
 
 
-def _loss_first(
+def _loss_rise(
     metrics: Sequence[Mapping[str, Any]], ruled: list[Advice], measured: Iterable[int]
 ) -> list[Advice]:
-    """The loss rose before any tensor's codes were bad: what ruins a model ruins its codes too, later.
+    """Reports a loss that rose before any tensor's codes were bad, so not because of FP8. (A diverging model
+    ruins its codes too, but later.)
 
-    Not every iteration is measured. A rise by little is put down to the model only where codes were seen to be good in
-    it, or later.
+    Not every iteration is measured. A small rise is attributed to the model only if the codes were good in
+    that iteration or later.
     """
     rise = find_rise(metrics)
     if rise is None:
@@ -318,11 +326,12 @@ def _loss_first(
 
 
 SPIKE, SPIKES = 5.0, 3
-"""A gradient norm is a spike at SPIKE times the median of all; SPIKES of them are worth advice."""
+"""A gradient norm above SPIKE times the median is a spike; SPIKES of them give advice."""
 
 
 def _spikes(metrics: Sequence[Mapping[str, Any]], evidence: bool) -> list[Advice]:
-    """Gradients that leap while no tensor's codes are bad: the learning rate or the data, and not FP8."""
+    """Reports spikes of the gradient norm while all codes are good: caused by the learning rate or the data, not by
+    FP8."""
     norms = [(m["iteration"], m["grad_norm"]) for m in metrics if m.get("grad_norm") is not None]
     if evidence or len(norms) < 4 * SPIKES:
         return []
@@ -332,7 +341,7 @@ def _spikes(metrics: Sequence[Mapping[str, Any]], evidence: bool) -> list[Advice
         return []
     return [
         Advice(
-            "gradient spikes", "the gradient's norm leaps while no codes of FP8 are bad: the learning rate or the data",
+            "gradient spikes", "the gradient's norm has spikes while no FP8 codes are bad: the learning rate or the data",
             "--optimizer.lr=LOWER --optimizer.clip_grad=1.0",
             figures={"grad_norm": max(norm for _, norm in high), "median grad_norm": usual, "spikes": float(len(high))},
             iterations=(high[0][0], high[-1][0]),
@@ -341,7 +350,7 @@ def _spikes(metrics: Sequence[Mapping[str, Any]], evidence: bool) -> list[Advice
 
 
 def _configuration(report: Mapping[str, Any]) -> list[Advice]:
-    """Advice that follows from the configuration alone."""
+    """Advice based on the configuration alone."""
     precision = report.get("precision") or {}
     if precision.get("fp8") != "hybrid" or precision.get("fp8_recipe") != "mxfp8":
         return []

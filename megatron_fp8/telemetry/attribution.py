@@ -1,13 +1,13 @@
-"""Which site, GEMM or operand costs more in FP8 than it has to.
+"""Attributes the cost of FP8 to sites, GEMMs and operands.
 
-FP8 rounds, and its rounding alone moves every gradient by some per cent: that a site in FP8 differs from one in high
-precision is no finding. So each is compared with itself at its best, where the same operands are rounded to as many
-significant bits and nothing else happens: no underflow, no saturation, no scale. What goes beyond that is a fault of
-scales, ranges or codes, and can be cured.
+FP8 rounds, and rounding alone changes every gradient by some per cent. A difference between FP8 and high
+precision is therefore no finding. So each site is compared with its best case: the same operands are rounded
+to as many significant bits, without underflow, saturation or scales. Any error beyond that comes from scales,
+ranges or codes, and can be fixed.
 
-Rejected: to rank by the signal-to-noise ratio of casts. It does not say how the loss depends on a tensor (errors do not
-add: arXiv 2307.05657), and misses a wrong product of perfect casts. Rejected: to call everything a finding that is beyond
-the spread of differences and beyond BF16: every healthy site is.
+Rejected: ranking by the signal-to-noise ratio of casts. It does not show how the loss depends on a tensor
+(errors do not add: arXiv 2307.05657), and it misses a wrong product of correct casts. Rejected: reporting
+every site whose error exceeds the spread and that of BF16: all normal sites do.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .variants import Part
 
 @dataclass(frozen=True)
 class Limits:
-    """When a part stands out.
+    """Thresholds beyond which a site or part stands out.
 
     Attributes:
-        ratio: its distance from high precision, over that of itself at its best (``beyond_rounding``).
-        bf16: its distance, over what rounding everything to BF16 does.
-        loss: its change of the loss, over the loss.
-        refined: how many of the worst sites have their GEMMs and operands measured apart.
+        ratio: its distance from high precision, relative to the best case (``beyond_rounding``).
+        bf16: its distance, relative to that of rounding everything to BF16.
+        loss: its change of the loss, relative to the loss.
+        refined: number of worst sites whose GEMMs and operands are measured separately.
     """
 
     ratio: float = 1.6
@@ -43,19 +43,20 @@ class Limits:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a site, or one of its GEMMs or operands, costs in FP8, all else in high precision.
+    """Cost of one site, GEMM or operand in FP8, with everything else in high precision.
 
     Attributes:
-        site, gemm, role: what is in FP8 alone: the site, or one GEMM (fprop, dgrad, wgrad) or one operand (input, weight,
-            grad_output) of it, else None.
-        loss_change, loss_spread: mean over batches, and what chance may add to it.
-        gradient_error, cosine: of all parameters together, against the gradient in high precision.
-        bias: the error of the mean over batches.
-        distance, at_best: root mean square of the errors of all parameter tensors; at_best is the part rounded alone.
-        excess: what the distance has beyond at_best (squares add).
-        update_error: of the optimizer's update, None if that is not known.
-        worst_parameter, worst_error: the parameter whose gradient errs most, and by how much.
-        stands_out, why: whether it costs more than it has to, and by which figures.
+        site, gemm, role: what runs in FP8: the site, or one GEMM (fprop, dgrad, wgrad) or operand (input, weight,
+            grad_output) of it; gemm and role are None otherwise.
+        loss_change, loss_spread: mean over batches, and its statistical uncertainty.
+        gradient_error, cosine: over all parameters, relative to the gradient in high precision.
+        bias: error of the gradient's mean over batches.
+        distance, at_best: root mean square of the errors of all parameter tensors, in FP8 and in the best
+            case (rounding only).
+        excess: the part of distance beyond at_best (as a difference of squares).
+        update_error: error of the optimizer's update; None if unknown.
+        worst_parameter, worst_error: the parameter with the largest gradient error, and that error.
+        stands_out, why: whether it costs more than rounding does, and by which measure.
     """
 
     site: str
@@ -77,12 +78,12 @@ class Finding:
 
     @property
     def part(self) -> Part:
-        """What it is about."""
+        """The site, GEMM or operand."""
         return Part(self.site, self.gemm, self.role)
 
     @property
     def key(self) -> str:
-        """As an override names it."""
+        """Its key in overrides."""
         return self.part.key
 
     def as_dict(self) -> dict[str, Any]:
@@ -92,15 +93,15 @@ class Finding:
 
 @dataclass
 class Attribution:
-    """All that was measured.
+    """All measurements.
 
     Attributes:
-        planned, at_best, bf16: all sites so, against high precision.
-        counted: the parameters whose gradients BF16 leaves worth something.
+        planned, at_best, bf16: all sites as planned, in the best case, and in BF16, against high precision.
+        counted: parameters whose gradients are still meaningful after rounding to BF16.
         findings: worst first.
-        groups: the layer groups that were screened, with their excess; empty where all sites were measured.
-        skipped: sites that the budget had no room for.
-        sum_alone: the loss changes of all sites alone, summed; None where not all were measured.
+        groups: screened layer groups with their excess; empty if all sites were measured.
+        skipped: sites left out because the budget was spent.
+        sum_alone: sum of the loss changes of all sites alone; None if some were not measured.
     """
 
     planned: Measured
@@ -114,20 +115,21 @@ class Attribution:
 
     @property
     def interaction(self) -> float | None:
-        """The loss change of all sites at once, minus the sum of each alone."""
+        """Loss change of all sites together, minus the sum of each alone."""
         return None if self.sum_alone is None else self.planned.loss_changes.mean - self.sum_alone
 
 
 def attribute(experiments: Experiments, limits: Limits) -> Attribution:
-    """Measure all at once, groups of layers if the sites are too many for the budget, sites, and parts of the worst."""
+    """Measure all sites together, then groups of layers if the budget is too small for all sites, then sites, then
+    parts of the worst."""
     variants, plans = experiments.variants, experiments.subject.plans
     experiments.expect(3 + 2 * len(plans) + 12)
-    every = [Part(name) for name in plans]
+    all_parts = [Part(name) for name in plans]
     bf16 = experiments.measure(variants.bf16)
     judge = _Judge(experiments, limits, bf16)
     found = Attribution(
         experiments.measure(variants.planned),
-        experiments.measure(variants.at_best("all", every)),
+        experiments.measure(variants.at_best("all", all_parts)),
         bf16,
         judge.counted,
     )
@@ -154,18 +156,18 @@ def attribute(experiments: Experiments, limits: Limits) -> Attribution:
 
 
 _RESERVE = 20
-"""Variants that are kept for the parts of the worst site and for overrides."""
+"""Variants reserved for parts of the worst site and for the search of overrides."""
 
 
 class _Judge:
-    """Measures parts, and says whether they stand out."""
+    """Measures parts and decides whether they stand out."""
 
     def __init__(self, experiments: Experiments, limits: Limits, bf16: Measured):
         self._experiments, self._limits, self._bf16 = experiments, limits, bf16
         self.counted = counted_parameters(bf16)
 
     def finding(self, part: Part) -> Finding:
-        """Of one part."""
+        """The finding for one part."""
         alone, best, excess = self.measure(part.key, [part])
         distance, at_best = alone.distances(self.counted).mean, best.distances(self.counted).mean
         why = self._why(alone, best)
@@ -192,7 +194,7 @@ class _Judge:
         )
 
     def measure(self, name: str, parts: Iterable[Part]) -> tuple[Measured, Measured, float]:
-        """These parts alone, at their best, and the distance beyond that."""
+        """(these parts alone in FP8, their best case, the distance beyond the best case)."""
         variants, parts = self._experiments.variants, list(parts)
         alone = self._experiments.measure(variants.alone(name, parts))
         best = self._experiments.measure(variants.at_best(name, parts))
@@ -200,7 +202,7 @@ class _Judge:
         return alone, best, math.sqrt(max(squares, 0.0))
 
     def _why(self, alone: Measured, best: Measured) -> str:
-        """By which figures it stands out; '' if it does not."""
+        """The measure by which it stands out, as text; '' if it does not."""
         limits, counted = self._limits, self.counted
         if not alone.finite:
             return "not finite in FP8, finite in high precision"
@@ -222,32 +224,34 @@ class _Judge:
 
 
 def beyond_rounding(distances: Paired, rounded: Paired, ratio: float) -> bool:
-    """Whether distances are more than ``ratio`` times those of rounding alone, beyond chance.
+    """Whether distances significantly exceed ``ratio`` times those of rounding alone.
 
-    By the mean of the differences and their spread. An outlier hurts one batch ten times as much as another, and four
-    batches then have a spread above their mean: twice the ratio in every batch is no chance either.
+    The test uses the mean and the spread of paired differences. An outlier may affect one batch ten times as
+    much as another, so with four batches the spread exceeds the mean; therefore twice the ratio in every
+    batch also counts.
     """
     beyond = distances - rounded.times(ratio)
-    always = zip(distances.values, rounded.values, strict=True)
-    return beyond.mean > beyond.spread or all(d > 2 * ratio * r for d, r in always)
+    pairs = zip(distances.values, rounded.values, strict=True)
+    return beyond.mean > beyond.spread or all(d > 2 * ratio * r for d, r in pairs)
 
 
 def _screen(experiments: Experiments, judge: _Judge, found: Attribution) -> list[str]:
-    """The sites to measure, in order; if there is no room for all, those of the worst groups of layers first."""
+    """The sites to measure, in order. If the budget is too small for all, those of the worst layer groups come
+    first."""
     plans = experiments.subject.plans
-    room = experiments.left - _RESERVE
-    if 2 * len(plans) <= room:
+    budget = experiments.left - _RESERVE
+    if 2 * len(plans) <= budget:
         return list(plans)
     groups = group_by_layer(plans)
-    most = max(2, room // 4)
+    most = max(2, budget // 4)
     names = list(groups)
-    while len(names) > most:  # neighbours together
+    while len(names) > most:  # merge neighbours
         merged = {}
         for first in range(0, len(names), 2):
             pair = names[first : first + 2]
             merged[" + ".join(pair)] = [site for name in pair for site in groups[name]]
         groups, names = merged, list(merged)
-    experiments.expect(2 * len(groups) + room // 2)
+    experiments.expect(2 * len(groups) + budget // 2)
     for name, sites in groups.items():
         if experiments.left < 2:
             break
@@ -257,7 +261,8 @@ def _screen(experiments: Experiments, judge: _Judge, found: Attribution) -> list
 
 
 def group_by_layer(plans: Mapping[str, SitePlan]) -> dict[str, list[str]]:
-    """Sites by their name up to its first number: 'layers.3'; those without a number are groups of their own."""
+    """Groups sites by their name up to its first number: 'layers.3'. Sites without a number each form their own
+    group."""
     groups: dict[str, list[str]] = {}
     for name in plans:
         layer = re.match(r"(?:.*?\.)??\d+(?=\.|$)|.*?\.\d+(?=\.|$)", name)
@@ -272,7 +277,7 @@ def _rank(finding: Finding) -> tuple[bool, float, float]:
 def _ordered(
     sites: list[Finding], parts: Mapping[str, list[Finding]], plans: Mapping[str, SitePlan]
 ) -> list[Finding]:
-    """Worst first; where one part explains a site that stands out, that part stands before it."""
+    """Worst first. If one part explains a site that stands out, the part precedes the site."""
     found = sorted([*sites, *(part for pieces in parts.values() for part in pieces)], key=_rank)
     for site in sites:
         part = explaining(site, parts.get(site.site, []), plans[site.site]) if site.stands_out else None
@@ -283,12 +288,12 @@ def _ordered(
 
 
 def explaining(site: Finding, parts: list[Finding], plan: SitePlan) -> Finding | None:
-    """The part that costs what the site costs: of those that cost about as much the one with the fewest operands, a GEMM
-    before an operand; None if several share it."""
+    """The part that accounts for the site's cost: among parts of about the same cost the one with the fewest operands,
+    GEMMs before operands. None if several parts share the cost."""
     if not parts:
         return None
     most = max(part.excess for part in parts)
     if most < 0.7 * site.excess:
         return None
-    near = [part for part in parts if part.excess >= 0.9 * most]
-    return min(near, key=lambda part: (len(part.part.cells(plan)), part.gemm is None, -part.excess))
+    candidates = [part for part in parts if part.excess >= 0.9 * most]
+    return min(candidates, key=lambda part: (len(part.part.cells(plan)), part.gemm is None, -part.excess))

@@ -1,10 +1,10 @@
-"""Gradients of linears in high precision, from autograd's nodes.
+"""Observes gradients of linears in high precision through autograd hooks.
 
-A site with an FP8 GEMM multiplies all three products itself and shows them. One that runs in the model's own dtype is
-torch's or Megatron-Core's linear: the node that gives x and weight their gradients is looked up behind its output, and
-told to show what it gives. No tensor is kept for that.
+A site with an FP8 GEMM computes all three products itself and passes them to observers. A linear in the
+model's own dtype is torch's or Megatron-Core's: here the autograd node that computes the gradients of x and
+weight is found behind its output and gets a hook. No tensor is stored for that.
 
-Rejected: a hook on x itself. It sees the sum over all that read x.
+Rejected: a hook on x. It sees the sum over all consumers of x.
 """
 
 from __future__ import annotations
@@ -22,26 +22,29 @@ Shown = Callable[[torch.Tensor], None]
 
 
 def show_gradients(y: torch.Tensor, operands: list[tuple[torch.Tensor, Shown]]) -> None:
-    """Call each operand's function with the gradient that this product gives it, when it does: once a backward.
+    """Call each operand's function with the gradient from this product, once per backward.
 
     Args:
-        y: what a linear has just given.
-        operands: what it was computed of. Left out are those without a gradient, and those not found behind y.
+        y: output of a linear.
+        operands: (tensor, function) pairs of its inputs. Tensors without a gradient, or not found behind y,
+            are skipped.
     """
     if y.grad_fn is None:
         return
-    wanted = {}
+    callbacks = {}
     for operand, shown in operands:
         if operand.requires_grad:
             edge = get_gradient_edge(operand)
-            wanted[edge.node, edge.output_nr] = shown
-    for node in _behind(y.grad_fn, {node for node, _ in wanted}):
-        found = [(place, wanted[edge]) for place, edge in enumerate(node.next_functions) if edge in wanted]
+            callbacks[edge.node, edge.output_nr] = shown
+    for node in _nodes_between(y.grad_fn, {node for node, _ in callbacks}):
+        found = [
+            (place, callbacks[edge]) for place, edge in enumerate(node.next_functions) if edge in callbacks
+        ]
         if found:
-            node.register_hook(_showing(found))
+            node.register_hook(_gradient_hook(found))
 
 
-def _showing(found: list[tuple[int, Shown]]) -> Callable[[Any, Any], None]:
+def _gradient_hook(found: list[tuple[int, Shown]]) -> Callable[[Any, Any], None]:
     def show(gradients: tuple[torch.Tensor | None, ...], _: Any) -> None:
         for place, shown in found:
             if (gradient := gradients[place]) is not None:
@@ -50,15 +53,15 @@ def _showing(found: list[tuple[int, Shown]]) -> Callable[[Any, Any], None]:
     return show
 
 
-def _behind(first: Any, ends: set[Any]) -> Iterator[Any]:
-    """The nodes from ``first`` back to ``ends``, which are not among them."""
-    met, layer = {first}, [first]
+def _nodes_between(first: Any, ends: set[Any]) -> Iterator[Any]:
+    """Graph nodes from ``first`` back to ``ends``, excluding ``ends``."""
+    visited, layer = {first}, [first]
     for _ in range(_FARTHEST):
-        ahead = []
+        next_layer = []
         for node in layer:
             yield node
             for before, _ in node.next_functions:
-                if before is not None and before not in met and before not in ends:
-                    met.add(before)
-                    ahead.append(before)
-        layer = ahead
+                if before is not None and before not in visited and before not in ends:
+                    visited.add(before)
+                    next_layer.append(before)
+        layer = next_layer

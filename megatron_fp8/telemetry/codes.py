@@ -1,6 +1,7 @@
 """Effects of quantisation on a matrix: underflow, saturation, error, scales.
 
-``measure_codes`` is torch's way, on any device; on CPUs with a compiler statistics.py has kernels/cpu/figures.py do it.
+``measure_codes`` uses torch operations and runs on any device. On CPUs with a compiler statistics.py uses
+kernels/cpu/figures.py instead.
 """
 
 from __future__ import annotations
@@ -17,54 +18,54 @@ from ..numerics.subnormals import keeping_subnormals
 from ..tensor import QuantizedSide, scale_blocks_
 
 _BEYOND = 1 + 2.0**-21
-"""A scale and its inverse are rounded, so the element that made the scale can lie beyond the largest code by this."""
+"""Scale and inverse are rounded, so the element with the amax may exceed the largest code by this factor."""
 
 
 def side_of(quantized: QuantizedSide, shape: torch.Size, *, columnwise: bool) -> Side:
-    """One side of what was made of a matrix of this shape, as that matrix lies.
+    """One side of a quantised matrix of this shape, in the matrix's own orientation.
 
     Args:
-        columnwise: the side holds codes [cols, rows].
+        columnwise: the side's codes are [cols, rows].
 
     Raises:
-        ValueError: the codes are not of this shape.
+        ValueError: the codes have another shape.
     """
-    made, scale, granularity = quantized.codes, quantized.float_scale_inv(), quantized.granularity
+    codes, scale, granularity = quantized.codes, quantized.float_scale_inv(), quantized.granularity
     block = (granularity.rows, granularity.cols)
     if columnwise:
-        made, scale, block = made.t(), scale.t() if scale.ndim == 2 else scale, block[::-1]
-    if made.shape != shape:
+        codes, scale, block = codes.t(), scale.t() if scale.ndim == 2 else scale, block[::-1]
+    if codes.shape != shape:
         raise ValueError(
-            f"codes of shape {tuple(made.shape)} were not made of values of shape {tuple(shape)}"
+            f"codes of shape {tuple(codes.shape)} were not made of values of shape {tuple(shape)}"
         )
-    return Side(made.contiguous(), scale.contiguous(), block)
+    return Side(codes.contiguous(), scale.contiguous(), block)
 
 
 @keeping_subnormals
 def measure_codes(x: torch.Tensor, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
-    """Figures of x [rows, cols] and of one side of what was made of it; elements of x that are NaN or Inf are left out.
+    """Quantisation statistics of x [rows, cols] and one side of its codes. Ignores NaN and Inf in x.
 
     Returns:
-        float64 [3]: the sum of squared errors, the number of underflows and of overflows; and float64 [2]: the largest
-        scale_inv and the negative of the smallest (-Inf where there is none).
+        float64 [3]: sum of squared errors, number of underflows, number of overflows. And float64 [2]: the
+        largest scale_inv and the negated smallest (-Inf if there is none).
     """
     sums = torch.zeros(3, dtype=torch.float64, device=x.device)
     if x.numel() == 0:
         return sums, torch.full((2,), -math.inf, dtype=torch.float64, device=x.device)
-    made, scale, granularity = side.made, side.scale, Granularity(*side.block)
+    codes, scale, granularity = side.made, side.scale, Granularity(*side.block)
     smallest, largest = scale.aminmax()
     unit = granularity.rows or 1  # chunks hold whole blocks
     for part in chunks(-(-x.shape[0] // unit), x.numel(), x.device):
         rows = slice(unit * part.start, unit * part.stop)
         of_part = (scale[part] if granularity.rows else scale).to(torch.float64)
-        sums += _chunk(x[rows], made[rows], of_part, granularity, torch.finfo(made.dtype).max)
+        sums += _chunk(x[rows], codes[rows], of_part, granularity, torch.finfo(codes.dtype).max)
     return sums, torch.stack([largest, -smallest]).to(torch.float64)
 
 
 def _chunk(
     x: torch.Tensor, made: torch.Tensor, scale: torch.Tensor, granularity: Granularity, fp8_max: float
 ) -> torch.Tensor:
-    """The three sums of some rows; scale is float64."""
+    """The three sums over a chunk of rows; scale is float64."""
     values = x.to(torch.float64)
     finite = values.isfinite()
     values = torch.where(finite, values, 0.0)
@@ -76,7 +77,7 @@ def _chunk(
 
 
 def _scaled(values: torch.Tensor, scale: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-    """values [rows, cols], in place, times the scale of their block."""
-    if granularity.rows == 0:  # one scale for each column, or for all
+    """Multiplies values [rows, cols] in place by the scale of their block."""
+    if granularity.rows == 0:  # one scale per column, or one for all
         return values.mul_(scale)
     return scale_blocks_(values, scale, granularity)

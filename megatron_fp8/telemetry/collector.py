@@ -1,16 +1,20 @@
-"""Measures one FP8 state's tensors in some iterations, and sums over ranks.
+"""Measures the tensors of one FP8 state in selected iterations, summed over ranks.
 
-A piece of a tensor is measured where the observer is told of it, inside forward or backward: what is kept are two short
-vectors a tensor (statistics.py), and no tensor. In iterations that are not measured it returns at once.
+Each piece of a tensor is measured when the observer is called, inside forward or backward. Only two short
+vectors per tensor are stored (statistics.py), no tensors. Outside measured iterations the observer returns at
+once.
 
-What is measured, and of which events it is made:
+What is measured, and by which events:
 
-    input, grad_output   casts; where no GEMM of the site quantises them, the operands of its products
-    weight               once an iteration: its cast, its operand, or the masters of one that lives as FP8 (stored.py)
-    output, dgrad, wgrad the products, on this rank alone: the terms of a sum over tensor-parallel ranks are 'partial'
-    all of them          of a site in high precision: its operands, its result, and what autograd shows (autograd.py)
+    input, grad_output   casts; operands of the GEMMs if none quantises them
+    weight               once an iteration: its cast, its operand, or the masters of an FP8 parameter
+        (stored.py)
+    output, dgrad, wgrad the products, on this rank only: terms of a sum over tensor-parallel ranks are
+        'partial'
+    all of them          for a site in high precision: operands, result, and gradients from autograd
+        (autograd.py)
 
-A tensor that is cast twice, with two rules for two GEMMs, has a second row, 'input.wgrad', for the second codes.
+A tensor that is cast twice, by two rules for two GEMMs, has a second row for the second codes: 'input.wgrad'.
 """
 
 from __future__ import annotations
@@ -49,8 +53,8 @@ _PARTIAL = {("row", "output"), ("column", "dgrad")}
 
 
 class _Asked(NamedTuple):
-    """What is measured of a row, and where its sums and extremes stand among those of all rows. Behind its extremes is a
-    place for whether it is partial."""
+    """What to measure for a row, and the slices of its sums and extremes in the vectors of all rows. The element after
+    its extremes is a flag for partial values."""
 
     layout: Layout
     sums: slice
@@ -59,14 +63,14 @@ class _Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class _Table:
-    """All rows of an iteration, in an order that all ranks have; none if it is not measured."""
+    """All rows of an iteration, in the same order on all ranks; empty if the iteration is not measured."""
 
     rows: Mapping[Row, _Asked]
     sums: int
     extremes: int
 
     def empty(self, device: torch.device) -> Measured:
-        """What was measured of nothing, of all rows."""
+        """Initial vectors of all rows, before any measurement."""
         return Measured(
             torch.zeros(self.sums, dtype=torch.float64, device=device),
             torch.full((self.extremes,), -math.inf, dtype=torch.float64, device=device),
@@ -74,15 +78,16 @@ class _Table:
 
 
 class Collector:
-    """Watches one state.
+    """Observes one state.
 
     Args:
-        state: the model's.
-        sites: name -> what gives this rank's site, as it is now.
-        agreed: what ranks have told each other of the sites.
-        settings: what to measure, when.
-        group: the ranks whose figures are added up; None: this process alone.
-        deliver: told of a measured iteration's number (from 1) and its records, at its end, on every rank.
+        state: the model's state.
+        sites: name -> function that returns this rank's current site.
+        agreed: the ranks' agreement on sites.
+        settings: what to measure, and when.
+        group: ranks whose statistics are summed; None: this process only.
+        deliver: called at the end of a measured iteration, on every rank, with its number (from 1) and its
+            records.
     """
 
     def __init__(
@@ -98,42 +103,42 @@ class Collector:
         self._sites, self._group, self._deliver = sites, group, deliver
         self._tables: dict[tuple[bool, ...], _Table] = {}
         self._iteration, self._table = -1, _Table({}, 0, 0)
-        self._found: Measured | None = None  # of all rows
-        self._weights: set[Row] = set()  # that were measured
+        self._found: Measured | None = None  # all rows
+        self._weights: set[Row] = set()  # measured in this iteration
         self._partial: set[Row] = set()
         self._had_dgrad: set[str] = set()
-        self._fused: set[str] = set()  # sites whose wgrad went into main_grad at once
+        self._fused: set[str] = set()  # sites whose GEMM adds wgrad to main_grad
         self._unseen = Unseen()
         self._histories = Histories(state) if "fp8_delayed_scaling" in settings.what_if else None
 
-    # ------------------------------------------------------------------------------------------------------ what passes
+    # ---------------------------------------------------------------------------------------------------------- events
 
     def wants(self, iteration: int) -> bool:
-        """Whether anything is measured in this iteration, counted from 0."""
+        """Whether this iteration, counted from 0, is measured."""
         if iteration != self._iteration:
             self._iteration, self._table = iteration, self._table_of(iteration + 1)
             self._clear()
         return bool(self._table.rows)
 
     def cast(self, seen: SeenCast) -> None:
-        """A piece of an operand, and its codes."""
+        """A piece of an operand, with its codes."""
         if seen.recorded:
             self._operand(_row_of(seen.slot), lambda: seen.x, {"": seen.done.tensor}, shard=seen.shard)
 
     def stored(self, slot: str, weight: torch.Tensor) -> None:
-        """A weight that lives as FP8: the values that it was cast from."""
+        """An FP8 parameter: measures the values that its codes were cast from."""
         row = _row_of(slot)
         if row not in self._table.rows or row in self._weights:
             return
         assert isinstance(weight, Fp8Parameter)
         self._weights.add(row)
-        wanted = self._table.rows[row].layout.directions.get("", "rowwise")
-        values, codes, whole = held(weight, columnwise=wanted != "rowwise")
+        columnwise = self._table.rows[row].layout.directions.get("", "rowwise")
+        values, codes, whole = held(weight, columnwise=columnwise != "rowwise")
         if values.numel() and (not whole or self.agreed.mine[row[0]].weight):
             self._measure(row, values, {} if codes is None else {"": codes})
 
     def product(self, seen: SeenProduct) -> None:
-        """A product, and those of its operands that no GEMM of the site quantises."""
+        """A product, and its operands that no GEMM of the site quantises."""
         if not seen.recorded:
             return
         site, tensor = _site_of(seen.site), PRODUCTS[seen.gemm]
@@ -146,12 +151,12 @@ class Collector:
         elif seen.gemm == "dgrad":
             self._had_dgrad.add(site)
             self._plain(site, "grad_output", seen.a)
-        elif site not in self._had_dgrad:  # else dgrad's operand was the same gradient
+        elif site not in self._had_dgrad:  # otherwise dgrad's operand was the same gradient
             self._plain(site, "grad_output", seen.a, turned=True)
         self._measure((site, tensor), seen.y)
 
     def high_precision(self, seen: SeenLinear) -> None:
-        """A site that runs in the model's own dtype: what it reads and gives, and, when its backward comes, the rest."""
+        """A site in the model's own dtype: measures its operands and result, and its gradients during backward."""
         site, x, weight, y = _site_of(seen.site), seen.x, seen.weight, seen.y
         counts = self.agreed.mine.get(site)
         if counts is None:
@@ -165,31 +170,31 @@ class Collector:
         if y.requires_grad:
             iteration = self.state.iteration
             y.register_hook(partial(self._late, iteration, (site, "grad_output"), True))
-            # Megatron-Core has summed a column's dgrad over ranks here, unless each of them keeps its shard.
+            # Megatron-Core has summed the dgrad of a column-parallel linear here, except with sequence parallelism.
             counted = counts.kind != "column" or seen.shard or counts.tokens
             dgrad = partial(self._late, iteration, (site, "dgrad"), counted)
             wgrad = partial(self._wgrad, iteration, (site, "wgrad"), weight)
             show_gradients(y, [(x, dgrad), (weight, wgrad)])
 
     def ended(self, iteration: int) -> None:
-        """Add up all ranks' figures, and deliver the records. Collective over the group in measured iterations."""
+        """Sum the statistics over ranks, and deliver the records. Collective over the group in measured iterations."""
         if self._histories is not None:
             self._histories.update()
         if self.wants(iteration):
             records = self._records(iteration + 1)
-            # The first rank knows what all have measured; what was fused each knows of its own.
-            asked = self._table.rows if self.agreed.rank == 0 else ()
-            self._unseen.look(iteration + 1, asked, records, self._fused)
+            # The first rank reports missing statistics of all ranks; each rank reports its own fused wgrads.
+            requested_rows = self._table.rows if self.agreed.rank == 0 else ()
+            self._unseen.look(iteration + 1, requested_rows, records, self._fused)
             self._deliver(iteration + 1, records)
         self._clear()
 
-    # ------------------------------------------------------------------------------------------------------- what is kept
+    # ------------------------------------------------------------------------------------------------------ accumulation
 
     def _clear(self) -> None:
         self._found, self._weights, self._partial, self._had_dgrad = None, set(), set(), set()
 
     def _table_of(self, iteration: int) -> _Table:
-        """What is measured of this iteration, counted from 1."""
+        """The rows to measure in this iteration, counted from 1."""
         due = tuple(selection.measures(iteration) for selection in self.settings.selections)
         if due not in self._tables:
             rows: dict[Row, _Asked] = {}
@@ -208,9 +213,9 @@ class Collector:
         return self._tables[due]
 
     def _plain(self, site: str, role: str, operand: Operand, *, turned: bool = False) -> None:
-        """An operand of a product, where no GEMM of its site quantises it."""
-        known = self._sites.get(site)
-        if isinstance(operand, torch.Tensor) and known is not None and not known().casts[role].quantizers:
+        """An operand of a product that no GEMM of its site quantises."""
+        site_of = self._sites.get(site)
+        if isinstance(operand, torch.Tensor) and site_of is not None and not site_of().casts[role].quantizers:
             self._operand((site, role), lambda: operand.t() if turned else operand)
 
     def _operand(
@@ -221,7 +226,7 @@ class Collector:
         *,
         shard: bool = False,
     ) -> None:
-        """A piece of 'input', 'weight' or 'grad_output', if this rank counts it; a weight once an iteration."""
+        """Measures a piece of 'input', 'weight' or 'grad_output' if this rank counts it; a weight once an iteration."""
         counts = self.agreed.mine.get(row[0])
         role = row[1].partition(".")[0]
         if row not in self._table.rows or counts is None or row in self._weights:
@@ -231,21 +236,23 @@ class Collector:
             self._measure(row, x(), codes)
 
     def _measure(self, row: Row, x: torch.Tensor, codes: Mapping[str, Float8Tensor] | None = None) -> None:
-        """Add the figures of a piece to those of its row."""
-        asked = self._table.rows.get(row)
-        if asked is None or row[0] not in self.agreed.mine:
+        """Add the statistics of a piece to its row."""
+        row_layout = self._table.rows.get(row)
+        if row_layout is None or row[0] not in self.agreed.mine:
             return
         with torch.no_grad():
             x = in_memory(x)
             x = x.reshape(-1, x.shape[-1])
-            found = measure(x, asked.layout, {**(codes or {}), **self._what_ifs(row, x, codes, asked.layout)})
+            found = measure(
+                x, row_layout.layout, {**(codes or {}), **self._what_ifs(row, x, codes, row_layout.layout)}
+            )
             all_rows = self._all_rows()
-            all_rows.sums[asked.sums] += found.sums.to(self.state.device)
-            extremes = all_rows.extremes[asked.extremes]
+            all_rows.sums[row_layout.sums] += found.sums.to(self.state.device)
+            extremes = all_rows.extremes[row_layout.extremes]
             torch.maximum(extremes, found.extremes.to(self.state.device), out=extremes)
 
     def _all_rows(self) -> Measured:
-        """What was measured of all rows so far."""
+        """The accumulated vectors of all rows."""
         if self._found is None:
             self._found = self._table.empty(self.state.device)
         return self._found
@@ -253,10 +260,10 @@ class Collector:
     def _what_ifs(
         self, row: Row, x: torch.Tensor, codes: Mapping[str, Float8Tensor] | None, layout: Layout
     ) -> dict[str, Float8Tensor]:
-        """The codes that other recipes would have made of a piece."""
+        """The codes that other recipes would give for a piece."""
         role = row[1].partition(".")[0]
-        own = (codes or {}).get("")
-        fmt = None if own is None else next(side.fmt for side in own.sides if side is not None)
+        own_codes = (codes or {}).get("")
+        fmt = None if own_codes is None else next(side.fmt for side in own_codes.sides if side is not None)
         found = {}
         for prefix, direction in layout.directions.items():
             if not prefix or role not in READERS:
@@ -268,7 +275,7 @@ class Collector:
         return found
 
     def _late(self, iteration: int, row: Row, counted: bool, gradient: torch.Tensor) -> None:
-        """A gradient that autograd shows, of a forward in this iteration."""
+        """A gradient from autograd, for a forward of this iteration."""
         if iteration != self.state.iteration:
             return
         if row[1] == "grad_output":
@@ -277,7 +284,7 @@ class Collector:
             self._measure(row, gradient)
 
     def _wgrad(self, iteration: int, row: Row, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """As ``_late``, unless the product went into main_grad at once: then the gradient is a dummy."""
+        """As ``_late``, unless the GEMM has added the product to main_grad: then the gradient is a dummy."""
         if not getattr(weight, "grad_added_to_main_grad", False):
             self._late(iteration, row, True, gradient)
         elif row in self._table.rows:
@@ -286,7 +293,7 @@ class Collector:
     # --------------------------------------------------------------------------------------------------------- the end
 
     def _records(self, iteration: int) -> Records:
-        """The records of a measured iteration, of all ranks' sites: one SUM and one MAX over the group."""
+        """The records of a measured iteration for all ranks' sites: one SUM and one MAX all-reduce."""
         all_rows = self._all_rows()
         for row in self._partial & self._table.rows.keys():
             all_rows.extremes[self._table.rows[row].extremes.stop] = 1
@@ -297,7 +304,7 @@ class Collector:
         records: Records = []
         for (site, tensor), (layout, sums, extremes) in self._table.rows.items():
             of_row = total[sums]
-            if of_row[0]:  # how many elements there are
+            if of_row[0]:  # number of elements
                 record: dict[str, Any] = {"iteration": iteration, "site": site, "tensor": tensor}
                 if most[extremes.stop] > 0:
                     record["partial"] = True
@@ -306,16 +313,16 @@ class Collector:
 
 
 ROWS = (*TENSORS, *(f"{role}.{readers[1]}" for role, readers in READERS.items()))
-"""The tensors of a site, and the second codes of those that are cast twice."""
+"""The tensors of a site, and rows for the second codes of tensors that are cast twice."""
 
 
 def _site_of(name: str) -> str:
-    """A site's own name: without '@' and what fp8_autocast puts behind it."""
+    """A site's name without '@' and the recipe from fp8_autocast after it."""
     return name.partition("@")[0]
 
 
 def _row_of(slot: str) -> Row:
-    """The row of a slot, SITE.ROLE or SITE.ROLE.GEMM."""
+    """The row of a slot named SITE.ROLE or SITE.ROLE.GEMM."""
     site, _, last = slot.rpartition(".")
     if last in READERS:
         return _site_of(site), last

@@ -1,4 +1,4 @@
-"""``diagnose(model, loss_of, batches)``: what FP8 costs a model, and where."""
+"""diagnose: measures what FP8 costs a model, and at which sites."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ BUDGET = 1500
 
 @dataclass
 class Diagnosis:
-    """What was found.
+    """Result of a diagnosis.
 
     Attributes:
         ranking: findings, worst first: sites, and GEMMs and operands of the worst.
-        overrides: for Fp8Config(overrides=...) and ``fp8_overrides``; empty where nothing stands out.
-        verdict: the same in words.
-        clean: nothing stands out, in no batch is the plan far off, and that could be measured.
+        overrides: for Fp8Config(overrides=...) and ``fp8_overrides``; empty if nothing stands out.
+        verdict: the result in words.
+        clean: nothing stands out, the plan is far off in no batch, and this could be measured.
         losses: in high precision, by batch.
-        gradient_noise: how far batches' gradients are from their mean, relative to its norm.
-        passes: how many were run.
-        attribution: all figures, None where high precision is not finite or has no gradient.
-        cure: what the overrides give back.
+        gradient_noise: distance of the batches' gradients from their mean, relative to its norm.
+        passes: number of passes run.
+        attribution: all measurements; None if high precision is not finite or has no gradient.
+        cure: what the overrides recover.
     """
 
     ranking: list[Finding]
@@ -79,27 +79,28 @@ def diagnose(
     limits: Limits | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Diagnosis:
-    """Measure what FP8 costs a model: each site alone in FP8 and in high precision, and the parts of the worst.
+    """Measure what FP8 costs a model: each site alone in FP8 with the rest in high precision, and the parts
+    of the worst sites.
 
-    The model comes back as it was, bit for bit: parameters, buffers, gradients, random state, histories, modes, hooks.
+    Restores the model bit for bit: parameters, buffers, gradients, random state, histories, modes, hooks.
 
     Args:
-        model: converted (``convert_to_fp8``) or built of FP8 layers, in this process; its training as it stands, delayed
-            histories included. Dropout is on.
+        model: converted (``convert_to_fp8``) or built from FP8 layers, in this process, with its current
+            training state and delayed histories. Dropout is on.
         loss_of: (model, batch) -> the loss, a scalar tensor.
-        batches: at least four; the same ones are used for everything. More make smaller costs visible.
-        optimizer: Adam or AdamW, whose next update is then looked at too.
-        share: of what stands out costs, how much the overrides must give back; above 0, at most 1.
-        budget: how many passes (forward and backward of a batch) may be run. With too few for every site, groups of
-            layers are measured first, and then the sites of the worst.
-        good_loss: a loss that the training had before; the verdict says if high precision is worse now.
-        limits: when a site stands out.
-        progress: told after each pass.
+        batches: at least four, used for all measurements. More batches detect smaller costs.
+        optimizer: Adam or AdamW; its next update is examined too.
+        share: share of the detected cost that the overrides must recover; above 0, at most 1.
+        budget: number of passes (forward and backward of a batch). If it is too small for every site, groups
+            of layers are measured first, then the sites of the worst groups.
+        good_loss: an earlier loss of the training; the verdict says if high precision is worse now.
+        limits: thresholds beyond which a site stands out.
+        progress: called after each pass.
 
     Memory: a copy of the gradient for each batch, and three more.
 
-    Raises ValueError: no FP8 site, too few batches, a loss that is no scalar, a ``loss_of`` that changes parameters or
-    their gradients, weights that live as FP8 or are sharded.
+    Raises ValueError: no FP8 site, too few batches, a loss that is not a scalar, a ``loss_of`` that changes
+    parameters or gradients, FP8 parameters, or sharded weights.
     """
     subject = ModuleSubject(model, loss_of, batches, optimizer)
     with as_it_was(subject.model, subject.sites):
@@ -114,7 +115,7 @@ def diagnose_subject(
     limits: Limits,
     progress: Callable[[Progress], None],
 ) -> Diagnosis:
-    """As ``diagnose``, of a model that somebody else puts back."""
+    """As ``diagnose``, but the caller restores the model."""
     if not 0 < share <= 1:
         raise ValueError(f"share={share!r}: a number above 0 and at most 1 is needed")
     least = subject.batches * 8
@@ -124,16 +125,16 @@ def diagnose_subject(
         )
     experiments = Experiments(subject, budget, progress)
     if experiments.useless is not None:
-        said = bad_in_high_precision(experiments.useless)
-        return Diagnosis([], {}, said, False, experiments.losses, 0.0, experiments.passes, None, Cure())
+        text = bad_in_high_precision(experiments.useless)
+        return Diagnosis([], {}, text, False, experiments.losses, 0.0, experiments.passes, None, Cure())
     found = attribute(experiments, limits)
     cured = cure(experiments, found, share)
-    said = verdict(found, cured, experiments.losses, experiments.gradient_noise, good_loss)
+    text = verdict(found, cured, experiments.losses, experiments.gradient_noise, good_loss)
     clean = not any(finding.stands_out for finding in found.findings) and far_off(found, limits) is None
     return Diagnosis(
         found.findings,
         cured.overrides,
-        said,
+        text,
         clean,
         experiments.losses,
         experiments.gradient_noise,

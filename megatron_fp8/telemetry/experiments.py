@@ -15,12 +15,12 @@ from .subject import Gradients, Pass, Subject, Table
 from .variants import Variant, Variants, installed
 
 LEAST_BATCHES = 4
-"""Fewer say nothing about the spread of their differences."""
+"""Minimum for an estimate of the spread."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a diagnosis is: passes done, about how many there will be, seconds left by the time of those done."""
+    """Progress of a diagnosis: passes done, estimated total, estimated seconds left."""
 
     done: int
     expected: int
@@ -29,18 +29,18 @@ class Progress:
 
 
 class Experiments:
-    """Runs variants of a subject; the first is high precision, which all are compared with.
+    """Runs variants of a subject. The first variant is high precision, the reference for all others.
 
     Args:
-        subject: of at least four batches.
-        budget: how many passes (a forward and a backward of one batch) may be run.
-        progress: told after each pass.
+        subject: a model with at least four batches.
+        budget: number of passes (a forward and a backward of one batch).
+        progress: called after each pass.
 
-    The gradients in high precision are kept, one copy for each batch. ``losses``: in high precision; ``useless``: which
-    of the losses and gradients are NaN or Inf, or that all gradients are zero; ``gradient_noise``: how far batches'
-    gradients are from their mean, relative.
+    The gradients in high precision are stored, one copy per batch. ``losses``: in high precision.
+    ``useless``: text on losses or gradients that are NaN or Inf, or on all-zero gradients.
+    ``gradient_noise``: relative distance of the batches' gradients from their mean.
 
-    Raises ValueError: too few batches; something runs in FP8 that no variant changes.
+    Raises ValueError: too few batches; an FP8 GEMM ran that no variant changes.
     """
 
     def __init__(self, subject: Subject, budget: int, progress: Callable[[Progress], None] = lambda _: None):
@@ -63,11 +63,11 @@ class Experiments:
 
     @property
     def left(self) -> int:
-        """How many variants the budget has room for."""
+        """Number of variants that the budget still allows."""
         return (self.budget - self.passes) // self.subject.batches
 
     def measure(self, variant: Variant) -> Measured:
-        """Run a variant on all batches, unless that was done."""
+        """Run a variant on all batches; cached."""
         if variant.key not in self._measured:
             self._measured[variant.key] = self._measure(variant)
         return self._measured[variant.key]
@@ -76,8 +76,8 @@ class Experiments:
         done = self._pass(self.variants.high_precision, batch)
         if done.fp8_gemms:
             raise ValueError(
-                "layers run in FP8 that the model's plan does not speak of (fp8_autocast(recipe=...) in loss_of?): what"
-                " they cost cannot be told"
+                "layers run in FP8 that are not in the model's plan (fp8_autocast(recipe=...) in loss_of?): their cost"
+                " cannot be measured"
             )
         return done
 
@@ -94,7 +94,7 @@ class Experiments:
         return None
 
     def _of_weights(self) -> str:
-        """Says which weights are NaN or Inf themselves."""
+        """Text that names the weights with NaN or Inf."""
         found = self.subject.not_finite()
         named = [f"{name} ({int(count)} of its values)" for name, (count,) in found.items()]
         more = f" and {len(named) - 3} more" if len(named) > 3 else ""
@@ -107,7 +107,7 @@ class Experiments:
         return total
 
     def _add_share(self, total: Gradients, gradients: Gradients) -> None:
-        """A batch's share of a mean over batches."""
+        """Add a batch's part of a mean over batches to the total."""
         for name, gradient in gradients.items():
             share = gradient.to(torch.float32) / self.subject.batches
             total[name] = total[name].add_(share) if name in total else share
@@ -116,7 +116,7 @@ class Experiments:
         return {name: (row[1],) for name, row in sums_of({}, done.gradients).items()}
 
     def _gradient_noise(self) -> float:
-        """Norm of the differences of batches' gradients from their mean, over that of the mean."""
+        """Norm of the deviations of batches' gradients from their mean, relative to the mean's norm."""
         rows: dict[str, list[float]] = {}
         for done in self._reference:
             for name, row in sums_of(done.gradients, self._mean).items():
@@ -141,7 +141,8 @@ class Experiments:
         return Measured(variant.name, losses, tables, means, updates, self.losses)
 
     def _updates(self, gradients: Gradients, means: Table, column: int) -> Gradients:
-        """The optimizer's, by gradients whose squares are that column of the sums over all ranks."""
+        """The optimizer's updates for these gradients. Their squared norms are that column of the sums over all
+        ranks."""
         norm = math.sqrt(sum(row[column] for row in means.values()))
         updates = {name: self.subject.update_of(name, gradient, norm) for name, gradient in gradients.items()}
         return {name: update for name, update in updates.items() if update is not None}
@@ -158,15 +159,15 @@ class Experiments:
         return done
 
     def expect(self, variants: int) -> None:
-        """Say how many more variants will be run, for the time left."""
+        """Announce more variants, for the estimate of the time left."""
         self.expected = min(self.budget, self.passes + variants * self.subject.batches)
 
 
 def counted_parameters(bf16: Measured) -> list[str]:
-    """The parameters whose gradient rounding to BF16 leaves worth something."""
+    """Parameters whose gradient is still meaningful after rounding to BF16."""
     return [name for name, error in bf16.errors().items() if error < WORTHLESS]
 
 
 def mean_loss(losses: tuple[float, ...]) -> float:
-    """Of the batches."""
+    """The mean over batches."""
     return fmean(losses)

@@ -1,7 +1,7 @@
-"""The first bad iteration of a site's tensor, and the reason.
+"""Detects the first iteration in which a site's tensor exceeds a limit.
 
-It looks at three statistics, as far as they are measured. The limits are far from what training in good health shows:
-they find what ruins a run, and not what costs a little precision.
+It checks three statistics, if they are measured. The limits are far from values of normal training: they
+detect what ruins a run, not a small loss of precision.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 LIMITS = {"nonfinite": 0.0, "overflows%": 1.0, "underflows%": 50.0}
-"""Statistic -> the largest value of a tensor in good health. Percent of the values; nonfinite is a count."""
+"""Statistic -> its largest acceptable value. Percent of the values; nonfinite is a count."""
 
 REASONS = {"nonfinite": "non-finite", "overflows%": "saturation", "underflows%": "underflow"}
-"""Statistic -> the word for a value beyond its limit."""
+"""Statistic -> the reason reported for a value above its limit."""
 
 
 class FirstBad:
-    """Remembers the first iteration at which each tensor went bad, for each reason.
+    """Remembers the first iteration in which each tensor exceeded each limit.
 
     Args:
-        records: of earlier iterations, as telemetry.jsonl has them: what they tell is known.
+        records: records of earlier iterations, as in telemetry.jsonl; their findings are not reported again.
     """
 
     def __init__(self, records: Iterable[Mapping[str, Any]] = ()):
@@ -31,8 +31,8 @@ class FirstBad:
                 self.found.setdefault((record["site"], record["tensor"], reason), record["iteration"])
 
     def look(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The records of tensors that are beyond a limit for the first time; their 'went_bad' lists the reasons."""
-        fresh = []
+        """The records with a tensor above a limit for the first time. Sets their 'went_bad' to a list of reasons."""
+        first_records = []
         for record in records:
             bad = []
             for statistic, limit in LIMITS.items():
@@ -42,12 +42,12 @@ class FirstBad:
                     bad.append(REASONS[statistic])
             if bad:
                 record["went_bad"] = bad
-                fresh.append(record)
-        return fresh
+                first_records.append(record)
+        return first_records
 
 
 def told(fresh: list[dict[str, Any]]) -> str:
-    """A line for people about what went bad in an iteration (at least one record)."""
+    """One log line on the tensors that first exceeded a limit in an iteration (at least one record)."""
     first = fresh[0]
     statistic = next(name for name, reason in REASONS.items() if reason == first["went_bad"][0])
     value = f"{first[statistic]:.4g}{'%' if statistic.endswith('%') else ' values'}"

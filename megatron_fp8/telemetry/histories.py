@@ -1,4 +1,4 @@
-"""Amax histories of delayed what-if recipes."""
+"""Amax histories for delayed what-if recipes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .what_if import WhatIfHistory
 
 
 class Histories:
-    """One history for each format of each arena, fed with the arena's own amaxes: those are of all its ranks."""
+    """One history per format and arena, updated with the arena's own amaxes, which are reduced over its ranks."""
 
     def __init__(self, state: Fp8State):
         self._state = state
@@ -19,13 +19,14 @@ class Histories:
         self._known: dict[str, tuple[WhatIfHistory, int]] = {}
 
     def update(self) -> None:
-        """The end of an iteration, when the arenas are settled. Slots that came since get a history of their own."""
+        """Called at the end of an iteration, after the arenas are updated. Creates histories for new slots."""
         self._take_new()
         for arena, index, history in self._kept:
             history.update(arena.last_amax[index])
 
     def scale(self, slot: str) -> torch.Tensor | None:
-        """The delayed scale of what this slot casts; None before its first iteration ended. Reads a value."""
+        """The delayed scale for a slot's next cast; None before its first iteration has ended. Synchronises with the
+        device."""
         if slot not in self._known:
             return None
         history, index = self._known[slot]
@@ -33,11 +34,11 @@ class Histories:
 
     def _take_new(self) -> None:
         for arena in self._state.arenas:
-            fresh: dict[str, tuple[FloatFormat, list[int]]] = {}
+            new_slots: dict[str, tuple[FloatFormat, list[int]]] = {}
             for slot in arena.slots:
                 if slot.name not in self._known:
-                    fresh.setdefault(slot.fmt.name, (slot.fmt, []))[1].append(slot.index)
-            for fmt, index in fresh.values():
+                    new_slots.setdefault(slot.fmt.name, (slot.fmt, []))[1].append(slot.index)
+            for fmt, index in new_slots.values():
                 history = WhatIfHistory(fmt, len(index), arena.device)
                 self._kept.append(
                     (arena, torch.tensor(index, dtype=torch.int64, device=arena.device), history)

@@ -1,13 +1,15 @@
 """Distances of a variant's losses and gradients from high precision.
 
-Differences are paired: the same batch, random numbers and delayed state in both. Of the gradient
+Differences are paired: both runs have the same batch, random numbers and delayed state. Measures of the
+gradient:
 
-* ``gradient_error`` is the norm of the difference over that of the gradient, all parameters together;
-* ``distance`` gives each parameter tensor the same weight: the root mean square of their relative errors, each counted
-  as 1 at most. Adam's update does not know how large a tensor's gradient is, so an error of a small one weighs as much.
-  Tensors whose gradient rounding to BF16 already makes worthless are left out (a bias of attention keys has a gradient
-  of rounding errors alone);
-* ``bias`` is the same norm of the difference's mean over batches: what more data does not average away.
+* ``gradient_error``: norm of the difference over the gradient's norm, over all parameters;
+* ``distance``: root mean square of the parameter tensors' relative errors, each capped at 1, so all tensors
+weigh the same. Adam's update does not depend on the size of a tensor's gradient, so errors of small tensors
+matter as much. Tensors whose gradient is meaningless after rounding to BF16 are excluded (the gradient of an
+attention key bias consists of rounding errors);
+* ``bias``: as gradient_error, for the mean of the difference over batches: the error that more data does not
+average out.
 """
 
 from __future__ import annotations
@@ -22,26 +24,26 @@ import torch
 from .subject import Table
 
 WORTHLESS = 0.1
-"""The relative error by rounding to BF16 beyond which a tensor's gradient says nothing."""
+"""Relative error by rounding to BF16 above which a tensor's gradient is meaningless."""
 
 _T = (63.66, 9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25, 3.17, 3.11, 3.05, 3.01, 2.98, 2.95)
-"""Student's t of 1, 2, ... degrees of freedom that chance exceeds once in 200, on one side."""
+"""Student's t for 1, 2, ... degrees of freedom, one-sided, at 0.5 %."""
 
 
 @dataclass(frozen=True)
 class Paired:
-    """One number for each batch."""
+    """One number per batch."""
 
     values: tuple[float, ...]
 
     @property
     def mean(self) -> float:
-        """Of the batches; not finite if one is not."""
+        """Mean over batches; not finite if any number is not."""
         return fmean(self.values) if all(map(math.isfinite, self.values)) else math.inf
 
     @property
     def spread(self) -> float:
-        """What chance may add to the mean: its standard error times Student's t (one side, 0.5 %)."""
+        """Statistical uncertainty of the mean: standard error times Student's t (one-sided, 0.5 %)."""
         count = len(self.values)
         if not all(map(math.isfinite, self.values)):
             return math.inf
@@ -52,19 +54,20 @@ class Paired:
         return Paired(tuple(a - b for a, b in zip(self.values, other.values, strict=True)))
 
     def times(self, factor: float) -> Paired:
-        """Every number times this."""
+        """Every number times the factor."""
         return Paired(tuple(value * factor for value in self.values))
 
 
 class Measured:
-    """One variant against high precision.
+    """One variant compared with high precision.
 
     Args:
-        name: the variant's.
+        name: name of the variant.
         losses: by batch.
-        tables: by batch: parameter -> (sum of squares of the difference, of the reference, of the variant, of products).
-        means: the same of the means over batches.
-        updates: of the optimizer's updates by those means; empty where the optimizer is not known.
+        tables: by batch: parameter -> sums of squares of the difference, the reference and the variant, and
+            of products.
+        means: the same sums for the means over batches.
+        updates: the same sums for the optimizer's updates by those means; empty if the optimizer is unknown.
         reference: the losses in high precision.
     """
 
@@ -86,20 +89,20 @@ class Measured:
 
     @property
     def finite(self) -> bool:
-        """Whether all losses and gradients are."""
+        """Whether all losses and gradients are finite."""
         return all(map(math.isfinite, self.losses)) and all(
             math.isfinite(sums[2]) for table in self.tables for sums in table.values()
         )
 
     def errors(self) -> dict[str, float]:
-        """Parameter -> relative error of its gradient, the root mean square over batches."""
+        """Parameter -> relative error of its gradient, root mean square over batches."""
         return {
             name: math.sqrt(fmean(_error([table[name]]) ** 2 for table in self.tables))
             for name in self.tables[0]
         }
 
     def distances(self, counted: Sequence[str]) -> Paired:
-        """By batch, over these parameters; 1 at most."""
+        """Distance by batch, over these parameters; at most 1."""
         if not counted:
             return Paired(tuple(min(error, 1.0) for error in self.gradient_errors.values))
         found = []
@@ -130,15 +133,15 @@ def _cosine(sums: object) -> float:
 
 
 def sums_of(variant: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> Table:
-    """Parameter -> the four sums of Measured, float64; a gradient that one of the two lacks is zero."""
+    """Parameter -> the four sums of Measured, float64. A gradient missing from one side counts as zero."""
     names = list(dict.fromkeys([*reference, *variant]))
     rows = []
     for name in names:
         v, r = variant.get(name), reference.get(name)
-        either = r if v is None else v
-        assert either is not None
-        v = (torch.zeros_like(either) if v is None else v).float()
-        r = (torch.zeros_like(either) if r is None else r).float()
+        present = r if v is None else v
+        assert present is not None
+        v = (torch.zeros_like(present) if v is None else v).float()
+        r = (torch.zeros_like(present) if r is None else r).float()
         rows.append(torch.stack([_norm(v - r), _norm(r), _norm(v), (v * r).sum(dtype=torch.float64)]))
     values = torch.stack(rows).tolist() if rows else []
     return {name: (d * d, r * r, v * v, vr) for name, (d, r, v, vr) in zip(names, values, strict=True)}

@@ -1,11 +1,12 @@
-"""The statistics by name, as data: definition, source, inputs.
+"""Registry of statistics by name: definition, source, inputs.
 
-A name is written as Transformer Engine's debug features write it, so that dashboards carry over::
+Names follow Transformer Engine's debug features, so that dashboards carry over::
 
     [RECIPE_] STATISTIC [_columnwise]        mxfp8_underflows%    scale_inv_min_columnwise
 
-RECIPE_ asks what the codes would be in another recipe (WHAT_IF); without it they are the run's own. ``_columnwise`` means
-the codes of the transposed matrix, which are others where a scale belongs to a row or to a 1-wide block.
+The prefix RECIPE_ selects the codes of another recipe (WHAT_IF); without it they are the run's own.
+``_columnwise`` selects the codes of the transposed matrix, which differ if a scale belongs to a row or to a
+1-wide block.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TE_TENSORS = {
     "dgrad": "dgrad",
     "wgrad": "wgrad",
 }
-"""Transformer Engine's names of the tensors -> ours."""
+"""Transformer Engine's tensor names -> ours."""
 
 WHAT_IF = {
     "fp8_current_scaling": "tensorwise",
@@ -39,7 +40,7 @@ WHAT_IF = {
     "mxfp8": "mxfp8",
     "fp8_rowwise_scaling": "rowwise",
 }
-"""Prefix of a name -> the recipe that it asks about. The last is ours, the others are Transformer Engine's."""
+"""Prefix of a name -> recipe. The last is ours, the others are Transformer Engine's."""
 
 TE, OURS = "Transformer Engine", "ours"
 
@@ -49,11 +50,11 @@ class Statistic:
     """One statistic.
 
     Attributes:
-        name: as users and records have it, without prefix and suffix.
+        name: its name in settings and records, without prefix and suffix.
         meaning: its definition, in one sentence.
-        source: whose definition it is.
-        needs: 'values', or 'codes' (the values and the codes that were made of them).
-        differs: where Transformer Engine's figure is another; '' where it is not.
+        source: where the definition comes from.
+        needs: 'values', or 'codes' (values and their codes).
+        differs: how Transformer Engine's definition differs; '' if it does not.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Statistic:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The tensors that have it."""
+        """The tensors for which it is defined."""
         return TENSORS if self.needs == "values" else QUANTIZED
 
 
@@ -129,7 +130,7 @@ STATISTICS = (
     ),
     Statistic("nonfinite", "How many values are NaN or Inf.", OURS, "values"),
 )
-"""Every statistic there is."""
+"""All statistics."""
 
 BY_NAME = {statistic.name: statistic for statistic in STATISTICS}
 
@@ -139,25 +140,25 @@ _COLUMNWISE = "_columnwise"
 _ONE_DIRECTION = ("fp8_current_scaling", "fp8_delayed_scaling")
 
 DEFAULT = tuple(name for name in BY_NAME if name != BLOCKWISE)
-"""What is measured if nobody says what: all but the blockwise range, which costs more than the others together."""
+"""Default statistics: all but the blockwise range, which costs more than the others together."""
 
 
 @dataclass(frozen=True, order=True)
 class Variant:
-    """Which codes: the run's own (recipe '') or those of a what-if prefix, and in which direction."""
+    """Which codes to use: the run's own (recipe '') or those of a what-if prefix, and the direction."""
 
     recipe: str = ""
     columnwise: bool = False
 
     def named(self, statistic: str) -> str:
-        """The full name of one of its statistics."""
+        """The full name of a statistic of this variant."""
         prefix = f"{self.recipe}_" if self.recipe else ""
         return f"{prefix}{statistic}{_COLUMNWISE if self.columnwise else ''}"
 
 
 @dataclass(frozen=True, order=True)
 class Blocks:
-    """The blocks of a blockwise range: size elements along a row, or size x size, of rows or of rows and columns."""
+    """Blocks of a blockwise range: ``size`` elements along a row, or size x size; of rows, or of rows and columns."""
 
     size: int = 32
     dims: int = 1
@@ -172,7 +173,8 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A name, understood. ``name`` is its canonical spelling; variant is of codes, blocks of blockwise ranges."""
+    """A parsed name. ``name``: canonical spelling. ``variant``: for statistics of codes. ``blocks``: for blockwise
+    ranges."""
 
     name: str
     statistic: Statistic
@@ -182,12 +184,13 @@ class Wanted:
 
 @cache
 def parse(name: str) -> Wanted:
-    """What a name means.
+    """Parses a name.
 
-    ``max_blockwise_dynamic_range`` alone is that of blocks of 32 elements along a row.
+    ``max_blockwise_dynamic_range`` alone means blocks of 32 elements along a row.
 
     Raises:
-        ValueError: there is no such statistic, or it has no such prefix or suffix; it says which is closest.
+        ValueError: unknown statistic, or a prefix or suffix that it does not have; the message names the
+            closest match.
     """
     if not isinstance(name, str):
         raise ValueError(f"statistic {name!r}: a name is needed, such as 'underflows%'")
@@ -218,17 +221,17 @@ def parse(name: str) -> Wanted:
 
 
 def parse_all(names: Iterable[str]) -> tuple[Wanted, ...]:
-    """What the names mean, each once, in order; errors as ``parse``."""
-    return tuple({wanted.name: wanted for wanted in map(parse, names)}.values())
+    """Parses names; removes duplicates and keeps the order. Errors as for ``parse``."""
+    return tuple({parsed.name: parsed for parsed in map(parse, names)}.values())
 
 
 def of_tensor(names: Iterable[str], tensor: str) -> tuple[str, ...]:
-    """Those of the names, in canonical spelling, that the tensor (one of TENSORS) can have."""
-    return tuple(wanted.name for wanted in parse_all(names) if tensor in wanted.statistic.tensors)
+    """The names, in canonical spelling, that are defined for the tensor (one of TENSORS)."""
+    return tuple(parsed.name for parsed in parse_all(names) if tensor in parsed.statistic.tensors)
 
 
 def _closest(name: str) -> str:
-    every = [*BY_NAME, Blocks().name]
-    every += [Variant(recipe).named(s.name) for recipe in WHAT_IF for s in STATISTICS if s.needs == "codes"]
-    near = difflib.get_close_matches(name, every, n=1)
-    return f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(BY_NAME)}."
+    names = [*BY_NAME, Blocks().name]
+    names += [Variant(recipe).named(s.name) for recipe in WHAT_IF for s in STATISTICS if s.needs == "codes"]
+    match = difflib.get_close_matches(name, names, n=1)
+    return f" Did you mean {match[0]!r}?" if match else f" There are {', '.join(BY_NAME)}."

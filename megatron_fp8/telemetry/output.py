@@ -1,8 +1,9 @@
-"""Where records go: telemetry.jsonl, TensorBoard, Weights & Biases. Only the first rank writes.
+"""Writes records: telemetry.jsonl, TensorBoard, Weights & Biases. Only the first rank writes.
 
-A record is {"iteration", "site", "tensor", then the statistics by name}; "partial": true after the tensor where it is the
-terms of a sum over tensor-parallel ranks; "went_bad": reasons, at the first iteration that was measured so. A scalar's
-tag is telemetry/SITE/TENSOR/STATISTIC, with TENSOR_partial for such terms.
+A record is {"iteration", "site", "tensor", then the statistics by name}. "partial": true follows the tensor
+if the values are terms of a sum over tensor-parallel ranks. "went_bad" lists reasons, in the first measured
+iteration with a problem. A scalar's tag is telemetry/SITE/TENSOR/STATISTIC, with TENSOR_partial for partial
+values.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ _NO_STATISTICS = ("iteration", "site", "tensor", "partial", "went_bad")
 
 
 class Output(Protocol):
-    """Somewhere to write to."""
+    """A destination of records."""
 
     def write(self, iteration: int, records: list[Record]) -> None:
-        """The records of one iteration."""
+        """Write the records of one iteration."""
 
     def close(self) -> list[str]:
-        """No more come; what a full disk has left out for good, in words."""
+        """Close the output. Returns text on data that a full disk has dropped for good."""
 
 
 def read_records(folder: Path, finished: int) -> list[Record]:
-    """The records of a run's first ``finished`` iterations; none if there is no file. What is no record is left out."""
+    """The records of a run's first ``finished`` iterations; none if the file is missing. Skips invalid lines."""
     return [record for _, record in records_until(folder / FILE, finished, 1)[0]]
 
 
@@ -47,38 +48,38 @@ def scalars(records: list[Record]) -> dict[str, float]:
 
 
 class Lines:
-    """telemetry.jsonl in a run's folder, after its records of the first ``finished`` iterations. Raises OSError when it
-    is made, and not later."""
+    """telemetry.jsonl in a run's folder, appended after the records of the first ``finished`` iterations. Raises
+    OSError in the constructor only."""
 
     def __init__(self, folder: Path, finished: int) -> None:
         self._file = continued(folder / FILE, finished, 1)
 
     def write(self, iteration: int, records: list[Record]) -> None:
-        """One line each."""
+        """Write one line per record."""
         self._file.write("".join(json.dumps(record) + "\n" for record in records).encode())
 
     def close(self) -> list[str]:
-        """Close the file; what it lacks."""
+        """Close the file; returns text on lost data."""
         return self._file.close()
 
 
 class Scalars:
-    """TensorBoard events in a folder; what earlier files have after ``finished`` iterations is not shown."""
+    """TensorBoard events in a folder. Entries of earlier files after ``finished`` iterations are hidden."""
 
     def __init__(self, folder: Path, finished: int) -> None:
         self._board = Board(folder, finished + 1 if finished else 0)
 
     def write(self, iteration: int, records: list[Record]) -> None:
-        """One step."""
+        """Write one step."""
         self._board.scalars(iteration, scalars(records))
 
     def close(self) -> list[str]:
-        """Close the file; what it lacks."""
+        """Close the file; returns text on lost data."""
         return self._board.close()
 
 
 def require_wandb() -> None:
-    """ValueError unless Weights & Biases is installed."""
+    """Raises ValueError unless Weights & Biases is installed."""
     if importlib.util.find_spec("wandb") is None:
         raise ValueError(
             "telemetry wandb=True needs Weights & Biases, which is not installed: pip install wandb, or leave it out"
@@ -86,9 +87,10 @@ def require_wandb() -> None:
 
 
 class WandbRun:
-    """A run of Weights & Biases, named as its folder; without a network set WANDB_MODE=offline, and sync later.
+    """A run in Weights & Biases, named after its folder. Without a network set WANDB_MODE=offline and sync
+    later.
 
-    A resumed run goes on in the same run there, which takes no step a second time. ``project`` is WANDB_PROJECT's, or
+    A resumed run continues the same W&B run and repeats no step. The project is WANDB_PROJECT, or
     'megatron_fp8'.
 
     Raises ValueError: it is not installed.
@@ -100,22 +102,22 @@ class WandbRun:
 
         import wandb
 
-        kept = folder / "wandb-run"
-        if not (finished and kept.is_file()):
-            kept.write_text(os.urandom(4).hex(), encoding="utf-8")
+        saved_id = folder / "wandb-run"
+        if not (finished and saved_id.is_file()):
+            saved_id.write_text(os.urandom(4).hex(), encoding="utf-8")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "megatron_fp8"),
             name=folder.resolve().name,
-            id=kept.read_text(encoding="utf-8"),
+            id=saved_id.read_text(encoding="utf-8"),
             dir=str(folder),
             resume="allow",
         )
 
     def write(self, iteration: int, records: list[Record]) -> None:
-        """One step."""
+        """Write one step."""
         self._run.log(scalars(records), step=iteration)
 
     def close(self) -> list[str]:
-        """End the run there."""
+        """Finish the W&B run."""
         self._run.finish()
         return []

@@ -1,10 +1,10 @@
-"""The first difference of two runs' records: iteration, site, tensor.
+"""Finds the first difference of two runs' records: iteration, site, tensor.
 
-Within an iteration a difference travels forward through the sites and back through their gradients, so of the tensors
-that differ in the first such iteration the first in that order is the one where it began. Records come in the order in
-which a model made its modules. That is the order of computation but in Megatron-Core's attention, which makes
-``linear_proj`` before the layers whose results it reads. Modules of the user's own models are taken to run in the order
-in which they were made.
+Within an iteration a difference spreads forward through the sites and back through their gradients. So in the
+first iteration that differs, the first differing tensor in that order is the origin. Records are in the order
+in which the model created its modules. This is the order of computation except for Megatron-Core's attention,
+which creates ``linear_proj`` before the layers that feed it. For other models the module order is assumed to
+be the order of computation.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _NO_STATISTICS = ("iteration", "site", "tensor", "partial", "went_bad")
 
 @dataclass(frozen=True)
 class Parting:
-    """The first difference: which statistic of which tensor, in which iteration, and its two values.
+    """The first difference: statistic, tensor, iteration, and the two values.
 
-    ``relative``: their difference over the larger magnitude; infinite where only one of them is a number.
+    ``relative``: difference over the larger magnitude; infinite if only one value is a number.
     """
 
     iteration: int
@@ -41,25 +41,26 @@ class Parting:
 
 
 def first_parting(ours: Sequence[Record], theirs: Sequence[Record], tolerance: float) -> Parting | None:
-    """The first record of both runs with a statistic that differs by more than ``tolerance``, relative; None: none does.
+    """The first record in both runs with a statistic that differs by more than ``tolerance``, relative; None
+    if there is none.
 
-    What only one of the runs measured is left out. ValueError: they measured nothing in common.
+    Statistics measured in one run only are ignored. Raises ValueError if the runs share none.
     """
     other = {_key(record): record for record in theirs}
     common = [record for record in ours if _key(record) in other]
     if not common:
         raise ValueError("the two runs' telemetry has no iteration, site and tensor in common")
-    order = _computed(dict.fromkeys(record["site"] for record in ours))
+    order = _forward_order(dict.fromkeys(record["site"] for record in ours))
     for iteration in sorted({record["iteration"] for record in common}):
         here = [record for record in common if record["iteration"] == iteration]
-        for record in sorted(here, key=lambda record: _when(record, order)):
+        for record in sorted(here, key=lambda record: _order_key(record, order)):
             if found := _worst(record, other[_key(record)], tolerance):
                 return found
     return None
 
 
 def common_iterations(ours: Iterable[Record], theirs: Iterable[Record]) -> list[int]:
-    """The iterations that both have records of."""
+    """Iterations with records of both runs."""
     return sorted({record["iteration"] for record in ours} & {record["iteration"] for record in theirs})
 
 
@@ -67,16 +68,16 @@ def _key(record: Record) -> tuple[Any, Any, Any]:
     return record["iteration"], record["site"], record["tensor"]
 
 
-def _when(record: Record, order: dict[str, int]) -> tuple[int, int, int]:
-    """Its place in the iteration: forward, then backward in the other direction."""
+def _order_key(record: Record, order: dict[str, int]) -> tuple[int, int, int]:
+    """Sort key of its position in the iteration: forward, then backward in reverse."""
     tensor, place = record["tensor"].partition(".")[0], order[record["site"]]
     if tensor in _FORWARD:
         return 0, place, _FORWARD.index(tensor)
     return 1, -place, _BACKWARD.index(tensor) if tensor in _BACKWARD else len(_BACKWARD)
 
 
-def _computed(sites: Iterable[str]) -> dict[str, int]:
-    """Site -> its place in a forward pass, of sites in the order in which they were made."""
+def _forward_order(sites: Iterable[str]) -> dict[str, int]:
+    """Site -> position in the forward pass, for sites in module order."""
     found = list(sites)
     last = {name.rpartition(".")[0]: place for place, name in enumerate(found)}
 
@@ -90,19 +91,19 @@ def _computed(sites: Iterable[str]) -> dict[str, int]:
 
 def _worst(ours: Record, theirs: Record, tolerance: float) -> Parting | None:
     worst: Parting | None = None
-    for name, mine in ours.items():
+    for name, our_value in ours.items():
         if name in _NO_STATISTICS or name not in theirs:
             continue
-        relative = relative_difference(mine, theirs[name])
+        relative = relative_difference(our_value, theirs[name])
         if relative > tolerance and (worst is None or relative > worst.relative):
             worst = Parting(
-                ours["iteration"], ours["site"], ours["tensor"], name, (mine, theirs[name]), relative
+                ours["iteration"], ours["site"], ours["tensor"], name, (our_value, theirs[name]), relative
             )
     return worst
 
 
 def relative_difference(a: Any, b: Any) -> float:
-    """|a - b| over the larger magnitude; 0 for equal values, NaN and None among them; infinite if only one is finite."""
+    """|a - b| over the larger magnitude. 0 for equal values, including NaN and None; infinite if only one is finite."""
     numbers = [float("nan") if value is None else float(value) for value in (a, b)]
     finite = [math.isfinite(number) for number in numbers]
     if not any(finite):

@@ -1,10 +1,11 @@
-"""Each rank's part of a tensor, counted once among replicas and shards.
+"""Deduplicates tensors over ranks: each shard counts once among replicas.
 
-Every rank says of each of its sites which part of the weight it holds and which tokens it sees (linear/share.py). Of
-ranks that say the same, the first counts what they all hold. That is all there is to tensor, sequence, context, data,
-expert and pipeline parallelism: nobody names a group, and one collective over all ranks adds up everything.
-Rejected: a reduction over each kind of group in turn, as Transformer Engine has it set up by hand: more collectives, and
-a figure is wrong by a factor where a group is missing or one too many.
+Each rank has, for each of its sites, a part of the weight and a set of tokens
+(linear/share.py). Of ranks with the same part or tokens, the first one counts. This covers tensor, sequence,
+context, data, expert and pipeline parallelism without process groups, and one collective over all ranks sums
+everything.
+Rejected: one reduction per kind of group, as set up by hand for Transformer Engine. It needs more
+collectives, and values are wrong by a factor if a group is missing or extra.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from ..state.ranks import device_of, size, union
 
 @dataclass(frozen=True)
 class Counts:
-    """What one rank counts of a site.
+    """What this rank counts for a site.
 
     Attributes:
-        kind: as Share's.
+        kind: as in Share.
         weight: it counts its part of the weight.
-        tokens: it counts what all tensor-parallel ranks hold of its tokens.
+        tokens: it counts the replicated tensors of its tokens.
     """
 
     kind: str
@@ -35,9 +36,10 @@ class Counts:
     tokens: bool
 
     def counts(self, tensor: str, *, shard: bool) -> bool:
-        """Whether this rank counts what it has of 'input', 'weight' or 'grad_output'.
+        """Whether this rank counts its 'input', 'weight' or 'grad_output'.
 
-        ``shard``: it has only its own tokens of what would else be the same on all tensor-parallel ranks.
+        ``shard``: the tensor contains this rank's own tokens only, instead of a replica on all
+        tensor-parallel ranks.
         """
         if tensor == "weight":
             return self.weight
@@ -47,12 +49,12 @@ class Counts:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know of the model: the site of each row of a table, in one order, and what this rank counts.
+    """The ranks' agreement on a model: site order in tables, and what this rank counts.
 
     Attributes:
-        sites: the names of all sites of all ranks.
-        mine: of this rank's sites.
-        rank: in the group.
+        sites: names of all sites of all ranks.
+        mine: what this rank counts, for its own sites.
+        rank: this rank in the group.
     """
 
     sites: tuple[str, ...]
@@ -61,11 +63,11 @@ class Agreed:
 
 
 def agree(shares: Mapping[str, Share], group: Any) -> Agreed:
-    """What ranks that have these sites count. Collective over the group; None: this process alone.
+    """Decides what each rank counts of its sites. Collective over the group; None: this process only.
 
-    A rank's sites have few shares among them, most often one for dense layers and one for experts. So ranks agree on the
-    names, then on the sets of sites that have one share on some rank, and then, in one all-reduce, on the first rank that
-    has a part, or tokens, of each set: none of it grows with the number of ranks times that of sites.
+    The sites of a rank have few distinct shares, usually one for dense layers and one for experts. So ranks
+    exchange the names, then the sets of sites with the same share, and then, in one all-reduce, the first
+    rank with a given part, or tokens, of each set. No message grows with ranks times sites.
     """
     if group is None or size(group) == 1:
         return Agreed(
@@ -74,20 +76,20 @@ def agree(shares: Mapping[str, Share], group: Any) -> Agreed:
     rank = dist.get_rank(group)
     sites = tuple(union(dict.fromkeys(shares), group))
     number = {name: index for index, name in enumerate(sites)}
-    together: dict[tuple[int, int], list[int]] = {}
+    sites_by_share: dict[tuple[int, int], list[int]] = {}
     for name, share in shares.items():
-        together.setdefault((share.part, share.tokens), []).append(number[name])
-    mine = {(part, tokens): tuple(numbers) for (part, tokens), numbers in together.items()}
+        sites_by_share.setdefault((share.part, share.tokens), []).append(number[name])
+    mine = {(part, tokens): tuple(numbers) for (part, tokens), numbers in sites_by_share.items()}
     sets = list(union(dict.fromkeys(mine.values()), group))
     parts = _first_ranks(sets, [(numbers, part) for (part, _), numbers in mine.items()], group)
     tokens = _first_ranks(sets, [(numbers, tokens) for (_, tokens), numbers in mine.items()], group)
-    holding: dict[int, list[int]] = {}
+    sets_of_site: dict[int, list[int]] = {}
     for index, numbers in enumerate(sets):
-        for one in numbers:
-            holding.setdefault(one, []).append(index)
+        for site_index in numbers:
+            sets_of_site.setdefault(site_index, []).append(index)
 
     def first(table: torch.Tensor, name: str, column: int) -> bool:
-        return int(table[holding[number[name]], column].min()) == rank
+        return int(table[sets_of_site[number[name]], column].min()) == rank
 
     counts = {
         name: Counts(share.kind, first(parts, name, share.part), first(tokens, name, share.tokens))
@@ -99,10 +101,10 @@ def agree(shares: Mapping[str, Share], group: Any) -> Agreed:
 def _first_ranks(
     sets: list[tuple[int, ...]], mine: list[tuple[tuple[int, ...], int]], group: Any
 ) -> torch.Tensor:
-    """int64 [sets, numbers] on the CPU: the lowest rank that has this number (of a part, or of tokens) of a set of sites.
-    ``mine``: the sets that this rank has, each with its number."""
-    device, most = device_of(group), 1 + max((column for _, column in mine), default=0)
-    width = torch.tensor([most], dtype=torch.int64, device=device)
+    """int64 [sets, numbers] on the CPU: the lowest rank with this number (of a part, or of tokens) for a set of sites.
+    ``mine``: this rank's sets with their numbers."""
+    device, columns = device_of(group), 1 + max((column for _, column in mine), default=0)
+    width = torch.tensor([columns], dtype=torch.int64, device=device)
     dist.all_reduce(width, op=dist.ReduceOp.MAX, group=group)
     table = torch.full((len(sets), int(width)), size(group), dtype=torch.int64, device="cpu")
     row = {numbers: index for index, numbers in enumerate(sets)}

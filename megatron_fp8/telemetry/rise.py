@@ -1,14 +1,14 @@
-"""Whether a training's loss has risen, by much or by little.
+"""Detects whether a training's loss has risen, by much or by little.
 
-Either way it is up for ``LASTING`` iterations in a row, since batches are wild now and then, and by ``NOISES`` times the
-training's noise: the median step from one iteration to the next. A rise by much is half as high again as before; it
-counts wherever it is, and in the last iterations. A rise by little counts where the loss never came down again. "Before"
-is the best stretch of LASTING iterations, by its median: the lowest single loss of a long training lies far below what it
-usually is.
+In both cases the loss stays up for ``LASTING`` iterations in a row, since single batches are noisy, and by
+``NOISES`` times the training's noise: the median step between iterations. A large rise is to 1.5 times the
+earlier loss; it counts anywhere, including the last iterations. A small rise counts if the loss never came
+down again. The earlier loss is the best median over LASTING iterations: the lowest single loss of a long
+training lies far below the typical one.
 
-Rejected: a single loss above 1.5 times the lowest. Of 60 made-up trainings that settle at 2.5, with a noise of 0.15 and
-5,000 iterations, 26 had such a loss. Rejected: the gradient's norm against the weights'. Of learning rates 16 to 64 times
-too high the ratio grew as it did at 128 times, and the loss fell on.
+Rejected: a single loss above 1.5 times the lowest. Of 60 simulated trainings that settle at 2.5, with a noise
+of 0.15 and 5,000 iterations, 26 had such a loss. Rejected: the gradient's norm relative to the weights'. With
+learning rates 16 to 64 times too high the ratio grew as it did at 128 times, and the loss kept falling.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import Any
 
 MUCH, LASTING = 1.5, 3
 NOISES, LEAST, STEPS = 8.0, 0.02, 6
-"""How often the noise; by how much of the loss a rise by little is at least; how many steps tell the noise."""
+"""Multiple of the noise; smallest relative rise; number of steps needed to estimate the noise."""
 
 
 @dataclass(frozen=True)
 class Rise:
-    """A loss that rose.
+    """A rise of the loss.
 
     Attributes:
-        iteration: the first one with it.
-        loss, before: there, and in the best stretch before.
-        noise: of the loss, for a rise by little; None for one by much.
+        iteration: the first iteration with it.
+        loss, before: the loss there, and the best median before.
+        noise: of the loss, for a small rise; None for a large one.
     """
 
     iteration: int
@@ -42,29 +42,29 @@ class Rise:
 
 
 def find_rise(metrics: Sequence[Mapping[str, Any]]) -> Rise | None:
-    """The first rise in the lines of metrics.jsonl (``iteration``, ``lm_loss``); None if there is none. Losses that are
-    missing or not finite are left out."""
+    """The first rise in the records of metrics.jsonl (``iteration``, ``lm_loss``); None if there is none. Ignores
+    missing, NaN and Inf losses."""
     seen = [
         (int(line["iteration"]), float(loss))
         for line in metrics
         if (loss := line.get("lm_loss")) is not None and math.isfinite(loss)
     ]
     losses = [loss for _, loss in seen]
-    # Until each iteration, of the LASTING ones before it, or of all that there are.
-    usual = [median(losses[max(0, end - LASTING) : end]) for end in range(1, len(losses) + 1)]
-    if not usual:
+    # For each iteration: the median of the last LASTING losses, or of all if fewer.
+    medians = [median(losses[max(0, end - LASTING) : end]) for end in range(1, len(losses) + 1)]
+    if not medians:
         return None
-    best = min(range(len(usual)), key=usual.__getitem__) + 1
+    best = min(range(len(medians)), key=medians.__getitem__) + 1
     steps = [abs(after - last) for last, after in pairwise(losses[:best])]
-    # Of normal noise the standard deviation, by the median of differences of two.
+    # The standard deviation of normal noise, from the median difference of neighbours.
     noise = 1.05 * median(steps) if len(steps) >= STEPS else None
     before = math.inf
     for start in range(1, len(losses)):
-        before = min(before, usual[start - 1])
-        up = min(losses[start : start + LASTING])
-        if up > max(MUCH * before, before + NOISES * (noise or 0.0)):
+        before = min(before, medians[start - 1])
+        lowest = min(losses[start : start + LASTING])
+        if lowest > max(MUCH * before, before + NOISES * (noise or 0.0)):
             return Rise(seen[start][0], losses[start], before)
-        lasts = start >= best and start <= len(losses) - LASTING
-        if noise is not None and lasts and up > before + max(NOISES * noise, LEAST * abs(before)):
+        is_small_rise = start >= best and start <= len(losses) - LASTING
+        if noise is not None and is_small_rise and lowest > before + max(NOISES * noise, LEAST * abs(before)):
             return Rise(seen[start][0], losses[start], before, noise)
     return None

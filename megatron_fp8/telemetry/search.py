@@ -1,4 +1,4 @@
-"""A greedy search for the smallest set of overrides that helps, then pruned."""
+"""Greedy search for a small set of overrides that helps, then pruning."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .variants import Part
 
 @dataclass
 class Cure:
-    """What to take out of FP8, and what that gives.
+    """Parts to run in high precision, and what that recovers.
 
     Attributes:
         parts: in the order in which they were added.
-        given_back: the share of the distance from high precision that is gone, of what taking out all that stands out
-            removes; None if nothing stands out, or taking it out does not help.
+        given_back: recovered share of the distance, relative to all outstanding parts in high precision; None
+            if nothing stands out, or if that does not help.
         loss_change, gradient_error, distance: with these overrides, against high precision.
-        complete: whether the share that was asked for is back.
+        complete: whether the requested share is recovered.
     """
 
     parts: list[Part] = field(default_factory=list)
@@ -36,11 +36,11 @@ class Cure:
 
 
 def cure(experiments: Experiments, found: Attribution, share: float) -> Cure:
-    """Overrides that give back ``share`` of what taking all that stands out into high precision would.
+    """Overrides that recover ``share`` of what all outstanding parts in high precision would.
 
-    It is a share of the distance and, if the loss rises beyond its spread, of the loss. Of a site, the GEMM or operand
-    that explains it is taken out, unless whole sites give clearly more. When the budget ends, the answer is what was
-    found by then.
+    The share refers to the distance and, if the loss rises beyond its spread, to the loss as well. For each
+    site the GEMM or operand that explains it is overridden, unless whole sites recover clearly more. If the
+    budget ends, the result so far is returned.
     """
     outstanding = [finding for finding in found.findings if finding.stands_out]
     sites = list(dict.fromkeys(finding.site for finding in outstanding))
@@ -48,64 +48,64 @@ def cure(experiments: Experiments, found: Attribution, share: float) -> Cure:
         return Cure(complete=not sites)
     experiments.expect(2 + 2 * len(sites))
     goal = _Goal(experiments, found, [Part(site) for site in sites], share)
-    narrow = _Goal(experiments, found, [_first(outstanding, site) for site in sites], share)
+    narrow = _Goal(experiments, found, [_worst_part(outstanding, site) for site in sites], share)
     if narrow.gain >= _AS_GOOD * goal.gain:
         goal = narrow
     if goal.gain <= 0:
         return Cure(complete=False)
     chosen: list[Part] = []
-    now = found.planned
+    current = found.planned
     for part in goal.parts:
-        if goal.met(now) or experiments.left < 1:
+        if goal.met(current) or experiments.left < 1:
             break
-        after = goal.measure([*chosen, part])
-        if goal.distance(after) < goal.distance(now) or goal.rise(after) < goal.rise(now):
-            chosen, now = [*chosen, part], after
+        trial = goal.measure([*chosen, part])
+        if goal.distance(trial) < goal.distance(current) or goal.rise(trial) < goal.rise(current):
+            chosen, current = [*chosen, part], trial
     for part in list(chosen):
         rest = [other for other in chosen if other != part]
         if not rest or experiments.left < 1:
             continue
         without = goal.measure(rest)
         if goal.met(without):
-            chosen, now = rest, without
+            chosen, current = rest, without
     return Cure(
         chosen,
-        goal.given_back(now),
-        now.loss_changes.mean,
-        now.gradient_errors.mean,
-        goal.distance(now),
-        goal.met(now),
+        goal.given_back(current),
+        current.loss_changes.mean,
+        current.gradient_errors.mean,
+        goal.distance(current),
+        goal.met(current),
     )
 
 
 _AS_GOOD = 0.8
-"""Parts are taken in place of their sites if they give back at least this share of what the sites do: healthy GEMMs of a
-site give back a little too."""
+"""Parts replace their sites if they recover at least this share of what the sites do: good GEMMs of a site
+contribute a little too."""
 
 
-def _first(outstanding: list[Finding], site: str) -> Part:
-    """The part of a site that the ranking has first."""
+def _worst_part(outstanding: list[Finding], site: str) -> Part:
+    """The highest-ranked part of a site."""
     return next(finding.part for finding in outstanding if finding.site == site)
 
 
 class _Goal:
-    """When overrides give enough back of what taking every part out would."""
+    """Decides when overrides recover enough, relative to all parts in high precision."""
 
-    def __init__(self, experiments: Experiments, found: Attribution, every: list[Part], share: float):
+    def __init__(self, experiments: Experiments, found: Attribution, all_parts: list[Part], share: float):
         self._experiments, self._found, self._share = experiments, found, share
-        self.parts, self._planned = every, found.planned
-        self._best = self.measure(every)
+        self.parts, self._planned = all_parts, found.planned
+        self._best = self.measure(all_parts)
 
     def measure(self, parts: list[Part]) -> Measured:
-        """The plan with these in high precision."""
+        """The plan with these parts in high precision."""
         return self._experiments.measure(self._experiments.variants.without(parts))
 
     def distance(self, measured: Measured) -> float:
-        """From high precision, at most 1; 2 where something is not finite."""
+        """Distance from high precision, at most 1; 2 if a value is not finite."""
         return measured.distances(self._found.counted).mean if measured.finite else 2.0
 
     def rise(self, measured: Measured) -> float:
-        """How far the loss is above high precision's, if the plan's is by more than its spread; else 0."""
+        """Loss increase over high precision, if the plan's exceeds its spread; else 0."""
         change = self._planned.loss_changes
         if not change.mean > change.spread and self._planned.finite:
             return 0.0
@@ -113,15 +113,15 @@ class _Goal:
 
     @property
     def gain(self) -> float:
-        """By how much taking all of the parts out brings the gradient nearer."""
+        """Reduction of the gradient's distance with all parts in high precision."""
         return self.distance(self._planned) - self.distance(self._best)
 
     def given_back(self, measured: Measured) -> float:
-        """The share of ``gain`` that is back in this variant."""
+        """The share of ``gain`` that this variant recovers."""
         return (self.distance(self._planned) - self.distance(measured)) / self.gain
 
     def met(self, measured: Measured) -> bool:
-        """Whether the share that was asked for is back."""
+        """Whether the requested share is recovered."""
         if not measured.finite:
             return False
         rise, best = self.rise(self._planned), self.rise(self._best)

@@ -11,26 +11,27 @@ from typing import Any
 from .names import DEFAULT, TENSORS, WHAT_IF, of_tensor, parse, parse_all
 
 REGEX = "re:"
-"""Patterns of sites that begin so are regular expressions; all others are globs."""
+"""Prefix of site patterns that are regular expressions; all others are globs."""
 
 Window = tuple[int, int | None]
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Some statistics of some tensors of some sites, in some iterations.
+    """Some statistics of some tensors at some sites, in some iterations.
 
     Args:
-        every: measure the iterations that this divides; 0 measures none.
-        windows: (first, last) iterations, both included, None for no end; without any, all iterations.
-        sites: globs over full names of sites or their last parts, or 're:' and a regular expression that is found in
+        every: measure every ``every``-th iteration; 0 measures none.
+        windows: (first, last) iterations, inclusive; None for no end. Empty: all iterations.
+        sites: globs over full site names or their last parts, or 're:' and a regular expression searched in
             the full name.
         tensors: of names.TENSORS.
-        statistics: names as ``names.parse`` reads them. Each tensor gets those that it can have.
-        what_if: recipes ('mxfp8', or a prefix such as 'fp8_block_scaling'): the statistics of codes for these as well.
+        statistics: names as parsed by ``names.parse``. Each tensor gets those that are defined for it.
+        what_if: recipes ('mxfp8', or a prefix such as 'fp8_block_scaling') for which to measure statistics of
+            codes too.
 
     Raises:
-        ValueError: a value that is none of these, or a statistic that none of the tensors can have.
+        ValueError: an invalid value, or a statistic that is defined for none of the tensors.
     """
 
     every: int = 1
@@ -55,7 +56,7 @@ class Selection:
             _check_site(site)
         object.__setattr__(self, "what_if", tuple(dict.fromkeys(map(_prefix, self.what_if))))
         try:
-            names = [wanted.name for wanted in parse_all(self.statistics)]
+            names = [parsed.name for parsed in parse_all(self.statistics)]
         except ValueError as error:
             raise ValueError(f"telemetry statistics: {error}") from error
         object.__setattr__(self, "statistics", tuple(names))
@@ -75,66 +76,66 @@ class Selection:
         )
 
     def matches(self, site: str) -> bool:
-        """Whether a site, by its full name, is one of its sites."""
+        """Whether a site, by its full name, is selected."""
         return any(_matches(pattern, site) for pattern in self.sites)
 
     def names(self, tensor: str) -> tuple[str, ...]:
-        """The statistics to measure of a tensor, in canonical spelling, those of its what-ifs last."""
+        """The statistics to measure for a tensor, in canonical spelling, with those of what-ifs last."""
         if tensor not in self.tensors:
             return ()
         own = of_tensor(self.statistics, tensor)
         of_codes = [w for w in parse_all(own) if w.statistic.needs == "codes" and w.variant.recipe == ""]
         more = [
-            f"{recipe}_{wanted.name}"
+            f"{recipe}_{parsed.name}"
             for recipe in self.what_if
-            for wanted in of_codes
-            if _has(recipe, wanted.name)
+            for parsed in of_codes
+            if _has(recipe, parsed.name)
         ]
         return tuple(dict.fromkeys((*own, *more)))
 
 
 @dataclass(frozen=True)
 class TelemetrySettings:
-    """All that is measured in a run: one selection, or several; what two of them ask of a tensor is measured once."""
+    """What a run measures: one or more selections. A statistic in two selections is measured once."""
 
     selections: tuple[Selection, ...] = ()
 
     @property
     def on(self) -> bool:
-        """Whether anything can be measured at all."""
+        """Whether any iteration is measured."""
         return any(selection.every for selection in self.selections)
 
     def measures(self, iteration: int) -> bool:
-        """Whether anything is measured in this iteration."""
+        """Whether this iteration is measured."""
         return any(selection.measures(iteration) for selection in self.selections)
 
     def misses(self, first: int, last: int) -> bool:
-        """Whether something is asked for, and none of these iterations (both included) is measured."""
+        """Whether there are selections, but none covers these iterations (inclusive)."""
         return self.on and first <= last and not any(map(self.measures, range(first, last + 1)))
 
     def names(self, site: str, tensor: str, iteration: int | None = None) -> tuple[str, ...]:
-        """The statistics to measure of a tensor of a site in an iteration (None: in any)."""
+        """The statistics to measure for a tensor of a site in an iteration (None: in any)."""
         found: dict[str, None] = {}
         for selection in self.selections:
-            asked = iteration is None or selection.measures(iteration)
-            if selection.every and asked and selection.matches(site):
+            is_due = iteration is None or selection.measures(iteration)
+            if selection.every and is_due and selection.matches(site):
                 found |= dict.fromkeys(selection.names(tensor))
         return tuple(found)
 
     @property
     def what_if(self) -> tuple[str, ...]:
-        """The what-if prefixes that anything asks for."""
-        asked = [
+        """The what-if prefixes in use."""
+        requested = [
             parse(name).variant.recipe
             for selection in self.selections
             if selection.every
             for tensor in selection.tensors
             for name in selection.names(tensor)
         ]
-        return tuple(recipe for recipe in dict.fromkeys(asked) if recipe)
+        return tuple(recipe for recipe in dict.fromkeys(requested) if recipe)
 
     def check_sites(self, sites: Iterable[str]) -> None:
-        """ValueError for a pattern that none of the whole model's sites matches: a typing error must not pass."""
+        """Raises ValueError for a pattern that matches no site of the whole model, to catch typing errors."""
         sites = list(sites)
         for selection in self.selections:
             for pattern in selection.sites:
@@ -146,7 +147,7 @@ class TelemetrySettings:
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
-    """One text, or several, as a tuple; ValueError for anything else."""
+    """One string or several, as a tuple; raises ValueError for anything else."""
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
@@ -176,7 +177,7 @@ def _window(window: Any) -> Window:
 
 
 def _prefix(recipe: str) -> str:
-    """The prefix of a what-if recipe, given by either of its names."""
+    """The prefix of a what-if recipe, from either of its names."""
     by_recipe = {ours: prefix for prefix, ours in WHAT_IF.items()}
     prefix = by_recipe.get(recipe, recipe)
     if prefix not in WHAT_IF:
@@ -185,7 +186,7 @@ def _prefix(recipe: str) -> str:
 
 
 def _has(recipe: str, name: str) -> bool:
-    """Whether a what-if recipe has this statistic of codes."""
+    """Whether this statistic of codes is defined for a what-if recipe."""
     try:
         parse(f"{recipe}_{name}")
     except ValueError:

@@ -1,18 +1,18 @@
-"""From a tensor to sums and extremes, from those to statistics. Figures of parts add up to those of the whole.
+"""Statistics of tensors from sums and extremes, which are additive over pieces.
 
-A tensor of a site comes in pieces: micro-batches, and shards on ranks. So what is measured of a piece is two vectors, and
-the vectors of the whole are the sum of the first and the maximum of the second: one all-reduce each, for all sites
-together. ``finish`` then gives the statistics, once.
+A site's tensor comes in pieces: micro-batches, and shards on ranks. So each piece is reduced to two vectors;
+those of the whole are the sum of the first and the maximum of the second: one all-reduce each, for all sites
+together. ``finish`` then computes the statistics once.
 
-Every sum is float64 and about zero: the sum of x, x^2, x^3 and x^4, from which variance and kurtosis follow. Digits
-cancel where a mean is far larger than the spread: std is good to 1e-6 up to a mean of 10,000 times the standard
-deviation, kurtosis up to about 100 times; beyond, ``finish`` leaves kurtosis out rather than invent it.
-Rejected: moments about each piece's own mean, merged pairwise (Chan, Golub and LeVeque; Pebay). They lose nothing, but a
-merge is not a sum, and every rank would have to gather the figures of all. Rejected: a shift that ranks share, such as
-the last mean: a figure would depend on what was measured before it.
+All sums are float64 power sums about zero: of x, x^2, x^3 and x^4. They give variance and kurtosis. Digits
+cancel if the mean is far above the spread: std is accurate to 1e-6 up to a mean of 10,000 standard
+deviations, kurtosis up to about 100; beyond that ``finish`` omits kurtosis.
+Rejected: moments about each piece's own mean, merged pairwise (Chan, Golub and LeVeque; Pebay). They do not
+cancel, but a merge is not a sum, so every rank would gather the values of all ranks. Rejected: a shift shared
+by ranks, such as the last mean: values would depend on earlier measurements.
 
-Elements that are NaN or Inf are counted and left out of everything else. In Transformer Engine they make most figures NaN
-or Inf.
+NaN and Inf are counted and excluded from all other statistics. In Transformer Engine they make most
+statistics NaN or Inf.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from .names import Blocks, Variant, Wanted, parse_all
 from .values import measure_values, tiles
 
 _ROUNDING = 2.0**-50
-"""How far off a float64 sum of many numbers may be, relative to the sum of their magnitudes."""
+"""Error bound of a float64 sum of many numbers, relative to the sum of their magnitudes."""
 
 
 class Measured(NamedTuple):
-    """What was measured of one piece: float64 [n] each, on the piece's device. Merged by + and by max."""
+    """Measurement of one piece: sums and extremes, float64 [n] each, on the piece's device. Merged by + and by max."""
 
     sums: torch.Tensor
     extremes: torch.Tensor
@@ -48,31 +48,31 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Which statistics are wanted, and where each sum and each extreme stands in the two vectors.
+    """The requested statistics, and the position of each sum and extreme in the two vectors.
 
-    ``Layout.of(names)`` makes it, once for the same names.
+    Create with ``Layout.of(names)``, which caches.
     """
 
     wanted: tuple[Wanted, ...]
 
     @staticmethod
     def of(names: Iterable[str]) -> Layout:
-        """The layout for these names (any valid spelling). ValueError as ``names.parse``."""
+        """The layout for these names (any valid spelling). Raises ValueError as ``names.parse``."""
         return _layout(parse_all(names))
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The statistics, in canonical spelling."""
-        return tuple(wanted.name for wanted in self.wanted)
+        return tuple(statistic.name for statistic in self.wanted)
 
     @cached_property
     def variants(self) -> tuple[Variant, ...]:
-        """Which codes are needed: the run's own (recipe '') and those of what-ifs, each with its direction."""
+        """The codes needed: the run's own (recipe '') and those of what-ifs, each with its direction."""
         return tuple(dict.fromkeys(w.variant for w in self.wanted if w.statistic.needs == "codes"))
 
     @cached_property
     def directions(self) -> dict[str, Direction]:
-        """Of each recipe ('': the run's own) the sides of codes that are needed."""
+        """Recipe ('': the run's own) -> sides of codes needed."""
         found: dict[str, Direction] = {}
         for recipe, columnwise in ((v.recipe, v.columnwise) for v in self.variants):
             side: Direction = "columnwise" if columnwise else "rowwise"
@@ -81,22 +81,22 @@ class Layout:
 
     @cached_property
     def blocks(self) -> tuple[Blocks, ...]:
-        """The blocks of which the largest range is wanted."""
+        """The blocks whose largest range is requested."""
         return tuple(w.blocks for w in self.wanted if w.blocks is not None)
 
     @cached_property
     def sums(self) -> tuple[str, ...]:
-        """What stands at each place of the sums."""
+        """Names of the sums, by position."""
         return (*VALUE_SUMS, *(v.named(key) for v in self.variants for key in CODE_SUMS))
 
     @cached_property
     def extremes(self) -> tuple[str, ...]:
-        """What stands at each place of the extremes."""
+        """Names of the extremes, by position."""
         codes = (v.named(key) for v in self.variants for key in CODE_EXTREMES)
         return (*VALUE_EXTREMES, *(blocks.name for blocks in self.blocks), *codes)
 
     def empty(self, device: torch.device) -> Measured:
-        """What was measured of nothing: zeros, and -Inf."""
+        """Initial vectors: zeros, and -Inf."""
         return Measured(
             torch.zeros(len(self.sums), dtype=torch.float64, device=device),
             torch.full((len(self.extremes),), -math.inf, dtype=torch.float64, device=device),
@@ -119,15 +119,15 @@ def measure(x: torch.Tensor, layout: Layout, codes: Mapping[str, Float8Tensor] |
     """Sums and extremes of one piece of a tensor.
 
     Args:
-        x: float32, bfloat16 or float16, any shape: a matrix [rows, cols], or one that counts as [-1, last dimension].
-            May be empty. Nobody waits for a GPU.
-        layout: what is wanted.
-        codes: what was made of x: by '' the run's own codes, by a what-if prefix those of that recipe. What is not there
-            is not measured. A columnwise statistic needs the columnwise side; the others take the rowwise side, or the
-            columnwise one where it is the only one.
+        x: float32, bfloat16 or float16, any shape: a matrix [rows, cols], or flattened to [-1, last
+            dimension]. May be empty. Does not synchronise with a GPU.
+        layout: what to measure.
+        codes: quantised x: under '' the run's own codes, under a what-if prefix those of that recipe. Missing
+            codes are not measured. A columnwise statistic needs the columnwise side; others use the rowwise
+            side, or the columnwise one if it is the only one.
 
     Raises:
-        ValueError: x is of a dtype that cannot be quantised, or codes are of another shape than x.
+        ValueError: the dtype cannot be quantised, or codes have another shape than x.
     """
     check_float(x)
     matrix = in_memory(x)
@@ -136,12 +136,12 @@ def measure(x: torch.Tensor, layout: Layout, codes: Mapping[str, Float8Tensor] |
         matrix = matrix.reshape(x.numel() // max(last, 1), last)
     matrix = matrix.contiguous()
     sides = [_side(codes or {}, variant, matrix.shape) for variant in layout.variants]
-    given = [side for side in sides if side is not None]
-    if figures.usable(matrix) and all(figures.plain(side.made) for side in given):
-        return _in_c(matrix, layout, sides, given)
+    present = [side for side in sides if side is not None]
+    if figures.usable(matrix) and all(figures.plain(side.made) for side in present):
+        return _in_c(matrix, layout, sides, present)
     of_values, extremes_of_values = measure_values(matrix, layout.blocks)
     sums, extremes = [of_values], [extremes_of_values]
-    # numel, finite and squares: each variant counts its own, since its codes may be missing in some pieces
+    # numel, finite and squares are stored per variant, since its codes may be missing in some pieces
     shared = [of_values[:2], of_values[4:5]]
     for side in sides:
         if side is None:
@@ -154,24 +154,24 @@ def measure(x: torch.Tensor, layout: Layout, codes: Mapping[str, Float8Tensor] |
     return Measured(torch.cat(sums), torch.cat(extremes))
 
 
-def _in_c(x: torch.Tensor, layout: Layout, sides: list[Side | None], given: list[Side]) -> Measured:
-    """``measure`` of a matrix [rows, cols] that C can read, in one pass."""
-    values, of_codes = figures.measure(x, given)
+def _in_c(x: torch.Tensor, layout: Layout, sides: list[Side | None], present: list[Side]) -> Measured:
+    """``measure`` in C for a matrix [rows, cols], in one pass."""
+    values, of_codes = figures.measure(x, present)
     numel, finite, squares = float(x.numel()), values[0], values[3]
     sums, extremes = [numel, *values[:6]], values[6:]
     extremes += [max(figures.largest_ratio(x, tile) for tile in tiles(cut)) for cut in layout.blocks]
-    told = iter(of_codes)
+    results = iter(of_codes)
     for side in sides:
-        one = None if side is None else next(told)
-        sums += [0.0] * len(CODE_SUMS) if one is None else [numel, finite, squares, *one[:3]]
-        extremes += [-math.inf, -math.inf] if one is None else one[3:]
+        result = None if side is None else next(results)
+        sums += [0.0] * len(CODE_SUMS) if result is None else [numel, finite, squares, *result[:3]]
+        extremes += [-math.inf, -math.inf] if result is None else result[3:]
     return Measured(
         *(torch.tensor(numbers, dtype=torch.float64, device="cpu") for numbers in (sums, extremes))
     )
 
 
 def _side(codes: Mapping[str, Float8Tensor], variant: Variant, shape: torch.Size) -> Side | None:
-    """The side that a variant is about, None if it is not there."""
+    """The side for a variant; None if missing."""
     quantized = codes.get(variant.recipe)
     if quantized is None:
         return None
@@ -183,20 +183,24 @@ def _side(codes: Mapping[str, Float8Tensor], variant: Variant, shape: torch.Size
 def finish(
     layout: Layout, sums: torch.Tensor | Iterable[float], extremes: torch.Tensor | Iterable[float]
 ) -> dict[str, float]:
-    """The statistics by name, in the layout's order; what is undefined is left out, so every value is finite.
+    """The statistics by name, in the layout's order. Undefined ones are omitted, so every value is finite.
 
-    Undefined are: all but nonfinite and the blockwise range if no element is finite (std: fewer than two; kurtosis:
-    no spread, or one that the mean drowns); figures of codes where there were none; sqnr_db where there is no error or no
-    signal; dynamic_range and blockwise ranges of nothing but zeros (the latter are 0).
+    Undefined are: everything but nonfinite and the blockwise range if no element is finite (std: fewer than
+    two; kurtosis: no spread, or one lost to cancellation); statistics of codes without codes; sqnr_db without
+    error or signal; dynamic_range of zeros only (a blockwise range is then 0).
     """
     as_list = [v.tolist() if isinstance(v, torch.Tensor) else list(v) for v in (sums, extremes)]
     total = dict(zip(layout.sums, as_list[0], strict=True))
     most = dict(zip(layout.extremes, as_list[1], strict=True))
     found: dict[str, float] = {}
-    for wanted in layout.wanted:
-        value = _VALUE[wanted.name](total, most) if wanted.name in _VALUE else _of_codes(wanted, total, most)
+    for statistic in layout.wanted:
+        value = (
+            _VALUE[statistic.name](total, most)
+            if statistic.name in _VALUE
+            else _of_codes(statistic, total, most)
+        )
         if value is not None and math.isfinite(value):
-            found[wanted.name] = value
+            found[statistic.name] = value
     return found
 
 
@@ -208,7 +212,7 @@ def _mean(total: _Figures, most: _Figures) -> float | None:
 
 
 def _variance(total: _Figures) -> float:
-    """The second central moment, divided by n; 0 if rounding alone could make it."""
+    """The second central moment, divided by n; 0 if it is within rounding error."""
     n = total["finite"]
     mean, square = total["sum"] / n, total["squares"] / n
     variance = square - mean * mean
@@ -253,11 +257,11 @@ _VALUE = {
 }
 
 
-def _of_codes(wanted: Wanted, total: _Figures, most: _Figures) -> float | None:
-    """A blockwise range, or a figure of codes."""
-    if wanted.blocks is not None:
-        return math.log2(ratio) if (ratio := most[wanted.name]) > 0 else None
-    named, base = wanted.variant.named, wanted.statistic.name
+def _of_codes(parsed: Wanted, total: _Figures, most: _Figures) -> float | None:
+    """A blockwise range or a statistic of codes."""
+    if parsed.blocks is not None:
+        return math.log2(ratio) if (ratio := most[parsed.name]) > 0 else None
+    named, base = parsed.variant.named, parsed.statistic.name
     numel, finite = total[named("coded")], total[named("finite_coded")]
     signal, error = total[named("signal")], total[named("error")]
     if base in ("underflows%", "overflows%"):

@@ -1,7 +1,7 @@
-"""Statistics of FP8 parameters: the rounded master beside its codes.
+"""Statistics of FP8 parameters: master values with their codes.
 
-Statistics need the values that the codes were made of, and the parameter has none of those: the optimizer has, in
-float32. Where it is sharded, each rank measures the piece that it owns, in flat order, and the pieces add up.
+Statistics need the values that the codes were cast from. The parameter does not have them; the optimizer
+does, in float32. If the optimizer is sharded, each rank measures its own flat range, and the ranges add up.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..tensor import Float8Tensor, QuantizedSide
 
 
 class Held(NamedTuple):
-    """What a rank has of a stored weight.
+    """This rank's data of an FP8 parameter.
 
     Attributes:
-        values: in the weight's nominal dtype: [rows, cols], or [1, n] of a piece.
-        codes: what was made of them; None where nobody knows what the codes were made of.
-        whole: every rank that has the weight has all of it, so one of them counts.
+        values: in the weight's nominal dtype: [rows, cols], or [1, n] for a flat range.
+        codes: quantised values; None if their source values are unknown.
+        whole: every rank with the weight has all of it, so only one counts.
     """
 
     values: torch.Tensor
@@ -31,11 +31,11 @@ class Held(NamedTuple):
 
 
 def held(weight: Fp8Parameter, *, columnwise: bool) -> Held:
-    """This rank's values and codes; values are empty where other ranks have all of them.
+    """This rank's values and codes; empty values if other ranks own them.
 
-    ``columnwise``: the codes of a piece are wanted of that direction too.
+    ``columnwise``: include columnwise codes of a flat range.
 
-    Without a master (weights that FSDP gathers as codes) the values are what the codes stand for.
+    Without a master (weights gathered as codes by FSDP) the values are the dequantised codes.
     """
     if weight.piece is None or weight.piece[1] - weight.piece[0] == weight.numel():
         master = weight.master
@@ -51,13 +51,13 @@ def held(weight: Fp8Parameter, *, columnwise: bool) -> Held:
     row, column = weight.quantized.sides
     assert row is not None and column is not None
     rowwise = _piece(row, start, stop, by_column=False)
-    turned = _turned(_piece(column, start, stop, by_column=True)) if columnwise else None
+    turned = _columnwise(_piece(column, start, stop, by_column=True)) if columnwise else None
     values = master.detach().to(weight.dtype).view(1, -1)
     return Held(values, Float8Tensor(rowwise, turned, weight.dtype), False)
 
 
 def _piece(side: QuantizedSide, start: int, stop: int, *, by_column: bool) -> QuantizedSide:
-    """Some of the weight's elements, in its order, as one row, with a scale for each element, or one for all."""
+    """A flat range of the weight's elements as one row, with a scale per element, or one for all."""
     codes = side.codes.t() if by_column else side.codes
     codes = codes.reshape(1, -1)[:, start:stop]
     if side.granularity.is_tensor:
@@ -67,7 +67,7 @@ def _piece(side: QuantizedSide, start: int, stop: int, *, by_column: bool) -> Qu
     return QuantizedSide(codes, scale, Granularity(1, 1), side.pow2, side.finite)
 
 
-def _turned(side: QuantizedSide) -> QuantizedSide:
-    """The same elements as a columnwise side has them: [n, 1]."""
+def _columnwise(side: QuantizedSide) -> QuantizedSide:
+    """The same elements as a columnwise side: [n, 1]."""
     scale = side.scale_inv if side.granularity.is_tensor else side.scale_inv.t()
     return replace(side, codes=side.codes.t(), scale_inv=scale)

@@ -1,7 +1,7 @@
-"""What is diagnosed: a model whose passes can be repeated. Here one PyTorch model in one process.
+"""Runs repeatable passes of a model for diagnosis: one PyTorch model, one process.
 
-Every pass of a batch begins with the same random state and buffers, and leaves nothing behind: gradients are asked of
-autograd and never accumulated, so that nobody's hooks on them run.
+Each pass of a batch starts with the same random state and buffers, and leaves no trace: gradients come from
+torch.autograd.grad and are never accumulated, so no hooks on accumulation run.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Table = dict[str, tuple[float, ...]]
 
 @dataclass
 class Pass:
-    """What one forward and backward gave: the loss, the gradient of each parameter that has one (detached), and how many
-    FP8 GEMMs ran."""
+    """Result of one forward and backward: the loss, the gradients by parameter (detached), and the number of FP8
+    GEMMs."""
 
     loss: float
     gradients: Gradients
@@ -37,12 +37,12 @@ class Pass:
 
 
 class Subject(Protocol):
-    """A model, its loss, and batches to run it on.
+    """A model with its loss and batches.
 
     Attributes:
         sites: this rank's GEMM sites with FP8, by name.
-        plans: those of all ranks.
-        batches: how many there are.
+        plans: plans of the sites on all ranks.
+        batches: number of batches.
     """
 
     @property
@@ -53,29 +53,29 @@ class Subject(Protocol):
     def batches(self) -> int: ...
 
     def run(self, batch: int) -> Pass:
-        """Forward and backward of a batch, always the same one."""
+        """Forward and backward of a batch; repeatable."""
 
     def merge(self, table: Table) -> Table:
-        """This rank's parameters and all others', each element once; the same on all ranks. Collective."""
+        """Merges this rank's table with all others', each element once; the same on all ranks. Collective."""
 
     def not_finite(self) -> Table:
-        """By parameter how many of its values are NaN or Inf, where any are; the same on all ranks. Collective."""
+        """Parameter -> number of NaN and Inf values, if any; the same on all ranks. Collective."""
 
     def update_of(self, name: str, gradient: torch.Tensor, norm: float) -> torch.Tensor | None:
-        """The change that the optimizer would make to a parameter by this gradient, which is part of one with that norm;
-        None: it is not known."""
+        """The optimizer's change of a parameter by this gradient, which is part of a gradient with that norm; None if
+        unknown."""
 
 
 class ModuleSubject:
     """A model in this process.
 
     Args:
-        model: whose layers have an ``fp8_site``; wrapped by DistributedDataParallel or torch.compile or not.
+        model: its layers have an ``fp8_site``; may be wrapped by DistributedDataParallel or torch.compile.
         loss_of: (model, batch) -> the loss, a scalar tensor.
-        batches: whatever ``loss_of`` takes.
-        optimizer: whose update is looked at; of Adam's kind, else it is ignored.
+        batches: arguments for ``loss_of``.
+        optimizer: Adam-like; its update is examined. Other optimizers are ignored.
 
-    Raises ValueError: the model has no FP8 site, or none whose plan can be changed; too few batches.
+    Raises ValueError: the model has no FP8 site, or none with a plan that can change; too few batches.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ModuleSubject:
         self._adam = {} if optimizer is None else _adam_states(optimizer, self._parameters)
 
     def run(self, batch: int) -> Pass:
-        """As Subject's. ValueError: the loss is no scalar that depends on a parameter."""
+        """As Subject.run. Raises ValueError if the loss is not a scalar that depends on a parameter."""
         self._buffers.put_back()
         if batch in self._random:
             self._random[batch].put_back()
@@ -105,7 +105,7 @@ class ModuleSubject:
             self._random[batch] = _Random()
         states = {id(site.state): site.state for site in self.sites.values()}
         before = sum(state.counts.fp8_gemms for state in states.values())
-        with torch.enable_grad(), _unchanged(self._parameters):
+        with torch.enable_grad(), _check_unchanged(self._parameters):
             loss = self._loss_of(self.model, self._batches[batch])
         if (
             not isinstance(loss, torch.Tensor)
@@ -113,9 +113,11 @@ class ModuleSubject:
             or not loss.requires_grad
             or loss.is_complex()
         ):
-            told = f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            message = (
+                f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            )
             raise ValueError(
-                f"loss_of(model, batch) gave {told}: diagnose needs a scalar tensor that depends on parameters which"
+                f"loss_of(model, batch) gave {message}: diagnose needs a scalar tensor that depends on parameters which"
                 " require a gradient"
             )
         gradients = self._gradients(loss)
@@ -123,7 +125,7 @@ class ModuleSubject:
         return Pass(float(loss.detach()), gradients, ran)
 
     def _gradients(self, loss: torch.Tensor) -> Gradients:
-        """Where wgrad is added to a buffer of Megatron's (``main_grad``), the gradient is what was added."""
+        """If wgrad is added to Megatron's ``main_grad`` buffer, the gradient is the amount added."""
         fused = {
             name: (parameter, parameter.main_grad.clone(), parameter.grad_added_to_main_grad)
             for name, parameter in self._parameters.items()
@@ -145,27 +147,27 @@ class ModuleSubject:
         return gradients
 
     def merge(self, table: Table) -> Table:
-        """One process has all."""
+        """Returns the table: one process has everything."""
         return table
 
     def not_finite(self) -> Table:
-        """As Subject's."""
+        """As Subject.not_finite."""
         return not_finite(self._parameters)
 
     def update_of(self, name: str, gradient: torch.Tensor, norm: float) -> torch.Tensor | None:
-        """Adam's step, of its moments as they are; whether the training clips is not known here."""
+        """Adam's step with its current moments. Gradient clipping is not modelled."""
         adam = self._adam.get(id(self._parameters[name]))
         return None if adam is None else adam_update(gradient, *adam)
 
 
 def not_finite(parameters: Mapping[str, torch.nn.Parameter]) -> Table:
-    """By name how many of a parameter's values are NaN or Inf, where any are."""
+    """Name -> number of NaN and Inf values of a parameter, if any."""
     counts = {name: (~p.detach().to(torch.float32).isfinite()).sum().item() for name, p in parameters.items()}
     return {name: (float(count),) for name, count in counts.items() if count}
 
 
 def bare(model: torch.nn.Module) -> Any:
-    """The model without what DistributedDataParallel and torch.compile put around it."""
+    """The model without wrappers of DistributedDataParallel and torch.compile."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -176,7 +178,7 @@ def bare(model: torch.nn.Module) -> Any:
 
 
 def sites_of(model: torch.nn.Module) -> dict[str, GemmSite]:
-    """Name -> site of a model's layers that run FP8 GEMMs. ValueError: there are none, or not all are GemmSites."""
+    """Name -> site of the layers with FP8 GEMMs. Raises ValueError if there are none, or if one is not a GemmSite."""
     found: dict[str, GemmSite] = {}
     for name, module in model.named_modules():
         if not hasattr(type(module), "fp8_site"):
@@ -189,7 +191,7 @@ def sites_of(model: torch.nn.Module) -> dict[str, GemmSite]:
             )
         if isinstance(module._parameters.get("weight"), Fp8Parameter):
             raise ValueError(
-                f"{name}: its weight lives as FP8, and what it was in high precision is not here: diagnose a model whose"
+                f"{name}: its weight is an FP8 parameter without high-precision values: diagnose a model whose"
                 " weights are not FP8 (fp8_param=False, no enable_fp8_all_gather)"
             )
         if site.is_fp8:
@@ -214,8 +216,8 @@ def _check_parameters(parameters: Mapping[str, torch.nn.Parameter]) -> None:
 
 
 @contextmanager
-def _unchanged(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
-    """ValueError if what is inside writes to a parameter or its gradient: then passes could not be compared."""
+def _check_unchanged(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
+    """Raises ValueError if the body writes to a parameter or its gradient: passes could not be compared."""
 
     def written() -> dict[str, tuple[Any, ...]]:
         return {
@@ -233,15 +235,17 @@ def _unchanged(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
             )
 
 
-# --------------------------------------------------------------------------------------------------- as it was before
+# --------------------------------------------------------------------------------------------------- restoring state
 
 
 @contextmanager
 def as_it_was(model: Any, sites: Mapping[str, GemmSite]) -> Iterator[None]:
-    """Inside, the model is in training mode; afterwards it is what it was, bit for bit, and so is the random state.
+    """Context: puts the model into training mode and restores it afterwards, bit for bit, with the random
+    state.
 
-    Buffers, modes, numbers and flags that modules keep, amaxes, counts and observers come back. A model that is in
-    training mode keeps its modes (frozen parts stay so). torch.compile is off: compiled code knows one plan.
+    Restores buffers, modes, numbers and flags of modules, amaxes, counts and observers. A model already in
+    training mode keeps its modules' modes (frozen parts stay so). torch.compile is off, since compiled code
+    has one fixed plan.
     """
     modules = list(model.modules())
     modes = [module.training for module in modules]
@@ -251,7 +255,7 @@ def as_it_was(model: Any, sites: Mapping[str, GemmSite]) -> Iterator[None]:
     with ExitStack() as stack:
         for state in {id(site.state): site.state for site in sites.values()}.values():
             stack.enter_context(state.unrecorded())
-        stack.enter_context(_eagerly())
+        stack.enter_context(_eager_mode())
         try:
             if not model.training:
                 model.train()
@@ -270,13 +274,13 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _eagerly() -> Any:
-    """torch.compile switched off, if anything can have been compiled."""
+def _eager_mode() -> Any:
+    """Switches torch.compile off, if it has been used."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class _Buffers:
-    """A model's buffers, and which are missing: a forward may write to one, or put another tensor in its place."""
+    """A model's buffers, including missing ones: a forward may write to a buffer or replace it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._of = [
@@ -289,8 +293,8 @@ class _Buffers:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        for module, kept in self._of:
-            for name, buffer, values in kept:
+        for module, buffers in self._of:
+            for name, buffer, values in buffers:
                 if buffer is not None and values is not None:
                     buffer.copy_(values)
                 if module._buffers.get(name) is not buffer:
@@ -321,8 +325,8 @@ class _Random:
 def _adam_states(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
-    """Parameter's id -> (its state, its group's settings), of those with Adam's moments. ValueError: it is of another
-    model."""
+    """Parameter id -> (state, group settings), for parameters with Adam's moments. Raises ValueError if the optimizer
+    is another model's."""
     known = {id(parameter) for parameter in parameters.values()}
     if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
@@ -339,8 +343,8 @@ def _adam_states(
 
 
 def adam_update(gradient: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> torch.Tensor:
-    """Adam's next update by this gradient, float32, without weight decay and in units of the learning rate (arXiv
-    1412.6980). The state is not changed."""
+    """Adam's next update for this gradient, float32, without weight decay, in units of the learning rate (arXiv
+    1412.6980). Does not change the state."""
     beta1, beta2 = group["betas"]
     g = gradient.to(torch.float32)
     step = float(state.get("step", group.get("step", 0))) + 1

@@ -1,4 +1,4 @@
-"""Transformer Engine's debug configuration (nvdlfw-inspect's YAML) as settings of ours: what it measures, we measure.
+"""Reads Transformer Engine's debug configuration (nvdlfw-inspect YAML) as telemetry settings.
 
     SECTION:
       enabled: True
@@ -11,8 +11,8 @@
           freq: 10
           start_step: 100                                 # and end_step, both included; or start_end_list
 
-Those two features are read; any other feature, and any field that they do not have, is refused by name, for what is not
-measured must not look as if it were. Sections and features that are not enabled are left out, whatever they hold.
+These two features are supported. Any other enabled feature, and any unknown field, raises an error that names
+it: nothing is ignored silently. Disabled sections and features are skipped unchecked.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from .names import BLOCKWISE, QUANTIZED, TE_TENSORS, Blocks, parse
 from .settings import REGEX, Selection, TelemetrySettings
 
 FEATURES = {"LogTensorStats": "values", "LogFp8TensorStats": "codes"}
-"""The features that are read -> what their statistics are of (Statistic.needs)."""
+"""Supported features -> what their statistics need (Statistic.needs)."""
 
-_LARGEST = 1 << 22  # bytes of a configuration, far above what people write
+_LARGEST = 1 << 22  # bytes; far above any real configuration
 _TIMES = ("freq", "start_step", "end_step", "start_end_list")
 _LAYERS = ("layer_name_regex_pattern", "layer_types", "exact_layer_names")
 
 
 def te_settings(source: Mapping[str, Any] | str | Path) -> TelemetrySettings:
-    """What Transformer Engine's debug features would log, as telemetry settings.
+    """Telemetry settings equivalent to Transformer Engine's debug features.
 
     Args:
-        source: the YAML file's path, or what is in it.
+        source: the YAML file's path, or its content.
 
     Raises:
-        ValueError: it is no such configuration, or asks for something that is not supported; the message names the
-            section, the feature and the field.
+        ValueError: not such a configuration, or it uses an unsupported feature; the message names section,
+            feature and field.
         OSError: the file cannot be read.
     """
     where = "the configuration" if isinstance(source, Mapping) else str(source)
@@ -61,7 +61,7 @@ def te_settings(source: Mapping[str, Any] | str | Path) -> TelemetrySettings:
 
 
 def _load(path: Path) -> Any:
-    from ..files.strict_yaml import load_yaml  # only who has such a file needs PyYAML
+    from ..files.strict_yaml import load_yaml  # PyYAML is needed here only
 
     content = read_ordinary(path, _LARGEST)
     try:
@@ -84,20 +84,20 @@ def _section(section: Mapping[str, Any], where: str) -> Iterator[Selection]:
     sites = _sites(_mapping(section["layers"], f"{where}, layers"), f"{where}, layers")
     features = _mapping(section.get("transformer_engine", {}), f"{where}, transformer_engine")
     for name, feature in features.items():
-        there = f"{where}, {name}"
-        feature = _mapping(feature, there)
-        if not _enabled(feature, there):
+        place = f"{where}, {name}"
+        feature = _mapping(feature, place)
+        if not _enabled(feature, place):
             continue
         if name not in FEATURES:
             raise ValueError(
-                f"{there}: this feature is not supported, only {' and '.join(FEATURES)} are.{_hint(name, FEATURES)}"
+                f"{place}: this feature is not supported, only {' and '.join(FEATURES)} are.{_hint(name, FEATURES)}"
             )
-        for tensor, fields in _tensors(feature, there):
-            yield _selection(name, tensor, fields, sites, f"{there}, {tensor}")
+        for tensor, fields in _tensors(feature, place):
+            yield _selection(name, tensor, fields, sites, f"{place}, {tensor}")
 
 
 def _sites(layers: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """The layers as patterns of Selection.sites."""
+    """The layers as patterns for Selection.sites."""
     for field in layers:
         if field not in _LAYERS:
             raise ValueError(
@@ -117,23 +117,24 @@ def _sites(layers: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
 
 def _tensors(feature: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each tensor, in Transformer Engine's name, with its fields: the feature's own and, before those, its struct's."""
+    """Each tensor, by Transformer Engine's name, with its fields: the feature's, overridden by those of
+    tensors_struct."""
     shared = {
         key: value for key, value in feature.items() if key not in ("enabled", "tensors", "tensors_struct")
     }
     if ("tensors" in feature) == ("tensors_struct" in feature):
         raise ValueError(f"{where} needs tensors or tensors_struct, one of the two")
     if "tensors" in feature:
-        given = [{"tensor": tensor} for tensor in _texts(feature["tensors"], f"{where}: tensors")]
+        own_fields = [{"tensor": tensor} for tensor in _texts(feature["tensors"], f"{where}: tensors")]
     else:
         structs = feature["tensors_struct"]
         if not isinstance(structs, list):
             raise ValueError(
                 f"{where}: tensors_struct={_short(structs)} must be a list, of a tensor and its fields each"
             )
-        given = [dict(_mapping(struct, f"{where}, tensors_struct")) for struct in structs]
+        own_fields = [dict(_mapping(struct, f"{where}, tensors_struct")) for struct in structs]
     seen: set[str] = set()
-    for struct in given:
+    for struct in own_fields:
         tensor = struct.pop("tensor", None)
         if not isinstance(tensor, str) or tensor not in TE_TENSORS:
             raise ValueError(f"{where}: tensor {_short(tensor)} is none of {', '.join(TE_TENSORS)}")
@@ -169,23 +170,23 @@ def _selection(
 
 
 def _statistic(stat: Any, feature: str, te_tensor: str, where: str) -> str:
-    """Our name of a statistic: a name, or the blockwise range with its block."""
+    """Our name of a statistic: a plain name, or the blockwise range with its block."""
     if isinstance(stat, Mapping):
         return _blockwise(stat, te_tensor, where)
     if stat == BLOCKWISE:
         return _blockwise({BLOCKWISE: {}}, te_tensor, where)
     try:
-        wanted = parse(stat)
+        parsed = parse(stat)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    if wanted.statistic.needs != FEATURES[feature]:
-        other = next(name for name, needs in FEATURES.items() if needs == wanted.statistic.needs)
+    if parsed.statistic.needs != FEATURES[feature]:
+        other = next(name for name, needs in FEATURES.items() if needs == parsed.statistic.needs)
         raise ValueError(f"{where}: {stat} belongs to {other}")
-    return wanted.name
+    return parsed.name
 
 
 def _blockwise(stat: Mapping[str, Any], te_tensor: str, where: str) -> str:
-    """Transformer Engine takes the worse of two orientations where the tensor is read in both."""
+    """Transformer Engine takes the worse of two orientations for tensors that are read in both."""
     options = stat.get(BLOCKWISE)
     if len(stat) != 1 or not isinstance(options, Mapping) or set(options) - {"block_size", "dims"}:
         raise ValueError(
@@ -210,7 +211,7 @@ def _windows(fields: Mapping[str, Any]) -> tuple[Any, ...]:
     return () if first is None and last is None else ((0 if first is None else first, last),)
 
 
-_SHORT = reprlib.Repr()  # a few lines of YAML can be billions of values, by its aliases
+_SHORT = reprlib.Repr()  # YAML aliases can expand a few lines to billions of values
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 100, 100
 
 

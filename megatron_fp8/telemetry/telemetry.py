@@ -1,12 +1,14 @@
-"""Telemetry: the statistics of a model's tensors and codes while it trains.
+"""Telemetry: statistics of a model's tensors and FP8 codes during training.
 
     telemetry = Telemetry(model, every=10, folder="runs/mine")
-    ...                                   # train; fp8_step(model) or Megatron-Core's schedule ends an iteration
+    ...                                   # train; fp8_step(model) or Megatron-Core's schedule ends an
+    iteration
     telemetry.close()
 
-It finds FP8 sites by their modules' ``fp8_site``, in nn models and in Megatron-Core's (one or a list of chunks), watches
-their state, and at the end of a measured iteration adds up all ranks' figures. Linears do not know of it. It
-adds no operation to iterations that are not measured, except for the history of a delayed what-if.
+It finds FP8 sites by the modules' ``fp8_site``, in nn models and in Megatron-Core models (one or a list of
+chunks), observes their state, and sums the statistics over ranks at the end of a measured iteration. Linears
+do not depend on it. Iterations that are not measured run no extra operation, except for the history of a
+delayed what-if.
 """
 
 from __future__ import annotations
@@ -31,31 +33,33 @@ from .settings import Selection, TelemetrySettings
 
 
 class Telemetry:
-    """Measures a model while it trains, from now until ``close``.
+    """Measures a model during training, until ``close``.
 
-    Make it where the model trains (on its device, in its layout), after a checkpoint was loaded, and on every rank: it is
-    collective over the group, and so is the end of each measured iteration, with one SUM and one MAX.
+    Create it after the model is on its device and in its layout and after a checkpoint is loaded, on every
+    rank. The constructor is collective over the group; so is the end of each measured iteration, with one SUM
+    and one MAX.
 
     Args:
         model: an nn model with FP8 linears, or a Megatron-Core model, or a list of its chunks on this rank.
-        settings: what to measure, when. None: one Selection of the keywords (every, windows, sites, tensors, statistics,
-            what_if).
-        folder: of a run; telemetry.jsonl and tensorboard/ are written there by the group's first rank. None: nothing is,
-            read ``records``.
-        wandb: write to Weights & Biases too (needs a folder).
-        finished: the iterations that are done; records of later ones, which a killed run left in the folder, are dropped.
+        settings: what to measure, and when. None: one Selection from the keywords (every, windows, sites,
+            tensors, statistics, what_if).
+        folder: run folder for telemetry.jsonl and tensorboard/, written by the group's first rank. None: no
+            files; read ``records``.
+        wandb: also write to Weights & Biases (needs a folder).
+        finished: number of finished iterations; later records in the folder, from a killed run, are dropped.
             None: the model's own count.
-        group: the ranks that train this model; None: all of torch.distributed, if it is initialised.
-        say: takes a line for people, on the first rank, when a tensor went bad for the first time.
+        group: the ranks that train this model; None: all of torch.distributed, if initialised.
+        say: called on the first rank with a log line when a tensor first exceeds a limit.
 
     Attributes:
-        records: of the last measured iteration, the same on all ranks.
-        states: those that it watches.
+        records: records of the last measured iteration, the same on all ranks.
+        states: the observed states.
         first_bad: (site, tensor, reason) -> iteration; reasons are health.REASONS.
 
     Raises:
-        ValueError: the model has no site whose casts can be seen, is on the meta device, or is watched already; a pattern
-            of sites matches none; a setting is wrong; Weights & Biases is wanted and not installed.
+        ValueError: the model has no site with observable casts, is on the meta device, or is observed
+            already; a pattern of sites matches none; a setting is wrong; wandb is requested and not
+            installed.
         OSError: the folder cannot be written.
     """
 
@@ -106,15 +110,15 @@ class Telemetry:
 
     @property
     def first_bad(self) -> dict[tuple[str, str, str], int]:
-        """(site, tensor, reason) -> the first measured iteration at which it was so."""
+        """(site, tensor, reason) -> the first measured iteration with it."""
         return dict(self._bad.found)
 
     def close(self) -> None:
-        """Stop watching, and close what is written. Warns in one line of files that lack something, on a full disk."""
+        """Stop observing and close the files. Warns in one line of data lost to a full disk."""
         say_lacking(self.close_files())
 
     def close_files(self) -> list[str]:
-        """``close`` for who has other files to close: what files lack is not said but returned."""
+        """As ``close``, but returns the text on lost data, for callers that close other files too."""
         for state in self.states:
             state.watch(None)
         lacking = [words for output in self._outputs for words in output.close()]
@@ -128,7 +132,8 @@ class Telemetry:
         self.close()
 
     def _collectors(self, states: list[tuple[Fp8State, dict[str, Any]]], group: Any) -> list[Collector]:
-        """One for each state. Collective: ranks must have as many states, and one without sites takes part."""
+        """One collector per state. Collective: all ranks have the same number of states, some possibly without
+        sites."""
         shares: list[dict[str, Share]] = [
             {name: module.fp8_share for name, module in modules.items()} for _, modules in states
         ]
@@ -142,13 +147,11 @@ class Telemetry:
         self.settings.check_sites(found)
         for state, _ in states:
             if state.watcher is not None:
-                raise ValueError(
-                    "this model is watched already: close the telemetry that it has, then make another"
-                )
+                raise ValueError("this model already has telemetry: close it before creating another")
         return [
             Collector(
                 state,
-                {name: _asking(module) for name, module in modules.items()},
+                {name: _site_getter(module) for name, module in modules.items()},
                 agreed,
                 self.settings,
                 group,
@@ -169,22 +172,22 @@ class Telemetry:
             self._outputs.append(make())
 
     def _take(self, iteration: int, records: list[dict[str, Any]]) -> None:
-        """The records of an iteration that was measured."""
-        fresh = self._bad.look(records)
+        """Receives the records of a measured iteration."""
+        first_bad_records = self._bad.look(records)
         self.records = records
         for output in self._outputs:
             output.write(iteration, records)
-        if fresh and self._first:
-            self._say(told(fresh))
+        if first_bad_records and self._first:
+            self._say(told(first_bad_records))
 
 
-def _asking(module: Any) -> Callable[[], GemmSite]:
-    """What gives a module's site as it is when it is asked for."""
+def _site_getter(module: Any) -> Callable[[], GemmSite]:
+    """A function that returns the module's current site."""
     return lambda: module.fp8_site
 
 
 def _sites(model: torch.nn.Module | Iterable[Any]) -> Iterator[tuple[str, Any, Fp8State]]:
-    """(name, module, state) of the sites whose casts can be seen; a module with two names once."""
+    """(name, module, state) of sites with observable casts; a shared module once."""
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
     for chunk in chunks:
         modules = list(chunk.modules())
@@ -192,7 +195,7 @@ def _sites(model: torch.nn.Module | Iterable[Any]) -> Iterator[tuple[str, Any, F
         if named is not None:
             named.name_sites(chunk)
         for module in modules:
-            if (dispatch := getattr(module, "fp8_dispatch", None)) is not None:  # casts, and has no weight
+            if (dispatch := getattr(module, "fp8_dispatch", None)) is not None:  # casts without a weight
                 yield dispatch.fp8_site.plan.name, dispatch, dispatch.fp8_site.state
             if not hasattr(module, "name_sites"):
                 continue

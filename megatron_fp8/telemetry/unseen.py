@@ -1,9 +1,9 @@
-"""Warnings about requested statistics without figures, once each.
+"""Warns once about requested statistics that cannot be measured.
 
-Two gaps cannot be closed. A linear in high precision that torch.compile traced shows nothing: an operator around it would
-be a break in the compiler's graph, in layers that this package does not run. And where Megatron-Core adds the weight
-gradient to main_grad inside the GEMM there is no product to measure: main_grad before and after differ by a sum that
-was rounded, and one that is zeroed first would be added in another order, which changes the training's bits.
+There are two gaps. A high-precision linear inside torch.compile cannot be observed: an operator around it
+would break the graph, in layers that this package does not run. And if Megatron-Core adds the weight gradient
+to main_grad inside the GEMM, there is no product to measure: main_grad before and after differ by a rounded
+sum, and adding to a zeroed buffer would change the order of additions, and so the training's bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NAMED = 5
 
 
 class Unseen:
-    """Warns of each kind of gap once."""
+    """Warns once of each kind of gap."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
@@ -29,12 +29,12 @@ class Unseen:
         records: Iterable[Mapping[str, Any]],
         fused: Collection[str],
     ) -> None:
-        """The end of a measured iteration.
+        """Check at the end of a measured iteration.
 
         Args:
-            asked: (site, tensor) of all that is measured.
-            records: what was.
-            fused: sites whose weight gradients went into main_grad at once, on this rank.
+            asked: (site, tensor) pairs that were requested.
+            records: what was measured.
+            fused: sites of this rank whose GEMM adds wgrad to main_grad.
         """
         seen = {record["site"] for record in records}
         silent = dict.fromkeys(
@@ -43,7 +43,7 @@ class Unseen:
         self._say(
             silent,
             f"telemetry: iteration {iteration} has no figures of",
-            "nothing came through, or it runs in high precision inside code that torch.compile traced, which shows none",
+            "no tokens reached it, or it runs in high precision inside torch.compile, which telemetry cannot observe",
         )
         self._say(
             sorted(fused),

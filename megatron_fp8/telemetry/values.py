@@ -1,6 +1,6 @@
-"""Sums and extremes of a matrix's values with torch's operations, on any device.
+"""Sums and extremes of a matrix's values with torch operations, on any device.
 
-On CPUs with a compiler statistics.py has kernels/cpu/figures.py do it, the same to the last bits of the sums.
+On CPUs with a compiler statistics.py uses kernels/cpu/figures.py instead; the sums agree to the last bits.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ def measure_values(x: torch.Tensor, blocks: Sequence[Blocks]) -> tuple[torch.Ten
     """Sums and extremes of the finite elements of a contiguous matrix x [rows, cols].
 
     Returns:
-        float64 [7]: how many elements there are, how many are finite, the sums of x, |x|, x^2, x^3, x^4; and float64
-        [3 + len(blocks)]: the maxima of x, of -x, of -|x| where x is not zero, then for each of blocks the largest ratio
-        of a block's largest magnitude to its smallest that is not zero (1 for zeros). -Inf is the maximum of nothing.
+        float64 [7]: number of elements, number of finite ones, sums of x, |x|, x^2, x^3, x^4. And float64 [3
+        + len(blocks)]: the maxima of x, of -x, and of -|x| over x != 0; then for each of blocks the largest
+        ratio of a block's largest to its smallest non-zero magnitude (1 for zeros). The maximum of nothing is
+        -Inf.
     """
     flat = x.reshape(-1)
     sums = torch.zeros(7, dtype=torch.float64, device=x.device)
@@ -38,14 +39,14 @@ def measure_values(x: torch.Tensor, blocks: Sequence[Blocks]) -> tuple[torch.Ten
 
 
 def tiles(cut: Blocks) -> list[tuple[int, int]]:
-    """The blocks as rows and columns."""
+    """The blocks as (rows, columns)."""
     height = cut.size if cut.dims == 2 else 1
     turned = cut.both_orientations and cut.dims == 1
     return [(height, cut.size), (cut.size, height)] if turned else [(height, cut.size)]
 
 
 def _chunk(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The seven sums and three extremes of a run of elements."""
+    """The seven sums and three extremes of a chunk of elements."""
     x = part.to(torch.float64)
     finite = x.isfinite()
     count = finite.sum(dtype=torch.float64)
@@ -66,7 +67,7 @@ def _chunk(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _ratio(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
-    """The largest ratio of magnitudes inside a block, float64 []."""
+    """The largest ratio of magnitudes within a block, float64 []."""
     if x.numel() == 0:
         return torch.full((), -math.inf, dtype=torch.float64, device=x.device)
     magnitude = x.abs().to(torch.float32)

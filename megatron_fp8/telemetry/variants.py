@@ -1,7 +1,7 @@
 """Variants of a model: which sites, GEMMs and operands are quantised.
 
-A variant is one immutable value and knows no model; ``installed`` puts stand-ins for its sites in place for as long as it
-runs (linear/stand_in.py).
+A variant is an immutable value, independent of a model. ``installed`` replaces the sites by simulated ones
+during a run (linear/stand_in.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..plan.site_plan import SitePlan
 from ..recipe import GEMM_OPERANDS
 
 BF16_BITS = 8
-"""Significant bits of bfloat16, the hidden one among them."""
+"""Significant bits of bfloat16, including the hidden one."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Part:
 
     @property
     def key(self) -> str:
-        """As an override names it: NAME, NAME:dgrad, NAME:weight."""
+        """Its key in overrides: NAME, NAME:dgrad, NAME:weight."""
         part = self.gemm or self.role
         return f"{self.site}:{part}" if part else self.site
 
     def cells(self, plan: SitePlan) -> frozenset[Cell]:
-        """What is quantised of it, as planned."""
+        """Its operands that the plan quantises."""
         return frozenset(
             (gemm, role)
             for gemm, role in planned_cells(plan)
@@ -43,10 +43,10 @@ class Part:
         )
 
     def parts(self, plan: SitePlan) -> list[Part]:
-        """Its GEMMs and operands that run in FP8."""
-        every = [Part(self.site, gemm=gemm) for gemm in GEMM_OPERANDS]
-        every += [Part(self.site, role=role) for role in ROLES]
-        return [part for part in every if part.cells(plan)]
+        """Its GEMMs and operands in FP8."""
+        gemms_and_roles = [Part(self.site, gemm=gemm) for gemm in GEMM_OPERANDS]
+        gemms_and_roles += [Part(self.site, role=role) for role in ROLES]
+        return [part for part in gemms_and_roles if part.cells(plan)]
 
 
 def planned_cells(plan: SitePlan) -> frozenset[Cell]:
@@ -61,12 +61,12 @@ def planned_cells(plan: SitePlan) -> frozenset[Cell]:
 
 @dataclass(frozen=True)
 class Variant:
-    """What runs how: sites that are not named run in high precision.
+    """What runs in which precision. Sites that are not named run in high precision.
 
     Attributes:
-        name: for people.
-        quantized: site -> the operands that are quantised.
-        rounded: site -> operand -> significant bits that it is rounded to, in place of quantising it.
+        name: a label.
+        quantized: site -> operands that are quantised.
+        rounded: site -> operand -> significant bits to round to, instead of quantising.
     """
 
     name: str
@@ -75,14 +75,14 @@ class Variant:
 
     @property
     def key(self) -> str:
-        """What runs, as a text: the same for variants that are the same."""
+        """Cache key: the same string for equal variants."""
         quantized = {site: sorted(cells) for site, cells in self.quantized.items() if cells}
         rounded = {site: sorted(bits.items()) for site, bits in self.rounded.items() if bits}
         return repr((sorted(quantized.items()), sorted(rounded.items())))
 
 
 class Variants:
-    """The variants of one model. ``plans``: site -> its plan, of the sites that have FP8 GEMMs."""
+    """The variants of one model. ``plans``: site -> plan, for sites with FP8 GEMMs."""
 
     high_precision = Variant("high precision")
 
@@ -95,11 +95,11 @@ class Variants:
         return Variant("as planned", {name: planned_cells(plan) for name, plan in self.plans.items()})
 
     def alone(self, name: str, parts: Iterable[Part]) -> Variant:
-        """These as planned, all else in high precision."""
+        """These parts as planned, everything else in high precision."""
         return Variant(name, self._cells(parts))
 
     def at_best(self, name: str, parts: Iterable[Part]) -> Variant:
-        """These rounded to the significant bits of their formats, all else in high precision."""
+        """These parts rounded to the significant bits of their formats, everything else in high precision."""
         bits = {}
         for site, cells in self._cells(parts).items():
             operands = self.plans[site].operands
@@ -112,18 +112,18 @@ class Variants:
 
     @property
     def bf16(self) -> Variant:
-        """All that is planned in FP8 rounded to BF16 once more."""
+        """All operands planned in FP8, rounded to BF16 instead."""
         bits = {name: dict.fromkeys(planned_cells(plan), BF16_BITS) for name, plan in self.plans.items()}
         return Variant("rounded to BF16", rounded=bits)
 
     def without(self, parts: Iterable[Part]) -> Variant:
-        """As planned, these in high precision: what overrides to 'bf16' make of the plan."""
+        """As planned, with these parts in high precision: the effect of overrides to 'bf16'."""
         parts = list(parts)
-        away = self._cells(parts)
+        removed = self._cells(parts)
         quantized = {}
         for name, plan in self.plans.items():
-            cells = planned_cells(plan) - away.get(name, frozenset())
-            # Where no GEMM is left with two operands, nothing is quantised (plan/site_plan.py).
+            cells = planned_cells(plan) - removed.get(name, frozenset())
+            # A site without a GEMM with two FP8 operands quantises nothing (plan/site_plan.py).
             pairs = [all((gemm, role) in cells for role in roles) for gemm, roles in GEMM_OPERANDS.items()]
             quantized[name] = cells if any(pairs) else frozenset()
         return Variant(f"without {', '.join(part.key for part in parts)}", quantized)
@@ -137,10 +137,10 @@ class Variants:
 
 @contextmanager
 def installed(variant: Variant, sites: Mapping[str, GemmSite]) -> Iterator[None]:
-    """Inside, these sites run so. New stand-ins each time: nothing is carried from one run to another."""
+    """Context: these sites run this variant. New simulated sites each time, so no state carries over."""
     nothing: Set[Cell] = frozenset()
     with ExitStack() as stack:
         for name, site in sites.items():
-            stand_in = StandIn(site, variant.quantized.get(name, nothing), variant.rounded.get(name, {}))
-            stack.enter_context(site.replaced_by(stand_in))
+            simulated = StandIn(site, variant.quantized.get(name, nothing), variant.rounded.get(name, {}))
+            stack.enter_context(site.replaced_by(simulated))
         yield

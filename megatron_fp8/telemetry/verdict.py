@@ -1,4 +1,4 @@
-"""What a diagnosis says in words: its answer first, and only what its figures support."""
+"""The verdict of a diagnosis in words: the answer first, supported by measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .search import Cure
 
 
 def bad_in_high_precision(what: str) -> str:
-    """Where high precision gives NaN or Inf, or no gradient."""
+    """The verdict if high precision gives NaN, Inf or no gradient."""
     return (
         f"FP8 is not the cause: it is bad in high precision too. With every GEMM in high precision {what}, so nothing can"
         " be said of what FP8 costs; look at the model, its data and the learning rate."
@@ -18,25 +18,26 @@ def bad_in_high_precision(what: str) -> str:
 
 
 def too_high(losses: tuple[float, ...], good_loss: float | None) -> bool:
-    """Whether the losses in high precision are beyond the good one by more than their spread."""
+    """Whether the losses in high precision exceed the good loss by more than their spread."""
     return good_loss is not None and fmean(losses) - 2 * stdev(losses) > good_loss
 
 
 def verdict(
     found: Attribution, cure: Cure, losses: tuple[float, ...], noise: float, good_loss: float | None
 ) -> str:
-    """One paragraph, the answer first. ``losses``: in high precision; ``noise``: of batches' gradients, relative."""
+    """One paragraph, the answer first. ``losses``: in high precision; ``noise``: relative noise of batches'
+    gradients."""
     outstanding = [finding for finding in found.findings if finding.stands_out]
     mean = fmean(losses)
     also = ""
     if good_loss is not None and too_high(losses, good_loss):
         also = f"in high precision the loss is bad too, {mean:.4g} where it was {good_loss:.4g}"
     lines = [_answer(found, outstanding, also)]
-    lines += [_of(finding) for finding in _one_a_site(outstanding)[:4]]
-    lines.append(_all_at_once(found, mean))
+    lines += [_finding_text(finding) for finding in _first_per_site(outstanding)[:4]]
+    lines.append(_all_sites(found, mean))
     lines.append(_against_noise(found, noise))
     if cure.parts:
-        lines.append(_cured(cure))
+        lines.append(_override_text(cure))
     elif outstanding:
         lines.append("Taking what stands out into high precision does not bring the gradient nearer.")
     if found.skipped:
@@ -45,20 +46,20 @@ def verdict(
 
 
 def far_off(found: Attribution, limits: Limits) -> float | None:
-    """How many times as far as rounding alone all sites together are from high precision; None if that is near."""
+    """Distance of all sites together from high precision, relative to rounding alone; None if within the limit."""
     distances, best = (measured.distances(found.counted) for measured in (found.planned, found.at_best))
     times = distances.mean / best.mean if best.mean else 1.0
     return times if times > limits.ratio else None
 
 
 def _answer(found: Attribution, outstanding: list[Finding], also: str) -> str:
-    """Returns whether FP8 is the cause. ``also``: what is bad in high precision, '' if nothing is."""
+    """Whether FP8 is the cause. ``also``: what is bad in high precision too, '' if nothing is."""
     if outstanding:
         sites = list(dict.fromkeys(finding.site for finding in outstanding))
         where = sites[0] if len(sites) == 1 else f"{len(sites)} sites, most in {sites[0]}"
         costs = f"FP8 costs more than it has to in {where}"
         return f"FP8 is not the only cause: {also}; and {costs}." if also else f"{costs}."
-    unknown = _far_off_in_words(found)
+    unknown = _far_off_text(found)
     if unknown:
         part = f"a part of the cause: {also}" if also else "the cause"
         return f"Not known whether FP8 is {part}. {unknown}"
@@ -71,8 +72,8 @@ def _answer(found: Attribution, outstanding: list[Finding], also: str) -> str:
     )
 
 
-def _far_off_in_words(found: Attribution) -> str:
-    """Returns how far off the plan is where no site stands out; '' if it is near."""
+def _far_off_text(found: Attribution) -> str:
+    """How far off the plan is although no site stands out; '' if it is near."""
     times = far_off(found, Limits())
     if times is None:
         return ""
@@ -92,14 +93,14 @@ def _far_off_in_words(found: Attribution) -> str:
     )
 
 
-def _one_a_site(outstanding: list[Finding]) -> list[Finding]:
+def _first_per_site(outstanding: list[Finding]) -> list[Finding]:
     first: dict[str, Finding] = {}
     for finding in outstanding:
         first.setdefault(finding.site, finding)
     return list(first.values())
 
 
-def _of(finding: Finding) -> str:
+def _finding_text(finding: Finding) -> str:
     figures = ""
     if math.isfinite(finding.gradient_error) and math.isfinite(finding.loss_change):
         figures = (
@@ -109,7 +110,7 @@ def _of(finding: Finding) -> str:
     return f"{finding.key} in FP8 alone: {finding.why}{figures}."
 
 
-def _all_at_once(found: Attribution, mean: float) -> str:
+def _all_sites(found: Attribution, mean: float) -> str:
     planned, best = found.planned, found.at_best
     change = planned.loss_changes
     if not planned.finite:
@@ -138,13 +139,13 @@ def _against_noise(found: Attribution, noise: float) -> str:
     )
 
 
-def _cured(cure: Cure) -> str:
+def _override_text(cure: Cure) -> str:
     back = (
         "" if cure.given_back is None else f" gives back {_percent(cure.given_back)} of what stands out costs"
     )
-    left = f", and leaves a gradient error of {_percent(cure.gradient_error or 0.0)}"
+    remaining = f", and leaves a gradient error of {_percent(cure.gradient_error or 0.0)}"
     short = "" if cure.complete else "; that is less than was asked for"
-    return f"In high precision, {', '.join(part.key for part in cure.parts)}{back}{left}{short}."
+    return f"In high precision, {', '.join(part.key for part in cure.parts)}{back}{remaining}{short}."
 
 
 def _percent(value: float) -> str:

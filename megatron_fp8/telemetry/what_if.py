@@ -1,7 +1,7 @@
-"""Codes of a tensor in another recipe, for the same statistics.
+"""Quantises a tensor by another recipe, for the same statistics.
 
-Most recipes make their scales of the tensor at hand, so nothing more is needed. Delayed scaling makes its scale of
-earlier iterations: ``WhatIfHistory`` keeps their amaxes, and has to be told of every iteration, measured or not.
+Most recipes compute scales from the current tensor, so nothing else is needed. Delayed scaling uses earlier
+iterations: ``WhatIfHistory`` stores their amaxes and must be updated in every iteration, measured or not.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from .names import WHAT_IF
 
 
 def what_if_rule(recipe: str, role: str, fmt: FloatFormat | None) -> Rule:
-    """How a recipe (a prefix of names.WHAT_IF) quantises 'input', 'weight' or 'grad_output', with its defaults.
+    """The rule by which a recipe (a prefix of names.WHAT_IF) quantises 'input', 'weight' or 'grad_output',
+    with defaults.
 
     Args:
-        fmt: the format that the run's own codes of this tensor have, which is kept, as in Transformer Engine: a what-if
-            changes the scales. None, where the run has none: the recipe's own.
+        fmt: format of the run's own codes of this tensor; kept, as in Transformer Engine, so a what-if
+            changes only the scales. None, if the run has none: the recipe's own.
     """
     rule: Rule | None = RECIPES[WHAT_IF[recipe]]().rule(role)
     assert rule is not None
@@ -42,26 +43,26 @@ def what_if(
     direction: Direction = "rowwise",
     scale: torch.Tensor | None = None,
 ) -> Float8Tensor:
-    """x [rows, cols] as another recipe quantises it.
+    """x [rows, cols] quantised by another recipe.
 
     Args:
-        recipe, role, fmt: as of ``what_if_rule``.
-        direction: the sides that are wanted.
-        scale: float32 [], the history's (``WhatIfHistory.scale``) for 'fp8_delayed_scaling'; None: x's own.
+        recipe, role, fmt: as for ``what_if_rule``.
+        direction: the sides to compute.
+        scale: float32 [], from ``WhatIfHistory.scale``, for 'fp8_delayed_scaling'; None: current scaling.
     """
     return specified.quantize(x.detach(), what_if_rule(recipe, role, fmt), direction, scale=scale).tensor
 
 
 class WhatIfHistory:
-    """The amaxes of the last iterations of several tensors, and the delayed scales that follow from them.
+    """Recent amaxes of several tensors, and the delayed scales computed from them.
 
-    It goes by the rules of state/arena.py: a tensor that was not cast in an iteration keeps its history as it is, an
-    infinite amax is forgotten, and before the first amax there is no scale.
+    It follows state/arena.py: a tensor not cast in an iteration keeps its history, an infinite amax is
+    ignored, and there is no scale before the first amax.
 
     Args:
-        fmt: of the codes of these tensors.
-        count: how many tensors there are.
-        recipe: history length, algorithm, margin, epsilon and interval; its own defaults if None.
+        fmt: format of the tensors' codes.
+        count: number of tensors.
+        recipe: history length, algorithm, margin, epsilon and interval; defaults if None.
     """
 
     def __init__(
@@ -75,22 +76,22 @@ class WhatIfHistory:
 
     @keeping_subnormals
     def update(self, amax: torch.Tensor) -> None:
-        """The end of an iteration, measured or not: amax float32 [count], of the iteration and of all ranks that share a
-        scale; 0 where a tensor was not cast. Read back once, while any has no scale yet."""
+        """Called at the end of every iteration. ``amax``: float32 [count], this iteration's, over all ranks that share
+        a scale; 0 if a tensor was not cast. Synchronises once, while some tensor has no scale yet."""
         amax = torch.where(amax.isinf(), 0.0, amax)
-        seen = amax != 0
+        was_cast = amax != 0
         self.rings.put(amax)
         if self.updates % self.recipe.interval == 0:
             longest = amax if self.recipe.amax_compute_algo == "most_recent" else self.rings.largest()
             margin, epsilon = self.recipe.margin, self.recipe.amax_epsilon
-            fresh = compute_scale(longest, self.fmt, margin=margin, epsilon=epsilon)
-            self.scales = torch.where(seen, fresh, self.scales)
+            new_scales = compute_scale(longest, self.fmt, margin=margin, epsilon=epsilon)
+            self.scales = torch.where(was_cast, new_scales, self.scales)
             if not all(self.warm):
-                told = seen.tolist()
-                self.warm = [before or now for before, now in zip(self.warm, told, strict=True)]
-        self.rings.roll(seen)
+                recorded = was_cast.tolist()
+                self.warm = [before or now for before, now in zip(self.warm, recorded, strict=True)]
+        self.rings.roll(was_cast)
         self.updates += 1
 
     def scale(self, index: int) -> torch.Tensor | None:
-        """float32 [], that this iteration's casts of a tensor would use; None before its first amax."""
+        """float32 [], the scale for this iteration's casts of a tensor; None before its first amax."""
         return self.scales[index] if self.warm[index] else None

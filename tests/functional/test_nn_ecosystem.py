@@ -181,7 +181,7 @@ def test_resized_embeddings_are_said():
     model.resize_token_embeddings(48)
     model(input_ids=DATA, labels=DATA).loss.backward()
     with pytest.warns(
-        UserWarning, match=r"in the place of 1 that were converted \(lm_head\): call convert_to"
+        UserWarning, match=r"linears without FP8: 1 \(lm_head\); call convert_to"
     ):
         fp8_step(model)
     assert isinstance(convert_to_fp8(model, skip=()).lm_head, Fp8Linear)

@@ -309,7 +309,7 @@ def refusals_case() -> None:
     from megatron_fp8.nn import fp8_autocast
 
     for recipe in ("mxfp8", "rowwise"):
-        with pytest.raises(ValueError, match="no weight of this model can travel as FP8 codes"):
+        with pytest.raises(ValueError, match="no weight of this model can be gathered as FP8 codes"):
             enable_fp8_all_gather(convert_to_fp8(Net(), recipe))
     model = convert_to_fp8(Net())
     enable_fp8_all_gather(model)

@@ -1,10 +1,10 @@
 "use strict";
-// Charts (Bokeh's models, found by their names): their colours, the box at the pointer, and curves over iterations.
+// Charts (Bokeh models, looked up by name): colours, the box at the pointer, and curves over iterations.
 
 // ------------------------------------------------------------------------------------------------- charts
 
 let drawn; // Bokeh's document
-/** BokehJS is kept deflated, at a third of its size; it runs as any other script of the page. */
+/** BokehJS is stored deflated, at a third of its size, and then runs like any script of the page. */
 async function loadBokeh() {
   const script = element("script", new TextDecoder().decode(await unpacked(at("bokeh").textContent)));
   document.head.append(script);
@@ -18,7 +18,7 @@ const css = (name) => getComputedStyle(document.documentElement).getPropertyValu
 /** Shaded phases of a run, in all charts. */
 const bands = (run) => drawn.roots().flatMap((chart) => chart.center.filter((part) => part.name === `phase/${run}`));
 
-/** Colours of the reader's scheme, which may change while the page is open. */
+/** Colours of the light or dark scheme, which may change while the page is open. */
 function paint() {
   const ink = css("--soft"), grid = css("--grid");
   for (const chart of drawn.roots()) {
@@ -43,7 +43,7 @@ function paint() {
   });
 }
 
-/** Bokeh's canvases take the focus and do nothing with it: the form's fields do all that a pointer does. */
+/** Bokeh's canvases would take the keyboard focus without use: the form's fields offer the same functions. */
 function unreachable(place) {
   for (const part of place.querySelectorAll("*")) {
     if (part.tabIndex >= 0) part.tabIndex = -1;
@@ -51,13 +51,13 @@ function unreachable(place) {
   }
 }
 
-/** Marks over the middle of stretches [first, last, ...]. */
+/** Marks over the middle of ranges [first, last, ...]. */
 function marks(source, stretches, height) {
   const x = stretches.map(([first, last]) => (first + last) / 2);
   source.data = { x, y: x.map(() => height) };
 }
 
-/** A box beside the pointer, without text: none. */
+/** A box next to the pointer; no box without text. */
 const pointer = { x: 0, y: 0 };
 document.addEventListener("pointermove", (event) => { pointer.x = event.clientX; pointer.y = event.clientY; }, true);
 function tip(texts) {
@@ -69,7 +69,7 @@ function tip(texts) {
   box.style.top = `${fits ? below : pointer.y - box.offsetHeight - 10}px`;
 }
 
-/** The place of the value nearest to `wanted` in rising ones. */
+/** Index of the value nearest to `wanted` in increasing values. */
 function nearest(values, wanted) {
   let low = 0, high = values.length - 1;
   while (high - low > 1) {
@@ -81,7 +81,7 @@ function nearest(values, wanted) {
 
 const hidden = () => new Set([...document.querySelectorAll(".shows:not(:checked)")].map((box) => Number(box.value)));
 
-/** What a chart of curves shows at the pointer: every run's value there, and marks beside it. */
+/** Box of a curve chart: every run's value at the pointer, and nearby marks. */
 function pointedCurve(event) {
   const chart = event.origin, per = (chart.x_range.end - chart.x_range.start) / (chart.inner_width || 300);
   const near = (first, last) => first - 7 * per <= event.x && event.x <= last + 7 * per;
@@ -121,7 +121,7 @@ async function fillCurves() {
   }
 }
 
-/** Iterations that all charts of curves show. */
+/** Iteration range of all curve charts. */
 function look(from, to) {
   const range = model("iterations");
   range.setv({ start: from, end: Math.max(to, from + 1) });

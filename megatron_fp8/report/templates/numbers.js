@@ -1,5 +1,5 @@
 "use strict";
-// The numbers that the page carries, and how they are told.
+// Decoding and formatting of the page's numbers.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const models = JSON.parse(document.getElementById("models").textContent);
@@ -9,7 +9,7 @@ const GAPS_AT = 0.95, EVENTS_AT = 0.06, ROWS = 500;
 
 // ------------------------------------------------------------------------------------------------ numbers
 
-/** The bytes of base64 of zlib's format. */
+/** Bytes from base64 text in zlib format. */
 async function unpacked(text) {
   const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
@@ -20,7 +20,7 @@ async function iterationsOf(text) {
   return new Float64Array(await unpacked(text));
 }
 
-/** A map's codes: each is the one before it in its row and a step, of which there are the high, middle and low bytes. */
+/** A map's codes: the previous code of the row plus a step, stored as high, middle and low bytes. */
 async function codesOf(text, columns) {
   const bytes = new Uint8Array(await unpacked(text)), count = bytes.length / 3;
   const codes = new Uint32Array(count);
@@ -37,7 +37,7 @@ function valueOf(code) {
   return number[0];
 }
 
-/** What a code that is no number says; null for a number. */
+/** Text of a special code; null for a number. */
 function inWords(code) {
   if (code === data.codes.absent) return "not measured";
   if (code === data.codes.null) return "null";
@@ -58,7 +58,7 @@ function element(name, text, attributes = {}) {
   return made;
 }
 
-/** Put a table with these titles and rows, the first cell of a row its head, in place of what `place` holds. */
+/** Replace the content of `place` by a table with these titles and rows; the first cell of a row is its header. */
 function table(place, caption, titles, rows) {
   const made = element("table"), head = made.createTHead().insertRow(), body = made.createTBody();
   made.createCaption().textContent = caption;

@@ -1,5 +1,5 @@
 "use strict";
-// Everything in its order: the numbers are put into the charts first, and drawn once.
+// Order of initialisation: charts get their numbers first and are drawn once.
 (async () => {
   await loadBokeh();
   paint();
@@ -7,7 +7,7 @@
   await fillCurves();
   followCurves();
   await followSites();
-  // Filled first and drawn then: once.
+  // Fill first, then draw once.
   await Bokeh.embed.add_document_standalone(drawn, document.body, drawn.roots().map((chart) => at(`chart-${chart.name}`)));
   for (const chart of document.querySelectorAll(".chart")) unreachable(chart);
   drawn.on_event("mousemove", (_, event) => tip(event.origin?.name === "map" ? pointedCell(event) : pointedCurve(event)));

@@ -1,5 +1,5 @@
 "use strict";
-// The map of all sites, one site over iterations, and the fields that choose what they show.
+// The map of all sites, the chart of one site over iterations, and the fields that select their content.
 
 // -------------------------------------------------------------------------------------------------- sites
 
@@ -8,7 +8,7 @@ const measured = runs.map((_, i) => i).filter((i) => runs[i].statistics);
 const found = () => runs[shown.run].statistics;
 const decoded = new Map();
 
-/** A map of a run, or null if the run has none; decoded when it is first looked at. */
+/** A map of a run, or null if the run has none; decoded on first use. */
 async function mapOf(run, tensor, statistic) {
   const text = runs[run].statistics?.maps[tensor]?.[statistic];
   if (text === undefined) return null;
@@ -47,7 +47,7 @@ async function chooseStatistic() {
   await chooseSite();
 }
 
-/** The colours of a map: what numbers get, and what stands for those that are none. */
+/** The colours of a map, for numbers and for special codes. */
 const SPECIAL = { NaN: [230, 0, 126], Infinity: [255, 45, 30], "-Infinity": [255, 150, 0], null: [140, 140, 140] };
 const palette = Array.from({ length: data.palette.length / 6 }, (_, i) =>
   [0, 2, 4].map((k) => parseInt(data.palette.slice(6 * i + k, 6 * i + k + 2), 16)));
@@ -98,14 +98,14 @@ function drawMap() {
     + (found().merged > 1 ? `; ${found().merged} measured iterations share a column` : "");
 }
 
-/** Where the first column begins and how wide each is: in iterations if they are evenly spaced, else in columns. */
+/** Start and width of columns: in iterations if they are evenly spaced, else in columns. */
 function span() {
   const all = shown.iterations, step = all.length > 1 ? all[1] - all[0] : 1;
   shown.regular = all.every((value, i) => !i || value - all[i - 1] === step);
   return shown.regular ? [all[0] - step / 2, step] : [-0.5, 1];
 }
 
-/** A label at the first site of every layer, at most 14 of them; sites elsewhere by their last name. */
+/** Labels at the first site of each layer, at most 14; sites outside layers by the last part of their name. */
 function nameRows(axis, sites) {
   const layer = sites.map((name) => name.match(/layers\.(\d+)\./)?.[1]);
   const starts = sites.map((_, i) => i).filter((i) => layer[i] === undefined || layer[i] !== layer[i - 1]);
@@ -196,7 +196,7 @@ function cellOf(event) {
   return k >= 0 && k < shown.iterations.length && row >= 0 && row < found().sites.length ? { row, k } : null;
 }
 
-/** What the map shows at the pointer; beside the fields too, where a reader can mark it. */
+/** Text for the map cell at the pointer; also shown next to the fields, where it can be selected. */
 function pointedCell(event) {
   const cell = cellOf(event);
   if (!cell) return [];

@@ -1,1 +1,1 @@
-"""FP8 against BF16 on this machine, cell by cell: what `megatron-fp8 bench` measures."""
+"""Benchmarks of FP8 against BF16 on this machine, for `megatron-fp8 bench`."""

@@ -1,8 +1,9 @@
 """Benchmarks of FP8 against BF16: quantisation, GEMMs, a linear.
 
-A wrong result is never timed: codes are compared with what was quantised, products with the float64 product of
-the same codes, a linear's output and gradients with BF16's. Contenders take turns, and ratios are taken turn by turn.
-`megatron-fp8 bench` is its command line; larger cells are in models.py, other libraries in peers.py.
+Results are checked before timing: codes against the quantised values, products against the float64 product of
+the same codes, a linear's output and gradients against BF16's. A wrong result is never timed. Contenders run
+alternately, and ratios are taken per pair of runs. The command line is `megatron-fp8 bench`; larger cells are
+in models.py, other libraries in peers.py.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from ...plan.timing import LEAST_FOR_SPREAD, Timing, interleave_on
 from ...recipe import Recipe, recipe_name
 from ...state.fp8_state import Fp8State
 
-# Bounds of root mean square errors, relative to the values. E5M2 (2 bits of mantissa) errs by 0.07 of a gradient.
+# Bounds of relative root mean square errors. A gradient in E5M2 (2 mantissa bits) has an error of 0.07.
 _CODES, _PRODUCT, LINEAR_BOUND = 0.09, 0.01, 0.12
 
 
 @dataclass
 class Bench:
-    """What is measured, and what came out so far."""
+    """Settings and results of a benchmark."""
 
     device: torch.device
     repetitions: int
@@ -40,14 +41,14 @@ class Bench:
     wrong: list[str] = field(default_factory=list)
 
     def matrix(self, *shape: int, seed: int) -> torch.Tensor:
-        """Normal bfloat16 numbers."""
+        """A matrix of normal bfloat16 numbers."""
         generator = torch.Generator(self.device).manual_seed(seed)
         return torch.randn(shape, generator=generator, device=self.device, dtype=torch.bfloat16)
 
     def gate(
         self, what: str, found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor], bound: float
     ) -> bool:
-        """Whether results may be timed; a wrong one is remembered and fails the run."""
+        """Whether results are correct and may be timed; a wrong result fails the run."""
         error = max(relative_error(a, b) for a, b in zip(found, exact, strict=True))
         if error <= bound:
             return True
@@ -55,19 +56,19 @@ class Bench:
         return False
 
     def fail(self, what: str) -> None:
-        """A result is wrong: it is told, and fails the run."""
+        """Report a wrong result, which fails the run."""
         self.wrong.append(what)
         print(f"WRONG, not timed: {what}", file=sys.stderr, flush=True)
 
     def time(
         self, section: str, shape: Gemm, contender: str, run: Callable[[], Any], bf16: Callable[[], Any]
     ) -> None:
-        """Time a contender against BF16 (a quantisation against a copy), and add its row."""
+        """Time a contender against BF16 (quantisation against a copy), and add its row."""
         times = interleave_on(self.device, {"bf16": bf16, "fp8": run}, self.repetitions)
         self.add(section, shape, contender, times["fp8"], times["bf16"])
 
     def add(self, section: str, shape: Gemm, contender: str, fp8: Timing, bf16: Timing) -> None:
-        """A row of times that were taken in turn."""
+        """Add a row of alternately measured times."""
         self.rows.append(_row(section, shape, contender, fp8, bf16))
 
 
@@ -85,7 +86,7 @@ def _row(section: str, shape: Gemm, contender: str, fp8: Timing, bf16: Timing) -
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Root mean square of the difference over that of the exact values; Inf if anything is not finite."""
+    """Root mean square of the difference over that of the exact values; Inf if a value is not finite."""
     if not bool(found.isfinite().all()):
         return float("inf")
     size = exact.double().square().mean().sqrt()
@@ -93,7 +94,7 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def quantise(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None:
-    """Both directions of a linear's input, against a copy of it in BF16."""
+    """Times quantisation of a linear's input in both directions, against a copy in BF16."""
     rule = recipe.rule("input")
     if rule is None:
         return
@@ -108,7 +109,7 @@ def quantise(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> 
 
 
 def gemm(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None:
-    """The product of the forward, of codes made before, against BF16's."""
+    """Times the forward GEMM of prepared codes, against BF16's."""
     rules = recipe.rule("input"), recipe.rule("weight")
     if rules[0] is None or rules[1] is None:
         return
@@ -123,7 +124,7 @@ def gemm(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None
 
 
 def linear(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None:
-    """fprop, dgrad and wgrad with all quantisation, against torch's linear in BF16."""
+    """Times fprop, dgrad and wgrad including quantisation, against torch's linear in BF16."""
     weight = bench.matrix(shape.n, shape.k, seed=2).mul_(shape.k**-0.5).requires_grad_()
     x, dy = bench.matrix(shape.tokens, shape.k, seed=1), bench.matrix(shape.tokens, shape.n, seed=3)
     state = Fp8State(bench.device)
@@ -142,6 +143,6 @@ def linear(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> No
 
     exact = step(bf16)
     step(fp8)
-    state.finish_iteration()  # delayed scaling has its scales from here on
+    state.finish_iteration()  # computes the scales of delayed scaling
     if bench.gate(f"linear {shape} {recipe_name(recipe)}", step(fp8), exact, LINEAR_BOUND):
         bench.time("linear", shape, recipe_name(recipe), partial(step, fp8), partial(step, bf16))

@@ -1,7 +1,8 @@
 """Benchmark of an FP8 all-gather against BF16, among local processes.
 
-It is what sequence parallelism and sharded FP8 weights send. Two processes over gloo on a CPU, one for each GPU over
-nccl, started anew for each cell; with a single GPU there is nothing to gather from, which is said.
+Sequence parallelism and sharded FP8 weights use such all-gathers. It runs two processes over gloo on a CPU,
+or one per GPU over nccl, started anew for each cell. With a single GPU it prints that nothing can be
+measured.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .cells import Bench
 
 
 def collectives(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None:
-    """All ranks gather [tokens, K], of which each has its share of the tokens."""
+    """Times an all-gather of [tokens, K], with an equal part of the tokens on each rank."""
     ranks = torch.cuda.device_count() if bench.device.type == "cuda" else 2
     if ranks < 2:
         print("collectives: not measured: they need two GPUs", file=sys.stderr, flush=True)
@@ -40,7 +41,7 @@ def collectives(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) 
         port = probe.getsockname()[1]
         probe.close()
         out = Path(folder) / "times.json"
-        given = (
+        arguments = (
             ranks,
             port,
             bench.device.type,
@@ -51,7 +52,7 @@ def collectives(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) 
             str(out),
         )
         try:
-            torch.multiprocessing.spawn(_rank, given, nprocs=ranks)
+            torch.multiprocessing.spawn(_rank, arguments, nprocs=ranks)
         except ProcessException as error:
             bench.fail(f"collectives {shape} {recipe_name(recipe)}: {str(error).strip().splitlines()[-1]}")
             return
@@ -92,13 +93,13 @@ def _rank(
 def measure(
     rank: int, ranks: int, device: torch.device, shape: Gemm, recipe: Recipe, backend: Any, repetitions: int
 ) -> dict[str, Any]:
-    """Seconds of both on this rank, and whether all ranks got what the others have."""
+    """Seconds of both all-gathers on this rank, and whether all ranks received the right values."""
     rule = recipe.rule("input")
     assert rule is not None
-    share = -(-shape.tokens // ranks)
+    tokens_per_rank = -(-shape.tokens // ranks)
     parts = [
         torch.randn(
-            share,
+            tokens_per_rank,
             shape.k,
             generator=torch.Generator(device).manual_seed(i),
             device=device,
@@ -121,10 +122,10 @@ def measure(
         codes, scales = side(parts[rank])
         return gathered(codes), gathered(scales)
 
-    right = True
+    correct = True
     for found, expected in zip(fp8(), zip(*map(side, parts), strict=True), strict=True):
-        right &= torch.equal(found, torch.cat([one.reshape(-1) for one in expected]))
-    agreed = torch.tensor(int(right), dtype=torch.int64, device=device)
+        correct &= torch.equal(found, torch.cat([tensor.reshape(-1) for tensor in expected]))
+    agreed = torch.tensor(int(correct), dtype=torch.int64, device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
     times = interleave_on(device, {"bf16": partial(gathered, parts[rank]), "fp8": fp8}, repetitions)
     return {"right": bool(agreed), **{name: timing.seconds for name, timing in times.items()}}

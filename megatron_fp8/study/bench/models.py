@@ -1,7 +1,8 @@
 """Benchmarks of a Llama-like layer, a training step and an inference forward.
 
-Of a shape K x N x tokens, K is the hidden size and N the feed-forward size. The layer has fused query, key and value and
-fused gate and up projections, attention of heads of 64 (one head where 64 does not divide K), RMSNorm and SwiGLU.
+In a shape K x N x tokens, K is the hidden size and N the feed-forward size. The layer has fused query, key
+and value and fused gate and up projections, attention with heads of 64 (one head if 64 does not divide K),
+RMSNorm and SwiGLU.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from ...recipe import Recipe, recipe_name
 from .cells import Bench
 
 _FAR = 0.25
-"""Root mean square of the difference from BF16, relative: several linears, one after another, in E4M3 and E5M2."""
+"""Relative root mean square difference from BF16, for several consecutive linears in E4M3 and E5M2."""
 _VOCAB, _DEPTH = 512, 2
 
 
 class Layer(nn.Module):
-    """x [tokens, K] -> the same shape; weights normal of 1/sqrt(inputs), BF16."""
+    """x [tokens, K] -> the same shape; BF16 weights, normal with standard deviation 1/sqrt(inputs)."""
 
     def __init__(self, hidden: int, ffn: int, device: torch.device) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class Model(nn.Module):
             nn.init.normal_(weight, std=hidden**-0.5, generator=generator)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The embedding and the head stay in BF16, as conversion leaves them."""
+        """The embedding and the head stay in BF16, as after a conversion."""
         return self.lm_head(_norm(self.layers(self.embedding(ids))))
 
 
@@ -73,13 +74,13 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def converted(model: nn.Module, recipe: Recipe, backend: ModuleType) -> nn.Module:
-    """A copy of the model whose linears run in FP8; the table that conversion prints is not wanted here."""
+    """A copy of the model with FP8 linears; suppresses the conversion's table."""
     with contextlib.redirect_stdout(io.StringIO()):
         return convert_to_fp8(copy.deepcopy(model), Fp8Config(recipe=recipe, backend=backend.name))
 
 
 def layer(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None:
-    """Forward and backward of one layer, its weights quantised anew."""
+    """Times forward and backward of one layer, including quantisation of its weights."""
     bf16 = Layer(shape.k, shape.n, bench.device)
     fp8 = converted(bf16, recipe, backend)
     x, dy = (bench.matrix(shape.tokens, shape.k, seed=seed) for seed in (1, 3))
@@ -93,13 +94,13 @@ def layer(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> Non
         return y.detach(), gradients[0]
 
     exact = run(bf16, False)
-    run(fp8, True)  # delayed scaling has its scales from here on
+    run(fp8, True)  # computes the scales of delayed scaling
     if bench.gate(f"layer {shape} {recipe_name(recipe)}", run(fp8, True), exact, _FAR):
         bench.time("layer", shape, recipe_name(recipe), partial(run, fp8, True), partial(run, bf16, False))
 
 
 def step(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None:
-    """A training step of a model of two layers: forward, backward, AdamW, the end of the FP8 iteration."""
+    """Times a training step of a two-layer model: forward, backward, AdamW, the end of the FP8 iteration."""
     bf16 = Model(shape.k, shape.n, bench.device)
     fp8 = converted(bf16, recipe, backend)
     generator = torch.Generator(bench.device).manual_seed(6)
@@ -108,7 +109,7 @@ def step(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None
     )
 
     def stepper(model: nn.Module, ends: bool) -> Callable[[], Tensor]:
-        # So small that the loss, which is looked at before the timing, stays what it is.
+        # Small enough to leave the loss, which is checked before timing, unchanged.
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7)
 
         def run() -> Tensor:
@@ -130,12 +131,12 @@ def step(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None
 
 
 def inference(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None:
-    """The forward of one layer whose weights were quantised once and freed in BF16."""
+    """Times the forward of one layer with weights prepared for inference."""
     bf16 = Layer(shape.k, shape.n, bench.device)
     fp8 = converted(bf16, recipe, backend)
     x = bench.matrix(shape.tokens, shape.k, seed=1)
     leaf = x.detach().requires_grad_()
-    fp8(leaf).float().sum().backward()  # a history for delayed scaling
+    fp8(leaf).float().sum().backward()  # fills the history of delayed scaling
     fp8_step(fp8)
     prepare_for_inference(fp8)
 

@@ -1,6 +1,7 @@
-"""Other libraries that are installed, on the same shapes: torchao's linear. What is not here is named with the reason.
+"""Benchmarks of other installed libraries on the same shapes: torchao's linear.
 
-On a CPU torchao emulates FP8, as this package does. `make gpu-bench` measures Transformer Engine, on a GPU.
+A missing library is reported with the reason. On a CPU torchao emulates FP8, as this package does. `make
+gpu-bench` measures Transformer Engine, on a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def missing() -> str | None:
 
 
 def linear(bench: Bench, shape: Gemm) -> None:
-    """torchao's tensorwise linear, forward and backward, compiled on a GPU."""
+    """Times torchao's tensorwise linear, forward and backward; compiled on a GPU."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     weight = bench.matrix(shape.n, shape.k, seed=2).mul_(shape.k**-0.5)

@@ -1,4 +1,4 @@
-"""The cells of a benchmark by name, in the order in which they are measured."""
+"""The sections of a benchmark by name, in order of measurement."""
 
 from __future__ import annotations
 

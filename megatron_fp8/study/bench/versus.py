@@ -1,7 +1,8 @@
-"""This measurement against an earlier one: what changed by more than both are noisy.
+"""Compares a benchmark with an earlier one: changes beyond the noise of both.
 
-What is compared is the ratio to BF16, which was timed in turn with FP8: a machine that is slow today is slow for both.
-The noise of a row is the sum of the relative interquartile ranges of both measurements; a change within it shows nothing.
+It compares ratios to BF16, which was timed alternately with FP8, so a generally slower machine does not
+matter. The noise of a row is the sum of the relative interquartile ranges of both measurements; smaller
+changes mean nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from ...plan.timing import LEAST_FOR_SPREAD, table
 
 VERDICTS = ("faster", "slower", "within noise", "too noisy to tell")
 TOO_NOISY = 1.0
-"""Above this noise a cell twice as slow would pass for the same: nothing was measured."""
+"""Above this noise even a cell twice as slow counts as unchanged, so the result is useless."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One cell in both: FP8's time over BF16's then and now, the relative change, and the noise."""
+    """One cell in both benchmarks: FP8's time over BF16's before and now, the relative change, and the noise."""
 
     cell: str
     before: float
@@ -32,12 +33,12 @@ class Change:
 
     @property
     def change(self) -> float:
-        """-0.1: a tenth faster, relative to BF16."""
+        """Relative to BF16; -0.1 is a tenth faster."""
         return self.now / self.before - 1
 
     @property
     def verdict(self) -> str:
-        """In words. Twice as fast is as far from before as half as fast."""
+        """The change in words. A factor of two counts the same in both directions."""
         if self.noise >= TOO_NOISY:
             return "too noisy to tell"
         if max(self.now / self.before, self.before / self.now) - 1 <= self.noise:
@@ -46,19 +47,19 @@ class Change:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """An earlier result of `bench --out` or `--json`. ValueError: it is none."""
+    """An earlier result of `bench --out` or `--json`. Raises ValueError for any other file."""
     try:
         content = load_json(read_ordinary(path, LARGEST))
         rows = content["rows"]
         if any(row["spread"] is None for row in rows):
-            raise ValueError(f"it shows no spread, being of fewer than {LEAST_FOR_SPREAD} repetitions")
+            raise ValueError(f"it has no spread, since it has fewer than {LEAST_FOR_SPREAD} repetitions")
         keys = {"section", "k", "n", "tokens", "contender", "ratio", "spread"}
         if not rows or not all(
             keys <= row.keys() and row["ratio"] > 0 and row["spread"] >= 0 for row in rows
         ):
             raise ValueError("its rows are not those of bench")
         str(content["device"])
-        {_cell(row) for row in rows}  # what names a cell are words and numbers
+        {_cell(row) for row in rows}  # checks that cell names are hashable
     except OSError as error:
         raise ValueError(
             f"--compare={path} cannot be read ({error.strerror}): give a file of bench --out"
@@ -71,16 +72,16 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def check_comparable(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None:
-    """ValueError where the earlier result is of another device, or another number of threads."""
+    """Raises ValueError if the earlier result is from another device or number of threads."""
     for key in ("device", "threads"):
         if old.get(key) != new.get(key):
             raise ValueError(
-                f"--compare={path} is of {key} {old.get(key)!r}, and here it is {new.get(key)!r}: such times show nothing"
+                f"--compare={path} is of {key} {old.get(key)!r}, and here it is {new.get(key)!r}: they cannot be compared"
             )
 
 
 def changes(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[Change]:
-    """Of the cells that both have, in the order of the new ones."""
+    """Changes of the cells in both, in the order of the new benchmark."""
     before = {_cell(row): row for row in old}
     return [
         Change(name, before[name]["ratio"], row["ratio"], before[name]["spread"] + row["spread"])
@@ -90,7 +91,7 @@ def changes(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) 
 
 
 def as_table(found: Sequence[Change]) -> str:
-    """One line a cell, and a sentence that counts them."""
+    """One line per cell, and a summary sentence."""
     if not found:
         return "No cell was measured in both."
     rows = [
@@ -98,9 +99,9 @@ def as_table(found: Sequence[Change]) -> str:
         for c in found
     ]
     counts = {word: sum(c.verdict == word for c in found) for word in VERDICTS}
-    said = ", ".join(f"{count} {word}" for word, count in counts.items() if count or word != VERDICTS[-1])
+    summary = ", ".join(f"{count} {word}" for word, count in counts.items() if count or word != VERDICTS[-1])
     header = ("cell", "x BF16 then", "now", "change", "noise", "verdict")
-    return f"{table(header, rows)}\nOf {len(found)} cells: {said}."
+    return f"{table(header, rows)}\nOf {len(found)} cells: {summary}."
 
 
 def _cell(row: Mapping[str, Any]) -> str:

@@ -1,1 +1,1 @@
-"""Recipes against high precision on one model, data, seeds and layout: what `megatron-fp8 compare` does."""
+"""Compares recipes with high precision on one model, for `megatron-fp8 compare`."""

@@ -23,22 +23,22 @@ from .plan import Comparison, WantedRun
 from .progress import Progress
 
 _POLL_S = 0.2
-_GRACE_S = 60.0  # for a run to finish its iteration and save
+_GRACE_S = 60.0  # time for a run to finish its iteration and save
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _HERE = Path(__file__).parents[3]
 
 
 class RunFailed(RuntimeError):
-    """A run of the comparison failed; another attempt may not."""
+    """A run of the comparison failed; another attempt may succeed."""
 
 
 @contextmanager
 def held(out: Path) -> Iterator[None]:
-    """Hold the comparison's folder: a second comparison there is refused at once.
+    """Context: lock the comparison's folder; a second comparison there fails at once.
 
-    Raises ValueError: another comparison has it, or it cannot be made.
+    Raises ValueError: another comparison has the lock, or the folder cannot be created.
     """
-    # No job's name: two comparisons of one SLURM job are two.
+    # Without a job name: two comparisons in one SLURM job exclude each other too.
     lock = RunLock(out, "--out", environ={})
     try:
         lock.take(lambda text: print(printable(text), file=sys.stderr, flush=True))
@@ -51,24 +51,24 @@ def held(out: Path) -> Iterator[None]:
 
 
 def train_all(comparison: Comparison) -> None:
-    """Train every run that is not finished. Lines, and on a terminal a bar with the time left, on stderr.
+    """Train every unfinished run. Prints lines, and on a terminal a progress bar, to stderr.
 
     Raises:
-        ValueError: a folder holds a run of other settings, or the first run that is trained refused its input.
+        ValueError: a folder contains a run with other settings, or the first run reported bad input.
         RunFailed: a run failed, or was stopped.
     """
     for run in comparison.runs:
         run.check_existing()
     todo = [run for run in comparison.runs if not run.finished]
     progress = Progress(sum(run.iterations for run in todo))
-    there = len(comparison.runs) - len(todo)
-    if there:
-        progress.say(f"{there} of {len(comparison.runs)} runs are there already")
+    finished = len(comparison.runs) - len(todo)
+    if finished:
+        progress.say(f"{finished} of {len(comparison.runs)} runs are there already")
     first = True
-    with _ended_by_sigterm(), progress:
+    with _sigterm_as_interrupt(), progress:
         for number, run in enumerate(todo, 1):
             _wait_until_free(run, progress)
-            # Looked at again: whoever had the folder may have finished it.
+            # Check again: another process may have finished the run.
             if not (lacks := run.lacks()):
                 progress.passed(run.name, run.iterations)
                 continue
@@ -79,16 +79,16 @@ def train_all(comparison: Comparison) -> None:
             progress.begin(run.name, f"{number} of {len(todo)}", run.iterations, len(before))
             _train(run, comparison, progress, first=first)
             after = _lines(metrics)
-            kept = sum(
+            unchanged = sum(
                 1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
             )
-            progress.end(len(after) - kept)
+            progress.end(len(after) - unchanged)
             first = False
 
 
 def _wait_until_free(run: WantedRun, progress: Progress) -> None:
-    """Wait for a trainer that a killed comparison left: it is ending. ValueError: the folder stays another run's."""
-    deadline, told = time.monotonic() + _GRACE_S, False
+    """Wait for a trainer left by a killed comparison to end. Raises ValueError if the folder stays locked."""
+    deadline, reported = time.monotonic() + _GRACE_S, False
     while run.folder.exists():
         lock = RunLock(run.folder, "run_dir", environ={})
         try:
@@ -96,9 +96,9 @@ def _wait_until_free(run: WantedRun, progress: Progress) -> None:
         except LockHeld:
             if time.monotonic() > deadline:
                 raise
-            if not told:
+            if not reported:
                 progress.say(f"{run.name} is being trained by another process: waiting for it")
-            told = True
+            reported = True
             time.sleep(_POLL_S)
         except OSError as error:
             raise ValueError(
@@ -110,7 +110,7 @@ def _wait_until_free(run: WantedRun, progress: Progress) -> None:
 
 
 def command(run: WantedRun, ranks: int) -> list[str]:
-    """The command line of a run: alone, or launched."""
+    """The command line of a run, with the launcher for several ranks."""
     launcher = ["launch", f"--ranks={ranks}"] if ranks > 1 else []
     return [sys.executable, "-m", "megatron_fp8", *launcher, "train", *run.arguments]
 
@@ -125,7 +125,7 @@ def _train(run: WantedRun, comparison: Comparison, progress: Progress, *, first:
         raise ValueError(
             f"--out={comparison.out} cannot be written ({error.strerror}): give another folder."
         ) from error
-    # The package of this process, wherever it was started.
+    # The child must import the same package, whatever its working directory.
     path = os.pathsep.join([str(_HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path}
     with stream:
@@ -134,7 +134,7 @@ def _train(run: WantedRun, comparison: Comparison, progress: Progress, *, first:
             stdout=stream,
             stderr=subprocess.STDOUT,
             env=environment,
-            preexec_fn=_ending_with_us(),
+            preexec_fn=_parent_death_signal(),
         )
         try:
             metrics = run.folder / "metrics.jsonl"
@@ -142,23 +142,23 @@ def _train(run: WantedRun, comparison: Comparison, progress: Progress, *, first:
                 time.sleep(_POLL_S)
                 progress.at(len(_lines(metrics)))
         finally:
-            _end(process)
+            _terminate(process)
     if process.returncode:
-        said = _last_error(log)
-        told = f"{run.name}: {said} (all of it: {log})"
-        # Bad input is what is found before anything is trained.
+        last_error = _last_error(log)
+        message = f"{run.name}: {last_error} (full log: {log})"
+        # Only the first run's input errors count as bad input.
         bad_input = first and process.returncode == EXIT_BAD_INPUT
-        raise ValueError(told) if bad_input else RunFailed(told)
+        raise ValueError(message) if bad_input else RunFailed(message)
     if lacks := run.lacks():
-        # A run that was stopped goes on. One that has its last checkpoint trains no line that is missing before it.
+        # A stopped run can continue. With a final checkpoint, missing lines will never be trained.
         saved = latest_checkpoint(checkpoint_folder(run.config))
         trained = saved is not None and read_manifest(saved).iteration >= run.iterations
-        what = f"remove {run.folder} to train it anew" if trained else "the same command goes on from there"
-        raise RunFailed(f"{run.name} is not finished ({lacks}): {what} ({log}).")
+        remedy = f"remove {run.folder} to train it anew" if trained else "the same command goes on from there"
+        raise RunFailed(f"{run.name} is not finished ({lacks}): {remedy} ({log}).")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """No child outlives the comparison: it is asked to save and end, and killed if it does not."""
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    """Ends the child process: asks it to save and exit, and kills it if it does not."""
     if process.poll() is not None:
         return
     process.terminate()
@@ -170,8 +170,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the comparison as Ctrl-C does, so that its child ends too."""
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends the comparison like Ctrl-C, so that its child ends too."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -183,25 +183,26 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _ending_with_us() -> Callable[[], None] | None:
-    """For the child, before its program starts: Linux sends it SIGTERM when this process dies, of SIGKILL too.
+def _parent_death_signal() -> Callable[[], None] | None:
+    """A preexec_fn: Linux sends the child SIGTERM when this process dies, even by SIGKILL.
 
-    A launcher hands SIGTERM on to its ranks. Elsewhere None: such a child lives on, and the next comparison waits for it.
+    A launcher passes SIGTERM on to its ranks. None on other systems: the child survives, and the next
+    comparison waits for it.
     """
     if not sys.platform.startswith("linux"):
         return None
-    prctl, us = ctypes.CDLL(None).prctl, os.getpid()
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def ask() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != us:  # it died before that
+        if os.getppid() != parent:  # the parent died first
             os._exit(1)
 
     return ask
 
 
 def _lines(path: Path) -> list[bytes]:
-    """Finished lines of a file; none where there is no file."""
+    """Complete lines of a file; none if the file is missing."""
     try:
         return path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:

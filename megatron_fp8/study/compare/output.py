@@ -1,4 +1,4 @@
-"""A comparison as Markdown and as a picture, from what compare.json holds."""
+"""Formats a comparison (compare.json) as Markdown and as a picture."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ...plan.timing import table
 from ..colours import RECIPES
 from .plan import BASELINE
 
-_SMOOTH = 15  # iterations of a training loss that are averaged for the eye, or a tenth of a shorter run
+_SMOOTH = 15  # moving average of plotted losses, in iterations; at most a tenth of the run
 
 _NOISY = 1.1  # fastest seed over slowest
 
 
 def as_table(content: dict[str, Any]) -> str:
-    """Two Markdown tables with a line a recipe, of losses and of what they cost: one would not fit a terminal."""
+    """Two Markdown tables with one line per recipe, for losses and for costs: one table would not fit a terminal."""
     losses = [("run", "loss", f"from {BASELINE}", "±")]
     costs = [("run", "tokens/s", f"x {BASELINE}", "saved MiB", "peak MiB", "FP8 GEMMs", "others")]
     for row in content["recipes"]:
@@ -46,13 +46,13 @@ def as_table(content: dict[str, Any]) -> str:
 
 
 def is_noisy(content: dict[str, Any], recipe: str) -> bool:
-    """Whether a recipe's speeds differ between seeds by more than a tenth, so that their median holds few digits."""
+    """Whether a recipe's speeds differ between seeds by more than a tenth, so that their median is imprecise."""
     speeds = [run["tokens_per_s"] for run in content["runs"] if run["recipe"] == recipe]
     return bool(speeds) and max(speeds) > _NOISY * min(speeds)
 
 
 def as_markdown(content: dict[str, Any]) -> str:
-    """compare.md: what was run, the tables with what their columns are, the verdict, the picture."""
+    """compare.md: the setup, the tables with explanations, the verdict, the picture."""
     seeds = ", ".join(map(str, content["seeds"]))
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     ranks = "1 rank" if content["ranks"] == 1 else f"{content['ranks']} ranks"
@@ -87,10 +87,10 @@ grey band on the right is of the {kind} losses at the end.
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
-    """Two panels with one meaning of colours: training losses, and differences from the baseline of the same seed.
+    """Two panels with the same colours: training losses, and differences from the baseline of the same seed.
 
-    A line is the mean over seeds, the shade around it the smallest and largest seed; on the right the grey band is the
-    verdict's, of the losses at the end.
+    A line is the mean over seeds, the shade the range over seeds. The grey band on the right is the
+    verdict's, from the final losses.
     """
     import matplotlib
 
@@ -139,12 +139,12 @@ def draw(content: dict[str, Any], path: Path) -> None:
 
 
 def reach(half: float, largest: float) -> float | None:
-    """Where the right panel ends (%), if a band of +-``half`` would flatten lines that go to ``largest``; else None."""
+    """Limit of the right panel (%) if a band of +-``half`` would flatten lines up to ``largest``; else None."""
     return 4 * largest if 0 < 4 * largest < half else None
 
 
 def band_percent(content: dict[str, Any]) -> float:
-    """Half the height of the grey band: the largest difference that the verdict calls within it, in % of the loss."""
+    """Half the height of the grey band: the largest difference that counts as within it, in % of the loss."""
     return 100 * content["band"]["spread"] / content["band"]["mean"]
 
 

@@ -1,7 +1,7 @@
 """The runs of a comparison, checked before the first starts.
 
-Runs differ in recipe and seed alone. With one seed all start from the same weights and read the same batches in the same
-order, so the losses of a seed are compared with each other (paired), and seeds among themselves show the noise.
+Runs differ in recipe and seed only. Runs with the same seed start from the same weights and read the same
+batches in the same order, so their losses are compared in pairs; differences between seeds show the noise.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class WantedRun:
     Attributes:
         recipe, seed: 'bf16' or a recipe's name.
         folder: its run_dir.
-        arguments: of `megatron-fp8 train`.
-        config: what they come to.
+        arguments: for `megatron-fp8 train`.
+        config: the resulting config.
     """
 
     recipe: str
@@ -56,23 +56,23 @@ class WantedRun:
 
     @property
     def name(self) -> str:
-        """For people: 'mxfp8, seed 1234'."""
+        """Label: 'mxfp8, seed 1234'."""
         return f"{self.recipe}, seed {self.seed}"
 
     @property
     def iterations(self) -> int:
-        """How many it is to train."""
+        """Number of iterations to train."""
         return self.config.train.train_iters
 
     @property
     def finished(self) -> bool:
-        """Whether it was trained to its end, its last validation included. ValueError: a line is no record."""
+        """Whether it was trained to the end, including the last validation. Raises ValueError for an invalid line."""
         return not self.lacks()
 
     def lacks(self) -> str:
-        """What is missing of a finished run, naming the file; '' for a finished one. ValueError: a line is no record."""
-        wanted = ["metrics.jsonl", *(["validation.jsonl"] if self.config.train.eval_iters else [])]
-        for name in wanted:
+        """What is missing, with the file name; '' if it is finished. Raises ValueError for an invalid line."""
+        required = ["metrics.jsonl", *(["validation.jsonl"] if self.config.train.eval_iters else [])]
+        for name in required:
             path = self.folder / name
             found = list(read_lines(path))
             done = found[-1].iteration() if found else 0
@@ -83,7 +83,7 @@ class WantedRun:
         return ""
 
     def check_existing(self) -> None:
-        """ValueError if the folder holds a run of other settings, naming the first that differs."""
+        """Raises ValueError if the folder contains a run with other settings, naming the first that differs."""
         path = self.folder / "config.yaml"
         if not path.exists():
             return
@@ -93,13 +93,15 @@ class WantedRun:
             raise ValueError(
                 f"{str(path)!r} cannot be read ({in_words(error)}): give another --out, or move that run away."
             ) from error
-        theirs, ours = _settings(found), _settings(self._plain)
-        given = {option.partition("=")[0].removeprefix("--").replace("-", "_") for option in self.arguments}
-        # What others follow from is named first: an option of the user's.
-        for key in sorted(ours.keys() | theirs.keys(), key=lambda key: (key not in given, key)):
-            if theirs.get(key) != ours.get(key):
+        existing, ours = _settings(found), _settings(self._plain)
+        option_keys = {
+            option.partition("=")[0].removeprefix("--").replace("-", "_") for option in self.arguments
+        }
+        # Names the user's options first, since other settings depend on them.
+        for key in sorted(ours.keys() | existing.keys(), key=lambda key: (key not in option_keys, key)):
+            if existing.get(key) != ours.get(key):
                 raise ValueError(
-                    f"{self.folder} holds a run with {key}={theirs.get(key)!r}, and this comparison has"
+                    f"{self.folder} holds a run with {key}={existing.get(key)!r}, and this comparison has"
                     f" {ours.get(key)!r}: give another --out, or move that run away."
                 )
 
@@ -110,7 +112,7 @@ class WantedRun:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared: names, seeds, the processes of a run, and the runs, seed by seed."""
+    """Config, options, recipes, seeds, ranks per run, and the runs, seed by seed."""
 
     config: str
     overrides: tuple[str, ...]
@@ -124,18 +126,18 @@ class Comparison:
 def plan(
     config: str, recipes: str, seeds: str, overrides: Sequence[str], out: Path | None, ranks: int | None
 ) -> Comparison:
-    """The comparison of a command line.
+    """The comparison for a command line.
 
     Args:
-        config: as `train` takes it.
-        recipes: names, separated by commas; 'bf16' is put first if it is missing.
-        seeds: how many, counted up from the config's; or several, separated by commas.
-        overrides: options of the run, of every recipe alike.
-        out: where everything goes; None: runs/compare-CONFIG.
-        ranks: processes of a run; None: as few as the layout needs.
+        config: as for `train`.
+        recipes: comma-separated names; 'bf16' is added first if missing.
+        seeds: a count, starting from the config's seed; or several comma-separated seeds.
+        overrides: options for all runs.
+        out: output folder; None: runs/compare-CONFIG.
+        ranks: processes per run; None: the minimum for the layout.
 
     Raises:
-        ValueError: one line that names what is wrong, before anything is trained.
+        ValueError: one line naming the error, before any training.
     """
     if ranks is not None and ranks < 1:
         raise ValueError(f"--ranks={ranks} must be at least 1: how many processes train a run.")
@@ -163,8 +165,8 @@ def plan(
         for name in names:
             folder = out / "runs" / f"{name}-seed-{seed}"
             options = [*overrides, *_options(name, model), f"--train.seed={seed}", "--train.count_saved=true"]
-            fresh = base.resume not in ("auto", "never") and not _has_begun(folder / "checkpoints")
-            resume = base.resume if fresh else "auto"
+            from_parent = base.resume not in ("auto", "never") and not _has_begun(folder / "checkpoints")
+            resume = base.resume if from_parent else "auto"
             arguments = [f"--config={config}", *options, f"--run_dir={folder}", f"--resume={resume}"]
             try:
                 run = run_config.parse(arguments, ranks)
@@ -177,8 +179,8 @@ def plan(
 
 
 def _has_begun(checkpoints: Path) -> bool:
-    """Whether --resume=auto goes on where this run was; a folder without either of these is of a start that was killed,
-    and from there it would begin with random weights."""
+    """Whether --resume=auto continues this run. A folder without a checkpoint or record of the start is from a killed
+    start; auto would begin there with random weights."""
     return bool(complete_checkpoints(checkpoints)) or (checkpoints / started_from.FILE).exists()
 
 
@@ -212,13 +214,13 @@ def _seeds(text: str, first: int) -> tuple[int, ...]:
 
 
 def _options(name: str, model: Any) -> list[str]:
-    """What makes the config's model one of this recipe; of the baseline: everything of FP8 as if it was not given."""
+    """Options that select this recipe. For the baseline: all FP8 options at their defaults."""
     if name != BASELINE:
         switch = [] if model.fp8 else ["--model.fp8=hybrid"]
         return [*switch, f"--model.fp8_recipe={name}"]
     default = ModelSection()
-    given = [key for key in vars(model) if key.startswith("fp8") or key in _OF_FP8]
-    changed = [key for key in given if getattr(model, key) != getattr(default, key)]
+    fp8_keys = [key for key in vars(model) if key.startswith("fp8") or key in _OF_FP8]
+    changed = [key for key in fp8_keys if getattr(model, key) != getattr(default, key)]
     return [f"--model.{key}={_as_option(getattr(default, key))}" for key in dict.fromkeys(["fp8", *changed])]
 
 
@@ -227,7 +229,7 @@ def _as_option(value: Any) -> str:
 
 
 def _settings(content: Any) -> dict[str, Any]:
-    """The values by dotted key that make two runs the same, log lines and checkpoints apart."""
+    """Dotted key -> value, for the settings that must match, without logging and checkpoints."""
     found: dict[str, Any] = {}
     for name, value in (content if isinstance(content, dict) else {}).items():
         if name in _NOT_COMPARED:

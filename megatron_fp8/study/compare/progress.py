@@ -1,4 +1,4 @@
-"""What a comparison says while it trains."""
+"""Progress of a comparison: a bar or lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 
 class Progress:
-    """How far all runs are, in iterations: a bar on a terminal, else lines: the first iteration, each tenth, the last."""
+    """Progress of all runs in iterations: a bar on a terminal, otherwise lines for the first iteration, each tenth and
+    the last."""
 
     def __init__(self, iterations: int) -> None:
         self._left, self._done, self._trained = iterations, 0, 0
@@ -40,12 +41,12 @@ class Progress:
             self._bar.stop()
 
     def begin(self, name: str, which: str, iterations: int, there: int) -> None:
-        """A run starts.
+        """Start of a run.
 
         Args:
             which: '2 of 6'.
             iterations: of the whole run.
-            there: those that its folder has already.
+            there: iterations already in its folder.
         """
         self._name, self._of, self._began = name, iterations, time.monotonic()
         self._tenth, self._at = 10 * there // iterations, there
@@ -55,7 +56,7 @@ class Progress:
             self.say(f"training {name} ({which})")
 
     def at(self, iterations: int) -> None:
-        """The run has finished this many."""
+        """Number of iterations the run has finished."""
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done + iterations)
             return
@@ -70,26 +71,26 @@ class Progress:
             self.say(f"{self._name}: {iterations} of {self._of} iterations, {took}")
 
     def end(self, trained: int) -> None:
-        """The run is finished, and this many of its iterations were trained just now."""
+        """End of a run. ``trained``: iterations trained in this call."""
         self._done += self._of
         self._left -= self._of
         self._trained += trained
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done)
-        took, all_of_it = time.monotonic() - self._began, time.monotonic() - self._start
-        known = self._left and self._trained
-        left = f", about {_minutes(all_of_it / self._trained * self._left)} left" if known else ""
-        there = f" ({self._of - trained} were there)" if trained < self._of else ""
-        self.say(f"{self._name}: {trained} iterations in {_minutes(took)}{there}{left}")
+        took, elapsed = time.monotonic() - self._began, time.monotonic() - self._start
+        has_estimate = self._left and self._trained
+        time_left = f", about {_minutes(elapsed / self._trained * self._left)} left" if has_estimate else ""
+        already_done = f" ({self._of - trained} were there)" if trained < self._of else ""
+        self.say(f"{self._name}: {trained} iterations in {_minutes(took)}{already_done}{time_left}")
 
     def passed(self, name: str, iterations: int) -> None:
-        """A run needs no training any more: another process has finished it."""
+        """The run was finished by another process."""
         self._done += iterations
         self._left -= iterations
         self.say(f"{name} was finished by another process meanwhile")
 
     def say(self, text: str) -> None:
-        """A line, above the bar, as it is: names in it may hold what rich's print takes for markup."""
+        """Print a line above the bar. Not interpreted as rich markup, which names may contain."""
         if self._bar is not None:
             self._bar.console.out(text, highlight=False)
         else:

@@ -1,8 +1,9 @@
-"""Results of a comparison: figures of each recipe, and a verdict.
+"""Results of a comparison: values for each recipe, and a verdict.
 
-The loss of a recipe is compared with high precision's of the same seed, since those two started from the same weights and
-read the same batches. The band is how far high precision's own losses lie apart over the seeds: what chance alone does. A
-difference of means over all seeds would hide what pairing shows, and a single seed has no band at all.
+A recipe's loss is compared with that of high precision for the same seed, since both started from the same
+weights and read the same batches. The band is the range of high precision's own losses over the seeds: the
+effect of chance. A difference of means over all seeds would ignore the pairing, and a single seed has no
+band.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ FORMAT = "megatron_fp8 comparison 1"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run left.
+    """Result of one run.
 
     Attributes:
-        loss: of the last validation, in nats a token; without validation the mean of the last tenth of training.
-        losses: of each iteration, None where it was not finite.
-        tokens_per_s: median over iterations but the first.
-        saved_bytes: what a micro-batch keeps for its backward on the first rank; None: it was not counted.
-        peak_bytes: largest of the first rank: allocated on a GPU, or resident on a CPU.
-        fp8_gemms, hp_gemms: linear GEMMs of the last iteration on the first rank, in FP8 and not.
+        loss: of the last validation, in nats per token; without validation the mean of the last tenth of
+            training.
+        losses: of each iteration, None if not finite.
+        tokens_per_s: median over iterations without the first.
+        saved_bytes: bytes a micro-batch saves for backward on the first rank; None: not counted.
+        peak_bytes: peak on the first rank: allocated on a GPU, or resident on a CPU.
+        fp8_gemms, hp_gemms: linear GEMMs of the last iteration on the first rank, in FP8 and in high
+            precision.
     """
 
     recipe: str
@@ -51,7 +54,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Band:
-    """High precision over the seeds: mean loss, sample standard deviation (0 for one seed), largest minus smallest."""
+    """High precision over the seeds: mean loss, sample standard deviation (0 for one seed), range."""
 
     seeds: int
     mean: float
@@ -65,10 +68,10 @@ class Row:
 
     Attributes:
         loss: mean over the seeds.
-        differences: its loss minus high precision's, for each seed in the comparison's order; zeros of the baseline.
+        differences: its loss minus high precision's, by seed; zeros for the baseline.
         deviation: their sample standard deviation; None for one seed.
         relative: the mean difference over the band's mean.
-        tokens_per_s, saved_bytes, peak_bytes: medians over the seeds; the ratios are to the baseline's.
+        tokens_per_s, saved_bytes, peak_bytes: medians over the seeds; ratios are relative to the baseline.
         verdict: in words; '' for the baseline.
     """
 
@@ -88,10 +91,10 @@ class Row:
 
 
 def read_outcome(run: WantedRun) -> Outcome:
-    """What a finished run left.
+    """The result of a finished run.
 
     Raises:
-        ValueError: a figure in its files is none; the message names the file and the line.
+        ValueError: an invalid value in its files; the message names the file and the line.
         RunFailed: it has no finite loss.
     """
     metrics = list(read_lines(run.folder / "metrics.jsonl"))
@@ -128,7 +131,7 @@ def read_outcome(run: WantedRun) -> Outcome:
 
 
 def _finite(line: Line, name: str) -> float | None:
-    """A figure; None where the run had none, or none that is finite. ValueError: it is no number."""
+    """A value; None if missing or not finite. Raises ValueError if it is not a number."""
     if name not in line.content:
         raise line.wrong(f"has no {name}")
     value = line.number_of(name)
@@ -136,7 +139,7 @@ def _finite(line: Line, name: str) -> float | None:
 
 
 def _at_least(line: Line, name: str, *, above: bool = False) -> float:
-    """A figure from 0 on, or above it. ValueError: it is none."""
+    """A value of at least 0, or above 0. Raises ValueError otherwise."""
     value = _finite(line, name)
     if value is None or value < 0 or (above and value == 0):
         rule = "above 0" if above else "from 0 on"
@@ -146,7 +149,7 @@ def _at_least(line: Line, name: str, *, above: bool = False) -> float:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a comparison takes from a run's report.json."""
+    """Data of a run's report.json used by a comparison."""
 
     device: str
     versions: dict[str, str]
@@ -155,10 +158,10 @@ class Facts:
 
 
 def facts_of(folder: Path) -> Facts:
-    """Of a run's folder. ValueError: a value is of another kind; the message names it."""
+    """Facts of a run's folder. Raises ValueError for a value of a wrong type; the message names it."""
     report = read_report(folder)
 
-    def given(name: str, kinds: tuple[type, ...], what: str) -> Any:
+    def checked(name: str, kinds: tuple[type, ...], what: str) -> Any:
         value = report.get(name) if isinstance(report, dict) else None
         wrong = isinstance(value, bool) or not isinstance(value, kinds)
         if wrong or (isinstance(value, float) and not math.isfinite(value)):
@@ -169,56 +172,56 @@ def facts_of(folder: Path) -> Facts:
 
     nothing = type(None)
     return Facts(
-        device=given("device", (str,), "a text"),
-        versions=given("versions", (dict,), "a version by name"),
-        bigram_entropy=given("bigram_entropy", (int, float, nothing), "a number or null"),
-        saved_bytes=given("saved_bytes", (int, nothing), "bytes or null"),
+        device=checked("device", (str,), "a text"),
+        versions=checked("versions", (dict,), "a version by name"),
+        bigram_entropy=checked("bigram_entropy", (int, float, nothing), "a number or null"),
+        saved_bytes=checked("saved_bytes", (int, nothing), "bytes or null"),
     )
 
 
 def band_of(outcomes: Sequence[Outcome]) -> Band:
-    """The noise that seeds make in high precision."""
+    """The noise between seeds in high precision."""
     losses = [outcome.loss for outcome in outcomes if outcome.recipe == BASELINE]
     deviation = statistics.stdev(losses) if len(losses) > 1 else 0.0
     return Band(len(losses), statistics.fmean(losses), deviation, max(losses) - min(losses))
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
-    """A row a recipe, the baseline first."""
+    """One row per recipe, the baseline first."""
     band = band_of(outcomes)
     baseline = {outcome.seed: outcome for outcome in outcomes if outcome.recipe == BASELINE}
     speed = statistics.median(outcome.tokens_per_s for outcome in baseline.values())
     rows = []
     for name in dict.fromkeys(outcome.recipe for outcome in outcomes):
-        mine = [outcome for outcome in outcomes if outcome.recipe == name]
-        differences = [outcome.loss - baseline[outcome.seed].loss for outcome in mine]
+        of_recipe = [outcome for outcome in outcomes if outcome.recipe == name]
+        differences = [outcome.loss - baseline[outcome.seed].loss for outcome in of_recipe]
         mean = statistics.fmean(differences)
-        saved = [outcome.saved_bytes for outcome in mine if outcome.saved_bytes is not None]
-        tokens = statistics.median(outcome.tokens_per_s for outcome in mine)
+        saved = [outcome.saved_bytes for outcome in of_recipe if outcome.saved_bytes is not None]
+        tokens = statistics.median(outcome.tokens_per_s for outcome in of_recipe)
         rows.append(
             Row(
                 recipe=name,
-                loss=statistics.fmean(outcome.loss for outcome in mine),
+                loss=statistics.fmean(outcome.loss for outcome in of_recipe),
                 differences=differences,
                 deviation=statistics.stdev(differences) if len(differences) > 1 else None,
                 relative=mean / band.mean,
                 tokens_per_s=tokens,
                 speed_ratio=tokens / speed,
                 saved_bytes=round(statistics.median(saved)) if saved else None,
-                peak_bytes=round(statistics.median(outcome.peak_bytes for outcome in mine)),
-                fp8_gemms=mine[-1].fp8_gemms,
-                hp_gemms=mine[-1].hp_gemms,
-                skipped=sum(outcome.skipped for outcome in mine),
-                verdict="" if name == BASELINE else verdict(name, differences, mine[-1].fp8_gemms, band),
+                peak_bytes=round(statistics.median(outcome.peak_bytes for outcome in of_recipe)),
+                fp8_gemms=of_recipe[-1].fp8_gemms,
+                hp_gemms=of_recipe[-1].hp_gemms,
+                skipped=sum(outcome.skipped for outcome in of_recipe),
+                verdict="" if name == BASELINE else verdict(name, differences, of_recipe[-1].fp8_gemms, band),
             )
         )
     return rows
 
 
 def verdict(name: str, differences: Sequence[float], fp8_gemms: int, band: Band) -> str:
-    """What the differences from high precision (loss, by seed) say, in sentences, and no more than that.
+    """The differences from high precision (loss, by seed) in words.
 
-    What chance does is the band's spread: high precision's largest loss minus its smallest.
+    Chance is measured by the band's spread: high precision's largest loss minus its smallest.
     """
     if not fp8_gemms:
         return f"{name} ran no GEMM in FP8: it shows nothing about FP8."
@@ -243,7 +246,7 @@ def verdict(name: str, differences: Sequence[float], fp8_gemms: int, band: Band)
 
 
 def conclusion(rows: Sequence[Row], band: Band, device: str) -> str:
-    """The verdicts, and what the speeds may not be taken for."""
+    """The verdicts, and caveats on the speeds."""
     lines = [row.verdict for row in rows if row.verdict]
     if 1 < band.seeds < 4:
         lines.append(f"{band.seeds} seeds give a rough idea of what chance does, no more.")
@@ -253,7 +256,7 @@ def conclusion(rows: Sequence[Row], band: Band, device: str) -> str:
 
 
 def document(comparison: Comparison, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """compare.json: names and meaning of its keys stay; new ones may join.
+    """compare.json. Its keys keep their names and meaning; new ones may be added.
 
     ``recipes`` has the fields of Row, ``runs`` those of Outcome, ``band`` those of Band.
     """

@@ -1,1 +1,1 @@
-"""The doctor: trials, versions, support matrix, needs of a config."""
+"""The doctor: trials, versions, support matrix, requirements of a config."""

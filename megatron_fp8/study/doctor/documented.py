@@ -1,7 +1,7 @@
 """Documented FP8 products of GPUs, by torch and Transformer Engine.
 
-On the machine itself nothing of this counts: the native backend tries each product, and Transformer Engine is asked.
-Each rule names its source. They are of CUDA 12.9 and newer, and of the releases named in ``SOURCES``.
+For the machine itself these are not used: the native backend tries each product, and Transformer Engine is
+queried. Each rule names its source. They apply to CUDA 12.9 and newer, and to the releases in ``SOURCES``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ SOURCES = {
     "blocks": "torch 2.13, ScaledBlas.cpp; this package's kernel compiled for it by Triton 3.9, not run",
     "te": "Transformer Engine 2.20, pytorch/quantization.py",
 }
-"""Where a rule is from, by its name here."""
+"""Name in this module -> source of a rule."""
 
 
 def torch_refusal(capability: tuple[int, int]) -> Refusal:
-    """Why torch's product of a request does not exist on a GPU of a compute capability; None of those that do.
+    """A function: request -> why torch has no such product on a GPU of this compute capability; None if it
+    has.
 
-    Products by this package's own kernel are not torch's to refuse.
+    Does not cover products of this package's own kernel.
     """
 
     def refusal(request: Request) -> str | None:
@@ -44,7 +45,7 @@ def torch_refusal(capability: tuple[int, int]) -> Refusal:
 
 
 def te_refusal(generation: Generation, recipe: Recipe) -> str | None:
-    """Why Transformer Engine does not run a recipe, that maps onto one of its own, on an NVIDIA GPU."""
+    """Why Transformer Engine does not run a recipe (one that maps to its own) on an NVIDIA GPU; None if it does."""
     capability = generation.capability
     assert capability is not None, "a GPU of NVIDIA's"
     if capability < (8, 9):

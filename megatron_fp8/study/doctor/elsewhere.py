@@ -1,7 +1,7 @@
-"""Native FP8 of a config on another device, by the support matrix.
+"""Checks native FP8 of a config on another device, by the support matrix.
 
-`estimate` takes FP8's peak from a data sheet, which has it whether or not this package runs the recipe there. So it asks
-the same cells that `doctor` prints.
+`estimate` takes the FP8 peak from a data sheet, even if this package does not run the recipe there. So it
+looks up the same cells that `doctor` prints.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .matrix import documented
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What the matrix says of a run's FP8 on a device.
+    """Support of a run's FP8 on a device.
 
     Attributes:
-        native: False: a recipe of the run would not run natively; None: nobody can say.
+        native: False: a recipe of the run would not run natively; None: unknown.
         reason: why it is not True.
-        notes: what runs in place of the usual where it is.
+        notes: substitutes used for a product, if any.
     """
 
     native: bool | None
@@ -37,10 +37,10 @@ class Elsewhere:
 
 
 def asked_of(model: Model, device: Device) -> Elsewhere | None:
-    """The verdict; None where there is nothing to ask: a run in BF16, or FP8 rates that were measured, as it ran.
+    """The result; None if there is nothing to check: a BF16 run, or measured FP8 rates.
 
     Raises:
-        ValueError: the device's file names a generation that the matrix has no column for.
+        ValueError: the device's file names a generation without a column in the matrix.
     """
     generation = _generation(device)
     if not model.fp8 or device.measured:
@@ -49,16 +49,16 @@ def asked_of(model: Model, device: Device) -> Elsewhere | None:
         return Elsewhere(False, "fp8_backend=emulated multiplies the values of codes in BF16 or float32")
     if generation is None:
         return Elsewhere(None, "its file has no line `generation`, a column of doctor's matrix such as sm90")
-    asked = model.fp8_backend
-    backend = transformer_engine.name if asked == transformer_engine.name else native.name
+    request = model.fp8_backend
+    backend = transformer_engine.name if request == transformer_engine.name else native.name
     recipes, notes = recipe_of(model), []
-    for name in dict.fromkeys([str(model.fp8_recipe), *_named(model.fp8_overrides)]):
+    for name in dict.fromkeys([str(model.fp8_recipe), *_override_recipes(model.fp8_overrides)]):
         cell = documented(backend, name, generation, recipes(name))
         if not cell.supported:
-            where = f"{backend} {name} on {generation.name}"
-            return Elsewhere(cell.supported, f"{where}: {cell.reason or cell.note}")
+            place = f"{backend} {name} on {generation.name}"
+            return Elsewhere(cell.supported, f"{place}: {cell.reason or cell.note}")
         if cell.note:
-            notes.append(f"{name} on {generation.name}: {cell.note}; times are of the peak all the same")
+            notes.append(f"{name} on {generation.name}: {cell.note}; the times assume the peak nevertheless")
     return Elsewhere(True, notes=tuple(notes))
 
 
@@ -73,10 +73,10 @@ def _generation(device: Device) -> Generation | None:
     )
 
 
-def _named(overrides: Mapping[str, Any]) -> Iterator[str]:
-    """Recipes that overrides name, those of single GEMMs and operands included."""
+def _override_recipes(overrides: Mapping[str, Any]) -> Iterator[str]:
+    """Recipes named in overrides, including those for single GEMMs and operands."""
     for value in overrides.values():
         if isinstance(value, Mapping):
-            yield from _named(value)
+            yield from _override_recipes(value)
         elif isinstance(value, str) and value in RECIPES:
             yield value

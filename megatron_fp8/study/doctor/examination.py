@@ -9,7 +9,7 @@
      "needs":     null | {"options": [...], "missing": [{"what", "reason", "cure"}],
                           "not_looked_at": [...]}}
 
-A later release adds keys and leaves these as they are; ``schema`` counts up where one changes its meaning.
+Later releases may add keys and keep these; ``schema`` increases if a key changes its meaning.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found.
+    """The findings.
 
     Attributes:
         device: this machine's, in words.
         generation: its column of the matrix; None: it has none.
-        gpu_not_used: why torch does not use a GPU that is there.
+        gpu_not_used: why torch does not use an existing GPU.
         cpu_kernels: why there are no compiled CPU kernels; None: there are.
-        needs: of the config that was asked about; None without one.
-        options: the config and options that were asked about.
+        needs: missing requirements of the given config; None without a config.
+        options: the given config and options.
     """
 
     device: str
@@ -61,11 +61,11 @@ class Examination:
 
     @property
     def exit_code(self) -> int:
-        """0; 1: a product is wrong, or the config needs what is not here."""
+        """0; 1 if a product is wrong or the config needs something missing."""
         return int(bool(self.wrong or self.needs))
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON of this module's docstring."""
+        """The JSON described in this module's docstring."""
         return {
             "schema": SCHEMA,
             "exit_code": self.exit_code,
@@ -90,7 +90,7 @@ class Examination:
 
 
 def examine(options: list[str]) -> Examination:
-    """Look at this machine, and at what ``options`` (`--config=FILE` and more) need of it. ValueError: bad options."""
+    """Examines this machine, and what ``options`` (`--config=FILE` and more) need. Raises ValueError: bad options."""
     needs = missing(options) if options else None
     tried, generation, found = list(trials()), here(), parts()
     return Examination(

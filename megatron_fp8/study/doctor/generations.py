@@ -19,7 +19,7 @@ class Generation:
         name: in words.
         capability: an NVIDIA GPU's compute capability.
         architecture: an AMD GPU's architecture.
-        amx, avx512_bf16: what a CPU has.
+        amx, avx512_bf16: instruction sets of a CPU.
     """
 
     key: str
@@ -55,7 +55,7 @@ GENERATIONS = (
 
 
 def here() -> Generation | None:
-    """The column that this process computes on; None: a GPU that no column is for."""
+    """The column of the device that this process computes on; None for a GPU without a column."""
     if not torch.cuda.is_available():
         amx, short = mkl.has_matmul(), loops.AVX512 in loops.inner_loops()
         return next(

@@ -1,11 +1,11 @@
-"""The support matrix: recipe x backend x device, by the backends' own rules.
+"""The support matrix: recipe x backend x device, from the backends' own rules.
 
-What refuses a device is asked as the backends ask it, with another device's facts: `capability_reason`,
-`architecture_reason`, `lacking` and `by_kernel` of the native backend, `unmapped` and `device_reason` of Transformer
-Engine's. Only what a library would answer there is written down (documented.py). Cells of this machine are replaced by
-what was tried on it.
+The backends' own checks are called with another device's properties: `capability_reason`,
+`architecture_reason`, `lacking` and `by_kernel` of the native backend, `unmapped` and `device_reason` of
+Transformer Engine's. Only what a library would answer there is written down (documented.py). Trials replace
+the cells of this machine.
 
-Rejected: a table typed by hand. The one in docs/backends.md had to be corrected each time the rules moved.
+Rejected: a table written by hand. The one in docs/backends.md had to be corrected whenever the rules changed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .trials import Trial
 Known = Literal["tried here", "documentation", "not known"]
 
 RECIPE_NAMES = tuple(name for name in RECIPES if name != "custom")
-"""The matrix's recipes: a custom one is what its own rules say."""
+"""The matrix's recipes; support of a custom recipe depends on its rules."""
 
 _ANY_DEVICE = "fp8_backend=auto: the emulated backend runs everywhere"
 OURS = "megatron_fp8's own rule"
-"""The source of what no library is asked about."""
+"""Source of cells that depend on no library."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Cell:
     """Whether a backend runs a recipe on a generation.
 
     Attributes:
-        supported: as the code decides; None: nobody can say.
-        known: how that is known. 'not known' with a verdict: the code would run it, and nobody has tried.
-        reason, cure: of a refusal: why, and what to do instead.
-        note: what runs in place of the usual, where it is supported.
-        source: of what is from documentation.
+        supported: by the code's rules; None: unknown.
+        known: the evidence. 'not known' with a verdict: the code would run it, but nobody has tried.
+        reason, cure: for an unsupported cell: why, and what to do instead.
+        note: for a supported cell: a substitute product, if used.
+        source: documentation that the cell is based on.
     """
 
     backend: str
@@ -58,7 +58,7 @@ class Cell:
 
     @property
     def mark(self) -> str:
-        """It in at most four characters: yes or no, then * tried here, ? not known, nothing: from documentation."""
+        """At most four characters: yes or no, then * tried here, ? not known, nothing: from documentation."""
         if self.supported is None:
             return "?"
         end = {"tried here": "*", "documentation": "", "not known": "?"}[self.known]
@@ -66,7 +66,7 @@ class Cell:
 
 
 def matrix(here: Generation | None, trials: Iterable[Trial]) -> list[Cell]:
-    """Every cell, backend by backend and recipe by recipe; those of this machine's column as they were tried."""
+    """All cells by backend and recipe; this machine's column has the results of trials."""
     tried = {(trial.backend, trial.recipe): trial for trial in trials}
     cells = []
     for backend in (*BACKENDS, *LAYER_BACKENDS):
@@ -74,23 +74,23 @@ def matrix(here: Generation | None, trials: Iterable[Trial]) -> list[Cell]:
             for generation in GENERATIONS:
                 cell = documented(backend, recipe, generation)
                 trial = tried.get((backend, recipe)) if generation == here else None
-                cells.append(cell if trial is None else _as_tried(cell, trial))
+                cells.append(cell if trial is None else _from_trial(cell, trial))
     return cells
 
 
 def documented(backend: str, recipe: str, generation: Generation, made: Recipe | None = None) -> Cell:
-    """One cell without trying anything; ``made``: the recipe with a run's options, None: with none."""
+    """One cell, without a trial. ``made``: the recipe with a run's options; None: with defaults."""
     made = RECIPES[recipe]() if made is None else made
-    known = Cell(backend, recipe, generation.key, True, "documentation")
+    cell = Cell(backend, recipe, generation.key, True, "documentation")
     if backend == emulated.name:
-        return _emulated(known, made, generation)
+        return _emulated(cell, made, generation)
     if backend == transformer_engine.name:
-        return _transformer_engine(known, made, generation)
-    return _native(known, made, generation)
+        return _transformer_engine(cell, made, generation)
+    return _native(cell, made, generation)
 
 
 def cpu_product(generation: Generation) -> str:
-    """What multiplies on a CPU: the rule of kernels/cpu/products.py `matmul`."""
+    """How a CPU multiplies: the rule of kernels/cpu/products.py `matmul`."""
     if generation.avx512_bf16:
         return "gemm.c multiplies BF16 (with a C compiler)"
     return "products in float32, as exact"
@@ -141,13 +141,13 @@ def _transformer_engine(cell: Cell, recipe: Recipe, generation: Generation) -> C
 
 
 def _refused(cell: Cell, reason: str | None, cure: str | None, **facts: Any) -> Cell:
-    """The cell, refused if there is a reason."""
+    """The cell, marked unsupported if there is a reason."""
     if reason is None:
         return replace(cell, **facts)
     return replace(cell, supported=False, reason=reason, cure=cure, source=facts.get("source"))
 
 
-def _as_tried(cell: Cell, trial: Trial) -> Cell:
+def _from_trial(cell: Cell, trial: Trial) -> Cell:
     if trial.result == "refused":
         cure = cell.cure or trial.cure
         return replace(

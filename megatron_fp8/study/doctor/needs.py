@@ -1,6 +1,6 @@
-"""What a run's config needs, and which of it is not on this machine. Megatron-Core is not imported for it.
+"""Missing requirements of a run's config on this machine, without importing Megatron-Core.
 
-The config's keys are read as `estimate` reads them. Where nothing is missing, `doctor` checks the config as `train` does.
+Keys are read as by `estimate`. If nothing is missing, `doctor` then checks the config as `train` does.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .versions import megatron
 _ANY_BACKEND = "fp8_backend=auto (the emulated backend runs on every device)"
 
 NOT_LOOKED_AT = ("ranks", "data", "memory", "speed")
-"""What no need is said of: as many GPUs as the layout wants, what data files hold, whether it fits, how long it takes."""
+"""Not checked: number of GPUs for the layout, content of data files, memory, time."""
 
 TE_FUNCTIONS = (
     "apply_rope_fusion", "fused_single_qkv_rope", "cpu_offloading", "fine_grained_activation_offloading",
     "moe_router_fusion", "moe_permute_fusion", "use_te_rng_tracker",
 )  # fmt: skip
-"""Fields that call functions of Transformer Engine's, as mcore/config/table.py has them (a test compares)."""
+"""Fields that call functions of Transformer Engine, as in mcore/config/table.py (a test compares)."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """What is missing, why, and what to do."""
+    """A missing requirement: what, why, and the remedy."""
 
     what: str
     reason: str
@@ -44,16 +44,16 @@ class Need:
 
 
 def missing(options: list[str]) -> list[Need]:
-    """What a config needs and this machine does not have.
+    """Requirements of a config that this machine does not meet.
 
     Args:
         options: `--config=FILE` and dotted options, each `--name=value`.
 
     Raises:
-        ValueError: the file cannot be read, a key is unknown, or what it says of FP8 cannot be.
+        ValueError: the file cannot be read, a key is unknown, or FP8 settings are invalid.
     """
     given = given_keys(options)
-    _check_kinds(given)
+    _check_types(given)
     model = {key.removeprefix("model."): value for key, value in given.items() if key.startswith("model.")}
     return [*_megatron(), *_backend(model), *_functions(model), *_data(given), *_telemetry(given)]
 
@@ -64,8 +64,8 @@ _TEXTS = (
 )  # fmt: skip
 
 
-def _check_kinds(given: Mapping[str, Any]) -> None:
-    """ValueError where what is looked at here is of another kind than `train` takes."""
+def _check_types(given: Mapping[str, Any]) -> None:
+    """Raises ValueError if a value used here has another type than `train` accepts."""
     for key in _TEXTS:
         if not isinstance(value := given.get(key) or "", str):
             raise ValueError(f"{key}={shown(value)} must be text: change it, or leave it out.")
@@ -81,12 +81,12 @@ def _check_kinds(given: Mapping[str, Any]) -> None:
 def _megatron() -> Iterator[Need]:
     found = megatron()
     if found is None or not found.startswith(f"{SUPPORTED}."):
-        here = "it is not installed" if found is None else f"{found} is what Python imports here"
-        yield Need(f"megatron-core {SUPPORTED}", here, HOW_TO_GET)
+        reason = "it is not installed" if found is None else f"{found} is what Python imports here"
+        yield Need(f"megatron-core {SUPPORTED}", reason, HOW_TO_GET)
 
 
 def recipes_of(model: Mapping[str, Any]) -> list[Recipe]:
-    """Every recipe that the model's section names, overrides by name included; none with FP8 off."""
+    """All recipes named in the model section, including overrides; none with FP8 off."""
     fp8 = model.get("fp8")
     if not fp8:
         return []
@@ -114,7 +114,7 @@ def recipes_of(model: Mapping[str, Any]) -> list[Recipe]:
 
 
 def _backend(model: Mapping[str, Any]) -> Iterator[Need]:
-    """What a backend that is asked for by name lacks; 'auto' always finds one."""
+    """What a backend requested by name lacks; 'auto' always finds a backend."""
     request, recipes = model.get("fp8_backend") or "auto", recipes_of(model)
     known = BACKENDS | LAYER_BACKENDS
     if request not in known and request != "auto":
@@ -169,9 +169,9 @@ def _data(given: Mapping[str, Any]) -> Iterator[Need]:
 
 
 def _writable(folder: Path) -> bool:
-    """Whether a folder can be written, or made."""
-    there = next((parent for parent in (folder, *folder.absolute().parents) if parent.exists()), Path("/"))
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    """Whether a folder can be written or created."""
+    existing = next((parent for parent in (folder, *folder.absolute().parents) if parent.exists()), Path("/"))
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
 def _telemetry(given: Mapping[str, Any]) -> Iterator[Need]:

@@ -1,4 +1,4 @@
-"""The doctor's text: at most 80 columns, without colour."""
+"""The doctor's report as text: at most 80 columns, without colour."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _UNSEEN = (
 
 
 def shown(found: Examination, *, with_matrix: bool) -> str:
-    """The verdict, then what it rests on; the support matrix of other machines only if asked for."""
-    parts = [_verdict(found), _machine(found), _versions(found), _conflicts(found), _tried(found)]
+    """The verdict, then the evidence; the support matrix of other machines only on request."""
+    parts = [_verdict(found), _machine(found), _versions(found), _conflicts(found), _trials(found)]
     if with_matrix:
         parts.append(_matrix(found.matrix))
     if found.needs is not None:
@@ -56,7 +56,7 @@ def _verdict(found: Examination) -> list[str]:
 
 
 def _fact(label: str, text: str) -> str:
-    """A label and what is said of it, wrapped beside it."""
+    """A label with wrapped text next to it."""
     after = " " * (_LABEL + 1)
     return _wrapped(text, f"{label:<{_LABEL}} ", after)
 
@@ -105,7 +105,7 @@ def _conflicts(found: Examination) -> list[str]:
     return lines
 
 
-def _tried(found: Examination) -> list[str]:
+def _trials(found: Examination) -> list[str]:
     lines, closed = ["Tried here"], set()
     for trial in found.trials:
         if trial.recipe is None:
@@ -139,8 +139,8 @@ def _matrix(cells: list[Cell]) -> list[str]:
             for recipe in RECIPE_NAMES
         ]
     for title, kinds in (("No, because", False), ("Yes, but", True), ("Not known, because", None)):
-        said = list(_footnotes(cell for cell in cells if cell.supported is kinds))
-        lines += ["", title, *said] if said else []
+        footnotes = list(_footnotes(cell for cell in cells if cell.supported is kinds))
+        lines += ["", title, *footnotes] if footnotes else []
     return lines
 
 
@@ -158,18 +158,18 @@ def _row(label: str, marks: Iterable[str]) -> str:
 
 
 def _footnotes(cells: Iterable[Cell]) -> Iterator[str]:
-    """What is said of cells, each thing once, with the cells that it is said of."""
+    """Notes on cells, each once, with the cells that it applies to."""
     columns = {generation.key: generation.column for generation in GENERATIONS}
-    said: dict[tuple[str, str, str | None], list[Cell]] = {}
+    notes: dict[tuple[str, str, str | None], list[Cell]] = {}
     for cell in cells:
         if text := cell.reason or cell.note:
-            said.setdefault((cell.backend, text, cell.cure), []).append(cell)
-    for (backend, text, cure), where in said.items():
-        recipes = list(dict.fromkeys(cell.recipe for cell in where))
+            notes.setdefault((cell.backend, text, cell.cure), []).append(cell)
+    for (backend, text, cure), noted_cells in notes.items():
+        recipes = list(dict.fromkeys(cell.recipe for cell in noted_cells))
         kinds = "" if len(recipes) == len(RECIPE_NAMES) else f" {', '.join(recipes)}"
-        devices = list(dict.fromkeys(columns[cell.device] for cell in where))
+        devices = list(dict.fromkeys(columns[cell.device] for cell in noted_cells))
         on = "everywhere" if len(devices) == len(columns) else f"on {', '.join(devices)}"
-        sources = dict.fromkeys(cell.source for cell in where if cell.source not in (None, OURS))
+        sources = dict.fromkeys(cell.source for cell in noted_cells if cell.source not in (None, OURS))
         origin = "".join(f" ({source})" for source in sources)
         yield _wrapped(f"{backend}{kinds} {on}: {text}{origin}", "  ", "    ")
         if cure:
@@ -177,10 +177,10 @@ def _footnotes(cells: Iterable[Cell]) -> Iterator[str]:
 
 
 def _needs(found: Examination) -> list[str]:
-    asked = " ".join(found.options)
+    options = " ".join(found.options)
     if not found.needs:
-        seen = "versions, backends, packages, files and folders that it names are here"
-        return [_wrapped(f"{asked}: {seen}. {_UNSEEN}", "", "  ")]
-    lines = [_wrapped(f"{asked} needs what is not here:", "", "  ")]
+        present = "versions, backends, packages, files and folders that it names are here"
+        return [_wrapped(f"{options}: {present}. {_UNSEEN}", "", "  ")]
+    lines = [_wrapped(f"{options} needs what is not here:", "", "  ")]
     lines += [_wrapped(f"{n.what}: {n.reason} -> {n.cure}", "  ", "    ") for n in found.needs]
     return [*lines, _wrapped(_UNSEEN, "  ", "    ")]

@@ -19,15 +19,15 @@ _GEMM_TOLERANCE, _LINEAR_TOLERANCE = 1e-3, 0.1
 
 @dataclass(frozen=True)
 class Trial:
-    """How a recipe went on a backend here.
+    """Result of a recipe on a backend here.
 
     Attributes:
-        recipe: its name; None: the backend cannot run here whatever the recipe.
-        result: 'good', 'wrong', or 'refused' by the backend before anything ran.
-        error: native and emulated: the largest, of the largest value of the exact product of the same codes.
-            Transformer Engine: root mean square, relative to the unquantised product.
+        recipe: its name; None: the backend cannot run here with any recipe.
+        result: 'good', 'wrong', or 'refused' by the backend before running.
+        error: native and emulated: largest error over the largest value of the exact product of the same
+            codes. Transformer Engine: root mean square error, relative to the unquantised product.
         reason: why it was refused, or what is wrong besides the error.
-        cure: what to do about a refusal.
+        cure: remedy for a refusal.
     """
 
     backend: str
@@ -39,7 +39,7 @@ class Trial:
 
 
 def trials() -> Iterator[Trial]:
-    """Every recipe on every backend. A backend that cannot run here gives one, and one for each recipe."""
+    """Every recipe on every backend. A backend that cannot run here yields one trial for itself and one per recipe."""
     device = own_device()
     for backend in BACKENDS.values():
         yield from _of_backend(backend, device)

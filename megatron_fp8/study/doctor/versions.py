@@ -1,6 +1,6 @@
 """Versions of packages, and combinations known not to work.
 
-A combination is here only with a source: this package's own check, its documentation, or a public issue.
+Each combination has a source: this package's own check, its documentation, or a public issue.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ UNKNOWN = "installed, version unknown"
 
 @dataclass(frozen=True)
 class Part:
-    """Something whose version matters.
+    """A component whose version matters.
 
     Attributes:
-        version: None: it is not there. ``UNKNOWN``: it is, without metadata.
-        needed_for, how: what it is for, and how to get it; empty where nobody installs it by itself.
+        version: None: not installed. ``UNKNOWN``: installed, without metadata.
+        needed_for, how: its purpose, and how to install it; empty if it is not installed separately.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Conflict:
-    """A combination that is known not to work."""
+    """A combination known not to work."""
 
     what: str
     reason: str
@@ -49,7 +49,7 @@ class Conflict:
     source: str
 
 
-# (package, module to find, what it is for, how to get it)
+# (package, module to find, purpose, how to install it)
 _PACKAGES = (
     ("triton", "triton", "FP8 kernels on GPUs", "pip install triton (needs a GPU)"),
     ("transformer-engine", "transformer_engine", "fp8_backend='transformer_engine'", f"{INSTALL} ({NEEDS})"),
@@ -65,13 +65,13 @@ _PACKAGES = (
 
 
 def parts() -> list[Part]:
-    """What is here, and what is not. Nothing but torch is imported for it."""
+    """Installed and missing components. Imports torch only."""
     nccl = torch.cuda.nccl.version() if torch.version.cuda and torch.distributed.is_nccl_available() else None
     hip = vars(torch.version).get("hip")
     return [
         Part("python", platform.python_version()),
         Part("torch", torch.__version__, "everything", "pip install torch==2.13.0"),
-        Part("driver", driver(), "GPUs", "NVIDIA's driver, by whoever keeps the machine"),
+        Part("driver", driver(), "GPUs", "NVIDIA's driver, from the machine's administrator"),
         Part(
             "cuda",
             torch.version.cuda or (f"ROCm {hip}" if hip else None),
@@ -90,20 +90,20 @@ def parts() -> list[Part]:
 
 
 def installed(package: str, module: str) -> str | None:
-    """The installed version; None if the package is not there."""
+    """The installed version; None if the package is missing."""
     try:
         if util.find_spec(module) is None:
             return None
         return metadata.version(package)
-    except metadata.PackageNotFoundError:  # a ModuleNotFoundError too, so it comes first
+    except metadata.PackageNotFoundError:  # first: it is a subclass of ModuleNotFoundError
         return UNKNOWN
-    except ModuleNotFoundError:  # from find_spec: the parent of a dotted module is absent
+    except ModuleNotFoundError:  # from find_spec: the parent of a dotted module is missing
         return None
 
 
 def megatron() -> str | None:
-    """The version of the Megatron-Core that Python would import here, which pip's metadata may not be of: a checkout on
-    PYTHONPATH comes first and has none. It is read from its file, so that nothing of it is imported."""
+    """The version of the Megatron-Core that Python would import here. pip's metadata may differ: a checkout on
+    PYTHONPATH has precedence and no metadata. Read from its file, without importing it."""
     try:
         found = util.find_spec("megatron.core")
     except ModuleNotFoundError:
@@ -115,7 +115,7 @@ def megatron() -> str | None:
 
 
 def driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """The NVIDIA driver's version, as its kernel module says; None without one."""
+    """The NVIDIA driver's version, from its kernel module; None without one."""
     if not file.exists():
         return None
     found = re.search(r"(?:Kernel Module|Module for \S+)\s+(\d+\.\d+(?:\.\d+)?)", file.read_text())
@@ -124,13 +124,13 @@ def driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a combination is told by; of this machine unless a test says otherwise.
+    """Facts that conflicts depend on; of this machine, except in tests.
 
     Attributes:
-        versions: by a part's name; None: not there.
-        capability: of the GPU; None without an NVIDIA GPU.
+        versions: by a part's name; None: missing.
+        capability: compute capability; None without an NVIDIA GPU.
         has: whether a module, or a package of that name, is installed.
-        interpreted: whether Triton's interpreter is asked for.
+        interpreted: whether Triton's interpreter is enabled.
         slow_bfloat16: whether torch multiplies BF16 on this CPU element by element, and there is no GPU.
     """
 
@@ -141,20 +141,20 @@ class Facts:
     slow_bfloat16: bool = False
 
     def version(self, name: str) -> Version | None:
-        """A part's version; None if it is not there, or says none."""
+        """A part's version; None if missing or unknown."""
         try:
             return Version(self.versions.get(name) or "")
         except InvalidVersion:
             return None
 
     def within(self, name: str, low: str, high: str) -> bool:
-        """Whether a part is there with low <= version < high."""
+        """Whether a part is installed with low <= version < high."""
         found = self.version(name)
         return found is not None and Version(low) <= Version(found.base_version) < Version(high)
 
 
 def facts(found: list[Part], environ: Mapping[str, str]) -> Facts:
-    """Of this machine."""
+    """Facts of this machine."""
     cuda = torch.cuda.is_available() and not vars(torch.version).get("hip")
     return Facts(
         {part.name: part.version for part in found},
@@ -309,9 +309,9 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
 )  # fmt: skip
-"""(whether it is so, what it is)."""
+"""(condition, conflict)."""
 
 
 def conflicts(of: Facts) -> list[Conflict]:
-    """The combinations known not to work that are here."""
+    """The known conflicts on this machine."""
     return [conflict for applies, conflict in RULES if applies(of)]

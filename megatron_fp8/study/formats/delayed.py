@@ -1,8 +1,8 @@
-"""Delayed scaling on magnitudes that stay, grow or jump.
+"""Simulates delayed scaling on magnitudes that stay, grow or jump.
 
-The scale of an iteration comes from the largest magnitudes of earlier ones. Where the next tensor is larger than all of
-them its top saturates; where it is far smaller than one that is still remembered, its values lie low in the format.
-A longer history forgets later, a margin leaves room above; neither knows a jump before it was seen.
+An iteration's scale comes from the amaxes of earlier iterations. If the next tensor is larger than all of
+them, its largest values saturate; if it is far smaller than a remembered one, it uses only the low end of the
+format. A longer history remembers longer, a margin adds headroom; neither predicts a jump.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ELEMENTS = 4096
 
 @dataclass(frozen=True)
 class Step:
-    """One iteration: the scale of its cast, the share of elements that saturated or became 0, and the SQNR in dB."""
+    """One iteration: scale, shares of elements that saturated or became 0, and SQNR in dB."""
 
     iteration: int
     magnitude: float
@@ -51,7 +51,7 @@ class Step:
 
 
 def simulate(recipe: Recipe, magnitudes: Sequence[float], seed: int = 0) -> tuple[Step, ...]:
-    """Quantise a normal tensor of each magnitude as a site's input, ending the iteration after each."""
+    """Quantises a normal tensor of each magnitude as a site's input, ending the iteration after each."""
     state = Fp8State(torch.device("cpu"))
     rule = recipe.rule("input")
     assert rule is not None
@@ -65,7 +65,7 @@ def simulate(recipe: Recipe, magnitudes: Sequence[float], seed: int = 0) -> tupl
         assert side is not None
         y = side.dequantize(torch.float32)
         scale_inv = side.scale_inv.view(-1)[0]
-        # Half a step above the largest value rounds to it, so that only what is beyond it was cut off.
+        # Values up to half a step above the largest one round to it; only larger ones count as saturated.
         limit = rule.fmt.max * (1 + 2.0 ** -(rule.fmt.mantissa_bits + 2)) * scale_inv
         steps.append(
             Step(
@@ -83,7 +83,7 @@ def simulate(recipe: Recipe, magnitudes: Sequence[float], seed: int = 0) -> tupl
 
 @cache
 def all_simulations(seed: int = 0) -> Mapping[tuple[str, str], tuple[Step, ...]]:
-    """(magnitudes, setting) -> steps, of every pair of both tables."""
+    """(magnitudes, setting) -> steps, for every combination of both tables."""
     return {
         (kind, name): simulate(recipe, magnitudes, seed)
         for kind, magnitudes in MAGNITUDES.items()

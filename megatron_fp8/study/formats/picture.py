@@ -10,21 +10,22 @@ from ..colours import FORMATS, RECIPES
 from . import delayed, scaling
 from .values import all_formats, by_magnitude
 
-_FIRST, _LAST = -30, 32  # powers of two that are drawn: all of E5M2 and FP16
+_FIRST, _LAST = -30, 32  # powers of two to draw: all of E5M2 and FP16
 _HISTORIES = {1: ":", 16: "-", 1024: "--"}  # line styles
 
 
 def terminal() -> str:
-    """A bar a format, a character a power of two, at most 80 columns: '=' where it has normal values, '.' subnormal."""
+    """One bar per format, one character per power of two, at most 80 columns: '=' for normal values, '.' for
+    subnormal."""
     lines = ["Where each format has values ('=' normal, '.' subnormal, '<' '>': it goes on)", ""]
-    for one in all_formats():
+    for fmt in all_formats():
         cells = []
         for exponent in range(_FIRST, _LAST + 1):
-            inside = 2.0 ** (exponent + 1) > one.smallest and 2.0**exponent <= one.max
-            cells.append(" " if not inside else "=" if 2.0**exponent >= one.smallest_normal else ".")
-        goes_on = math.log2(one.smallest) < _FIRST, math.log2(one.max) >= _LAST + 1
+            inside = 2.0 ** (exponent + 1) > fmt.smallest and 2.0**exponent <= fmt.max
+            cells.append(" " if not inside else "=" if 2.0**exponent >= fmt.smallest_normal else ".")
+        goes_on = math.log2(fmt.smallest) < _FIRST, math.log2(fmt.max) >= _LAST + 1
         bar = "<" * goes_on[0] + "".join(cells)[goes_on[0] : len(cells) - goes_on[1]] + ">" * goes_on[1]
-        lines.append(f"  {one.name:<5} {bar}".rstrip())
+        lines.append(f"  {fmt.name:<5} {bar}".rstrip())
     marks = [" "] * (_LAST - _FIRST + 9)
     for exponent in range(-24, _LAST + 1, 8):
         text = f"2^{exponent}" if exponent else "1"
@@ -35,13 +36,14 @@ def terminal() -> str:
 
 
 def check_path(path: Path) -> None:
-    """ValueError unless the picture can be called so."""
+    """Raises ValueError unless the file name suits a picture."""
     if path.suffix != ".png" or not path.resolve().parent.is_dir():
         raise ValueError(f"--png={path} must be a FILE.png in a folder that is there: give such a file")
 
 
 def draw(path: Path) -> None:
-    """Four panels: range, relative error, recipes on outliers, delayed scaling. Raises ValueError: cannot be written."""
+    """Four panels: range, relative error, recipes on outliers, delayed scaling. Raises ValueError: the file cannot be
+    written."""
     check_path(path)
     import matplotlib
 
@@ -63,12 +65,12 @@ def draw(path: Path) -> None:
 
 def _ranges(axes: Any) -> None:
     formats = all_formats()
-    for place, one in enumerate(formats):
-        low, normal, high = (math.log2(v) for v in (one.smallest, one.smallest_normal, one.max))
-        axes.barh(place, high - normal, left=normal, color=FORMATS[one.name], height=0.5)
-        axes.barh(place, normal - low, left=low, color=FORMATS[one.name], alpha=0.35, height=0.5)
+    for place, fmt in enumerate(formats):
+        low, normal, high = (math.log2(v) for v in (fmt.smallest, fmt.smallest_normal, fmt.max))
+        axes.barh(place, high - normal, left=normal, color=FORMATS[fmt.name], height=0.5)
+        axes.barh(place, normal - low, left=low, color=FORMATS[fmt.name], alpha=0.35, height=0.5)
         axes.text(high + 2, place, f"{high - low:.0f} powers of two", va="center", fontsize=8)
-    axes.set_yticks(range(len(formats)), [f"{one.name}\n{one.use}" for one in formats], fontsize=8)
+    axes.set_yticks(range(len(formats)), [f"{fmt.name}\n{fmt.use}" for fmt in formats], fontsize=8)
     axes.invert_yaxis()
     axes.axvline(0, color="#bbbbbb", lw=0.8, zorder=0)
     axes.set(
@@ -77,16 +79,16 @@ def _ranges(axes: Any) -> None:
 
 
 def _errors(axes: Any) -> None:
-    for one in (f for f in all_formats() if f.rounded is not None):
-        found = [i for i in by_magnitude(one) if i.worst is not None and _FIRST <= i.exponent <= 20]
+    for fmt in (f for f in all_formats() if f.rounded is not None):
+        found = [i for i in by_magnitude(fmt) if i.worst is not None and _FIRST <= i.exponent <= 20]
         edges = [i.exponent for i in found]
         heights = [min(i.worst or 0.0, 4.0) for i in found]
         axes.step(
             [*edges, edges[-1] + 1],
             [*heights, heights[-1]],
             where="post",
-            color=FORMATS[one.name],
-            label=one.name,
+            color=FORMATS[fmt.name],
+            label=fmt.name,
         )
     axes.set_yscale("log", base=2)
     axes.axhline(1, color="#bbbbbb", lw=0.8, zorder=0)
@@ -124,7 +126,7 @@ def _recipes(axes: Any) -> None:
 
 
 def _delays(axes: Any) -> None:
-    """SQNR by iteration where magnitudes jump: the style of a line is the length of its history."""
+    """SQNR by iteration for jumping magnitudes; line styles show the history length."""
     shown = {"tensorwise (no delay)": (RECIPES["tensorwise"], "-")}
     shown |= {
         f"history {length}, margin 0": (RECIPES["delayed"], style) for length, style in _HISTORIES.items()

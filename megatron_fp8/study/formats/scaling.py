@@ -1,7 +1,8 @@
-"""One tensor with outliers, quantised by every recipe.
+"""Quantises one tensor with outliers by every recipe.
 
-A scale is set by the largest element that shares it. One outlier moves the others of its tensor, row or block down the
-format's range, and below the smallest normal value their relative error grows until they become 0.
+The largest element sharing a scale determines it. One outlier moves the other elements of its tensor, row or
+block down in the format's range; below the smallest normal value their relative error grows until they become
+0.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from ...recipe import RECIPES
 
 ROWS, COLS, OUTLIERS = 256, 1024, 32
 SIZES = (1, 1024, 16384, 65536, 262144)
-"""How many standard deviations the outliers are; 1: there are none."""
+"""Size of the outliers in standard deviations; 1: no outliers."""
 NAMES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
-"""Recipes whose scales come from the tensor at hand. Delayed scaling is delayed.py's."""
+"""Recipes with current scaling; for delayed scaling see delayed.py."""
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """What a recipe makes of the tensor.
+    """Result of a recipe on the tensor.
 
     Attributes:
-        recipe, rule: 'mxfp8', and what it says of the operand ('e4m3 1x32 e8m0').
-        outlier: how large the outliers are, in standard deviations.
-        sqnr: signal-to-quantisation-noise ratio of all elements, in dB; that of the outliers decides it.
-        ordinary: the same of all other elements, which is what training feels.
+        recipe, rule: 'mxfp8', and its rule for the operand ('e4m3 1x32 e8m0').
+        outlier: size of the outliers, in standard deviations.
+        sqnr: signal-to-quantisation-noise ratio of all elements, in dB, dominated by the outliers.
+        ordinary: the same for all other elements, which matters for training.
         flushed: share of those that became 0.
     """
 
@@ -42,7 +43,7 @@ class Quantised:
 
 
 def with_outliers(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float32 [ROWS, COLS] of standard deviation 1, bool: where OUTLIERS elements are `size` instead)."""
+    """(float32 [ROWS, COLS] with standard deviation 1, bool mask of the OUTLIERS elements set to `size`)."""
     generator = torch.Generator("cpu").manual_seed(seed)
     x = torch.randn(ROWS, COLS, generator=generator, dtype=torch.float32, device="cpu")
     places = torch.randperm(ROWS * COLS, generator=generator, dtype=torch.int64, device="cpu")[:OUTLIERS]
@@ -56,14 +57,14 @@ def with_outliers(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def sqnr(x: torch.Tensor, found: torch.Tensor) -> float:
-    """Signal-to-quantisation-noise ratio in dB, formed in float64: Inf where nothing was lost, NaN of no elements."""
+    """Signal-to-quantisation-noise ratio in dB, computed in float64: Inf without error, NaN without elements."""
     signal = x.double().square().sum()
     return float(10 * (signal / (found.double() - x.double()).square().sum()).log10())
 
 
 @cache
 def by_recipe(seed: int = 0) -> tuple[Quantised, ...]:
-    """Every recipe and operand with a rule of its own, at every size of outliers."""
+    """Every recipe and operand with a distinct rule, at every size of outliers."""
     found = []
     for size in SIZES:
         x, outliers = with_outliers(size, seed)

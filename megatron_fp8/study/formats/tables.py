@@ -21,28 +21,28 @@ Rows = list[dict[str, Any]]
 
 
 def formats() -> Rows:
-    """One row a format: counts of codes, limits, dynamic range in powers of two, the largest error of normal values."""
+    """One row per format: counts of codes, limits, dynamic range in powers of two, largest error of normal values."""
     rows = []
-    for one in all_formats():
+    for fmt in all_formats():
         normal = [
             i
-            for i in by_magnitude(one)
-            if i.values and i.worst is not None and 2.0**i.exponent >= one.smallest_normal
+            for i in by_magnitude(fmt)
+            if i.values and i.worst is not None and 2.0**i.exponent >= fmt.smallest_normal
         ]
         rows.append(
             {
-                "format": one.name,
-                "bits": one.bits,
-                "use": one.use,
-                "mantissa_bits": one.mantissa_bits,
-                "finite_codes": int(one.values.isfinite().sum()),
-                "inf_codes": int(one.values.isinf().sum()),
-                "nan_codes": int(one.values.isnan().sum()),
-                "max": one.max,
-                "smallest_normal": one.smallest_normal,
-                "smallest": one.smallest,
-                "binades": math.log2(one.max / one.smallest_normal),
-                "binades_with_subnormals": math.log2(one.max) - math.log2(one.smallest),
+                "format": fmt.name,
+                "bits": fmt.bits,
+                "use": fmt.use,
+                "mantissa_bits": fmt.mantissa_bits,
+                "finite_codes": int(fmt.values.isfinite().sum()),
+                "inf_codes": int(fmt.values.isinf().sum()),
+                "nan_codes": int(fmt.values.isnan().sum()),
+                "max": fmt.max,
+                "smallest_normal": fmt.smallest_normal,
+                "smallest": fmt.smallest,
+                "binades": math.log2(fmt.max / fmt.smallest_normal),
+                "binades_with_subnormals": math.log2(fmt.max) - math.log2(fmt.smallest),
                 "largest_relative_error": max((i.worst for i in normal if i.worst is not None), default=None),
             }
         )
@@ -50,21 +50,22 @@ def formats() -> Rows:
 
 
 def values() -> Rows:
-    """One row a code: its value, and the distance to the next larger magnitude (empty for the largest, NaN and Inf)."""
+    """One row per code: its value, and the distance to the next larger magnitude (empty for the largest, NaN and
+    Inf)."""
     rows = []
-    for one in all_formats():
-        positive = [0.0, *one.positive.tolist()] if bool((one.values == 0).any()) else one.positive.tolist()
+    for fmt in all_formats():
+        positive = [0.0, *fmt.positive.tolist()] if bool((fmt.values == 0).any()) else fmt.positive.tolist()
         after = dict(pairwise(positive))
-        digits = -(-one.bits // 4)
-        for code, value in enumerate(one.values.tolist()):
+        digits = -(-fmt.bits // 4)
+        for code, value in enumerate(fmt.values.tolist()):
             size = abs(value)
             gap = after[size] - size if size in after else None
-            rows.append({"format": one.name, "code": f"0x{code:0{digits}x}", "value": value, "spacing": gap})
+            rows.append({"format": fmt.name, "code": f"0x{code:0{digits}x}", "value": value, "spacing": gap})
     return rows
 
 
 def magnitudes() -> Rows:
-    """One row a format and power of two."""
+    """One row per format and power of two."""
     return [
         {
             "format": one.name,
@@ -80,7 +81,7 @@ def magnitudes() -> Rows:
 
 
 def recipes() -> Rows:
-    """One row a recipe's operand and size of outliers."""
+    """One row per recipe, operand and size of outliers."""
     return [
         {
             "recipe": q.recipe,
@@ -95,7 +96,7 @@ def recipes() -> Rows:
 
 
 def delays() -> Rows:
-    """One row an iteration of each simulation."""
+    """One row per iteration of each simulation."""
     return [
         {"magnitudes": kind, "setting": name, **vars(step)}
         for (kind, name), steps in delayed.all_simulations().items()
@@ -112,11 +113,11 @@ def as_csv(rows: Rows) -> str:
     return text.getvalue()
 
 
-# For people: at most 80 columns.
+# Text tables of at most 80 columns.
 
 
 def power(value: float | None) -> str:
-    """'2^-3' where it is one, else the number; '' for None."""
+    """'2^-3' for a power of two, otherwise the number; '' for None."""
     if value is None:
         return ""
     mantissa, exponent = math.frexp(value)
@@ -124,7 +125,7 @@ def power(value: float | None) -> str:
 
 
 def show_formats() -> str:
-    """The facts of each format, a column each."""
+    """Properties of the formats, one column each."""
     rows = formats()
     facts: dict[str, Callable[[dict[str, Any]], str]] = {
         "bits": lambda r: str(r["bits"]),
@@ -146,44 +147,44 @@ def show_formats() -> str:
 
 
 def show_values() -> str:
-    """Every positive value of the small formats, one line a power of two."""
+    """Every positive value of the small formats, one line per power of two."""
     lines = []
-    for one in all_formats():
-        if one.bits == 16 or not one.mantissa_bits:
-            what = f"{len(one.positive):,} positive values from {power(one.smallest)} to {power(one.max)}"
-            lines.append(f"{one.name}: {what}; --csv FILE lists them")
+    for fmt in all_formats():
+        if fmt.bits == 16 or not fmt.mantissa_bits:
+            what = f"{len(fmt.positive):,} positive values from {power(fmt.smallest)} to {power(fmt.max)}"
+            lines.append(f"{fmt.name}: {what}; --csv FILE lists them")
             continue
-        sign = "and their negatives, 0 and -0" if bool((one.values < 0).any()) else ""
-        lines.append(f"{one.name}: {len(one.positive)} positive values, {sign}")
-        exponents = torch.frexp(one.positive)[1] - 1
+        sign = "and their negatives, 0 and -0" if bool((fmt.values < 0).any()) else ""
+        lines.append(f"{fmt.name}: {len(fmt.positive)} positive values, {sign}")
+        exponents = torch.frexp(fmt.positive)[1] - 1
         for exponent in exponents.unique().tolist():
-            inside = one.positive[exponents == exponent].tolist()
+            inside = fmt.positive[exponents == exponent].tolist()
             lines.append(f"  2^{exponent:<4}" + "".join(f"{exactly(value):>9}" for value in inside))
     return "\n".join(lines)
 
 
 def exactly(value: float) -> str:
-    """A value without rounding: as a decimal number, or as a fraction where that is long."""
+    """A value without rounding: as a decimal number, or as a fraction if that is long."""
     text = f"{value:g}"
     return text if len(text) <= 6 and float(text) == value else str(Fraction(value))
 
 
 def show_magnitudes() -> str:
     """Spacing and largest relative error of each element format, from large to small."""
-    shown = [one for one in all_formats() if one.rounded is not None]
-    by_name = {one.name: {i.exponent: i for i in by_magnitude(one)} for one in shown}
-    small = [i for one in shown if one.bits <= 8 for i in by_name[one.name]]
+    shown = [fmt for fmt in all_formats() if fmt.rounded is not None]
+    by_name = {fmt.name: {i.exponent: i for i in by_magnitude(fmt)} for fmt in shown}
+    small = [i for fmt in shown if fmt.bits <= 8 for i in by_name[fmt.name]]
     rows = []
     for exponent in range(max(small), min(small) - 1, -1):
         cells = [f"2^{exponent}"]
-        for one in shown:
-            cells.append(_cell(one, exponent, by_name[one.name].get(exponent)))
+        for fmt in shown:
+            cells.append(_cell(fmt, exponent, by_name[fmt.name].get(exponent)))
         rows.append(tuple(cells))
-    return table(("from", *(f"{one.name}" for one in shown)), rows)
+    return table(("from", *(f"{fmt.name}" for fmt in shown)), rows)
 
 
 def _cell(one: Described, exponent: int, interval: Interval | None) -> str:
-    """Spacing and error, or what becomes of values outside the format."""
+    """Spacing and error, or the effect on values outside the format."""
     if 2.0**exponent > one.max:
         return "Inf" if one.bits == 16 else "saturates"
     if interval is None or interval.worst is None:
@@ -205,7 +206,7 @@ def show_recipes() -> str:
 
 
 def show_delays() -> str:
-    """What each setting of delayed scaling does to magnitudes that stay, grow or jump."""
+    """The effect of each delayed-scaling setting on magnitudes that stay, grow or jump."""
     cells = []
     for (kind, name), steps in delayed.all_simulations().items():
         ratios = [step.sqnr for step in steps]

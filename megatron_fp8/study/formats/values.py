@@ -1,11 +1,11 @@
 """Values of each format: all of them, spacing, rounding error by magnitude.
 
-Two things are known of a format: the values of its codes, and how the package rounds to it. Everything else here (largest
-and smallest value, dynamic range, subnormals, spacing, error) is found from those two, so no number
-can be typed wrong.
+The input for each format is the values of its codes and how the package rounds to it. Everything else
+(largest and smallest value, dynamic range, subnormals, spacing, error) is computed from these, so no number
+can be mistyped.
 
-E4M3, E5M2 and E8M0 are numerics/formats.py's; BF16 and FP16 are torch's. E2M1, the 4-bit element of MXFP4 (OCP
-Microscaling Formats 1.0, section 5.3.3), is here to compare with: nothing in this package computes in it.
+E4M3, E5M2 and E8M0 come from numerics/formats.py; BF16 and FP16 from torch. E2M1, the 4-bit element of MXFP4
+(OCP Microscaling Formats 1.0, section 5.3.3), is for comparison only; this package does not compute in it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from ...numerics.cast import cast, decode
 from ...numerics.formats import E4M3, E5M2, E8M0, FloatFormat
 from ...numerics.scaling import e8m0_to_scale_inv
 
-_GRID = 4096  # points of a power of two's interval: holds every value and every midpoint of mantissas up to 11 bits
+_GRID = 4096  # points per power of two: includes all values and midpoints for mantissas of up to 11 bits
 
 
 @dataclass(frozen=True, eq=False)
 class Described:
-    """A format as its values and its rounding.
+    """A format with its values and its rounding.
 
     Attributes:
-        name, bits, use: 'e4m3', 8, and what it is for, in a few words.
-        values: float64 [2^bits], by code; NaN and Inf where a code means that.
-        rounded: float64 of any shape -> the nearest values, as the package (or torch) rounds; None: a format of scales.
+        name, bits, use: 'e4m3', 8, and its purpose in a few words.
+        values: float64 [2^bits], by code, including NaN and Inf.
+        rounded: float64 of any shape -> the nearest values, as the package (or torch) rounds; None for a
+            format of scales.
     """
 
     name: str
@@ -42,12 +43,12 @@ class Described:
 
     @cached_property
     def positive(self) -> torch.Tensor:
-        """float64, ascending: the finite values above zero, each once."""
+        """float64, ascending: the distinct finite values above zero."""
         return self.values[self.values.isfinite() & (self.values > 0)].unique()
 
     @cached_property
     def mantissa_bits(self) -> int:
-        """Bits behind the binary point: 2^bits values lie in [1, 2)."""
+        """Mantissa bits: 2^bits values lie in [1, 2)."""
         return round(math.log2(int(((self.positive >= 1) & (self.positive < 2)).sum())))
 
     @cached_property
@@ -71,11 +72,11 @@ class Interval:
     """A format in [2^exponent, 2^(exponent + 1)).
 
     Attributes:
-        values: how many it has there.
-        spacing: between them; None where there is none.
-        worst, rms: the largest and the root mean square relative error of rounding what lies there; None for scales.
-            1 is all of it: what is below the smallest value becomes 0. Above the largest value FP8 saturates, BF16 and
-            FP16 overflow (Inf); where an interval has values, those up to the largest are counted.
+        values: number of values in the interval.
+        spacing: distance between them; None without values.
+        worst, rms: largest and root mean square relative rounding error in the interval; None for scales. 1
+            means that everything below the smallest value becomes 0. Above the largest value FP8 saturates,
+            BF16 and FP16 overflow (Inf); an interval that contains the largest value is counted up to it.
     """
 
     exponent: int
@@ -99,7 +100,7 @@ def all_formats() -> tuple[Described, ...]:
 
 
 def by_magnitude(described: Described) -> list[Interval]:
-    """From one power of two below the smallest value to one above the largest."""
+    """Intervals from one power of two below the smallest value to one above the largest."""
     positive = described.positive
     first, last = _exponent(described.smallest) - 1, _exponent(described.max) + 1
     exponents = torch.frexp(positive)[1] - 1
@@ -111,7 +112,7 @@ def by_magnitude(described: Described) -> list[Interval]:
             at = int((positive == inside[0]).nonzero()[0])
             spacing = float(positive[at + 1] - positive[at]) if at + 1 < len(positive) else None
         elif exponent == first and described.rounded is not None:
-            spacing = described.smallest  # between 0 and the smallest value, to which most of these round
+            spacing = described.smallest  # between 0 and the smallest value
         found.append(Interval(exponent, len(inside), spacing, *_errors(described, exponent)))
     return found
 
@@ -121,7 +122,7 @@ def _errors(described: Described, exponent: int) -> tuple[float | None, float | 
         return None, None
     steps = torch.arange(_GRID, dtype=torch.float64, device="cpu") / _GRID
     x = torch.ldexp(1 + steps, torch.tensor(exponent, dtype=torch.int64, device="cpu"))
-    # Where values are, of those up to the largest; and no further than float32, from which the package casts.
+    # Only up to the format's largest value, and within float32, from which the package casts.
     x = x[x <= (described.max if x[0] <= described.max else torch.finfo(torch.float32).max)]
     if not len(x):
         return None, None
@@ -158,14 +159,14 @@ def _torch(name: str, dtype: torch.dtype, use: str) -> Described:
 
 
 def _e2m1() -> Described:
-    """One sign bit, two of exponent, one of mantissa, bias 1; no NaN, no Inf; rounds to nearest even, saturating."""
+    """One sign bit, two exponent bits, one mantissa bit, bias 1; no NaN, no Inf; rounds to nearest even, saturating."""
     magnitude = [2.0 ** (max(e, 1) - 1) * ((e > 0) + m / 2) for e in range(4) for m in range(2)]
     table = torch.tensor(magnitude, dtype=torch.float64, device="cpu")
     middle = (table[1:] + table[:-1]) / 2
 
     def rounded(x: torch.Tensor) -> torch.Tensor:
-        below = torch.bucketize(x.abs(), middle)  # a midpoint belongs to the code below it ...
-        above = torch.bucketize(x.abs(), middle, right=True)  # ... or above it: to the even one
+        below = torch.bucketize(x.abs(), middle)  # midpoints map to the lower code ...
+        above = torch.bucketize(x.abs(), middle, right=True)  # ... or to the upper one; the even one wins
         code = torch.where(below % 2 == 0, below, above)
         return torch.copysign(table[code], x)
 

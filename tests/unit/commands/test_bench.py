@@ -57,7 +57,7 @@ def test_few_rounds_show_no_spread_and_say_so(tmp_path, capsys):
         "--repetitions=3 shows no spread: --compare will not take these results" in said and "0%" not in said
     )
     assert bench(*few, "--repetitions=4", f"--compare={out}") == 2
-    assert "it shows no spread, being of fewer than 4 repetitions" in capsys.readouterr().err
+    assert "it has no spread, since it has fewer than 4 repetitions" in capsys.readouterr().err
 
 
 def test_the_verdict_tells_no_more_than_ratios_and_their_spread():

@@ -95,8 +95,8 @@ def test_overrides_may_name_an_expert_of_any_rank() -> None:
     moe = "--config=examples/configs/tiny_moe_cpu.yaml"
     settings = read([moe, "--model.fp8_overrides={'*.local_experts.7.*': bf16}"])
     assert settings.model.expert_model_parallel_size == 2
-    assert any("the rank that has the first ones" in note for note in settings.notes)
-    assert not any("the rank that has the first ones" in note for note in read([moe]).notes)
+    assert any("the rank with the first experts" in note for note in settings.notes)
+    assert not any("the rank with the first experts" in note for note in read([moe]).notes)
     with pytest.raises(ValueError, match=r"local_experts.8.* matches no GEMM site"):
         read([moe, "--model.fp8_overrides={'*.local_experts.8.*': bf16}"])
 
@@ -143,7 +143,7 @@ def test_what_is_not_known_of_experts_is_noted() -> None:
     assert "these are the bytes of 'alltoall'" in notes and "capacity" not in notes
     sent = ["--model.moe_token_dispatcher_type=alltoall", "--model.moe_expert_capacity_factor=1.0"]
     notes = " ".join(read([*experts, *sent]).notes)
-    assert "alltoall" not in notes and "no token is dropped here" in notes
+    assert "alltoall" not in notes and "the estimate drops no tokens" in notes
 
 
 @pytest.mark.parametrize(

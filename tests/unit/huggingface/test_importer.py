@@ -148,7 +148,7 @@ def test_scales_that_are_not_kept_are_named_and_why(tmp_path, capsys):
     export = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format=fp8-block"]
     assert main(export) == 2
     assert (
-        "were not kept (its scales are torch.bfloat16, and not float32), and new ones"
+        "were not stored (its scales are torch.bfloat16, and not float32), and new ones"
         in capsys.readouterr().err
     )
 

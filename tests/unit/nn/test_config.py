@@ -55,7 +55,7 @@ def test_which_recipe_it_means(fields, recipe):
         ({"margin": -1}, "margin -1"),
         ({"recipe": "mxfp8", "epsilon": 1e-3}, "epsilon=0.001 does not exist for 'mxfp8'"),
         ({"epsilon": float("nan")}, "a float32 number >= 0"),
-        ({"recipe": MXFP8BlockScaling(), "backward_format": "e5m2"}, "brings its own"),
+        ({"recipe": MXFP8BlockScaling(), "backward_format": "e5m2"}, "with its own"),
         (
             {"recipe": CustomRecipe(lambda role: None), "quantize_weights": False},
             "return None for weight there",

@@ -359,7 +359,7 @@ def test_conv1d_elsewhere():
     assert calibrate(model, [x]).ranges["0.weight"].shape == (80, 48)
     assert_same_bytes(prepare_for_inference(model)(x), fp8.detach())
     assert model.fp8_inference.sites[0].bytes_after < model.fp8_inference.sites[0].bytes_before / 2
-    with pytest.raises(ValueError, match="no weight of this model can travel"):
+    with pytest.raises(ValueError, match="no weight of this model can be gathered"):
         enable_fp8_all_gather(convert_to_fp8(nn.Sequential(Conv1D(80, 48))))
 
 

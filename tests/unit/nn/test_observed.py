@@ -77,8 +77,8 @@ def test_a_linear_in_the_place_of_an_fp8_one_is_said_once():
     model[1] = nn.Linear(32, 64)
     (said,) = steps(model, 3)
     assert said == (
-        "a linear without FP8 stands in the place of 1 that were converted (1): call convert_to_fp8(model) again to have"
-        " it run in FP8"
+        "converted linears were replaced by linears without FP8: 1 (1); call convert_to_fp8(model) again to run them"
+        " in FP8"
     )
     assert list(model.fp8_report.not_in_use) == ["1"]
     convert_to_fp8(model)

@@ -274,7 +274,7 @@ def test_weights_that_live_as_fp8_refuse_a_warm_up() -> None:
     quantizer = linear.fp8_site.quantizers["weight"]
     assert quantizer is not None
     linear.weight = fp8_parameter(linear.weight.detach().bfloat16(), quantizer)
-    with pytest.raises(ValueError, match="live as FP8"):
+    with pytest.raises(ValueError, match="are stored as FP8"):
         Fp8Trainer(model, torch.optim.SGD([linear.bias], lr=0.1), compute_loss, warmup=0.1, length=10)
 
 

@@ -39,10 +39,10 @@ def test_a_large_run_fits_and_says_how_much_was_left_out():
 
 def test_what_does_not_fit_shares_columns_and_what_never_does_is_refused():
     run = large(32)
-    (found,) = page._fitting([run], 150_000)
+    (found,) = page._maps_that_fit([run], 150_000)
     assert found["merged"] > 1 and len(json.dumps(found)) <= 150_000 * 1.02
     with pytest.raises(ValueError, match="does not fit"):
-        page._fitting([run], 10_000)
+        page._maps_that_fit([run], 10_000)
 
 
 def test_nothing_is_loaded_and_texts_are_escaped(tmp_path):

@@ -259,6 +259,6 @@ def test_refusals():
         Telemetry(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="meta device"):
         Telemetry(tower().to("meta"))
-    with Telemetry(model), pytest.raises(ValueError, match="watched already"):
+    with Telemetry(model), pytest.raises(ValueError, match="already has telemetry"):
         Telemetry(model)
     Telemetry(model).close()  # the first one let go

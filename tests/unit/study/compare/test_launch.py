@@ -32,7 +32,7 @@ def test_a_second_comparison_of_a_folder_is_refused_at_once(tmp_path):
 def test_a_trainer_ends_with_a_comparison_that_is_killed():
     reader, writer = os.pipe()
     if not (parent := os.fork()):
-        sleeping = subprocess.Popen(["sleep", "3600"], preexec_fn=launch._ending_with_us())
+        sleeping = subprocess.Popen(["sleep", "3600"], preexec_fn=launch._parent_death_signal())
         os.write(writer, str(sleeping.pid).encode())
         time.sleep(3600)
         os._exit(1)
