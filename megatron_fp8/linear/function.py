@@ -82,46 +82,16 @@ def fp8_linear(
         if isinstance(weight, Fp8Parameter):
             return break_graph(_eager_linear, *eager)
         return traced_linear(*eager[:5], training=training, save_original_input=save_original_input)
+    if isinstance(weight, Fp8Parameter) or isinstance(x, CodedTokens):  # no operator takes these
+        if site.state.capturing or not is_watched(x, weight):
+            return _eager_linear(*eager)
+        with _disable_current_modes():
+            return _eager_linear(*eager)
     if site.forwards.as_operator(x, weight):
-        if isinstance(weight, Fp8Parameter) or isinstance(x, CodedTokens):
-            with _disable_current_modes():
-                return _eager_linear(*eager)
         from .compiled import traced_linear  # loads torch's compiler
 
         return traced_linear(*eager[:5], training=training, save_original_input=save_original_input)
     return _eager_linear(*eager)
-
-
-def fp8_linear_at_once(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    site: GemmSite,
-    tp: TensorParallel = ALONE,
-) -> torch.Tensor | None:
-    """``fp8_linear`` of evaluation, with its bits, in one call of C; None, and nothing done, where that cannot be.
-
-    It is for a few tokens and a weight that was prepared for inference. One token's linear is so short that whatever is
-    looked at on the way to it, after a weight has gone through the caches, takes longer than its arithmetic. So layers
-    that are not in training ask here first, before anything else is made ready. Nothing is counted nor recorded.
-    """
-    if not isinstance(weight, Fp8Parameter) or tp.sequence_parallel or x.shape[-1] != weight.shape[1]:
-        return None
-    if isinstance(x, CodedTokens):
-        return None
-    check_devices(site, x, weight, bias)
-    if (
-        torch.is_grad_enabled()
-        or forward_ad._current_level >= 0
-        or torch.compiler.is_compiling()
-        or is_watched()
-    ):
-        return None
-    refuse_tracers(site)
-    y = site.multiply_at_once(x, weight, bias)
-    if y is not None:
-        site.note_forward()
-    return y
 
 
 def check_devices(site: GemmSite, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -169,6 +139,8 @@ def _eager_linear(
     save_original_input: bool,
     fresh_weight: bool,
 ) -> torch.Tensor:
+    if not training and (y := _few_tokens(x, weight, bias, site, tp)) is not None:
+        return y
     when = recorded(training, x, weight, bias)
     call = Call(site, tp, training, when == NOW, fresh_weight, save_original_input)
     if call.record and site.state.observer is None:
@@ -188,6 +160,23 @@ def _linear(
     y = forward(x, weight, bias, call, False).y
     if not call.site.state.keeps_weights:
         call.site.weights.forget()
+    return y
+
+
+def _few_tokens(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: GemmSite, tp: TensorParallel
+) -> torch.Tensor | None:
+    """y of few tokens in evaluation, in one call of C with the bits of ``forward``; None: C does not take them.
+
+    Nothing is counted nor recorded.
+    """
+    if not isinstance(weight, Fp8Parameter) or isinstance(x, CodedTokens) or tp.sequence_parallel:
+        return None
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        return None
+    y = site.multiply_few_tokens(x, weight, bias)
+    if y is not None:
+        site.note_forward()
     return y
 
 

@@ -156,7 +156,7 @@ class GemmSite:
             observer.product(SeenProduct(self.plan.name, gemm, a, b, y, record))
         return y
 
-    def multiply_at_once(
+    def multiply_few_tokens(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
         """fprop of x [..., K], cast and multiplied in one call, with the bits of doing both; None where that cannot be.

@@ -299,7 +299,8 @@ def gemm(
         refusals(a.codes.device, multiply),
     )
     acc = multiply(made, a, b, None if made.post_bias else bias)
-    acc = acc[:m, :n]
+    if acc.shape != (m, n):
+        acc = acc[:m, :n]
     if made.post_scale:
         acc = acc * (row_scales(a) * row_scales(b).t())
     if made.post_bias:

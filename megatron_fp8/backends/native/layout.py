@@ -32,7 +32,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -62,8 +62,7 @@ class Mode(Enum):
         return (_1X128, _1X128) if self is Mode.BLOCK_1D else None
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):  # a plan is looked up by two of these in each product: a tuple is hashed fastest
     """What a plan needs to know of one side: [rows, k] codes of a dtype, and how they are scaled."""
 
     rows: int
