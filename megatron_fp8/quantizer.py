@@ -13,7 +13,6 @@ import torch
 from .backends import casts, emulated, specified
 from .backends.base import AmaxReduction, Asked, Quantized, Region, Running, check_matrix
 from .backends.native import backend as native
-from .backends.native.bound import Bound, BoundCasts
 from .files.argument_check import check_tensor
 from .kernels.codes import block_amaxes, in_memory
 from .kernels.cpu import loops
@@ -95,7 +94,6 @@ class Quantizer:
     def __init__(self, rule: Rule, slot: Slot, backend: ModuleType):
         self.rule, self.slot, self.backend = rule, slot, backend
         self._place: _Place | None = None
-        self._bound: BoundCasts | None = None
         self._repeats: dict[tuple[Any, ...], casts.Repeated | Literal["met", "no"]] = {}
         self._has_kernels = native.kernel_reason(rule) is None
 
@@ -157,17 +155,6 @@ class Quantizer:
         self.slot.arena.counts.casts += 1
         return cast(x)
 
-    def bound(
-        self, x: torch.Tensor, direction: Direction, *, record: bool, for_product: bool
-    ) -> Bound | None:
-        """What such casts of matrices that lie as x are bound to by now, if they are, and nobody watches them."""
-        if type(self) is not Quantizer:
-            return None  # it casts in a way of its own
-        scale, running = self.where(record)
-        if self._bound is None or self.slot.arena.observer is not None:
-            return None
-        return self._bound.bound(x, direction, scale=scale, running=running, for_product=for_product)
-
     def where(self, record: bool) -> tuple[torch.Tensor | None, Running | None]:
         """The delayed scale, if that is there, and where kernels record."""
         place = self._in_arena()
@@ -184,10 +171,6 @@ class Quantizer:
     ) -> Float8Tensor:
         scale, running = self.where(record)
         self.slot.arena.counts.casts += 1
-        if reduce_amax is None:
-            if (bound := self._bound) is None:
-                self._bound = bound = BoundCasts(self.rule)
-            return bound(x, direction, scale=scale, running=running, for_product=for_product)
         return native.quantize(
             x,
             self.rule,
@@ -256,7 +239,6 @@ class Quantizer:
         arena, place = self.slot.arena, self._place
         if place is None or place.rows is not arena.rows or place.scales is not arena.scale:
             self._place = place = _Place.of(self.slot)
-            self._bound = None
             self._repeats.clear()
         return place
 

@@ -20,7 +20,7 @@ def launched() -> Iterator[Counter[str]]:
     """Counts launches by kernel; with the source's kind where it computes what it reads: 'cast_tensor of norm'."""
     counts: Counter[str] = Counter()
     kernel = type(_probe)
-    original, known = kernel.run, launch._Known.launch
+    original, cached = kernel.run, launch._LaunchCache.launch
     counted = False
 
     def count(fn: Any, arguments: dict[str, Any]) -> None:
@@ -37,11 +37,11 @@ def launched() -> Iterator[Counter[str]]:
         count(self._kernel.fn, arguments)
         counted = True
         try:
-            known(self, grid, arguments)
+            cached(self, grid, arguments)
         finally:
             counted = False
 
-    with mock.patch.object(kernel, "run", run), mock.patch.object(launch._Known, "launch", again):
+    with mock.patch.object(kernel, "run", run), mock.patch.object(launch._LaunchCache, "launch", again):
         yield counts
 
 

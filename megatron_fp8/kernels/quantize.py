@@ -24,9 +24,8 @@ there for whoever wants to try.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -46,9 +45,6 @@ from .passes import (
 from .sources import Plain, TileSource
 from .swiglu_quantize import Swiglu, SwigluGradient
 from .tiles import Tile, codes_like, grid_of, is_e4m3
-
-Launcher = Callable[..., Any]
-"""``launch``, or a tape's, which notes it (bound.py)."""
 
 TENSOR_TILE = Tile(128, 64, 4)
 BLOCK_TILE = Tile(128, 128, 8, registers=128)
@@ -99,7 +95,6 @@ def measure(
     cols: bool = False,
     record: Record | None = None,
     tile: Tile | None = None,
-    by: Launcher = launch,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """amaxes of a matrix in one read: per row (float32 [rows]), per column ([cols]), and of all, into ``record``."""
     source = _source(x)
@@ -125,9 +120,9 @@ def measure(
     if source.rows and source.cols:
         if isinstance(source, SwigluGradient):
             half = source.cols // 2
-            by(find_gradient_amaxes, grid_of(source.rows, half, tile), **source.halves(), **wanted)
+            launch(find_gradient_amaxes, grid_of(source.rows, half, tile), **source.halves(), **wanted)
         else:
-            by(find_amaxes, source.grid(tile), **source.arguments(), **wanted)
+            launch(find_amaxes, source.grid(tile), **source.arguments(), **wanted)
     return row_amax, col_amax
 
 
@@ -144,7 +139,6 @@ def quantize_tensor(
     pad_to: int = 1,
     record: Record | None = None,
     tile: Tile | None = None,
-    by: Launcher = launch,
 ) -> Sides:
     """One scale for the matrix, given (delayed) or made from ``amax`` (tensorwise: what ``measure`` recorded).
 
@@ -161,7 +155,7 @@ def quantize_tensor(
     out = _Outputs(source, fmt, direction, tile, pad_to)
     scale_inv = torch.empty((), device=source.device, dtype=torch.float32)
     # One program writes scale_inv, so an empty matrix takes one too: all its elements are masked off.
-    by(
+    launch(
         cast_tensor,
         source.grid(tile),
         **source.arguments(),
@@ -189,7 +183,6 @@ def quantize_rows(
     epsilon: float = 0.0,
     pad_to: int = 1,
     tile: Tile | None = None,
-    by: Launcher = launch,
 ) -> Sides:
     """One scale for each row of each direction, from amaxes that ``measure`` gave (and somebody may have reduced).
 
@@ -207,7 +200,7 @@ def quantize_rows(
     row_scale = None if row_amax is None else torch.empty(source.rows, 1, device=device, dtype=torch.float32)
     col_scale = None if col_amax is None else torch.empty(source.cols, 1, device=device, dtype=torch.float32)
     # An empty matrix still has the scales of its rows or columns to be written.
-    by(
+    launch(
         cast_rows,
         source.grid(tile),
         **source.arguments(),
@@ -240,7 +233,6 @@ def quantize_blocks(
     room: int = 1,
     record: Record | None = None,
     tile: Tile | None = None,
-    by: Launcher = launch,
 ) -> Sides:
     """One scale for each block along the contraction of each direction, or for each square block. Partial blocks count.
 
@@ -279,7 +271,7 @@ def quantize_blocks(
         grid = grid_of(round_up(source.rows, 128), source.cols, tile) if tiled else source.grid(tile)
         row_major, row_minor = _strides(row_scale, source.cols)
         col_major, col_minor = _strides(col_scale, source.rows)
-        by(
+        launch(
             quantize_tiles,
             grid,
             **source.arguments(),

@@ -18,17 +18,12 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..backends.native import backend as native
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.switch import is_watched, without_autocast
 from ..state.iteration import NOW, recorded
-from ..tensor import QuantizedSide
-from .bound import BoundBackward, BoundForward
 from .coded_tokens import CodedTokens
 from .derivative import guard
-from .kinds import Kind
-from .noted import NotedSite
-from .passes import Call, added_to_main_grad, backward, bias_gradient, for_gradient, forward, main_grad_of
+from .passes import Call, backward, for_gradient, forward
 from .recording import LateRecord, came_back, counted_forward
 from .saved_operands import AGAIN, Facts, SavedOperand, Spec, check_given_back, facts_of
 from .site import GemmSite
@@ -87,46 +82,16 @@ def fp8_linear(
         if isinstance(weight, Fp8Parameter):
             return break_graph(_eager_linear, *eager)
         return traced_linear(*eager[:5], training=training, save_original_input=save_original_input)
+    if isinstance(weight, Fp8Parameter) or isinstance(x, CodedTokens):  # no operator takes these
+        if site.state.capturing or not is_watched(x, weight):
+            return _eager_linear(*eager)
+        with _disable_current_modes():
+            return _eager_linear(*eager)
     if site.forwards.as_operator(x, weight):
-        if isinstance(weight, Fp8Parameter) or isinstance(x, CodedTokens):
-            with _disable_current_modes():
-                return _eager_linear(*eager)
         from .compiled import traced_linear  # loads torch's compiler
 
         return traced_linear(*eager[:5], training=training, save_original_input=save_original_input)
     return _eager_linear(*eager)
-
-
-def fp8_linear_at_once(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    site: GemmSite,
-    tp: TensorParallel = ALONE,
-) -> torch.Tensor | None:
-    """``fp8_linear`` of evaluation, with its bits, in one call of C; None, and nothing done, where that cannot be.
-
-    It is for a few tokens and a weight that was prepared for inference. One token's linear is so short that whatever is
-    looked at on the way to it, after a weight has gone through the caches, takes longer than its arithmetic. So layers
-    that are not in training ask here first, before anything else is made ready. Nothing is counted nor recorded.
-    """
-    if not isinstance(weight, Fp8Parameter) or tp.sequence_parallel or x.shape[-1] != weight.shape[1]:
-        return None
-    if isinstance(x, CodedTokens):
-        return None
-    check_devices(site, x, weight, bias)
-    if (
-        torch.is_grad_enabled()
-        or forward_ad._current_level >= 0
-        or torch.compiler.is_compiling()
-        or is_watched()
-    ):
-        return None
-    refuse_tracers(site)
-    y = site.multiply_at_once(x, weight, bias)
-    if y is not None:
-        site.note_forward()
-    return y
 
 
 def check_devices(site: GemmSite, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -174,6 +139,8 @@ def _eager_linear(
     save_original_input: bool,
     fresh_weight: bool,
 ) -> torch.Tensor:
+    if not training and (y := _few_tokens(x, weight, bias, site, tp)) is not None:
+        return y
     when = recorded(training, x, weight, bias)
     call = Call(site, tp, training, when == NOW, fresh_weight, save_original_input)
     if call.record and site.state.observer is None:
@@ -187,12 +154,29 @@ def _linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call, late: LateRecord | None
 ) -> torch.Tensor:
     if torch.is_grad_enabled():
-        return _LinearFunction.apply(x, weight, bias, _Way(call, True, _kind(x, weight, bias, call), late))
+        return _LinearFunction.apply(x, weight, bias, _Options(call, True, late))
     if forward_ad._current_level >= 0:
-        return _LinearFunction.apply(x, weight, bias, _Way(call, False, None, None))  # for its jvp
+        return _LinearFunction.apply(x, weight, bias, _Options(call, False, None))  # for its jvp
     y = forward(x, weight, bias, call, False).y
     if not call.site.state.keeps_weights:
         call.site.weights.forget()
+    return y
+
+
+def _few_tokens(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: GemmSite, tp: TensorParallel
+) -> torch.Tensor | None:
+    """y of few tokens in evaluation, in one call of C with the bits of ``forward``; None: C does not take them.
+
+    Nothing is counted nor recorded.
+    """
+    if not isinstance(weight, Fp8Parameter) or isinstance(x, CodedTokens) or tp.sequence_parallel:
+        return None
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        return None
+    y = site.multiply_few_tokens(x, weight, bias)
+    if y is not None:
+        site.note_forward()
     return y
 
 
@@ -203,18 +187,8 @@ def refuse_tangents(ctx: Any, *tangents: Any) -> Any:
     )
 
 
-def _kind(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call) -> Kind | None:
-    """The kind of a call that may be bound, None of others: those that communicate, are watched, or leave no trace."""
-    site = call.site
-    if site.backend is not native or type(site) is not GemmSite or site.state.observer is not None:
-        return None
-    if not call.training or call.save_original_input or call.tp.kind != "none":
-        return None
-    return site.kinds.of_forward(x, weight, bias, call.record)
-
-
-class _Told(NamedTuple):
-    """What a backward is told of its forward, besides tensors and the call."""
+class _Metadata(NamedTuple):
+    """Facts about a forward that its backward needs, besides tensors and the call."""
 
     x_shape: torch.Size
     bias_dtype: torch.dtype | None
@@ -222,12 +196,11 @@ class _Told(NamedTuple):
     saved: tuple[Facts, ...]
 
 
-class _Way(NamedTuple):
-    """Options of a forward: the call, whether gradients are enabled, its call cache entry, its late record."""
+class _Options(NamedTuple):
+    """Options of a forward: the call, whether gradients are enabled, and the record that its backward makes late."""
 
     call: Call
     grad_enabled: bool
-    kind: Kind | None
     late: LateRecord | None
 
 
@@ -238,20 +211,25 @@ class _LinearFunction(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        way: _Way,
+        options: _Options,
     ) -> torch.Tensor:
-        call, grad_enabled, kind, late = way
+        call, grad_enabled, late = options
         ctx.weight, ctx.call, ctx.late = for_gradient(weight), call, late
-        bound: BoundForward | None = None if kind is None else kind.bound
-        if bound is not None:
-            done = bound(x, weight, bias, fresh=call.fresh_weight, record=call.record)
-            if done is not None:
-                y, tensors = done
-                ctx.told, ctx.backwards = bound.told, bound.backwards
-                ctx.save_for_backward(*tensors)
-                return y
         needs_dgrad, needs_wgrad, *_ = (need and grad_enabled for need in ctx.needs_input_grad)
-        return _forward(ctx, x, weight, bias, call, (needs_dgrad, needs_wgrad), kind)
+        done = forward(x, weight, bias, call, needs_wgrad)
+        again = needs_dgrad and done.weight.columnwise is None
+        kept_x = SavedOperand.of(done.x if needs_wgrad else None)
+        kept_w = SavedOperand.of(done.weight.columnwise if needs_dgrad else None)
+        if again:
+            stamp = stamp_of(call.site.weights, x.device, training=call.training)
+            kept_w = SavedOperand((weight, *stamp), AGAIN)
+        if not call.site.state.keeps_weights:
+            call.site.weights.forget()  # the next call quantises again; what backward needs is saved below
+        tensors = *kept_x.tensors, *kept_w.tensors
+        specs, bias_dtype = (kept_x.spec, kept_w.spec), None if bias is None else bias.dtype
+        ctx.forward_metadata = _Metadata(x.shape, bias_dtype, specs, facts_of(tensors))
+        ctx.save_for_backward(*tensors)
+        return done.y
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -263,83 +241,21 @@ class _LinearFunction(torch.autograd.Function):
     jvp = staticmethod(refuse_tangents)
 
 
-def _forward(
-    ctx: Any,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    call: Call,
-    needs: tuple[bool, bool],
-    kind: Kind | None,
-) -> torch.Tensor:
-    """The ordinary way; noted where the kind asks for it."""
-    needs_dgrad, needs_wgrad = needs
-    noted = NotedSite(call.site) if kind is not None and kind.to_be_noted() else None
-    done = forward(x, weight, bias, call if noted is None else call._replace(site=noted), needs_wgrad)
-    again = needs_dgrad and done.weight.columnwise is None
-    sides = done.x if needs_wgrad else None, done.weight.columnwise if needs_dgrad else None
-    kept_x, kept_w = SavedOperand.of(sides[0]), SavedOperand.of(sides[1])
-    if again:
-        kept_w = SavedOperand((weight, *stamp_of(call.site.weights, x.device, training=call.training)), AGAIN)
-    if not call.site.state.keeps_weights:
-        call.site.weights.forget()  # the next call quantises again; what backward needs is saved below
-    tensors = *kept_x.tensors, *kept_w.tensors
-    specs = kept_x.spec, kept_w.spec
-    told = _Told(x.shape, None if bias is None else bias.dtype, specs, facts_of(tensors))
-    ctx.told, ctx.backwards = told, None
-    ctx.save_for_backward(*tensors)
-    plain = any(isinstance(side, torch.Tensor) for side in sides)
-    if noted is not None and kind is not None and not (again or plain):
-        kept = [side for side in sides if isinstance(side, QuantizedSide)]
-        kind.bind(noted.bind_forward(x, done, kept, told))
-    return done.y
-
-
 def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    x_shape, bias_dtype, specs, facts = ctx.told
-    call, weight, backwards = ctx.call, ctx.weight, ctx.backwards
+    x_shape, bias_dtype, specs, facts = ctx.forward_metadata
+    call, weight = ctx.call, ctx.weight
     came_back(call.site.state)
     if ctx.late is not None:
         ctx.late.record([call.site])
     needs, tensors = ctx.needs_input_grad, ctx.saved_tensors
-    if not needs[2]:
-        bias_dtype = None
-    kind = None
-    if backwards is not None and call.site.state.observer is None:
-        main_grad = main_grad_of(weight)
-        kind = backwards.of_backward(grad_output, tensors, needs, main_grad is not None)
-        if kind is not None and kind.bound is not None:
-            bound: BoundBackward = kind.bound
-            found = bound(grad_output, tensors)
-            if found is not None:
-                dx, dw = found
-                if main_grad is not None and dw is not None:
-                    main_grad.add_(dw)
-                    dw = added_to_main_grad(weight)
-                dbias = None
-                if bias_dtype is not None:
-                    with without_autocast(grad_output.device):  # it leaves all the rest alone
-                        dbias = bias_gradient(grad_output, bias_dtype)
-                return dx, dw, dbias, None
-    noted = NotedSite(call.site) if kind is not None and kind.to_be_noted() else None
     check_given_back(call.site.plan.name, tensors, facts)
     queue = list(tensors)
     with without_autocast(grad_output.device):  # backward() may be called inside it
         saved_x, saved_w = (None if spec == AGAIN else SavedOperand.restore(spec, queue) for spec in specs)
         if specs[1] == AGAIN:
             saved_w = columnwise_of(call.site.weights, *queue)
-        done = backward(
-            grad_output,
-            saved_x,
-            saved_w,
-            weight,
-            call if noted is None else call._replace(site=noted),
-            needs[:2],
-            bias_dtype,
-        )
-    if noted is not None and kind is not None:
-        sides = [side for side in (saved_x, saved_w) if isinstance(side, QuantizedSide)]
-        kind.bind(noted.bind_backward(grad_output, sides, done, x_shape))
+        wanted_bias = bias_dtype if needs[2] else None
+        done = backward(grad_output, saved_x, saved_w, weight, call, needs[:2], wanted_bias)
     dx = done.dx
     if dx is not None and dx.shape != x_shape:
         dx = dx.view(x_shape)

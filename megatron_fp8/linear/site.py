@@ -22,7 +22,6 @@ from ..state.fp8_state import Fp8State
 from ..state.observer import SeenProduct
 from ..tensor import Operand, QuantizedSide
 from .gradient_stream import GradientStream
-from .kinds import Kinds
 from .registry import register
 from .saved_layout import SideLayout
 from .weight_cache import WeightCache
@@ -47,7 +46,6 @@ class GemmSite:
         forwards: whether calls go as one operator, and recomputations as their forwards.
         traced: what compiled code knows the site by.
         notes: what the report says of how the site ran.
-        kinds: of its calls, those that come again, and what they are bound to.
         has_run: whether a forward came here.
     """
 
@@ -74,7 +72,6 @@ class GemmSite:
         stochastic = any(quantizer.rule.stochastic for quantizer in self.casts["grad_output"].quantizers)
         self.gradients = GradientStream(plan.name, state, stochastic=stochastic, seed=seed, rank=stream)
         self.forwards = WatchedForwards(state)
-        self.kinds = Kinds()
         self.has_run = False
         self._stand_in: GemmSite | None = None
 
@@ -159,7 +156,7 @@ class GemmSite:
             observer.product(SeenProduct(self.plan.name, gemm, a, b, y, record))
         return y
 
-    def multiply_at_once(
+    def multiply_few_tokens(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
         """fprop of x [..., K], cast and multiplied in one call, with the bits of doing both; None where that cannot be.
@@ -209,24 +206,13 @@ class GemmSite:
     ) -> torch.Tensor:
         if self.plan.gemms[gemm] == "fp8":
             assert isinstance(a, QuantizedSide) and isinstance(b, QuantizedSide)
+            assert self.backend is not None
             self.state.counts.fp8_gemms += 1
-            return self.multiply_codes(a, b, out_dtype, bias, fast=gemm == "fprop")
+            fast = gemm == "fprop"  # tensor cores may keep partial sums at their own precision
+            y: torch.Tensor = self.backend.gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accumulation=fast)
+            return y
         self.state.counts.hp_gemms += 1
         return matmul_high_precision(*_plain(a, b), out_dtype, bias)
-
-    def multiply_codes(
-        self,
-        a: QuantizedSide,
-        b: QuantizedSide,
-        out_dtype: torch.dtype,
-        bias: torch.Tensor | None,
-        *,
-        fast: bool,
-    ) -> torch.Tensor:
-        """The backend's gemm. ``fast``: tensor cores may keep partial sums at their own precision."""
-        assert self.backend is not None
-        y: torch.Tensor = self.backend.gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accumulation=fast)
-        return y
 
 
 def _plain(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..backends.native.direct import facts_of
 from ..numerics.rule import Direction
 from ..params.fp8_parameter import Fp8Parameter
 from ..quantizer import Casts, measure
@@ -27,7 +26,6 @@ class CachedWeight:
 
     Args:
         sides: gives the quantised weight.
-        facts: what products ask of its sides, if that is known.
         fitted: evaluation made it, whose scale may be another than training's.
     """
 
@@ -37,31 +35,16 @@ class CachedWeight:
         recorded: bool,
         scale: torch.Tensor | None,
         sides: Callable[[], Float8Tensor],
-        facts: tuple[Any, ...] | None = None,
         *,
         fitted: bool = False,
     ):
         self.version, self.recorded, self.scale = version, recorded, scale
-        self.made_by, self._facts, self.fitted = sides, facts, fitted
+        self.made_by, self.fitted = sides, fitted
 
     @cached_property
     def quantized(self) -> Float8Tensor:
         """The quantised weight."""
         return self.made_by()
-
-    @cached_property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Codes and scale_inv of each side that there is."""
-        return tuple(
-            t for side in self.quantized.sides if side is not None for t in (side.codes, side.scale_inv)
-        )
-
-    @property
-    def facts(self) -> tuple[Any, ...]:
-        """What products ask of its sides."""
-        if self._facts is None:
-            self._facts = tuple(facts_of(side) for side in self.quantized.sides if side is not None)
-        return self._facts
 
 
 class WeightCache:

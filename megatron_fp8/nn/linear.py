@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..linear.function import fp8_linear, fp8_linear_at_once
+from ..linear.function import fp8_linear
 from ..linear.high_precision import record_high_precision
 from ..linear.share import Share
 from ..linear.site import GemmSite
@@ -223,11 +223,7 @@ class Fp8Layer(torch.nn.Module):
     def _in_fp8(self, input: torch.Tensor, weight: torch.Tensor, site: GemmSite) -> torch.Tensor:
         check_input(self.fp8_name, input)
         matrix, bias = self.as_matrix(weight), self.bias
-        if self.training:
-            return fp8_linear(input, matrix, bias, site)
-        if (y := fp8_linear_at_once(input, matrix, bias, site)) is not None:
-            return y
-        return fp8_linear(input, matrix, bias, site, training=False)
+        return fp8_linear(input, matrix, bias, site, training=self.training)
 
     def _high_precision(
         self, x: torch.Tensor, weight: torch.Tensor, site: GemmSite, *, observe: bool

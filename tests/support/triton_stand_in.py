@@ -1,4 +1,4 @@
-"""In place of Triton's driver and compiler: what would be compiled and started, noted."""
+"""In place of Triton's driver and compiler: records what would be compiled and started."""
 
 from __future__ import annotations
 
@@ -10,60 +10,42 @@ from unittest import mock
 
 import triton
 
-from megatron_fp8.kernels import bound, launch
+from megatron_fp8.kernels import launch
 
 STREAM = 7
 
 
 class Compiled:
-    """What Triton compiled: notes what it is started with."""
+    """What Triton compiled; records what it is started with."""
 
-    def __init__(self, kernel: Any, started: Callable[[Compiled, tuple[Any, ...]], None]) -> None:
-        self.kernel = kernel
+    def __init__(self, started: Callable[[Compiled], None]) -> None:
         self.starts: list[tuple[Any, ...]] = []
         self.started = started
-        self.function, self.packed_metadata = object(), object()
-        self.described = 0
-
-    def run(self, *given: Any) -> None:
-        """As the launcher: sizes of the grid, a stream, the code, its options, three of hooks, arguments."""
-        grid, (stream, function, packed, *hooks), arguments = given[:3], given[3:9], given[9:]
-        assert function is self.function and packed is self.packed_metadata and hooks == [None] * 3
-        self._start(grid, stream, arguments)
-
-    def _start(self, grid: tuple[int, ...], stream: int, arguments: tuple[Any, ...]) -> None:
-        self.starts.append((grid, stream, *arguments))
-        self.started(self, self.starts[-1])
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def start(*arguments: Any, stream: int) -> None:
-            self.described += 1
-            self._start(grid, stream, arguments)
+            self.starts.append((grid, stream, *arguments))
+            self.started(self)
 
         return start
 
 
 class StandIn:
-    """``made``: what was compiled; ``last``: the number of what was compiled or started last; ``order``: each start, with
-    what was started."""
+    """``made``: what was compiled; ``last``: the number of what was compiled or started last."""
 
     def __init__(self) -> None:
         self.made: list[Compiled] = []
         self.last = -1
-        self.order: list[tuple[Compiled, tuple[Any, ...]]] = []
-        self.watch: Callable[[Compiled, tuple[Any, ...]], None] = lambda compiled, start: None
         self.active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: STREAM)
 
     def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **arguments: Any) -> Compiled:
         assert not args and not warmup
         self.last = len(self.made)
-        self.made.append(Compiled(kernel, self._note))
+        self.made.append(Compiled(self._started))
         return self.made[-1]
 
-    def _note(self, compiled: Compiled, start: tuple[Any, ...]) -> None:
+    def _started(self, compiled: Compiled) -> None:
         self.last = self.made.index(compiled)
-        self.order.append((compiled, start))
-        self.watch(compiled, start)
 
 
 @contextmanager
@@ -77,7 +59,6 @@ def in_place_of_triton() -> Iterator[StandIn]:
     with (
         mock.patch.object(triton.JITFunction, "run", run),
         mock.patch.object(launch, "driver", stand_in),
-        mock.patch.object(bound, "driver", stand_in),
-        mock.patch.dict(launch._known, clear=True),
+        mock.patch.dict(launch._caches, clear=True),
     ):
         yield stand_in

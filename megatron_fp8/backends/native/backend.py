@@ -14,7 +14,7 @@ NaN codes give NaN in their row or column. Empty operands give zeros (and the bi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -28,7 +28,6 @@ from ...tensor import Float8Tensor, QuantizedSide
 from .. import specified
 from ..base import RESULTS, AmaxReduction, Quantized, Region, Running, gemm_in_turn, unfit
 from .contraction import of_one_length, whole
-from .direct import Product, direct
 from .layout import (
     BLOCK_ROWS,
     Mode,
@@ -190,7 +189,6 @@ def quantize(
     region: Region | None = None,
     running: Running | None = None,
     for_product: bool = False,
-    by: Callable[..., Any] | None = None,
 ) -> Quantized:
     """Quantise a matrix in one or both directions; arguments and errors are specified.quantize's, and so are all bits.
 
@@ -198,7 +196,6 @@ def quantize(
         running: where amax and non-finite count are recorded; of rules that have a kernel returned in their place.
         for_product: the sides go to ``gemm`` as they are: MX scales lie in tiles, columnwise codes reach to the end of a
             block, with zeros behind the last row (QuantizedSide's tiled and padding), and memory has room for whole 4s.
-        by: launches the kernels; None: kernels.launch.
 
     x is read once for both directions where the rule allows (delayed, blocks), else twice. A DeferredTensor is computed
     as it is read and stays deferred: to compute it twice moves fewer bytes than to write it and read it. The columnwise
@@ -212,7 +209,6 @@ def quantize(
         )
     from ...kernels import quantize as kernels  # loads Triton, which importing the package must not
 
-    by = by or kernels.launch
     # The one scale that is made from a recorded amax.
     tensorwise = scale is None and rule.granularity.is_tensor
     if running is None:
@@ -225,11 +221,11 @@ def quantize(
     matrix = source_of(x)
     granularity, pow2 = rule.granularity, rule.scale != "fp32"
     tiled, pad_to = for_product and rule.scale == "e8m0", whole(granularity) if for_product else 1
-    how: dict[str, Any] = {"margin": rule.margin, "epsilon": rule.epsilon, "pad_to": pad_to, "by": by}
+    how: dict[str, Any] = {"margin": rule.margin, "epsilon": rule.epsilon, "pad_to": pad_to}
     if scale is not None:
         sides = kernels.quantize_tensor(matrix, rule.fmt, direction, scale=scale, record=record, **how)
     elif tensorwise:
-        kernels.measure(matrix, record=record, by=by)
+        kernels.measure(matrix, record=record)
         shared = record.amax
         if reduce_amax is not None:
             shared = shared if running is not None else shared.clone()  # what is returned is this rank's
@@ -237,7 +233,7 @@ def quantize(
         sides = kernels.quantize_tensor(matrix, rule.fmt, direction, amax=shared, pow2=pow2, **how)
     elif granularity == ROW:
         row_amax, col_amax = kernels.measure(
-            matrix, rows=direction != "columnwise", cols=direction != "rowwise", record=record, by=by
+            matrix, rows=direction != "columnwise", cols=direction != "rowwise", record=record
         )
         if col_amax is not None and reduce_amax is not None:
             reduce_amax(col_amax)
@@ -287,8 +283,6 @@ def gemm(
             of bias or dtype of the result.
     """
     a, b = of_one_length(a, b)
-    if (product := product_of(a, b, out_dtype, bias, fast_accumulation)) is not None:
-        return product(a.codes, a.scale_inv, b.codes, b.scale_inv, bias)
     contracts = a.shape[1] == b.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
     if not contracts or out_dtype not in RESULTS or (bias is not None and bias.shape != b.codes.shape[:1]):
         raise unfit(a, b, out_dtype, bias)
@@ -305,7 +299,8 @@ def gemm(
         refusals(a.codes.device, multiply),
     )
     acc = multiply(made, a, b, None if made.post_bias else bias)
-    acc = acc[:m, :n]
+    if acc.shape != (m, n):
+        acc = acc[:m, :n]
     if made.post_scale:
         acc = acc * (row_scales(a) * row_scales(b).t())
     if made.post_bias:
@@ -376,23 +371,10 @@ def accumulate(a: QuantizedSide, b: QuantizedSide, into: torch.Tensor) -> bool:
         return False
     refusal = refusals(a.codes.device, multiply)
     empty = 0 in (*a.codes.shape, len(b.codes))
-    if empty or direct(a, b, torch.float32, None, False, refusal) is not None:
-        return False
-    if not plan(Operand.of(a), Operand.of(b), torch.float32, None, False, refusal).request.triton:
+    if empty or not plan(Operand.of(a), Operand.of(b), torch.float32, None, False, refusal).request.triton:
         return False
     _multiply_blocks(*of_one_length(a, b), torch.float32, None, into)
     return True
-
-
-def product_of(
-    a: QuantizedSide,
-    b: QuantizedSide,
-    out_dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    fast_accumulation: bool,
-) -> Product | None:
-    """What ``gemm`` calls for these, and for all that lie so, where that is one call; arguments as gemm's."""
-    return direct(a, b, out_dtype, bias, fast_accumulation, refusals(a.codes.device, multiply))
 
 
 def multiply(

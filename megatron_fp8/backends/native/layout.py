@@ -32,7 +32,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -62,8 +62,7 @@ class Mode(Enum):
         return (_1X128, _1X128) if self is Mode.BLOCK_1D else None
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):  # a plan is looked up by two of these in each product: a tuple is hashed fastest
     """What a plan needs to know of one side: [rows, k] codes of a dtype, and how they are scaled."""
 
     rows: int
@@ -352,7 +351,7 @@ def place_scale(plan: ProductPlan, side: QuantizedSide, *, first: bool) -> torch
         return (torch.cat([flat, flat.new_ones(padding)]) if padding else flat).view(argument.shape)
     rows, k = side.codes.shape
     if not first and mode is Mode.BLOCK:  # [N blocks, K blocks] -> [ceil4(K blocks), N blocks], K contiguous
-        return square_scales(argument, scale)
+        return _padded(scale, argument.shape[1], argument.shape[0]).t()
     turned = not first and plan.request.by == "torch v1"
     blocks, padded_rows = argument.shape if turned else argument.shape[::-1]
     if side.granularity.rows == BLOCK:
@@ -360,11 +359,6 @@ def place_scale(plan: ProductPlan, side: QuantizedSide, *, first: bool) -> torch
     # Made as [blocks, rows] and turned: rows contiguous.
     scale = _padded(scale.expand(rows, -(-k // BLOCK)).t(), blocks, padded_rows)
     return scale if turned else scale.t()
-
-
-def square_scales(argument: Argument, scale: torch.Tensor) -> torch.Tensor:
-    """The argument made of the second side's scales of 128 x 128 blocks, float32 [N blocks, K blocks]."""
-    return _padded(scale, argument.shape[1], argument.shape[0]).t()
 
 
 def block_scales(side: QuantizedSide) -> tuple[torch.Tensor, int]:

@@ -14,10 +14,7 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...linear.function import (
-    fp8_linear,
-    fp8_linear_at_once,
-)
+from ...linear.function import fp8_linear
 from ...linear.high_precision import record_high_precision
 from ...linear.share import Share
 from ...linear.site import GemmSite
@@ -131,8 +128,6 @@ class _Fp8Site:
         tp: TensorParallel,
     ) -> torch.Tensor:
         training, saves_input = self.training, self.save_original_input
-        if not training and (y := fp8_linear_at_once(x, weight, bias, site, tp)) is not None:
-            return y
         # Compiled code would guard on is_first_microbatch if it read it; its operators do the rest at run time.
         if torch.compiler.is_compiling():
             return fp8_linear(x, weight, bias, site, tp, training=training, save_original_input=saves_input)

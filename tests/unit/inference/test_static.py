@@ -10,7 +10,7 @@ from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.state.fp8_state import Fp8State
-from tests.support.bound_casts import casts_that_bind
+from tests.support.native_casts import native_casts_on_cpu
 from tests.support.sites import RECIPES
 
 
@@ -19,7 +19,7 @@ def test_another_scale_gives_other_codes(backend: str) -> None:
     """Under 2^-20 all values are zeros."""
     x, weight = (torch.ones(32, 64, dtype=torch.bfloat16) for _ in range(2))
     results = []
-    with casts_that_bind(), torch.no_grad():
+    with native_casts_on_cpu(), torch.no_grad():
         for scale in (1.0, 2.0**-20):
             site = GemmSite(fp8_site("a", 0, RECIPES["tensorwise"], backend, "test"), Fp8State(), None)
             StaticScale(torch.tensor(scale, dtype=torch.float32))(site)

@@ -132,27 +132,6 @@ def test_hooks_before_a_launch_are_called_each_time(there: StandIn) -> None:
     assert len(there.made) == 3
 
 
-def test_launches_are_described_where_somebody_listens(there: StandIn) -> None:
-    """Describing them takes longer than starting them."""
-    from triton import knobs
-
-    kernel = triton.JITFunction(_add)
-    for _ in range(2):
-        launch(kernel, (1,), **arguments())
-    (compiled,) = there.made
-    assert (len(compiled.starts), compiled.described) == (1, 0)
-    chain = knobs.runtime.launch_enter_hook
-    if not hasattr(chain, "add"):
-        pytest.skip("this Triton has one hook, not a chain")
-    listener = lambda metadata: None  # noqa: E731
-    chain.add(listener)
-    try:
-        launch(kernel, (1,), **arguments())
-    finally:
-        chain.remove(listener)
-    assert (len(compiled.starts), compiled.described) == (2, 1)
-
-
 def test_on_the_device_of_its_tensors(there: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[int] = []
 

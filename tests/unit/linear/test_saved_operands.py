@@ -14,9 +14,12 @@ from megatron_fp8.linear import stacked
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.linear.saved_operands import check_given_back, facts_of
+from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.mcore.layers.activation import store_swiglu_input_in_fp8
+from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.state.fp8_state import Fp8State
-from tests.support.sites import make_site, randn
+from tests.support.native_casts import native_casts_on_cpu
+from tests.support.sites import RECIPES, make_site, randn
 
 Unpack = Callable[[torch.Tensor], torch.Tensor]
 
@@ -131,3 +134,25 @@ def test_nothing_is_nothing() -> None:
     check_given_back("here", [None], facts_of([None]))
     with pytest.raises(ValueError, match="nothing was saved"):
         check_given_back("here", [torch.ones(1)], facts_of([None]))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_native_codes_come_back_with_their_zeros(recipe: str) -> None:
+    """What the cast fills up behind the last token is saved with the codes, so a copy has it too."""
+    sizes = set()
+
+    def copied(saved: torch.Tensor) -> torch.Tensor:
+        sizes.add(saved.shape)
+        return torch.empty(saved.shape, dtype=saved.dtype).copy_(saved)
+
+    found = []
+    for unpack in (copied, lambda saved: saved):
+        site = GemmSite(fp8_site("a", 0, RECIPES[recipe], "native", "test"), Fp8State(), None)
+        x, weight = randn(131, 256, seed=1).requires_grad_(), torch.nn.Parameter(randn(128, 256, seed=2))
+        with native_casts_on_cpu(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            y = fp8_linear(x, weight, None, site)
+            y.backward(randn(131, 128, seed=3))
+        found.append((y.detach(), x.grad, weight.grad))
+    assert torch.Size((256, {"blockwise": 256, "mxfp8": 160}.get(recipe, 144))) in sizes
+    for one, other in zip(*found, strict=True):
+        assert_same_bytes(one, other)

@@ -16,7 +16,7 @@ from megatron_fp8.backends.native.layout import place_codes
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.recipe import CustomRecipe, Granularity, Rule
 from megatron_fp8.tensor import Float8Tensor
-from tests.support.bound_casts import as_column_cast
+from tests.support.native_casts import as_column_cast
 from tests.support.products import operands
 from tests.support.scaled_mm import fake_torch
 from tests.support.sites import RECIPES

@@ -11,12 +11,20 @@ from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.native import backend as native
-from megatron_fp8.backends.native.direct import direct
-from megatron_fp8.backends.native.layout import Mode, Operand, Request, place_codes, plan, swizzle, tiles_of
+from megatron_fp8.backends.native.layout import (
+    Mode,
+    Operand,
+    Request,
+    arguments,
+    place_codes,
+    plan,
+    swizzle,
+    tiles_of,
+)
 from megatron_fp8.backends.native.probe import refusals
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.recipe import CustomRecipe, Float8CurrentScaling, Float8RowwiseScaling, Granularity, Rule
-from tests.support.bound_casts import as_cast
+from tests.support.native_casts import as_cast
 from tests.support.products import operands
 from tests.support.scaled_mm import fake_torch, unswizzle
 from tests.support.sites import RECIPES, randn
@@ -311,15 +319,14 @@ def test_what_triton_cannot_launch_is_refused_in_words():
 
 @pytest.mark.parametrize("which", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_lies_right_is_multiplied_directly(name: str, which: str) -> None:
-    """With the bytes of what has to be placed first, and with a bias of the result's dtype."""
+def test_what_lies_right_is_multiplied_in_place(name: str, which: str) -> None:
+    """Codes are not copied; the result has the bytes of operands that are copied first."""
     with fake_torch() as fake:
         a, b = (as_cast(side) for side in operands(which, RECIPES[name], 256, 512, 256))
         bias = torch.randn(len(b.codes), dtype=torch.bfloat16)
         refusal = refusals(torch.device("cpu"), native.multiply)
+        turned = [replace(side, codes=side.codes.t().contiguous().t()) for side in (a, b)]
         for added in (None, bias):
-            product = direct(a, b, torch.bfloat16, added, True, refusal)
-            assert product is not None
             made = plan(
                 Operand.of(a),
                 Operand.of(b),
@@ -328,12 +335,9 @@ def test_what_lies_right_is_multiplied_directly(name: str, which: str) -> None:
                 True,
                 refusal,
             )
-            sides = a.codes, a.scale_inv, b.codes, b.scale_inv
-            assert_same_bytes(product(*sides, added), native.multiply(made, a, b, added))
+            codes_a, codes_b, *_ = arguments(made, a, b)
+            assert (codes_a.data_ptr(), codes_b.data_ptr()) == (a.codes.data_ptr(), b.codes.data_ptr())
+            options = {"out_dtype": torch.bfloat16, "bias": added, "fast_accumulation": True}
+            in_place = native.gemm(a, b, **options)
             assert fake.last["fast"] == made.fast
-        turned = replace(a, codes=a.codes.t().contiguous().t())
-        assert direct(turned, b, torch.bfloat16, None, True, refusal) is None
-        assert direct(a, b, torch.bfloat16, bias.float(), True, refusal) is None
-        assert direct(a, b, torch.bfloat16, bias[1:], True, refusal) is None
-        narrow = [as_cast(side) for side in operands(which, RECIPES[name], 125, 500, 250)]
-        assert direct(*narrow, torch.bfloat16, None, True, refusal) is None
+            assert_same_bytes(in_place, native.gemm(*turned, **options))
