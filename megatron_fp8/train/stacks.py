@@ -1,7 +1,7 @@
 """Stack dumps of this process's threads, with waits for other ranks.
 
-A call that waits shows in Python's innermost frame: one of torch.distributed's functions, or a line that waits for a
-handle (`.wait(`) or for a GPU (`.item()`, `.tolist()`, `synchronize(`), which are C and have no frame of their own.
+A waiting call shows in Python's innermost frame: a function of torch.distributed, or a line that waits for a handle
+(`.wait(`) or a GPU (`.item()`, `.tolist()`, `synchronize(`); those are C functions without a frame of their own.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _COMPILERS = (
 )
 _ENGINE = "torch/autograd/graph.py"
 _AROUND = ("/contextlib.py", "/typing_extensions.py")
-"""Decorators, between a collective and who called it."""
+"""Files of decorators, whose frames lie between a collective and its caller."""
 
 
 class Place(NamedTuple):
-    """Where a thread is. ``kind``: 'waits' for others, 'compiles', or is 'elsewhere'; ``text``: in words."""
+    """Position of a thread. ``kind``: 'waits' (for other ranks), 'compiles' or 'elsewhere'; ``text``: description."""
 
     kind: str
     text: str
 
 
 def place(frame: FrameType) -> Place:
-    """Where the thread is whose innermost frame this is."""
+    """The position of a thread, from its innermost frame."""
     frames = list(_outwards(frame))
     code, line = frame.f_code, _line(frame)
     if code.co_filename.endswith(_COLLECTIVES):
@@ -51,7 +51,7 @@ def place(frame: FrameType) -> Place:
         names = [one.f_code.co_name for one in reversed(chain) if one.f_code.co_name != "wrapper"]
         outside = (one for one in frames[len(chain) :] if not one.f_code.co_filename.endswith(_AROUND))
         caller = next(outside, chain[-1])
-        # At the moment in which a collective is entered there is its decorator alone.
+        # A thread that just enters a collective has only its decorator's frame.
         return Place("waits", f"{names[0] if names else 'a collective'}, called in {_spot(caller)}")
     if any(mark in line for mark in _WAITS):
         return Place("waits", f"{line!r} in {_spot(frame)}")
@@ -61,12 +61,12 @@ def place(frame: FrameType) -> Place:
 
 
 def waits(frame: FrameType) -> bool:
-    """Whether `place` would say 'waits'; a few microseconds."""
+    """Whether `place` would return 'waits'; takes a few microseconds."""
     return frame.f_code.co_filename.endswith(_COLLECTIVES) or any(mark in _line(frame) for mark in _WAITS)
 
 
 def place_of(thread: int) -> Place:
-    """Where the thread with this identity is; while it runs a backward on a GPU, where torch's own thread is."""
+    """Position of the thread with this identity; in a backward on a GPU, position of torch's own thread."""
     frames = sys._current_frames()
     mine = frames[thread]
     if mine.f_code.co_filename.endswith(_ENGINE):
@@ -76,7 +76,7 @@ def place_of(thread: int) -> Place:
 
 
 def place_of_error(trace: TracebackType | None) -> Place | None:
-    """Where an error was raised."""
+    """Position at which an error was raised."""
     if trace is None:
         return None
     while trace.tb_next is not None:
@@ -85,12 +85,12 @@ def place_of_error(trace: TracebackType | None) -> Place | None:
 
 
 def stacks() -> str:
-    """Every thread's stack, innermost first, the names of threads, and how many collectives each group has begun.
+    """Every thread's stack, innermost first, the names of threads, and the number of collectives begun in each group.
 
-    With torch's flight recorder on (TORCH_FR_BUFFER_SIZE=256), also the collectives that are not done.
+    With torch's flight recorder (TORCH_FR_BUFFER_SIZE=256), unfinished collectives too.
     """
     lines = [f"thread {one.ident:#018x} is {one.name!r}" for one in threading.enumerate()]
-    lines += [f"group {name}: {count} collectives begun" for name, count in _begun()]
+    lines += [f"group {name}: {count} collectives begun" for name, count in _collectives_begun()]
     lines += [f"not done: {json.dumps(entry)}" for entry in _not_done()]
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)
@@ -98,8 +98,8 @@ def stacks() -> str:
         return "\n".join([*lines, "", file.read().decode(errors="replace")])
 
 
-def _begun() -> Iterator[tuple[str, int]]:
-    """The groups that this rank is in, and their numbers of collectives, which all ranks of a group should share."""
+def _collectives_begun() -> Iterator[tuple[str, int]]:
+    """This rank's groups and their numbers of collectives, which should be equal on all ranks of a group."""
     if not dist.is_initialized():
         return
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -112,12 +112,12 @@ def _begun() -> Iterator[tuple[str, int]]:
 
 
 def _not_done() -> Iterator[dict[str, Any]]:
-    """Of torch's flight recorder: collectives that were begun and are not done."""
+    """Collectives in torch's flight recorder that were begun and are not done."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     for entry in json.loads(dump()).get("entries", []) if dump else []:
         if not entry.get("retired", True):
-            kept = ("process_group", "collective_seq_id", "profiling_name", "state", "input_sizes")
-            yield {key: entry[key] for key in kept if key in entry}
+            keys = ("process_group", "collective_seq_id", "profiling_name", "state", "input_sizes")
+            yield {key: entry[key] for key in keys if key in entry}
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -127,7 +127,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _line(frame: FrameType) -> str:
-    # A frame that another thread looks at may be between two lines, and then has none.
+    # Another thread's frame may be between two lines, and then has no line number.
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0).strip()
 
 

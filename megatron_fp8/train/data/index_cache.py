@@ -1,11 +1,11 @@
 """A verified cache of Megatron-Core's sample indices.
 
-    cache/indices/NAME/             NAME is a digest of all that they are computed from
-        ...-document_index.npy, ... Megatron-Core's
-        digests.json                SHA-256 of each of them
+cache/indices/NAME/             NAME is a digest of all inputs
+    ...-document_index.npy, ... Megatron-Core's files
+    digests.json                SHA-256 of each of them
 
-Megatron-Core opens them by `numpy.load(allow_pickle=True)`, which runs what a pickle says, and takes whatever numbers are
-in them for places in the data. In a folder that others can write to, or after a power failure, either may be anything.
+Megatron-Core opens them by `numpy.load(allow_pickle=True)`, which executes pickles, and uses any numbers in them as
+positions in the data. In a folder that others can write to, or after a power failure, the content may be anything.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _OLD_S = 86400.0
 
 
 def index_name(prefixes: list[str], settings: list[Any]) -> str:
-    """A digest of all that Megatron-Core's indices of samples are computed from.
+    """A digest of all inputs of Megatron-Core's sample indices.
 
-    Its own key has the data's paths and the settings, and would take a file that was written anew for the old one.
+    Megatron-Core's own key has the data's paths and the settings, so it would not notice a rewritten file.
     """
     found = [[prefix, corpus.fingerprint(prefix)] for prefix in prefixes]
     text = json.dumps([_LAYOUT, megatron.core.__version__, found, settings])
@@ -43,7 +43,7 @@ def index_name(prefixes: list[str], settings: list[Any]) -> str:
 
 
 def index_folder(kept: Path, name: str) -> Path:
-    """The folder of these indices, or, where there is no good one, a new one to build them in."""
+    """The folder of these indices if it is valid, else a new folder to build them in."""
     found = kept / name
     if found.is_dir():
         if not (problem := damage(found)):
@@ -59,16 +59,18 @@ def index_folder(kept: Path, name: str) -> Path:
             f"data.cache_dir={str(kept.parent)!r} cannot be written ({in_words(error)}): give another folder with "
             "--data.cache_dir."
         ) from error
-    _say_what_is_left(kept, folder)
+    _warn_of_leftovers(kept, folder)
     return folder
 
 
-def _say_what_is_left(kept: Path, ours: Path) -> None:
-    """Warn of what nobody has written to for a day. A start that was killed left it, or a run that lost a race may still
-    read it, on any machine; so it is not removed."""
+def _warn_of_leftovers(kept: Path, ours: Path) -> None:
+    """Warn of folders that have not changed for a day.
+
+    A killed start left them, or a run that lost a race may still read them, on any machine; so they are not removed.
+    """
     old = []
     for path in sorted(kept.glob(f".{'[0-9a-f]' * 32}.{'[0-9a-f]' * 8}")):
-        with suppress(OSError):  # it has just become whole; times are the file system's
+        with suppress(OSError):  # it has just been completed; times come from the file system
             if ours.stat().st_mtime - path.stat().st_mtime > _OLD_S:
                 old.append(str(path))
     if old:
@@ -81,10 +83,10 @@ def _say_what_is_left(kept: Path, ours: Path) -> None:
 
 
 def keep_indices(built: Path, folder: Path) -> None:
-    """Give complete indices the name that later runs look for: what has it is whole, whenever a run was killed."""
+    """Rename complete indices to their final name: a folder with that name is always complete."""
     if built == folder:
         return
-    with suppress(OSError):  # no room, or another run was faster; this one has its files open where they are
+    with suppress(OSError):  # no space, or another run was faster; this run keeps its files open
         write_file(
             built / _DIGESTS, json.dumps({path.name: digest(path) for path in sorted(built.iterdir())})
         )
@@ -94,7 +96,7 @@ def keep_indices(built: Path, folder: Path) -> None:
 
 
 def damage(folder: Path) -> str:
-    """What is wrong with kept indices, '' if nothing is: they are whole, as they were built, and plain numbers."""
+    """What is wrong with cached indices; '' if they are complete, unchanged and plain numbers."""
     try:
         known = load_json(read_ordinary(folder / _DIGESTS, _LARGEST))
         found = {path.name for path in folder.iterdir()} - {_DIGESTS}
@@ -116,7 +118,7 @@ def damage(folder: Path) -> str:
 
 
 def _check_plain(path: Path) -> None:
-    """ValueError unless a file is NumPy's format with whole numbers, and as long as it says."""
+    """Raise ValueError unless a file is NumPy's format, with integers and the declared length."""
     with path.open("rb") as stream:
         version = np.lib.format.read_magic(stream)
         if version != (1, 0):

@@ -1,6 +1,6 @@
 """Documents of JSONL, CSV, Parquet and Arrow files, and files of folders.
 
-JSONL and CSV are read here, line by line; the rest by the package datasets, as a stream.
+JSONL and CSV are read line by line here; the package datasets streams the other formats.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BINARY = (".parquet", ".arrow")
 
 
 def is_records(path: Path) -> bool:
-    """Whether a file holds records, by the end of its name."""
+    """Whether a file has records, by its suffix."""
     return path.suffix.lower() in _READERS
 
 
@@ -37,11 +37,11 @@ def is_text(path: Path) -> bool:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file itself; of a folder, in the order of their paths, all files with records, or, where it has none, all.
+    """The file itself; for a folder all its files with records, or all files if it has none, sorted by path.
 
-    What is hidden and ``__pycache__`` is left out. A .bin/.idx pair is given by its .idx.
+    Hidden files and ``__pycache__`` are skipped. A .bin/.idx pair is represented by its .idx.
 
-    Raises ValueError: the folder is empty.
+    Raises ValueError if the folder is empty.
     """
     if not path.is_dir():
         return [path]
@@ -72,12 +72,12 @@ def _is_hidden(path: Path) -> bool:
 
 
 def documents(path: Path, tokenizer: Tokenizer, rules: DocumentRules) -> Iterator[Document]:
-    """The documents of a file, in its order: pieces of a text, or the text or the chat of each record.
+    """The documents of a file, in order: pieces of a text, or the text or chat of each record.
 
-    Records without text (null, or empty) are left out.
+    Records without text (null or empty) are skipped.
 
-    Raises ValueError, which names the file and the record: it cannot be read, has no such column, or what is there is
-    neither text nor a chat that the tokenizer's template takes.
+    Raises ValueError, with the file and the record, if the file cannot be read, lacks the column, or if the value is
+    neither text nor a chat that the tokenizer's template accepts.
     """
     if not is_records(path):
         if rules.loss != "all":
@@ -90,8 +90,10 @@ def documents(path: Path, tokenizer: Tokenizer, rules: DocumentRules) -> Iterato
         try:
             yield from _of_record(record, tokenizer, rules)
         except ValueError as error:
-            said = "it holds half of a character" if isinstance(error, UnicodeEncodeError) else error
-            raise ValueError(f"data.paths has {str(path)!r}, and of its record {number}: {said}.") from error
+            reason = "it holds half of a character" if isinstance(error, UnicodeEncodeError) else error
+            raise ValueError(
+                f"data.paths has {str(path)!r}, and of its record {number}: {reason}."
+            ) from error
 
 
 _CHATS = "give records with messages, or leave data.loss out"
@@ -100,11 +102,11 @@ _CHATS = "give records with messages, or leave data.loss out"
 def _of_record(record: Any, tokenizer: Tokenizer, rules: DocumentRules) -> list[Document]:
     if not isinstance(record, dict):
         raise ValueError(f"it is no object, but {type(record).__name__}")
-    wanted = (rules.column,) if rules.column else _COLUMNS
-    named = [name for name in wanted if name in record]
+    columns = (rules.column,) if rules.column else _COLUMNS
+    named = [name for name in columns if name in record]
     if not named:
         raise ValueError(
-            f"it has no {' and no '.join(wanted)} (it has {', '.join(map(str, record)) or 'nothing'}): name the column"
+            f"it has no {' and no '.join(columns)} (it has {', '.join(map(str, record)) or 'nothing'}): name the column"
             " with --data.column=NAME"
         )
     name = next((name for name in named if record[name] is not None), named[0])
@@ -124,7 +126,7 @@ def _of_record(record: Any, tokenizer: Tokenizer, rules: DocumentRules) -> list[
             f"{name} is a chat, and the tokenizer has no chat template: give --data.tokenizer=tokenizer.json, with its"
             " tokenizer_config.json or chat_template.jinja beside it"
         )
-    # Parquet has every key that some message has.
+    # Parquet gives each message the keys of all messages.
     messages = [
         {key: item for key, item in one.items() if item is not None or key == "content"} for one in value
     ]
@@ -168,9 +170,11 @@ def _table(path: Path, form: str) -> Iterator[Mapping[str, Any]]:
         ) from error
     try:
         yield from datasets.load_dataset(form, data_files=[escape(str(path))], split="train", streaming=True)
-    except Exception as error:  # pyarrow's errors, and those of datasets
-        said = " ".join(str(error).split())
-        raise ValueError(f"data.paths has {str(path)!r}, which cannot be read as {form} ({said}).") from error
+    except Exception as error:  # errors of pyarrow and of datasets
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"data.paths has {str(path)!r}, which cannot be read as {form} ({reason})."
+        ) from error
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
