@@ -1,4 +1,4 @@
-"""`megatron-fp8 bench`: its command line. What is measured is in benching.py, which needs torch."""
+"""`megatron-fp8 bench`: its command line. Measurements are in benching.py, which needs torch."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ benchmarks/ there (make bench, make gpu-bench).
 """
 
 DEFAULT = ("quantise", "gemm", "linear")
-"""Sections that are measured unless told otherwise: seconds on a CPU."""
+"""Default sections: they take seconds on a CPU."""
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, print, and write what was asked for; 0, 1 if a result was wrong, 2 for bad input."""
+    """Measure, print and write results; return 0, 1 if a result was wrong, 2 for bad input."""
     try:
         options, run_options = _parser().parse_known_args(arguments)
     except ValueError as error:

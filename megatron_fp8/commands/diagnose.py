@@ -1,4 +1,4 @@
-"""`megatron-fp8 diagnose`: what FP8 costs a run, and in which layer, GEMM or operand."""
+"""`megatron-fp8 diagnose`: the cost of FP8 in a run, by layer, GEMM and operand."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Exit codes: 0 done; 1 failed; 2 bad input.
 
 @dataclass(frozen=True)
 class _Files:
-    """Where figures, overrides and the plot go; None: it is not written."""
+    """Output paths of figures, overrides and plot; None: not written."""
 
     figures: Path | None
     overrides: Path | None
@@ -139,7 +139,7 @@ def _prepare(
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """ValueError: a file that options name cannot be written, so far as that can be seen before anything is measured."""
+    """Raise ValueError if an output file cannot be written, as far as is known before the measurement."""
     for name in filter(None, (options.json, options.out, options.plot)):
         folder = Path(name).absolute().parent
         if not folder.is_dir():
@@ -153,7 +153,7 @@ def _check_files(options: argparse.Namespace) -> None:
 
 
 def _files(options: argparse.Namespace, folder: Path) -> _Files:
-    """Those that options name, and then no others; if they name none, those of the run. ValueError: it has no folder."""
+    """Only the files that options name, or else the run's default files. Raises ValueError if there is no folder."""
     named = (options.json, options.out, options.plot)
     if any(named):
         return _Files(*(Path(name) if name else None for name in named))
@@ -167,24 +167,26 @@ def _files(options: argparse.Namespace, folder: Path) -> _Files:
 
 
 def _check_shards(replay: Any, arguments: str) -> None:
-    """ValueError: scales are of other shards than the run's, nobody asked for that, and it is not known to do no harm."""
+    """Raise ValueError if scales belong to other shards than the run's, unless requested or known to be harmless."""
     from ..train.same_run import is_near
 
     shards, recorded = replay.shards, replay.recorded
     if shards is None or shards.asked:
         return
-    told = ""
+    difference = ""
     if recorded is not None:
         with replay.subject.unrecorded():
             loss = replay.subject.run(0).loss
         if is_near(loss, recorded):
             return
-        told = f"; the loss of iteration {replay.first} is {loss:.4g} here, and was {recorded:.4g} in the run"
-    raise shards.refusal(arguments, told)
+        difference = (
+            f"; the loss of iteration {replay.first} is {loss:.4g} here, and was {recorded:.4g} in the run"
+        )
+    raise shards.refusal(arguments, difference)
 
 
 def _good_loss(run_folder: Path, iteration: int) -> float | None:
-    """The lowest mean loss of ten iterations that the run had up to the checkpoint; None if it tells of none."""
+    """The run's lowest mean loss over ten iterations, up to the checkpoint; None if there are fewer."""
     from ..train.run_record import RunRecord
 
     lines = [line.content for line in RunRecord(run_folder).metrics() if line.iteration() <= iteration]
@@ -207,11 +209,11 @@ def _diagnose(prepared: _Prepared) -> None:
             options.budget,
             prepared.good_loss,
             Limits(),
-            _shown() if first else _unseen,
+            _progress() if first else _ignore,
         )
     if not first:
         return
-    found = _compared(found, replay)
+    found = _with_recorded_loss(found, replay)
     facts = {
         "run": str(replay.folder),
         "iteration": replay.iteration,
@@ -228,7 +230,7 @@ def _diagnose(prepared: _Prepared) -> None:
 
 
 def _write_all(prepared: _Prepared, found: Any, facts: dict[str, Any]) -> None:
-    """What an earlier diagnosis left and this one has none of goes first: no file stands beside another's."""
+    """Write all files, after removing files of an earlier diagnosis that this one does not replace."""
     files, replay = prepared.files, prepared.replay
     if not found.overrides:
         _remove(files.overrides, "nothing is to be taken out of FP8")
@@ -237,8 +239,8 @@ def _write_all(prepared: _Prepared, found: Any, facts: dict[str, Any]) -> None:
     if files.figures is not None:
         _write(files.figures, json.dumps({**facts, **found.as_dict()}, indent=1) + "\n")
     if found.overrides and files.overrides is not None:
-        kept = dict(replay.run.model.fp8_overrides or {})
-        _write(files.overrides, overrides_text(kept | found.overrides, found))
+        run_overrides = dict(replay.run.model.fp8_overrides or {})
+        _write(files.overrides, overrides_text(run_overrides | found.overrides, found))
     if found.ranking and files.plot is not None:
         from .diagnosis_plot import draw
 
@@ -247,7 +249,7 @@ def _write_all(prepared: _Prepared, found: Any, facts: dict[str, Any]) -> None:
 
 
 def _remove(path: Path | None, why: str) -> None:
-    """An earlier diagnosis's file; pipes and devices stay."""
+    """Remove an earlier diagnosis's file; pipes and devices stay."""
     if path is None or not path.is_file():
         return
     try:
@@ -259,33 +261,33 @@ def _remove(path: Path | None, why: str) -> None:
     print(f"removed     {path} of an earlier diagnosis: {why}", flush=True)
 
 
-def _compared(found: Any, replay: Any) -> Any:
-    """The diagnosis; where the run recorded another loss for the first batch the verdict says so first."""
+def _with_recorded_loss(found: Any, replay: Any) -> Any:
+    """The diagnosis; its verdict begins with a note if the run recorded another loss for the first batch."""
     from ..train.same_run import unlike
 
     if found.attribution is None or replay.recorded is None:
         return found
-    said = unlike(
+    note = unlike(
         found.attribution.planned.losses[0], replay.recorded, replay.first, statistics.stdev(found.losses)
     )
-    return replace(found, verdict=f"{said} {found.verdict}", clean=False) if said else found
+    return replace(found, verdict=f"{note} {found.verdict}", clean=False) if note else found
 
 
 def overrides_text(overrides: dict[str, Any], found: Any) -> str:
-    """YAML of overrides, for people too."""
+    """YAML of overrides, with a comment."""
     import yaml
 
-    given = (
+    recovered = (
         ""
         if found.cure.given_back is None
         else (f" They give back {found.cure.given_back:.0%} of that at this checkpoint.")
     )
-    head = f"# Costs more in FP8 than it has to, by megatron-fp8 diagnose.{given}\n"
+    head = f"# Costs more in FP8 than it has to, by megatron-fp8 diagnose.{recovered}\n"
     return head + yaml.safe_dump(overrides, sort_keys=False, width=1000)
 
 
 def format_table(found: Any, most: int = 24, width: int = 0) -> str:
-    """The ranking, worst first; where it is wider than ``width`` columns (0: as wide as it likes) fewer figures."""
+    """The ranking, worst first, with fewer figures if it is wider than ``width`` columns (0: unlimited)."""
     from ..plan.timing import table
 
     shown = found.ranking[:most]
@@ -295,8 +297,8 @@ def format_table(found: Any, most: int = 24, width: int = 0) -> str:
     text = table(header, [[*_figures(finding), finding.why] for finding in shown])
     if 0 < width < len(text.partition("\n")[0]):
         text = _narrow(shown, width)
-    left = len(found.ranking) - most
-    return text + (f"\n... and {left} more, in the figures" if left > 0 else "")
+    hidden = len(found.ranking) - most
+    return text + (f"\n... and {hidden} more, in the figures" if hidden > 0 else "")
 
 
 def _figures(finding: Any) -> list[str]:
@@ -310,7 +312,7 @@ def _figures(finding: Any) -> list[str]:
 
 
 def _narrow(shown: list[Any], width: int) -> str:
-    """Three figures a part, names cut at their start, and a star at what stands out."""
+    """Three figures for each part, names shortened at their start, and a star for each outlier."""
     from ..plan.timing import table
 
     rows = []
@@ -319,7 +321,7 @@ def _narrow(shown: list[Any], width: int) -> str:
         rows.append([f"{finding.gradient_error:.0%}", f"{finding.excess:.3f}", change])
     header = ["error", "beyond", "loss"]
     figures = sum(max(map(len, column)) + 3 for column in zip(header, *rows, strict=True))
-    room = max(width - figures - 6, 12)  # the frame, and a star before the name
+    room = max(width - figures - 6, 12)  # the frame, and the star before the name
     names = [
         ("* " if finding.stands_out else "  ")
         + (finding.key if len(finding.key) <= room else "..." + finding.key[3 - room :])
@@ -343,12 +345,12 @@ def _write(path: Path, text: str) -> None:
     print(f"written     {path}", flush=True)
 
 
-def _unseen(_: Any) -> None:
+def _ignore(_: Any) -> None:
     pass
 
 
-def _shown() -> Any:
-    """Progress for people: a line that changes on a terminal, else one now and then."""
+def _progress() -> Any:
+    """Progress output: one changing line on a terminal, else a line every 30 s."""
     terminal, last = sys.stderr.isatty(), [0.0]
 
     def show(step: Any) -> None:

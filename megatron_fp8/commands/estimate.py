@@ -28,7 +28,7 @@ roofline from peaks and no measurement: a run is slower.
 Exit codes: 0 done; 2 bad input.
 """
 
-_ASSUMED = "h100"  # for times, where no device is named
+_ASSUMED = "h100"  # for times, without --device
 
 
 def main(arguments: list[str]) -> int:
@@ -88,27 +88,27 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> None:
         raise ValueError(
             f"--reserve={reserve:g} without --device: it is a part of a device's memory. Give one, or drop it."
         )
-    given = [f"--config={options.config}"] if options.config is not None else []
-    for one in options.set:
-        if "=" not in one:
-            raise ValueError(f"--set {one!r} has no value: write --set KEY=VALUE.")
-        if not one.partition("=")[0].strip():
-            raise ValueError(f"--set {one!r} names no key: write --set KEY=VALUE.")
-        given.append(f"--{one}")
-    chosen, asked = options.device is not None, [*given, *joined(run_options)]
+    config_options = [f"--config={options.config}"] if options.config is not None else []
+    for assignment in options.set:
+        if "=" not in assignment:
+            raise ValueError(f"--set {assignment!r} has no value: write --set KEY=VALUE.")
+        if not assignment.partition("=")[0].strip():
+            raise ValueError(f"--set {assignment!r} names no key: write --set KEY=VALUE.")
+        config_options.append(f"--{assignment}")
+    chosen, all_options = options.device is not None, [*config_options, *joined(run_options)]
     try:
-        settings = read(asked, options.gpus)
+        settings = read(all_options, options.gpus)
     except LayoutError as error:
-        least = read(asked)
+        least = read(all_options)
         proposal = layout(least, options.gpus, device(options.device or _ASSUMED, least.model), reserve)
-        said = (
+        proposal_text = (
             f"A layout that fits: {' '.join(proposal)}"
             if proposal
             else "No layout tried fits into so many GPUs."
         )
-        raise ValueError(f"{error} {said}") from error
+        raise ValueError(f"{error} {proposal_text}") from error
     on = device(options.device if chosen else _ASSUMED, settings.model)
-    there = asked_of(settings.model, on)
+    native = asked_of(settings.model, on)
     found = estimate(settings, on, chosen=chosen)
     sites = list(of_sites(settings, Plans(settings.model), on, gpu=chosen))
     fits = fit(found, on, reserve) if chosen else None
@@ -119,10 +119,10 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> None:
             record["bf16"] = {"step_seconds": bf16.time.seconds, "total": bf16.fullest.total}
         if fits is not None:
             record["fit"] = {"fits": fits.fits, **vars(fits)}
-        record["native"] = None if there is None else {"runs": there.native, "reason": there.reason}
-        if there is not None:
-            record["notes"] += [*there.notes, *filter(None, [unsure(on, there.native, there.reason)])]
+        record["native"] = None if native is None else {"runs": native.native, "reason": native.reason}
+        if native is not None:
+            record["notes"] += [*native.notes, *filter(None, [unsure(on, native.native, native.reason)])]
         print(json.dumps(record))
         return
-    doubt = None if there is None else unsure(on, there.native, there.reason)
-    print(shown(found, bf16, fits, grouped(iter(sites)), doubt, () if there is None else there.notes))
+    doubt = None if native is None else unsure(on, native.native, native.reason)
+    print(shown(found, bf16, fits, grouped(iter(sites)), doubt, () if native is None else native.notes))

@@ -1,4 +1,4 @@
-"""`megatron-fp8 export`: a checkpoint as a directory of Hugging Face's form."""
+"""`megatron-fp8 export`: a checkpoint in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ tokens), its generation_config.json and its tokenizer.
 
 
 def main(arguments: list[str]) -> int:
-    """`megatron-fp8 export`; 0, or 2 for bad input."""
+    """Run `megatron-fp8 export`; return 0, or 2 for bad input."""
     parser = CommandParser("export", HELP)
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     parser.add_argument("out", metavar="OUT")

@@ -1,7 +1,7 @@
-"""Help that fits a terminal of 80 columns, however wide it was written.
+"""Wraps help text to a terminal of 80 columns.
 
-Prose is filled anew. Indented lines stay as they are where they fit. Where they do not, what stands in a second column
-goes on below itself, or below the first column where that is long; a command goes on behind a backslash.
+Prose is rewrapped. Indented lines stay unchanged if they fit. If they do not, a second column continues below itself,
+or below the first column if that is long; a command continues after a backslash.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import textwrap
 
 WIDTH = 80
 _SECOND_COLUMN = re.compile(r"^(\s*\S.*?\s{2,})(\S.*)$")
-_MOST_LEFT = 40  # a first column that is longer has its explanation below it
+_MOST_LEFT = 40  # a longer first column has its explanation below it
 
 
 def fitted(text: str, width: int = WIDTH) -> str:
-    """The text with no line longer than width, unless a single word or quotation is."""
+    """The text with no line longer than ``width``, except for single long words."""
     lines: list[str] = []
     prose: list[str] = []
     for line in [*text.splitlines(), ""]:
@@ -36,13 +36,13 @@ def _indented(line: str, width: int) -> list[str]:
     left, right = columns.groups()
     if len(left) > _MOST_LEFT:
         first = left.rstrip()
-        above = [first] if len(first) <= width else _command(first, width)
-        return [*above, *_wrapped(right, " " * 6, " " * 6, width)]
+        head = [first] if len(first) <= width else _command(first, width)
+        return [*head, *_wrapped(right, " " * 6, " " * 6, width)]
     return _wrapped(right, left, " " * len(left), width)
 
 
 def _command(line: str, width: int) -> list[str]:
-    """A command over several lines; options are not parted from their values."""
+    """A command over several lines; options stay on the line of their values."""
     indent = " " * (len(line) - len(line.lstrip()))
     parts = re.split(r" (?=--|&&)", line.strip())
     lines, now = [], indent + parts[0]

@@ -63,10 +63,10 @@ def describe(folder: Path) -> dict[str, Any]:
     """A checkpoint as plain values.
 
     'tensors': name, kind, shape, dtype, bytes and shards of each. 'not_finite': tensors in which the save found NaN or
-    Inf. 'delayed_scaling': of each quantised tensor the scale (a list where data-parallel ranks have several), warm, and
-    the latest, largest and number of recorded amaxes.
+    Inf. 'delayed_scaling': for each quantised tensor its scale (a list if data-parallel ranks have several), whether it
+    is warm, and the latest, largest and number of recorded amaxes.
 
-    Raises ValueError if it is damaged, or no checkpoint.
+    Raises ValueError if it is damaged, or not a checkpoint.
     """
     from ..files.checkpoint import METADATA, check_files, read_manifest, read_metadata, without_checksum
 
@@ -112,7 +112,7 @@ def _kind(name: str) -> str:
 
 
 def _not_finite(folder: Path) -> list[str]:
-    """Names of tensors that hold NaN or Inf where none may; every one is read."""
+    """Names of tensors with forbidden NaN or Inf; reads all tensors."""
     from ..files.checkpoint import read_metadata, read_tensor
     from ..state.saved import must_be_finite
 
@@ -139,7 +139,7 @@ def _delayed(folder: Path, metadata: Any) -> list[dict[str, Any]]:
                 "name": stem.replace(f".{PREFIX}.", ".").removesuffix("."),
                 "warm": bool(warm.all()),
                 "scale": scales[0] if len(scales) == 1 else scales,
-                # A history of one row keeps nothing from one iteration to the next but the scale.
+                # A history of length one stores only the scale between iterations.
                 "latest_amax": float(rows[:, -1].max()) if rows.shape[1] > 1 else None,
                 "largest_amax": float(rows.max()) if rows.shape[1] > 1 else None,
                 "running_amax": float(rows[:, 0].max()),
@@ -151,7 +151,7 @@ def _delayed(folder: Path, metadata: Any) -> list[dict[str, Any]]:
 
 
 def format_description(found: dict[str, Any]) -> str:
-    """`describe` as people read it."""
+    """The result of `describe` as text."""
     layout, precision = found["layout"] or {}, found["precision"] or {}
     sizes = ", ".join(f"{name} {size}" for name, size in layout.items() if size is not None)
     recipe = precision.get("fp8_recipe", "recipe not known")

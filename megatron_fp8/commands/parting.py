@@ -1,4 +1,4 @@
-"""`megatron-fp8 diagnose A --against B`: the first difference of two runs on the same data."""
+"""`megatron-fp8 diagnose A --against B`: the first difference between two runs on the same data."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _SAME_DATA = {
     "train": ("seed", "global_batch_size", "seq_length", "train_iters"),
     "data": ("paths", "split", "tokenizer"),
 }
-_OF_A_DIAGNOSIS = (
+_DIAGNOSIS_OPTIONS = (
     *("iteration", "batches", "share", "budget", "out", "plot"),
     *("recipe", "fp8", "config"),
 )
-"""Options that say nothing of a comparison."""
+"""Options that do not apply to a comparison."""
 _STATE = ("optimizer.", "rng.")
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Print where the runs part, and write it as JSON if asked. ValueError: they cannot be compared."""
-    for name in _OF_A_DIAGNOSIS:
+    """Print where the runs diverge, and write it to --json. Raises ValueError if they cannot be compared."""
+    for name in _DIAGNOSIS_OPTIONS:
         if getattr(options, name) is not None:
             raise ValueError(f"--against compares two finished runs: leave out --{name}")
     ours, theirs = (_run(Path(path)) for path in (options.checkpoint, options.against))
@@ -75,7 +75,7 @@ def _check_same_data(ours: Path, theirs: Path) -> None:
 
 
 def _losses(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
-    """The first iteration whose losses differ. ValueError: they have no iteration in common."""
+    """The first iteration whose losses differ. Raises ValueError if they have no iteration in common."""
     first, second = (
         {line.iteration(): line.content for line in RunRecord(path).metrics()} for path in (ours, theirs)
     )
@@ -98,7 +98,7 @@ def _losses(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
 
 
 def told_apart(a: Any, b: Any) -> tuple[str, str]:
-    """Two numbers with four significant digits, or with as many as it takes to see that they differ."""
+    """Two numbers with four significant digits, or with more if needed to show a difference."""
     if not all(isinstance(value, (int, float)) for value in (a, b)):
         return str(a), str(b)
     for digits in range(4, 18):
@@ -109,7 +109,7 @@ def told_apart(a: Any, b: Any) -> tuple[str, str]:
 
 
 def _telemetry(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
-    """The first site and tensor whose statistics differ, at all and by more than a twentieth."""
+    """The first site and tensor with different statistics: at all, and by more than a twentieth."""
     first, second = ([line.content for line in RunRecord(path).telemetry()] for path in (ours, theirs))
     without = [str(path) for path, rows in ((ours, first), (theirs, second)) if not rows]
     if without:
@@ -137,7 +137,7 @@ def _telemetry(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
 
 
 def _checkpoints(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
-    """The first checkpoint of both whose weights differ, and the weight that differs most."""
+    """The first common checkpoint with different weights, and the weight that differs most."""
     try:
         folders = [RunRecord(path).checkpoints() for path in (ours, theirs)]
     except PlaceNotKnown as error:
@@ -161,7 +161,7 @@ def _checkpoints(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
 
 
 def _differences(ours: Path, theirs: Path) -> dict[str, float]:
-    """Weight -> norm of the difference over its norm, of those that differ. ValueError: it is another model."""
+    """Weight -> norm of the difference over its norm, if they differ. Raises ValueError for another model."""
     first, second = read_metadata(ours), read_metadata(theirs)
     found = {}
     for name, entry in first.state_dict_metadata.items():
@@ -176,6 +176,6 @@ def _differences(ours: Path, theirs: Path) -> dict[str, float]:
         a, b = (read_tensor(*of, name).to(torch.float64) for of in ((ours, first), (theirs, second)))
         if not torch.equal(a, b):
             norm = float(torch.linalg.vector_norm(a))
-            gone = float(torch.linalg.vector_norm(a - b))
-            found[name] = gone / norm if norm else relative_difference(norm, gone)
+            difference = float(torch.linalg.vector_norm(a - b))
+            found[name] = difference / norm if norm else relative_difference(norm, difference)
     return found

@@ -26,7 +26,7 @@ Exit codes: 0 done; 2 bad input.
 
 
 def main(arguments: list[str]) -> int:
-    """Train and write; the exit code."""
+    """Train a tokenizer and write it; return the exit code."""
     parser = CommandParser("tokenizer", HELP)
     add = parser.add_argument
     add(

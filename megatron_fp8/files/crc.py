@@ -4,9 +4,9 @@ TensorBoard's own checksum takes 100 ns a byte in Python, this one 6.
 
 The record is split into lanes of equal length, which NumPy processes together. Zeros pad its front: they do not change
 a CRC that starts at zero. The CRC of two joined lanes is the first lane's CRC, advanced by the second lane's length,
-xor the second's. Advancing is linear over bits, so its results for the 32 single bits define it.
-Rejected: a package for it (google-crc32c), one more for every user to install, to save 25 ms of a measured iteration.
-Rejected: TensorBoard's checksums in a thread: it would hold the interpreter's lock.
+xor the second's. Advancing is linear over bits, so its results for the 32 single bits define it. Rejected: a package
+for it (google-crc32c), one more for every user to install, to save 25 ms of a measured iteration. Rejected:
+TensorBoard's checksums in a thread: it would hold the interpreter's lock.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@
 
 A run takes over an existing lock at once if its owner has certainly ended or belongs to the same job: the same SLURM
 job (requeued, or a step of it restarted), the same torchrun, or an ended process of this machine. Otherwise it watches
-the
-lock: while the beats advance, the lock is held; after a minute without a beat, it is stale. This machine's own clock
-measures that minute, so the clocks of two machines need not agree. The file is rewritten in place: another machine's
-open then sees the new content, while a new file with the old name may be hidden by a cache.
+the lock: while the beats advance, the lock is held; after a minute without a beat, it is stale. This machine's own
+clock measures that minute, so the clocks of two machines need not agree. The file is rewritten in place: another
+machine's open then sees the new content, while a new file with the old name may be hidden by a cache.
 
 An owner that was wrongly considered dead (suspended for minutes, or cut off from the file system) finds another owner
 in the file before its next write: `check` raises.

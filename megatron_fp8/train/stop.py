@@ -10,13 +10,12 @@ between two steps. Rejected: a rank that decides alone. Its peers would wait for
 
     SIGTERM                SLURM's first signal when it preempts or cancels a job; torchrun forwards it to its ranks;
                            from `launch` it stands for the signal that `launch` received
-    SIGINT                 Ctrl-C, which torchrun forwards to its ranks; a second one, AGAIN_S later, ends the process
-    unsaved SIGHUP                 sent by a terminal that closes; a process started by nohup continues SIGUSR1
-    sent by `sbatch --signal=USR1@300` 300 s before the job's time limit the job's time limit   from SLURM_JOB_END_TIME
-    (newer versions of SLURM set it), LEAD_S before it, or twice the
+    SIGINT                 Ctrl-C, which torchrun forwards to its ranks; again, AGAIN_S later, it ends the process unsaved
+    SIGHUP                 sent by a terminal that closes; a process started by nohup continues
+    SIGUSR1                sent by `sbatch --signal=USR1@300` 300 s before the job's time limit
+    the job's time limit   from SLURM_JOB_END_TIME (newer versions of SLURM set it), LEAD_S before it, or twice the
                            duration of a save
-    the output's reader    has ended: `| head`, or a `| tee` that Ctrl-C or a closing terminal ends before the run is
-    saved
+    the output's reader    has ended: `| head`, or a `| tee` that Ctrl-C or a closing terminal ends before the save
 
 No other handled signal ends the process: one during the save of the checkpoint is recorded again, without effect, and
 one while Python shuts down, after its handlers are removed, is ignored. SIGKILL ends a process that hangs; torchrun and

@@ -29,7 +29,7 @@ OWN: dict[str, str] = {
     "model.fp8_amax_compute_algo": "Delayed scaling: 'max' of the history, or 'most_recent'.",
     "model.transformer_impl": "Which layers a model is made from: 'local', Megatron-Core's own with this package's FP8.",
 }
-"""What is other here than Megatron-Core's docstrings say, which speak of Transformer Engine."""
+"""Help that replaces Megatron-Core's docstrings, which describe Transformer Engine."""
 
 _WIDTH = 130
 _LEFT, _INDENT = 50, " " * 6
@@ -37,25 +37,25 @@ _FIRST_SENTENCE = re.compile(r"(.{20,}?[.!?])(?: (?=[A-Z'\"])|$)")
 
 
 def key_help() -> dict[str, str]:
-    """Dotted key -> one line, in the order of ``known_keys``. Empty where nobody has said anything."""
+    """Dotted key -> one line of help, in the order of ``known_keys``; empty without a docstring."""
     return {key: OWN.get(key) or _one_line(_described(key)) for key in known_keys()}
 
 
 def key_lines(width: int) -> list[str]:
     """Every key with its default and its help, in lines of at most ``width`` columns.
 
-    A key that does not fit in one line has its help below it, indented; a single word may be longer than a line.
+    Help that does not fit beside its key is indented below it; a single long word may exceed the width.
     """
     values = RunConfig().to_dict()
     lines = []
-    for key, said in key_help().items():
+    for key, help_text in key_help().items():
         section, _, name = key.rpartition(".")
         default = f"{key} = {(values[section] if section else values)[name]!r}"
-        line = f"{default:<{_LEFT}} {said}"
+        line = f"{default:<{_LEFT}} {help_text}"
         if len(line) <= width:
             lines.append(line)
             continue
-        for text, first in ((default, ""), (said, _INDENT)):
+        for text, first in ((default, ""), (help_text, _INDENT)):
             lines += textwrap.wrap(
                 text,
                 width,
@@ -76,7 +76,7 @@ def _described(key: str) -> str:
 
 @functools.cache
 def _docstrings(kind: Any) -> dict[str, str]:
-    """Field -> the text below it, in a dataclass and those that it inherits from."""
+    """Field -> its docstring, in a dataclass and its base classes."""
     found: dict[str, str] = {}
     for each in kind.__mro__[:-1]:
         for parameter in parse_from_object(each).params:
@@ -85,6 +85,6 @@ def _docstrings(kind: Any) -> dict[str, str]:
 
 
 def _one_line(text: str) -> str:
-    """The first sentence, or as much of it as a line holds."""
+    """The first sentence, shortened to one line."""
     sentence = _FIRST_SENTENCE.match(text)
     return textwrap.shorten(sentence[1] if sentence else text, _WIDTH, placeholder=" ...")

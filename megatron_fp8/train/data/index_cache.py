@@ -1,8 +1,8 @@
 """A verified cache of Megatron-Core's sample indices.
 
-cache/indices/NAME/             NAME is a digest of all inputs
-    ...-document_index.npy, ... Megatron-Core's files
-    digests.json                SHA-256 of each of them
+    cache/indices/NAME/             NAME is a digest of all inputs
+        ...-document_index.npy, ... Megatron-Core's files
+        digests.json                SHA-256 of each of them
 
 Megatron-Core opens them by `numpy.load(allow_pickle=True)`, which executes pickles, and uses any numbers in them as
 positions in the data. In a folder that others can write to, or after a power failure, the content may be anything.

@@ -1,13 +1,13 @@
 """A cache folder with one writer; other processes wait.
 
-cache/NAME/         NAME is a digest, 32 digits, of all inputs of its files
-    .lock           of the current writer (files/run_lock.py), on any file system
-    .RANDOM/        incomplete files
-    ...             complete files
+    cache/NAME/         NAME is a digest, 32 digits, of all inputs of its files
+        .lock           of the current writer (files/run_lock.py), on any file system
+        .RANDOM/        incomplete files
+        ...             complete files
 
-A killed process leaves `.lock` and `.RANDOM/`. The next writer of this folder removes them. The next writer of
-another folder in the cache removes them too, if that process has certainly ended or did not renew its lock for an
-hour. Leftovers of another user's process are renamed, and their owner's next start removes them.
+A killed process leaves `.lock` and `.RANDOM/`. The next writer of this folder removes them. The next writer of another
+folder in the cache removes them too, if that process has certainly ended or did not renew its lock for an hour.
+Leftovers of another user's process are renamed, and their owner's next start removes them.
 """
 
 from __future__ import annotations

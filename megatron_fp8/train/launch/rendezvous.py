@@ -2,8 +2,7 @@
 
 torchrun has one TCP store for its ranks and uses it in every attempt (torch 2.13, although a comment there says that
 each retry gets a new one). A rank first reads its peers' addresses there. After a restart these may be addresses of
-dead
-ranks: gloo's connection is refused, or waits. So the keys of each attempt get their own prefix.
+dead ranks: gloo's connection is refused, or waits. So the keys of each attempt get their own prefix.
 
 The attempt's number is known on one node only: with several nodes each torchrun counts the restarts of its own ranks.
 Then torchrun must not share its store; the ranks make one themselves, on a new port each time.

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from megatron_fp8.commands.launch import _OWN, _parser, _place
+from megatron_fp8.commands.launch import _OWN, _parser, _address
 from megatron_fp8.commands.main import main
 
 NODES = ["--nodes=2", "--node-rank=1", "--master=a:1"]
@@ -67,7 +67,7 @@ def test_refused_in_one_line(case, capsys):
     [("a:1", ("a", 1)), ("10.0.0.1:29500", ("10.0.0.1", 29500)), ("[fe80::1]:29500", ("fe80::1", 29500))],
 )
 def test_places(text, place):
-    assert _place(text) == place
+    assert _address(text) == place
 
 
 def test_options_in_the_wrong_place_are_all_of_its_own():
