@@ -22,8 +22,7 @@ _LONGEST = 1500
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The options of ``megatron-fp8 COMMAND``, including --debug. Bad options raise ValueError and do not end the
-    process.
+    """The options of ``megatron-fp8 COMMAND``, including --debug. Bad options raise ValueError.
 
     Args:
         other_words: names of an option in other programs, with '_' and without leading '-' -> the option.

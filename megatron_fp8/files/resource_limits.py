@@ -95,8 +95,7 @@ def usable_cores() -> int:
 
 
 def check_threads(count: int) -> None:
-    """Raise RuntimeError or OSError, which `limit_reached` recognises, if this process cannot start `count` more
-    threads.
+    """Raise RuntimeError or OSError (see `limit_reached`) if this process cannot start `count` more threads.
 
     Creating a gloo group hangs for ever if one of its three threads cannot start (seen in torch 2.13).
     """

@@ -59,8 +59,7 @@ class Start:
 
 
 def checkpoint_before(run: RunConfig, iteration: int, started: Path | None) -> Path | None:
-    """This run's newest checkpoint of at most `iteration`, else ``started`` (its first checkpoint) if it still exists,
-    else None."""
+    """This run's newest checkpoint of at most `iteration`, else ``started`` if it still exists, else None."""
     own = [path for path in complete_checkpoints(checkpoint_folder(run)) if iteration_of(path) <= iteration]
     if own:
         return own[-1]

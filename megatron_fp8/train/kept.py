@@ -62,8 +62,9 @@ def keep_earlier(
 
 
 def stands(run_dir: Path, checkpoints: Path) -> bool:
-    """Whether --resume=auto can continue an earlier run: it has checkpoints, or records since its start from another
-    run.
+    """Whether --resume=auto can continue an earlier run.
+
+    It can if the run has checkpoints, or records since its start from another run's checkpoint.
 
     True with a damaged started_from.json too, which `auto` refuses.
     """

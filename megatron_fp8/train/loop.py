@@ -69,8 +69,7 @@ class Trainer:
         self._flops_per_step = self._tokens_per_step * flops_per_token
 
     def train(self) -> dict[str, float]:
-        """Train after `finished`, with validations and checkpoints, until all iterations are done or a stop is
-        requested.
+        """Train, validate and save until all iterations are done or a stop is requested.
 
         If no iteration is left, run the final validation if it is not recorded: the earlier run ended between the two.
 
@@ -133,10 +132,9 @@ class Trainer:
         self.stepper.watchdog.enter(kind, iteration)
 
     def _rewind(self, iteration: int) -> int | None:
-        """Roll back after a spike and exclude the samples since then; return the iteration from which training
-        continues.
+        """Roll back after a spike and exclude the samples since then.
 
-        None if it does not roll back. Collective.
+        Returns the iteration from which training continues; None without a rollback. Collective.
         """
         if self.rewinds is None or self.checkpoints is None:
             return None

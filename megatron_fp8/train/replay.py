@@ -198,8 +198,7 @@ def replay(
 
 
 def before(path: Path, iteration: int) -> Path:
-    """The newest checkpoint before an iteration, in a run or a folder of checkpoints. Raises ValueError if there is
-    none."""
+    """The newest checkpoint before an iteration, in a run or a folder of checkpoints. Raises ValueError."""
     if iteration < 1:
         raise ValueError(f"--iteration {iteration} must be at least 1")
     last = find_checkpoint(path)
@@ -366,8 +365,7 @@ class RunSubject:
         return self.merge(not_finite(self._names))
 
     def update_of(self, name: str, gradient: torch.Tensor, norm: float) -> torch.Tensor | None:
-        """Adam's update from the checkpoint's moments and the run's settings; gradients are scaled and clipped as in
-        training."""
+        """Adam's update from the checkpoint's moments; gradients are scaled and clipped as in training."""
         moments = self._moments.get(id(self._names[name]))
         if moments is None:
             return None

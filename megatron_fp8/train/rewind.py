@@ -55,8 +55,7 @@ class Rewinds:
         return left_out.ranges_of(self.records)
 
     def back(self, iteration: int, samples: int, why: str) -> tuple[Start | None, str]:
-        """Roll back from the end of an iteration. Return the new start, None if it cannot roll back, and a line to
-        print.
+        """Roll back from the end of an iteration. Return the new start (None: no rollback) and a line to print.
 
         Args:
             samples: samples consumed so far.

@@ -10,8 +10,7 @@ import torch
 
 
 class SavedBytes:
-    """Counts what one micro-batch of each model chunk saves on this rank: autograd's storages, each once, no
-    parameters.
+    """Counts what one micro-batch of each model chunk saves: autograd's storages, once each, no parameters.
 
     Attributes:
         bytes: sum over the chunks counted so far; None before the first. Under pipeline parallelism a rank holds this

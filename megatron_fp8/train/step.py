@@ -168,8 +168,7 @@ class Stepper:
         return self._agreed(self._summed(losses).tolist())
 
     def _summed(self, losses: list[Tensor], damage: Tensor | None = None) -> Tensor:
-        """float64 [3 + 1 + reasons to stop], summed over ranks: [loss sum, tokens, damaged tensors, own seconds,
-        *votes].
+        """float64 [4 + reasons to stop], summed over ranks: loss, tokens, damaged tensors, own seconds, votes.
 
         Collective; does not synchronise.
         """

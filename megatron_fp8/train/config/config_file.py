@@ -13,8 +13,9 @@ from ...plan.settings import without_fp8_format
 
 
 def read_config(path: str, sections: Container[str]) -> dict[str, Any]:
-    """The content of a config file by name; each of ``sections`` that it has is a dict. `model.fp8_format` gets its
-    current name.
+    """The content of a config file by name, with ``sections`` as dicts.
+
+    `model.fp8_format` gets its current name.
 
     Raises ValueError, with the file's name, if it is missing, too large, not YAML or empty, or has a value for a
     section.

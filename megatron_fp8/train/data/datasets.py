@@ -265,8 +265,7 @@ def corpus_bigram_entropy(prefixes: list[str], most: int = 2**25) -> float:
 def batches(
     dataset: Any, train: TrainSection, consumed_samples: int = 0, left_out: Sequence[Range] = ()
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield micro-batches of this rank, starting at `consumed_samples`; restarts from the first sample when all are
-    used.
+    """Yield micro-batches of this rank from `consumed_samples` on; after the last sample the first follows.
 
     Sample order depends on the position only: over all data-parallel ranks, a step's micro-batches contain the same
     samples in every layout. Tensors are [micro batch, this rank's part of the sequence]. ``left_out``: ranges of

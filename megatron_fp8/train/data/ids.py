@@ -108,8 +108,7 @@ def _check(prefix: str, seen: _Seen, vocab_size: int) -> None:
 
 
 def _record_path(prefix: str, kept: Path) -> Path:
-    """Path of a data set's record. Its name is a digest that changes with any write to the pair and with any other
-    pair.
+    """Path of a data set's record. Its name is a digest, which differs after any write and for any other pair.
 
     It covers content as far as `fingerprint` reads, and the file system's times and inode numbers; so it is valid on
     one node's view of the files.

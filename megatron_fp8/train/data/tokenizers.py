@@ -318,8 +318,7 @@ class _Beside:
 
 
 def tokenizer_file(path: str | None, checkpoint: Path) -> str | None:
-    """Path of the tokenizer of a checkpoint's run: the config's path if it is a file, else the file in the run's
-    folder.
+    """Path of a checkpoint's tokenizer: the config's path if it is a file, else the file in the run's folder.
 
     An imported run has it there, and its config has a relative path, which is wrong after the run has moved. None:
     bytes.

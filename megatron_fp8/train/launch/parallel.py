@@ -175,8 +175,9 @@ def backend() -> str:
 
 
 def join(launch: Launch, model: Any, train: TrainSection) -> None:
-    """Set threads, CPU products of BF16, device, process group (gloo without CUDA, else nccl), Megatron's groups and
-    seeds.
+    """Set up threads, CPU products of BF16, device, process group, Megatron's groups and seeds.
+
+    The process group is nccl's with CUDA, else gloo's.
 
     Raises ValueError if the layout does not fit the world size, the environment does not allow train.deterministic, the
     processes do not fit the GPUs, or the limit of open files is too low for the ranks.

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from megatron_fp8.commands.launch import _OWN, _parser, _address
+from megatron_fp8.commands.launch import _OWN, _address, _parser
 from megatron_fp8.commands.main import main
 
 NODES = ["--nodes=2", "--node-rank=1", "--master=a:1"]
