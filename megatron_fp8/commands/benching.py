@@ -291,8 +291,8 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     A recipe is faster or slower if it is so in every shape, by more than half the ratio's spread. Otherwise the shapes
     differ, or the spread is too large.
     """
-    shown = {row["section"] for row in rows if row["spread"] is not None}
-    section = next((name for name in _WHOLE if name in shown), None)
+    with_spread = {row["section"] for row in rows if row["spread"] is not None}
+    section = next((name for name in _WHOLE if name in with_spread), None)
     by_recipe: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["section"] == section:

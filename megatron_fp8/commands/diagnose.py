@@ -118,7 +118,7 @@ def _prepare(
     from ..train.replay import replay
     from ..train.run_record import run_folder_of
 
-    found = replay(
+    checkpoint_replay = replay(
         options.checkpoint,
         launch,
         run_options,
@@ -128,14 +128,16 @@ def _prepare(
         iteration=options.iteration,
         batches=options.batches,
     )
-    _check_shards(found, shlex.join(arguments))
-    run_folder = run_folder_of(found.folder)
+    _check_shards(checkpoint_replay, shlex.join(arguments))
+    run_folder = run_folder_of(checkpoint_replay.folder)
     files = _files(options, run_folder / "diagnosis")
-    say(f"checkpoint  {found.folder}, iteration {found.iteration}", launch)
-    say(f"batches     {options.batches}, from that of iteration {found.first} on", launch)
-    for line in found.lines:
+    say(f"checkpoint  {checkpoint_replay.folder}, iteration {checkpoint_replay.iteration}", launch)
+    say(f"batches     {options.batches}, from that of iteration {checkpoint_replay.first} on", launch)
+    for line in checkpoint_replay.lines:
         say(f"            {line}", launch)
-    return _Prepared(options, launch, found, files, _good_loss(run_folder, found.iteration))
+    return _Prepared(
+        options, launch, checkpoint_replay, files, _good_loss(run_folder, checkpoint_replay.iteration)
+    )
 
 
 def _check_files(options: argparse.Namespace) -> None:
@@ -203,7 +205,7 @@ def _diagnose(prepared: _Prepared) -> None:
     options, replay, first = prepared.options, prepared.replay, prepared.launch.rank == 0
     subject = replay.subject
     with subject.unrecorded():
-        found = diagnose_subject(
+        diagnosis = diagnose_subject(
             subject,
             options.share,
             options.budget,
@@ -213,7 +215,7 @@ def _diagnose(prepared: _Prepared) -> None:
         )
     if not first:
         return
-    found = _with_recorded_loss(found, replay)
+    diagnosis = _with_recorded_loss(diagnosis, replay)
     facts = {
         "run": str(replay.folder),
         "iteration": replay.iteration,
@@ -224,27 +226,27 @@ def _diagnose(prepared: _Prepared) -> None:
         "recorded_loss": replay.recorded,
     }
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    print(textwrap.fill(found.verdict, width) if width else found.verdict, end="\n\n", flush=True)
-    print(format_table(found, width=width), flush=True)
-    _write_all(prepared, found, facts)
+    print(textwrap.fill(diagnosis.verdict, width) if width else diagnosis.verdict, end="\n\n", flush=True)
+    print(format_table(diagnosis, width=width), flush=True)
+    _write_all(prepared, diagnosis, facts)
 
 
-def _write_all(prepared: _Prepared, found: Any, facts: dict[str, Any]) -> None:
+def _write_all(prepared: _Prepared, diagnosis: Any, facts: dict[str, Any]) -> None:
     """Write all files, after removing files of an earlier diagnosis that this one does not replace."""
     files, replay = prepared.files, prepared.replay
-    if not found.overrides:
+    if not diagnosis.overrides:
         _remove(files.overrides, "nothing is to be taken out of FP8")
-    if not found.ranking:
+    if not diagnosis.ranking:
         _remove(files.plot, "nothing could be measured")
     if files.figures is not None:
-        _write(files.figures, json.dumps({**facts, **found.as_dict()}, indent=1) + "\n")
-    if found.overrides and files.overrides is not None:
+        _write(files.figures, json.dumps({**facts, **diagnosis.as_dict()}, indent=1) + "\n")
+    if diagnosis.overrides and files.overrides is not None:
         run_overrides = dict(replay.run.model.fp8_overrides or {})
-        _write(files.overrides, overrides_text(run_overrides | found.overrides, found))
-    if found.ranking and files.plot is not None:
+        _write(files.overrides, overrides_text(run_overrides | diagnosis.overrides, diagnosis))
+    if diagnosis.ranking and files.plot is not None:
         from .diagnosis_plot import draw
 
-        draw(found, files.plot, f"{replay.folder}, iteration {replay.iteration}")
+        draw(diagnosis, files.plot, f"{replay.folder}, iteration {replay.iteration}")
         print(f"written     {files.plot}", flush=True)
 
 
@@ -261,16 +263,19 @@ def _remove(path: Path | None, why: str) -> None:
     print(f"removed     {path} of an earlier diagnosis: {why}", flush=True)
 
 
-def _with_recorded_loss(found: Any, replay: Any) -> Any:
+def _with_recorded_loss(diagnosis: Any, replay: Any) -> Any:
     """The diagnosis; its verdict begins with a note if the run recorded another loss for the first batch."""
     from ..train.same_run import unlike
 
-    if found.attribution is None or replay.recorded is None:
-        return found
+    if diagnosis.attribution is None or replay.recorded is None:
+        return diagnosis
     note = unlike(
-        found.attribution.planned.losses[0], replay.recorded, replay.first, statistics.stdev(found.losses)
+        diagnosis.attribution.planned.losses[0],
+        replay.recorded,
+        replay.first,
+        statistics.stdev(diagnosis.losses),
     )
-    return replace(found, verdict=f"{note} {found.verdict}", clean=False) if note else found
+    return replace(diagnosis, verdict=f"{note} {diagnosis.verdict}", clean=False) if note else diagnosis
 
 
 def overrides_text(overrides: dict[str, Any], found: Any) -> str:
@@ -290,13 +295,13 @@ def format_table(found: Any, most: int = 24, width: int = 0) -> str:
     """The ranking, worst first, with fewer figures if it is wider than ``width`` columns (0: unlimited)."""
     from ..plan.timing import table
 
-    shown = found.ranking[:most]
-    if not shown:
+    findings = found.ranking[:most]
+    if not findings:
         return "nothing could be measured"
     header = ["in FP8 alone", "error", "distance", "beyond rounding", "loss", "stands out by"]
-    text = table(header, [[*_figures(finding), finding.why] for finding in shown])
+    text = table(header, [[*_figures(finding), finding.why] for finding in findings])
     if 0 < width < len(text.partition("\n")[0]):
-        text = _narrow(shown, width)
+        text = _narrow(findings, width)
     hidden = len(found.ranking) - most
     return text + (f"\n... and {hidden} more, in the figures" if hidden > 0 else "")
 
@@ -311,12 +316,12 @@ def _figures(finding: Any) -> list[str]:
     ]
 
 
-def _narrow(shown: list[Any], width: int) -> str:
+def _narrow(findings: list[Any], width: int) -> str:
     """Three figures for each part, names shortened at their start, and a star for each outlier."""
     from ..plan.timing import table
 
     rows = []
-    for finding in shown:
+    for finding in findings:
         change = f"{finding.loss_change:+.4f}" if math.isfinite(finding.loss_change) else "not finite"
         rows.append([f"{finding.gradient_error:.0%}", f"{finding.excess:.3f}", change])
     header = ["error", "beyond", "loss"]
@@ -325,7 +330,7 @@ def _narrow(shown: list[Any], width: int) -> str:
     names = [
         ("* " if finding.stands_out else "  ")
         + (finding.key if len(finding.key) <= room else "..." + finding.key[3 - room :])
-        for finding in shown
+        for finding in findings
     ]
     return table(["  in FP8 alone", *header], [[name, *row] for name, row in zip(names, rows, strict=True)])
 

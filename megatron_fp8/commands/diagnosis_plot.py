@@ -25,13 +25,15 @@ def draw(found: Any, path: Path, title: str, most: int = 24) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    shown = list(reversed(found.ranking[:most]))
-    figure, axes = plt.subplots(figsize=(9, 1.6 + 0.28 * len(shown)), layout="constrained")
-    positions = range(len(shown))
-    colors = ["#c0392b" if finding.stands_out else "#7f8c8d" for finding in shown]
-    axes.barh(positions, [finding.distance for finding in shown], color=colors, height=0.7)
-    axes.plot([finding.at_best for finding in shown], positions, "k|", markersize=9, label="rounding alone")
-    axes.set_yticks(positions, [finding.key for finding in shown], fontsize=8)
+    findings = list(reversed(found.ranking[:most]))
+    figure, axes = plt.subplots(figsize=(9, 1.6 + 0.28 * len(findings)), layout="constrained")
+    positions = range(len(findings))
+    colors = ["#c0392b" if finding.stands_out else "#7f8c8d" for finding in findings]
+    axes.barh(positions, [finding.distance for finding in findings], color=colors, height=0.7)
+    axes.plot(
+        [finding.at_best for finding in findings], positions, "k|", markersize=9, label="rounding alone"
+    )
+    axes.set_yticks(positions, [finding.key for finding in findings], fontsize=8)
     axes.set_xlabel("distance of the gradient from high precision, this alone in FP8 (red: stands out)")
     axes.set_title(title, fontsize=9)
     axes.legend(fontsize=8)

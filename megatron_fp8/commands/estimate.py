@@ -95,7 +95,7 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> None:
         if not assignment.partition("=")[0].strip():
             raise ValueError(f"--set {assignment!r} names no key: write --set KEY=VALUE.")
         config_options.append(f"--{assignment}")
-    chosen, all_options = options.device is not None, [*config_options, *joined(run_options)]
+    device_given, all_options = options.device is not None, [*config_options, *joined(run_options)]
     try:
         settings = read(all_options, options.gpus)
     except LayoutError as error:
@@ -107,22 +107,22 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> None:
             else "No layout tried fits into so many GPUs."
         )
         raise ValueError(f"{error} {proposal_text}") from error
-    on = device(options.device if chosen else _ASSUMED, settings.model)
-    native = asked_of(settings.model, on)
-    found = estimate(settings, on, chosen=chosen)
-    sites = list(of_sites(settings, Plans(settings.model), on, gpu=chosen))
-    fits = fit(found, on, reserve) if chosen else None
-    bf16 = estimate(in_bf16(settings), on, chosen=chosen) if settings.model.fp8 else None
+    target = device(options.device if device_given else _ASSUMED, settings.model)
+    native = asked_of(settings.model, target)
+    estimated = estimate(settings, target, chosen=device_given)
+    sites = list(of_sites(settings, Plans(settings.model), target, gpu=device_given))
+    fits = fit(estimated, target, reserve) if device_given else None
+    bf16 = estimate(in_bf16(settings), target, chosen=device_given) if settings.model.fp8 else None
     if options.json:
-        record = {**found.as_dict(), "sites": [site.as_dict() for site in sites]}
+        record = {**estimated.as_dict(), "sites": [site.as_dict() for site in sites]}
         if bf16 is not None:
             record["bf16"] = {"step_seconds": bf16.time.seconds, "total": bf16.fullest.total}
         if fits is not None:
             record["fit"] = {"fits": fits.fits, **vars(fits)}
         record["native"] = None if native is None else {"runs": native.native, "reason": native.reason}
         if native is not None:
-            record["notes"] += [*native.notes, *filter(None, [unsure(on, native.native, native.reason)])]
+            record["notes"] += [*native.notes, *filter(None, [unsure(target, native.native, native.reason)])]
         print(json.dumps(record))
         return
-    doubt = None if native is None else unsure(on, native.native, native.reason)
-    print(shown(found, bf16, fits, grouped(iter(sites)), doubt, () if native is None else native.notes))
+    doubt = None if native is None else unsure(target, native.native, native.reason)
+    print(shown(estimated, bf16, fits, grouped(iter(sites)), doubt, () if native is None else native.notes))

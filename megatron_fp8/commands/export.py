@@ -75,7 +75,7 @@ def _export(options: argparse.Namespace) -> None:
     for name in ("vocab_size", "max_position_embeddings"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')}={value} must be at least 1.")
-    wanted = Wanted(
+    request = Wanted(
         form=form,
         ignore=tuple(options.ignore),
         follow_training=not options.quantize_all,
@@ -87,13 +87,13 @@ def _export(options: argparse.Namespace) -> None:
     )
     run_config = _read_config(Path(options.config)) if options.config else None
     source = open_source(Path(options.checkpoint), run_config)
-    done = export(source, Path(options.out), wanted, tensors_shown)
+    done = export(source, Path(options.out), request, tensors_shown)
     what = (
         f"{done.quantised} linears in FP8 ({options.format})" if form else f"in {done.config['torch_dtype']}"
     )
-    kept = f", {len(done.kept)} kept in {done.config['torch_dtype']}" if done.kept else ""
+    unconverted = f", {len(done.kept)} kept in {done.config['torch_dtype']}" if done.kept else ""
     print(
-        f"{done.config['architectures'][0]}, {what}{kept}: {options.out}, {len(done.files)} file(s) of tensors"
+        f"{done.config['architectures'][0]}, {what}{unconverted}: {options.out}, {len(done.files)} file(s) of tensors"
     )
     if not any((Path(options.out) / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         print("no tokenizer: every byte is a token of this model, or it was imported without one")

@@ -33,12 +33,12 @@ def _indented(line: str, width: int) -> list[str]:
     columns = _SECOND_COLUMN.match(line)
     if columns is None:
         return _command(line, width)
-    left, right = columns.groups()
-    if len(left) > _MOST_LEFT:
-        first = left.rstrip()
+    label, explanation = columns.groups()
+    if len(label) > _MOST_LEFT:
+        first = label.rstrip()
         head = [first] if len(first) <= width else _command(first, width)
-        return [*head, *_wrapped(right, " " * 6, " " * 6, width)]
-    return _wrapped(right, left, " " * len(left), width)
+        return [*head, *_wrapped(explanation, " " * 6, " " * 6, width)]
+    return _wrapped(explanation, label, " " * len(label), width)
 
 
 def _command(line: str, width: int) -> list[str]:
@@ -55,12 +55,12 @@ def _command(line: str, width: int) -> list[str]:
     return [*lines, now]
 
 
-def _wrapped(text: str, first: str, after: str, width: int) -> list[str]:
+def _wrapped(text: str, first: str, other: str, width: int) -> list[str]:
     return textwrap.wrap(
         text,
         width,
         initial_indent=first,
-        subsequent_indent=after,
+        subsequent_indent=other,
         break_on_hyphens=False,
         break_long_words=False,
     )

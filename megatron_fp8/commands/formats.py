@@ -104,7 +104,7 @@ def _print(table: str | None) -> None:
     """Print one table, or the picture and all tables except the one of all values."""
     from ..study.formats import picture, tables
 
-    shown: dict[str, Callable[[], str]] = {
+    texts: dict[str, Callable[[], str]] = {
         "formats": tables.show_formats,
         "values": tables.show_values,
         "magnitudes": tables.show_magnitudes,
@@ -114,7 +114,7 @@ def _print(table: str | None) -> None:
     if table is None:
         print(picture.terminal())
     for name, title in _TITLES.items():
-        show = shown[name]
+        show = texts[name]
         if name == table or (table is None and name != "values"):
             print(f"\n{title}\n\n{show()}" if table is None else show(), flush=True)
     if table is None:

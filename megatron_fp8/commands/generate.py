@@ -178,13 +178,13 @@ def _stream(prepared: _Prepared) -> None:
     # An output encoding with few characters shows the others as escapes.
     getattr(sys.stdout, "reconfigure", lambda **options: None)(errors="backslashreplace")
     # A model's text is untrusted: a terminal gets no control characters, a file or pipe gets every byte.
-    shown = printable if sys.stdout.isatty() else str
+    as_text = printable if sys.stdout.isatty() else str
     generated: list[int] = []
     start, first = time.perf_counter(), 0.0
     for text in _texts(tokens, prompt, generated, restored.tokenizer):
         first = first or time.perf_counter() - start
         if launch.rank == 0:
-            print(shown(text), end="", flush=True)
+            print(as_text(text), end="", flush=True)
     seconds = time.perf_counter() - start
     if launch.rank == 0:
         print(flush=True)
@@ -204,11 +204,11 @@ def _texts(
     All ids are decoded again each time: a token's text may depend on earlier tokens. An incomplete character appears as
     U+FFFD at the end, and waits for its other bytes.
     """
-    shown = 0
+    printed = 0
     for token in tokens:
         generated.append(int(token))
         text = tokenizer.decode(prompt + generated)
-        whole = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
-        yield text[shown:whole]
-        shown = max(shown, whole)
-    yield tokenizer.decode(prompt + generated)[shown:]
+        complete = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
+        yield text[printed:complete]
+        printed = max(printed, complete)
+    yield tokenizer.decode(prompt + generated)[printed:]

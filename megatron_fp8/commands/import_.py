@@ -99,8 +99,8 @@ def _import(prepared: _Prepared) -> None:
     from ..huggingface.importer import import_directory
 
     sharing, run_dir = prepared.sharing, prepared.run_dir
-    shown = tensors_shown if sharing.rank == 0 else lambda names, _: names
-    done = import_directory(prepared.source, run_dir, shown, prepared.tokenizer, sharing)
+    progress = tensors_shown if sharing.rank == 0 else lambda names, _: names
+    done = import_directory(prepared.source, run_dir, progress, prepared.tokenizer, sharing)
     if sharing.rank != 0:
         return
     kept_scales = f" ({done.kept_scales} keep their scales beside them)" if done.kept_scales else ""

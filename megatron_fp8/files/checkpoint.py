@@ -74,10 +74,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"{str(path)!r} {error}.") from error
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is damaged ({error}): {use_another(folder)}") from error
-    named = _NAMED.fullmatch(Path(os.path.abspath(folder)).name)
-    if named and int(named[1]) != manifest.iteration:
+    match = _NAMED.fullmatch(Path(os.path.abspath(folder)).name)
+    if match and int(match[1]) != manifest.iteration:
         raise ValueError(
-            f"{str(path)!r} is of iteration {manifest.iteration}, and its folder is named {named[0]}: one of them was"
+            f"{str(path)!r} is of iteration {manifest.iteration}, and its folder is named {match[0]}: one of them was"
             f" changed. {use_another(folder)}"
         )
     return manifest
@@ -148,11 +148,11 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str] | None = 
 
 def check_listed(folder: Path, manifest: Manifest) -> None:
     """Raise ValueError if tensors lie in a file that the manifest does not list, and so does not protect."""
-    used = {METADATA, *(place.relative_path for place in read_metadata(folder).storage_data.values())}
-    used |= {_MEGATRONS} if (folder / _MEGATRONS).exists() else set()
-    if unlisted := sorted(used - set(manifest.files)):
+    used_files = {METADATA, *(place.relative_path for place in read_metadata(folder).storage_data.values())}
+    used_files |= {_MEGATRONS} if (folder / _MEGATRONS).exists() else set()
+    if missing := sorted(used_files - set(manifest.files)):
         raise ValueError(
-            f"the checkpoint {str(folder)!r} is damaged: its manifest does not list {unlisted[0]}. {use_another(folder)}"
+            f"the checkpoint {str(folder)!r} is damaged: its manifest does not list {missing[0]}. {use_another(folder)}"
         )
 
 
@@ -178,7 +178,7 @@ def digest(path: Path) -> str:
     return hasher.hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------------ which folder
+# --------------------------------------------------------------------------------------------------- names and selection
 
 
 def folder_name(iteration: int) -> str:
@@ -218,8 +218,8 @@ def _checkpoints(folder: Path, pattern: str) -> list[Path]:
         raise ValueError(
             f"{str(folder)!r} cannot be listed ({error.strerror}): check its permissions."
         ) from error
-    named = [(int(m[1]), path) for path in entries if (m := re.fullmatch(pattern, path.name))]
-    return [path for _, path in sorted(named)]
+    by_iteration = [(int(m[1]), path) for path in entries if (m := re.fullmatch(pattern, path.name))]
+    return [path for _, path in sorted(by_iteration)]
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -262,8 +262,8 @@ def find_checkpoint(path: Path) -> Path:
         # A folder without read permission is reported by read_manifest.
         if os.path.exists(folder / MANIFEST) or not os.path.isdir(folder):
             continue
-        if found := latest_checkpoint(folder):
-            return found
+        if latest := latest_checkpoint(folder):
+            return latest
     read_manifest(path)
     return path
 

@@ -36,13 +36,13 @@ def replace_file(path: Path, content: str | bytes) -> None:
     """
     if path.exists() and not path.is_dir():
         ordinary(path.stat())
-    beside = path.with_name(f".{path.name}.new")
-    discard(beside)  # left by a killed process, or a link that would be followed
+    temporary = path.with_name(f".{path.name}.new")
+    discard(temporary)  # left by a killed process, or a link that would be followed
     try:
-        write_file(beside, content)
-        beside.replace(path)
+        write_file(temporary, content)
+        temporary.replace(path)
     except BaseException:  # after a full disk no partial file remains
-        discard(beside)
+        discard(temporary)
         raise
     sync(path.parent)
 
@@ -61,8 +61,8 @@ def discard(path: Path) -> None:
 def free_name(path: Path) -> Path:
     """``path-1``, ``path-2``, ...: the first number after all existing ones."""
     start = f"{path.name}-"
-    taken = [entry.name[len(start) :] for entry in path.parent.glob(f"{start}*")]
-    return path.with_name(f"{start}{1 + max((int(n) for n in taken if n.isdecimal()), default=0)}")
+    suffixes = [entry.name[len(start) :] for entry in path.parent.glob(f"{start}*")]
+    return path.with_name(f"{start}{1 + max((int(n) for n in suffixes if n.isdecimal()), default=0)}")
 
 
 def unseen(folder: Path, sizes: dict[str, int], patience: float) -> list[str]:
@@ -72,10 +72,10 @@ def unseen(folder: Path, sizes: dict[str, int], patience: float) -> list[str]:
     """
     deadline, pause = time.monotonic() + patience, 0.02
     while missing := [name for name, size in sizes.items() if _size(folder / name) != size]:
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             break
-        time.sleep(min(pause, left))
+        time.sleep(min(pause, remaining))
         pause = min(2 * pause, 1.0)
         _refresh(folder)
     return missing

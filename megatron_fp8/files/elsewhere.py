@@ -1,4 +1,4 @@
-"""A hint at the folder of a run's checkpoints, for messages; the hint is not followed.
+"""A hint for messages: a run's checkpoint folder from its config.yaml. Nothing follows it.
 
 A run's folder may come from another user. If its config.yaml could choose what is read, `export` of such a folder could
 disclose one of the reader's own checkpoints. A relative path was relative to the run's working directory, which is not

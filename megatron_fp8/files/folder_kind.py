@@ -16,8 +16,8 @@ _MOST = 6
 
 def is_run(folder: Path) -> bool:
     """Whether a folder belongs to a run that has trained, or was made by `import`."""
-    made = (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir()
-    return made or any((folder / name).is_file() for name in RUN_FILES)
+    imported = (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir()
+    return imported or any((folder / name).is_file() for name in RUN_FILES)
 
 
 def is_model_directory(folder: Path) -> bool:

@@ -128,8 +128,8 @@ def records_until(
     lines: list[tuple[bytes, dict[str, Any]]] = []
     wrong: list[str] = []
     if finished and path.is_file():
-        whole = path.read_bytes().rpartition(b"\n")[0]
-        for number, line in enumerate(whole.split(b"\n") if whole else [], 1):
+        complete = path.read_bytes().rpartition(b"\n")[0]
+        for number, line in enumerate(complete.split(b"\n") if complete else [], 1):
             try:
                 record = _parsed(path, number, line)
                 if Line(path, number, record).iteration(first) <= finished:

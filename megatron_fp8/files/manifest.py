@@ -138,7 +138,7 @@ def checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(plain.encode("ascii")).hexdigest()
 
 
-# ----------------------------------------------------------------------------------------------- what values may be
+# ----------------------------------------------------------------------------------------------- rules for values
 
 Rule = tuple[Callable[[Any], bool], str]
 

@@ -37,8 +37,8 @@ class Appended:
         try:
             self._follow(self._file)
             while self._waiting:
-                written = os.write(self._file, self._waiting)
-                self._waiting, self._length = self._waiting[written:], self._length + written
+                count = os.write(self._file, self._waiting)
+                self._waiting, self._length = self._waiting[count:], self._length + count
         except OSError as error:
             self._warn(error)
         return len(record)
@@ -109,8 +109,8 @@ class Board:
 
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{socket.gethostname()}.{os.getpid()}"
-        taken = sum(1 for _ in folder.glob(f"{name}.*"))
-        self._file = Appended(folder / f"{name}.{taken}")
+        number = sum(1 for _ in folder.glob(f"{name}.*"))
+        self._file = Appended(folder / f"{name}.{number}")
         self._framed, self._event = framed, event_pb2.Event
         self._add(file_version="brain.Event:2")
         if first:
@@ -160,7 +160,7 @@ def continued(path: Path, finished: int, first: int = 0, each: range = range(0))
             stacklevel=2,
         )
     # Atomic: a run that is killed here has the old file or the new one.
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_bytes(b"".join(line + b"\n" for line, _ in lines))
-    beside.replace(path)
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_bytes(b"".join(line + b"\n" for line, _ in lines))
+    temporary.replace(path)
     return Appended(path)

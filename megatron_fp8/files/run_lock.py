@@ -167,33 +167,33 @@ class RunLock:
 
     def _take_over(self, say: Callable[[str], None]) -> None:
         """Take over an existing lock, if no run holds it."""
-        found, reason = _read(self.path), ""
+        content, reason = _read(self.path), ""
         while not reason:
-            if found is None:
+            if content is None:
                 if self._create():
                     return
-                found = self._watch(None)
-            elif self._lives_here(found):
-                self._refuse(found)
-            elif not (reason := self._free_at_once(found)):
+                content = self._watch(None)
+            elif self._lives_here(content):
+                self._refuse(content)
+            elif not (reason := self._free_at_once(content)):
                 say(
-                    f"{str(self.path)!r} is another run's ({_who(found)}): waiting up to {self._stale:.0f} s to see"
+                    f"{str(self.path)!r} is another run's ({_who(content)}): waiting up to {self._stale:.0f} s to see"
                     " whether it lives"
                 )
-                now = self._watch(found)
-                if now and now != found and now.get("owner") == found.get("owner"):
+                now = self._watch(content)
+                if now and now != content and now.get("owner") == content.get("owner"):
                     self._refuse(now)
-                if now == found:
+                if now == content:
                     reason = f"it was not renewed for {self._stale:.0f} s"
-                found = now
-        assert found is not None
-        if (now := _read(self.path)) != found:
+                content = now
+        assert content is not None
+        if (now := _read(self.path)) != content:
             self._refuse(now or {})
         self._write()
         time.sleep(_SETTLE_S)  # if two runs take over at once, the later one wins
         if not self._is_ours(now := _read(self.path)):
             self._refuse(now or {})
-        say(f"took over the lock of {_who(found)}: {reason}")
+        say(f"took over the lock of {_who(content)}: {reason}")
 
     def _is_ours(self, content: dict[str, Any] | None) -> bool:
         return content is not None and content["owner"] == self._record["owner"]
@@ -205,37 +205,39 @@ class RunLock:
             _who(holder),
         )
 
-    def _watch(self, found: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _watch(self, content: dict[str, Any] | None) -> dict[str, Any] | None:
         """The lock's content once it changes; `found` if it stays the same until it is stale."""
         deadline = time.monotonic() + self._stale
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._stale / 20))
             now = _read(self.path)
-            if now != found:
+            if now != content:
                 return now
-        return found
+        return content
 
-    def _free_at_once(self, found: dict[str, Any]) -> str:
+    def _free_at_once(self, content: dict[str, Any]) -> str:
         """The reason to take over a lock without waiting; '' if there is none."""
-        if found.get("job") and found["job"] == self._record["job"]:
+        if content.get("job") and content["job"] == self._record["job"]:
             return "it is of this very job"
-        if self._is_of_here(found) and _process(found["pid"]) != found["process"]:
+        if self._is_of_here(content) and _process(content["pid"]) != content["process"]:
             return "its process has ended"
         return ""
 
-    def _lives_here(self, found: dict[str, Any]) -> bool:
+    def _lives_here(self, content: dict[str, Any]) -> bool:
         """Whether a lock's owner is a living process of this machine, which SLURM is not about to end.
 
         torchrun ends its ranks before it starts others: a living one belongs to another torchrun with the same
         --rdzv-id.
         """
-        being_ended = found.get("job") == self._record["job"] and self._record["job"].startswith(_OF_SLURM)
-        return self._is_of_here(found) and _process(found["pid"]) == found["process"] and not being_ended
+        being_ended = content.get("job") == self._record["job"] and self._record["job"].startswith(_OF_SLURM)
+        return (
+            self._is_of_here(content) and _process(content["pid"]) == content["process"] and not being_ended
+        )
 
-    def _is_of_here(self, found: dict[str, Any]) -> bool:
-        return _same_machine(self._record["process"], found)
+    def _is_of_here(self, content: dict[str, Any]) -> bool:
+        return _same_machine(self._record["process"], content)
 
-    # --------------------------------------------------------------------------------------------------- keeping it
+    # --------------------------------------------------------------------------------------------------- renewal
 
     def _keep_alive(self) -> None:
         warned = False
@@ -261,22 +263,22 @@ class RunLock:
 
 def surely_ended(path: Path) -> bool:
     """Whether a lock's owner was a process of this machine and container that has ended."""
-    found = _read(path)
+    content = _read(path)
     return (
-        found is not None
-        and _same_machine(_process(os.getpid()), found)
-        and _process(found["pid"]) != found["process"]
+        content is not None
+        and _same_machine(_process(os.getpid()), content)
+        and _process(content["pid"]) != content["process"]
     )
 
 
-def _same_machine(mine: dict[str, str] | None, found: dict[str, Any]) -> bool:
+def _same_machine(own_process: dict[str, str] | None, content: dict[str, Any]) -> bool:
     """Whether a lock's process entry refers to processes that are visible here."""
-    theirs = found.get("process")
+    owner_process = content.get("process")
     return (
-        mine is not None
-        and isinstance(theirs, dict)
-        and theirs.get("machine") == mine["machine"]
-        and "pid" in found
+        own_process is not None
+        and isinstance(owner_process, dict)
+        and owner_process.get("machine") == own_process["machine"]
+        and "pid" in content
     )
 
 

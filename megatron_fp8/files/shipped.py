@@ -28,13 +28,13 @@ def config_hint(word: str) -> str:
 
 def which_config(given: str) -> str:
     """For messages: shipped configs with a similar name, and the list of all."""
-    known = list(shipped_configs())
+    names = list(shipped_configs())
     name = Path(given).stem.lower()
-    near = [one for one in known if name and one.startswith(name)] or difflib.get_close_matches(
-        name, known, n=1
-    )
+    near = [
+        known_name for known_name in names if name and known_name.startswith(name)
+    ] or difflib.get_close_matches(name, names, n=1)
     hint = f"Did you mean {' or '.join(near)}? " if near else ""
-    return f"{hint}Shipped ones, by name: {', '.join(known)}."
+    return f"{hint}Shipped ones, by name: {', '.join(names)}."
 
 
 def find_config(given: str) -> str:
@@ -44,5 +44,5 @@ def find_config(given: str) -> str:
     """
     if os.path.exists(given) or os.path.basename(given) != given:
         return given
-    found = shipped_configs().get(given.removesuffix(".yaml"))
-    return given if found is None else str(found)
+    shipped = shipped_configs().get(given.removesuffix(".yaml"))
+    return given if shipped is None else str(shipped)

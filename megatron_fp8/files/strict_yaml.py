@@ -116,7 +116,7 @@ class _Check:
 
     def _keys(self, section: yaml.MappingNode) -> None:
         """Check that each key is a name and occurs once: PyYAML would silently drop the first one."""
-        seen: set[str] = set()
+        names: set[str] = set()
         for key, _ in section.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
@@ -127,11 +127,11 @@ class _Check:
                     f"the key {key.value[:60]!r} in line {line} must be a name, and is read as"
                     f" {type(name).__name__}: put it in quotes"
                 )
-            if name in seen:
+            if name in names:
                 raise yaml.YAMLError(
                     f"the key {key.value!r} stands twice, again in line {line}: keep one of them"
                 )
-            seen.add(name)
+            names.add(name)
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         """The scalar's value, which the loader caches. PyYAML raises various errors if a text does not fit its tag."""
@@ -139,10 +139,10 @@ class _Check:
         if node.tag == _INT and len(node.value) > _LONGEST_NUMBER:
             raise yaml.YAMLError(f"the number in line {line} has too many digits")
         try:
-            found = self._loader.construct_object(node)
+            value = self._loader.construct_object(node)
         except (ValueError, IndexError, KeyError, AttributeError, OverflowError) as error:
             kind, why = node.tag.rpartition(":")[2], f": {error}" if isinstance(error, ValueError) else ""
             raise yaml.YAMLError(f"{node.value[:60]!r} in line {line} is no {kind}{why}") from error
-        if isinstance(found, str) and not found.isascii() and any("\ud800" <= c <= "\udfff" for c in found):
+        if isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
             raise yaml.YAMLError(f"the text in line {line} has half of a character (\\ud800 to \\udfff)")
-        return found
+        return value

@@ -90,11 +90,11 @@ def _decides(name: str) -> bool:
 
 
 def _of_model(run: RunConfig, manifest: Manifest) -> list[Change]:
-    before = run_of_manifest(manifest).get("model")
-    if before is None:
+    saved = run_of_manifest(manifest).get("model")
+    if saved is None:
         return []
-    found = differences(before, run.to_dict()["model"], plain_defaults())
-    return [Change(f"model.{name}", *values) for name, values in found.items()]
+    changes = differences(saved, run.to_dict()["model"], plain_defaults())
+    return [Change(f"model.{name}", *values) for name, values in changes.items()]
 
 
 def plain_defaults() -> dict[str, Any]:
@@ -104,12 +104,12 @@ def plain_defaults() -> dict[str, Any]:
 
 def _tokenizer_change(run: RunConfig, manifest: Manifest, tokenizer: Any) -> list[Change]:
     """Compares content; if the manifest has no digest, only whether it was a file or bytes."""
-    before = manifest.facts.get("tokenizer")
-    if before is not None:
+    saved = manifest.facts.get("tokenizer")
+    if saved is not None:
         return (
             []
-            if before == tokenizer_fact(tokenizer)
-            else [Change("data.tokenizer", before, tokenizer_fact(tokenizer))]
+            if saved == tokenizer_fact(tokenizer)
+            else [Change("data.tokenizer", saved, tokenizer_fact(tokenizer))]
         )
     data = manifest.facts.get("run", {}).get("data")
     if data is None:
@@ -166,12 +166,12 @@ def may_change(run: RunConfig, manifest: Manifest, data: list[str]) -> list[Chan
         data: a digest of each data set. If the manifest has none, only paths are compared.
     """
     changed = [change for change in _of_model(run, manifest) if not _decides(change.name)]
-    before, now = manifest.facts.get("run", {}), run.to_dict()
+    saved_run, now = manifest.facts.get("run", {}), run.to_dict()
     identified = "tokenizer" in manifest.facts  # by content, wherever the file is
     for section in _SAID:
         changed += [
             Change(f"{section}.{name}", value, now[section][name])
-            for name, value in before.get(section, {}).items()
+            for name, value in saved_run.get(section, {}).items()
             if name in now[section]
             and value != now[section][name]
             and not (name == "tokenizer" and identified)
@@ -188,7 +188,7 @@ def may_change(run: RunConfig, manifest: Manifest, data: list[str]) -> list[Chan
 
 
 def _short(value: Any) -> str:
-    shown = str(value) if isinstance(value, str) and value.isprintable() and value else repr(value)
-    if isinstance(value, Mapping) and len(shown) > 60:
+    text = str(value) if isinstance(value, str) and value.isprintable() and value else repr(value)
+    if isinstance(value, Mapping) and len(text) > 60:
         return f"{len(value)} entries"
-    return shown if len(shown) <= 60 else shown[:57] + "..."
+    return text if len(text) <= 60 else text[:57] + "..."

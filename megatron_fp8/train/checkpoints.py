@@ -76,20 +76,20 @@ def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
     def find() -> tuple[Path, Manifest] | None:
         if run.resume == "auto":
             folder = checkpoint_folder(run)
-            found = latest_checkpoint(folder) or started_from.find(folder)
-            _say_what_is_passed_over(folder, found)
-        elif (found := _saved_by_this_job(run)) is None and run.resume != "never":
+            checkpoint_path = latest_checkpoint(folder) or started_from.find(folder)
+            _say_what_is_passed_over(folder, checkpoint_path)
+        elif (checkpoint_path := _saved_by_this_job(run)) is None and run.resume != "never":
             try:
-                found = find_checkpoint(Path(run.resume))
+                checkpoint_path = find_checkpoint(Path(run.resume))
             except ValueError as error:
                 raise ValueError(f"--resume={run.resume}: {error}") from error
-            found = _begun_by_this_job(run, found)
-        if found is None:
+            checkpoint_path = _begun_by_this_job(run, checkpoint_path)
+        if checkpoint_path is None:
             return None
-        manifest = read_manifest(found)
-        _check_state(found, manifest)
-        binding.check(run, found, manifest, tokenizer, ", or --resume=never")
-        return found, manifest
+        manifest = read_manifest(checkpoint_path)
+        _check_state(checkpoint_path, manifest)
+        binding.check(run, checkpoint_path, manifest, tokenizer, ", or --resume=never")
+        return checkpoint_path, manifest
 
     chosen = on_first_rank(find)
     if chosen is not None:
@@ -110,8 +110,8 @@ def _saved_by_this_job(run: RunConfig) -> Path | None:
     """
     if not (job := _job_again()):
         return None
-    found = latest_checkpoint(checkpoint_folder(run))
-    return found if found is not None and read_manifest(found).facts.get("job") == job else None
+    latest = latest_checkpoint(checkpoint_folder(run))
+    return latest if latest is not None and read_manifest(latest).facts.get("job") == job else None
 
 
 def _begun_by_this_job(run: RunConfig, named: Path) -> Path:
@@ -127,20 +127,20 @@ def _begun_by_this_job(run: RunConfig, named: Path) -> Path:
         started = started_from.read(folder)
         if started is None or started.job != job or not _is_in(started.checkpoint, run.resume):
             return named
-        found = started_from.find(folder)
+        base = started_from.find(folder)
     except ValueError as error:
         warnings.warn(
             f"this attempt goes on from {named}, the earlier ones may not have: {error}", stacklevel=2
         )
         return named
-    if found is None or same_place(found, named):
+    if base is None or same_place(base, named):
         return named
     warnings.warn(
-        f"--resume={run.resume} means {named} by now. Training goes on from {found}, where this job began before: another"
+        f"--resume={run.resume} means {named} by now. Training goes on from {base}, where this job began before: another"
         " job goes on from the first.",
         stacklevel=2,
     )
-    return found
+    return base
 
 
 def _is_in(checkpoint: Path, resume: str) -> bool:
@@ -167,21 +167,21 @@ def _check_state(folder: Path, manifest: Manifest) -> None:
         )
 
 
-def _say_what_is_passed_over(folder: Path, found: Path | None) -> None:
+def _say_what_is_passed_over(folder: Path, start: Path | None) -> None:
     """Warn of newer checkpoints than the chosen one: not finite ones, and those that `latest` does not name."""
     for path in complete_checkpoints(folder)[-1:]:
-        if found and iteration_of(path) > iteration_of(found):
+        if start and iteration_of(path) > iteration_of(start):
             warnings.warn(
-                f"{str(folder / LATEST)!r} names {found.name}, and {path.name} is newer. Training goes on from the first,"
+                f"{str(folder / LATEST)!r} names {start.name}, and {path.name} is newer. Training goes on from the first,"
                 " and moves the other out of the way: where it did not go back on purpose, --resume of that one goes on"
                 " from there.",
                 stacklevel=2,
             )
     for path in not_finite_checkpoints(folder)[-1:]:
-        good = iteration_of(found) if found and found.parent == folder else -1
+        good = iteration_of(start) if start and start.parent == folder else -1
         if int(path.name.rpartition("_")[2]) > good:
             warnings.warn(
-                f"{str(path)!r} holds NaN or Inf and is passed over: training goes on from {found or 'the beginning'}.",
+                f"{str(path)!r} holds NaN or Inf and is passed over: training goes on from {start or 'the beginning'}.",
                 stacklevel=2,
             )
 
@@ -225,11 +225,11 @@ def resume(
             _note(f"accepted, it computes something else from here on: {', '.join(map(str, accepted))}")
         )
     lines += map(_note, resumed.notes)
-    begun = manifest.iteration > 0  # an imported model has no sample order and no streams
-    if begun and resumed.new_streams:
+    has_trained = manifest.iteration > 0  # an imported model has no sample order and no streams
+    if has_trained and resumed.new_streams:
         seed_streams(zlib.crc32(f"{run.train.seed} {manifest.iteration}".encode()))
         lines.append(_note(f"{resumed.new_streams}: random streams (dropout) start anew"))
-    if begun:
+    if has_trained:
         changed = binding.may_change(run, manifest, data)
         lines += [_note(f"not as it was: {', '.join(map(str, changed))}")] if changed else []
         lines += map(_note, _data_notes(changed))

@@ -1,7 +1,7 @@
 """Initial weights independent of the parallel layout.
 
 Megatron-Core draws weights in the order in which each rank builds its layers. So another number of pipeline stages
-gives another model, and expert-parallel ranks draw identical experts. Here every matrix is drawn whole, with the
+gives another model, and expert-parallel ranks draw identical experts. Here every matrix is drawn in full, with the
 standard deviation of Megatron-Core's config, from a generator seeded by the run's seed and the matrix's global name.
 Each rank then copies its shard.
 """

@@ -194,25 +194,27 @@ class Trainer:
 
     def _say_skipped(self, iteration: int) -> None:
         """Report why the first step of a row was skipped on all ranks. Collective."""
-        found = first_not_finite(self.stepper.chunks)
-        why = found[1] if found else "the loss was not finite"
+        first = first_not_finite(self.stepper.chunks)
+        why = first[1] if first else "the loss was not finite"
         self._event(iteration, "skip", why)
         if self.display:
             self.display.say(f"warning: the step of iteration {iteration} was skipped on all ranks: {why}.")
 
     def _check_end(self, summary: dict[str, float]) -> None:
         """Raise TrainingFailed on all ranks if the run ends without a usable model."""
-        done, row, taken = int(summary["iteration"]), self.liveness.row, self.liveness.taken
-        if row > taken:
+        done, row, steps_taken = int(summary["iteration"]), self.liveness.row, self.liveness.taken
+        if row > steps_taken:
             what = (
-                f"of {row + taken} steps the last {row} were skipped" if taken else "no step could be taken"
+                f"of {row + steps_taken} steps the last {row} were skipped"
+                if steps_taken
+                else "no step could be taken"
             )
             self._fail(what, done - row)
         if not math.isfinite(summary.get("validation_loss", 0.0)):
             self._fail("the last validation's loss is not finite", done - 1)
         if row:
-            found = first_not_finite(self.stepper.chunks)
-            if found and found[0] == "weight":
+            first = first_not_finite(self.stepper.chunks)
+            if first and first[0] == "weight":
                 self._fail(f"the last {row} steps were skipped", done - row)
         if self.stepper.state_is_damaged():
             self._fail("the optimizer or FP8 state of a rank is damaged", done - 1)
@@ -222,9 +224,9 @@ class Trainer:
         """Raise TrainingFailed on all ranks if replicated state differs between ranks after an iteration."""
         if iteration == self._compared:
             return
-        if found := self.stepper.differing():
+        if problem := self.stepper.differing():
             raise TrainingFailed(
-                f"training failed: after iteration {iteration} {found}. A memory or a processor has changed bits, which"
+                f"training failed: after iteration {iteration} {problem}. A memory or a processor has changed bits, which"
                 f" no step can mend. {self._back(iteration - 1)}; where it comes again, leave that rank's node out."
             )
         self._compared = iteration
@@ -238,8 +240,8 @@ class Trainer:
 
     def _fail(self, what: str, last_good: int) -> NoReturn:
         """Raise TrainingFailed: what happened, where, and the newest checkpoint of at most `last_good`."""
-        found = first_not_finite(self.stepper.chunks, self.stepper.check)
-        where = f"; first, {found[1]}" if found else ""
+        first = first_not_finite(self.stepper.chunks, self.stepper.check)
+        where = f"; first, {first[1]}" if first else ""
         skipped, steps = self.liveness.skipped, self.liveness.skipped + self.liveness.taken
         remedy = "a lower optimizer.lr, a longer optimizer.lr_warmup_iters or other data"
         if self.run.model.fp16 and self.run.optimizer.loss_scale:

@@ -96,8 +96,8 @@ def model_flops_per_token(active: int, vocab_rows: int, hidden: int, layers: int
 
 def lacks_validation(folder: Path, iteration: int) -> bool:
     """Whether a run's validation.jsonl has no complete record of this iteration. Raises OSError."""
-    found, _ = records_until(folder / "validation.jsonl", iteration)
-    return not (found and found[-1][1]["iteration"] == iteration)
+    records, _ = records_until(folder / "validation.jsonl", iteration)
+    return not (records and records[-1][1]["iteration"] == iteration)
 
 
 class MetricsWriter:

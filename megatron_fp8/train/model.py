@@ -133,9 +133,9 @@ def build_optimizer(config: TransformerConfig, run: RunConfig, chunks: list[Any]
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if section.overlap_grad_reduce:
-        one = len(chunks) == 1
-        config.no_sync_func = chunks[0].no_sync if one else [chunk.no_sync for chunk in chunks]
-        if not one:  # interleaved stages signal when a chunk's gradients are complete
+        single_chunk = len(chunks) == 1
+        config.no_sync_func = chunks[0].no_sync if single_chunk else [chunk.no_sync for chunk in chunks]
+        if not single_chunk:  # interleaved stages signal when a chunk's gradients are complete
             config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
             if section.overlap_param_gather:
                 config.param_sync_func = [chunk.start_param_sync for chunk in chunks]

@@ -190,9 +190,9 @@ def replay(
     shards = other_shards(manifest.facts.get("layout") or {}, run.model, subject.plans.values(), options)
     if shards is not None:
         lines.append(shards.line())
-    as_it_ran = not skipped_samples and config is None and recipe is None and fp8 is None
+    unchanged = not skipped_samples and config is None and recipe is None and fp8 is None
     recorded = (
-        recorded_loss(run_folder_of(folder), first, saved.get("model", {}), options) if as_it_ran else None
+        recorded_loss(run_folder_of(folder), first, saved.get("model", {}), options) if unchanged else None
     )
     return Replay(subject, run, folder, manifest.iteration, first, lines, shards, recorded)
 
@@ -351,10 +351,10 @@ class RunSubject:
 
     def merge(self, table: Table) -> Table:
         """Sum a table over the ranks that hold different elements; replicas count once. Collective."""
-        mine = {name: row for name, row in table.items() if _counts_here(self._names[name])}
-        widths = union({name: len(row) for name, row in mine.items()})
+        own_rows = {name: row for name, row in table.items() if _counts_here(self._names[name])}
+        widths = union({name: len(row) for name, row in own_rows.items()})
         zeros = {name: (0.0,) * width for name, width in widths.items()}
-        flat = [value for name in zeros for value in mine.get(name, zeros[name])]
+        flat = [value for name in zeros for value in own_rows.get(name, zeros[name])]
         sums = torch.tensor(flat, dtype=torch.float64, device=device_of(None))
         dist.all_reduce(sums)
         flat_sums = iter(sums.tolist())
@@ -377,7 +377,7 @@ class RunSubject:
 
 
 def _sites(chunks: list[Any]) -> dict[str, GemmSite]:
-    found = {}
+    sites = {}
     for linear in fp8_linears(chunks):
         site = linear.fp8_site
         if not isinstance(site, GemmSite):
@@ -386,8 +386,8 @@ def _sites(chunks: list[Any]) -> dict[str, GemmSite]:
                 " --model.fp8_backend=emulated (or native)"
             )
         if site.is_fp8:
-            found[site.plan.name] = site
-    return found
+            sites[site.plan.name] = site
+    return sites
 
 
 def _counts_here(parameter: torch.nn.Parameter) -> bool:

@@ -74,13 +74,13 @@ def device_name() -> str:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of packages that affect results and speed; missing packages are omitted."""
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            result[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def _parallel(config: Any, launcher: str) -> dict[str, Any]:
@@ -144,12 +144,10 @@ def format_report(report: dict[str, Any]) -> str:
     return "\n".join([*lines, *_precision_map(report["sites"])])
 
 
-def _parameters(counted: dict[str, int]) -> str:
+def _parameters(counts: dict[str, int]) -> str:
     """Number of parameters, and with experts the number that one token uses."""
-    text = (
-        f"{counted['total']:,} total, {counted['non_embedding']:,} without embeddings and output projection"
-    )
-    return text + (f", of which a token meets {counted['active']:,}" if "active" in counted else "")
+    text = f"{counts['total']:,} total, {counts['non_embedding']:,} without embeddings and output projection"
+    return text + (f", of which a token meets {counts['active']:,}" if "active" in counts else "")
 
 
 def _weights(fp8_param: dict[str, Any] | None) -> list[str]:

@@ -122,20 +122,20 @@ class RunRecord:
         A relative checkpoint.folder was relative to the run's working directory; its absolute path is in report.json.
         Raises PlaceNotKnown if report.json has none; ValueError.
         """
-        named = self.config().get("checkpoint", {}).get("folder")
-        if not isinstance(named, str | None):
+        path = self.config().get("checkpoint", {}).get("folder")
+        if not isinstance(path, str | None):
             raise ValueError(
-                f"{str(self.folder / 'config.yaml')!r} has checkpoint.folder={named!r}, and that is a path or null: bring"
+                f"{str(self.folder / 'config.yaml')!r} has checkpoint.folder={path!r}, and that is a path or null: bring"
                 " it back as train wrote it, or give another run."
             )
-        if not named:
+        if not path:
             return self.folder / "checkpoints"
-        if Path(named).is_absolute():
-            return Path(named)
+        if Path(path).is_absolute():
+            return Path(path)
         recorded = self.report().get("checkpoints") if self.has("report.json") else None
         if not isinstance(recorded, str) or not Path(recorded).is_absolute():
             raise PlaceNotKnown(
-                f"{str(self.folder / 'config.yaml')!r} has checkpoint.folder={named!r}, which counts from where that run"
+                f"{str(self.folder / 'config.yaml')!r} has checkpoint.folder={path!r}, which counts from where that run"
                 " was started, and its report.json has no whole one (checkpoints): write the whole path into config.yaml."
             )
         return Path(recorded)
@@ -250,14 +250,14 @@ def _check_phases(phases: Any, path: Path) -> None:
             )
 
 
-def _check_stored(stored: Any, path: Path) -> None:
+def _check_stored(entry: Any, path: Path) -> None:
     kinds = (("weights", int), ("bytes", int), ("values", int), ("warning", (str, type(None))))
-    if stored is not None and not (
-        isinstance(stored, dict)
-        and all(name in stored and isinstance(stored[name], kind) for name, kind in kinds)
+    if entry is not None and not (
+        isinstance(entry, dict)
+        and all(name in entry and isinstance(entry[name], kind) for name, kind in kinds)
     ):
         raise ValueError(
-            f"{str(path)!r} is no run's report: precision.fp8_param is {str(stored)[:60]}, and that has weights, bytes,"
+            f"{str(path)!r} is no run's report: precision.fp8_param is {str(entry)[:60]}, and that has weights, bytes,"
             " values and warning."
         )
 

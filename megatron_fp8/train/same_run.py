@@ -35,7 +35,7 @@ _SAME_NUMBERS = (
 )
 """Options of the model that do not change a run's numbers, except for scales of shards."""
 _NEAR = 0.02
-"""Relative difference below which losses count as equal: sums have another order, dropout is drawn anew."""
+"""Relative difference below which losses count as equal: sums have another order, dropout is drawn again."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ def other_shards(
     recipes = [name for name in _OF_SHARDS if name in names]
     if not sizes or not recipes:
         return None
-    named = [option.partition("=")[0] for option in options]
+    option_names = [option.partition("=")[0] for option in options]
     # Data-parallel ranks hold the same weights; they are needed only if they hold different experts.
     copies = saved.get("data", 1) if saved.get("expert", 1) > 1 else 1
     ranks = math.prod(saved.get(kind) or 1 for kind in ("tensor", "pipeline", "context")) * copies
-    asked = any(f"--model.{_CUTS[kind]}" in named for kind in sizes)
-    return OtherShards(recipes, sizes, ranks, asked)
+    requested = any(f"--model.{_CUTS[kind]}" in option_names for kind in sizes)
+    return OtherShards(recipes, sizes, ranks, requested)
 
 
 def recorded_loss(
@@ -106,8 +106,8 @@ def recorded_loss(
 
     With warm-up or healing the run may have computed it in high precision, which a replay does not.
     """
-    named = (option.partition("=")[0].removeprefix("--model.") for option in options)
-    if any(name not in _SAME_NUMBERS and not name.startswith("--checkpoint.") for name in named):
+    option_names = (option.partition("=")[0].removeprefix("--model.") for option in options)
+    if any(name not in _SAME_NUMBERS and not name.startswith("--checkpoint.") for name in option_names):
         return None
     if not saved_model.get("fp8") or any(
         saved_model.get(f"fp8_high_precision_{phase}") for phase in ("warmup", "healing")

@@ -63,10 +63,10 @@ class StateCheck:
 
     def _count(self, tensors: list[torch.Tensor | Rings]) -> torch.Tensor:
         device = own_device()
-        found = torch.zeros((), dtype=torch.float64, device=device)
+        damaged = torch.zeros((), dtype=torch.float64, device=device)
         for tensor in tensors:
-            found += _bad(tensor).to(device)
-        return found
+            damaged += _bad(tensor).to(device)
+        return damaged
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor | Rings]]:
         names = {}
@@ -95,7 +95,7 @@ def _bad(tensor: torch.Tensor | Rings) -> torch.Tensor:
     if isinstance(tensor, Rings):
         return tensor.damaged()
     if isinstance(tensor, Moment):
-        return torch.stack([_bad(stored) for stored in tensor.stored_tensors()]).any()
+        return torch.stack([_bad(part) for part in tensor.stored_tensors()]).any()
     values = tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()
     if not values.numel():
         return torch.zeros((), dtype=torch.bool, device=values.device)

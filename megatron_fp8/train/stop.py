@@ -129,7 +129,7 @@ class StopRequest:
         """One number for each of REASONS, 1.0 if this rank has recorded it, for a sum over all ranks."""
         if self._steady() >= self._limit - self._lead:
             self._noted[_LIMIT] = True
-        return [float(noted) for noted in self._noted.values()]
+        return [float(recorded) for recorded in self._noted.values()]
 
     def saved_in(self, seconds: float) -> None:
         """Set the duration of the last save: a stop before the time limit reserves twice that, at most half the job."""
@@ -161,8 +161,8 @@ def _job(environ: Mapping[str, str]) -> tuple[float, float]:
         if not (math.isfinite(start) and math.isfinite(end)):
             raise ValueError("not a time")
     except ValueError:
-        shown = ", ".join(f"{name}={environ[name]!r}" for name in names)
+        values = ", ".join(f"{name}={environ[name]!r}" for name in names)
         raise ValueError(
-            f"{shown}: both must be seconds since 1970. Unset them, or set them right."
+            f"{values}: both must be seconds since 1970. Unset them, or set them right."
         ) from None
     return start, end

@@ -169,17 +169,17 @@ class Watchdog:
         """One check, made by the watching thread ten times a second."""
         now, phase = self._clock(), self._phase
         assert phase is not None
-        passed, self._looked = now - self._looked, now
-        if passed > max(_STILL_S, self._least / 2):
-            self._still += passed
+        pause, self._looked = now - self._looked, now
+        if pause > max(_STILL_S, self._least / 2):
+            self._still += pause
             if phase.kind != START:  # there a library may block all threads while it reads
                 self._say(
-                    f"warning: rank {self.rank} on {socket.gethostname()} stood still for {passed:.0f} s: it was stopped,"
+                    f"warning: rank {self.rank} on {socket.gethostname()} stood still for {pause:.0f} s: it was stopped,"
                     " or its machine was suspended or out of memory"
                 )
         elif phase.kind == "step" and self.ranks > 1 and len(self._took.get("step", ())) >= _KNOWN:
             frame = self._main_frame()
-            self.pace.sample(passed, waits=frame is None or waits(frame))
+            self.pace.sample(pause, waits=frame is None or waits(frame))
         elapsed, bound = now - phase.since - self._still, self.bound(phase.kind)
         to_read = self._to_read  # the main thread may reset it at any time
         if to_read and now >= to_read[1]:
@@ -245,15 +245,17 @@ class Watchdog:
         self._spoke = True
         took = sorted(self._took.get(phase.kind, ()))
         usual = f" (of late {took[-2]:.2g} s)" if len(took) >= _KNOWN else ""
-        found = "; ".join(self._differences(folder))
-        self._say(f"waiting     {phase.words} takes {elapsed:.0f} s so far{usual}: {found}. Stacks: {folder}")
+        differences = "; ".join(self._differences(folder))
+        self._say(
+            f"waiting     {phase.words} takes {elapsed:.0f} s so far{usual}: {differences}. Stacks: {folder}"
+        )
 
     def _records(self, folder: Path) -> list[dict[str, Any]]:
-        found = []
+        records = []
         for path in folder.glob("rank-*.txt"):
             with suppress(OSError, ValueError):  # such a rank counts as silent
-                found.append(json.loads(path.read_text().partition("\n")[0]))
-        return sorted(found, key=lambda record: int(record["rank"]))
+                records.append(json.loads(path.read_text().partition("\n")[0]))
+        return sorted(records, key=lambda record: int(record["rank"]))
 
     def _differences(self, folder: Path) -> list[str]:
         """'rank 3 does not answer ...', 'ranks 0, 1, 2 wait in ...': smallest groups first, waiting ranks last."""

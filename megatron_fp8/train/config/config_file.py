@@ -52,10 +52,10 @@ def read_config(path: str, sections: Container[str]) -> dict[str, Any]:
 
 def by_dotted_key(content: dict[str, Any], sections: Container[str]) -> dict[str, Any]:
     """The values of a config file; keys in a section become SECTION.KEY."""
-    found = {}
+    result = {}
     for name, value in content.items():
         entries = (
             {f"{name}.{key}": item for key, item in value.items()} if name in sections else {name: value}
         )
-        found.update(entries)
-    return found
+        result.update(entries)
+    return result

@@ -77,11 +77,11 @@ def _described(key: str) -> str:
 @functools.cache
 def _docstrings(kind: Any) -> dict[str, str]:
     """Field -> its docstring, in a dataclass and its base classes."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for each in kind.__mro__[:-1]:
         for parameter in parse_from_object(each).params:
-            found.setdefault(parameter.arg_name, " ".join((parameter.description or "").split()))
-    return found
+            result.setdefault(parameter.arg_name, " ".join((parameter.description or "").split()))
+    return result
 
 
 def _one_line(text: str) -> str:

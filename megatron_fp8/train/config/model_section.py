@@ -187,9 +187,9 @@ def transformer_config(section: Any) -> TransformerConfig:
     check_positions(section, settings)
     _announce(settings, is_latent)
     kind = MLATransformerConfig if is_latent else TransformerConfig
-    built = fields if is_latent else {name: fields[name] for name in fields if name not in LATENT_FIELDS}
+    arguments = fields if is_latent else {name: fields[name] for name in fields if name not in LATENT_FIELDS}
     try:
-        return kind(**built)
+        return kind(**arguments)
     except Exception as error:  # Megatron-Core raises various errors (assertion, division by 0, ...)
         named_fields = ", ".join(
             f"model.{name}={fields[name]!r}" for name in fields_asked(error) if name in fields
@@ -205,7 +205,7 @@ def _set_fields(section: Any) -> dict[str, Any]:
     """The fields of a TransformerConfig that a model section sets, in the config's form.
 
     Fields at Megatron-Core's default are left out. Fields at the section's own default (such as a recipe of None) are
-    not, so that two names for one setting can be told apart. None is a value like others: the field's rule decides.
+    not, so that two names for one setting can be distinguished. None is a value like others: the field's rule decides.
     """
     fields = dataclasses.fields(TransformerConfig)
     megatrons = {field.name: field.default for field in fields if field.name not in _DEFAULTS}
@@ -262,12 +262,12 @@ def fields_asked(error: BaseException) -> list[str]:
         if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or 0):
             continue
         if isinstance(node, ast.If | ast.Assert):
-            read: ast.AST = node.test
+            expression: ast.AST = node.test
         elif called and isinstance(node, ast.Assign | ast.Expr):
-            read = node.value
+            expression = node.value
         else:
             continue
-        for part in ast.walk(read):
+        for part in ast.walk(expression):
             if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "self":
                 names[part.attr] = None
     return list(names)

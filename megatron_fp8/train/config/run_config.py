@@ -210,13 +210,13 @@ def _typed(arguments: list[str], given: dict[str, tuple[Any, str]]) -> dict[str,
 
 def _rejected_option(key: str, arguments: list[str]) -> tuple[str, str] | None:
     """The first option with this key that the parser rejects, in the form of `given`; None: a file's value is wrong."""
-    for argument, after in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, value = argument.partition("=")
         if name.removesuffix("+") == f"--{key}":
             try:
-                _parser().parse_args([argument] if equals else [argument, after], defaults=False)
+                _parser().parse_args([argument] if equals else [argument, following], defaults=False)
             except Exception:  # as in _typed
-                return (value if equals else after), ""
+                return (value if equals else following), ""
     return None
 
 

@@ -20,7 +20,7 @@ def chat_documents(
 
     A template with ``{% generation %}`` marks the assistant's text itself. With other templates, an answer is what the
     template appends to the prompt: the earlier messages with add_generation_prompt. Some templates change earlier
-    answers once later messages follow (Qwen3 removes their reasoning). Then each answer ends a document of its own, as
+    answers once later messages follow (Qwen3 removes their reasoning). Then each answer ends a separate document, as
     in use of the model.
 
     Args:

@@ -51,15 +51,15 @@ def standard_library_files() -> list[Path]:
     They are shuffled by a hash of the name, so that all splits contain similar files.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    found: list[Path] = []
+    files: list[Path] = []
     for folder, inner, names in os.walk(root):
         # Skipped: installed packages can have ten times as many files.
         inner[:] = (name for name in inner if name not in _NOT_CORPUS)
         paths = (Path(folder, name) for name in names if name.endswith(".py"))
-        found += (path for path in paths if path.is_file())
-    if not found:
+        files += (path for path in paths if path.is_file())
+    if not files:
         raise ValueError(f"no Python source under {root}: give text files with --data.paths.")
-    return sorted(found, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
+    return sorted(files, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
 
 
 def is_prefix(path: str) -> bool:
@@ -103,10 +103,10 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path, rules: Doc
         except OSError as error:
             if _damage(folder):  # else another run that considered this one dead wrote the same content
                 others = isinstance(error, PermissionError) and folder.is_dir()
-                begun = f", or have {str(folder)!r} removed, which another start has begun" if others else ""
+                remedy = f", or have {str(folder)!r} removed, which another start has begun" if others else ""
                 raise ValueError(
                     f"data.cache_dir={str(cache_dir)!r} cannot be written ({in_words(error)}): give another folder with "
-                    f"--data.cache_dir{begun}."
+                    f"--data.cache_dir{remedy}."
                 ) from error
     texts.lost_of(_about(folder).get("lost")).say()
     return str(folder / "corpus")
@@ -137,9 +137,9 @@ def _about(folder: Path) -> Any:
 def _damage(folder: Path) -> str:
     """What is wrong with a prepared text; '' if its files match their digests."""
     try:
-        known = _about(folder)["sha256"]
-        names = (*_PAIR, *(name for name in _MASK if name in known))
-        changed = [name for name in names if digest(folder / name) != known[name]]
+        digests = _about(folder)["sha256"]
+        names = (*_PAIR, *(name for name in _MASK if name in digests))
+        changed = [name for name in names if digest(folder / name) != digests[name]]
     except (KeyError, TypeError):
         return f"{_ABOUT} has no digests"
     except (OSError, ValueError) as error:
@@ -206,7 +206,7 @@ def _ids(document: texts.Document, tokenizer: Tokenizer, lost: texts.Lost) -> tu
     return ids, mask
 
 
-# ---------------------------------------------------------------------------------- checking what is there
+# ---------------------------------------------------------------------------------- checks
 
 
 @dataclass(frozen=True)
@@ -261,8 +261,8 @@ def check_indexed(prefix: str) -> IndexedInfo:
         raise corrupt(index, "its sequence lengths and positions disagree")
     ends = np.frombuffer(content, np.int64, documents, _HEADER_BYTES + 12 * sequences)
     if not documents or ends[0] != 0 or ends[-1] != sequences or (np.diff(ends) < 0).any():
-        found = f"go from {ends[0]} to {ends[-1]}" if documents else "there are none"
-        raise corrupt(index, f"its document ends must rise from 0 to the {sequences} sequences, and {found}")
+        actual = f"go from {ends[0]} to {ends[-1]}" if documents else "there are none"
+        raise corrupt(index, f"its document ends must rise from 0 to the {sequences} sequences, and {actual}")
     tokens = int(lengths.sum())
     if data.stat().st_size != tokens * dtype.itemsize:
         raise corrupt(
@@ -275,12 +275,12 @@ def check_indexed(prefix: str) -> IndexedInfo:
 
 def samples(prefix: str) -> dict[str, int | str | None]:
     """A quick fingerprint of a pair of any size: sizes, and samples of both files. None for a missing file."""
-    found: dict[str, int | str | None] = {}
+    values: dict[str, int | str | None] = {}
     for ending in (".bin", ".idx"):
         path = Path(prefix + ending)
-        found[f"bytes in the {ending}"] = path.stat().st_size if path.is_file() else None
-        found[f"sampled SHA-256 of the {ending}"] = sampled_digest(path)
-    return found | _mask_sample(prefix)
+        values[f"bytes in the {ending}"] = path.stat().st_size if path.is_file() else None
+        values[f"sampled SHA-256 of the {ending}"] = sampled_digest(path)
+    return values | _mask_sample(prefix)
 
 
 def fingerprint(prefix: str) -> dict[str, int | str | None]:
@@ -288,14 +288,14 @@ def fingerprint(prefix: str) -> dict[str, int | str | None]:
 
     It has no times, which differ between nodes. None for a missing file.
     """
-    found: dict[str, int | str | None] = {}
+    values: dict[str, int | str | None] = {}
     for ending in (".bin", ".idx"):
         path = Path(prefix + ending)
-        found[f"bytes in the {ending}"] = path.stat().st_size if path.is_file() else None
+        values[f"bytes in the {ending}"] = path.stat().st_size if path.is_file() else None
     index = Path(prefix + ".idx")
-    found["SHA-256 of the .idx"] = digest(index) if index.is_file() else None
-    found["sampled SHA-256 of the .bin"] = sampled_digest(Path(prefix + ".bin"))
-    return found | _mask_sample(prefix)
+    values["SHA-256 of the .idx"] = digest(index) if index.is_file() else None
+    values["sampled SHA-256 of the .bin"] = sampled_digest(Path(prefix + ".bin"))
+    return values | _mask_sample(prefix)
 
 
 def _mask_sample(prefix: str) -> dict[str, int | str | None]:

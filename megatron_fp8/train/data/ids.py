@@ -53,28 +53,28 @@ def check_ids(prefixes: Sequence[str], vocab_size: int, kept: Path) -> None:
         info, record = check_indexed(prefix), _record_path(prefix, kept)
         return info, record, _load(record, info)
 
-    found = on_first_rank(lambda: [start(prefix) for prefix in prefixes])
-    for prefix, (info, record, seen) in zip(prefixes, found, strict=True):
+    states = on_first_rank(lambda: [start(prefix) for prefix in prefixes])
+    for prefix, (info, record, state) in zip(prefixes, states, strict=True):
         if not info.tokens:
             raise ValueError(f"{prefix!r} holds no tokens: give data that is not empty.")
-        _check(prefix, seen, vocab_size)
-        if seen.read < info.tokens:
-            _read_on(prefix, info, seen, vocab_size, record)
+        _check(prefix, state, vocab_size)
+        if state.read < info.tokens:
+            _read_on(prefix, info, state, vocab_size, record)
 
 
-def _read_on(prefix: str, info: IndexedInfo, seen: _Seen, vocab_size: int, record: Path) -> None:
+def _read_on(prefix: str, info: IndexedInfo, state: _Seen, vocab_size: int, record: Path) -> None:
     """Read the remaining ids, all ranks together. ``record``: its name is a digest from before the read."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     saved_at = time.monotonic()
-    while seen.read < info.tokens:
-        low, high = on_every_rank(partial(_extremes, prefix, info, seen.read + rank * _PART))
+    while state.read < info.tokens:
+        low, high = on_every_rank(partial(_extremes, prefix, info, state.read + rank * _PART))
         negative, high = largest([-low, high])
-        read = min(seen.read + ranks * _PART, info.tokens)
-        _check(prefix, _Seen(-negative, high, read), vocab_size)
-        seen = _Seen(min(seen.low, -negative), max(seen.high, high), read)
-        due = read == info.tokens or time.monotonic() - saved_at > _KEEP_S
+        done = min(state.read + ranks * _PART, info.tokens)
+        _check(prefix, _Seen(-negative, high, done), vocab_size)
+        state = _Seen(min(state.low, -negative), max(state.high, high), done)
+        due = done == info.tokens or time.monotonic() - saved_at > _KEEP_S
         if rank == 0 and due and _is_settled(prefix):
-            _save(record, prefix, seen)
+            _save(record, prefix, state)
             saved_at = time.monotonic()
 
 
@@ -104,18 +104,20 @@ def _check(prefix: str, seen: _Seen, vocab_size: int) -> None:
         )
 
 
-# -------------------------------------------------------------------------------------------- what is kept
+# -------------------------------------------------------------------------------------------- cached results
 
 
-def _record_path(prefix: str, kept: Path) -> Path:
+def _record_path(prefix: str, cache: Path) -> Path:
     """Path of a data set's record. Its name is a digest, which differs after any write and for any other pair.
 
     It covers content as far as `fingerprint` reads, and the file system's times and inode numbers; so it is valid on
     one node's view of the files.
     """
     paths = [os.path.realpath(prefix + ending) for ending in (".bin", ".idx")]
-    seen = [(path, *_times(path), os.stat(path).st_ino) for path in paths]
-    return kept / f"{hashlib.sha256(json.dumps([fingerprint(prefix), seen]).encode()).hexdigest()[:32]}.json"
+    files = [(path, *_times(path), os.stat(path).st_ino) for path in paths]
+    return (
+        cache / f"{hashlib.sha256(json.dumps([fingerprint(prefix), files]).encode()).hexdigest()[:32]}.json"
+    )
 
 
 def _times(path: str) -> tuple[int, int]:
@@ -133,8 +135,8 @@ def _load(record: Path, info: IndexedInfo) -> _Seen:
         content = load_json(read_ordinary(record, _LARGEST_RECORD))
         low, high = content["ids from and to"]
         # An earlier version recorded whole data sets only.
-        seen = _Seen(*map(operator.index, (low, high, content.get("of the first", info.tokens))))
-        return seen if 0 < seen.read <= info.tokens else _Seen(*_NONE, 0)
+        state = _Seen(*map(operator.index, (low, high, content.get("of the first", info.tokens))))
+        return state if 0 < state.read <= info.tokens else _Seen(*_NONE, 0)
     except (OSError, ValueError, KeyError, TypeError):  # no record yet, or a damaged one: read the data
         return _Seen(*_NONE, 0)
 

@@ -37,19 +37,20 @@ def index_name(prefixes: list[str], settings: list[Any]) -> str:
 
     Megatron-Core's own key has the data's paths and the settings, so it would not notice a rewritten file.
     """
-    found = [[prefix, corpus.fingerprint(prefix)] for prefix in prefixes]
-    text = json.dumps([_LAYOUT, megatron.core.__version__, found, settings])
+    fingerprints = [[prefix, corpus.fingerprint(prefix)] for prefix in prefixes]
+    text = json.dumps([_LAYOUT, megatron.core.__version__, fingerprints, settings])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def index_folder(kept: Path, name: str) -> Path:
     """The folder of these indices if it is valid, else a new folder to build them in."""
-    found = kept / name
-    if found.is_dir():
-        if not (problem := damage(found)):
-            return found
+    cached = kept / name
+    if cached.is_dir():
+        if not (problem := damage(cached)):
+            return cached
         warnings.warn(
-            f"the indices of samples in {str(found)!r} are not used but built again: {problem}.", stacklevel=2
+            f"the indices of samples in {str(cached)!r} are not used but built again: {problem}.",
+            stacklevel=2,
         )
     try:
         folder = kept / f".{name}.{uuid.uuid4().hex[:8]}"
@@ -63,15 +64,15 @@ def index_folder(kept: Path, name: str) -> Path:
     return folder
 
 
-def _warn_of_leftovers(kept: Path, ours: Path) -> None:
+def _warn_of_leftovers(cache: Path, own_folder: Path) -> None:
     """Warn of folders that have not changed for a day.
 
     A killed start left them, or a run that lost a race may still read them, on any machine; so they are not removed.
     """
     old = []
-    for path in sorted(kept.glob(f".{'[0-9a-f]' * 32}.{'[0-9a-f]' * 8}")):
+    for path in sorted(cache.glob(f".{'[0-9a-f]' * 32}.{'[0-9a-f]' * 8}")):
         with suppress(OSError):  # it has just been completed; times come from the file system
-            if ours.stat().st_mtime - path.stat().st_mtime > _OLD_S:
+            if own_folder.stat().st_mtime - path.stat().st_mtime > _OLD_S:
                 old.append(str(path))
     if old:
         more = f" and {len(old) - 1} more" if len(old) > 1 else ""
@@ -98,19 +99,19 @@ def keep_indices(built: Path, folder: Path) -> None:
 def damage(folder: Path) -> str:
     """What is wrong with cached indices; '' if they are complete, unchanged and plain numbers."""
     try:
-        known = load_json(read_ordinary(folder / _DIGESTS, _LARGEST))
-        found = {path.name for path in folder.iterdir()} - {_DIGESTS}
-        if not isinstance(known, dict) or found != set(known):
+        digests = load_json(read_ordinary(folder / _DIGESTS, _LARGEST))
+        names = {path.name for path in folder.iterdir()} - {_DIGESTS}
+        if not isinstance(digests, dict) or names != set(digests):
             return "its files are not those that were built"
     except (OSError, ValueError) as error:
         return f"{_DIGESTS} cannot be read ({in_words(error)})"
-    for name in sorted(found):
+    for name in sorted(names):
         path = folder / name
         try:
             ordinary(path.lstat())
             if path.suffix == ".npy":
                 _check_plain(path)
-            if digest(path) != known[name]:
+            if digest(path) != digests[name]:
                 return f"{name} is not what was built"
         except (OSError, ValueError, RecursionError, MemoryError) as error:
             return f"{name} is no file of plain numbers ({in_words(error)})"

@@ -93,12 +93,14 @@ def _remove_unfinished(folder: Path) -> None:
         discard(leftover)
 
 
-def _remove_leftovers(ours: Path) -> None:
+def _remove_leftovers(own_folder: Path) -> None:
     """Remove incomplete files of killed processes in the folders beside `ours`, which is locked."""
-    now = (ours / LOCK).stat().st_mtime  # the file system's clock, which may differ from this machine's
-    for unfinished in ours.parent.glob(f"{_RANDOM}/.{_RANDOM}"):  # nothing else: other folders may be runs
+    now = (own_folder / LOCK).stat().st_mtime  # the file system's clock, which may differ from this machine's
+    for unfinished in own_folder.parent.glob(
+        f"{_RANDOM}/.{_RANDOM}"
+    ):  # nothing else: other folders may be runs
         path = unfinished.with_name(LOCK)
-        if path.parent == ours:
+        if path.parent == own_folder:
             continue
         with suppress(LockHeld, OSError):  # it is alive after all, or another user's
             if surely_ended(path) or now - path.stat().st_mtime > _ABANDONED_S:

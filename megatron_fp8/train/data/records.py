@@ -50,21 +50,21 @@ def files_of(path: Path) -> list[Path]:
         key=lambda file: file.relative_to(path).as_posix(),
     )
     pairs = {file.with_suffix(".bin") for file in inside if file.suffix == ".idx"}
-    found = [file for file in inside if file not in pairs]
-    records = [file for file in found if is_records(file) and file.suffix.lower() != ".json"]
-    found = records or found
-    if not found:
+    files = [file for file in inside if file not in pairs]
+    records = [file for file in files if is_records(file) and file.suffix.lower() != ".json"]
+    files = records or files
+    if not files:
         raise ValueError(
             f"data.paths has {str(path)!r}, a folder without files: give files of text or records."
         )
-    other = next((str(file) for file in found if _OTHER_SPLIT.search(file.name)), None)
+    other = next((str(file) for file in files if _OTHER_SPLIT.search(file.name)), None)
     if other:
         warnings.warn(
-            f"data.paths has the folder {str(path)!r}, and all its {len(found)} files are learned, {other!r} too: if it"
+            f"data.paths has the folder {str(path)!r}, and all its {len(files)} files are learned, {other!r} too: if it"
             " is a split of its own, give the training files by their names.",
             stacklevel=2,
         )
-    return found
+    return files
 
 
 def _is_hidden(path: Path) -> bool:

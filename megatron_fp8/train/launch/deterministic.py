@@ -53,7 +53,7 @@ def be_deterministic() -> None:
 def in_the_switch(algorithms: str) -> list[str]:
     """The NCCL algorithms with reductions inside the switch that a value of NCCL_ALGO allows for any reduction.
 
-    Reads the value as NCCL does (parseList in its src/graph/tuning.cc): names are whole, in any case, separated by
+    Reads the value as NCCL does (parseList in its src/graph/tuning.cc): complete names, in any case, separated by
     commas. A caret negates the whole list. Lists for one function follow the list for all:
     'ring;allreduce:^nvls,nvlstree'.
     """

@@ -122,8 +122,8 @@ def _slurm_local_size(environ: Mapping[str, str]) -> int:
     node = _number(environ, "SLURM_NODEID", 0)
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * min(int(times or 1), 1 << 20)
-    listed = counts[node] if node < len(counts) else max(counts, default=1)
-    return max(listed, _number(environ, "SLURM_LOCALID", 0) + 1)
+    tasks = counts[node] if node < len(counts) else max(counts, default=1)
+    return max(tasks, _number(environ, "SLURM_LOCALID", 0) + 1)
 
 
 def _slurm_first_host(environ: Mapping[str, str]) -> str:
@@ -134,7 +134,7 @@ def _slurm_first_host(environ: Mapping[str, str]) -> str:
     if "[" not in nodes:
         return nodes.split(",")[0]
     try:
-        shown = subprocess.run(
+        listing = subprocess.run(
             ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError) as error:
@@ -142,7 +142,7 @@ def _slurm_first_host(environ: Mapping[str, str]) -> str:
             f"the first host of SLURM's node list {nodes!r} is not known: `scontrol show hostnames` failed "
             f"({error}). Set MASTER_ADDR."
         ) from error
-    return shown.stdout.split()[0]
+    return listing.stdout.split()[0]
 
 
 def _slurm_port(environ: Mapping[str, str]) -> int:

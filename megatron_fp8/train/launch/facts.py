@@ -97,28 +97,32 @@ def input_facts(prefixes: list[str], chosen: tuple[Path, Any] | None, first_here
     """The data sets and the checkpoint that a run starts from, as this rank sees them; a missing value is None.
 
     The first rank of a node (`first_here`) checks everything. The others, which may run in other containers, check only
-    what is quick to read: a network file system is spared whole indices and the sizes of many files.
+    what is quick to read, so that not every rank loads a network file system with whole indices.
     """
     facts: dict[str, Any] = {}
     for number, prefix in enumerate(prefixes, 1):
-        found = corpus.samples(prefix)
+        values = corpus.samples(prefix)
         if first_here:
-            found |= corpus.fingerprint(prefix)
-        of = f"of the data set {Path(prefix).name}" + f" ({number} of {len(prefixes)})" * (len(prefixes) > 1)
-        facts |= {f"the {what} {of}": value for what, value in found.items()}
+            values |= corpus.fingerprint(prefix)
+        suffix = f"of the data set {Path(prefix).name}" + f" ({number} of {len(prefixes)})" * (
+            len(prefixes) > 1
+        )
+        facts |= {f"the {what} {suffix}": value for what, value in values.items()}
     if chosen is not None:
         folder, manifest = chosen
-        of = f"of the checkpoint {folder.name}"
-        facts[f"the SHA-256 of {MANIFEST} {of}"] = _digest(folder / MANIFEST)
+        suffix = f"of the checkpoint {folder.name}"
+        facts[f"the SHA-256 of {MANIFEST} {suffix}"] = _digest(folder / MANIFEST)
         if first_here:
-            facts |= {f"the bytes of {name} {of}": _size(folder / name) for name in sorted(manifest.files)}
+            facts |= {
+                f"the bytes of {name} {suffix}": _size(folder / name) for name in sorted(manifest.files)
+            }
     return facts
 
 
 def _decides(variable: str) -> bool:
     """Whether an environment variable can change numerical results."""
-    known = variable.startswith(_ENVIRONMENT)
-    return known and (variable in _ENVIRONMENT or not _ELSEWHERE.intersection(variable.split("_")))
+    relevant = variable.startswith(_ENVIRONMENT)
+    return relevant and (variable in _ENVIRONMENT or not _ELSEWHERE.intersection(variable.split("_")))
 
 
 def data_fact(prefixes: list[str]) -> list[str]:
@@ -126,18 +130,18 @@ def data_fact(prefixes: list[str]) -> list[str]:
 
     Reads every index, so one rank alone should call it.
     """
-    found = [json.dumps(corpus.fingerprint(prefix), sort_keys=True) for prefix in prefixes]
-    return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in found]
+    fingerprints = [json.dumps(corpus.fingerprint(prefix), sort_keys=True) for prefix in prefixes]
+    return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in fingerprints]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict) and not prefix:
-            found |= _flat(value, f"{name}.")
+            result |= _flat(value, f"{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            result[f"{prefix}{name}"] = value
+    return result
 
 
 def _digest(path: Path) -> str | None:

@@ -26,23 +26,23 @@ def leads_here(host: str, port: int) -> bool:
     no local interface has may still lead here (a container's), so a connection is tried.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
-        return True  # an unknown name is reported elsewhere
-    if any(_is_own(family, address) for family, *_, address in found):
+        return True  # the connection reports an unknown name
+    if any(_is_own(family, address) for family, *_, address in addresses):
         return True
-    with ExitStack() as opened:
-        listener = opened.enter_context(socket.socket(found[0][0]))
+    with ExitStack() as sockets:
+        listener = sockets.enter_context(socket.socket(addresses[0][0]))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("", port))
             listener.listen()
             listener.settimeout(_ANSWER_S)
-            mine = opened.enter_context(socket.create_connection((host, port), timeout=_ANSWER_S))
-            mine.sendall(b"?")
-            theirs = opened.enter_context(listener.accept()[0])
-            theirs.settimeout(_ANSWER_S)
-            return theirs.recv(1) == b"?"
+            client = sockets.enter_context(socket.create_connection((host, port), timeout=_ANSWER_S))
+            client.sendall(b"?")
+            peer = sockets.enter_context(listener.accept()[0])
+            peer.settimeout(_ANSWER_S)
+            return peer.recv(1) == b"?"
         except OSError:
             return False
 

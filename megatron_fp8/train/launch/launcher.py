@@ -196,10 +196,10 @@ class _Agent(LocalElasticAgent):
         codes = [failure.exitcode for failure in result.failures.values()]
         if self._signals.stop is not None or {EXIT_BAD_INPUT, self._launching.stopped_code} & set(codes):
             self._remaining_restarts = 0
-        if (left := self._remaining_restarts) > 0:
-            of = self._worker_group.spec.max_restarts
+        if (tries := self._remaining_restarts) > 0:
+            most = self._worker_group.spec.max_restarts
             say(
-                f"restart     {self._death(result.failures)} All ranks start again: restart {of - left + 1} of {of}."
+                f"restart     {self._death(result.failures)} All ranks start again: restart {most - tries + 1} of {most}."
             )
 
     def end(self, result: RunResult | None) -> int:

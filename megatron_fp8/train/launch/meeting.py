@@ -1,4 +1,4 @@
-"""Start-up of ranks: missing ranks, one config, a common end.
+"""Start-up checks of ranks: missing ranks, equal settings, joint termination.
 
 Ranks connect to a store before they make a process group, because a process group that fails to form reports no cause.
 A rank that refuses its input, or fails, writes a message to the store. The others then end within about two seconds
@@ -135,10 +135,10 @@ class Meeting:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all once one has ended
         hosting, watched = self._place.hosted, not self._over.is_set()
         self._over.set()
-        mine = json.dumps([code, self.rank, message])
+        message_json = json.dumps([code, self.rank, message])
         store = self._store
-        answer = _answered(lambda: store.compare_set("end", "", mine).decode(), _ANSWER_S)
-        if answer is None or answer == mine:
+        answer = _answered(lambda: store.compare_set("end", "", message_json).decode(), _ANSWER_S)
+        if answer is None or answer == message_json:
             say()
         if answer is None:
             return
@@ -176,14 +176,14 @@ class Meeting:
         if self.world_size == 1:
             return
         self.arrive(what, timeout_s)
-        store, mine = self._store, json.loads(json.dumps(facts))
+        store, own = self._store, json.loads(json.dumps(facts))
         assert store is not None
         if self.rank == 0:
-            store.set(what, json.dumps(mine))
+            store.set(what, json.dumps(own))
         self._wait(lambda: bool(store.check([what])), timeout_s)
         first = json.loads(store.get(what))
-        mine = {**first, **mine} if partial else mine
-        pairs = {key: [first.get(key), mine.get(key)] for key in {**first, **mine}}
+        own = {**first, **own} if partial else own
+        pairs = {key: [first.get(key), own.get(key)] for key in {**first, **own}}
         different = {key: pair for key, pair in pairs.items() if json.dumps(pair[0]) != json.dumps(pair[1])}
         if different:
             number = store.add(f"{what} different", 1)
@@ -365,8 +365,8 @@ class Meeting:
         before = self._beats()
         time.sleep(2 * _LOOK_S + _GRACE_S)
         absent, now = self._absent(f"at {stage}", ranks), self._beats()
-        known = {*absent, self.rank}
-        silent = [rank for rank in ranks if rank not in known and now.get(rank) == before.get(rank)]
+        absent_or_own = {*absent, self.rank}
+        silent = [rank for rank in ranks if rank not in absent_or_own and now.get(rank) == before.get(rank)]
         parts = [
             _named("have not come", absent, self.world_size),
             _named("do not answer", silent, self.world_size),

@@ -306,7 +306,7 @@ def on_first_rank(work: Callable[[], Result], *, beat_s: float | None = None) ->
 
 @contextmanager
 def _beating(seconds: float | None) -> Iterator[None]:
-    """Let a thread tell the other ranks every `seconds` seconds that rank 0 still works."""
+    """Let a thread signal the other ranks every `seconds` seconds that rank 0 still works."""
     if seconds is None or dist.get_world_size() == 1:
         yield
         return
