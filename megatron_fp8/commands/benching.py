@@ -145,7 +145,9 @@ def _check(options: argparse.Namespace, run_options: list[str]) -> None:
     if options.threads < 0:
         raise ValueError(f"--threads={options.threads} must be at least 1, or 0 for torch's own number")
     if options.threads > MAX_THREADS:
-        raise ValueError(f"--threads={options.threads} must be at most {MAX_THREADS}: torch dies of too many")
+        raise ValueError(
+            f"--threads={options.threads} must be at most {MAX_THREADS}: torch crashes with more"
+        )
     if options.config and (options.recipe or options.shape or options.backend):
         raise ValueError(
             "--config gives recipe, shapes and backend: drop --recipe, --shape and --backend, and change them there"

@@ -54,7 +54,7 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> int:
     if run_options and options.config is None:
         word, parser = run_options[0], _parser()
         hint = parser.near(word) or "." + config_hint(word)
-        raise ValueError(f"{word!r} is no option of doctor, and one of a run only beside its --config{hint}")
+        raise ValueError(f"{word!r} is no option of doctor, and options of a run need its --config{hint}")
     config_options = [f"--config={options.config}"] if options.config is not None else []
     examination = examine([*config_options, *joined(run_options)])
     if config_options and not examination.needs:

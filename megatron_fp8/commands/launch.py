@@ -108,7 +108,7 @@ def _program(command: list[str]) -> list[str] | None:
     known = f"{', '.join(_OF_RANKS[:-1])} and {_OF_RANKS[-1]}"
     if not command:
         raise ValueError(
-            f"launch is not told what to start: {known} take several ranks, and so may a script's path."
+            f"launch needs a command: {known} run on several ranks; a script's path is possible too."
         )
     first, *rest = command
     if first in _OF_RANKS:

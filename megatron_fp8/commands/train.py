@@ -426,7 +426,7 @@ def _train(trainer: Any) -> int:
     if lacking:
         raise TrainingFailed(
             f"records are lost: {', '.join(lacking)}. Training itself is as the line above says, and its checkpoints are"
-            " whole: give the records room, leave them where they are, and to have them too, go on from an earlier"
+            " complete. To have the records too, free disk space, leave the files in place and go on from an earlier"
             " checkpoint with --resume=PATH."
         )
     stopped = summary["iteration"] < trainer.run.train.train_iters

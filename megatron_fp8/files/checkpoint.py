@@ -87,13 +87,13 @@ def without_checksum(manifest: Manifest) -> list[str]:
     """A line for the user if the manifest has no checksum (version 1); else none."""
     if manifest.checked:
         return []
-    return ["the checkpoint's manifest is of an earlier version, which had no checksum: it is taken as it is"]
+    return ["the checkpoint's manifest is of an earlier version, which had no checksum: it is used unchecked"]
 
 
 def of_each_rank(manifest: Manifest, overrides: Collection[str]) -> list[str]:
     """A line for each override that applied to more experts when the checkpoint was saved than now."""
     return [
-        f"fp8_overrides={key!r} is of one expert of the whole model; when the checkpoint was saved it was of one of each"
+        f"fp8_overrides={key!r} names one expert of the whole model; when the checkpoint was saved it named one on each"
         f" rank, {', '.join(several)}: name all of them to go on as before"
         for key, several in manifest.of_each_rank.items()
         if key in overrides and not set(several) <= set(overrides)

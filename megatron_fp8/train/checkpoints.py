@@ -136,8 +136,8 @@ def _begun_by_this_job(run: RunConfig, named: Path) -> Path:
     if base is None or same_place(base, named):
         return named
     warnings.warn(
-        f"--resume={run.resume} means {named} by now. Training goes on from {base}, where this job began before: another"
-        " job goes on from the first.",
+        f"--resume={run.resume} now selects {named}. Training goes on from {base}, where this job began before: a new"
+        " job would start from the former.",
         stacklevel=2,
     )
     return base
@@ -228,7 +228,7 @@ def resume(
     has_trained = manifest.iteration > 0  # an imported model has no sample order and no streams
     if has_trained and resumed.new_streams:
         seed_streams(zlib.crc32(f"{run.train.seed} {manifest.iteration}".encode()))
-        lines.append(_note(f"{resumed.new_streams}: random streams (dropout) start anew"))
+        lines.append(_note(f"{resumed.new_streams}: random streams (dropout) restart"))
     if has_trained:
         changed = binding.may_change(run, manifest, data)
         lines += [_note(f"not as it was: {', '.join(map(str, changed))}")] if changed else []

@@ -54,7 +54,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
             content = content.get(_RECORDS)
         else:
             warnings.warn(
-                f"{str(path)!r} is of an earlier version, which had no checksum: it is taken as it is.",
+                f"{str(path)!r} is of an earlier version, which had no checksum: it is used unchecked.",
                 stacklevel=2,
             )
         _check(content)
@@ -98,7 +98,7 @@ def together(folder: Path, saved: Sequence[dict[str, Any]]) -> list[dict[str, An
         _check(records)
     except ValueError as error:
         raise ValueError(
-            f"{str(folder / FILE)!r} and the checkpoint's manifest say different things ({error}): bring the file back,"
+            f"{str(folder / FILE)!r} and the checkpoint's manifest contradict each other ({error}): bring the file back,"
             " or remove it to leave out what the manifest says."
         ) from error
     return records

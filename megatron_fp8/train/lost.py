@@ -27,7 +27,7 @@ def lost_rank(error: BaseException, doing: str, who: str, saved: Path | None) ->
     what = _what(error)
     if what is None:
         return None
-    who = who or "it has ended, or its node is gone: its log, or torchrun and srun, say why"
+    who = who or "it or its node has failed: its log, torchrun or srun have the cause"
     back = f"goes on from {saved}" if saved else "starts from the beginning, since there is no checkpoint"
     return TrainingFailed(f"training failed: {doing}: {what}: {who}. --resume=auto {back}.")
 

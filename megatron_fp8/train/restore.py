@@ -157,7 +157,7 @@ def restore(
     check_plan([model])
     lines = [*without_checksum(manifest), *trained_beyond(Path(checkpoint), folder)]
     if bad:
-        lines.append(f"{bad} holds NaN or Inf: what this model gives is of no use but to look for the cause")
+        lines.append(f"{bad} holds NaN or Inf: this model's output is only useful to find the cause")
     if accepted:
         lines.append(f"accepted, it computes something else: {', '.join(map(str, accepted))}")
     return Restored(model, run, tokenizer, vocab_size, folder, manifest.iteration, lines, manifest.facts)
@@ -172,9 +172,7 @@ def run_of(folder: Path, saved: dict[str, Any] | None, config: str | None, optio
     if config is not None:
         return run_config.load(config, *options)
     if not saved or "model" not in saved:
-        raise ValueError(
-            f"{str(folder)!r} does not say what run it is of: give its config with --config=FILE"
-        )
+        raise ValueError(f"{str(folder)!r} has no config of its run: give it with --config=FILE")
     sections = {name: dict(values) for name, values in saved.items() if isinstance(values, dict)}
     for section, name in _NOT_FROM_A_CHECKPOINT:
         sections.get(section, {}).pop(name, None)
@@ -182,7 +180,7 @@ def run_of(folder: Path, saved: dict[str, Any] | None, config: str | None, optio
         return run_of_values(sections, options)
     except ValueError as error:
         raise ValueError(
-            f"the run that the checkpoint {str(folder)!r} is of cannot be built here: {error}"
+            f"the run of the checkpoint {str(folder)!r} cannot be built here: {error}"
         ) from error
 
 

@@ -190,8 +190,8 @@ def trained_beyond(path: Path, checkpoint: Path) -> list[str]:
     if not done or done[0] <= saved:
         return []
     return [
-        f"the run trained to iteration {done[0]}, and its newest checkpoint is of iteration {saved}: what it learned"
-        " since is not in here"
+        f"the run trained to iteration {done[0]}, and its newest checkpoint is of iteration {saved}: the training"
+        " since then is not in it"
     ]
 
 

@@ -57,7 +57,8 @@ class OtherShards:
     def line(self) -> str:
         """One line for the user."""
         sizes = ", ".join(f"{kind} {here} and not {run}" for kind, (run, here) in self.sizes.items())
-        return f"not the run's layout (parallel sizes: {sizes}): {' and '.join(self.recipes)} scales are of other shards"
+        recipes = " and ".join(self.recipes)
+        return f"not the run's layout (parallel sizes: {sizes}): {recipes} scales belong to other shards"
 
     def refusal(self, arguments: str, told: str) -> ValueError:
         """``arguments``: the command's arguments as given; ``told``: the known difference, or ''."""
@@ -131,5 +132,5 @@ def unlike(loss: float, recorded: float, iteration: int, spread: float) -> str:
         return ""
     return (
         f"This is not what the run computed: as planned the loss of iteration {iteration} is {loss:.4g}, and the run"
-        f" recorded {recorded:.4g}. What follows is of this checkpoint in this layout: look whether both are the run's."
+        f" recorded {recorded:.4g}. The rest holds for this checkpoint in this layout: check that both are the run's."
     )

@@ -129,8 +129,8 @@ def put_back(folder: Path, text: str | None) -> None:
         (folder / FILE).unlink() if text is None else replace_file(folder / FILE, text)
     except OSError as error:
         warnings.warn(
-            f"{str(folder / FILE)!r} is of the start that was refused, and stays ({in_words(error)}): remove it before"
-            " --resume=auto.",
+            f"{str(folder / FILE)!r} is of the refused start and could not be removed ({in_words(error)}): remove it"
+            " before --resume=auto.",
             stacklevel=2,
         )
 

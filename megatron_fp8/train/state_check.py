@@ -58,7 +58,7 @@ class StateCheck:
         for name, tensor in self._named():
             if bool(_bad(tensor)):
                 rings = isinstance(tensor, Rings)
-                return f"{name} {'hold a number that nobody recorded' if rings else 'holds NaN or Inf'}"
+                return f"{name} {'hold a value that no cast recorded' if rings else 'holds NaN or Inf'}"
         return ""
 
     def _count(self, tensors: list[torch.Tensor | Rings]) -> torch.Tensor:

@@ -77,8 +77,8 @@ def _warn_of_leftovers(cache: Path, own_folder: Path) -> None:
     if old:
         more = f" and {len(old) - 1} more" if len(old) > 1 else ""
         warnings.warn(
-            f"{old[0]!r}{more}: indices of samples that a start left unfinished, or that a run of long ago reads: remove"
-            " them, unless such a run still trains.",
+            f"{old[0]!r}{more}: sample indices that a killed start left incomplete, or that a long run still uses: remove"
+            " them, unless such a run is training.",
             stacklevel=3,
         )
 

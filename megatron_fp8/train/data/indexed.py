@@ -50,16 +50,16 @@ class _Files(_BinReader):
                 self._compare(path)
             if size != self._sizes[path]:
                 raise CorpusChanged(
-                    f"{path!r} had {self._sizes[path]} bytes when training started and has {size} now: somebody "
-                    "changes the data while it is read. Put it back and go on from the last checkpoint."
+                    f"{path!r} had {self._sizes[path]} bytes when training started and has {size} now: the data "
+                    "changed while it was read. Restore it and resume from the last checkpoint."
                 )
 
     def _compare(self, path: str) -> None:
         """Raise CorpusChanged if a rewritten file of the same size differs in samples of its bytes."""
         if sampled_digest(Path(path)) != self._digests[path]:
             raise CorpusChanged(
-                f"{path!r} holds other bytes than when training started: somebody changes the data while it is read. Put"
-                " it back and go on from the last checkpoint."
+                f"{path!r} holds other bytes than when training started: the data changed while it was read. Restore it"
+                " and resume from the last checkpoint."
             )
         warnings.warn(
             f"{path!r} was written since training started; samples of it are as they were.", stacklevel=2

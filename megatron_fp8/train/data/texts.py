@@ -148,13 +148,13 @@ class Lost:
         if self.unknown:
             warnings.warn(
                 f"data: the tokenizer has no token for {self.unknown:,} of {self.tokens:,} pieces of the text, which"
-                " are all learned as its one token for the unknown: is it the one for this text?",
+                " all become its unknown token: is it the tokenizer for this text?",
                 stacklevel=2,
             )
         if self.left_out:
             warnings.warn(
-                f"data: the tokenizer has no token for {self.left_out:,} characters of the text, nor one for the unknown:"
-                " they are left out. Is it the one for this text?",
+                f"data: the tokenizer has no token for {self.left_out:,} characters of the text, nor an unknown token:"
+                " they are left out. Is it the tokenizer for this text?",
                 stacklevel=2,
             )
 

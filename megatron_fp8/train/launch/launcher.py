@@ -137,7 +137,7 @@ def _run(launching: Launching, logs: RankLogs, signals: Signals) -> int:
         raise DistError(_about_nodes(error, launching.nodes)) from error
     except BrokenPipeError:
         raise DistError(
-            "whoever read the output has left, as `| head` does: the ranks were told to save and end."
+            "the reader of the output has ended, as `| head` does: the ranks were signalled to save and end."
         ) from None
 
 
@@ -145,9 +145,9 @@ def _about_nodes(error: RendezvousError, nodes: Nodes) -> str:
     kind = type(error).__name__
     where = f"the launchers of {nodes.count} nodes, which meet at {nodes.host}:{nodes.port}"
     if "Timeout" in kind:
-        return f"{where}, did not all come: look at the other nodes."
+        return f"{where}, did not all start: look at the other nodes."
     if "Closed" in kind:
-        return f"{where}, have ended this run: another node says why."
+        return f"{where}, have ended this run: another node's log has the cause."
     return f"{where}, lost each other ({kind}: {' '.join(str(error).split())}): look at node 0."
 
 
@@ -172,7 +172,7 @@ class _Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._signals.listen(ranks_run=False)
-        others = f"{self._launching.nodes.count} nodes to meet at --master"
+        others = f"{self._launching.nodes.count} nodes to connect at --master"
         with said_after(FIRST_LINE_S, say, others):
             super()._rendezvous(worker_group)
 

@@ -36,7 +36,7 @@ _CONNECT_S = 60.0  # limit to connect to a store that exists; all ranks connect 
 ALONE = "to run alone, unset these variables"
 _SHOWN = 8  # most ranks, or settings, in one line
 _STORE_LOST = (
-    "the store where all ranks meet is gone: rank 0 has ended before the first step, and says why itself"
+    "the ranks' start-up store is lost: rank 0 ended before the first step, and its own message has the cause"
 )
 
 
@@ -311,8 +311,8 @@ class Meeting:
             silent = time.monotonic() - self._answered
             lines = lines if silent > FIRST_LINE_S else 0
             what = (
-                f"the store at {self._place.address}:{self._place.port} does not answer: whoever keeps it, rank 0 or"
-                " torchrun, is stopped or cut off"
+                f"the store at {self._place.address}:{self._place.port} does not answer: its host, rank 0 or"
+                " torchrun, is suspended or cut off"
             )
             if silent >= _GIVE_UP_S:
                 print(f"error: {what}, for {silent / 60:.3g} minutes", file=sys.stderr, flush=True)
@@ -356,7 +356,7 @@ class Meeting:
         if store is None:
             where = f"{self._place.address}:{self._place.port}"
             agent = ", where torchrun should (TORCHELASTIC_USE_AGENT_STORE=True)" if self._place.agent else ""
-            return f"rank 0 has not come: nobody listens at {where}{agent}{self._told}"
+            return f"rank 0 has not started: nothing listens at {where}{agent}{self._told}"
         ranks = range(self.world_size)
         not_started = self._absent("rank", ranks)
         alone = self._told if len(not_started) == self.world_size - 1 else ""

@@ -92,7 +92,7 @@ class Nodes:
         while not _is_store(self.host, self.port):  # node 0 may be testing its own address, or about to end
             if time.monotonic() > until:
                 raise DistError(
-                    f"somebody listens at --master {self.host}:{self.port}, and is no launcher: no store answered in"
+                    f"a process listens at --master {self.host}:{self.port} that is no launcher: no store answered in"
                     f" {STRANGER_S:.0f} s. Give an address of node 0, and a port that nothing else uses; if both are"
                     " right, look at node 0."
                 )
@@ -108,7 +108,7 @@ class Nodes:
                 except OSError as error:
                     if time.monotonic() > deadline:
                         raise DistError(
-                            f"nobody listens at --master {self.host}:{self.port} after {JOIN_S / 60:.0f} minutes"
+                            f"nothing listens at --master {self.host}:{self.port} after {JOIN_S / 60:.0f} minutes"
                             f" ({error.strerror or error}): is node 0 there, and is that its address and a port that"
                             " this node may reach?"
                         ) from error
