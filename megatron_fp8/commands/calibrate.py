@@ -148,7 +148,7 @@ def _calibrate(prepared: _Prepared) -> None:
 
     calibration = calibrate(
         restored.model,
-        _shown(prepared.batches, prepared.launch),
+        _with_progress(prepared.batches, prepared.launch),
         forward,
         percentile=options.percentile,
         group=dist.group.WORLD,
@@ -165,7 +165,7 @@ def _calibrate(prepared: _Prepared) -> None:
         print(f"written     {calibration.save(prepared.out)}", flush=True)
 
 
-def _shown(batches: list[torch.Tensor], launch: Any) -> Iterator[torch.Tensor]:
+def _with_progress(batches: list[torch.Tensor], launch: Any) -> Iterator[torch.Tensor]:
     """The batches, with a progress bar on a terminal."""
     from rich.console import Console
     from rich.progress import track

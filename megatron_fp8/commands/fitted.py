@@ -25,23 +25,23 @@ def fitted(text: str, width: int = WIDTH) -> str:
         if prose:
             lines += textwrap.wrap(" ".join(prose), width, break_on_hyphens=False, break_long_words=False)
             prose = []
-        lines += [line] if len(line) <= width else _indented(line, width)
+        lines += [line] if len(line) <= width else _wrap_indented(line, width)
     return "\n".join(lines[:-1])
 
 
-def _indented(line: str, width: int) -> list[str]:
+def _wrap_indented(line: str, width: int) -> list[str]:
     columns = _SECOND_COLUMN.match(line)
     if columns is None:
-        return _command(line, width)
+        return _wrap_command(line, width)
     label, explanation = columns.groups()
     if len(label) > _MOST_LEFT:
         first = label.rstrip()
-        head = [first] if len(first) <= width else _command(first, width)
-        return [*head, *_wrapped(explanation, " " * 6, " " * 6, width)]
-    return _wrapped(explanation, label, " " * len(label), width)
+        head = [first] if len(first) <= width else _wrap_command(first, width)
+        return [*head, *_wrap(explanation, " " * 6, " " * 6, width)]
+    return _wrap(explanation, label, " " * len(label), width)
 
 
-def _command(line: str, width: int) -> list[str]:
+def _wrap_command(line: str, width: int) -> list[str]:
     """A command over several lines; options stay on the line of their values."""
     indent = " " * (len(line) - len(line.lstrip()))
     parts = re.split(r" (?=--|&&)", line.strip())
@@ -55,7 +55,7 @@ def _command(line: str, width: int) -> list[str]:
     return [*lines, now]
 
 
-def _wrapped(text: str, first: str, other: str, width: int) -> list[str]:
+def _wrap(text: str, first: str, other: str, width: int) -> list[str]:
     return textwrap.wrap(
         text,
         width,

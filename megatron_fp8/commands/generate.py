@@ -116,7 +116,7 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
             f"--max-new-tokens {count}: after a prompt of {len(prompt)} tokens the context of"
             f" {restored.run.train.seq_length} has room for {room}"
         )
-    _make_ready(options, restored, launch)
+    _prepare_model(options, restored, launch)
     sampler = Sampler(options.temperature, options.top_k, options.top_p, restored.tokenizer.vocab_size)
     return _Prepared(options, launch, restored, prompt, count, sampler)
 
@@ -127,7 +127,7 @@ def prompt_ids(tokenizer: Any, text: bytes) -> list[int]:
     return (ids if ids[: len(start)] == start else start + ids) or [tokenizer.eod]
 
 
-def _make_ready(options: argparse.Namespace, restored: Any, launch: Any) -> None:
+def _prepare_model(options: argparse.Namespace, restored: Any, launch: Any) -> None:
     """Quantise the weights, and print checkpoint and precision."""
     from ..inference import model_bytes, prepare_for_inference
     from ..inference.calibration import load_calibration

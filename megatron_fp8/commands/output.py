@@ -68,7 +68,7 @@ class Output:
     def guarded(self) -> Iterator[None]:
         """Context: both streams without write errors; at the end unwritable output is dropped, also at Python's exit."""
         out, err = sys.stdout, sys.stderr
-        stderr: Any = _Stream(err, lambda error: self._lose())
+        stderr: Any = _Stream(err, lambda error: self._mark_lost())
         stdout: Any = _Stream(out, lambda error: self._report(error, stderr))
         try:
             with redirect_stdout(stdout), redirect_stderr(stderr):
@@ -79,7 +79,7 @@ class Output:
                 for stream in (out, err):
                     _discard(stream)
 
-    def _lose(self) -> None:
+    def _mark_lost(self) -> None:
         self.lost = True
 
     def _report(self, error: OSError, stderr: Any) -> None:

@@ -13,7 +13,7 @@ def check_model(model: Any) -> None:
     """Raise ValueError unless ``model`` is a torch.nn.Module."""
     if isinstance(model, torch.nn.Module):
         return
-    what = f"a model is needed, a torch.nn.Module, and this is {_described(model)}"
+    what = f"a model is needed, a torch.nn.Module, and this is {_description(model)}"
     if isinstance(model, (str, os.PathLike)):
         what += ": load it first, as AutoModelForCausalLM.from_pretrained(path) does"
     elif isinstance(model, Optimizer):
@@ -26,7 +26,7 @@ def check_model(model: Any) -> None:
 def check_tensor(call: str, x: Any) -> None:
     """Raise TypeError, as torch's layers do, unless ``x`` is a torch.Tensor."""
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{call}: a torch.Tensor is needed, and this is {_described(x)}")
+        raise TypeError(f"{call}: a torch.Tensor is needed, and this is {_description(x)}")
 
 
 def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
@@ -46,7 +46,7 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
         )
 
 
-def _described(value: Any) -> str:
+def _description(value: Any) -> str:
     return (
         repr(value) if value is None or isinstance(value, (str, os.PathLike, type)) else type(value).__name__
     )

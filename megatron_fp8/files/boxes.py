@@ -27,11 +27,11 @@ def overlap(boxes: Sequence[Box]) -> bool:
     for box in sorted(boxes, key=lambda box: box[0][along]):
         start = box[0][along]
         reaching = [other for other in reaching if other[0][along] + other[1][along] > start]
-        if any(_share(box, other) for other in reaching):
+        if any(_share_element(box, other) for other in reaching):
             return True
         reaching.append(box)
     return False
 
 
-def _share(one: Box, other: Box) -> bool:
+def _share_element(one: Box, other: Box) -> bool:
     return all(a < b + d and b < a + c for a, c, b, d in zip(one[0], one[1], other[0], other[1], strict=True))

@@ -45,7 +45,7 @@ from .uncollected import uncollected
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-LATEST, METADATA, _MEGATRONS = "latest", ".metadata", "metadata.json"
+LATEST, METADATA, _MEGATRON_METADATA = "latest", ".metadata", "metadata.json"
 _CHUNK = 1 << 22
 _NAMED = re.compile(r"(?:iter|not_finite)_(\d{7,})")
 
@@ -69,7 +69,9 @@ def read_manifest(folder: Path) -> Manifest:
         what = f"{what.removesuffix('.')}. {instead[0].upper()}{instead[1:]}"
         raise ValueError(f"{str(folder)!r} is not a checkpoint of megatron_fp8: {what}.") from None
     except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be read ({in_words(error)}){_look_at(error)}.") from error
+        raise ValueError(
+            f"{str(path)!r} cannot be read ({in_words(error)}){_permission_hint(error)}."
+        ) from error
     except NotAManifest as error:
         raise ValueError(f"{str(path)!r} {error}.") from error
     except ValueError as error:
@@ -149,7 +151,7 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str] | None = 
 def check_listed(folder: Path, manifest: Manifest) -> None:
     """Raise ValueError if tensors lie in a file that the manifest does not list, and so does not protect."""
     used_files = {METADATA, *(place.relative_path for place in read_metadata(folder).storage_data.values())}
-    used_files |= {_MEGATRONS} if (folder / _MEGATRONS).exists() else set()
+    used_files |= {_MEGATRON_METADATA} if (folder / _MEGATRON_METADATA).exists() else set()
     if missing := sorted(used_files - set(manifest.files)):
         raise ValueError(
             f"the checkpoint {str(folder)!r} is damaged: its manifest does not list {missing[0]}. {use_another(folder)}"
@@ -342,10 +344,12 @@ def read_metadata(folder: Path) -> Any:
             f"the checkpoint {str(folder)!r} is damaged: .metadata is missing. {use_another(folder)}"
         ) from None
     except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be read ({in_words(error)}){_look_at(error)}.") from error
+        raise ValueError(
+            f"{str(path)!r} cannot be read ({in_words(error)}){_permission_hint(error)}."
+        ) from error
     except Exception as error:  # a damaged pickle raises nearly anything
         raise ValueError(
-            f"{str(path)!r} is not the metadata of a checkpoint ({_in_a_line(error)})."
+            f"{str(path)!r} is not the metadata of a checkpoint ({_one_line(error)})."
             f" {_other_torch(folder)}{use_another(folder)}"
         ) from error
     if not isinstance(metadata, Metadata):
@@ -360,11 +364,11 @@ def read_metadata(folder: Path) -> Any:
     return metadata
 
 
-def _look_at(error: OSError) -> str:
+def _permission_hint(error: OSError) -> str:
     return ": check its permissions" if error.errno in (errno.EACCES, errno.EPERM) else ""
 
 
-def _in_a_line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """The first 300 characters of an error's first line: torch's messages, and names from a pickle, may be long."""
     first = next(iter(str(error).splitlines()), "") or type(error).__name__
     return first if len(first) < 300 else f"{first[:297]}..."

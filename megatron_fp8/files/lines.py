@@ -99,7 +99,7 @@ def read_lines(path: Path) -> Iterator[Line]:
     with open(handle, "rb") as stream:
         for number, line in enumerate(stream, 1):
             if line.endswith(b"\n"):
-                yield Line(path, number, _parsed(path, number, line))
+                yield Line(path, number, _parse(path, number, line))
 
 
 def unfinished(path: Path) -> bool:
@@ -131,7 +131,7 @@ def records_until(
         complete = path.read_bytes().rpartition(b"\n")[0]
         for number, line in enumerate(complete.split(b"\n") if complete else [], 1):
             try:
-                record = _parsed(path, number, line)
+                record = _parse(path, number, line)
                 if Line(path, number, record).iteration(first) <= finished:
                     lines.append((line, record))
             except WrongLine as error:
@@ -139,7 +139,7 @@ def records_until(
     return lines, wrong
 
 
-def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     position = Line(path, number, {})
     try:
         content = load_json(line)

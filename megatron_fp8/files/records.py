@@ -27,7 +27,7 @@ class Appended:
         self._path, self._waiting = path, b""
         self._told, self._moved = False, False
         self._lost = 0
-        self._file: int | None = self._opened()
+        self._file: int | None = self._open_file()
         self._length = os.fstat(self._file).st_size
 
     def write(self, record: bytes) -> int:
@@ -43,7 +43,7 @@ class Appended:
             self._warn(error)
         return len(record)
 
-    def _opened(self) -> int:
+    def _open_file(self) -> int:
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def _follow(self, file: int) -> None:
@@ -66,7 +66,7 @@ class Appended:
         length = current.st_size if current else 0
         self._lost, self._length = self._lost + max(0, self._length - length), length
         if not same:
-            self._file = self._opened()
+            self._file = self._open_file()
             os.close(file)
 
     def close(self) -> list[str]:

@@ -105,11 +105,11 @@ class RunLock:
             except (
                 FileNotFoundError
             ):  # its owner has just released it, and removed the lock and the empty folder
-                self._unmake()
+                self._remove_folders()
                 if last:
                     raise
             except BaseException:
-                self._unmake()
+                self._remove_folders()
                 raise
         self._thread = threading.Thread(target=self._keep_alive, name="run lock", daemon=True)
         self._thread.start()
@@ -120,7 +120,7 @@ class RunLock:
         if now is None and self._create():
             return
         if not self._is_ours(now):
-            raise OSError(f"another run has taken over {str(self.folder)!r}: {_who(now or {})}")
+            raise OSError(f"another run has taken over {str(self.folder)!r}: {_holder(now or {})}")
 
     def release(self) -> None:
         """Release the lock, and remove folders that `take` created and that are empty."""
@@ -135,7 +135,7 @@ class RunLock:
                 warnings.warn(
                     f"the lock {str(self.path)!r} cannot be removed ({in_words(error)}).", stacklevel=2
                 )
-            self._unmake()
+            self._remove_folders()
 
     # ------------------------------------------------------------------------------------------------------ the file
 
@@ -173,11 +173,11 @@ class RunLock:
                 if self._create():
                     return
                 content = self._watch(None)
-            elif self._lives_here(content):
+            elif self._owner_lives_here(content):
                 self._refuse(content)
-            elif not (reason := self._free_at_once(content)):
+            elif not (reason := self._takeover_reason(content)):
                 say(
-                    f"{str(self.path)!r} is another run's ({_who(content)}): waiting up to {self._stale:.0f} s to see"
+                    f"{str(self.path)!r} is another run's ({_holder(content)}): waiting up to {self._stale:.0f} s to see"
                     " whether it lives"
                 )
                 now = self._watch(content)
@@ -193,16 +193,16 @@ class RunLock:
         time.sleep(_SETTLE_S)  # if two runs take over at once, the later one wins
         if not self._is_ours(now := _read(self.path)):
             self._refuse(now or {})
-        say(f"took over the lock of {_who(content)}: {reason}")
+        say(f"took over the lock of {_holder(content)}: {reason}")
 
     def _is_ours(self, content: dict[str, Any] | None) -> bool:
         return content is not None and content["owner"] == self._record["owner"]
 
     def _refuse(self, holder: dict[str, Any]) -> None:
         raise LockHeld(
-            f"{self.option}={str(self.folder)!r} is in use by another run: {_who(holder)}. Wait for it, stop it, or give"
-            f" another {self.option}. If it has surely ended, delete {str(self.path)!r}.",
-            _who(holder),
+            f"{self.option}={str(self.folder)!r} is in use by another run: {_holder(holder)}. Wait for it, stop it, or"
+            f" give another {self.option}. If it has surely ended, delete {str(self.path)!r}.",
+            _holder(holder),
         )
 
     def _watch(self, content: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -215,7 +215,7 @@ class RunLock:
                 return now
         return content
 
-    def _free_at_once(self, content: dict[str, Any]) -> str:
+    def _takeover_reason(self, content: dict[str, Any]) -> str:
         """The reason to take over a lock without waiting; '' if there is none."""
         if content.get("job") and content["job"] == self._record["job"]:
             return "it is of this very job"
@@ -223,7 +223,7 @@ class RunLock:
             return "its process has ended"
         return ""
 
-    def _lives_here(self, content: dict[str, Any]) -> bool:
+    def _owner_lives_here(self, content: dict[str, Any]) -> bool:
         """Whether a lock's owner is a living process of this machine, which SLURM is not about to end.
 
         torchrun ends its ranks before it starts others: a living one belongs to another torchrun with the same
@@ -253,7 +253,7 @@ class RunLock:
                     )
                 warned = True
 
-    def _unmake(self) -> None:
+    def _remove_folders(self) -> None:
         for folder in reversed(self._made):
             try:
                 folder.rmdir()
@@ -325,7 +325,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return {"owner": None}
 
 
-def _who(holder: dict[str, Any]) -> str:
+def _holder(holder: dict[str, Any]) -> str:
     if not holder.get("host"):
         return "a process that did not leave its name"
     job = f" ({holder['job']})" if holder.get("job") else ""

@@ -21,8 +21,8 @@ from .data.tokenizers import BYTES
 from .report import versions
 
 # Sections (beside the model) whose changes are reported, and settings whose changes are not: they change no numbers.
-_SAID = ("train", "optimizer", "data")
-_NOT_SAID = frozenset(
+_REPORTED = ("train", "optimizer", "data")
+_NOT_REPORTED = frozenset(
     {
         "train.log_interval", "train.threads", "train.distributed_timeout_minutes", "train.eval_interval",
         "train.eval_iters", "data.cache_dir", "model.config_logger_dir",
@@ -82,14 +82,14 @@ def run_of_manifest(manifest: Manifest) -> dict[str, Any]:
 
 def _model_changes(run: RunConfig, manifest: Manifest) -> list[Change]:
     """Differences of shape or function. The checkpoint of a Python program may have no model section."""
-    return [change for change in _of_model(run, manifest) if _decides(change.name)]
+    return [change for change in _model_differences(run, manifest) if _changes_output(change.name)]
 
 
-def _decides(name: str) -> bool:
+def _changes_output(name: str) -> bool:
     return kind_of(name.removeprefix("model.")) in ("shape", "function")
 
 
-def _of_model(run: RunConfig, manifest: Manifest) -> list[Change]:
+def _model_differences(run: RunConfig, manifest: Manifest) -> list[Change]:
     saved = run_of_manifest(manifest).get("model")
     if saved is None:
         return []
@@ -165,10 +165,10 @@ def may_change(run: RunConfig, manifest: Manifest, data: list[str]) -> list[Chan
     Args:
         data: a digest of each data set. If the manifest has none, only paths are compared.
     """
-    changed = [change for change in _of_model(run, manifest) if not _decides(change.name)]
+    changed = [change for change in _model_differences(run, manifest) if not _changes_output(change.name)]
     saved_run, now = manifest.facts.get("run", {}), run.to_dict()
     identified = "tokenizer" in manifest.facts  # by content, wherever the file is
-    for section in _SAID:
+    for section in _REPORTED:
         changed += [
             Change(f"{section}.{name}", value, now[section][name])
             for name, value in saved_run.get(section, {}).items()
@@ -184,7 +184,7 @@ def may_change(run: RunConfig, manifest: Manifest, data: list[str]) -> list[Chan
         for name in here
         if name in made_with and made_with[name] != here[name]
     ]
-    return [change for change in changed if change.name not in _NOT_SAID]
+    return [change for change in changed if change.name not in _NOT_REPORTED]
 
 
 def _short(value: Any) -> str:

@@ -83,7 +83,7 @@ def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
                 checkpoint_path = find_checkpoint(Path(run.resume))
             except ValueError as error:
                 raise ValueError(f"--resume={run.resume}: {error}") from error
-            checkpoint_path = _begun_by_this_job(run, checkpoint_path)
+            checkpoint_path = _start_of_this_job(run, checkpoint_path)
         if checkpoint_path is None:
             return None
         manifest = read_manifest(checkpoint_path)
@@ -97,7 +97,7 @@ def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
     return chosen
 
 
-def _job_again() -> str:
+def _restarted_job() -> str:
     """Name of the job whose later attempt this is; '' in a first attempt or outside a job."""
     again = any(os.environ.get(name, "0") != "0" for name in _ATTEMPTS)
     return job_name(os.environ) if again else ""
@@ -108,19 +108,19 @@ def _saved_by_this_job(run: RunConfig) -> Path | None:
 
     The command of a later attempt still names the first attempt's start.
     """
-    if not (job := _job_again()):
+    if not (job := _restarted_job()):
         return None
     latest = latest_checkpoint(checkpoint_folder(run))
     return latest if latest is not None and read_manifest(latest).facts.get("job") == job else None
 
 
-def _begun_by_this_job(run: RunConfig, named: Path) -> Path:
+def _start_of_this_job(run: RunConfig, named: Path) -> Path:
     """The start of this attempt, if the job has saved no checkpoint yet.
 
     It is the start of the job's first attempt, if that still exists and lies in --resume=PATH (which may select a newer
     one by now); else ``named``, the checkpoint that --resume selects.
     """
-    if not (job := _job_again()):
+    if not (job := _restarted_job()):
         return named
     folder = checkpoint_folder(run)
     try:

@@ -101,7 +101,7 @@ class Trainer:
             if self.writer and self.display:
                 self.writer.iteration(metrics)
                 self.display.iteration(metrics)
-            self._look(metrics)
+            self._check_step(metrics)
             if self.liveness.now and (back := self._rewind(iteration)) is not None:
                 iteration = back
                 training = self.stepper.training_data(self.samples, ranges_of(self._left_out))
@@ -116,7 +116,7 @@ class Trainer:
             if self.checkpoints and self.checkpoints.due(iteration, stop):
                 self._enter("save", iteration)
                 self._compare(iteration)
-                self.checkpoints.save(iteration, self.samples, self._more())
+                self.checkpoints.save(iteration, self.samples, self._rollback_state())
                 self.stepper.stop.saved_in(self.checkpoints.seconds)
                 self._event(iteration, "save", folder_name(iteration))
             if stop:
@@ -154,7 +154,7 @@ class Trainer:
             self._event(start.iteration, "rewind", line.removeprefix("rewind").strip())
         return start.iteration
 
-    def _more(self) -> dict[str, Any]:
+    def _rollback_state(self) -> dict[str, Any]:
         """Manifest entries of rollbacks; empty if there are none."""
         memory = {"liveness": self.liveness.memory()} if self.rewinds is not None else {}
         return {**memory, **({"left_out": self._left_out} if self._left_out else {})}
@@ -173,7 +173,7 @@ class Trainer:
         if self.writer:
             self.writer.event(iteration, event, text)
 
-    def _look(self, metrics: IterationMetrics) -> None:
+    def _check_step(self, metrics: IterationMetrics) -> None:
         """Check a step and print warnings. Raises TrainingFailed on all ranks when training makes no progress."""
         curable = any(scaler.rule.scale > scaler.rule.min_scale for scaler in scalers(self.stepper.optimizer))
         live = self.liveness
@@ -185,14 +185,14 @@ class Trainer:
         if warning and self.display and self.rewinds is None:
             self.display.say(warning)
         if metrics.skipped and live.row == 1:
-            self._say_skipped(metrics.iteration)
+            self._report_skipped(metrics.iteration)
         if live.hopeless:
             self._fail(
                 f"{live.row} steps in a row were skipped, because a loss, a gradient or an FP8 cast was not finite",
                 metrics.iteration - live.row,
             )
 
-    def _say_skipped(self, iteration: int) -> None:
+    def _report_skipped(self, iteration: int) -> None:
         """Report why the first step of a row was skipped on all ranks. Collective."""
         first = first_not_finite(self.stepper.chunks)
         why = first[1] if first else "the loss was not finite"
@@ -227,11 +227,11 @@ class Trainer:
         if problem := self.stepper.differing():
             raise TrainingFailed(
                 f"training failed: after iteration {iteration} {problem}. A memory or a processor has changed bits, which"
-                f" no step can mend. {self._back(iteration - 1)}; where it comes again, leave that rank's node out."
+                f" no step can mend. {self._remedy(iteration - 1)}; where it comes again, leave that rank's node out."
             )
         self._compared = iteration
 
-    def _back(self, last_good: int) -> str:
+    def _remedy(self, last_good: int) -> str:
         """A remedy: the newest checkpoint of at most iteration `last_good`."""
         saved = checkpoint_before(self.run, last_good, self.started)
         return (
@@ -249,7 +249,7 @@ class Trainer:
                 f"a lower optimizer.loss_scale than {self.run.optimizer.loss_scale:g} or without it, {remedy}"
             )
         raise TrainingFailed(
-            f"training failed: {what}{where}. {self._back(last_good)}, with {remedy}."
+            f"training failed: {what}{where}. {self._remedy(last_good)}, with {remedy}."
             f" {skipped} of {steps} steps were skipped."
         )
 

@@ -11,7 +11,7 @@ from ..files.resource_limits import limit_reached
 from .failure import TrainingFailed
 from .stacks import place_of_error
 
-_OF_PEERS = re.compile(
+_PEER_ERRORS = re.compile(
     r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|Timed out|timed out|timeout|remote process"
 )
 
@@ -24,7 +24,7 @@ def lost_rank(error: BaseException, doing: str, who: str, saved: Path | None) ->
         who: which ranks differ, if the watchdog knows; else ''.
         saved: the newest checkpoint.
     """
-    what = _what(error)
+    what = _peer_problem(error)
     if what is None:
         return None
     who = who or "it or its node has failed: its log, torchrun or srun have the cause"
@@ -34,7 +34,7 @@ def lost_rank(error: BaseException, doing: str, who: str, saved: Path | None) ->
 
 def lost_before_training(error: BaseException) -> TrainingFailed | None:
     """The same for an error before the first step, where earlier lines have named the ranks."""
-    what = _what(error)
+    what = _peer_problem(error)
     if what is None:
         return None
     return TrainingFailed(
@@ -42,8 +42,8 @@ def lost_before_training(error: BaseException) -> TrainingFailed | None:
     )
 
 
-def _what(error: BaseException) -> str | None:
-    if not isinstance(error, (RuntimeError, dist.DistError)) or not _OF_PEERS.search(str(error)):
+def _peer_problem(error: BaseException) -> str | None:
+    if not isinstance(error, (RuntimeError, dist.DistError)) or not _PEER_ERRORS.search(str(error)):
         return None
     if limit_reached(error):  # this process's own limit: gloo's sockets are files too
         return None

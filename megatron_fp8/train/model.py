@@ -208,7 +208,7 @@ def count_parameters(chunks: list[Any]) -> dict[str, int]:
     counts = torch.zeros(3, dtype=torch.int64, device=own_device())
     for name, parameter in _named_parameters(chunks):
         expert = is_expert(name)
-        replica, part = _place(expert)
+        replica, part = _parallel_ranks(expert)
         split = getattr(parameter, "tensor_model_parallel", False)
         if replica or (part and not split) or (getattr(parameter, "shared", False) and _is_second_copy()):
             continue
@@ -225,7 +225,7 @@ def count_parameters(chunks: list[Any]) -> dict[str, int]:
     return result
 
 
-def _place(expert: bool) -> tuple[int, int]:
+def _parallel_ranks(expert: bool) -> tuple[int, int]:
     """This rank's data-parallel and tensor-parallel rank, in the experts' groups if `expert`."""
     if expert:
         replica = parallel_state.get_expert_data_parallel_rank()

@@ -52,8 +52,8 @@ class RunFolders:
         shared.
         """
         with self._report_slow_folders():
-            on_first_rank(self._take)
-            self._try_together()
+            on_first_rank(self._lock_folders)
+            self._test_shared()
 
     def still_ours(self) -> None:
         """On rank 0: raise OSError if another run has locked the checkpoints' folder."""
@@ -135,7 +135,7 @@ class RunFolders:
     def _path(self) -> Path:
         return self.checkpoints if self._option == "checkpoint.folder" else self.run_dir
 
-    def _take(self) -> None:
+    def _lock_folders(self) -> None:
         locks = [("run_dir", self.run_dir)]
         if not same_place(self.checkpoints, self.run_dir):
             locks.append((self._option, self.checkpoints))
@@ -148,7 +148,7 @@ class RunFolders:
             with naming(option, configured):
                 for leftover in folder.glob(f"{_TRIAL}*"):
                     discard(leftover)
-                _try_to_write(folder)
+                _test_write(folder)
 
     @contextmanager
     def _report_slow_folders(self) -> Iterator[None]:
@@ -167,7 +167,7 @@ class RunFolders:
         finally:
             line.cancel()
 
-    def _try_together(self) -> None:
+    def _test_shared(self) -> None:
         """Check that each rank sees rank 0's test file, and that rank 0 sees every rank's."""
         if dist.get_world_size() == 1:
             return
@@ -207,7 +207,7 @@ def checkpoint_folder(run: Any) -> Path:
     return Path(run.checkpoint.folder) if run.checkpoint.folder else Path(run.run_dir) / "checkpoints"
 
 
-def _try_to_write(folder: Path) -> None:
+def _test_write(folder: Path) -> None:
     """Write, sync and rename a file of a few KiB, as saving does."""
     trial = folder / f"{_TRIAL}{uuid.uuid4().hex}"
     try:

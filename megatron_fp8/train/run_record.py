@@ -33,7 +33,7 @@ _CONFIG_SECTIONS = ("train", "data", "checkpoint")
 
 _METRICS = [field.name for field in fields(IterationMetrics) if field.name != "iteration"]
 
-_NEEDED: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
+_REQUIRED: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
     ("device", str, "a text"),
     ("versions", dict, "an object"),
     ("parallel", dict, "an object"),
@@ -84,7 +84,7 @@ class RunRecord:
             raise ValueError(
                 f"{str(path)!r} is no run's report: it is no JSON object. Give the folder of a run."
             )
-        for name, kind, words in _NEEDED:
+        for name, kind, words in _REQUIRED:
             value = _field(report, name, path)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise ValueError(
@@ -154,7 +154,7 @@ class RunRecord:
 
     def telemetry(self) -> Iterator[Line]:
         """telemetry.jsonl, line by line, as it may be large. Raises ValueError."""
-        return map(_measured, read_lines(self.folder / "telemetry.jsonl"))
+        return map(_telemetry_line, read_lines(self.folder / "telemetry.jsonl"))
 
     def unfinished(self) -> list[str]:
         """One line for each file with an incomplete last line, which all readers skip."""
@@ -268,10 +268,10 @@ def _metric(line: Line) -> Line:
         raise line.wrong("has no lm_loss")
     if line.content.get("skipped", 0) not in (0, 1):
         raise line.wrong(f"has skipped {str(line.content['skipped'])[:60]!r}, and that is 0 or 1")
-    return _in_numbers(line, [name for name in line.content if name in _METRICS])
+    return _with_numbers(line, [name for name in line.content if name in _METRICS])
 
 
-def _in_numbers(line: Line, names: Iterable[str]) -> Line:
+def _with_numbers(line: Line, names: Iterable[str]) -> Line:
     """The line with NaN and infinities, which may be strings, converted to numbers."""
     numbers = {name: line.number_of(name) for name in names}
     words = {name: value for name, value in numbers.items() if isinstance(line.content[name], str)}
@@ -282,7 +282,7 @@ def _validation(line: Line) -> Line:
     line.iteration()
     if "validation_loss" not in line.content:
         raise line.wrong("has no validation_loss")
-    return _in_numbers(line, ["validation_loss"])
+    return _with_numbers(line, ["validation_loss"])
 
 
 def _event(line: Line) -> Line:
@@ -292,7 +292,7 @@ def _event(line: Line) -> Line:
     return line
 
 
-def _measured(line: Line) -> Line:
+def _telemetry_line(line: Line) -> Line:
     line.iteration(1)
     line.text("site")
     tensor = line.text("tensor")
@@ -301,4 +301,4 @@ def _measured(line: Line) -> Line:
     if not isinstance(line.content.get("partial", False), bool):
         raise line.wrong(f"has partial {str(line.content['partial'])[:60]!r}, and that is true or false")
     line.texts("went_bad")
-    return _in_numbers(line, [name for name in line.content if name not in _NO_NUMBERS])
+    return _with_numbers(line, [name for name in line.content if name not in _NO_NUMBERS])

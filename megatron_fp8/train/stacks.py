@@ -27,7 +27,7 @@ _COMPILERS = (
     *("triton/compiler/compiler.py", "triton/runtime/autotuner.py", "megatron_fp8/kernels/cpu/library.py"),
 )
 _ENGINE = "torch/autograd/graph.py"
-_AROUND = ("/contextlib.py", "/typing_extensions.py")
+_DECORATORS = ("/contextlib.py", "/typing_extensions.py")
 """Files of decorators, whose frames lie between a collective and its caller."""
 
 
@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
 def place(frame: FrameType) -> Place:
     """The position of a thread, from its innermost frame."""
-    frames = list(_outwards(frame))
+    frames = list(_callers(frame))
     code, line = frame.f_code, _line(frame)
     if code.co_filename.endswith(_COLLECTIVES):
         chain: list[FrameType] = []
@@ -49,15 +49,15 @@ def place(frame: FrameType) -> Place:
                 break
             chain.append(one)
         names = [one.f_code.co_name for one in reversed(chain) if one.f_code.co_name != "wrapper"]
-        outside = (one for one in frames[len(chain) :] if not one.f_code.co_filename.endswith(_AROUND))
+        outside = (one for one in frames[len(chain) :] if not one.f_code.co_filename.endswith(_DECORATORS))
         caller = next(outside, chain[-1])
         # A thread that just enters a collective has only its decorator's frame.
-        return Place("waits", f"{names[0] if names else 'a collective'}, called in {_spot(caller)}")
+        return Place("waits", f"{names[0] if names else 'a collective'}, called in {_location(caller)}")
     if any(mark in line for mark in _WAITS):
-        return Place("waits", f"{line!r} in {_spot(frame)}")
+        return Place("waits", f"{line!r} in {_location(frame)}")
     if any(one.f_code.co_filename.endswith(_COMPILERS) for one in frames):
-        return Place("compiles", _spot(frame))
-    return Place("elsewhere", _spot(frame))
+        return Place("compiles", _location(frame))
+    return Place("elsewhere", _location(frame))
 
 
 def waits(frame: FrameType) -> bool:
@@ -120,7 +120,7 @@ def _not_done() -> Iterator[dict[str, Any]]:
             yield {key: entry[key] for key in keys if key in entry}
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -131,7 +131,7 @@ def _line(frame: FrameType) -> str:
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0).strip()
 
 
-def _spot(frame: FrameType) -> str:
+def _location(frame: FrameType) -> str:
     """'core/tensor_parallel/mappings.py:33 (_reduce)'."""
     short = "/".join(Path(frame.f_code.co_filename).parts[-3:])
     return f"{short}:{frame.f_lineno or frame.f_code.co_firstlineno} ({frame.f_code.co_name})"

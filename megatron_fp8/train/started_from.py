@@ -63,7 +63,7 @@ def read(folder: Path) -> StartedFrom | None:
         content = load_json(read_ordinary(path, _LARGEST))
         if not isinstance(content, dict) or content.get("sha256") != checksum(content):
             raise ValueError("its checksum differs: it is not what was written")
-        return _checked(content)
+        return _validated(content)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
@@ -73,7 +73,7 @@ def read(folder: Path) -> StartedFrom | None:
         ) from error
 
 
-def _checked(content: dict[str, Any]) -> StartedFrom:
+def _validated(content: dict[str, Any]) -> StartedFrom:
     checkpoint, iteration, manifest = (content.get(name) for name in ("checkpoint", "iteration", "manifest"))
     job = content.get("job", "")
     if not isinstance(checkpoint, str) or not isinstance(manifest, str) or not isinstance(job, str):

@@ -56,7 +56,7 @@ class StateCheck:
     def first(self) -> str:
         """Describe the first damaged tensor (NaN, Inf, or values that no cast wrote); '' if there is none."""
         for name, tensor in self._named():
-            if bool(_bad(tensor)):
+            if bool(_is_damaged(tensor)):
                 rings = isinstance(tensor, Rings)
                 return f"{name} {'hold a value that no cast recorded' if rings else 'holds NaN or Inf'}"
         return ""
@@ -65,7 +65,7 @@ class StateCheck:
         device = own_device()
         damaged = torch.zeros((), dtype=torch.float64, device=device)
         for tensor in tensors:
-            damaged += _bad(tensor).to(device)
+            damaged += _is_damaged(tensor).to(device)
         return damaged
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor | Rings]]:
@@ -90,12 +90,12 @@ class StateCheck:
 
 
 @torch.no_grad()
-def _bad(tensor: torch.Tensor | Rings) -> torch.Tensor:
+def _is_damaged(tensor: torch.Tensor | Rings) -> torch.Tensor:
     """bool []: whether `tensor` (any shape) has NaN or Inf; one pass, no copy."""
     if isinstance(tensor, Rings):
         return tensor.damaged()
     if isinstance(tensor, Moment):
-        return torch.stack([_bad(part) for part in tensor.stored_tensors()]).any()
+        return torch.stack([_is_damaged(part) for part in tensor.stored_tensors()]).any()
     values = tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()
     if not values.numel():
         return torch.zeros((), dtype=torch.bool, device=values.device)

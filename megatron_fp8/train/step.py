@@ -85,7 +85,7 @@ class Stepper:
         self.optimizer.zero_grad()
         self._losses.clear()
         state = state_of(unwrap(self.chunks[0]).config)
-        with state.reading_along(lambda: self._summed(self._losses, self.check.turn())) as sums:
+        with state.reading_along(lambda: self._reduced_sums(self._losses, self.check.turn())) as sums:
             self._forward_backward(training, self._microbatches, forward_only=False)
         loss = self._agreed(sums)
         updated, grad_norm, _ = self.optimizer.step()
@@ -165,9 +165,9 @@ class Stepper:
         Only the ranks of last stages have losses. Tensor-parallel ranks have equal losses, which does not change the
         mean.
         """
-        return self._agreed(self._summed(losses).tolist())
+        return self._agreed(self._reduced_sums(losses).tolist())
 
-    def _summed(self, losses: list[Tensor], damage: Tensor | None = None) -> Tensor:
+    def _reduced_sums(self, losses: list[Tensor], damage: Tensor | None = None) -> Tensor:
         """float64 [4 + reasons to stop], summed over ranks: loss, tokens, damaged tensors, own seconds, votes.
 
         Collective; does not synchronise.

@@ -33,9 +33,9 @@ from .stacks import place_of, stacks, waits
 _LOOK_S = 0.1
 _SEARCH_S, _SEARCHES = 1.0, 1000.0
 """Seconds between two searches of the folder in a long phase, and most searches per second over all ranks."""
-_TIMES, _KEPT, _KNOWN = 3.0, 16, 3
+_TIMES, _HISTORY, _LEAST_HISTORY = 3.0, 16, 3
 """The bound is 3 times the second longest of the last 16 phases, once there are three."""
-_STILL_S = 3.0
+_SUSPENDED_S = 3.0
 """If the thread did not run for this time, and for half of `least`, the process was suspended."""
 _SHOWN = 8
 START = "start"
@@ -120,7 +120,7 @@ class Watchdog:
             self._looked = now
         else:
             took = now - before.since - self._still
-            took_of = self._took.setdefault(before.kind, deque(maxlen=_KEPT))
+            took_of = self._took.setdefault(before.kind, deque(maxlen=_HISTORY))
             took_of.append(min(took, self.bound(before.kind)))  # bounds the effect of one hang
             if self._spoke:
                 self._say(f"{before.words} went on after {took:.0f} s")
@@ -138,7 +138,7 @@ class Watchdog:
         if kind == START:
             bound = _TIMES_AT_START * self._least
         else:
-            bound = 20 * self._least if len(took) < _KNOWN else max(self._least, _TIMES * took[-2])
+            bound = 20 * self._least if len(took) < _LEAST_HISTORY else max(self._least, _TIMES * took[-2])
         return min(bound, self._limit / 2)
 
     @property
@@ -170,30 +170,30 @@ class Watchdog:
         now, phase = self._clock(), self._phase
         assert phase is not None
         pause, self._looked = now - self._looked, now
-        if pause > max(_STILL_S, self._least / 2):
+        if pause > max(_SUSPENDED_S, self._least / 2):
             self._still += pause
             if phase.kind != START:  # there a library may block all threads while it reads
                 self._say(
                     f"warning: rank {self.rank} on {socket.gethostname()} stood still for {pause:.0f} s: it was stopped,"
                     " or its machine was suspended or out of memory"
                 )
-        elif phase.kind == "step" and self.ranks > 1 and len(self._took.get("step", ())) >= _KNOWN:
+        elif phase.kind == "step" and self.ranks > 1 and len(self._took.get("step", ())) >= _LEAST_HISTORY:
             frame = self._main_frame()
             self.pace.sample(pause, waits=frame is None or waits(frame))
         elapsed, bound = now - phase.since - self._still, self.bound(phase.kind)
         to_read = self._to_read  # the main thread may reset it at any time
         if to_read and now >= to_read[1]:
             self._to_read = None
-            self._speak(to_read[0], phase, elapsed)
+            self._report(to_read[0], phase, elapsed)
         if elapsed < min(self._least, bound) / 3 or now - self._searched < self._search:
             return
         self._searched = now
         for folder in self._folders():
-            if folder.name not in self._seen and self._concerns(folder, phase):
-                self._answer(folder, phase, elapsed)
+            if folder.name not in self._seen and self._is_relevant(folder, phase):
+                self._write_stacks(folder, phase, elapsed)
         if elapsed >= bound * 2**self._rounds and phase is self._phase:
             name = f"iteration-{phase.iteration}-{phase.kind}-{elapsed:.0f}s"
-            self._answer(self.folder / name, phase, elapsed)
+            self._write_stacks(self.folder / name, phase, elapsed)
 
     def _main_frame(self) -> Any:
         return sys._current_frames().get(self._thread_id)
@@ -204,13 +204,13 @@ class Watchdog:
         except OSError:  # a rank that cannot write there reports it
             return []
 
-    def _concerns(self, folder: Path, phase: _Phase) -> bool:
+    def _is_relevant(self, folder: Path, phase: _Phase) -> bool:
         """Whether the rank that made this folder may wait for this rank, or this rank for it."""
         if folder.name.startswith(f"iteration-0-{START}-"):
             return not self._took.get("step")  # after a step no rank is in START
         return _iteration(folder) >= phase.iteration - 1
 
-    def _answer(self, folder: Path, phase: _Phase, elapsed: float) -> None:
+    def _write_stacks(self, folder: Path, phase: _Phase, elapsed: float) -> None:
         """Write this rank's stacks to `folder`, and plan to read the others' a little later."""
         self._rounds += 1
         self._seen.add(folder.name)
@@ -236,7 +236,7 @@ class Watchdog:
             self._clock() + max(self._least / 5, 2 * self._search),
         )  # the others write too
 
-    def _speak(self, folder: Path, phase: _Phase, elapsed: float) -> None:
+    def _report(self, folder: Path, phase: _Phase, elapsed: float) -> None:
         """Report which ranks differ, unless a lower rank has written or some rank compiles."""
         if any((folder / f"rank-{lower}.txt").exists() for lower in range(self.rank)):
             return
@@ -244,7 +244,7 @@ class Watchdog:
             return
         self._spoke = True
         took = sorted(self._took.get(phase.kind, ()))
-        usual = f" (of late {took[-2]:.2g} s)" if len(took) >= _KNOWN else ""
+        usual = f" (of late {took[-2]:.2g} s)" if len(took) >= _LEAST_HISTORY else ""
         differences = "; ".join(self._differences(folder))
         self._say(
             f"waiting     {phase.words} takes {elapsed:.0f} s so far{usual}: {differences}. Stacks: {folder}"

@@ -38,7 +38,7 @@ _FIRST_SENTENCE = re.compile(r"(.{20,}?[.!?])(?: (?=[A-Z'\"])|$)")
 
 def key_help() -> dict[str, str]:
     """Dotted key -> one line of help, in the order of ``known_keys``; empty without a docstring."""
-    return {key: OWN.get(key) or _one_line(_described(key)) for key in known_keys()}
+    return {key: OWN.get(key) or _one_line(_description(key)) for key in known_keys()}
 
 
 def key_lines(width: int) -> list[str]:
@@ -67,7 +67,7 @@ def key_lines(width: int) -> list[str]:
     return lines
 
 
-def _described(key: str) -> str:
+def _description(key: str) -> str:
     section, _, name = key.rpartition(".")
     if section == "model":
         return _docstrings(GPTOptions).get(name) or _docstrings(MLATransformerConfig).get(name, "")

@@ -102,11 +102,11 @@ def parse(arguments: list[str], ranks: int = 1) -> RunConfig:
     Raises ValueError in one line for an unknown key (with the nearest known one), for a value of the wrong type or out
     of range, and for a file that is missing or not YAML.
     """
-    arguments = _files_first(_with_config_files(_normalised(data_as_paths(arguments))))
+    arguments = _files_first(_with_config_files(_normalise(data_as_paths(arguments))))
     # Key -> (written value, its file). Later files override earlier ones.
     given: dict[str, tuple[Any, str]] = {}
     files = []
-    for name, value in _named(arguments):
+    for name, value in _option_pairs(arguments):
         if not name:
             raise ValueError("-- alone is not an option: leave it out, and write --section.key=value.")
         if value is None:
@@ -258,7 +258,7 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _normalised(arguments: Iterable[str]) -> Iterator[str]:
+def _normalise(arguments: Iterable[str]) -> Iterator[str]:
     """Normalise options: underscores in names, values for bare flags, the current name of `model.fp8_format`."""
     rest = iter(arguments)
     for argument in rest:
@@ -305,7 +305,7 @@ def _files_first(arguments: Iterator[str]) -> list[str]:
     return files + rest
 
 
-def _named(arguments: list[str]) -> Iterator[tuple[str, str | None]]:
+def _option_pairs(arguments: list[str]) -> Iterator[tuple[str, str | None]]:
     """(name, value or None) of every `--name=value` and `--name value`. A stray word is a ValueError."""
     pending: str | None = None
     for argument in arguments:

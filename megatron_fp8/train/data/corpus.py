@@ -99,7 +99,7 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path, rules: Doc
                 stacklevel=2,
             )
         try:
-            _write_alone(files, tokenizer, folder, rules)
+            _write_locked(files, tokenizer, folder, rules)
         except OSError as error:
             if _damage(folder):  # else another run that considered this one dead wrote the same content
                 others = isinstance(error, PermissionError) and folder.is_dir()
@@ -108,11 +108,11 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path, rules: Doc
                     f"data.cache_dir={str(cache_dir)!r} cannot be written ({in_words(error)}): give another folder with "
                     f"--data.cache_dir{remedy}."
                 ) from error
-    texts.lost_of(_about(folder).get("lost")).say()
+    texts.lost_of(_read_record(folder).get("lost")).say()
     return str(folder / "corpus")
 
 
-def _write_alone(files: list[Path], tokenizer: Tokenizer, folder: Path, rules: DocumentRules) -> None:
+def _write_locked(files: list[Path], tokenizer: Tokenizer, folder: Path, rules: DocumentRules) -> None:
     """Write the pair, unless another process has written it while this one waited."""
     with filling(folder, "data.cache_dir") as (lock, unfinished):
         if not _damage(folder):
@@ -130,14 +130,14 @@ def _write_alone(files: list[Path], tokenizer: Tokenizer, folder: Path, rules: D
         replace_file(folder / _ABOUT, json.dumps(about, indent=2) + "\n")
 
 
-def _about(folder: Path) -> Any:
+def _read_record(folder: Path) -> Any:
     return load_json(read_ordinary(folder / _ABOUT, _LARGEST_RECORD))
 
 
 def _damage(folder: Path) -> str:
     """What is wrong with a prepared text; '' if its files match their digests."""
     try:
-        digests = _about(folder)["sha256"]
+        digests = _read_record(folder)["sha256"]
         names = (*_PAIR, *(name for name in _MASK if name in digests))
         changed = [name for name in names if digest(folder / name) != digests[name]]
     except (KeyError, TypeError):

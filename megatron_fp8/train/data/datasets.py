@@ -182,7 +182,7 @@ def _split_with_validation(prefixes: list[str], split: str, sizes: list[int], se
         return split
     except _NoValidation:
         ends = [float(end) for end in np.cumsum([0, *parse_and_normalize_split(split)])]
-        border = min(_border(prefix, ends, sizes[1], seq_length) for prefix in prefixes)
+        border = min(_validation_start(prefix, ends, sizes[1], seq_length) for prefix in prefixes)
         new_split = ",".join(f"{part:.9f}" for part in (border, ends[2] - border, ends[3] - ends[2]))
         try:
             _check_split(prefixes, new_split, sizes, seq_length)
@@ -198,7 +198,7 @@ def _split_with_validation(prefixes: list[str], split: str, sizes: list[int], se
     return new_split
 
 
-def _border(prefix: str, ends: list[float], size: int, seq_length: int) -> float:
+def _validation_start(prefix: str, ends: list[float], size: int, seq_length: int) -> float:
     """Fraction of documents before validation, if that is to have enough tokens; at most the old one."""
     lengths = corpus.sequence_lengths(prefix)
     first, last = (round(end * len(lengths)) for end in ends[1:3])

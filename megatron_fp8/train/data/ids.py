@@ -59,10 +59,10 @@ def check_ids(prefixes: Sequence[str], vocab_size: int, kept: Path) -> None:
             raise ValueError(f"{prefix!r} holds no tokens: give data that is not empty.")
         _check(prefix, state, vocab_size)
         if state.read < info.tokens:
-            _read_on(prefix, info, state, vocab_size, record)
+            _read_rest(prefix, info, state, vocab_size, record)
 
 
-def _read_on(prefix: str, info: IndexedInfo, state: _Seen, vocab_size: int, record: Path) -> None:
+def _read_rest(prefix: str, info: IndexedInfo, state: _Seen, vocab_size: int, record: Path) -> None:
     """Read the remaining ids, all ranks together. ``record``: its name is a digest from before the read."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     saved_at = time.monotonic()

@@ -88,7 +88,7 @@ def documents(path: Path, tokenizer: Tokenizer, rules: DocumentRules) -> Iterato
     records = _READERS[path.suffix.lower()](path)
     for number, record in enumerate(records, 1):
         try:
-            yield from _of_record(record, tokenizer, rules)
+            yield from _record_documents(record, tokenizer, rules)
         except ValueError as error:
             reason = "it holds half of a character" if isinstance(error, UnicodeEncodeError) else error
             raise ValueError(
@@ -99,7 +99,7 @@ def documents(path: Path, tokenizer: Tokenizer, rules: DocumentRules) -> Iterato
 _CHATS = "give records with messages, or leave data.loss out"
 
 
-def _of_record(record: Any, tokenizer: Tokenizer, rules: DocumentRules) -> list[Document]:
+def _record_documents(record: Any, tokenizer: Tokenizer, rules: DocumentRules) -> list[Document]:
     if not isinstance(record, dict):
         raise ValueError(f"it is no object, but {type(record).__name__}")
     columns = (rules.column,) if rules.column else _COLUMNS

@@ -73,7 +73,7 @@ def content_digest(path: Path, *, is_text: bool = True) -> bytes:
                 if not done:
                     _check_unpacked(path, part)
                 if (nul := part.find(0)) >= 0:
-                    raise _no_text(path, f"byte {done + nul} is NUL")
+                    raise _not_text_error(path, f"byte {done + nul} is NUL")
                 _decode(path, decoder, part, done)
             hasher.update(part)
             done += len(part)
@@ -95,10 +95,10 @@ def _decode(path: Path, decoder: codecs.IncrementalDecoder, part: bytes, done: i
     try:
         decoder.decode(part, final=not part)
     except UnicodeDecodeError as error:
-        raise _no_text(path, f"byte {done - waiting + error.start} is not UTF-8") from error
+        raise _not_text_error(path, f"byte {done - waiting + error.start} is not UTF-8") from error
 
 
-def _no_text(path: Path, why: str) -> ValueError:
+def _not_text_error(path: Path, why: str) -> ValueError:
     return ValueError(
         f"data.paths has {str(path)!r}, which is no text ({why}): leave it out; if it is text in another encoding, write"
         f" it anew in UTF-8 (iconv -f ENCODING -t UTF-8 {path.name} > NEW), and give that."

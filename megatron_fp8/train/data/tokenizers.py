@@ -162,10 +162,10 @@ class JsonTokenizer:
         self.unique_identifiers = {"tokenizer": self.name}
 
     def encode(self, text: bytes) -> np.ndarray:
-        return np.asarray(self._encoded(text.decode("utf-8", errors="replace")).ids, dtype=np.int64)
+        return np.asarray(self._encode(text.decode("utf-8", errors="replace")).ids, dtype=np.int64)
 
     def encode_with_mask(self, text: bytes, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-        encoding = self._encoded(text.decode("utf-8", errors="replace"))
+        encoding = self._encode(text.decode("utf-8", errors="replace"))
         offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         mask = np.zeros(len(offsets), dtype=np.uint8)
         for first, last in spans:
@@ -177,13 +177,13 @@ class JsonTokenizer:
             return 0
         characters = text.decode("utf-8", errors="replace")
         edges = np.zeros(len(characters) + 1, np.int64)
-        for start, end in self._encoded(characters).offsets:
+        for start, end in self._encode(characters).offsets:
             edges[start] += 1
             edges[end] -= 1
         covered = np.cumsum(edges)[:-1] > 0
         return sum(not characters[place].isspace() for place in np.flatnonzero(~covered))
 
-    def _encoded(self, characters: str) -> Any:
+    def _encode(self, characters: str) -> Any:
         try:
             return self._tokenizer.encode(characters, add_special_tokens=False)
         except Exception as error:  # the package raises plain Exception
@@ -245,7 +245,7 @@ class _Beside:
         setting = config.get("add_bos_token")
         if setting is False:
             return ()
-        before = self._added_before()
+        before = self._prefix_ids()
         first = self._id(config, "bos_token") if setting and not before else None
         return before if first is None else (first,)
 
@@ -272,7 +272,7 @@ class _Beside:
             template, {name: token for name, token in named.items() if isinstance(token, str)}
         )
 
-    def _added_before(self) -> tuple[int, ...]:
+    def _prefix_ids(self) -> tuple[int, ...]:
         """Ids that the post-processor puts before a text; they belong to no sequence."""
         for text in itertools.chain("a", itertools.islice(self._tokenizer.get_vocab(), 100)):
             try:

@@ -60,7 +60,7 @@ def run_facts(
         "the version of megatron-core": megatron.core.__version__,
         "the version of megatron_fp8": __version__,
     }
-    facts |= {name: value for name, value in environ.items() if _decides(name)}
+    facts |= {name: value for name, value in environ.items() if _changes_numbers(name)}
     facts |= {key: value for key, value in _flat(run.to_dict()).items() if key not in _LOCAL}
     facts["data.tokenizer"] = tokenizer.name  # its name contains a digest of its content
     facts["data.paths"] = [Path(path).name for path in run.data.paths]
@@ -119,7 +119,7 @@ def input_facts(prefixes: list[str], chosen: tuple[Path, Any] | None, first_here
     return facts
 
 
-def _decides(variable: str) -> bool:
+def _changes_numbers(variable: str) -> bool:
     """Whether an environment variable can change numerical results."""
     relevant = variable.startswith(_ENVIRONMENT)
     return relevant and (variable in _ENVIRONMENT or not _ELSEWHERE.intersection(variable.split("_")))

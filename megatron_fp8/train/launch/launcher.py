@@ -134,14 +134,14 @@ def _run(launching: Launching, logs: RankLogs, signals: Signals) -> int:
         say(f"{number.name}: the ranks were ended, unsaved")
         return 128 + number
     except RendezvousError as error:
-        raise DistError(_about_nodes(error, launching.nodes)) from error
+        raise DistError(_rendezvous_message(error, launching.nodes)) from error
     except BrokenPipeError:
         raise DistError(
             "the reader of the output has ended, as `| head` does: the ranks were signalled to save and end."
         ) from None
 
 
-def _about_nodes(error: RendezvousError, nodes: Nodes) -> str:
+def _rendezvous_message(error: RendezvousError, nodes: Nodes) -> str:
     kind = type(error).__name__
     where = f"the launchers of {nodes.count} nodes, which meet at {nodes.host}:{nodes.port}"
     if "Timeout" in kind:
@@ -188,10 +188,10 @@ class _Agent(LocalElasticAgent):
             result = super()._monitor_workers(worker_group)
         self._logs.show()
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            self._after(result)
+            self._handle_failure(result)
         return result
 
-    def _after(self, result: RunResult) -> None:
+    def _handle_failure(self, result: RunResult) -> None:
         """Decide whether the ranks start again, and report it."""
         codes = [failure.exitcode for failure in result.failures.values()]
         if self._signals.stop is not None or {EXIT_BAD_INPUT, self._launching.stopped_code} & set(codes):

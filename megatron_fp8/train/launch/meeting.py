@@ -147,9 +147,9 @@ class Meeting:
         with suppress(RuntimeError, TimeoutError):  # store lost; rank suspended or not started
             self._store.add("told", 1)
             required = self.world_size if hosting else self._count("come")
-            self._until(lambda: self._count("told") >= required, seconds)
+            self._poll(lambda: self._count("told") >= required, seconds)
 
-    def _hear(self) -> None:
+    def _poll_end(self) -> None:
         """End this process if another rank has written that all must end."""
         assert self._store is not None
         if not self._store.check(["end"]):
@@ -225,7 +225,7 @@ class Meeting:
             return bool(stores)
 
         try:
-            self._until(connects, _CONNECT_S)
+            self._poll(connects, _CONNECT_S)
         except TimeoutError:
             raise dist.DistNetworkError(_STORE_LOST) from None
         stores[0].set_timeout(timedelta(seconds=timeout_s))
@@ -258,14 +258,14 @@ class Meeting:
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
         try:
-            self._until(condition, timeout_s)
+            self._poll(condition, timeout_s)
         except TimeoutError:
             raise NotMet(
                 f"{self._missing()} after {timeout_s / 60:.3g} minutes: look at their logs and nodes, or raise "
                 "train.distributed_timeout_minutes."
             ) from None
 
-    def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+    def _poll(self, condition: Callable[[], bool], timeout_s: float) -> None:
         """Return when `condition` holds. Raises TimeoutError after `timeout_s`."""
         deadline, pause = time.monotonic() + timeout_s, 0.01
         while not condition():
@@ -286,12 +286,12 @@ class Meeting:
             self._answered = time.monotonic()
             try:
                 if self._store is None:
-                    self._come()
+                    self._connect()
                     pause = min(2 * pause + 0.02, _LOOK_S) if self._store is None else _LOOK_S
                 else:
                     beats += 1
                     self._store.set(f"beat {self.rank}", str(beats))
-                    self._hear()
+                    self._poll_end()
             except RuntimeError:  # the connection is lost
                 if not self._over.wait(_GRACE_S):
                     print(f"error: {_STORE_LOST}", file=sys.stderr, flush=True)
@@ -302,7 +302,7 @@ class Meeting:
                 since, lines = self._since, 0
             if time.monotonic() - since >= FIRST_LINE_S * 2**lines:
                 lines += 1
-                self._say_who_is_missing(lines, FIRST_LINE_S * 2 ** (lines - 1))
+                self._report_missing(lines, FIRST_LINE_S * 2 ** (lines - 1))
 
     def _watch_store(self) -> None:
         """Report a store that does not answer: calls to a store of a suspended process never return."""
@@ -323,7 +323,7 @@ class Meeting:
                 if self._first_here:
                     print(f"waiting     {silent:.0f} s so far: {what}", file=sys.stderr, flush=True)
 
-    def _come(self) -> None:
+    def _connect(self) -> None:
         try:
             store = self._place.connect()
         except ValueError as error:
@@ -341,7 +341,7 @@ class Meeting:
         self._store = store
         self._connected.set()
 
-    def _say_who_is_missing(self, line: int, seconds: float) -> None:
+    def _report_missing(self, line: int, seconds: float) -> None:
         """Print which ranks are missing, from one rank alone; only that rank searches for them."""
         if self._store is None:
             mine = self._first_here
@@ -362,9 +362,9 @@ class Meeting:
         alone = self._told if len(not_started) == self.world_size - 1 else ""
         if stage == "start":
             return _named("have not started", not_started, self.world_size) + alone
-        before = self._beats()
+        before = self._heartbeats()
         time.sleep(2 * _LOOK_S + _GRACE_S)
-        absent, now = self._absent(f"at {stage}", ranks), self._beats()
+        absent, now = self._absent(f"at {stage}", ranks), self._heartbeats()
         absent_or_own = {*absent, self.rank}
         silent = [rank for rank in ranks if rank not in absent_or_own and now.get(rank) == before.get(rank)]
         parts = [
@@ -383,7 +383,7 @@ class Meeting:
         middle = len(ranks) // 2
         return self._absent(what, ranks[:middle]) + self._absent(what, ranks[middle:])
 
-    def _beats(self) -> dict[int, bytes]:
+    def _heartbeats(self) -> dict[int, bytes]:
         """The latest heartbeat of every rank that has sent one."""
         assert self._store is not None
         ranks = range(self.world_size)

@@ -291,7 +291,7 @@ def on_first_rank(work: Callable[[], Result], *, beat_s: float | None = None) ->
     """
     outcome: list[Any] = [None, None, True]
     if dist.get_rank() == 0:
-        with _beating(beat_s):
+        with _heartbeat(beat_s):
             try:
                 outcome[0] = work()
             except ValueError as error:
@@ -305,7 +305,7 @@ def on_first_rank(work: Callable[[], Result], *, beat_s: float | None = None) ->
 
 
 @contextmanager
-def _beating(seconds: float | None) -> Iterator[None]:
+def _heartbeat(seconds: float | None) -> Iterator[None]:
     """Let a thread signal the other ranks every `seconds` seconds that rank 0 still works."""
     if seconds is None or dist.get_world_size() == 1:
         yield

@@ -20,7 +20,7 @@ _ERROR = "error: "
 _HELD_S = 5.0
 _MOMENT_S = 1.0
 _CHUNK = 1 << 20
-_QUOTED = 4096  # bytes at a log's end that are searched for its last line
+_TAIL_BYTES = 4096  # bytes at a log's end that are searched for its last line
 
 
 class RankLogs(LogsSpecs):
@@ -136,7 +136,7 @@ class _Followed:
     def end(self) -> str:
         """The last line that is not empty; '' if there is none."""
         with self.path.open("rb") as file:
-            file.seek(max(0, self.path.stat().st_size - _QUOTED))
+            file.seek(max(0, self.path.stat().st_size - _TAIL_BYTES))
             lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
         return next((line for line in reversed(lines) if line), "")
 

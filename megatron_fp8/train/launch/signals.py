@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from ..stop import AGAIN_S
 
-_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Stopped(Exception):
@@ -46,12 +46,12 @@ class Signals:
         self._say, self._asked_by, self._since = say, asked_by, 0.0
         self._ranks_run = False
         self._owed: list[signal.Signals] = []
-        self._heard = [number for number in _HEARD if signal.getsignal(number) != signal.SIG_IGN]
+        self._heard = [number for number in _HANDLED if signal.getsignal(number) != signal.SIG_IGN]
 
     @contextmanager
     def heard(self) -> Iterator[None]:
         """Context: handle signals inside it. Main thread only."""
-        before = {number: signal.getsignal(number) for number in _HEARD}
+        before = {number: signal.getsignal(number) for number in _HANDLED}
         try:
             self.listen(ranks_run=False)
             yield
@@ -62,7 +62,7 @@ class Signals:
     def listen(self, *, ranks_run: bool) -> None:
         """Install the handlers; `ranks_run`: whether ranks run now. Call it again after torch's agent has set its own."""
         self._ranks_run = ranks_run
-        for number in _HEARD:
+        for number in _HANDLED:
             signal.signal(number, self._note if number in self._heard else signal.SIG_IGN)
 
     def hand_on(self, pids: Iterable[int]) -> None:

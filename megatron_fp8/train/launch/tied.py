@@ -20,7 +20,7 @@ def tied(command: list[str]) -> list[str]:
     return [os.path.realpath("/proc/self/exe"), "-I", "-S", __file__, str(os.getpid()), *command]
 
 
-def _become(parent: int, command: list[str]) -> None:
+def _run_program(parent: int, command: list[str]) -> None:
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGTERM, 0, 0, 0)
@@ -30,4 +30,4 @@ def _become(parent: int, command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _become(int(sys.argv[1]), sys.argv[2:])
+    _run_program(int(sys.argv[1]), sys.argv[2:])
