@@ -37,7 +37,7 @@ _LAST = 2**63 - 1
 
 
 class NotAManifest(ValueError):
-    """The content is something else than a damaged manifest."""
+    """The content is not a manifest, or has an unknown version; it is not damaged."""
 
 
 @dataclass
