@@ -29,7 +29,7 @@ OWN: dict[str, str] = {
     "model.fp8_amax_compute_algo": "Delayed scaling: 'max' of the history, or 'most_recent'.",
     "model.transformer_impl": "Which layers a model is made from: 'local', Megatron-Core's own with this package's FP8.",
 }
-"""Help that replaces Megatron-Core's docstrings, which describe Transformer Engine."""
+"""What is other here than Megatron-Core's docstrings say, which speak of Transformer Engine."""
 
 _WIDTH = 130
 _LEFT, _INDENT = 50, " " * 6
