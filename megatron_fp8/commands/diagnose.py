@@ -20,24 +20,24 @@ from ..files.disk import replace_file
 from .on_checkpoint import Parser, run_command, say
 
 HELP = """\
-Takes a checkpoint of a run and the batches that its training reads next, and measures what FP8 costs there: every
-layer in high precision, all as planned, each layer alone in FP8, then the GEMMs and operands of the worst. It prints
-the answer in words, then a table, worst first, and writes diagnosis.json, diagnosis.png and overrides.yaml.
+Measures what FP8 costs at a checkpoint, on the batches that training reads next: all layers in high precision, all as
+planned, each layer alone in FP8, then the GEMMs and operands of the worst. Prints a verdict and a table, worst first,
+and writes diagnosis.json, diagnosis.png and overrides.yaml.
 
   megatron-fp8 diagnose runs/fp8                               the latest checkpoint, the four batches that come next
   megatron-fp8 diagnose runs/fp8 --iteration 11                the batches from iteration 11 on, the checkpoint before
   megatron-fp8 diagnose runs/bf16 --recipe mxfp8               what a recipe would cost a run in BF16
-  megatron-fp8 diagnose runs/one --against runs/two            where two runs on the same data part
+  megatron-fp8 diagnose runs/one --against runs/two            where two runs on the same data diverge
   megatron-fp8 launch --ranks 4 diagnose RUN                   in the run's own parallel layout
 
-Scales of tensorwise and rowwise are of shards, and differ in another layout: the command says so.
+tensorwise and rowwise have a scale for each shard, which differs in another layout: the command warns then.
 
-overrides.yaml takes out of FP8 what costs more there than it has to:
+overrides.yaml takes out of FP8 the sites that lose more than rounding explains:
   megatron-fp8 train --config FILE --model.fp8_overrides="$(cat overrides.yaml)"
 
-`error` is how far the gradient is from that in high precision, `beyond rounding` what of it is more than rounding to
-FP8's significant bits does, `loss` what the site alone changes of the loss, +- what chance may add to that. On a
-terminal too narrow for all of it a star says what stands out.
+`error` is the relative error of the gradient against high precision, `beyond rounding` the part of it that rounding to
+FP8's significant bits does not explain, `loss` the change of the loss by this site alone, +- its noise. On a narrow
+terminal a star marks the sites that stand out.
 
 Exit codes: 0 done; 1 failed; 2 bad input.
 """

@@ -9,8 +9,8 @@ from .line import CommandParser, refuse
 
 HELP = """\
 What a run needs, from its config alone, in seconds and without a GPU: parameters, bytes on the fullest rank by kind,
-bytes on the wire by collective, the step's time by a roofline, what FP8 changes of each linear, and with --device
-whether it fits, or else the nearest change with which it does.
+bytes sent by collective, the step's time by a roofline, the effect of FP8 on each linear, and with --device whether the
+run fits, or else the nearest change that makes it fit.
 
   megatron-fp8 estimate --config llama3_8b --gpus 64 --device h100
   megatron-fp8 estimate --config tiny_gpt_cpu   a config that comes with the package, by name
@@ -20,7 +20,7 @@ whether it fits, or else the nearest change with which it does.
 Options of the run may follow as in `train`: --model.fp8_recipe=mxfp8. The whole config is checked by `train --dry-run`.
 --device is a name, a file of figures (docs/estimates.md), or what `megatron-fp8 bench --out FILE` wrote.
 
-Without --device bytes are those of a CPU run, nothing is said of whether it fits, and times are an h100's.
+Without --device, bytes are for a CPU run and times for an h100, and whether the run fits is not checked.
 
 Parameters, weights, gradients, optimizer state and the bytes on the wire are exact; activations within 2 %; times are a
 roofline from peaks and no measurement: a run is slower.

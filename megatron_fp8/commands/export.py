@@ -26,7 +26,7 @@ latest), of any parallel layout. OUT must be new. Models: Llama, Mistral, Qwen2,
 Mixtral, Qwen3-MoE and DeepSeek-V3.
 
 FP8 is for the linears of the layers; embedding and output head stay in high precision, and so do layers that training
-kept in BF16. Codes and scales are made as in training: an FP8 run has seen these weights.
+kept in BF16. Codes and scales are made as in training: these are the weights that an FP8 run was trained with.
 
 An imported model keeps its names: --like=DIR takes over the further fields of DIR's config.json (positions, special
 tokens), its generation_config.json and its tokenizer.
