@@ -1,8 +1,8 @@
 """Runs a program that ends with its parent: python -I -S tied.py PARENT PROGRAM ARGUMENT...
 
-Linux then sends the program SIGTERM when PARENT dies, even of SIGKILL; a training saves and ends. A separate process makes
-the request and then becomes the program, because torch's agent offers no hook for it. On other systems programs start
-unchanged.
+Linux then sends the program SIGTERM when PARENT dies, even of SIGKILL; a training saves and ends. A separate process
+makes the request and then becomes the program, because torch's agent offers no hook for it. On other systems programs
+start unchanged.
 """
 
 import os
