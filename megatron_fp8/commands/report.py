@@ -70,7 +70,7 @@ def write_page(folders: list[Path], path: Path) -> None:
 
     runs = read_runs(folders)
     size = write_html(runs, path)
-    for line in (line for one in runs for line in one.unfinished):
+    for line in (line for run_data in runs for line in run_data.unfinished):
         print(printable(f"note        {line}"))
     print(f"{path} ({size / 1e6:.1f} MB): open it in a browser")
 

@@ -30,14 +30,14 @@ def first_not_finite(chunks: list[Any], check: StateCheck | None = None) -> tupl
     before gradients; 'gradient'. Within a kind the model's order decides, then the lowest rank: NaN from one rank's
     cast reaches the other ranks in the following layers.
     """
-    stage, mine, order = parallel_state.get_pipeline_model_parallel_rank(), None, 0
+    stage, own, order = parallel_state.get_pipeline_model_parallel_rank(), None, 0
     if check is not None and (state := check.first()):
-        mine, order = ("state", state), stage << _PLACES
+        own, order = ("state", state), stage << _PLACES
     elif first := next(_not_finite(chunks), None):
         kind, place, line = first
-        mine = (kind, line)
+        own = (kind, line)
         order = (_KINDS.index(kind) << _PLACES + _STAGES) + (stage << _PLACES) + place
-    if (first_found := first_to_say(mine, order=order)) is None:
+    if (first_found := first_to_say(own, order=order)) is None:
         return None
     rank, (kind, line) = first_found
     return kind, f"{line} on rank {rank}"
@@ -45,8 +45,8 @@ def first_not_finite(chunks: list[Any], check: StateCheck | None = None) -> tupl
 
 def _not_finite(chunks: list[Any]) -> Iterator[tuple[str, int, str]]:
     """(kind, place in the model, line) of each NaN or Inf on this rank."""
-    named = [(name, p) for chunk in chunks for name, p in named_parameters(unwrap(chunk))]
-    for place, (name, parameter) in enumerate(named):
+    parameters = [(name, p) for chunk in chunks for name, p in named_parameters(unwrap(chunk))]
+    for place, (name, parameter) in enumerate(parameters):
         if count := _count(parameter.detach()):
             yield "weight", place, f"the weight {name} holds {count} NaN or Inf"
     arenas = state_of(unwrap(chunks[0]).config).arenas
@@ -65,7 +65,7 @@ def _not_finite(chunks: list[Any]) -> Iterator[tuple[str, int, str]]:
         own = arena.own_nonfinite
         if slot.index < len(own) and (count := int(own[slot.index])):
             yield "cast", place, f"the FP8 cast of {slot.name} met {count} NaN or Inf"
-    for place, (name, parameter) in enumerate(named):
+    for place, (name, parameter) in enumerate(parameters):
         gradient = getattr(parameter, "main_grad", None)
         gradient = parameter.grad if gradient is None else gradient
         if gradient is not None and (count := _count(gradient)):

@@ -101,8 +101,8 @@ def keep_layers(run: RunConfig, manifest: Manifest) -> None:
     They are sites that the guard had moved when the checkpoint was saved, and the number of tokens for fp8_size_filter.
     Explicit settings of the config take precedence.
     """
-    moved = as_overrides(manifest.state) if run.model.fp8_guard else {}
-    run.model.fp8_overrides = {**moved, **run.model.fp8_overrides}
+    moved_sites = as_overrides(manifest.state) if run.model.fp8_guard else {}
+    run.model.fp8_overrides = {**moved_sites, **run.model.fp8_overrides}
     if run.model.fp8_size_filter_tokens is None:
         run.model.fp8_size_filter_tokens = tokens_of_microbatch(run)
 

@@ -99,10 +99,10 @@ class Rewinds:
         the former.
         """
         by_iteration = {iteration_of(path): path for path in complete_checkpoints(self.folder)}
-        before = [done for done in by_iteration if done <= iteration]
-        if not before:
+        candidates = [done for done in by_iteration if done <= iteration]
+        if not candidates:
             return None
-        path = by_iteration[max(before, key=lambda done: (done % self._every == 0, done))]
+        path = by_iteration[max(candidates, key=lambda done: (done % self._every == 0, done))]
         return path, read_manifest(path)
 
     def _write(self, records: list[dict[str, Any]]) -> None:

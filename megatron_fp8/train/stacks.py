@@ -44,18 +44,20 @@ def place(frame: FrameType) -> Place:
     code, line = frame.f_code, _line(frame)
     if code.co_filename.endswith(_COLLECTIVES):
         chain: list[FrameType] = []
-        for one in frames:
-            if not one.f_code.co_filename.endswith(_COLLECTIVES):
+        for outer in frames:
+            if not outer.f_code.co_filename.endswith(_COLLECTIVES):
                 break
-            chain.append(one)
-        names = [one.f_code.co_name for one in reversed(chain) if one.f_code.co_name != "wrapper"]
-        outside = (one for one in frames[len(chain) :] if not one.f_code.co_filename.endswith(_DECORATORS))
+            chain.append(outer)
+        names = [outer.f_code.co_name for outer in reversed(chain) if outer.f_code.co_name != "wrapper"]
+        outside = (
+            outer for outer in frames[len(chain) :] if not outer.f_code.co_filename.endswith(_DECORATORS)
+        )
         caller = next(outside, chain[-1])
         # A thread that just enters a collective has only its decorator's frame.
         return Place("waits", f"{names[0] if names else 'a collective'}, called in {_location(caller)}")
     if any(mark in line for mark in _WAITS):
         return Place("waits", f"{line!r} in {_location(frame)}")
-    if any(one.f_code.co_filename.endswith(_COMPILERS) for one in frames):
+    if any(outer.f_code.co_filename.endswith(_COMPILERS) for outer in frames):
         return Place("compiles", _location(frame))
     return Place("elsewhere", _location(frame))
 
@@ -68,11 +70,11 @@ def waits(frame: FrameType) -> bool:
 def place_of(thread: int) -> Place:
     """Position of the thread with this identity; in a backward on a GPU, position of torch's own thread."""
     frames = sys._current_frames()
-    mine = frames[thread]
-    if mine.f_code.co_filename.endswith(_ENGINE):
-        known = {one.ident for one in threading.enumerate()}
-        mine = next((frame for ident, frame in frames.items() if ident not in known), mine)
-    return place(mine)
+    frame = frames[thread]
+    if frame.f_code.co_filename.endswith(_ENGINE):
+        known = {other.ident for other in threading.enumerate()}
+        frame = next((inner for ident, inner in frames.items() if ident not in known), frame)
+    return place(frame)
 
 
 def place_of_error(trace: TracebackType | None) -> Place | None:
@@ -89,7 +91,7 @@ def stacks() -> str:
 
     With torch's flight recorder (TORCH_FR_BUFFER_SIZE=256), unfinished collectives too.
     """
-    lines = [f"thread {one.ident:#018x} is {one.name!r}" for one in threading.enumerate()]
+    lines = [f"thread {thread.ident:#018x} is {thread.name!r}" for thread in threading.enumerate()]
     lines += [f"group {name}: {count} collectives begun" for name, count in _collectives_begun()]
     lines += [f"not done: {json.dumps(entry)}" for entry in _not_done()]
     with tempfile.TemporaryFile() as file:
@@ -104,9 +106,9 @@ def _collectives_begun() -> Iterator[tuple[str, int]]:
         return
     for group in list(dist.distributed_c10d._world.pg_map):
         ranks = dist.get_process_group_ranks(group)
-        shown = f"{ranks[:8]}{' and more' if len(ranks) > 8 else ''}"
+        ranks_text = f"{ranks[:8]}{' and more' if len(ranks) > 8 else ''}"
         yield (
-            f"{group.group_name} ({group.group_desc}, ranks {shown})",
+            f"{group.group_name} ({group.group_desc}, ranks {ranks_text})",
             group._get_sequence_number_for_group(),  # type: ignore[attr-defined]
         )
 

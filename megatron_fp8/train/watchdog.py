@@ -114,16 +114,16 @@ class Watchdog:
 
     def enter(self, kind: str, iteration: int) -> None:
         """Begin a phase: START, 'step', 'validation', 'save' or 'end', of `iteration`."""
-        now, before = self._clock(), self._phase
+        now, previous = self._clock(), self._phase
         self._phase = _Phase(kind, iteration, now)
-        if before is None:
+        if previous is None:
             self._looked = now
         else:
-            took = now - before.since - self._still
-            took_of = self._took.setdefault(before.kind, deque(maxlen=_HISTORY))
-            took_of.append(min(took, self.bound(before.kind)))  # bounds the effect of one hang
+            took = now - previous.since - self._still
+            took_of = self._took.setdefault(previous.kind, deque(maxlen=_HISTORY))
+            took_of.append(min(took, self.bound(previous.kind)))  # bounds the effect of one hang
             if self._spoke:
-                self._say(f"{before.words} went on after {took:.0f} s")
+                self._say(f"{previous.words} went on after {took:.0f} s")
         self._rounds, self._still, self._spoke, self._newest, self._to_read = 0, 0.0, False, None, None
 
     def iterated(self, total: float) -> None:
@@ -240,7 +240,9 @@ class Watchdog:
         """Report which ranks differ, unless a lower rank has written or some rank compiles."""
         if any((folder / f"rank-{lower}.txt").exists() for lower in range(self.rank)):
             return
-        if elapsed < 20 * self._least and any(one["kind"] == "compiles" for one in self._records(folder)):
+        if elapsed < 20 * self._least and any(
+            record["kind"] == "compiles" for record in self._records(folder)
+        ):
             return
         self._spoke = True
         took = sorted(self._took.get(phase.kind, ()))

@@ -122,7 +122,9 @@ def parse(arguments: list[str], ranks: int = 1) -> RunConfig:
             at_default = {key for key in items.keys() - given.keys() if _is_default(key, items[key])}
             # A run's own file has every key, mostly defaults, and the parser searches all keys for each.
             text = yaml.safe_dump(_without(content, at_default), sort_keys=False)
-            arguments = [f"--config={text}" if one == f"--config={value}" else one for one in arguments]
+            arguments = [
+                f"--config={text}" if argument == f"--config={value}" else argument for argument in arguments
+            ]
             given.update({key: (item, f"{value}: ") for key, item in items.items()})
         elif name not in _NOT_IN_FILES:
             _check_key(name, "--")

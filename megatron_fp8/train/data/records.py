@@ -103,13 +103,13 @@ def _record_documents(record: Any, tokenizer: Tokenizer, rules: DocumentRules) -
     if not isinstance(record, dict):
         raise ValueError(f"it is no object, but {type(record).__name__}")
     columns = (rules.column,) if rules.column else _COLUMNS
-    named = [name for name in columns if name in record]
-    if not named:
+    present = [name for name in columns if name in record]
+    if not present:
         raise ValueError(
             f"it has no {' and no '.join(columns)} (it has {', '.join(map(str, record)) or 'nothing'}): name the column"
             " with --data.column=NAME"
         )
-    name = next((name for name in named if record[name] is not None), named[0])
+    name = next((name for name in present if record[name] is not None), present[0])
     value = record[name]
     if value is None or value == "" or value == []:
         return []
@@ -117,7 +117,9 @@ def _record_documents(record: Any, tokenizer: Tokenizer, rules: DocumentRules) -
         if rules.loss != "all":
             raise ValueError(f"data.loss={rules.loss} and {name} is a text: {_CHATS}")
         return [Document(value.encode())]
-    if not isinstance(value, list) or not all(isinstance(one, dict) and "role" in one for one in value):
+    if not isinstance(value, list) or not all(
+        isinstance(message, dict) and "role" in message for message in value
+    ):
         raise ValueError(
             f"{name} is {type(value).__name__}, and neither a text nor a list of messages with a role"
         )
@@ -128,7 +130,8 @@ def _record_documents(record: Any, tokenizer: Tokenizer, rules: DocumentRules) -
         )
     # Parquet gives each message the keys of all messages.
     messages = [
-        {key: item for key, item in one.items() if item is not None or key == "content"} for one in value
+        {key: item for key, item in message.items() if item is not None or key == "content"}
+        for message in value
     ]
     tools = record.get("tools")
     return chat_documents(

@@ -253,7 +253,7 @@ class _Beside:
         """chat_template.jinja, else tokenizer_config.json's chat_template; of several, the one named default."""
         template = config.get("chat_template")
         if isinstance(template, list):
-            template = next((one["template"] for one in template if one.get("name") == "default"), None)
+            template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
         path = self._path.with_name("chat_template.jinja")
         if path.is_file():
             try:
@@ -265,11 +265,11 @@ class _Beside:
         if not isinstance(template, str):
             return None
         tokens = {name: value for name, value in config.items() if name.endswith("_token")}
-        named = {
+        token_texts = {
             name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
         }
         return ChatTemplate(
-            template, {name: token for name, token in named.items() if isinstance(token, str)}
+            template, {name: token for name, token in token_texts.items() if isinstance(token, str)}
         )
 
     def _prefix_ids(self) -> tuple[int, ...]:

@@ -68,9 +68,9 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
         present = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environ]
         if present:
             missing = " and no ".join(name for name in ("RANK", "WORLD_SIZE") if name not in environ)
-            shown = ", ".join(f"{name}={environ[name]!r}" for name in present)
+            values = ", ".join(f"{name}={environ[name]!r}" for name in present)
             raise ValueError(
-                f"the environment has {shown} and no {missing}: launch with torchrun or srun,"
+                f"the environment has {values} and no {missing}: launch with torchrun or srun,"
                 f" or unset {' and '.join(present)} to run alone."
             )
         return Launch("one process")

@@ -344,10 +344,10 @@ class Meeting:
     def _report_missing(self, line: int, seconds: float) -> None:
         """Print which ranks are missing, from one rank alone; only that rank searches for them."""
         if self._store is None:
-            mine = self._first_here
+            reports = self._first_here
         else:
-            mine = self._store.add(f"line {line} of {self._wait_name}", 1) == 1
-        if mine and (missing := self._missing()):
+            reports = self._store.add(f"line {line} of {self._wait_name}", 1) == 1
+        if reports and (missing := self._missing()):
             print(f"waiting     {seconds:.0f} s so far: {missing}", file=sys.stderr, flush=True)
 
     def _missing(self) -> str:

@@ -51,12 +51,12 @@ class Signals:
     @contextmanager
     def heard(self) -> Iterator[None]:
         """Context: handle signals inside it. Main thread only."""
-        before = {number: signal.getsignal(number) for number in _HANDLED}
+        previous = {number: signal.getsignal(number) for number in _HANDLED}
         try:
             self.listen(ranks_run=False)
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
     def listen(self, *, ranks_run: bool) -> None:
