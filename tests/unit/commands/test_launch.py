@@ -13,7 +13,7 @@ NODES = ["--nodes=2", "--node-rank=1", "--master=a:1"]
 SCRIPT = __file__
 
 REFUSED = {
-    "nothing to start": ([], "train, diagnose, calibrate, generate and import take several ranks"),
+    "nothing to start": ([], "train, diagnose, calibrate, generate and import run on several ranks"),
     "no ranks": (["--ranks=0", "train"], "--ranks 0 must be from 1 to 1024"),
     "fewer than none": (["--ranks", "-1", "train"], "--ranks -1 must be from 1"),
     "no number": (["--ranks=abc", "train"], "invalid int value: 'abc'"),
