@@ -1,1 +1,1 @@
-"""The command line: one file a command. main.py finds them; line.py holds what all share."""
+"""The command line, one module per command. main.py dispatches; line.py has shared code."""

@@ -1,4 +1,4 @@
-"""`megatron-fp8 bench`: its command line. What is measured is in benching.py, which needs torch."""
+"""`megatron-fp8 bench`: its command line. Measurements are in benching.py, which needs torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FP8 against BF16 on this machine, from a cast to a training step. A CPU and a GP
 
   megatron-fp8 bench --only all --json > today.json         all sections, as data (the table goes to stderr)
   megatron-fp8 bench --only layer,step --recipe mxfp8 --shape 512x1408x256     K is the hidden size, N the feed-forward
-  megatron-fp8 bench --compare last_week.json               what changed by more than both measurements are noisy
+  megatron-fp8 bench --compare last_week.json               changes beyond the noise of both measurements
   megatron-fp8 bench --only linear --peers                  torchao too, if it is installed
 
   quantise     both directions of a linear's input, against a copy in BF16
@@ -31,8 +31,8 @@ Where FP8 does not pay (small GEMMs), leave those layers in BF16 by measurement:
   megatron-fp8 bench --tune --config my.yaml --out table.json    measure each GEMM of the run's layers
   megatron-fp8 train --config my.yaml --model.fp8_size_filter=table.json
 
-The table is of one device, recipe and backend, and is refused elsewhere. Without --config or --shape it has a grid of
-sizes; a shape that is not among them goes by the next smaller one. Options of the run, as in `train`, may follow
+The table is for one device, recipe and backend; others refuse it. Without --config or --shape it has a grid of sizes;
+other shapes use the next smaller one. Options of the run, as in `train`, may follow
 --config: --model.fp8_recipe=mxfp8 --train.micro_batch_size=2.
 
 How to read it: `x BF16` is time over BF16's time, so less than 1 is faster. The weight is quantised anew in every linear,
@@ -46,11 +46,11 @@ benchmarks/ there (make bench, make gpu-bench).
 """
 
 DEFAULT = ("quantise", "gemm", "linear")
-"""Sections that are measured unless told otherwise: seconds on a CPU."""
+"""Default sections: they take seconds on a CPU."""
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, print, and write what was asked for; 0, 1 if a result was wrong, 2 for bad input."""
+    """Measure, print and write results; return 0, 1 if a result was wrong, 2 for bad input."""
     try:
         options, run_options = _parser().parse_known_args(arguments)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The work of `megatron-fp8 bench`: measurements, tables, the file for fp8_size_filter (`--tune`)."""
+"""`megatron-fp8 bench`: measurements, tables and the file for fp8_size_filter (`--tune`)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _PACKAGES = ("torch", "triton", "torchao", "megatron_fp8")
 
 @dataclass
 class _Wanted:
-    """What a command line asks for, names resolved."""
+    """Recipes, shapes and backend from the command line, with names resolved."""
 
     recipes: list[Recipe]
     shapes: list[Gemm]
@@ -54,14 +54,14 @@ class _Wanted:
 
 
 def work(options: argparse.Namespace, run_options: list[str]) -> int:
-    """Measure, print, and write what was asked for; 0, 1 if a result was wrong, 2 for bad input."""
+    """Measure, print and write results; return 0, 1 if a result was wrong, 2 for bad input."""
     warn_in_lines()
     old: dict[str, Any] | None = None
     device = own_device()
     try:
         _check(options, run_options)
-        wanted = _from_config(options, run_options) if options.config else _from_options(options, device)
-        backends = [choose_backend(wanted.backend, device, recipe) for recipe in wanted.recipes]
+        request = _from_config(options, run_options) if options.config else _from_options(options, device)
+        backends = [choose_backend(request.backend, device, recipe) for recipe in request.recipes]
         if options.threads:
             torch.set_num_threads(options.threads)
         replace_slow()
@@ -72,7 +72,7 @@ def work(options: argparse.Namespace, run_options: list[str]) -> int:
     except ValueError as error:
         return refuse(error)
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        bench = _measure(options, wanted, backends, record, device)
+        bench = _measure(options, request, backends, record, device)
         if old is not None:
             print(printable(versus.as_table(versus.changes(old["rows"], bench.rows))))
     if bench.wrong:
@@ -83,10 +83,10 @@ def work(options: argparse.Namespace, run_options: list[str]) -> int:
         print(json.dumps(result, indent=1))
     try:
         if options.tune:
-            _write_table(options.out, record, wanted.recipes[0], backends[0][0].name, bench.rows)
+            _write_table(options.out, record, request.recipes[0], backends[0][0].name, bench.rows)
         elif options.out:
             _write(options.out, result)
-    except OSError as error:  # a full disk, say
+    except OSError as error:  # such as a full disk
         lost = ValueError(
             f"--out={options.out} cannot be written ({error.strerror}): what was measured is lost"
         )
@@ -96,12 +96,12 @@ def work(options: argparse.Namespace, run_options: list[str]) -> int:
 
 def _measure(
     options: argparse.Namespace,
-    wanted: _Wanted,
+    request: _Wanted,
     backends: list[Any],
     record: dict[str, Any],
     device: torch.device,
 ) -> Bench:
-    """Every cell, with what is needed to read it; the table at the end."""
+    """Measure every cell; print the environment first and the table last."""
     print(", ".join(f"{key} {value}" for key, value in _flat(record)), flush=True)
     if options.repetitions < LEAST_FOR_SPREAD:
         print(
@@ -111,20 +111,20 @@ def _measure(
         )
     bench = Bench(device, options.repetitions)
     sections = ["linear"] if options.tune else _sections(options.only)
-    for recipe, (backend, why) in zip(wanted.recipes, backends, strict=True):
+    for recipe, (backend, why) in zip(request.recipes, backends, strict=True):
         print(f"{recipe_name(recipe)}: backend {backend.name} ({why})", flush=True)
         say_what_is_slow(backend.name, device, recipe, "--fp8 e4m3")
-        for shape in wanted.shapes:
+        for shape in request.shapes:
             for section in sections:
                 SECTIONS[section](bench, shape, recipe, backend)
     if options.peers and (reason := peers.missing()):
         print(f"torchao: not measured: {reason}", flush=True)
     elif options.peers:
-        for shape in wanted.shapes:
+        for shape in request.shapes:
             peers.linear(bench, shape)
     print(_as_table(bench.rows))
-    if said := verdict(bench.rows):
-        print(said)
+    if conclusion := verdict(bench.rows):
+        print(conclusion)
     return bench
 
 
@@ -145,7 +145,9 @@ def _check(options: argparse.Namespace, run_options: list[str]) -> None:
     if options.threads < 0:
         raise ValueError(f"--threads={options.threads} must be at least 1, or 0 for torch's own number")
     if options.threads > MAX_THREADS:
-        raise ValueError(f"--threads={options.threads} must be at most {MAX_THREADS}: torch dies of too many")
+        raise ValueError(
+            f"--threads={options.threads} must be at most {MAX_THREADS}: torch crashes with more"
+        )
     if options.config and (options.recipe or options.shape or options.backend):
         raise ValueError(
             "--config gives recipe, shapes and backend: drop --recipe, --shape and --backend, and change them there"
@@ -168,7 +170,7 @@ def _check(options: argparse.Namespace, run_options: list[str]) -> None:
 
 
 def _check_place(out: str) -> None:
-    """ValueError where results cannot be written, so far as that can be seen before anything is measured."""
+    """Raise ValueError if results cannot be written, as far as is known before the measurement."""
     try:
         path = Path(out).resolve()
         in_folder, is_folder = path.parent.is_dir(), path.is_dir()
@@ -216,7 +218,7 @@ def _from_config(options: argparse.Namespace, run_options: list[str]) -> _Wanted
     from ..train.config import run_config
     from ..train.config.model_section import transformer_config
 
-    # The table is what is about to be made: that the run names it already must not stop this.
+    # This command creates the table, so a run's config may name one that does not exist yet.
     run = run_config.load(options.config, *run_options, "--model.fp8_size_filter=null")
     config = transformer_config(run.model)
     if not config.fp8:
@@ -235,7 +237,7 @@ def _environment(device: torch.device) -> dict[str, Any]:
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            # Of torch by itself: a wheel's metadata do not say for which CUDA it was built.
+            # torch's own version: a wheel's metadata do not contain its CUDA version.
             versions[name] = torch.__version__ if name == "torch" else metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
@@ -251,7 +253,7 @@ def _environment(device: torch.device) -> dict[str, Any]:
 
 
 def _memory(device: torch.device) -> int:
-    """Bytes of the GPU's memory, or of this machine's."""
+    """Size of the GPU's memory in bytes, or of this machine's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -282,38 +284,38 @@ def _as_table(rows: list[dict[str, Any]]) -> str:
 
 
 _WHOLE = ("step", "layer", "linear", "inference", "gemm")
-"""Sections that say whether FP8 pays, the one that says most first."""
+"""Sections that show whether FP8 pays, the most conclusive first."""
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
-    """Whether FP8 pays here, recipe by recipe, by the section that says most; '' if none of those shows a spread.
+    """Whether FP8 pays here, for each recipe, by the most conclusive section; '' if none of those has a spread.
 
-    A recipe is faster or slower if it is in every shape, by more than half the ratio's spread; else the shapes differ, or
-    the spread is too large to tell.
+    A recipe is faster or slower if it is so in every shape, by more than half the ratio's spread. Otherwise the shapes
+    differ, or the spread is too large.
     """
-    shown = {row["section"] for row in rows if row["spread"] is not None}
-    section = next((name for name in _WHOLE if name in shown), None)
-    of: dict[str, list[dict[str, Any]]] = {}
+    with_spread = {row["section"] for row in rows if row["spread"] is not None}
+    section = next((name for name in _WHOLE if name in with_spread), None)
+    by_recipe: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["section"] == section:
-            of.setdefault(row["contender"], []).append(row)
-    found: dict[str, list[str]] = {"faster": [], "slower": [], "mixed": [], "too noisy to tell": []}
-    for contender, theirs in of.items():
-        ratios = [row["ratio"] for row in theirs]
-        sure = [abs(1 - row["ratio"]) > row["spread"] * row["ratio"] / 2 for row in theirs]
+            by_recipe.setdefault(row["contender"], []).append(row)
+    groups: dict[str, list[str]] = {"faster": [], "slower": [], "mixed": [], "too noisy to tell": []}
+    for contender, recipe_rows in by_recipe.items():
+        ratios = [row["ratio"] for row in recipe_rows]
+        sure = [abs(1 - row["ratio"]) > row["spread"] * row["ratio"] / 2 for row in recipe_rows]
         word = "faster" if max(ratios) < 1 else "slower" if min(ratios) > 1 else "mixed"
         span = f"{min(ratios):.2f}" + (f" to {max(ratios):.2f}" if len(ratios) > 1 else "")
-        spread = "" if all(sure) else f", spread up to {max(row['spread'] for row in theirs):.0%}"
-        found[word if all(sure) else "too noisy to tell"].append(f"{contender} ({span} x{spread})")
-    parts = [f"{word}: {', '.join(names)}" for word, names in found.items() if names]
+        spread = "" if all(sure) else f", spread up to {max(row['spread'] for row in recipe_rows):.0%}"
+        groups[word if all(sure) else "too noisy to tell"].append(f"{contender} ({span} x{spread})")
+    parts = [f"{word}: {', '.join(names)}" for word, names in groups.items() if names]
     return f"FP8 against BF16 here, by {section}: {'; '.join(parts)}." if parts else ""
 
 
 def _write_table(
     path: str, record: dict[str, Any], recipe: Recipe, backend: str, rows: list[dict[str, Any]]
 ) -> None:
-    kept = ("k", "n", "tokens", "fp8_ms", "bf16_ms", "ratio", "spread")
-    entries = [{key: row[key] for key in kept} for row in rows]
+    columns = ("k", "n", "tokens", "fp8_ms", "bf16_ms", "ratio", "spread")
+    entries = [{key: row[key] for key in columns} for row in rows]
     described = {"backend": backend, "recipe": recipe_name(recipe), "roles": roles_of(recipe)}
     _write(path, {"format": FORMAT, **record, **described, "rows": entries})
     pays = sum(ratio.pays for ratio in load_table(path).ratios.values())

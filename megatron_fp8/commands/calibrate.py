@@ -33,7 +33,7 @@ Exit codes: 0 done; 1 failed; 2 bad input.
 
 @dataclass
 class _Prepared:
-    """A model, and the batches to run through it: int64 [batch, sequence] each."""
+    """A model and its input batches: int64 [batch, sequence] each."""
 
     options: argparse.Namespace
     launch: Any
@@ -85,7 +85,7 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
         say(f"            {line}", launch)
     out = Path(options.out) if options.out else run_folder_of(restored.folder) / "calibration"
     try:
-        out.mkdir(parents=True, exist_ok=True)  # found out before the minutes that calibration may take
+        out.mkdir(parents=True, exist_ok=True)  # tested before the calibration, which may take minutes
     except OSError as error:
         raise ValueError(
             f"--out {str(out)!r} cannot be written ({error.strerror}): give another folder"
@@ -94,7 +94,7 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
 
 
 def _batches(options: argparse.Namespace, restored: Any, launch: Any) -> list[torch.Tensor]:
-    """Sequences from evenly spaced places of the data. ValueError if it is shorter than one."""
+    """Sequences from evenly spaced positions of the data. Raises ValueError if it is shorter than one."""
     import numpy as np
     import torch
 
@@ -106,7 +106,7 @@ def _batches(options: argparse.Namespace, restored: Any, launch: Any) -> list[to
     section, length = restored.run.data, restored.run.train.seq_length
     if options.data:
         section.paths = options.data
-        if options.config is None:  # a user's text is not copied to where a checkpoint says
+        if options.config is None:  # a user's text is not copied to a checkpoint's cache folder
             section.cache_dir = None
     check_tokenizer(section, restored.tokenizer, restored.run.model.vocab_size or 0)
     if holds_text(section):
@@ -148,7 +148,7 @@ def _calibrate(prepared: _Prepared) -> None:
 
     calibration = calibrate(
         restored.model,
-        _shown(prepared.batches, prepared.launch),
+        _with_progress(prepared.batches, prepared.launch),
         forward,
         percentile=options.percentile,
         group=dist.group.WORLD,
@@ -165,8 +165,8 @@ def _calibrate(prepared: _Prepared) -> None:
         print(f"written     {calibration.save(prepared.out)}", flush=True)
 
 
-def _shown(batches: list[torch.Tensor], launch: Any) -> Iterator[torch.Tensor]:
-    """The batches, with a progress bar where somebody looks."""
+def _with_progress(batches: list[torch.Tensor], launch: Any) -> Iterator[torch.Tensor]:
+    """The batches, with a progress bar on a terminal."""
     from rich.console import Console
     from rich.progress import track
 
@@ -177,18 +177,18 @@ def _shown(batches: list[torch.Tensor], launch: Any) -> Iterator[torch.Tensor]:
 
 
 def format_ranges(calibration: Any) -> str:
-    """The inputs' ranges as a table, and a line for each tensor that held NaN or Inf."""
+    """The inputs' ranges as a table, and a line for each tensor with NaN or Inf."""
     from ..plan.timing import table
 
     rows, warnings = [], []
-    for name, found in calibration.ranges.items():
-        seen = found.statistics
+    for name, observed in calibration.ranges.items():
+        statistics = observed.statistics
         if name.endswith(".input"):
             site = name.removesuffix(".input")
-            numbers = [f"{seen[key]:.5g}" for key in ("p50", "p99.9", "max", "amax")]
-            rows.append([site, *numbers, f"{seen['saturating']:.2%}"])
-        if seen["nonfinite"]:
+            numbers = [f"{statistics[key]:.5g}" for key in ("p50", "p99.9", "max", "amax")]
+            rows.append([site, *numbers, f"{statistics['saturating']:.2%}"])
+        if statistics["nonfinite"]:
             warnings.append(
-                f"warning: {name} held {seen['nonfinite']} NaN or Inf values, which count in no range"
+                f"warning: {name} held {statistics['nonfinite']} NaN or Inf values, which count in no range"
             )
     return "\n".join([table(["input of", "p50", "p99.9", "max", "amax", "above"], rows), *warnings])

@@ -41,7 +41,7 @@ trained.
 
 
 def main(arguments: list[str]) -> int:
-    """Train what is missing, write the comparison; the exit code."""
+    """Train missing runs and write the comparison; return the exit code."""
     warn_in_lines()
     debug = "--debug" in arguments
     parser = CommandParser("compare", DESCRIPTION)
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _compare(options: Namespace, overrides: list[str]) -> None:
-    """Raises ValueError: bad input; RunFailed."""
+    """Raises ValueError for bad input; RunFailed."""
     from .. import mcore
 
     mcore.install()
@@ -85,11 +85,11 @@ def _compare(options: Namespace, overrides: list[str]) -> None:
 
 
 def _train_and_write(comparison: Comparison) -> None:
-    """Raises ValueError: bad input; RunFailed."""
+    """Raises ValueError for bad input; RunFailed."""
     from ..study.compare import launch, output, results
 
     for run in comparison.runs:
-        if run.finished:  # what is wrong with its files is said before others are trained
+        if run.finished:  # report damaged files before training others
             results.read_outcome(run)
     launch.train_all(comparison)
     outcomes = [results.read_outcome(run) for run in comparison.runs]
@@ -103,7 +103,7 @@ def _train_and_write(comparison: Comparison) -> None:
 
 
 def _page(folders: list[Path], path: Path) -> None:
-    """The page of all runs, where bokeh is installed."""
+    """Write the page of all runs, if bokeh is installed."""
     try:
         import bokeh  # noqa: F401
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""`megatron-fp8 diagnose`: what FP8 costs a run, and in which layer, GEMM or operand."""
+"""`megatron-fp8 diagnose`: the cost of FP8 in a run, by layer, GEMM and operand."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from ..files.disk import replace_file
 from .on_checkpoint import Parser, run_command, say
 
 HELP = """\
-Takes a checkpoint of a run and the batches that its training reads next, and measures what FP8 costs there: every
-layer in high precision, all as planned, each layer alone in FP8, then the GEMMs and operands of the worst. It prints
-the answer in words, then a table, worst first, and writes diagnosis.json, diagnosis.png and overrides.yaml.
+Measures what FP8 costs at a checkpoint, on the batches that training reads next: all layers in high precision, all as
+planned, each layer alone in FP8, then the GEMMs and operands of the worst. Prints a verdict and a table, worst first,
+and writes diagnosis.json, diagnosis.png and overrides.yaml.
 
   megatron-fp8 diagnose runs/fp8                               the latest checkpoint, the four batches that come next
   megatron-fp8 diagnose runs/fp8 --iteration 11                the batches from iteration 11 on, the checkpoint before
   megatron-fp8 diagnose runs/bf16 --recipe mxfp8               what a recipe would cost a run in BF16
-  megatron-fp8 diagnose runs/one --against runs/two            where two runs on the same data part
+  megatron-fp8 diagnose runs/one --against runs/two            where two runs on the same data diverge
   megatron-fp8 launch --ranks 4 diagnose RUN                   in the run's own parallel layout
 
-Scales of tensorwise and rowwise are of shards, and differ in another layout: the command says so.
+tensorwise and rowwise have a scale for each shard, which differs in another layout: the command warns then.
 
-overrides.yaml takes out of FP8 what costs more there than it has to:
+overrides.yaml takes out of FP8 the sites that lose more than rounding explains:
   megatron-fp8 train --config FILE --model.fp8_overrides="$(cat overrides.yaml)"
 
-`error` is how far the gradient is from that in high precision, `beyond rounding` what of it is more than rounding to
-FP8's significant bits does, `loss` what the site alone changes of the loss, +- what chance may add to that. On a
-terminal too narrow for all of it a star says what stands out.
+`error` is the relative error of the gradient against high precision, `beyond rounding` the part of it that rounding to
+FP8's significant bits does not explain, `loss` the change of the loss by this site alone, +- its noise. On a narrow
+terminal a star marks the sites that stand out.
 
 Exit codes: 0 done; 1 failed; 2 bad input.
 """
@@ -45,7 +45,7 @@ Exit codes: 0 done; 1 failed; 2 bad input.
 
 @dataclass(frozen=True)
 class _Files:
-    """Where figures, overrides and the plot go; None: it is not written."""
+    """Output paths of figures, overrides and plot; None: not written."""
 
     figures: Path | None
     overrides: Path | None
@@ -118,7 +118,7 @@ def _prepare(
     from ..train.replay import replay
     from ..train.run_record import run_folder_of
 
-    found = replay(
+    checkpoint_replay = replay(
         options.checkpoint,
         launch,
         run_options,
@@ -128,18 +128,20 @@ def _prepare(
         iteration=options.iteration,
         batches=options.batches,
     )
-    _check_shards(found, shlex.join(arguments))
-    run_folder = run_folder_of(found.folder)
+    _check_shards(checkpoint_replay, shlex.join(arguments))
+    run_folder = run_folder_of(checkpoint_replay.folder)
     files = _files(options, run_folder / "diagnosis")
-    say(f"checkpoint  {found.folder}, iteration {found.iteration}", launch)
-    say(f"batches     {options.batches}, from that of iteration {found.first} on", launch)
-    for line in found.lines:
+    say(f"checkpoint  {checkpoint_replay.folder}, iteration {checkpoint_replay.iteration}", launch)
+    say(f"batches     {options.batches}, from that of iteration {checkpoint_replay.first} on", launch)
+    for line in checkpoint_replay.lines:
         say(f"            {line}", launch)
-    return _Prepared(options, launch, found, files, _good_loss(run_folder, found.iteration))
+    return _Prepared(
+        options, launch, checkpoint_replay, files, _good_loss(run_folder, checkpoint_replay.iteration)
+    )
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """ValueError: a file that options name cannot be written, so far as that can be seen before anything is measured."""
+    """Raise ValueError if an output file cannot be written, as far as is known before the measurement."""
     for name in filter(None, (options.json, options.out, options.plot)):
         folder = Path(name).absolute().parent
         if not folder.is_dir():
@@ -153,7 +155,7 @@ def _check_files(options: argparse.Namespace) -> None:
 
 
 def _files(options: argparse.Namespace, folder: Path) -> _Files:
-    """Those that options name, and then no others; if they name none, those of the run. ValueError: it has no folder."""
+    """Only the files that options name, or else the run's default files. Raises ValueError if there is no folder."""
     named = (options.json, options.out, options.plot)
     if any(named):
         return _Files(*(Path(name) if name else None for name in named))
@@ -167,24 +169,26 @@ def _files(options: argparse.Namespace, folder: Path) -> _Files:
 
 
 def _check_shards(replay: Any, arguments: str) -> None:
-    """ValueError: scales are of other shards than the run's, nobody asked for that, and it is not known to do no harm."""
+    """Raise ValueError if scales belong to other shards than the run's, unless requested or known to be harmless."""
     from ..train.same_run import is_near
 
     shards, recorded = replay.shards, replay.recorded
     if shards is None or shards.asked:
         return
-    told = ""
+    difference = ""
     if recorded is not None:
         with replay.subject.unrecorded():
             loss = replay.subject.run(0).loss
         if is_near(loss, recorded):
             return
-        told = f"; the loss of iteration {replay.first} is {loss:.4g} here, and was {recorded:.4g} in the run"
-    raise shards.refusal(arguments, told)
+        difference = (
+            f"; the loss of iteration {replay.first} is {loss:.4g} here, and was {recorded:.4g} in the run"
+        )
+    raise shards.refusal(arguments, difference)
 
 
 def _good_loss(run_folder: Path, iteration: int) -> float | None:
-    """The lowest mean loss of ten iterations that the run had up to the checkpoint; None if it tells of none."""
+    """The run's lowest mean loss over ten iterations, up to the checkpoint; None if there are fewer."""
     from ..train.run_record import RunRecord
 
     lines = [line.content for line in RunRecord(run_folder).metrics() if line.iteration() <= iteration]
@@ -201,17 +205,17 @@ def _diagnose(prepared: _Prepared) -> None:
     options, replay, first = prepared.options, prepared.replay, prepared.launch.rank == 0
     subject = replay.subject
     with subject.unrecorded():
-        found = diagnose_subject(
+        diagnosis = diagnose_subject(
             subject,
             options.share,
             options.budget,
             prepared.good_loss,
             Limits(),
-            _shown() if first else _unseen,
+            _progress() if first else _ignore,
         )
     if not first:
         return
-    found = _compared(found, replay)
+    diagnosis = _with_recorded_loss(diagnosis, replay)
     facts = {
         "run": str(replay.folder),
         "iteration": replay.iteration,
@@ -222,32 +226,32 @@ def _diagnose(prepared: _Prepared) -> None:
         "recorded_loss": replay.recorded,
     }
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    print(textwrap.fill(found.verdict, width) if width else found.verdict, end="\n\n", flush=True)
-    print(format_table(found, width=width), flush=True)
-    _write_all(prepared, found, facts)
+    print(textwrap.fill(diagnosis.verdict, width) if width else diagnosis.verdict, end="\n\n", flush=True)
+    print(format_table(diagnosis, width=width), flush=True)
+    _write_all(prepared, diagnosis, facts)
 
 
-def _write_all(prepared: _Prepared, found: Any, facts: dict[str, Any]) -> None:
-    """What an earlier diagnosis left and this one has none of goes first: no file stands beside another's."""
+def _write_all(prepared: _Prepared, diagnosis: Any, facts: dict[str, Any]) -> None:
+    """Write all files, after removing files of an earlier diagnosis that this one does not replace."""
     files, replay = prepared.files, prepared.replay
-    if not found.overrides:
+    if not diagnosis.overrides:
         _remove(files.overrides, "nothing is to be taken out of FP8")
-    if not found.ranking:
+    if not diagnosis.ranking:
         _remove(files.plot, "nothing could be measured")
     if files.figures is not None:
-        _write(files.figures, json.dumps({**facts, **found.as_dict()}, indent=1) + "\n")
-    if found.overrides and files.overrides is not None:
-        kept = dict(replay.run.model.fp8_overrides or {})
-        _write(files.overrides, overrides_text(kept | found.overrides, found))
-    if found.ranking and files.plot is not None:
+        _write(files.figures, json.dumps({**facts, **diagnosis.as_dict()}, indent=1) + "\n")
+    if diagnosis.overrides and files.overrides is not None:
+        run_overrides = dict(replay.run.model.fp8_overrides or {})
+        _write(files.overrides, overrides_text(run_overrides | diagnosis.overrides, diagnosis))
+    if diagnosis.ranking and files.plot is not None:
         from .diagnosis_plot import draw
 
-        draw(found, files.plot, f"{replay.folder}, iteration {replay.iteration}")
+        draw(diagnosis, files.plot, f"{replay.folder}, iteration {replay.iteration}")
         print(f"written     {files.plot}", flush=True)
 
 
 def _remove(path: Path | None, why: str) -> None:
-    """An earlier diagnosis's file; pipes and devices stay."""
+    """Remove an earlier diagnosis's file; pipes and devices stay."""
     if path is None or not path.is_file():
         return
     try:
@@ -259,44 +263,47 @@ def _remove(path: Path | None, why: str) -> None:
     print(f"removed     {path} of an earlier diagnosis: {why}", flush=True)
 
 
-def _compared(found: Any, replay: Any) -> Any:
-    """The diagnosis; where the run recorded another loss for the first batch the verdict says so first."""
+def _with_recorded_loss(diagnosis: Any, replay: Any) -> Any:
+    """The diagnosis; its verdict begins with a note if the run recorded another loss for the first batch."""
     from ..train.same_run import unlike
 
-    if found.attribution is None or replay.recorded is None:
-        return found
-    said = unlike(
-        found.attribution.planned.losses[0], replay.recorded, replay.first, statistics.stdev(found.losses)
+    if diagnosis.attribution is None or replay.recorded is None:
+        return diagnosis
+    note = unlike(
+        diagnosis.attribution.planned.losses[0],
+        replay.recorded,
+        replay.first,
+        statistics.stdev(diagnosis.losses),
     )
-    return replace(found, verdict=f"{said} {found.verdict}", clean=False) if said else found
+    return replace(diagnosis, verdict=f"{note} {diagnosis.verdict}", clean=False) if note else diagnosis
 
 
 def overrides_text(overrides: dict[str, Any], found: Any) -> str:
-    """YAML of overrides, for people too."""
+    """YAML of overrides, with a comment."""
     import yaml
 
-    given = (
+    recovered = (
         ""
         if found.cure.given_back is None
         else (f" They give back {found.cure.given_back:.0%} of that at this checkpoint.")
     )
-    head = f"# Costs more in FP8 than it has to, by megatron-fp8 diagnose.{given}\n"
+    head = f"# Costs more in FP8 than it has to, by megatron-fp8 diagnose.{recovered}\n"
     return head + yaml.safe_dump(overrides, sort_keys=False, width=1000)
 
 
 def format_table(found: Any, most: int = 24, width: int = 0) -> str:
-    """The ranking, worst first; where it is wider than ``width`` columns (0: as wide as it likes) fewer figures."""
+    """The ranking, worst first, with fewer figures if it is wider than ``width`` columns (0: unlimited)."""
     from ..plan.timing import table
 
-    shown = found.ranking[:most]
-    if not shown:
+    findings = found.ranking[:most]
+    if not findings:
         return "nothing could be measured"
     header = ["in FP8 alone", "error", "distance", "beyond rounding", "loss", "stands out by"]
-    text = table(header, [[*_figures(finding), finding.why] for finding in shown])
+    text = table(header, [[*_figures(finding), finding.why] for finding in findings])
     if 0 < width < len(text.partition("\n")[0]):
-        text = _narrow(shown, width)
-    left = len(found.ranking) - most
-    return text + (f"\n... and {left} more, in the figures" if left > 0 else "")
+        text = _narrow(findings, width)
+    hidden = len(found.ranking) - most
+    return text + (f"\n... and {hidden} more, in the figures" if hidden > 0 else "")
 
 
 def _figures(finding: Any) -> list[str]:
@@ -309,21 +316,21 @@ def _figures(finding: Any) -> list[str]:
     ]
 
 
-def _narrow(shown: list[Any], width: int) -> str:
-    """Three figures a part, names cut at their start, and a star at what stands out."""
+def _narrow(findings: list[Any], width: int) -> str:
+    """Three figures for each part, names shortened at their start, and a star for each outlier."""
     from ..plan.timing import table
 
     rows = []
-    for finding in shown:
+    for finding in findings:
         change = f"{finding.loss_change:+.4f}" if math.isfinite(finding.loss_change) else "not finite"
         rows.append([f"{finding.gradient_error:.0%}", f"{finding.excess:.3f}", change])
     header = ["error", "beyond", "loss"]
     figures = sum(max(map(len, column)) + 3 for column in zip(header, *rows, strict=True))
-    room = max(width - figures - 6, 12)  # the frame, and a star before the name
+    room = max(width - figures - 6, 12)  # the frame, and the star before the name
     names = [
         ("* " if finding.stands_out else "  ")
         + (finding.key if len(finding.key) <= room else "..." + finding.key[3 - room :])
-        for finding in shown
+        for finding in findings
     ]
     return table(["  in FP8 alone", *header], [[name, *row] for name, row in zip(names, rows, strict=True)])
 
@@ -343,12 +350,12 @@ def _write(path: Path, text: str) -> None:
     print(f"written     {path}", flush=True)
 
 
-def _unseen(_: Any) -> None:
+def _ignore(_: Any) -> None:
     pass
 
 
-def _shown() -> Any:
-    """Progress for people: a line that changes on a terminal, else one now and then."""
+def _progress() -> Any:
+    """Progress output: one changing line on a terminal, else a line every 30 s."""
     terminal, last = sys.stderr.isatty(), [0.0]
 
     def show(step: Any) -> None:

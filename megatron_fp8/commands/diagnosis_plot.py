@@ -1,4 +1,4 @@
-"""The ranking of a diagnosis as a picture."""
+"""Plots the ranking of a diagnosis."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def check_ending(path: Path) -> None:
-    """ValueError: a file's ending names no kind of picture that can be drawn."""
+    """Raise ValueError if the file's suffix is not a supported image format."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     kinds = sorted(FigureCanvasBase.get_supported_filetypes())
@@ -16,22 +16,24 @@ def check_ending(path: Path) -> None:
 
 
 def draw(found: Any, path: Path, title: str, most: int = 24) -> None:
-    """Bars of the worst findings: the distance in FP8, and what rounding alone makes of it.
+    """Bars of the worst findings: their distance in FP8, and marks for rounding alone.
 
-    Raises ValueError: the file cannot be written.
+    Raises ValueError if the file cannot be written.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    shown = list(reversed(found.ranking[:most]))
-    figure, axes = plt.subplots(figsize=(9, 1.6 + 0.28 * len(shown)), layout="constrained")
-    places = range(len(shown))
-    colors = ["#c0392b" if finding.stands_out else "#7f8c8d" for finding in shown]
-    axes.barh(places, [finding.distance for finding in shown], color=colors, height=0.7)
-    axes.plot([finding.at_best for finding in shown], places, "k|", markersize=9, label="rounding alone")
-    axes.set_yticks(places, [finding.key for finding in shown], fontsize=8)
+    findings = list(reversed(found.ranking[:most]))
+    figure, axes = plt.subplots(figsize=(9, 1.6 + 0.28 * len(findings)), layout="constrained")
+    positions = range(len(findings))
+    colors = ["#c0392b" if finding.stands_out else "#7f8c8d" for finding in findings]
+    axes.barh(positions, [finding.distance for finding in findings], color=colors, height=0.7)
+    axes.plot(
+        [finding.at_best for finding in findings], positions, "k|", markersize=9, label="rounding alone"
+    )
+    axes.set_yticks(positions, [finding.key for finding in findings], fontsize=8)
     axes.set_xlabel("distance of the gradient from high precision, this alone in FP8 (red: stands out)")
     axes.set_title(title, fontsize=9)
     axes.legend(fontsize=8)

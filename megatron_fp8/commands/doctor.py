@@ -30,7 +30,7 @@ Exit codes: 0 done; 1 a product is wrong, or the config needs what is not here;
 
 
 def main(arguments: list[str]) -> int:
-    """Print what was found; returns the exit code."""
+    """Print the findings; returns the exit code."""
     try:
         return _run(*_parser().parse_known_args(arguments))
     except ValueError as error:
@@ -54,17 +54,20 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> int:
     if run_options and options.config is None:
         word, parser = run_options[0], _parser()
         hint = parser.near(word) or "." + config_hint(word)
-        raise ValueError(f"{word!r} is no option of doctor, and one of a run only beside its --config{hint}")
-    given = [f"--config={options.config}"] if options.config is not None else []
-    found = examine([*given, *joined(run_options)])
-    if given and not found.needs:
+        raise ValueError(f"{word!r} is no option of doctor, and options of a run need its --config{hint}")
+    config_options = [f"--config={options.config}"] if options.config is not None else []
+    examination = examine([*config_options, *joined(run_options)])
+    if config_options and not examination.needs:
         from .train import settings
 
         warn_in_lines()
-        settings([*given, *run_options], ranks=1)
-    print(json.dumps(found.as_dict()) if options.json else shown(found, with_matrix=options.matrix))
-    if found.wrong:
+        settings([*config_options, *run_options], ranks=1)
+    print(
+        json.dumps(examination.as_dict()) if options.json else shown(examination, with_matrix=options.matrix)
+    )
+    if examination.wrong:
         print(
-            f"error: {', '.join(found.wrong)} computed a wrong product; please report this", file=sys.stderr
+            f"error: {', '.join(examination.wrong)} computed a wrong product; please report this",
+            file=sys.stderr,
         )
-    return found.exit_code
+    return examination.exit_code

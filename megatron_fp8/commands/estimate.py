@@ -9,8 +9,8 @@ from .line import CommandParser, refuse
 
 HELP = """\
 What a run needs, from its config alone, in seconds and without a GPU: parameters, bytes on the fullest rank by kind,
-bytes on the wire by collective, the step's time by a roofline, what FP8 changes of each linear, and with --device
-whether it fits, or else the nearest change with which it does.
+bytes sent by collective, the step's time by a roofline, the effect of FP8 on each linear, and with --device whether the
+run fits, or else the nearest change that makes it fit.
 
   megatron-fp8 estimate --config llama3_8b --gpus 64 --device h100
   megatron-fp8 estimate --config tiny_gpt_cpu   a config that comes with the package, by name
@@ -20,7 +20,7 @@ whether it fits, or else the nearest change with which it does.
 Options of the run may follow as in `train`: --model.fp8_recipe=mxfp8. The whole config is checked by `train --dry-run`.
 --device is a name, a file of figures (docs/estimates.md), or what `megatron-fp8 bench --out FILE` wrote.
 
-Without --device bytes are those of a CPU run, nothing is said of whether it fits, and times are an h100's.
+Without --device, bytes are for a CPU run and times for an h100, and whether the run fits is not checked.
 
 Parameters, weights, gradients, optimizer state and the bytes on the wire are exact; activations within 2 %; times are a
 roofline from peaks and no measurement: a run is slower.
@@ -28,7 +28,7 @@ roofline from peaks and no measurement: a run is slower.
 Exit codes: 0 done; 2 bad input.
 """
 
-_ASSUMED = "h100"  # for times, where no device is named
+_ASSUMED = "h100"  # for times, without --device
 
 
 def main(arguments: list[str]) -> int:
@@ -88,41 +88,41 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> None:
         raise ValueError(
             f"--reserve={reserve:g} without --device: it is a part of a device's memory. Give one, or drop it."
         )
-    given = [f"--config={options.config}"] if options.config is not None else []
-    for one in options.set:
-        if "=" not in one:
-            raise ValueError(f"--set {one!r} has no value: write --set KEY=VALUE.")
-        if not one.partition("=")[0].strip():
-            raise ValueError(f"--set {one!r} names no key: write --set KEY=VALUE.")
-        given.append(f"--{one}")
-    chosen, asked = options.device is not None, [*given, *joined(run_options)]
+    config_options = [f"--config={options.config}"] if options.config is not None else []
+    for assignment in options.set:
+        if "=" not in assignment:
+            raise ValueError(f"--set {assignment!r} has no value: write --set KEY=VALUE.")
+        if not assignment.partition("=")[0].strip():
+            raise ValueError(f"--set {assignment!r} names no key: write --set KEY=VALUE.")
+        config_options.append(f"--{assignment}")
+    device_given, all_options = options.device is not None, [*config_options, *joined(run_options)]
     try:
-        settings = read(asked, options.gpus)
+        settings = read(all_options, options.gpus)
     except LayoutError as error:
-        least = read(asked)
+        least = read(all_options)
         proposal = layout(least, options.gpus, device(options.device or _ASSUMED, least.model), reserve)
-        said = (
+        proposal_text = (
             f"A layout that fits: {' '.join(proposal)}"
             if proposal
             else "No layout tried fits into so many GPUs."
         )
-        raise ValueError(f"{error} {said}") from error
-    on = device(options.device if chosen else _ASSUMED, settings.model)
-    there = asked_of(settings.model, on)
-    found = estimate(settings, on, chosen=chosen)
-    sites = list(of_sites(settings, Plans(settings.model), on, gpu=chosen))
-    fits = fit(found, on, reserve) if chosen else None
-    bf16 = estimate(in_bf16(settings), on, chosen=chosen) if settings.model.fp8 else None
+        raise ValueError(f"{error} {proposal_text}") from error
+    target = device(options.device if device_given else _ASSUMED, settings.model)
+    native = asked_of(settings.model, target)
+    estimated = estimate(settings, target, chosen=device_given)
+    sites = list(of_sites(settings, Plans(settings.model), target, gpu=device_given))
+    fits = fit(estimated, target, reserve) if device_given else None
+    bf16 = estimate(in_bf16(settings), target, chosen=device_given) if settings.model.fp8 else None
     if options.json:
-        record = {**found.as_dict(), "sites": [site.as_dict() for site in sites]}
+        record = {**estimated.as_dict(), "sites": [site.as_dict() for site in sites]}
         if bf16 is not None:
             record["bf16"] = {"step_seconds": bf16.time.seconds, "total": bf16.fullest.total}
         if fits is not None:
             record["fit"] = {"fits": fits.fits, **vars(fits)}
-        record["native"] = None if there is None else {"runs": there.native, "reason": there.reason}
-        if there is not None:
-            record["notes"] += [*there.notes, *filter(None, [unsure(on, there.native, there.reason)])]
+        record["native"] = None if native is None else {"runs": native.native, "reason": native.reason}
+        if native is not None:
+            record["notes"] += [*native.notes, *filter(None, [unsure(target, native.native, native.reason)])]
         print(json.dumps(record))
         return
-    doubt = None if there is None else unsure(on, there.native, there.reason)
-    print(shown(found, bf16, fits, grouped(iter(sites)), doubt, () if there is None else there.notes))
+    doubt = None if native is None else unsure(target, native.native, native.reason)
+    print(shown(estimated, bf16, fits, grouped(iter(sites)), doubt, () if native is None else native.notes))

@@ -1,4 +1,4 @@
-"""`megatron-fp8 export`: a checkpoint as a directory of Hugging Face's form."""
+"""`megatron-fp8 export`: a checkpoint in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ latest), of any parallel layout. OUT must be new. Models: Llama, Mistral, Qwen2,
 Mixtral, Qwen3-MoE and DeepSeek-V3.
 
 FP8 is for the linears of the layers; embedding and output head stay in high precision, and so do layers that training
-kept in BF16. Codes and scales are made as in training: an FP8 run has seen these weights.
+kept in BF16. Codes and scales are made as in training: these are the weights that an FP8 run was trained with.
 
 An imported model keeps its names: --like=DIR takes over the further fields of DIR's config.json (positions, special
 tokens), its generation_config.json and its tokenizer.
@@ -34,7 +34,7 @@ tokens), its generation_config.json and its tokenizer.
 
 
 def main(arguments: list[str]) -> int:
-    """`megatron-fp8 export`; 0, or 2 for bad input."""
+    """Run `megatron-fp8 export`; return 0, or 2 for bad input."""
     parser = CommandParser("export", HELP)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's folder, or a checkpoint")
     parser.add_argument("out", metavar="OUT", help="the directory to write")
@@ -75,7 +75,7 @@ def _export(options: argparse.Namespace) -> None:
     for name in ("vocab_size", "max_position_embeddings"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')}={value} must be at least 1.")
-    wanted = Wanted(
+    request = Wanted(
         form=form,
         ignore=tuple(options.ignore),
         follow_training=not options.quantize_all,
@@ -87,13 +87,13 @@ def _export(options: argparse.Namespace) -> None:
     )
     run_config = _read_config(Path(options.config)) if options.config else None
     source = open_source(Path(options.checkpoint), run_config)
-    done = export(source, Path(options.out), wanted, tensors_shown)
+    done = export(source, Path(options.out), request, tensors_shown)
     what = (
         f"{done.quantised} linears in FP8 ({options.format})" if form else f"in {done.config['torch_dtype']}"
     )
-    kept = f", {len(done.kept)} kept in {done.config['torch_dtype']}" if done.kept else ""
+    unconverted = f", {len(done.kept)} kept in {done.config['torch_dtype']}" if done.kept else ""
     print(
-        f"{done.config['architectures'][0]}, {what}{kept}: {options.out}, {len(done.files)} file(s) of tensors"
+        f"{done.config['architectures'][0]}, {what}{unconverted}: {options.out}, {len(done.files)} file(s) of tensors"
     )
     if not any((Path(options.out) / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         print("no tokenizer: every byte is a token of this model, or it was imported without one")

@@ -1,7 +1,7 @@
-"""Help that fits a terminal of 80 columns, however wide it was written.
+"""Wraps help text to a terminal of 80 columns.
 
-Prose is filled anew. Indented lines stay as they are where they fit. Where they do not, what stands in a second column
-goes on below itself, or below the first column where that is long; a command goes on behind a backslash.
+Prose is rewrapped. Indented lines stay unchanged if they fit. If they do not, a second column continues below itself,
+or below the first column if that is long; a command continues after a backslash.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import textwrap
 
 WIDTH = 80
 _SECOND_COLUMN = re.compile(r"^(\s*\S.*?\s{2,})(\S.*)$")
-_MOST_LEFT = 40  # a first column that is longer has its explanation below it
+_MOST_LEFT = 40  # a longer first column has its explanation below it
 
 
 def fitted(text: str, width: int = WIDTH) -> str:
-    """The text with no line longer than width, unless a single word or quotation is."""
+    """The text with no line longer than ``width``, except for single long words."""
     lines: list[str] = []
     prose: list[str] = []
     for line in [*text.splitlines(), ""]:
@@ -25,24 +25,24 @@ def fitted(text: str, width: int = WIDTH) -> str:
         if prose:
             lines += textwrap.wrap(" ".join(prose), width, break_on_hyphens=False, break_long_words=False)
             prose = []
-        lines += [line] if len(line) <= width else _indented(line, width)
+        lines += [line] if len(line) <= width else _wrap_indented(line, width)
     return "\n".join(lines[:-1])
 
 
-def _indented(line: str, width: int) -> list[str]:
+def _wrap_indented(line: str, width: int) -> list[str]:
     columns = _SECOND_COLUMN.match(line)
     if columns is None:
-        return _command(line, width)
-    left, right = columns.groups()
-    if len(left) > _MOST_LEFT:
-        first = left.rstrip()
-        above = [first] if len(first) <= width else _command(first, width)
-        return [*above, *_wrapped(right, " " * 6, " " * 6, width)]
-    return _wrapped(right, left, " " * len(left), width)
+        return _wrap_command(line, width)
+    label, explanation = columns.groups()
+    if len(label) > _MOST_LEFT:
+        first = label.rstrip()
+        head = [first] if len(first) <= width else _wrap_command(first, width)
+        return [*head, *_wrap(explanation, " " * 6, " " * 6, width)]
+    return _wrap(explanation, label, " " * len(label), width)
 
 
-def _command(line: str, width: int) -> list[str]:
-    """A command over several lines; options are not parted from their values."""
+def _wrap_command(line: str, width: int) -> list[str]:
+    """A command over several lines; options stay on the line of their values."""
     indent = " " * (len(line) - len(line.lstrip()))
     parts = re.split(r" (?=--|&&)", line.strip())
     lines, now = [], indent + parts[0]
@@ -55,12 +55,12 @@ def _command(line: str, width: int) -> list[str]:
     return [*lines, now]
 
 
-def _wrapped(text: str, first: str, after: str, width: int) -> list[str]:
+def _wrap(text: str, first: str, other: str, width: int) -> list[str]:
     return textwrap.wrap(
         text,
         width,
         initial_indent=first,
-        subsequent_indent=after,
+        subsequent_indent=other,
         break_on_hyphens=False,
         break_long_words=False,
     )

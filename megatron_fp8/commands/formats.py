@@ -1,4 +1,4 @@
-"""`megatron-fp8 formats`: what the formats can hold, and what scaling makes of them."""
+"""`megatron-fp8 formats`: values, range and errors of formats and scaling."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _TITLES = {
         "share of a tensor that did, median SQNR and the worst iteration's"
     ),
 }
-"""Table -> what stands above it."""
+"""Table -> its title."""
 
 
 def main(arguments: list[str]) -> int:
-    """Print, or write what was asked for; the exit code."""
+    """Print or write the tables; return the exit code."""
     parser = CommandParser("formats", DESCRIPTION)
     parser.add_argument(
         "--table",
@@ -59,14 +59,14 @@ def main(arguments: list[str]) -> int:
 
 
 def _file(text: str) -> Path:
-    """A file's name; the parser's error, which names the option, for a text that can be none."""
+    """A file's path; raises the parser's error, which names the option, for an impossible path."""
     if not Path(text).name:
         raise ArgumentTypeError(f"{text!r} names no file")
     return Path(text)
 
 
 def _formats(options: Namespace) -> None:
-    """Raises ValueError: bad input."""
+    """Raises ValueError for bad input."""
     from ..study.formats import picture, tables
 
     if options.csv is None and options.png is None:
@@ -96,26 +96,26 @@ def _formats(options: Namespace) -> None:
         print(f"{options.csv}: {text.count(chr(10)) - 1:,} rows of {options.table or 'values'}")
     if options.png is not None:
         picture.draw(options.png)
-        said = sys.stderr if str(options.csv) == "-" else sys.stdout
-        print(f"{options.png}: range, error, recipes on outliers, delayed scaling", file=said)
+        stream = sys.stderr if str(options.csv) == "-" else sys.stdout
+        print(f"{options.png}: range, error, recipes on outliers, delayed scaling", file=stream)
 
 
-def _print(wanted: str | None) -> None:
-    """One table, or the picture and all of them but every value."""
+def _print(table: str | None) -> None:
+    """Print one table, or the picture and all tables except the one of all values."""
     from ..study.formats import picture, tables
 
-    shown: dict[str, Callable[[], str]] = {
+    texts: dict[str, Callable[[], str]] = {
         "formats": tables.show_formats,
         "values": tables.show_values,
         "magnitudes": tables.show_magnitudes,
         "recipes": tables.show_recipes,
         "delayed": tables.show_delays,
     }
-    if wanted is None:
+    if table is None:
         print(picture.terminal())
     for name, title in _TITLES.items():
-        show = shown[name]
-        if name == wanted or (wanted is None and name != "values"):
-            print(f"\n{title}\n\n{show()}" if wanted is None else show(), flush=True)
-    if wanted is None:
+        show = texts[name]
+        if name == table or (table is None and name != "values"):
+            print(f"\n{title}\n\n{show()}" if table is None else show(), flush=True)
+    if table is None:
         print("\nEvery value: --table values; as files: --csv FILE, --png FILE.")

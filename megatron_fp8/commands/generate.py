@@ -36,7 +36,7 @@ Exit codes: 0 done; 1 failed; 2 bad input.
 
 @dataclass
 class _Prepared:
-    """A model that is ready, and what to do with it."""
+    """A prepared model, and the settings of the generation."""
 
     options: argparse.Namespace
     launch: Any
@@ -78,7 +78,7 @@ def _parser() -> Parser:
 def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -> _Prepared:
     from ..inference import Sampler
 
-    Sampler(options.temperature, options.top_k, options.top_p)  # before anything is loaded
+    Sampler(options.temperature, options.top_k, options.top_p)  # checks the options first
     if options.max_new_tokens is not None and options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {options.max_new_tokens} must be at least 1")
     if options.calibration and options.activations != "static":
@@ -100,7 +100,7 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
         recipe=options.recipe,
         fp8=options.fp8,
     )
-    if from_stdin:  # which the ranks of a launch share: each would read a part
+    if from_stdin:  # the ranks share stdin: each would read a part
         text = on_first_rank(sys.stdin.buffer.read)
     check_imported(restored.run, restored.facts)
     prompt = prompt_ids(restored.tokenizer, text)
@@ -116,19 +116,19 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
             f"--max-new-tokens {count}: after a prompt of {len(prompt)} tokens the context of"
             f" {restored.run.train.seq_length} has room for {room}"
         )
-    _make_ready(options, restored, launch)
+    _prepare_model(options, restored, launch)
     sampler = Sampler(options.temperature, options.top_k, options.top_p, restored.tokenizer.vocab_size)
     return _Prepared(options, launch, restored, prompt, count, sampler)
 
 
 def prompt_ids(tokenizer: Any, text: bytes) -> list[int]:
-    """Ids of a prompt: what starts a document (once, if the text says it too), and the text; never nothing."""
+    """Ids of a prompt: the document's start (once, even if the text has it) and the text; never empty."""
     start, ids = list(tokenizer.start), tokenizer.encode(text).tolist()
     return (ids if ids[: len(start)] == start else start + ids) or [tokenizer.eod]
 
 
-def _make_ready(options: argparse.Namespace, restored: Any, launch: Any) -> None:
-    """Quantise the weights, and say what runs."""
+def _prepare_model(options: argparse.Namespace, restored: Any, launch: Any) -> None:
+    """Quantise the weights, and print checkpoint and precision."""
     from ..inference import model_bytes, prepare_for_inference
     from ..inference.calibration import load_calibration
     from ..train.run_record import run_folder_of
@@ -175,40 +175,40 @@ def _stream(prepared: _Prepared) -> None:
         generator=torch.Generator().manual_seed(prepared.options.seed),
         end=restored.tokenizer.ends,
     )
-    # A terminal or pipe of few characters shows the others by number.
+    # An output encoding with few characters shows the others as escapes.
     getattr(sys.stdout, "reconfigure", lambda **options: None)(errors="backslashreplace")
-    # What a model says may be a stranger's words: a terminal is not steered by them, a file or pipe gets every byte.
-    shown = printable if sys.stdout.isatty() else str
-    made: list[int] = []
+    # A model's text is untrusted: a terminal gets no control characters, a file or pipe gets every byte.
+    as_text = printable if sys.stdout.isatty() else str
+    generated: list[int] = []
     start, first = time.perf_counter(), 0.0
-    for text in _texts(tokens, prompt, made, restored.tokenizer):
+    for text in _texts(tokens, prompt, generated, restored.tokenizer):
         first = first or time.perf_counter() - start
         if launch.rank == 0:
-            print(shown(text), end="", flush=True)
+            print(as_text(text), end="", flush=True)
     seconds = time.perf_counter() - start
     if launch.rank == 0:
         print(flush=True)
-    rate = (len(made) - 1) / (seconds - first) if len(made) > 1 else 0.0
-    ended = ", end of document" if made and made[-1] in restored.tokenizer.ends else ""
+    rate = (len(generated) - 1) / (seconds - first) if len(generated) > 1 else 0.0
+    ended = ", end of document" if generated and generated[-1] in restored.tokenizer.ends else ""
     say(
-        f"{len(made)} tokens in {seconds:.2f} s: the first after {first:.2f} s, then {rate:.1f} tokens/s{ended}",
+        f"{len(generated)} tokens in {seconds:.2f} s: the first after {first:.2f} s, then {rate:.1f} tokens/s{ended}",
         launch,
     )
 
 
 def _texts(
-    tokens: Iterator[torch.Tensor], prompt: list[int], made: list[int], tokenizer: Any
+    tokens: Iterator[torch.Tensor], prompt: list[int], generated: list[int], tokenizer: Any
 ) -> Iterator[str]:
-    """The prompt with the first token's text, then every token's, as far as it is whole characters.
+    """The prompt with the first token's text, then each token's text, as far as its characters are complete.
 
-    Everything is decoded anew each time: what a token looks like may depend on those before it. An unfinished
-    character shows as U+FFFD at the end, and waits for its other bytes.
+    All ids are decoded again each time: a token's text may depend on earlier tokens. An incomplete character appears as
+    U+FFFD at the end, and waits for its other bytes.
     """
-    shown = 0
+    printed = 0
     for token in tokens:
-        made.append(int(token))
-        text = tokenizer.decode(prompt + made)
-        whole = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
-        yield text[shown:whole]
-        shown = max(shown, whole)
-    yield tokenizer.decode(prompt + made)[shown:]
+        generated.append(int(token))
+        text = tokenizer.decode(prompt + generated)
+        complete = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
+        yield text[printed:complete]
+        printed = max(printed, complete)
+    yield tokenizer.decode(prompt + generated)[printed:]

@@ -1,4 +1,4 @@
-"""`megatron-fp8 import`: a directory of Hugging Face's form as a run to train on from."""
+"""`megatron-fp8 import`: a Hugging Face directory as a run for further training."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ are made.
 """
 
 _LONGEST = timedelta(hours=12)
-"""That a rank may be behind the others: it reads hundreds of GB, perhaps from a slower disk."""
+"""Longest wait for a rank: it reads hundreds of GB, perhaps from a slower disk."""
 
 
 @dataclass
 class _Prepared:
-    """What is to be imported, and the ranks that do it, which have met."""
+    """Source and target of the import, and the ranks that share it."""
 
     source: Path
     run_dir: Path
@@ -44,7 +44,7 @@ class _Prepared:
 
 
 def main(arguments: list[str]) -> int:
-    """`megatron-fp8 import`; 0, or 2 for bad input."""
+    """Run `megatron-fp8 import`; return 0, or 2 for bad input."""
     parser = CommandParser("import", HELP)
     parser.add_argument("source", metavar="DIR", help="the model's directory")
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the new run")
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
         return run_command(parser, arguments, _prepare, _import)
     except _Ended:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)  # as whoever sent it expects
+        os.kill(os.getpid(), signal.SIGTERM)  # the sender expects an end by this signal
         raise
 
 
@@ -62,11 +62,11 @@ def _prepare(options: argparse.Namespace, _: list[str], launch: Any) -> _Prepare
     if tokenizer and not tokenizer.is_file():
         raise ValueError(f"--tokenizer={str(tokenizer)!r} is not a file: give a tokenizer.json.")
     source = Path(options.source)
-    return _Prepared(source, Path(options.run_dir), tokenizer, _met(launch, source, options))
+    return _Prepared(source, Path(options.run_dir), tokenizer, _sharing(launch, source, options))
 
 
-def _met(launch: Any, source: Path, options: argparse.Namespace) -> Any:
-    """The ranks that share the import. Raises ValueError where they see different directories."""
+def _sharing(launch: Any, source: Path, options: argparse.Namespace) -> Any:
+    """The ranks that share the import. Raises ValueError if their directories differ."""
     import torch
     import torch.distributed as dist
 
@@ -78,8 +78,8 @@ def _met(launch: Any, source: Path, options: argparse.Namespace) -> Any:
         return Sharing()
     signal.signal(signal.SIGTERM, _end)
     torch.set_num_threads(max(1, usable_cores() // launch.local_world_size))
-    seen = {name: digest(source / name) if (source / name).is_file() else None for name in (CONFIG, INDEX)}
-    launch.meeting.agree("the import", {"DIR": options.source, "RUN_DIR": options.run_dir, **seen})
+    digests = {name: digest(source / name) if (source / name).is_file() else None for name in (CONFIG, INDEX)}
+    launch.meeting.agree("the import", {"DIR": options.source, "RUN_DIR": options.run_dir, **digests})
     store = launch.meeting.group_store(_LONGEST.total_seconds())
     dist.init_process_group(
         "gloo", rank=launch.rank, world_size=launch.world_size, store=store, timeout=_LONGEST
@@ -88,7 +88,7 @@ def _met(launch: Any, source: Path, options: argparse.Namespace) -> Any:
 
 
 class _Ended(BaseException):
-    """SIGTERM, with which a launcher ends its ranks, came: what was begun is removed on the way out."""
+    """SIGTERM from a launcher: an exception, so that incomplete output is removed."""
 
 
 def _end(*_: object) -> None:
@@ -99,12 +99,12 @@ def _import(prepared: _Prepared) -> None:
     from ..huggingface.importer import import_directory
 
     sharing, run_dir = prepared.sharing, prepared.run_dir
-    shown = tensors_shown if sharing.rank == 0 else lambda names, _: names
-    done = import_directory(prepared.source, run_dir, shown, prepared.tokenizer, sharing)
+    progress = tensors_shown if sharing.rank == 0 else lambda names, _: names
+    done = import_directory(prepared.source, run_dir, progress, prepared.tokenizer, sharing)
     if sharing.rank != 0:
         return
-    kept = f" ({done.kept_scales} keep their scales beside them)" if done.kept_scales else ""
-    fp8 = f", {done.fp8_weights} FP8 weights decoded{kept}" if done.fp8_weights else ""
+    kept_scales = f" ({done.kept_scales} keep their scales beside them)" if done.kept_scales else ""
+    fp8 = f", {done.fp8_weights} FP8 weights decoded{kept_scales}" if done.fp8_weights else ""
     padding = f"; vocabulary padded by {done.padding} rows" if done.padding else ""
     print(f"{done.architecture}, {done.parameters:,} parameters{fp8}{padding}: {run_dir}")
     for note in done.notes:

@@ -49,24 +49,24 @@ def _inspect(options: argparse.Namespace) -> None:
     folder = find_checkpoint(Path(options.checkpoint))
     if options.check:
         check_files(folder, read_manifest(folder))
-    found = describe(folder)
-    found["notes"] += trained_beyond(Path(options.checkpoint), folder)
+    description = describe(folder)
+    description["notes"] += trained_beyond(Path(options.checkpoint), folder)
     if options.check:
-        found["not_finite"] = _not_finite(folder) or found["not_finite"]
+        description["not_finite"] = _not_finite(folder) or description["not_finite"]
     if options.json:
-        print(json.dumps(spelled_out(found), indent=1, allow_nan=False))
+        print(json.dumps(spelled_out(description), indent=1, allow_nan=False))
     else:
-        print(printable(format_description(found)))
+        print(printable(format_description(description)))
 
 
 def describe(folder: Path) -> dict[str, Any]:
     """A checkpoint as plain values.
 
     'tensors': name, kind, shape, dtype, bytes and shards of each. 'not_finite': tensors in which the save found NaN or
-    Inf. 'delayed_scaling': of each quantised tensor the scale (a list where data-parallel ranks have several), warm, and
-    the latest, largest and number of recorded amaxes.
+    Inf. 'delayed_scaling': for each quantised tensor its scale (a list if data-parallel ranks have several), whether it
+    is warm, and the latest, largest and number of recorded amaxes.
 
-    Raises ValueError if it is damaged, or no checkpoint.
+    Raises ValueError if it is damaged, or not a checkpoint.
     """
     from ..files.checkpoint import METADATA, check_files, read_manifest, read_metadata, without_checksum
 
@@ -112,13 +112,13 @@ def _kind(name: str) -> str:
 
 
 def _not_finite(folder: Path) -> list[str]:
-    """Names of tensors that hold NaN or Inf where none may; every one is read."""
+    """Names of tensors with forbidden NaN or Inf; reads all tensors."""
     from ..files.checkpoint import read_metadata, read_tensor
     from ..state.saved import must_be_finite
 
     metadata = read_metadata(folder)
-    read = ((name, read_tensor(folder, metadata, name)) for name in sorted(metadata.state_dict_metadata))
-    return [name for name, tensor in read if not bool(must_be_finite(name, tensor).isfinite().all())]
+    tensors = ((name, read_tensor(folder, metadata, name)) for name in sorted(metadata.state_dict_metadata))
+    return [name for name, tensor in tensors if not bool(must_be_finite(name, tensor).isfinite().all())]
 
 
 def _delayed(folder: Path, metadata: Any) -> list[dict[str, Any]]:
@@ -126,7 +126,7 @@ def _delayed(folder: Path, metadata: Any) -> list[dict[str, Any]]:
     from ..state.saved import PREFIX, is_slot_key
 
     names = sorted(n for n in metadata.state_dict_metadata if is_slot_key(n) and n.endswith(".scale"))
-    found = []
+    entries = []
     for name in names:
         stem = name.removesuffix("scale")
         scale, history, warm = (
@@ -134,12 +134,12 @@ def _delayed(folder: Path, metadata: Any) -> list[dict[str, Any]]:
         )
         rows = history.reshape(-1, history.shape[-1])
         scales = scale.reshape(-1).tolist()
-        found.append(
+        entries.append(
             {
                 "name": stem.replace(f".{PREFIX}.", ".").removesuffix("."),
                 "warm": bool(warm.all()),
                 "scale": scales[0] if len(scales) == 1 else scales,
-                # A history of one row keeps nothing from one iteration to the next but the scale.
+                # A history of length one stores only the scale between iterations.
                 "latest_amax": float(rows[:, -1].max()) if rows.shape[1] > 1 else None,
                 "largest_amax": float(rows.max()) if rows.shape[1] > 1 else None,
                 "running_amax": float(rows[:, 0].max()),
@@ -147,11 +147,11 @@ def _delayed(folder: Path, metadata: Any) -> list[dict[str, Any]]:
                 "history_length": rows.shape[1],
             }
         )
-    return found
+    return entries
 
 
 def format_description(found: dict[str, Any]) -> str:
-    """`describe` as people read it."""
+    """The result of `describe` as text."""
     layout, precision = found["layout"] or {}, found["precision"] or {}
     sizes = ", ".join(f"{name} {size}" for name, size in layout.items() if size is not None)
     recipe = precision.get("fp8_recipe", "recipe not known")
@@ -190,8 +190,8 @@ def _tensor_table(tensors: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _delayed_table(found: dict[str, Any]) -> list[str]:
-    rows = found["delayed_scaling"]
+def _delayed_table(description: dict[str, Any]) -> list[str]:
+    rows = description["delayed_scaling"]
     width = max((len(row["name"]) for row in rows), default=0)
     lines = [f"  {'':<{width}}  {'scale':>12} {'latest amax':>12} {'largest':>12}  history"]
     for row in rows:

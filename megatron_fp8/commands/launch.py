@@ -35,7 +35,7 @@ before there was anything to save.
 """
 
 _MOST = 1024
-"""Ranks on a node: more than any has GPUs or cores."""
+"""Most ranks on a node: more than any node has GPUs or cores."""
 
 
 _OF_RANKS = ("train", "diagnose", "calibrate", "generate", "import")
@@ -52,7 +52,7 @@ _TORCHRUNS = {
     **dict.fromkeys(("rdzv_endpoint", "master_addr", "master_port", "main_process_ip"), "--master HOST:PORT"),
     "log_dir": "--logs",
 }
-"""Options of torchrun, accelerate launch, mpirun and srun -> ours."""
+"""Options of torchrun, accelerate launch, mpirun and srun -> options of launch."""
 
 
 def main(arguments: list[str]) -> int:
@@ -104,19 +104,21 @@ def _parser() -> CommandParser:
 
 
 def _program(command: list[str]) -> list[str] | None:
-    """What Python is to run; None: a text, which one process says. Raises ValueError where it is neither."""
+    """Arguments for Python; None if one process only prints help. Raises ValueError for an unknown command."""
     known = f"{', '.join(_OF_RANKS[:-1])} and {_OF_RANKS[-1]}"
     if not command:
         raise ValueError(
-            f"launch is not told what to start: {known} take several ranks, and so may a script's path."
+            f"launch needs a command: {known} run on several ranks; a script's path is possible too."
         )
     first, *rest = command
     if first in _OF_RANKS:
         if _TEXTS.intersection(rest):
             return None
-        own = next((word for word in rest if word.partition("=")[0] in _OWN), None)
-        if own is not None:
-            raise ValueError(f"{own} is launch's own, and stands behind {first}: put it before {first}.")
+        own_option = next((word for word in rest if word.partition("=")[0] in _OWN), None)
+        if own_option is not None:
+            raise ValueError(
+                f"{own_option} is launch's own, and stands behind {first}: put it before {first}."
+            )
         return ["-m", "megatron_fp8", *command]
     from .main import COMMANDS
 
@@ -132,7 +134,7 @@ def _program(command: list[str]) -> list[str] | None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """ValueError where a number or an address makes no sense."""
+    """Raise ValueError for an invalid number or address."""
     if options.ranks is not None and not 1 <= options.ranks <= _MOST:
         raise ValueError(
             f"--ranks {options.ranks} must be from 1 to {_MOST}: how many processes this node starts."
@@ -162,10 +164,10 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--node-rank {options.node_rank} must be from 0 to {options.nodes - 1} with --nodes {options.nodes}."
         )
-    _place(options.master)
+    _address(options.master)
 
 
-def _place(master: str) -> tuple[str, int]:
+def _address(master: str) -> tuple[str, int]:
     """(host, port). Raises ValueError."""
     host, colon, port = master.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -191,7 +193,7 @@ def _launch(options: argparse.Namespace, program: list[str]) -> int:
 
     nodes = Nodes()
     if options.nodes > 1:
-        nodes = Nodes(options.nodes, options.node_rank, *_place(options.master))
+        nodes = Nodes(options.nodes, options.node_rank, *_address(options.master))
     gpus = torch.cuda.device_count()
     ranks, cores = options.ranks or gpus or 1, usable_cores()
     if not gpus and ranks > cores:

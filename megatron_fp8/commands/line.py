@@ -1,4 +1,4 @@
-"""What all commands share: a parser, and bad input as one line on stderr."""
+"""Shared by all commands: a parser, and errors as one line on stderr."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .fitted import fitted
 
 T = TypeVar("T")
 _LONGEST = 1500
-"""Characters of a line, before those that are spelled out."""
+"""Longest line in characters, before escapes."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The options of ``megatron-fp8 COMMAND``, --debug among them. Bad ones raise ValueError; the process goes on.
+    """The options of ``megatron-fp8 COMMAND``, including --debug. Bad options raise ValueError.
 
     Args:
-        other_words: what other programs call an option, with '_' and without leading '-' -> the option.
+        other_words: names of an option in other programs, with '_' and without leading '-' -> the option.
     """
 
     def __init__(self, command: str, description: str, other_words: Mapping[str, str] = MappingProxyType({})):
@@ -39,23 +39,25 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
 
     def parse(self, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-        """(options, what the command takes beside them)."""
+        """(options, further arguments of the command)."""
         return self.parse_args(arguments), []
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """argparse's; of an unknown option the nearest known one is named."""
+        """As argparse's; the error for an unknown option names the nearest known one."""
         options, rest = self.parse_known_args(args, namespace)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}{self.near(rest[0])}")
         return options
 
     def near(self, argument: str) -> str:
-        """'. Did you mean ...?' for an unknown option that is like a known one; '' otherwise."""
+        """'. Did you mean ...?' for an unknown option similar to a known one; else ''."""
         name = argument.partition("=")[0]
         if not name.startswith("-"):
             return ""
-        meant = self._other_words.get(name.lstrip("-").replace("-", "_"))
-        near = [meant] if meant else difflib.get_close_matches(name, self._option_string_actions, n=1)
+        translated = self._other_words.get(name.lstrip("-").replace("-", "_"))
+        near = (
+            [translated] if translated else difflib.get_close_matches(name, self._option_string_actions, n=1)
+        )
         return f". Did you mean {near[0]}?" if near else ""
 
     def error(self, message: str) -> NoReturn:
@@ -63,7 +65,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def warn_in_lines() -> None:
-    """From now on this package's warnings are one line each; those of libraries are not for users, and left out."""
+    """Print this package's warnings as one line each, and hide those of libraries."""
     warnings.filterwarnings("ignore", module=r"(megatron|torch|jsonargparse)(\.|$)")
     warnings.formatwarning = lambda message, *_, **__: f"warning: {printable(str(message))}\n"
 
@@ -75,16 +77,17 @@ def refuse(
     tell: Callable[[int, str, Callable[[], None]], None] = lambda code, line, say: say(),
     code: int = EXIT_BAD_INPUT,
 ) -> int:
-    """Say in one line what is wrong, and which limit was met, after its traceback if ``debug``; returns the exit code.
+    """Print an error in one line, with the limit that caused it and, if ``debug``, its traceback; return the exit code.
 
     Args:
-        tell: takes (exit code, line, a function that prints the line); with several ranks it tells the others, and lets
+        tell: takes (exit code, line, a function that prints the line); with several ranks it informs the others, and
+        lets
             one rank print.
     """
     text = " ".join(str(error).split())
     if limit := limit_reached(error):
         text = f"{text.rstrip('.')}. {limit}" if text else limit
-    if len(text) > _LONGEST:  # somebody else's file is quoted in it
+    if len(text) > _LONGEST:  # it may quote another user's file
         text = f"{text[: _LONGEST // 2]} [...] {text[-_LONGEST // 2 :]}"
     line = printable(f"error: {text}")
 
@@ -98,7 +101,7 @@ def refuse(
 
 
 def run(parser: CommandParser, arguments: list[str], work: Callable[[argparse.Namespace], None]) -> int:
-    """Parse and ``work(options)``; the exit code. ValueError is bad input."""
+    """Parse the options, call ``work(options)``, return the exit code. ValueError means bad input."""
     warn_in_lines()
     try:
         work(parser.parse_args(arguments))
@@ -108,7 +111,7 @@ def run(parser: CommandParser, arguments: list[str], work: Callable[[argparse.Na
 
 
 def tensors_shown(items: Iterable[T], count: int) -> Iterator[T]:
-    """The items, with a bar on a terminal while they pass."""
+    """The items, with a progress bar on a terminal."""
     from rich.progress import track
 
     if not sys.stderr.isatty():

@@ -61,11 +61,11 @@ COMMANDS = {
     "estimate": "estimate:main",
     "doctor": "doctor:main",
 }
-"""Command -> module of this room and function: its arguments -> exit code."""
+"""Command -> module in this folder, and function from arguments to exit code."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; its exit code: 0 done, 1 failed or output was lost, 2 bad input, 130 interrupted by Ctrl-C."""
+    """Run one command; return its exit code: 0 done, 1 failed or lost output, 2 bad input, 130 interrupted by Ctrl-C."""
     open_closed()
     output, code = Output(), 0
     try:
@@ -76,16 +76,16 @@ def main(arguments: list[str] | None = None) -> int:
         if output.lost:
             return 1
         raise
-    except BrokenPipeError:  # whoever read the output has seen enough, as `| head` does
+    except BrokenPipeError:  # the reader of the output has ended, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return code  # a failure stays one if its last words find no reader
+        return code  # a failure stays one even if its message has no reader
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130  # as shells number it
+        return 130  # the shells' number for SIGINT
 
 
 def _versions() -> list[str]:
-    """Of this package and of what decides its results, one a line; nothing is imported for it."""
+    """Versions of this package, torch and megatron-core, one per line, without importing them."""
     lines = [f"megatron_fp8 {__version__}"]
     for name in ("torch", "megatron-core"):
         try:

@@ -1,4 +1,4 @@
-"""Shared options and steps of the commands that start from a checkpoint or start ranks."""
+"""Shared options and steps of commands that read a checkpoint or run on ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .line import CommandParser, refuse, warn_in_lines
 
 
 def element_formats(text: str) -> str:
-    """--fp8's value, checked."""
+    """Check the value of --fp8."""
     from ..plan.settings import FP8_FORMATS
     from ..recipe import RECIPES
 
@@ -29,7 +29,7 @@ def element_formats(text: str) -> str:
 
 
 class Parser(CommandParser):
-    """The options of every such command."""
+    """The options of every command that reads a checkpoint."""
 
     def __init__(self, command: str, description: str):
         super().__init__(command, description)
@@ -51,8 +51,8 @@ class Parser(CommandParser):
         return options, rest
 
 
-_PASSES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""A disk's trouble while a command works, which is no fault of what was asked for."""
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Disk errors during a command, which are no fault of its input."""
 
 
 def run_command(
@@ -61,12 +61,12 @@ def run_command(
     prepare: Callable[[argparse.Namespace, list[str], Any], Any],
     work: Callable[[Any], None],
 ) -> int:
-    """Parse, ``prepare(options, run options, launch)``, ``work(what was prepared)``; the exit code.
+    """Parse, call ``prepare(options, run options, launch)`` and ``work(its result)``; return the exit code.
 
-    Bad input (2): ValueError and OSError, and RuntimeError of prepare. Failed (1): other exceptions, and what another
-    attempt may not meet (a network, a GPU, ranks that did not come).
+    Bad input (2): ValueError and OSError, and RuntimeError of prepare. Failed (1): other exceptions, and errors that
+    another attempt may avoid (network, GPU, missing ranks).
     """
-    if {"-h", "--help"} & set(arguments):  # not after the seconds in which ranks meet
+    if {"-h", "--help"} & set(arguments):  # before the ranks connect, which takes seconds
         parser.print_help()
         return EXIT_DONE
     from ..train.launch import parallel
@@ -78,7 +78,7 @@ def run_command(
         launch = parallel.meet(find_launch(_of_this_process(os.environ)))
     except ValueError as error:
         return refuse(error, debug=debug)
-    if launch.rank:  # its warnings are rank 0's too
+    if launch.rank:  # rank 0 prints the same warnings
         warnings.filterwarnings("ignore", module="megatron_fp8")
     meeting = launch.meeting
     assert meeting is not None
@@ -92,11 +92,11 @@ def run_command(
                     return refuse(error, debug=debug, tell=meeting.tell, code=parallel.exit_code(error))
                 meeting.close()
                 work(prepared)
-            except BrokenPipeError:  # whoever read what is printed has gone
+            except BrokenPipeError:  # the reader of the output has ended
                 raise
             except (ValueError, OSError) as error:
-                passes = isinstance(error, OSError) and error.errno in _PASSES
-                code = EXIT_FAILED if passes else parallel.exit_code(error)
+                disk_error = isinstance(error, OSError) and error.errno in _DISK_ERRORS
+                code = EXIT_FAILED if disk_error else parallel.exit_code(error)
                 return refuse(error, debug=debug, tell=meeting.tell, code=code)
         return EXIT_DONE
     except BrokenPipeError:
@@ -111,13 +111,13 @@ def run_command(
 
 
 def _of_this_process(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Without SLURM's variables where no srun started this process: a batch script has those of all its tasks."""
+    """Drop SLURM's variables if srun did not start this process: a batch script has those of all its tasks."""
     if "SLURM_STEP_NUM_TASKS" in environ:
         return environ
     return {name: value for name, value in environ.items() if not name.startswith("SLURM_")}
 
 
 def say(text: str, launch: Any) -> None:
-    """A line for people, on stderr, from the first rank."""
+    """Print a line to stderr, on the first rank."""
     if launch.rank == 0:
         print(printable(text), file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Standard output on a full disk: lost output is reported once, work goes on.
+"""Standard output on a full disk: lost output is reported once, work continues.
 
-A training is worth more than its log. The exit code says that something was lost. A reader of standard output that leaves
-ends a command (BrokenPipeError), but not a training, which saves first.
+A training is worth more than its log. The exit code shows that output was lost. If the reader of standard output ends,
+a command ends too (BrokenPipeError); a training saves first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _Stream:
-    """A stream of text whose failures to write are handed on once, in place of being raised."""
+    """A text stream that passes write errors to a function instead of raising them."""
 
     def __init__(self, stream: Any, fails: Callable[[OSError], None]) -> None:
         self._stream, self._fails = stream, fails
@@ -23,17 +23,17 @@ class _Stream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write; what cannot be written is dropped. Returns the number of characters."""
-        with self._forgiven():
+        """Write, or drop text that cannot be written. Returns the number of characters."""
+        with self._errors_passed_on():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with self._forgiven():
+        with self._errors_passed_on():
             self._stream.flush()
 
     @contextmanager
-    def _forgiven(self) -> Iterator[None]:
+    def _errors_passed_on(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -42,14 +42,16 @@ class _Stream:
 
 @contextmanager
 def reader_may_leave(left: Callable[[], None]) -> Iterator[None]:
-    """Meanwhile ``left`` is called when whoever reads standard output has left, as `| head` does and a `tee` that Ctrl-C
-    ends; what is printed from then on goes nowhere."""
+    """Context: ``left`` is called when the reader of standard output has ended, as `| head`, or a `tee` at Ctrl-C.
+
+    Later output is discarded.
+    """
     out: Any = sys.stdout
 
     def fails(error: OSError) -> None:
         if not isinstance(error, BrokenPipeError):
             raise error
-        _give_up(out)
+        _discard(out)
         left()
 
     with redirect_stdout(_Stream(out, fails)):
@@ -57,17 +59,17 @@ def reader_may_leave(left: Callable[[], None]) -> Iterator[None]:
 
 
 class Output:
-    """sys.stdout and sys.stderr while it is entered. `lost`: something could not be written."""
+    """Guards sys.stdout and sys.stderr. `lost`: some output could not be written."""
 
     def __init__(self) -> None:
         self.lost = False
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Both streams, forgiving; at the end what still cannot be written is given up, also by Python's own exit."""
+        """Context: both streams without write errors; at the end unwritable output is dropped, also at Python's exit."""
         out, err = sys.stdout, sys.stderr
-        stderr: Any = _Stream(err, lambda error: self._lose())
-        stdout: Any = _Stream(out, lambda error: self._say(error, stderr))
+        stderr: Any = _Stream(err, lambda error: self._mark_lost())
+        stdout: Any = _Stream(out, lambda error: self._report(error, stderr))
         try:
             with redirect_stdout(stdout), redirect_stderr(stderr):
                 yield
@@ -75,12 +77,12 @@ class Output:
         finally:
             if self.lost:
                 for stream in (out, err):
-                    _give_up(stream)
+                    _discard(stream)
 
-    def _lose(self) -> None:
+    def _mark_lost(self) -> None:
         self.lost = True
 
-    def _say(self, error: OSError, stderr: Any) -> None:
+    def _report(self, error: OSError, stderr: Any) -> None:
         if isinstance(error, BrokenPipeError):
             raise error
         if not self.lost:
@@ -92,11 +94,11 @@ class Output:
             )
 
 
-def _give_up(stream: Any) -> None:
-    """Let what a stream still holds go nowhere, if it cannot be written."""
+def _discard(stream: Any) -> None:
+    """Flush a stream; if that fails, discard its buffer."""
     try:
         stream.flush()
     except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, stream.fileno())
+        os.close(null_device)

@@ -1,4 +1,4 @@
-"""`megatron-fp8 diagnose A --against B`: the first difference of two runs on the same data."""
+"""`megatron-fp8 diagnose A --against B`: the first difference between two runs on the same data."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ _SAME_DATA = {
     "train": ("seed", "global_batch_size", "seq_length", "train_iters"),
     "data": ("paths", "split", "tokenizer"),
 }
-_OF_A_DIAGNOSIS = (
+_DIAGNOSIS_OPTIONS = (
     *("iteration", "batches", "share", "budget", "out", "plot"),
     *("recipe", "fp8", "config"),
 )
-"""Options that say nothing of a comparison."""
+"""Options that do not apply to a comparison."""
 _STATE = ("optimizer.", "rng.")
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Print where the runs part, and write it as JSON if asked. ValueError: they cannot be compared."""
-    for name in _OF_A_DIAGNOSIS:
+    """Print where the runs diverge, and write it to --json. Raises ValueError if they cannot be compared."""
+    for name in _DIAGNOSIS_OPTIONS:
         if getattr(options, name) is not None:
             raise ValueError(f"--against compares two finished runs: leave out --{name}")
-    ours, theirs = (_run(Path(path)) for path in (options.checkpoint, options.against))
-    _check_same_data(ours, theirs)
-    found: dict[str, Any] = {"run": str(ours), "against": str(theirs)}
+    first, second = (_run(Path(path)) for path in (options.checkpoint, options.against))
+    _check_same_data(first, second)
+    report: dict[str, Any] = {"run": str(first), "against": str(second)}
     lines = [
-        *_losses(ours, theirs, found),
-        *_telemetry(ours, theirs, found),
-        *_checkpoints(ours, theirs, found),
-        *(f"note        {text}" for path in (ours, theirs) for text in RunRecord(path).unfinished()),
+        *_losses(first, second, report),
+        *_telemetry(first, second, report),
+        *_checkpoints(first, second, report),
+        *(f"note        {text}" for path in (first, second) for text in RunRecord(path).unfinished()),
     ]
     print(printable("\n".join(lines)), flush=True)
     if options.json:
         try:
-            text = json.dumps(spelled_out(found), indent=1, allow_nan=False)
+            text = json.dumps(spelled_out(report), indent=1, allow_nan=False)
             Path(options.json).write_text(f"{text}\n", encoding="utf-8")
         except OSError as error:
             raise ValueError(
@@ -74,8 +74,8 @@ def _check_same_data(ours: Path, theirs: Path) -> None:
                 )
 
 
-def _losses(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
-    """The first iteration whose losses differ. ValueError: they have no iteration in common."""
+def _losses(ours: Path, theirs: Path, report: dict[str, Any]) -> list[str]:
+    """The first iteration whose losses differ. Raises ValueError if they have no iteration in common."""
     first, second = (
         {line.iteration(): line.content for line in RunRecord(path).metrics()} for path in (ours, theirs)
     )
@@ -91,14 +91,14 @@ def _losses(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
     for iteration in sorted(first.keys() & second.keys()):
         a, b = (rows[iteration]["lm_loss"] for rows in (first, second))
         if a != b:
-            found["loss"] = {"iteration": iteration, "values": [a, b]}
+            report["loss"] = {"iteration": iteration, "values": [a, b]}
             return [f"loss        differs first in iteration {iteration}: {' and '.join(told_apart(a, b))}"]
-    found["loss"] = None
+    report["loss"] = None
     return [f"loss        the same in {len(first.keys() & second.keys())} iterations"]
 
 
 def told_apart(a: Any, b: Any) -> tuple[str, str]:
-    """Two numbers with four significant digits, or with as many as it takes to see that they differ."""
+    """Two numbers with four significant digits, or with more if needed to show a difference."""
     if not all(isinstance(value, (int, float)) for value in (a, b)):
         return str(a), str(b)
     for digits in range(4, 18):
@@ -108,12 +108,12 @@ def told_apart(a: Any, b: Any) -> tuple[str, str]:
     return texts
 
 
-def _telemetry(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
-    """The first site and tensor whose statistics differ, at all and by more than a twentieth."""
+def _telemetry(ours: Path, theirs: Path, report: dict[str, Any]) -> list[str]:
+    """The first site and tensor with different statistics: at all, and by more than a twentieth."""
     first, second = ([line.content for line in RunRecord(path).telemetry()] for path in (ours, theirs))
     without = [str(path) for path, rows in ((ours, first), (theirs, second)) if not rows]
     if without:
-        found["telemetry"] = None
+        report["telemetry"] = None
         return [
             f"telemetry   {' and '.join(without)} has no {FILE}: train with --telemetry.every=K to see the site where"
             " they part"
@@ -121,7 +121,7 @@ def _telemetry(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
     lines = []
     for name, tolerance, words in (("first", 0.0, "differs first"), ("large", 0.05, "differs by 5 % first")):
         parting = first_parting(first, second, tolerance)
-        found[f"telemetry_{name}"] = None if parting is None else parting.as_dict()
+        report[f"telemetry_{name}"] = None if parting is None else parting.as_dict()
         if parting is None:
             measured = len(common_iterations(first, second))
             lines.append(
@@ -136,12 +136,12 @@ def _telemetry(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _checkpoints(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
-    """The first checkpoint of both whose weights differ, and the weight that differs most."""
+def _checkpoints(ours: Path, theirs: Path, report: dict[str, Any]) -> list[str]:
+    """The first common checkpoint with different weights, and the weight that differs most."""
     try:
         folders = [RunRecord(path).checkpoints() for path in (ours, theirs)]
     except PlaceNotKnown as error:
-        found["checkpoint"] = None
+        report["checkpoint"] = None
         return [f"checkpoint  not compared: {error}"]
     first, second = ({path.name: path for path in complete_checkpoints(folder)} for folder in folders)
     common = sorted(first.keys() & second.keys())
@@ -149,21 +149,21 @@ def _checkpoints(ours: Path, theirs: Path, found: dict[str, Any]) -> list[str]:
         differences = _differences(first[name], second[name])
         if differences:
             most = max(differences, key=differences.__getitem__)
-            found["checkpoint"] = {"name": name, "weight": most, "relative": differences[most]}
+            report["checkpoint"] = {"name": name, "weight": most, "relative": differences[most]}
             return [
                 f"checkpoint  {name} is the first whose weights differ: {len(differences)} tensors, most"
                 f" {most}, by {100 * differences[most]:.3g} % of its norm"
             ]
-    found["checkpoint"] = None
+    report["checkpoint"] = None
     if not common:
         return [f"checkpoint  none of the same iteration is in {folders[0]} and {folders[1]}"]
     return [f"checkpoint  the same weights in {', '.join(common)}"]
 
 
 def _differences(ours: Path, theirs: Path) -> dict[str, float]:
-    """Weight -> norm of the difference over its norm, of those that differ. ValueError: it is another model."""
+    """Weight -> norm of the difference over its norm, if they differ. Raises ValueError for another model."""
     first, second = read_metadata(ours), read_metadata(theirs)
-    found = {}
+    result = {}
     for name, entry in first.state_dict_metadata.items():
         if name.startswith(_STATE) or is_slot_key(name):
             continue
@@ -173,9 +173,12 @@ def _differences(ours: Path, theirs: Path) -> dict[str, float]:
                 f"{str(theirs)!r} is of another model: it has no {name} of shape {list(entry.size)}. Give two runs"
                 " of one model"
             )
-        a, b = (read_tensor(*of, name).to(torch.float64) for of in ((ours, first), (theirs, second)))
+        a, b = (
+            read_tensor(*checkpoint, name).to(torch.float64)
+            for checkpoint in ((ours, first), (theirs, second))
+        )
         if not torch.equal(a, b):
             norm = float(torch.linalg.vector_norm(a))
-            gone = float(torch.linalg.vector_norm(a - b))
-            found[name] = gone / norm if norm else relative_difference(norm, gone)
-    return found
+            difference = float(torch.linalg.vector_norm(a - b))
+            result[name] = difference / norm if norm else relative_difference(norm, difference)
+    return result

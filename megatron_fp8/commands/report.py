@@ -1,4 +1,4 @@
-"""`megatron-fp8 report`: a run's precision and course, on the terminal or as a page."""
+"""`megatron-fp8 report`: a run's precision and progress, on the terminal or as a page."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _report(options: Namespace) -> None:
-    """Raises ValueError: bad input."""
+    """Raises ValueError for bad input."""
     if options.html is not None and options.advice is not None:
         raise ValueError("--html and --advice are two files: give one of them at a time")
     if "" in options.runs:
@@ -59,7 +59,7 @@ def _report(options: Namespace) -> None:
 
 
 def write_page(folders: list[Path], path: Path) -> None:
-    """The page of some runs, and a line that says where it is. Raises ValueError: bad input."""
+    """Write the page of some runs, and print its path. Raises ValueError for bad input."""
     try:
         import bokeh  # noqa: F401
     except ModuleNotFoundError as error:
@@ -68,15 +68,15 @@ def write_page(folders: list[Path], path: Path) -> None:
         ) from error
     from ..report import read_runs, write_html
 
-    found = read_runs(folders)
-    size = write_html(found, path)
-    for line in (line for one in found for line in one.unfinished):
+    runs = read_runs(folders)
+    size = write_html(runs, path)
+    for line in (line for run_data in runs for line in run_data.unfinished):
         print(printable(f"note        {line}"))
     print(f"{path} ({size / 1e6:.1f} MB): open it in a browser")
 
 
 def terminal(folder: Path) -> str:
-    """The report of one run for the terminal. Raises ValueError: it is no run's folder, or its files are damaged."""
+    """The report of one run for the terminal. Raises ValueError if it is no run's folder, or damaged."""
     from ..train.report import format_report
     from ..train.run_record import record_of
 
@@ -91,7 +91,7 @@ def terminal(folder: Path) -> str:
 
 
 def advice_of(record: RunRecord, report: dict[str, Any]) -> list[Advice]:
-    """What a run's figures call for. Raises ValueError: a file cannot be understood."""
+    """Advice from a run's figures. Raises ValueError for an invalid file."""
     from ..telemetry.advice import advise
 
     metrics = [line.content for line in record.metrics()]
@@ -99,7 +99,7 @@ def advice_of(record: RunRecord, report: dict[str, Any]) -> list[Advice]:
 
 
 def write_advice(folder: Path, path: Path) -> None:
-    """The advice of a run as a JSON file: a list of objects. Raises ValueError: bad input."""
+    """Write a run's advice as a JSON file, a list of objects. Raises ValueError for bad input."""
     from ..train.run_record import record_of
 
     record = record_of(folder)
@@ -120,7 +120,7 @@ def write_advice(folder: Path, path: Path) -> None:
 
 
 def losses(record: RunRecord) -> list[str]:
-    """One line about training and one about validation, if the run got that far."""
+    """One line about training and one about validation, if the run has them."""
     lines = []
     steps = [line.content for line in record.metrics()]
     if steps:
@@ -139,5 +139,5 @@ def losses(record: RunRecord) -> list[str]:
 
 
 def _rounded(loss: Any) -> str:
-    """As training prints it; None, which is a loss that was not finite, as such."""
+    """The loss as training prints it; None, a loss that was not finite, unchanged."""
     return f"{loss:.4f}" if isinstance(loss, (int, float)) else str(loss)

@@ -26,7 +26,7 @@ Exit codes: 0 done; 2 bad input.
 
 
 def main(arguments: list[str]) -> int:
-    """Train and write; the exit code."""
+    """Train a tokenizer and write it; return the exit code."""
     parser = CommandParser("tokenizer", HELP)
     add = parser.add_argument
     add(
@@ -64,16 +64,16 @@ def _tokenizer(options: Namespace) -> None:
     if options.data and not size and all(path.is_file() for path in files):
         raise ValueError(f"--data has no text: {files[0]} is empty.")
     try:
-        trained = bpe.train_bpe(files, options.vocab_size, options.column, progress=sys.stderr.isatty())
+        tokenizer = bpe.train_bpe(files, options.vocab_size, options.column, progress=sys.stderr.isatty())
     except ImportError as error:
         raise ValueError("the package tokenizers is not installed: pip install tokenizers") from error
     try:
-        replace_file(out, trained.to_str(pretty=True) + "\n")
+        replace_file(out, tokenizer.to_str(pretty=True) + "\n")
     except OSError as error:
         raise ValueError(
             f"--out={options.out} cannot be written ({in_words(error)}): give another file."
         ) from error
-    print(printable(f"wrote       {out}: {trained.get_vocab_size():,} ids, from {size:,} bytes of text"))
+    print(printable(f"wrote       {out}: {tokenizer.get_vocab_size():,} ids, from {size:,} bytes of text"))
     data = " ".join(["--data", *options.data]) if options.data else ""
     print(
         printable(

@@ -1,6 +1,6 @@
 """`megatron-fp8 train`: from a command line to a finished run.
 
-Everything that can be wrong with the input is found before the first step and raised as ValueError.
+All input errors are found before the first step and raised as ValueError.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ def main(arguments: list[str]) -> int:
         print(fitted(USAGE.replace("{SHIPPED}", ", ".join(shipped_configs()))))
         return EXIT_DONE
     debug = "--debug" in arguments
-    # Before anything asks for a GPU. With one queue a collective starts before the GEMM that is to hide it.
+    # Before the first use of a GPU. With one queue a collective starts before the GEMM that overlaps it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from ..train.stop import StopRequest
 
     try:
         stop = StopRequest()
-        stop.listen("SIGUSR1")  # before the seconds that imports take
+        stop.listen("SIGUSR1")  # before the imports, which take seconds
     except ValueError as error:
         return refuse(error, debug=debug)
     from ..train.launch import parallel
@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> int:
     if "--keys" in arguments:
         from .. import mcore
 
-        mcore.install()  # imports Megatron-Core without its compiler where nothing is compiled: in two thirds of the time
+        mcore.install()  # without the compiler Megatron-Core imports in two thirds of the time
         from ..train.config.key_help import key_lines
 
         print("\n".join(key_lines(shutil.get_terminal_size().columns)))
@@ -106,7 +106,7 @@ def main(arguments: list[str]) -> int:
         launch = parallel.meet(find_launch())
     except ValueError as error:
         return refuse(error, debug=debug)
-    if launch.rank:  # its warnings are rank 0's too
+    if launch.rank:  # rank 0 prints the same warnings
         warnings.filterwarnings("ignore", module="megatron_fp8")
     try:
         assert launch.meeting is not None
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
-    """Prepare and train; the exit code. Bad input, and a save that fails, are said by one rank."""
+    """Prepare and train; return the exit code. One rank reports bad input or a failed save."""
     from ..train.launch.deterministic import in_words_of_the_run
     from ..train.launch.parallel import exit_code
 
@@ -145,23 +145,23 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
     except (SaveError, TrainingFailed) as error:
         return refuse(error, debug=debug, tell=launch.meeting.tell, code=EXIT_FAILED)
     except Exception as error:
-        told = in_words_of_the_run(error)
-        if told is error:
+        explained = in_words_of_the_run(error)
+        if explained is error:
             watchdog, run = trainer.stepper.watchdog, trainer.run
             saved = checkpoint_before(run, 2**31, trainer.started)
-            told = lost_rank(error, watchdog.doing, watchdog.who(), saved) or error
-        if told is not error or limit_reached(error):
-            return refuse(told, debug=debug, tell=launch.meeting.tell, code=EXIT_FAILED)
+            explained = lost_rank(error, watchdog.doing, watchdog.who(), saved) or error
+        if explained is not error or limit_reached(error):
+            return refuse(explained, debug=debug, tell=launch.meeting.tell, code=EXIT_FAILED)
         traceback.print_exc()
         launch.meeting.tell(EXIT_FAILED, f"rank {launch.rank} failed: {type(error).__name__}: {error}")
         return EXIT_FAILED
 
 
 def settings(arguments: list[str], ranks: int) -> tuple[Any, Any, Any, int]:
-    """(the run's config, Megatron-Core's, tokenizer, vocabulary size), checked; nothing is written.
+    """Return (the run's config, Megatron-Core's config, tokenizer, vocabulary size), checked; writes nothing.
 
     Raises:
-        ValueError: `train` refuses these options on any machine.
+        ValueError: `train` would refuse these options on any machine.
     """
     from .. import mcore
 
@@ -180,7 +180,7 @@ def settings(arguments: list[str], ranks: int) -> tuple[Any, Any, Any, int]:
 
 
 def prepare(arguments: list[str], launch: Any, stop: Any) -> Any:
-    """Everything before the first step: config, ranks, data, model, report. The trainer; None after a dry run."""
+    """Do all work before the first step: config, ranks, data, model, report. Return the trainer; None after a dry run."""
     run, config, tokenizer, vocab_size = settings(arguments, launch.world_size)
     from ..train.launch import parallel
     from ..train.launch.facts import run_facts
@@ -194,7 +194,7 @@ def prepare(arguments: list[str], launch: Any, stop: Any) -> Any:
 
 
 def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, stop: Any) -> Any:
-    """Data, model, optimizer and report of a run whose ranks have met. The trainer; None after a dry run."""
+    """Build data, model, optimizer and report, once all ranks are connected. Return the trainer; None after a dry run."""
     from ..files.run_lock import job_name
     from ..mcore.iteration import set_training_length
     from ..mcore.sites import check_plan
@@ -234,7 +234,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         report = build_report(run, config, chunks, parameters, launch.launcher)
         stepper = Stepper(run, chunks, optimizer, scheduler, datasets, stop, watchdog)
         first = launch.rank == 0
-        Telemetry(chunks, run.telemetry.settings()).close()  # a pattern that matches nothing is refused here
+        Telemetry(chunks, run.telemetry.settings()).close()  # refuses a pattern that matches nothing
         if first:
             print(format_report(report), flush=True)
         if run.dry_run:
@@ -247,7 +247,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     facts = {"tokenizer": binding.tokenizer_fact(tokenizer), "accepted": start.accepted, "data": content}
     facts["job"] = job_name(os.environ)
     entropy = data.corpus_bigram_entropy(prefixes) if first else math.nan
-    # From here on the run's folder is changed, so nothing after this may refuse what was asked for.
+    # From here on the run's folder changes, so no later line may refuse the input.
     continues = folders.has(start.folder)
     done = start.iteration >= run.train.train_iters
     if done and start.folder is not None and not continues:
@@ -264,7 +264,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         launch.meeting.close()
         if stepper.saved is not None:
             report["saved_bytes"] = stepper.saved.bytes
-        _note_what_ran(report, chunks, folder, first)
+        _add_site_notes(report, chunks, folder, first)
 
     writer = display = None
     unvalidated = False
@@ -308,10 +308,10 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
             saves.wait,
             start.left_out,
         )
-    if first:  # last: a start that is refused leaves what an earlier one wrote
+    if first:  # last, so that a refused start leaves earlier files unchanged
         with naming("run_dir", folder):
             run.save(folder / "config.yaml")
-            # A run that has nothing left to train keeps the report of what trained it.
+            # A run without iterations left keeps the report of its training.
             if not (done and continues and (folder / "report.json").is_file()):
                 write_report(report, folder)
     return Trainer(
@@ -327,7 +327,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         writer=writer,
         display=display,
         after_first_step=after_first_step,
-        sites_moved=lambda: _note_what_ran(report, chunks, folder, first),
+        sites_moved=lambda: _add_site_notes(report, chunks, folder, first),
         checkpoints=saves,
         rewinds=rewinds,
         telemetry=telemetry,
@@ -336,7 +336,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
 
 
 def _watchdog(run: Any, launch: Any) -> Any:
-    """Watches from now on. Collective: all ranks write into a folder that has the first one's time as its name."""
+    """Start the watchdog. Collective: all ranks write into one folder, named by the first rank's time."""
     from ..train.launch import parallel
     from ..train.watchdog import START, Watchdog
 
@@ -352,13 +352,13 @@ def _watchdog(run: Any, launch: Any) -> Any:
     )
     parallel.until_leave(watchdog.close)
     watchdog.enter(START, 0)
-    if not run.dry_run:  # which writes nothing
+    if not run.dry_run:  # a dry run writes nothing
         watchdog.start()
     return watchdog
 
 
-def _note_what_ran(report: dict[str, Any], chunks: list[Any], folder: Path, first: bool) -> None:
-    """What sites noted in their first iteration (a gather in high precision, say) joins the report. All ranks call."""
+def _add_site_notes(report: dict[str, Any], chunks: list[Any], folder: Path, first: bool) -> None:
+    """Add the sites' notes from their first iteration (such as a gather in high precision) to the report. Collective."""
     from ..mcore.guard import guard_moves
     from ..mcore.report import site_report
     from ..train.report import format_notes, write_report
@@ -376,7 +376,7 @@ def _note_what_ran(report: dict[str, Any], chunks: list[Any], folder: Path, firs
 
 
 def _dry_run(stepper: Any, vocab_size: int, first: bool) -> None:
-    """Print this rank's shapes and check the first loss: an untrained model guesses evenly, ln V nats."""
+    """Print this rank's shapes and check the first loss: an untrained model predicts uniformly, ln V nats."""
     from ..params.fp8_parameter import Fp8Parameter
 
     if first:
@@ -402,7 +402,7 @@ def _train(trainer: Any) -> int:
 
     start = time.perf_counter()
     if sys.__stderr__ is not None:
-        # SIGBUS (a mapped file that became shorter) and SIGSEGV then say where.
+        # SIGBUS (a mapped file that became shorter) and SIGSEGV then print a stack.
         faulthandler.enable(sys.__stderr__)
     stop, line = trainer.stepper.stop, ""
     stop.listen("SIGTERM")
@@ -420,13 +420,13 @@ def _train(trainer: Any) -> int:
         if trainer.display:
             line = last_line(trainer, summary, time.perf_counter() - start)
             print(line, flush=True)
-    lacking, unread = on_first_rank(lambda: (closed, line if stop.unread else ""))  # it writes them
+    lacking, unread = on_first_rank(lambda: (closed, line if stop.unread else ""))  # rank 0 writes them
     if unread:
         raise TrainingFailed(f"whoever read its output has left: {unread}")
     if lacking:
         raise TrainingFailed(
             f"records are lost: {', '.join(lacking)}. Training itself is as the line above says, and its checkpoints are"
-            " whole: give the records room, leave them where they are, and to have them too, go on from an earlier"
+            " complete. To have the records too, free disk space, leave the files in place and go on from an earlier"
             " checkpoint with --resume=PATH."
         )
     stopped = summary["iteration"] < trainer.run.train.train_iters
@@ -434,7 +434,7 @@ def _train(trainer: Any) -> int:
 
 
 def _close(trainer: Any) -> list[str]:
-    """Close all of a run's files; what they lack, in words."""
+    """Close all of a run's files; return a line for each loss of data."""
     lacking: list[str] = trainer.telemetry.close_files()
     if trainer.display:
         trainer.display.close()

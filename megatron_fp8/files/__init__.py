@@ -1,1 +1,1 @@
-"""Files that are whole or not there: written to disk, checked, locked; a checkpoint's manifest. No tensors, no ranks."""
+"""File access: atomic writes, locks, strict parsers and checkpoint folders. No Megatron-Core, no ranks."""

@@ -1,4 +1,4 @@
-"""Checks of models, optimizers and tensors that users hand to a function."""
+"""Checks of models, optimizers and tensors that users pass to a function."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 
 def check_model(model: Any) -> None:
-    """ValueError unless ``model`` is a torch.nn.Module."""
+    """Raise ValueError unless ``model`` is a torch.nn.Module."""
     if isinstance(model, torch.nn.Module):
         return
-    what = f"a model is needed, a torch.nn.Module, and this is {_described(model)}"
+    what = f"a model is needed, a torch.nn.Module, and this is {_description(model)}"
     if isinstance(model, (str, os.PathLike)):
         what += ": load it first, as AutoModelForCausalLM.from_pretrained(path) does"
     elif isinstance(model, Optimizer):
@@ -24,15 +24,15 @@ def check_model(model: Any) -> None:
 
 
 def check_tensor(call: str, x: Any) -> None:
-    """TypeError, as torch's own layers raise, unless ``x`` is a torch.Tensor."""
+    """Raise TypeError, as torch's layers do, unless ``x`` is a torch.Tensor."""
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{call}: a torch.Tensor is needed, and this is {_described(x)}")
+        raise TypeError(f"{call}: a torch.Tensor is needed, and this is {_description(x)}")
 
 
 def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
-    """ValueError if an optimizer of torch, or a wrapper that is one too, has no parameter of the model's.
+    """Raise ValueError if an optimizer of torch, or a wrapper derived from it, has no parameter of the model.
 
-    Others (DeepSpeed's, Megatron-Core's) step copies of the parameters.
+    Other optimizers (DeepSpeed's, Megatron-Core's) step copies of the parameters, and are not checked.
     """
     while isinstance(optimizer, Optimizer) and "_optimizer_step_post_hooks" not in vars(optimizer):
         optimizer = getattr(optimizer, "optimizer", None)  # accelerate's wrapper
@@ -46,7 +46,7 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
         )
 
 
-def _described(value: Any) -> str:
+def _description(value: Any) -> str:
     return (
         repr(value) if value is None or isinstance(value, (str, os.PathLike, type)) else type(value).__name__
     )

@@ -1,21 +1,21 @@
-"""Checkpoint folders: complete ones, the latest, their contents; without ranks or Megatron-Core.
+"""Checkpoint folders: lists, the latest, contents and checks; without ranks or Megatron-Core.
 
 A folder of checkpoints holds
 
     latest               the name of the newest complete checkpoint, replaced atomically
-    iter_0000100/        a complete checkpoint: it got this name after everything in it was on the disk
-      manifest.json      ours: what was saved, and the size and SHA-256 of every other file
-      .metadata          torch.distributed.checkpoint's: where in which file each tensor lies (a pickle)
-      __0_0.distcp, ...  tensors, one file a rank
+    iter_0000100/        a complete checkpoint: it gets this name after everything in it is on the disk
+      manifest.json      this package's: what was saved, and the size and SHA-256 of every other file
+      .metadata          torch.distributed.checkpoint's: file and offset of each tensor (a pickle)
+      __0_0.distcp, ...  tensors, one file per rank
       metadata.json, common.pt    for Megatron-Core's own loader; common.pt is empty
-    not_finite_0000120/  a checkpoint that cannot be trained on from: read only where its own path is given
-    .saving-...          a save that is under way, or was killed; never read, removed by the next save
+    not_finite_0000120/  a checkpoint with NaN or Inf, which training cannot use: read only if its own path is given
+    .saving-...          a save that is running, or was killed; never read, removed by the next save
 
-The name is the commit. Rejected: marking a folder complete by a file inside it. Until the mark is
-there, everybody who lists folders has to look for it.
+The rename is the commit. Rejected: a marker file in a complete folder. Every program that lists folders would have to
+check for it.
 
-Only ``.metadata`` is unpickled, by an unpickler that makes the classes of its format and nothing else. Tensors are read
-with weights_only, everything else is JSON. A file that was cut off or altered is found by the manifest before training.
+Only ``.metadata`` is unpickled, by an unpickler that creates the classes of its format and nothing else. Tensors are
+read with weights_only, everything else is JSON. The manifest reveals truncated and altered files before training.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .uncollected import uncollected
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-LATEST, METADATA, _MEGATRONS = "latest", ".metadata", "metadata.json"
+LATEST, METADATA, _MEGATRON_METADATA = "latest", ".metadata", "metadata.json"
 _CHUNK = 1 << 22
 _NAMED = re.compile(r"(?:iter|not_finite)_(\d{7,})")
 
@@ -53,8 +53,7 @@ _NAMED = re.compile(r"(?:iter|not_finite)_(\d{7,})")
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder.
 
-    Raises ValueError: there is none, it is damaged or not this package's, it belongs into another folder, or is a link
-    out of this one.
+    Raises ValueError if it is missing, damaged, not this package's, from another folder, or a link out of the folder.
     """
     path = folder / MANIFEST
     refuse_link_out(path)
@@ -70,42 +69,44 @@ def read_manifest(folder: Path) -> Manifest:
         what = f"{what.removesuffix('.')}. {instead[0].upper()}{instead[1:]}"
         raise ValueError(f"{str(folder)!r} is not a checkpoint of megatron_fp8: {what}.") from None
     except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be read ({in_words(error)}){_look_at(error)}.") from error
+        raise ValueError(
+            f"{str(path)!r} cannot be read ({in_words(error)}){_permission_hint(error)}."
+        ) from error
     except NotAManifest as error:
         raise ValueError(f"{str(path)!r} {error}.") from error
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is damaged ({error}): {use_another(folder)}") from error
-    named = _NAMED.fullmatch(Path(os.path.abspath(folder)).name)
-    if named and int(named[1]) != manifest.iteration:
+    match = _NAMED.fullmatch(Path(os.path.abspath(folder)).name)
+    if match and int(match[1]) != manifest.iteration:
         raise ValueError(
-            f"{str(path)!r} is of iteration {manifest.iteration}, and its folder is named {named[0]}: one of them was"
+            f"{str(path)!r} is of iteration {manifest.iteration}, and its folder is named {match[0]}: one of them was"
             f" changed. {use_another(folder)}"
         )
     return manifest
 
 
 def without_checksum(manifest: Manifest) -> list[str]:
-    """A line for people if the manifest has no checksum (version 1); else none."""
+    """A line for the user if the manifest has no checksum (version 1); else none."""
     if manifest.checked:
         return []
-    return ["the checkpoint's manifest is of an earlier version, which had no checksum: it is taken as it is"]
+    return ["the checkpoint's manifest is of an earlier version, which had no checksum: it is used unchecked"]
 
 
 def of_each_rank(manifest: Manifest, overrides: Collection[str]) -> list[str]:
-    """A line for people for each of the overrides that meant more experts when the checkpoint was saved than now."""
+    """A line for each override that applied to more experts when the checkpoint was saved than now."""
     return [
-        f"fp8_overrides={key!r} is of one expert of the whole model; when the checkpoint was saved it was of one of each"
+        f"fp8_overrides={key!r} names one expert of the whole model; when the checkpoint was saved it named one on each"
         f" rank, {', '.join(several)}: name all of them to go on as before"
         for key, several in manifest.of_each_rank.items()
         if key in overrides and not set(several) <= set(overrides)
     ]
 
 
-def _told_if_removed(read: Callable[Concatenate[Path, _P], _T]) -> Callable[Concatenate[Path, _P], _T]:
-    """A reader of a checkpoint's folder, which does not call damaged what was removed as it was read."""
+def _report_removal(read: Callable[Concatenate[Path, _P], _T]) -> Callable[Concatenate[Path, _P], _T]:
+    """Decorate a reader of a checkpoint's folder: if the folder was removed meanwhile, its error says so."""
 
     @functools.wraps(read)
-    def told(folder: Path, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def reader(folder: Path, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:
             return read(folder, *args, **kwargs)
         except ValueError as error:
@@ -116,13 +117,15 @@ def _told_if_removed(read: Callable[Concatenate[Path, _P], _T]) -> Callable[Conc
                 " newest ones (checkpoint.keep_last). The same command again reads a newer one."
             ) from error
 
-    return told
+    return reader
 
 
-@_told_if_removed
+@_report_removal
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:
-    """ValueError if a file is missing, cut off, altered, unreadable or a link out of the folder: ``names``, by default
-    all, read whole."""
+    """Raise ValueError if a file is missing, truncated, altered, unreadable or a link out of the folder.
+
+    Reads the files in ``names``, by default all, completely.
+    """
     for name in manifest.files if names is None else names:
         path, expected = folder / name, manifest.files[name]
         refuse_link_out(path)
@@ -146,17 +149,17 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str] | None = 
 
 
 def check_listed(folder: Path, manifest: Manifest) -> None:
-    """ValueError if tensors lie in a file that the manifest does not list, which nobody would compare with anything."""
-    used = {METADATA, *(place.relative_path for place in read_metadata(folder).storage_data.values())}
-    used |= {_MEGATRONS} if (folder / _MEGATRONS).exists() else set()
-    if unlisted := sorted(used - set(manifest.files)):
+    """Raise ValueError if tensors lie in a file that the manifest does not list, and so does not protect."""
+    used_files = {METADATA, *(place.relative_path for place in read_metadata(folder).storage_data.values())}
+    used_files |= {_MEGATRON_METADATA} if (folder / _MEGATRON_METADATA).exists() else set()
+    if missing := sorted(used_files - set(manifest.files)):
         raise ValueError(
-            f"the checkpoint {str(folder)!r} is damaged: its manifest does not list {unlisted[0]}. {use_another(folder)}"
+            f"the checkpoint {str(folder)!r} is damaged: its manifest does not list {missing[0]}. {use_another(folder)}"
         )
 
 
 def use_another(folder: Path) -> str:
-    """The remedy: the newest other complete checkpoint, if there is one."""
+    """A remedy for messages: the newest other complete checkpoint, if there is one."""
     others = [path for path in complete_checkpoints(folder.parent) if path != folder]
     if others:
         return f"Another one is complete: {others[-1]} (to train on from it: --resume={others[-1]})."
@@ -164,7 +167,7 @@ def use_another(folder: Path) -> str:
 
 
 def file_record(path: Path) -> dict[str, Any]:
-    """A manifest's entry for a file."""
+    """A file's entry in the manifest."""
     return {"bytes": path.stat().st_size, "sha256": digest(path)}
 
 
@@ -177,7 +180,7 @@ def digest(path: Path) -> str:
     return hasher.hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------------ which folder
+# --------------------------------------------------------------------------------------------------- names and selection
 
 
 def folder_name(iteration: int) -> str:
@@ -186,27 +189,27 @@ def folder_name(iteration: int) -> str:
 
 
 def iteration_of(checkpoint: Path) -> int:
-    """The iteration in the name of a checkpoint, of ``folder_name`` or of ``not_finite_name``."""
+    """The iteration in a checkpoint's name, which ``folder_name`` or ``not_finite_name`` made."""
     return int(checkpoint.name.rpartition("_")[2])
 
 
 def has_usual_name(checkpoint: Path) -> bool:
-    """Whether a folder's name is one that a save gives: of ``folder_name`` or of ``not_finite_name``."""
+    """Whether a folder's name has the form of ``folder_name`` or ``not_finite_name``."""
     return _NAMED.fullmatch(checkpoint.name) is not None
 
 
 def not_finite_name(iteration: int) -> str:
-    """The name of the checkpoint of an iteration after which weights or optimizer state held NaN or Inf."""
+    """The name of the checkpoint of an iteration after which weights or optimizer state had NaN or Inf."""
     return f"not_finite_{iteration:07d}"
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints in ``folder`` that were committed, oldest iteration first; empty if there is no such folder."""
+    """Committed checkpoints in ``folder``, oldest iteration first; empty if there is no such folder."""
     return _checkpoints(folder, r"iter_(\d{7,})")
 
 
 def not_finite_checkpoints(folder: Path) -> list[Path]:
-    """Those of ``not_finite_name`` in ``folder``, oldest iteration first."""
+    """Checkpoints with NaN or Inf in ``folder``, oldest iteration first."""
     return _checkpoints(folder, r"not_finite_(\d{7,})")
 
 
@@ -217,17 +220,17 @@ def _checkpoints(folder: Path, pattern: str) -> list[Path]:
         raise ValueError(
             f"{str(folder)!r} cannot be listed ({error.strerror}): check its permissions."
         ) from error
-    named = [(int(m[1]), path) for path in entries if (m := re.fullmatch(pattern, path.name))]
-    return [path for _, path in sorted(named)]
+    by_iteration = [(int(m[1]), path) for path in entries if (m := re.fullmatch(pattern, path.name))]
+    return [path for _, path in sorted(by_iteration)]
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that ``latest`` names; where there is no ``latest``, the newest committed one; else None.
+    """The checkpoint that ``latest`` names; without that file, the newest committed one; else None.
 
-    If ``latest`` names one that is gone, a warning says so, and the newest that is there is taken.
+    If ``latest`` names a missing checkpoint, the newest existing one is returned, with a warning.
 
-    Raises ValueError: ``latest`` or the folder cannot be read, ``latest`` is a link out of the folder, or it names one
-    that is gone and no other is there.
+    Raises ValueError if ``latest`` or the folder cannot be read, if ``latest`` is a link out of the folder, or if it
+    names a missing checkpoint and there is no other.
     """
     pointer = folder / LATEST
     refuse_link_out(pointer)
@@ -242,27 +245,27 @@ def latest_checkpoint(folder: Path) -> Path | None:
         ) from error
     if re.fullmatch(r"iter_\d{7,}", name) and (folder / name).is_dir():
         return folder / name
-    gone = f"{str(pointer)!r} names {name!r}, which is not there"
+    missing = f"{str(pointer)!r} names {name!r}, which is not there"
     if not (complete := complete_checkpoints(folder)):
         raise ValueError(
-            f"{gone}, and neither is another checkpoint: bring it back, or give another one (to train: --resume=PATH,"
+            f"{missing}, and neither is another checkpoint: bring it back, or give another one (to train: --resume=PATH,"
             " or --resume=never)."
         )
-    warnings.warn(f"{gone}: {complete[-1].name} is taken, the newest that is.", stacklevel=2)
+    warnings.warn(f"{missing}: {complete[-1].name} is taken, the newest that is.", stacklevel=2)
     return complete[-1]
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint folder that a user's path means: itself, the latest in it, or the latest of that run.
+    """The checkpoint folder for a user's path: the path itself, the latest in it, or the latest of that run.
 
     Raises ValueError if there is none.
     """
     for folder in (path, path / "checkpoints"):
-        # A folder of somebody else's that may not be looked into is named by the manifest's reader.
+        # A folder without read permission is reported by read_manifest.
         if os.path.exists(folder / MANIFEST) or not os.path.isdir(folder):
             continue
-        if found := latest_checkpoint(folder):
-            return found
+        if latest := latest_checkpoint(folder):
+            return latest
     read_manifest(path)
     return path
 
@@ -276,7 +279,7 @@ _RECORDS = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
 }  # fmt: skip
-"""Classes whose objects have a state of their own, and are made by nobody but the pickle that names them."""
+"""Classes whose objects have state. Only the pickle itself creates such objects."""
 _PLAIN = {
     ("collections", "OrderedDict"), ("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
@@ -285,14 +288,14 @@ _PLAIN = {
 
 
 LARGEST_METADATA = 1 << 31
-"""Bytes of ``.metadata``: some ten million shards."""
+"""Limit in bytes for ``.metadata``: about ten million shards."""
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """Makes what torch.distributed.checkpoint writes into .metadata, and nothing else.
+    """Creates the classes that torch.distributed.checkpoint writes into .metadata, and nothing else.
 
-    Of the standard library's two unpicklers the one in Python, as that one can be told whose state may be set. By the
-    other one a pickle can change the classes, functions and enum members that it names: this process's own.
+    This is the standard library's unpickler in Python, which can restrict whose state is set. With the one in C, a
+    pickle can modify the classes, functions and enum members that it names, in this process.
     """
 
     stack: list[Any]
@@ -312,7 +315,7 @@ class _MetadataUnpickler(pickle._Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's .metadata")
 
     def load_build(self) -> None:
-        """Set an object's state, if this pickle has made the object."""
+        """Set an object's state if this pickle has created the object."""
         changed = self.stack[-2]
         if type(changed) not in self._records:
             name = getattr(changed, "__name__", type(changed).__name__)
@@ -323,12 +326,12 @@ class _MetadataUnpickler(pickle._Unpickler):
 
 
 @uncollected()
-@_told_if_removed
+@_report_removal
 def read_metadata(folder: Path) -> Any:
-    """torch_dist's ``.metadata``: ``state_dict_metadata`` has shape and dtype by tensor name.
+    """torch_dist's ``.metadata``; its ``state_dict_metadata`` has shape and dtype by tensor name.
 
-    Raises ValueError if it is missing, cut off or a link out of its folder, asks for anything but the classes of its
-    format, or describes tensors that its own folder cannot hold.
+    Raises ValueError if it is missing, truncated or a link out of its folder, if it names a class outside its format,
+    or if it describes tensors that its folder cannot contain.
     """
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
@@ -341,10 +344,12 @@ def read_metadata(folder: Path) -> Any:
             f"the checkpoint {str(folder)!r} is damaged: .metadata is missing. {use_another(folder)}"
         ) from None
     except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be read ({in_words(error)}){_look_at(error)}.") from error
+        raise ValueError(
+            f"{str(path)!r} cannot be read ({in_words(error)}){_permission_hint(error)}."
+        ) from error
     except Exception as error:  # a damaged pickle raises nearly anything
         raise ValueError(
-            f"{str(path)!r} is not the metadata of a checkpoint ({_in_a_line(error)})."
+            f"{str(path)!r} is not the metadata of a checkpoint ({_one_line(error)})."
             f" {_other_torch(folder)}{use_another(folder)}"
         ) from error
     if not isinstance(metadata, Metadata):
@@ -359,18 +364,18 @@ def read_metadata(folder: Path) -> Any:
     return metadata
 
 
-def _look_at(error: OSError) -> str:
+def _permission_hint(error: OSError) -> str:
     return ": check its permissions" if error.errno in (errno.EACCES, errno.EPERM) else ""
 
 
-def _in_a_line(error: Exception) -> str:
-    """The beginning of what an error says: torch's words, and names from a pickle, may be long."""
+def _one_line(error: Exception) -> str:
+    """The first 300 characters of an error's first line: torch's messages, and names from a pickle, may be long."""
     first = next(iter(str(error).splitlines()), "") or type(error).__name__
     return first if len(first) < 300 else f"{first[:297]}..."
 
 
 def _other_torch(folder: Path) -> str:
-    """Newer releases of torch add fields to the metadata, which older ones cannot take."""
+    """A hint if another release of torch wrote it: newer releases add fields that older ones cannot read."""
     try:
         versions = read_manifest(folder).facts.get("versions")
     except ValueError:
@@ -382,7 +387,7 @@ def _other_torch(folder: Path) -> str:
 
 
 def _check_metadata(metadata: Any) -> None:
-    """Any exception unless every tensor consists of its chunks, each in a file of this folder, as long as it must be."""
+    """Raise an exception unless each tensor's chunks cover it, in files of this folder and with the right lengths."""
     places = {(index.fqn, index.offset): place for index, place in metadata.storage_data.items()}
     for name, entry in metadata.state_dict_metadata.items():
         size, dtype = tuple(entry.size), entry.properties.dtype
@@ -405,12 +410,12 @@ def _check_metadata(metadata: Any) -> None:
             raise ValueError(f"{name} has parts that lie over each other, and so lacks others")
 
 
-@_told_if_removed
+@_report_removal
 def read_tensor(folder: Path, metadata: Any, name: str) -> torch.Tensor:
-    """One whole tensor of a checkpoint, put together from its shards, on the CPU.
+    """One whole tensor of a checkpoint, assembled from its shards, on the CPU; any shape and dtype.
 
     Args:
-        metadata: of ``read_metadata``.
+        metadata: from ``read_metadata``.
 
     Raises ValueError if it is damaged.
     """
@@ -431,6 +436,6 @@ def read_tensor(folder: Path, metadata: Any, name: str) -> torch.Tensor:
                     io.BytesIO(stream.read(place.length)), map_location="cpu", weights_only=True
                 )
             whole[window] = part.reshape(chunk.sizes)
-        except Exception as error:  # of a damaged file torch.load raises nearly anything
+        except Exception as error:  # for a damaged file torch.load raises nearly anything
             raise ValueError(f"{name} in {str(folder)!r} cannot be read ({error}).") from error
     return whole

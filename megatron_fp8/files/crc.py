@@ -2,11 +2,11 @@
 
 TensorBoard's own checksum takes 100 ns a byte in Python, this one 6.
 
-The record is cut into as many lanes as NumPy does at once, with zeros before it: they change no CRC that begins with
-zero. The CRC of two lanes is that of the first, moved on by the length of the second, xor that of the second. Moving
-on is linear over bits, so it is known from what it makes of each of the 32.
-Rejected: a package for it (google-crc32c), one more that every user installs, for 25 ms of a measured iteration.
-Rejected: TensorBoard's checksums in a thread: it would hold the interpreter's lock.
+The record is split into lanes of equal length, which NumPy processes together. Zeros pad its front: they do not change
+a CRC that starts at zero. The CRC of two joined lanes is the first lane's CRC, advanced by the second lane's length,
+xor the second's. Advancing is linear over bits, so its results for the 32 single bits define it. Rejected: a package
+for it (google-crc32c), one more for every user to install, to save 25 ms of a measured iteration. Rejected:
+TensorBoard's checksums in a thread: it would hold the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -20,41 +20,44 @@ _TABLE = np.array(CRC_TABLE, dtype=np.uint32)
 _LANES = 1024
 _BITS = np.arange(32, dtype=np.uint32)
 _LONG = 2000
-"""Bytes from which on lanes are worth it."""
+"""Lanes are faster from this many bytes."""
 
 
 def framed(record: bytes) -> bytes:
-    """A record as it stands in a file: its length and it itself, each with its checksum."""
+    """A record in the file's format: its length and its bytes, each with a checksum."""
     length = struct.pack("<Q", len(record))
-    return length + _checked(length) + record + _checked(record)
+    return length + _checksum(length) + record + _checksum(record)
 
 
-def _checked(data: bytes) -> bytes:
+def _checksum(data: bytes) -> bytes:
     if len(data) < _LONG:
         return struct.pack("<I", masked_crc32c(data))
-    crc = crc32c(data)  # masked: a checksum of checksums is a poor one
+    crc = crc32c(data)  # masked, since a CRC over data that contains CRCs is weak
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 def crc32c(record: bytes) -> int:
-    """The checksum of at least four bytes."""
+    """CRC-32C of a record of at least four bytes."""
     width = -(-len(record) // _LANES)
     padded = np.zeros(_LANES * width, dtype=np.uint8)
     padded[padded.size - len(record) :] = np.frombuffer(record, dtype=np.uint8)
-    padded[padded.size - len(record) :][:4] ^= 0xFF  # the CRC begins with ones
+    padded[padded.size - len(record) :][:4] ^= 0xFF  # a CRC starts with ones
     columns = np.zeros((width, _LANES + 32), dtype=np.uint8)
     columns[:, :_LANES] = padded.reshape(_LANES, width).T
-    # The last 32 lanes see zeros alone, and begin with one bit each: what becomes of it moves any CRC on by `width`.
+    # The last 32 lanes get zeros only, and start with one bit each: their results advance any CRC by `width`.
     state = np.concatenate([np.zeros(_LANES, dtype=np.uint32), np.uint32(1) << _BITS])
     for column in columns:
         state = _TABLE[(state ^ column) & 0xFF] ^ (state >> 8)
-    lanes, moved = state[:_LANES], state[_LANES:]
+    lanes, bit_results = state[:_LANES], state[_LANES:]
     while lanes.size > 1:
-        lanes, moved = _on(lanes[0::2], moved) ^ lanes[1::2], _on(moved, moved)
+        lanes, bit_results = (
+            _advance(lanes[0::2], bit_results) ^ lanes[1::2],
+            _advance(bit_results, bit_results),
+        )
     return int(lanes[0]) ^ 0xFFFFFFFF
 
 
-def _on(state: np.ndarray, moved: np.ndarray) -> np.ndarray:
-    """CRCs [n], moved on; ``moved`` [32]: what becomes of each bit."""
+def _advance(state: np.ndarray, bit_results: np.ndarray) -> np.ndarray:
+    """Advance CRCs [n] by a length; ``bit_results`` [32]: the result for each single bit."""
     bits = (state[:, None] >> _BITS) & 1
-    return np.bitwise_xor.reduce(bits * moved, axis=1)
+    return np.bitwise_xor.reduce(bits * bit_results, axis=1)

@@ -1,8 +1,8 @@
-"""The note in a run's folder about checkpoints in another folder. It is shown, and not followed.
+"""A hint for messages: a run's checkpoint folder from its config.yaml. Nothing follows it.
 
-A run's folder may come from somebody else. If its config.yaml could choose what is read, `export` of such a folder could
-give away a checkpoint of one's own in its place; and a relative path counts from where the run was started, which nobody
-knows later.
+A run's folder may come from another user. If its config.yaml could choose what is read, `export` of such a folder could
+disclose one of the reader's own checkpoints. A relative path was relative to the run's working directory, which is not
+known later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CONFIG = "config.yaml"
 
 
 def named_elsewhere(run_dir: Path) -> str:
-    """A sentence about the checkpoint.folder that a run's config.yaml has; '' where it has none, or is not there."""
+    """A sentence about the checkpoint.folder in a run's config.yaml; '' if it has none or does not exist."""
     path = run_dir / CONFIG
     try:
         refuse_link_out(path)

@@ -1,4 +1,4 @@
-"""What a path is, where a run or a checkpoint was asked for: for messages."""
+"""Recognises runs and model directories, for messages about wrong paths."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 from .disk import read_ordinary
 
 RUN_FILES = ("report.json", "metrics.jsonl", "telemetry.jsonl")
-"""A run's folder has one of these at least, once it has trained."""
+"""The folder of a run that has trained has at least one of these."""
 
 _LARGEST = 1 << 20
 _MOST = 6
-"""Runs that a message names."""
+"""Most runs that a message names."""
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's: one that has trained, or that `import` made."""
-    made = (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir()
-    return made or any((folder / name).is_file() for name in RUN_FILES)
+    """Whether a folder belongs to a run that has trained, or was made by `import`."""
+    imported = (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir()
+    return imported or any((folder / name).is_file() for name in RUN_FILES)
 
 
 def is_model_directory(folder: Path) -> bool:
-    """Whether a folder holds a model as transformers' save_pretrained writes it."""
+    """Whether a folder holds a model in the format of transformers' save_pretrained."""
     try:
         return b'"model_type"' in read_ordinary(folder / "config.json", _LARGEST)
     except (OSError, ValueError):
@@ -29,17 +29,17 @@ def is_model_directory(folder: Path) -> bool:
 
 
 def what_to_give(path: Path) -> str | None:
-    """What to give in the place of ``path``, which is neither a run nor a checkpoint; None: nothing is known."""
+    """What to give instead of ``path``, which is neither a run nor a checkpoint; None: unknown."""
     if is_model_directory(path):
         return f"it is a model as transformers saves it; make a run of it first: megatron-fp8 import {path} RUN_DIR"
     try:
         runs = sorted(str(folder) for folder in path.iterdir() if is_run(folder)) if path.is_dir() else []
-    except OSError:  # it may not be listed
+    except OSError:  # no permission to list it
         runs = []
     if runs:
         more = f" and {len(runs) - _MOST} more" if len(runs) > _MOST else ""
         return f"give one of the runs in it: {', '.join(runs[:_MOST])}{more}"
-    owner = next((folder for folder in list(path.absolute().parents)[:3] if is_run(folder)), None)
-    if owner is not None:
-        return f"give the run that it lies in: {owner}"
+    run = next((folder for folder in list(path.absolute().parents)[:3] if is_run(folder)), None)
+    if run is not None:
+        return f"give the run that it lies in: {run}"
     return None

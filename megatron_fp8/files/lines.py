@@ -1,7 +1,7 @@
 """JSON Lines files of runs, with tolerance for edits and half-written lines.
 
-Whoever shows a run reads it with `read_lines`, which names the line that is wrong. A run that goes on reads with
-`records_until`, which passes over such lines and says which: a damaged record is no reason to lose a training.
+Commands that show a run use `read_lines`, which raises an error with the number of a wrong line. A resumed run uses
+`records_until`, which skips such lines and reports them: a damaged record must not end a training.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .strict_json import load_json
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _LAST_EXACT = 2**53
-"""Iterations up to here are whole numbers in JavaScript too."""
+"""JavaScript represents whole numbers exactly up to here."""
 
 
 class WrongLine(ValueError):
-    """A line cannot be understood. ``what``: which one and why, without the remedy."""
+    """An invalid line. ``what``: which line and why, without the remedy."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}: correct it or remove the line.")
@@ -29,38 +29,38 @@ class WrongLine(ValueError):
 
 
 class Line:
-    """One object of a file, and where it stands: what is wrong with it is said with the file and the line's number."""
+    """One object of a file, with path and line number for error messages."""
 
     def __init__(self, path: Path, number: int, content: dict[str, Any]) -> None:
         self.path, self.number, self.content = path, number, content
 
     def wrong(self, problem: str) -> WrongLine:
-        """The error to raise."""
+        """The error to raise, with file and line number."""
         return WrongLine(f"line {self.number} of {str(self.path)!r} {problem}")
 
     def iteration(self, first: int = 0) -> int:
-        """Its iteration; ValueError if that is no whole number from ``first`` on."""
+        """Its iteration. Raises ValueError unless that is a whole number from ``first`` on."""
         value = self.content.get("iteration")
         if isinstance(value, bool) or not isinstance(value, int) or not first <= value < _LAST_EXACT:
             raise self.wrong(f"has the iteration {_short(value)}, and that is a whole number from {first} on")
         return value
 
     def text(self, name: str) -> str:
-        """A field that is text; ValueError if it is not."""
+        """A text field. Raises ValueError if it is not text."""
         value = self.content.get(name)
         if not isinstance(value, str):
             raise self.wrong(f"has {name} {value!r}, and that is a text")
         return value
 
     def texts(self, name: str) -> list[str]:
-        """A field that is a list of texts, empty where it is missing; ValueError if it is something else."""
+        """A field with a list of texts, empty if it is missing. Raises ValueError for other types."""
         values = self.content.get(name, [])
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise self.wrong(f"has {name} {_short(values)}, and that is a list of texts")
         return values
 
     def number_of(self, name: str) -> float | None:
-        """A field that is a number, NaN, an infinity or null; these may be in words. Else ValueError."""
+        """A field with a number, NaN, infinity or null; NaN and infinities may be strings. Else ValueError."""
         value = self.content[name]
         if value is None:
             return None
@@ -70,7 +70,7 @@ class Line:
             raise self.wrong(f"has {name} {_short(value)}, and that is a number")
         try:
             return float(value)
-        except OverflowError:  # an integer beyond float64
+        except OverflowError:  # an integer beyond float64's range
             return math.inf if value > 0 else -math.inf
 
 
@@ -80,9 +80,10 @@ def _short(value: Any) -> str:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The objects of a file in its order; an unfinished last line, of a run that was killed, is left out.
+    """The objects of a file, in order; an incomplete last line, of a run that was killed, is skipped.
 
-    No file: nothing. ValueError: it cannot be read, is no ordinary file, or a line is no JSON object.
+    A missing file yields nothing. Raises ValueError if the file cannot be read or is not ordinary, or if a line is not
+    a JSON object.
     """
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
@@ -98,11 +99,11 @@ def read_lines(path: Path) -> Iterator[Line]:
     with open(handle, "rb") as stream:
         for number, line in enumerate(stream, 1):
             if line.endswith(b"\n"):
-                yield Line(path, number, _parsed(path, number, line))
+                yield Line(path, number, _parse(path, number, line))
 
 
 def unfinished(path: Path) -> bool:
-    """Whether the last line of a file has no end, which ``read_lines`` leaves out."""
+    """Whether a file's last line is incomplete; ``read_lines`` skips it."""
     try:
         ordinary(path.stat())
         with path.open("rb") as stream:
@@ -119,31 +120,31 @@ def unfinished(path: Path) -> bool:
 def records_until(
     path: Path, finished: int, first: int = 0
 ) -> tuple[list[tuple[bytes, dict[str, Any]]], list[str]]:
-    """Lines and their objects, of a run's first ``finished`` iterations; and what is wrong with each whole line that is
-    no record: no JSON object, or its iteration is no whole number from ``first`` on.
+    """Lines and objects of a run's first ``finished`` iterations, and a description of each wrong line.
 
-    No file: none. Raises OSError.
+    A wrong line is not a JSON object, or its iteration is not a whole number from ``first`` on. A missing file has no
+    lines. Raises OSError.
     """
-    found: list[tuple[bytes, dict[str, Any]]] = []
+    lines: list[tuple[bytes, dict[str, Any]]] = []
     wrong: list[str] = []
     if finished and path.is_file():
-        whole = path.read_bytes().rpartition(b"\n")[0]
-        for number, line in enumerate(whole.split(b"\n") if whole else [], 1):
+        complete = path.read_bytes().rpartition(b"\n")[0]
+        for number, line in enumerate(complete.split(b"\n") if complete else [], 1):
             try:
-                record = _parsed(path, number, line)
+                record = _parse(path, number, line)
                 if Line(path, number, record).iteration(first) <= finished:
-                    found.append((line, record))
+                    lines.append((line, record))
             except WrongLine as error:
                 wrong.append(error.what)
-    return found, wrong
+    return lines, wrong
 
 
-def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    at = Line(path, number, {})
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    position = Line(path, number, {})
     try:
         content = load_json(line)
     except ValueError as error:
-        raise at.wrong(f"is no JSON ({error})") from error
+        raise position.wrong(f"is no JSON ({error})") from error
     if not isinstance(content, dict):
-        raise at.wrong("is no JSON object")
+        raise position.wrong("is no JSON object")
     return content

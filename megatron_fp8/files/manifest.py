@@ -1,13 +1,14 @@
-"""The manifest of a checkpoint: typed keys, and a checksum over all of it.
+"""The manifest of a checkpoint: typed keys and a checksum.
 
     {"format": "megatron_fp8 checkpoint", "version": 3, "sha256": "...",
      "iteration": 500, "state": {...}, "facts": {...}, "files": {"__0_0.distcp": {"bytes": 1, "sha256": "..."}, ...}}
 
-The checksum is of the JSON of all other keys, sorted, without spaces: how the file is indented does not matter. It finds
-damage and hasty edits. Anybody can compute a new one, so a manifest is trusted with numbers, words and the names of files
-beside it, and with nothing else.
+The checksum covers the JSON of all other keys, sorted, without spaces: the file's indentation does not matter. It
+reveals damage and manual edits. Anybody can compute a new one, so a manifest is trusted only for numbers, texts and
+names of files beside it.
 
-Earlier versions are read: 1 had no checksum; in 1 and 2 each rank numbered its experts from 0 where names speak of them.
+Earlier versions are read: version 1 had no checksum; in versions 1 and 2 each rank numbered its experts from 0 in
+names.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FORMAT, VERSION = "megatron_fp8 checkpoint", 3
 _WITHOUT_CHECKSUM, _LOCAL_EXPERTS = (1,), (1, 2)
 MANIFEST = "manifest.json"
 LARGEST = 1 << 28
-"""Bytes of a manifest that is read: far above what files of 100,000 ranks take."""
+"""Limit in bytes for a manifest: far more than files of 100,000 ranks need."""
 
 _KEYS = ("iteration", "state", "facts", "files")
 _COUNTS = ("optimizer_step", "fp8_iteration", "scheduler_steps", "consumed_samples")
@@ -36,21 +37,22 @@ _LAST = 2**63 - 1
 
 
 class NotAManifest(ValueError):
-    """What was read is something else, not a damaged manifest."""
+    """The content is not a manifest, or has an unknown version; it is not damaged."""
 
 
 @dataclass
 class Manifest:
-    """What manifest.json says.
+    """The content of manifest.json.
 
     Attributes:
-        iteration: finished when it was saved.
-        state: numbers that training continues from.
+        iteration: number of finished iterations at the save.
+        state: numbers from which training continues.
         facts: layout, precision, model and versions of the run that saved it.
         files: name -> {"bytes", "sha256"} of every other file.
-        checked: a checksum covers all of this; False for version 1, which had none.
-        of_each_rank: overrides of the run that named an expert of each rank (versions 1 and 2) -> the names that mean
-            those experts now, which ``facts`` has.
+        checked: whether a checksum covers all of this; False for version 1, which had none.
+        of_each_rank: overrides that applied to one expert on each rank (versions 1 and 2) -> today's names of those
+        experts,
+            which ``facts`` has.
     """
 
     iteration: int
@@ -61,21 +63,21 @@ class Manifest:
     of_each_rank: dict[str, list[str]] = field(default_factory=dict, compare=False)
 
     def text(self) -> str:
-        """The content of manifest.json. Raises ValueError if it holds what JSON has not: NaN, Inf, other types."""
+        """The text of manifest.json. Raises ValueError for values that JSON does not have: NaN, Inf, other types."""
         content = {"format": FORMAT, "version": VERSION, **{name: getattr(self, name) for name in _KEYS}}
         return json.dumps({**content, "sha256": checksum(content)}, indent=1, allow_nan=False) + "\n"
 
     def write(self, folder: Path) -> None:
-        """Write ``<folder>/manifest.json``, down to the disk."""
+        """Write ``<folder>/manifest.json`` and sync it."""
         write_file(folder / MANIFEST, self.text())
 
 
 def parse(data: bytes) -> Manifest:
-    """The manifest that a file's bytes hold.
+    """Parse the bytes of a manifest.
 
     Raises:
-        NotAManifest: it is JSON of something else, or of a version that is not known here.
-        ValueError: it is damaged; the message says by what, without the file's name.
+        NotAManifest: it is other JSON, or of an unknown version.
+        ValueError: it is damaged; the message has the cause, without the file's name.
     """
     content = load_json(data, finite=True)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -87,10 +89,10 @@ def parse(data: bytes) -> Manifest:
             " megatron_fp8 that wrote it"
         )
     checked = version not in _WITHOUT_CHECKSUM
-    wanted = {"format", "version", *_KEYS} | ({"sha256"} if checked else set())
+    required = {"format", "version", *_KEYS} | ({"sha256"} if checked else set())
     for names, words in (
-        (wanted - set(content), "is missing"),
-        (set(content) - wanted, "does not belong there"),
+        (required - set(content), "is missing"),
+        (set(content) - required, "does not belong there"),
     ):
         if names:
             raise ValueError(f"{min(names)!r} {words}")
@@ -104,8 +106,10 @@ def parse(data: bytes) -> Manifest:
 
 
 def _number_experts(state: dict[str, Any], facts: dict[str, Any]) -> dict[str, list[str]]:
-    """Name experts as the whole model does, in the guard's moves and in the run's overrides: under expert parallelism
-    each of their names meant an expert of every rank. The overrides that became several."""
+    """Give experts their numbers in the whole model, in the guard's moves and in the run's overrides.
+
+    Under expert parallelism each old name meant one expert on every rank. Returns the overrides that became several.
+    """
     model = facts.get("run", {}).get("model") or {}
     ranks: Any = (facts.get("layout") or {}).get("expert") or 1
     experts: Any = model.get("num_moe_experts")
@@ -113,10 +117,10 @@ def _number_experts(state: dict[str, Any], facts: dict[str, Any]) -> dict[str, l
         return {}
 
     def names(name: str) -> list[str]:
-        found = re.fullmatch(r"(.*\blocal_experts\.)(\d+)(\..*)", name)
-        if found is None:
+        match = re.fullmatch(r"(.*\blocal_experts\.)(\d+)(\..*)", name)
+        if match is None:
             return [name]
-        return [f"{found[1]}{e}{found[3]}" for e in range(int(found[2]), experts, experts // ranks)]
+        return [f"{match[1]}{e}{match[3]}" for e in range(int(match[2]), experts, experts // ranks)]
 
     if "guard" in state:
         state["guard"] = [[name, *rest] for site, *rest in state["guard"] for name in names(site)]
@@ -128,13 +132,13 @@ def _number_experts(state: dict[str, Any], facts: dict[str, Any]) -> dict[str, l
 
 
 def checksum(content: dict[str, Any]) -> str:
-    """SHA-256 of an object's other keys than sha256. ValueError: it holds NaN or Inf."""
+    """SHA-256 of an object's keys except sha256. Raises ValueError for NaN or Inf."""
     rest = {name: value for name, value in content.items() if name != "sha256"}
     plain = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(plain.encode("ascii")).hexdigest()
 
 
-# ----------------------------------------------------------------------------------------------- what values may be
+# ----------------------------------------------------------------------------------------------- rules for values
 
 Rule = tuple[Callable[[Any], bool], str]
 
@@ -163,7 +167,7 @@ _LAYOUT: Rule = (lambda value: value is None or isinstance(value, int), "a whole
 
 
 def _check(content: dict[str, Any]) -> None:
-    """ValueError naming the first value that is not of its kind."""
+    """Raise ValueError with the first value that has a wrong type."""
     _require([("iteration", content["iteration"])], _COUNT)
     for name in _KEYS[1:]:
         _require([(name, content[name])], _SECTION)
@@ -224,7 +228,7 @@ def _check_files(files: dict[str, Any]) -> None:
 
 
 def is_plain_name(name: Any) -> bool:
-    """Whether ``name`` is a file's own name, which cannot lead out of its folder."""
+    """Whether ``name`` is a plain file name, which cannot lead out of its folder."""
     return (
         isinstance(name, str)
         and re.fullmatch(r"[\w.+\-]{1,255}", name, re.ASCII) is not None

@@ -1,11 +1,11 @@
 """Append-only files of records; a full disk does not end the training.
 
-What cannot be written now is kept in memory and written before the next record, from the byte where writing stopped; one
-warning says that something is missing, and ``close`` what is missing for good: whoever closes a run's files says it in
-one line. A killed process leaves at most one record unfinished, the last.
+Data that cannot be written stays in memory and is written before the next record, from the byte at which writing
+stopped. One warning reports the first failure, and ``close`` returns what is lost for good, for a warning at the run's
+end. A killed process leaves at most one incomplete record, the last.
 
-Before each record the file is looked at by its path: whoever removes, moves or replaces it (`mv`, logrotate, an
-editor) has the following records in the file that is there then, and is told at the end what that one lacks.
+Before each record the file's path is checked: if the file was removed, moved or replaced (`mv`, logrotate, an editor),
+later records go to the new file, and the loss is reported at the end.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from .lines import records_until
 
 
 class Appended:
-    """A file that records are appended to, each at once. Raises OSError only when it is made."""
+    """A file to which each record is appended at once. Raises OSError only when it is made."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._waiting = path, b""
         self._told, self._moved = False, False
         self._lost = 0
-        self._file: int | None = self._opened()
+        self._file: int | None = self._open_file()
         self._length = os.fstat(self._file).st_size
 
     def write(self, record: bytes) -> int:
-        """Append a record, after what is still waiting; its length."""
+        """Append a record, after data that is still pending; return its length."""
         assert self._file is not None, "it was closed"
         self._waiting += record
         try:
             self._follow(self._file)
             while self._waiting:
-                written = os.write(self._file, self._waiting)
-                self._waiting, self._length = self._waiting[written:], self._length + written
+                count = os.write(self._file, self._waiting)
+                self._waiting, self._length = self._waiting[count:], self._length + count
         except OSError as error:
-            self._tell(error)
+            self._warn(error)
         return len(record)
 
-    def _opened(self) -> int:
+    def _open_file(self) -> int:
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def _follow(self, file: int) -> None:
-        """Go on in what the path leads to now, where that is another file, or none, or one that was cut."""
-        ours = os.fstat(file)
+        """Switch to the file at the path, if that is another file, is missing, or was truncated."""
+        own = os.fstat(file)
         try:
-            there = os.stat(self._path)
+            current = os.stat(self._path)
         except FileNotFoundError:
-            there = None
-        same = there is not None and (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
-        if same and ours.st_size >= self._length:
+            current = None
+        same = current is not None and (current.st_dev, current.st_ino) == (own.st_dev, own.st_ino)
+        if same and own.st_size >= self._length:
             return
         if not self._moved:
             warnings.warn(
@@ -63,14 +63,14 @@ class Appended:
                 stacklevel=4,
             )
         self._moved = True
-        length = there.st_size if there else 0
+        length = current.st_size if current else 0
         self._lost, self._length = self._lost + max(0, self._length - length), length
         if not same:
-            self._file = self._opened()
+            self._file = self._open_file()
             os.close(file)
 
     def close(self) -> list[str]:
-        """Try once more to write what is waiting, and close; what the file lacks now, in words, if it lacks something."""
+        """Try once more to write pending data, and close; return a line for each loss."""
         if self._file is None:
             return []
         self.write(b"")
@@ -78,11 +78,11 @@ class Appended:
         try:
             os.close(file)
         except OSError as error:
-            self._tell(error)
+            self._warn(error)
         lacks = {"its last": len(self._waiting), "what was removed from it,": self._lost}
         return [f"{str(self._path)!r} lacks {what} {size} bytes" for what, size in lacks.items() if size]
 
-    def _tell(self, error: OSError) -> None:
+    def _warn(self, error: OSError) -> None:
         if not self._told:
             warnings.warn(
                 f"{str(self._path)!r} cannot be written ({error.strerror}): training goes on, and what is missing is"
@@ -93,13 +93,13 @@ class Appended:
 
 
 class Board:
-    """Scalars for TensorBoard, in a file of events of its own.
+    """Scalars for TensorBoard, in an event file of its own.
 
-    TensorBoard's own writer runs in a thread that dies with a traceback when the disk is full.
+    TensorBoard's own writer is a thread that dies with a traceback when the disk is full.
 
     Args:
-        folder: made if it is not there.
-        first: the first step that will be written: what earlier files have from there on is not shown. 0: all is.
+        folder: created if it does not exist.
+        first: the first step to be written: TensorBoard hides earlier files' values from there on. 0: hides none.
     """
 
     def __init__(self, folder: Path, first: int = 0) -> None:
@@ -109,8 +109,8 @@ class Board:
 
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{socket.gethostname()}.{os.getpid()}"
-        taken = sum(1 for _ in folder.glob(f"{name}.*"))
-        self._file = Appended(folder / f"{name}.{taken}")
+        number = sum(1 for _ in folder.glob(f"{name}.*"))
+        self._file = Appended(folder / f"{name}.{number}")
         self._framed, self._event = framed, event_pb2.Event
         self._add(file_version="brain.Event:2")
         if first:
@@ -124,7 +124,7 @@ class Board:
         self._add(step=step, summary=Summary(value=entries))
 
     def close(self) -> list[str]:
-        """Close the file; what it lacks."""
+        """Close the file; return a line for each loss."""
         return self._file.close()
 
     def _add(self, **fields: Any) -> None:
@@ -132,22 +132,22 @@ class Board:
 
 
 def say_lacking(lacking: list[str]) -> None:
-    """Warn of what closed files lack, in one line; of nothing where they are whole."""
+    """Warn in one line of what closed files lack, if anything."""
     if lacking:
         warnings.warn(f"records are lost: {', '.join(lacking)}. Checkpoints do not need them.", stacklevel=3)
 
 
 def continued(path: Path, finished: int, first: int = 0, each: range = range(0)) -> Appended:
-    """A .jsonl file, open after its records of iterations ``first`` to ``finished``; everything else in it is dropped.
+    """Open a .jsonl file after its records of iterations ``first`` to ``finished``; the rest of its content is dropped.
 
-    A line that is no record, as a full disk leaves one, is dropped too, and that is said. It is also said if one of
-    ``each``, the iterations that should have a record, has none. Raises OSError.
+    Invalid lines, such as a full disk leaves, are dropped with a warning. Another warning follows if an iteration in
+    ``each``, which should have a record, has none. Raises OSError.
     """
-    kept, wrong = records_until(path, finished, first)
+    lines, wrong = records_until(path, finished, first)
     if wrong:
         more = f", and so are {len(wrong) - 1} more that are no records" if wrong[1:] else ""
         warnings.warn(f"{wrong[0]}: it is dropped{more}.", stacklevel=2)
-    if missing := sorted(set(each).difference(record["iteration"] for _, record in kept)):
+    if missing := sorted(set(each).difference(record["iteration"] for _, record in lines)):
         warnings.warn(
             f"{str(path)!r} has no record of {len(missing)} of the iterations {each[0]} to {each[-1]}, which are done,"
             f" the first of them {missing[0]}: if it was cut, replaced or removed, put it back and start again.",
@@ -159,8 +159,8 @@ def continued(path: Path, finished: int, first: int = 0, each: range = range(0))
             " leads to stays as it is.",
             stacklevel=2,
         )
-    # Replaced whole: a run that is killed here has the old file or the new one.
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_bytes(b"".join(line + b"\n" for line, _ in kept))
-    beside.replace(path)
+    # Atomic: a run that is killed here has the old file or the new one.
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_bytes(b"".join(line + b"\n" for line, _ in lines))
+    temporary.replace(path)
     return Appended(path)

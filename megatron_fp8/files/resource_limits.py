@@ -1,4 +1,4 @@
-"""Limits of this process: files, memory, threads, and what its locale can write."""
+"""Limits of this process: files, memory, threads and its locale's encoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import threading
 
 RAISE_FILES = "limits.conf, LimitNOFILE of a service, --ulimit nofile of a container"
-"""Where the number of files that a process may open is set, beside the shell."""
+"""Places, beside the shell, that set a process's limit of open files."""
 
 _FILES, _FILES_OF_ALL = os.strerror(errno.EMFILE), os.strerror(errno.ENFILE)
 _MEMORY = re.compile("[Cc]an(no|')t allocate memory|std::bad_alloc|failed to map segment")
@@ -19,9 +19,9 @@ _THREADS = re.compile(rf"can't start new thread|{os.strerror(errno.EAGAIN)}$")
 
 
 def limit_reached(error: BaseException | None) -> str | None:
-    """Which limit of this process an error, or what it came from, has met, and how to raise it; None if it met none.
+    """The limit of this process that an error, or its cause, has reached, and a remedy; None if there is none.
 
-    Errors of torch and of other ranks are known by their texts alone.
+    Errors of torch and of other ranks are recognised by their texts.
     """
     while error is not None:
         text = str(error)
@@ -48,38 +48,40 @@ def limit_reached(error: BaseException | None) -> str | None:
 
 
 def _allowed(limit: int, unit: int = 1) -> str:
-    """A limit in words; '' if there is none."""
+    """A limit as text; '' if there is none."""
     allowed, _ = resource.getrlimit(limit)
     return "" if allowed == resource.RLIM_INFINITY else f"{allowed // unit:,}"
 
 
 def _raise_memory() -> str:
-    """How this process gets more memory."""
+    """A remedy: how this process gets more memory."""
     limits = {"v": _allowed(resource.RLIMIT_AS, 2**20), "d": _allowed(resource.RLIMIT_DATA, 2**20)}
-    if found := [(option, size) for option, size in limits.items() if size]:
-        options = " and ".join(f"`ulimit -{option}` allows {size} MiB" for option, size in found)
-        return f"{options}, so raise that where it is started (`ulimit -{found[0][0]} unlimited`)"
+    if finite_limits := [(option, size) for option, size in limits.items() if size]:
+        options = " and ".join(f"`ulimit -{option}` allows {size} MiB" for option, size in finite_limits)
+        return f"{options}, so raise that where it is started (`ulimit -{finite_limits[0][0]} unlimited`)"
     return "give its job, service or container more (--mem of SLURM, --memory of Docker), or take a larger machine"
 
 
 def locale_limit(text: str | bytes) -> str | None:
-    """Why this process cannot hold a text that is UTF-8, and what helps; None if it can, or if the text is not UTF-8."""
+    """Why this process cannot encode a UTF-8 text, and a remedy; None if it can, or if the text is not UTF-8."""
     encoding = sys.getfilesystemencoding()
     if encoding == "utf-8" or not _is_utf8(text):
         return None
     names = ("LC_ALL", "LC_CTYPE", "LANG")
-    told = ", ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name)) or "no LC_ALL"
+    settings = (
+        ", ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name)) or "no LC_ALL"
+    )
     return (
-        f"The locale ({told}) makes this process read and write names as {encoding}, and not as UTF-8: start it with"
+        f"The locale ({settings}) makes this process read and write names as {encoding}, and not as UTF-8: start it with"
         " LC_ALL=C.UTF-8 or PYTHONUTF8=1."
     )
 
 
 def _is_utf8(text: str | bytes) -> bool:
-    """Whether the bytes that a text was made of are UTF-8."""
+    """Whether the original bytes of a text are UTF-8."""
     try:
         (text if isinstance(text, bytes) else os.fsencode(text)).decode("utf-8")
-    except UnicodeEncodeError:  # a character, and no byte, that the locale has not
+    except UnicodeEncodeError:  # a character that the locale cannot encode, not a raw byte
         return True
     except UnicodeDecodeError:
         return False
@@ -87,17 +89,17 @@ def _is_utf8(text: str | bytes) -> bool:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
+    """Number of CPU cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def check_threads(count: int) -> None:
-    """Raise RuntimeError or OSError, which `limit_reached` knows, if this process cannot have so many more threads.
+    """Raise RuntimeError or OSError (see `limit_reached`) if this process cannot start `count` more threads.
 
-    Making a group of gloo's hangs for ever where one of its three threads cannot start (seen in torch 2.13).
+    Creating a gloo group hangs for ever if one of its three threads cannot start (seen in torch 2.13).
     """
-    if _allowed(resource.RLIMIT_AS):  # Python's threads would also reserve 64 MiB each, which gloo's do not
+    if _allowed(resource.RLIMIT_AS):  # Python's threads would also reserve 64 MiB each; gloo's do not
         stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
         mmap.mmap(-1, count * (2**21 if stack == resource.RLIM_INFINITY else stack)).close()
         return

@@ -1,15 +1,15 @@
-"""A file lock for one run a folder, on any file system. Its owner keeps it alive.
+"""A file lock that gives a folder to one run, on any file system. Its owner renews it.
 
     .lock    {"owner": a random name, "host", "pid", "job", "since", "beats", ...}, rewritten every few seconds
 
-A run that finds a lock takes it over at once if the owner is surely gone or was this very job: the same SLURM job
-(requeued, or a step of it started again), the same torchrun, or a process of this machine that has ended. Otherwise it
-watches: a lock whose beats go on is held, one that stands still for a minute is stale. Only this machine's own clock
-measures that minute, so the clocks of two machines need not agree. The file is rewritten in place: another machine's
-open sees the new content, where a new file under the old name may be looked up in a cache.
+A run takes over an existing lock at once if its owner has certainly ended or belongs to the same job: the same SLURM
+job (requeued, or a step of it restarted), the same torchrun, or an ended process of this machine. Otherwise it watches
+the lock: while the beats advance, the lock is held; after a minute without a beat, it is stale. This machine's own
+clock measures that minute, so the clocks of two machines need not agree. The file is rewritten in place: another
+machine's open then sees the new content, while a new file with the old name may be hidden by a cache.
 
-An owner that was wrongly taken for dead (it was stopped for minutes, or cut off from the file system) finds another name
-in the file before it writes anything: `check` raises.
+An owner that was wrongly considered dead (suspended for minutes, or cut off from the file system) finds another owner
+in the file before its next write: `check` raises.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from .strict_json import load_json
 
 LOCK = ".lock"
 BEAT_S, STALE_S = 5.0, 60.0
-"""Seconds between beats; seconds without one after which a lock is stale, which is as long as NFS remembers a file."""
+"""Seconds between beats; seconds without a beat until a lock is stale, as long as NFS caches a file."""
 _SETTLE_S = 0.3
-"""Seconds to wait after taking a lock over: another run may be doing so at the same moment."""
+"""Seconds to wait after a takeover: another run may take over at the same moment."""
 _OF_SLURM = "SLURM job "
 _SIZE = 2048
-"""Bytes of the file, always: it is rewritten in one write, and needs no more room."""
+"""Constant size of the file in bytes: it is rewritten in one write, and never needs more space."""
 _NAME = 100
-"""Characters of a name that somebody gave, so that all of it has room, six bytes for each of another script."""
+"""Longest part of a given name in characters, of up to six bytes each, so that all of it fits."""
 
 
 class LockHeld(ValueError):
-    """Another run has the folder.
+    """Another run has locked the folder.
 
     Attributes:
-        who: that run, in words.
+        who: describes that run.
     """
 
     def __init__(self, text: str, who: str) -> None:
@@ -53,12 +53,12 @@ class LockHeld(ValueError):
 
 
 class RunLock:
-    """Holds a folder, which it makes, from `take` to `release`. One process of a run has it.
+    """Locks a folder, which it creates, from `take` to `release`. One process of a run has the lock.
 
     Args:
-        folder: what is locked.
-        option: what the user set it with, for messages.
-        environ: says which job this is.
+        folder: the folder to lock.
+        option: the user's option for the folder, for messages.
+        environ: identifies the job.
         beat, stale: seconds, as BEAT_S and STALE_S.
     """
 
@@ -72,7 +72,7 @@ class RunLock:
         stale: float = STALE_S,
     ) -> None:
         self.folder, self.option = folder, option
-        # Absolute: the thread that keeps it alive must not write elsewhere when the program changes its directory.
+        # Absolute: the renewing thread must not write elsewhere if the program changes its working directory.
         self.path = folder.absolute() / LOCK
         self._beat, self._stale = beat, stale
         self._record: dict[str, Any] = {
@@ -89,12 +89,12 @@ class RunLock:
         self._thread: threading.Thread | None = None
 
     def take(self, say: Callable[[str], None]) -> None:
-        """Make the folder and hold it.
+        """Create the folder and lock it.
 
         Args:
-            say: told what takes time, and whose lock was taken over.
+            say: prints a line about a wait or a takeover.
 
-        Raises LockHeld: another run has it; OSError: the folder or the file cannot be made.
+        Raises LockHeld if another run has the lock; OSError if the folder or the file cannot be created.
         """
         for last in (False, False, True):
             self._made = _make(self.folder)
@@ -104,26 +104,26 @@ class RunLock:
                 break
             except (
                 FileNotFoundError
-            ):  # its owner let go just now, and took the lock and the empty folder away
-                self._unmake()
+            ):  # its owner has just released it, and removed the lock and the empty folder
+                self._remove_folders()
                 if last:
                     raise
             except BaseException:
-                self._unmake()
+                self._remove_folders()
                 raise
         self._thread = threading.Thread(target=self._keep_alive, name="run lock", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raise OSError if another run has taken the folder over. One that was deleted is made again."""
+        """Raise OSError if another run has taken over the folder. Recreate a deleted lock."""
         now = _read(self.path)
         if now is None and self._create():
             return
         if not self._is_ours(now):
-            raise OSError(f"another run has taken over {str(self.folder)!r}: {_who(now or {})}")
+            raise OSError(f"another run has taken over {str(self.folder)!r}: {_holder(now or {})}")
 
     def release(self) -> None:
-        """Let go, and remove the folders that were made for nothing."""
+        """Release the lock, and remove folders that `take` created and that are empty."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -135,7 +135,7 @@ class RunLock:
                 warnings.warn(
                     f"the lock {str(self.path)!r} cannot be removed ({in_words(error)}).", stacklevel=2
                 )
-            self._unmake()
+            self._remove_folders()
 
     # ------------------------------------------------------------------------------------------------------ the file
 
@@ -166,121 +166,124 @@ class RunLock:
         return json.dumps(self._record).encode().ljust(_SIZE - 1) + b"\n"
 
     def _take_over(self, say: Callable[[str], None]) -> None:
-        """Make a lock that is there ours, if nobody holds it."""
-        found, reason = _read(self.path), ""
+        """Take over an existing lock, if no run holds it."""
+        content, reason = _read(self.path), ""
         while not reason:
-            if found is None:
+            if content is None:
                 if self._create():
                     return
-                found = self._watch(None)
-            elif self._lives_here(found):
-                self._refuse(found)
-            elif not (reason := self._free_at_once(found)):
+                content = self._watch(None)
+            elif self._owner_lives_here(content):
+                self._refuse(content)
+            elif not (reason := self._takeover_reason(content)):
                 say(
-                    f"{str(self.path)!r} is another run's ({_who(found)}): waiting up to {self._stale:.0f} s to see"
+                    f"{str(self.path)!r} is another run's ({_holder(content)}): waiting up to {self._stale:.0f} s to see"
                     " whether it lives"
                 )
-                now = self._watch(found)
-                if now and now != found and now.get("owner") == found.get("owner"):
+                now = self._watch(content)
+                if now and now != content and now.get("owner") == content.get("owner"):
                     self._refuse(now)
-                if now == found:
+                if now == content:
                     reason = f"it was not renewed for {self._stale:.0f} s"
-                found = now
-        assert found is not None
-        if (now := _read(self.path)) != found:
+                content = now
+        assert content is not None
+        if (now := _read(self.path)) != content:
             self._refuse(now or {})
         self._write()
-        time.sleep(_SETTLE_S)  # of two that take it over at once, the later one has it
+        time.sleep(_SETTLE_S)  # if two runs take over at once, the later one wins
         if not self._is_ours(now := _read(self.path)):
             self._refuse(now or {})
-        say(f"took over the lock of {_who(found)}: {reason}")
+        say(f"took over the lock of {_holder(content)}: {reason}")
 
     def _is_ours(self, content: dict[str, Any] | None) -> bool:
         return content is not None and content["owner"] == self._record["owner"]
 
     def _refuse(self, holder: dict[str, Any]) -> None:
         raise LockHeld(
-            f"{self.option}={str(self.folder)!r} is in use by another run: {_who(holder)}. Wait for it, stop it, or give"
-            f" another {self.option}. If it has surely ended, delete {str(self.path)!r}.",
-            _who(holder),
+            f"{self.option}={str(self.folder)!r} is in use by another run: {_holder(holder)}. Wait for it, stop it, or"
+            f" give another {self.option}. If it has surely ended, delete {str(self.path)!r}.",
+            _holder(holder),
         )
 
-    def _watch(self, found: dict[str, Any] | None) -> dict[str, Any] | None:
-        """What the lock says as soon as that is something else; `found` if it is not for long enough."""
+    def _watch(self, content: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The lock's content once it changes; `found` if it stays the same until it is stale."""
         deadline = time.monotonic() + self._stale
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._stale / 20))
             now = _read(self.path)
-            if now != found:
+            if now != content:
                 return now
-        return found
+        return content
 
-    def _free_at_once(self, found: dict[str, Any]) -> str:
-        """Why a lock may be taken over without waiting; '' if it may not."""
-        if found.get("job") and found["job"] == self._record["job"]:
+    def _takeover_reason(self, content: dict[str, Any]) -> str:
+        """The reason to take over a lock without waiting; '' if there is none."""
+        if content.get("job") and content["job"] == self._record["job"]:
             return "it is of this very job"
-        if self._is_of_here(found) and _process(found["pid"]) != found["process"]:
+        if self._is_of_here(content) and _process(content["pid"]) != content["process"]:
             return "its process has ended"
         return ""
 
-    def _lives_here(self, found: dict[str, Any]) -> bool:
-        """Whether a lock's owner is a living process of this machine, and none that SLURM is about to end.
+    def _owner_lives_here(self, content: dict[str, Any]) -> bool:
+        """Whether a lock's owner is a living process of this machine, which SLURM is not about to end.
 
-        torchrun ends its ranks before it starts others: one that lives has another torchrun, whose --rdzv-id is the same.
+        torchrun ends its ranks before it starts others: a living one belongs to another torchrun with the same
+        --rdzv-id.
         """
-        being_ended = found.get("job") == self._record["job"] and self._record["job"].startswith(_OF_SLURM)
-        return self._is_of_here(found) and _process(found["pid"]) == found["process"] and not being_ended
+        being_ended = content.get("job") == self._record["job"] and self._record["job"].startswith(_OF_SLURM)
+        return (
+            self._is_of_here(content) and _process(content["pid"]) == content["process"] and not being_ended
+        )
 
-    def _is_of_here(self, found: dict[str, Any]) -> bool:
-        return _same_machine(self._record["process"], found)
+    def _is_of_here(self, content: dict[str, Any]) -> bool:
+        return _same_machine(self._record["process"], content)
 
-    # --------------------------------------------------------------------------------------------------- keeping it
+    # --------------------------------------------------------------------------------------------------- renewal
 
     def _keep_alive(self) -> None:
-        told = False
+        warned = False
         while not self._ended.wait(self._beat):
             try:
                 self.check()
                 self._record["beats"] += 1
                 self._write()
             except OSError as error:
-                if not told:
+                if not warned:
                     warnings.warn(
                         f"the lock {str(self.path)!r} is not renewed ({in_words(error)}).", stacklevel=1
                     )
-                told = True
+                warned = True
 
-    def _unmake(self) -> None:
+    def _remove_folders(self) -> None:
         for folder in reversed(self._made):
             try:
                 folder.rmdir()
-            except OSError:  # it is used
+            except OSError:  # not empty
                 return
 
 
 def surely_ended(path: Path) -> bool:
-    """Whether a lock's owner was a process of this machine, and of this container, that has ended."""
-    found = _read(path)
+    """Whether a lock's owner was a process of this machine and container that has ended."""
+    content = _read(path)
     return (
-        found is not None
-        and _same_machine(_process(os.getpid()), found)
-        and _process(found["pid"]) != found["process"]
+        content is not None
+        and _same_machine(_process(os.getpid()), content)
+        and _process(content["pid"]) != content["process"]
     )
 
 
-def _same_machine(mine: dict[str, str] | None, found: dict[str, Any]) -> bool:
-    """Whether what a lock says of its owner can be compared with the processes that are seen here."""
-    theirs = found.get("process")
+def _same_machine(own_process: dict[str, str] | None, content: dict[str, Any]) -> bool:
+    """Whether a lock's process entry refers to processes that are visible here."""
+    owner_process = content.get("process")
     return (
-        mine is not None
-        and isinstance(theirs, dict)
-        and theirs.get("machine") == mine["machine"]
-        and "pid" in found
+        own_process is not None
+        and isinstance(owner_process, dict)
+        and owner_process.get("machine") == own_process["machine"]
+        and "pid" in content
     )
 
 
 def job_name(environ: Mapping[str, str]) -> str:
-    """What a restart has in common with the run before it: the SLURM job, or the torchrun; '' where there is neither."""
+    """An identifier that a restart shares with the run before it: SLURM job or torchrun; '' if there is neither."""
     if environ.get("SLURM_JOB_ID"):
         cluster = environ.get("SLURM_CLUSTER_NAME", "this cluster")
         return f"{_OF_SLURM}{environ['SLURM_JOB_ID'][:_NAME]} of {cluster[:_NAME]}"
@@ -293,7 +296,7 @@ def job_name(environ: Mapping[str, str]) -> str:
 
 
 def _process(pid: int) -> dict[str, str] | None:
-    """What tells a living process from every other one, here or elsewhere; None if it is gone, or there is no /proc."""
+    """A unique identity of a living process, on any machine; None if it has ended, or without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -304,8 +307,8 @@ def _process(pid: int) -> dict[str, str] | None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """What a lock says; None if it is not there; {"owner": None} if it cannot be understood."""
-    for pause in (0.0, 0.05, 0.2):  # somebody may be writing it just now
+    """A lock's content; None if there is no lock; {"owner": None} if it is invalid."""
+    for pause in (0.0, 0.05, 0.2):  # another process may be writing it
         time.sleep(pause)
         try:
             content = load_json(read_ordinary(path, 2 * _SIZE)[:_SIZE])
@@ -322,7 +325,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return {"owner": None}
 
 
-def _who(holder: dict[str, Any]) -> str:
+def _holder(holder: dict[str, Any]) -> str:
     if not holder.get("host"):
         return "a process that did not leave its name"
     job = f" ({holder['job']})" if holder.get("job") else ""
@@ -330,7 +333,7 @@ def _who(holder: dict[str, Any]) -> str:
 
 
 def _make(folder: Path) -> list[Path]:
-    """Make a folder and those above it; which were made, from the top."""
+    """Create a folder and its parents; return the created ones, from the top."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return missing[::-1]

@@ -1,4 +1,4 @@
-"""One voice: what the package tells people while it works, on the first rank alone."""
+"""Prints messages to the user, on the first rank only."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def say(text: str, *, once: bool = False, to: Literal["stderr", "stdout"] = "std
     """Print ``text`` and flush, on the first rank of a launch (or the only process).
 
     Args:
-        once: say the same text no second time in this process: a model has several chunks, a process several models.
-        to: 'stdout' for what was asked for, 'stderr' for what nobody asked.
+        once: print the same text only once in this process: a model has several chunks, a process several models.
+        to: 'stdout' for requested output, 'stderr' for other messages.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         return

@@ -1,7 +1,7 @@
 """The example configs that come with the package, by name: `--config tiny_gpt_cpu`.
 
-They are written once, in the repository's examples/configs; building a wheel copies them to `configs/` in the package
-(setup.py), so that an installed package has them too.
+The repository's examples/configs has the only copy; building a wheel copies it to `configs/` in the package (setup.py),
+so that an installed package has them too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
 _FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "examples" / "configs")
-"""In an installed package, and in a checkout."""
+"""Folders of an installed package and of a checkout."""
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -21,28 +21,28 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def config_hint(word: str) -> str:
-    """' Did you mean --config ...?' for a word of a command line that names a shipped config or is a file; else ''."""
+    """' Did you mean --config ...?' for a command-line word that names a shipped config or a YAML file; else ''."""
     is_config = word in shipped_configs() or word.endswith((".yaml", ".yml"))
     return f" Did you mean --config {word}?" if is_config else ""
 
 
 def which_config(given: str) -> str:
-    """For a message: the shipped config that a path or name means perhaps, and all that there are."""
-    known = list(shipped_configs())
+    """For messages: shipped configs with a similar name, and the list of all."""
+    names = list(shipped_configs())
     name = Path(given).stem.lower()
-    near = [one for one in known if name and one.startswith(name)] or difflib.get_close_matches(
-        name, known, n=1
-    )
+    near = [
+        known_name for known_name in names if name and known_name.startswith(name)
+    ] or difflib.get_close_matches(name, names, n=1)
     hint = f"Did you mean {' or '.join(near)}? " if near else ""
-    return f"{hint}Shipped ones, by name: {', '.join(known)}."
+    return f"{hint}Shipped ones, by name: {', '.join(names)}."
 
 
 def find_config(given: str) -> str:
-    """The file that `--config=given` means: itself where it exists, else the shipped config of this name.
+    """The file for `--config=given`: the path itself if it exists, else the shipped config of this name.
 
-    A name of neither is returned as it is, for whoever opens it to complain of.
+    Any other name is returned unchanged; opening it then raises the error.
     """
     if os.path.exists(given) or os.path.basename(given) != given:
         return given
-    found = shipped_configs().get(given.removesuffix(".yaml"))
-    return given if found is None else str(found)
+    shipped = shipped_configs().get(given.removesuffix(".yaml"))
+    return given if shipped is None else str(shipped)

@@ -1,4 +1,4 @@
-"""Strict JSON: UTF-8, unique keys, bounded depth, NaN and Inf as words."""
+"""Strict JSON: UTF-8, unique keys, bounded depth, NaN and Inf as strings."""
 
 from __future__ import annotations
 
@@ -8,56 +8,57 @@ import sys
 from typing import Any
 
 _DEEPEST = 64
-"""Objects and lists inside one another: Python's own limit, a thousand, is too deep for what is done with them next."""
+"""Limit of nested objects and lists: Python's own limit of a thousand is too deep for later processing."""
 
 
 def load_json(content: bytes, *, finite: bool = False) -> Any:
-    """What the bytes say.
+    """Parse JSON.
 
     Args:
-        finite: NaN, Infinity and -Infinity, which Python writes and JSON has not, are refused, and so is 1e400, which it
-            would read as infinity.
+        finite: reject NaN, Infinity and -Infinity, which Python writes although JSON has none, and also 1e400, which it
+        would
+            read as infinity.
 
-    Raises ValueError, in one line: it is no JSON, no UTF-8, a key stands twice, it has more than 64 levels, or a whole
-    number beyond float64, with which nothing here computes.
+    Raises ValueError, in one line, if it is not JSON or not UTF-8, has a key twice or more than 64 levels, or has a
+    whole number beyond float64.
     """
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} of it is no UTF-8") from error
     try:
-        found = json.loads(
+        value = json.loads(
             text,
-            object_pairs_hook=_once,
-            parse_constant=_refused if finite else None,
+            object_pairs_hook=_unique_keys,
+            parse_constant=_reject if finite else None,
             parse_float=_finite if finite else None,
             parse_int=_whole,
         )
     except RecursionError as error:
         raise ValueError(_TOO_DEEP) from error
-    _check_depth(found)
-    return found
+    _check_depth(value)
+    return value
 
 
 _TOO_DEEP = f"it is nested deeper than {_DEEPEST} levels"
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
+        twice = next(name for name in result if names.count(name) > 1)
         raise ValueError(f"{twice!r} is there twice")
-    return found
+    return result
 
 
-def _refused(constant: str) -> Any:
+def _reject(constant: str) -> Any:
     raise ValueError(f"{constant} is no number")
 
 
 def _finite(digits: str) -> float:
     number = float(digits)
-    return _refused(digits) if math.isinf(number) else number
+    return _reject(digits) if math.isinf(number) else number
 
 
 def _whole(digits: str) -> int:
@@ -84,8 +85,10 @@ def _check_depth(content: Any) -> None:
 
 
 def spelled_out(value: Any) -> Any:
-    """Plain values as JSON can hold them: NaN, Infinity and -Infinity become texts, as in protobuf's JSON. Python's own
-    `NaN` without quotes is an error to other readers, and null would not say which it was."""
+    """Plain values with NaN, Infinity and -Infinity as strings, as in protobuf's JSON.
+
+    Python's `NaN` without quotes is an error to other readers, and null would lose which value it was.
+    """
     if isinstance(value, dict):
         return {name: spelled_out(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):

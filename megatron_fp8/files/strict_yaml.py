@@ -1,4 +1,4 @@
-"""Strict YAML: unique keys, bounded size, nothing dropped in silence."""
+"""Strict YAML: unique keys, bounded size, nothing dropped silently."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ import yaml
 from .disk import read_ordinary
 
 _LARGEST = 1 << 22
-"""Bytes of a file that people write: a device has no end, and a pipe could be read once only."""
+"""Limit in bytes of a hand-written file: a device has no end."""
 _MOST = 100_000
-"""Entries, an alias counted as what it stands for: ten lines can stand for more than any memory. Each takes 50 us."""
+"""Limit of entries with aliases expanded: ten lines can expand to more than any memory. Each takes 50 us."""
 _DEEPEST = 64
-"""Sections and lists inside one another; a run's config has four."""
+"""Limit of nested sections and lists; a run's config has four levels."""
 _LONGEST_NUMBER = 1000
-"""Characters of a whole number: Python writes no more than 4,300 digits, and takes long to read more in base 60."""
+"""Limit of a whole number's characters: Python writes at most 4,300 digits, and is slow to read base 60."""
 _INT, _MERGE = "tag:yaml.org,2002:int", "tag:yaml.org,2002:merge"
 
 
 def read_yaml(path: Path) -> Any:
-    """What a file says. OSError: it cannot be read, is no ordinary file, or too large; ValueError as of ``load_yaml``."""
+    """Parse a YAML file. Raises OSError if it cannot be read, is not ordinary or too large; else as ``load_yaml``."""
     return load_yaml(read_ordinary(path, _LARGEST))
 
 
 def load_yaml(content: bytes) -> Any:
-    """What the file says. ValueError, in one line: it is no YAML, a key stands twice, or it is larger than any config:
-    more than 64 levels, or than 100,000 entries with those that aliases repeat."""
+    """Parse YAML.
+
+    Raises ValueError, in one line, if it is not YAML, has a key twice, or is larger than any config: more than 64
+    levels, or more than 100,000 entries with aliases expanded.
+    """
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -61,7 +64,7 @@ _TOO_MANY = f"it has more than {_MOST:,} entries"
 
 
 class _Loader(yaml.SafeLoader):
-    """Stops where there are too many entries, rather than at the end of the file."""
+    """Stops at too many entries, before the end of the file."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -75,21 +78,21 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Check:
-    """What has to hold of a document before it is taken; YAMLError where it does not."""
+    """Checks a document before its construction; raises YAMLError."""
 
     def __init__(self, loader: yaml.SafeLoader) -> None:
         self._loader = loader
         self._sizes: dict[yaml.Node, tuple[int, int]] = {}
 
     def size(self, node: yaml.Node, depth: int = 0) -> tuple[int, int]:
-        """Entries and levels of a node and all that is in it, an alias taken as what it stands for."""
+        """Number of entries and levels of a node, including its contents, with aliases expanded."""
         line = node.start_mark.line + 1
         if node in self._sizes:
             entries, levels = self._sizes[node]
             if not entries:
                 raise yaml.YAMLError(f"what begins in line {line} has an alias of itself in it")
             return entries, levels
-        self._sizes[node] = 0, 0  # until it is known
+        self._sizes[node] = 0, 0  # placeholder, to detect recursion
         parts: list[yaml.Node] = []
         if isinstance(node, yaml.MappingNode):
             self._keys(node)
@@ -112,8 +115,8 @@ class _Check:
         return entries, levels
 
     def _keys(self, section: yaml.MappingNode) -> None:
-        """Each is a name, and stands once: the first one would be dropped without a word."""
-        seen: set[str] = set()
+        """Check that each key is a name and occurs once: PyYAML would silently drop the first one."""
+        names: set[str] = set()
         for key, _ in section.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
@@ -124,22 +127,22 @@ class _Check:
                     f"the key {key.value[:60]!r} in line {line} must be a name, and is read as"
                     f" {type(name).__name__}: put it in quotes"
                 )
-            if name in seen:
+            if name in names:
                 raise yaml.YAMLError(
                     f"the key {key.value!r} stands twice, again in line {line}: keep one of them"
                 )
-            seen.add(name)
+            names.add(name)
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
-        """Its value, which the loader keeps. PyYAML raises whatever comes of a text that is not what its tag says."""
+        """The scalar's value, which the loader caches. PyYAML raises various errors if a text does not fit its tag."""
         line = node.start_mark.line + 1
         if node.tag == _INT and len(node.value) > _LONGEST_NUMBER:
             raise yaml.YAMLError(f"the number in line {line} has too many digits")
         try:
-            found = self._loader.construct_object(node)
+            value = self._loader.construct_object(node)
         except (ValueError, IndexError, KeyError, AttributeError, OverflowError) as error:
             kind, why = node.tag.rpartition(":")[2], f": {error}" if isinstance(error, ValueError) else ""
             raise yaml.YAMLError(f"{node.value[:60]!r} in line {line} is no {kind}{why}") from error
-        if isinstance(found, str) and not found.isascii() and any("\ud800" <= c <= "\udfff" for c in found):
+        if isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
             raise yaml.YAMLError(f"the text in line {line} has half of a character (\\ud800 to \\udfff)")
-        return found
+        return value

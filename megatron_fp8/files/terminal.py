@@ -1,12 +1,12 @@
-"""Text that others wrote, on a terminal."""
+"""Makes text from other users safe for a terminal."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    r"""The text with what would steer a terminal spelled out: ``\x1b`` for escape. Line ends and tabs stay.
+    r"""The text with terminal control characters escaped: ``\x1b`` for escape. Line ends and tabs stay.
 
-    Names in reports, checkpoints and directories come from files that others may have made.
+    Names in reports, checkpoints and directories may come from other users' files.
     """
     if text.isprintable():
         return text

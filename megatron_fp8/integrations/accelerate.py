@@ -2,7 +2,7 @@
 
 model, optimizer = accelerator.prepare(convert_to_fp8(model), optimizer)
 fp8 = register_fp8(accelerator, model, optimizer)
-...                                          # the loop as it is, with accelerator.save_state and load_state
+...                                          # the unchanged loop, with accelerator.save_state and load_state
 accelerator.log({"loss": loss, **fp8.logs()})
 """
 
@@ -19,29 +19,31 @@ from .common import Fp8Iterations
 
 
 def register_fp8(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Fp8Iterations:
-    """End the FP8 iteration before each step of the optimizer; keep FP8 state where ``accelerator.save_state`` saves.
+    """End the FP8 iteration before each optimizer step; store FP8 state in the folder of ``accelerator.save_state``.
 
-    A step whose FP8 casts met NaN or Inf is skipped, on all ranks: the optimizer finds no gradients, and weights and
-    moments stay as they were. With fp16 the loss scaler gets an overflow instead, so that it lowers its scale.
+    If an FP8 cast of a step found NaN or Inf, the step is skipped on all ranks: the optimizer finds no gradients, and
+    weights and moments do not change. With fp16 the loss scaler gets an overflow instead, so that it lowers its scale.
 
-    ``save_state`` writes ``fp8_state.safetensors`` into its folder (``fp8_state_1`` for the second model that was
-    prepared), and ``load_state`` reads it: training goes on to the same bits. A folder without it loads with a warning.
-    Rejected: ``register_for_checkpointing``, which writes a pickle.
+    ``save_state`` writes ``fp8_state.safetensors`` into its folder (``fp8_state_1`` for the second prepared model), and
+    ``load_state`` reads it: training continues bit for bit. A folder without it loads with a warning. Rejected:
+    ``register_for_checkpointing``, which writes a pickle.
 
     Args:
-        model, optimizer: as ``accelerator.prepare`` returned them.
+        model, optimizer: the results of ``accelerator.prepare``.
 
     Returns:
         The counts: ``skipped_steps``, ``nonfinite``, and ``logs()`` for ``accelerator.log``.
 
-    Raises ValueError: the model or the optimizer was not prepared by this accelerator, or steps elsewhere (DeepSpeed's).
+    Raises ValueError if this accelerator did not prepare the model or the optimizer, or if another library steps
+    (DeepSpeed).
     """
-    bare = accelerator.unwrap_model(
-        model, keep_torch_compile=False
-    )  # accelerate keeps some wrapped, some not
-    prepared = [accelerator.unwrap_model(one, keep_torch_compile=False) for one in accelerator._models]
-    places = [place for place, one in enumerate(prepared) if one is bare]
-    if not places:
+    bare = accelerator.unwrap_model(model, keep_torch_compile=False)  # accelerate keeps some models wrapped
+    prepared = [
+        accelerator.unwrap_model(prepared_model, keep_torch_compile=False)
+        for prepared_model in accelerator._models
+    ]
+    indices = [index for index, prepared_model in enumerate(prepared) if prepared_model is bare]
+    if not indices:
         raise ValueError(
             f"register_fp8 was given a {type(model).__name__} that this accelerator did not prepare: give it the model"
             " that accelerator.prepare(model, optimizer) returned"
@@ -55,7 +57,7 @@ def register_fp8(accelerator: Accelerator, model: torch.nn.Module, optimizer: An
     iterations = Fp8Iterations()
     optimizer.__class__ = _Fp8Optimizer
     optimizer.fp8_iterations, optimizer.fp8_model = iterations, model
-    name = f"fp8_state_{places[0]}.safetensors" if places[0] else "fp8_state.safetensors"
+    name = f"fp8_state_{indices[0]}.safetensors" if indices[0] else "fp8_state.safetensors"
 
     def save(models: Any, weights: Any, folder: str) -> None:
         on_each_node = accelerator.project_configuration.save_on_each_node
@@ -71,19 +73,19 @@ def register_fp8(accelerator: Accelerator, model: torch.nn.Module, optimizer: An
 
 
 class _Fp8Optimizer(AcceleratedOptimizer):
-    """An AcceleratedOptimizer that ends the iteration before it steps.
+    """An AcceleratedOptimizer that ends the FP8 iteration before it steps.
 
-    Rejected: a hook of torch's optimizer, which does not run where the scaler skips the step.
+    Rejected: a hook of torch's optimizer, which does not run if the scaler skips the step.
 
     Attributes:
-        fp8_iterations, fp8_model: what is counted, of which model.
+        fp8_iterations, fp8_model: the counts, and their model.
     """
 
     fp8_iterations: Fp8Iterations
     fp8_model: torch.nn.Module
 
     def step(self, closure: Any = None) -> None:
-        """The optimizer's own, where gradients are synchronised; between them, as ever, nothing."""
+        """Step if gradients are synchronised; during accumulation do nothing, as accelerate does."""
         if closure is not None:
             raise ValueError(
                 "a closure runs the model inside of the optimizer's step, after which the iteration ends:"

@@ -1,7 +1,7 @@
-"""Shared steps of all integrations: end of iteration, unhealthy steps, FP8 state.
+"""Shared steps of all integrations: end of iteration, skipped steps, FP8 state.
 
-A step is unhealthy if an FP8 cast of its iteration met NaN or Inf, on any rank. A cast saturates an Inf, which the
-gradients then do not show, so neither a loss scaler nor a check of the gradient norm can be relied on.
+A step is skipped if an FP8 cast of its iteration found NaN or Inf on any rank. A cast saturates an Inf, so the
+gradients do not show it, and neither a loss scaler nor a check of the gradient norm finds it.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from ..nn.state_dict import fp8_state_dict, load_fp8_state_dict
 from ..nn.step import fp8_step
 
 COUNTERS = ("skipped_steps", "nonfinite")
-"""What a run counts. Saved under these names, which no linear's entry has: those have a dot."""
+"""A run's counts, saved under these names; names of linears' entries differ, as they have a dot."""
 
 
 class Fp8Iterations:
-    """The FP8 iterations of one model's training.
+    """Ends the FP8 iterations of one model's training, and counts.
 
     Attributes:
-        skipped_steps: optimizer steps that were skipped, since the training began.
-        nonfinite: NaN and Inf that FP8 casts met, over all ranks, since the training began.
+        skipped_steps: skipped optimizer steps since the training began.
+        nonfinite: NaN and Inf found by FP8 casts, over all ranks, since the training began.
     """
 
     def __init__(self) -> None:
         self.skipped_steps = self.nonfinite = 0
 
     def finish(self, model: torch.nn.Module, optimizer: Any, scaler: Any = None) -> None:
-        """End an iteration, after its last backward and before ``optimizer.step()``. Collective, as ``fp8_step`` is.
+        """End an iteration, after its last backward and before ``optimizer.step()``. Collective, as ``fp8_step``.
 
-        Where a cast met NaN or Inf, the step that follows changes nothing, on all ranks: neither weights nor the
-        optimizer's state. Without a scaler it finds no gradients; a scaler gets an overflow, and lowers its scale.
+        If a cast found NaN or Inf, the next step changes nothing on any rank: neither weights nor the optimizer's
+        state. Without a scaler it finds no gradients; a scaler gets an overflow, and lowers its scale.
 
         Args:
-            optimizer: of torch, or what wraps one as ``.optimizer``.
-            scaler: the torch.amp.GradScaler that will call ``optimizer.step()``; None: nothing is scaled.
+            optimizer: torch's, or a wrapper with it as ``.optimizer``.
+            scaler: the torch.amp.GradScaler that will call ``optimizer.step()``; None: no loss scaling.
         """
         nonfinite = fp8_step(model).nonfinite
         self.nonfinite += nonfinite
@@ -50,7 +50,7 @@ class Fp8Iterations:
             self.skipped_steps += 1
 
     def logs(self) -> dict[str, int]:
-        """The counts under their names in logs."""
+        """The counts by their names in logs."""
         return {f"fp8_{name}": getattr(self, name) for name in COUNTERS}
 
     def state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -61,21 +61,21 @@ class Fp8Iterations:
         return {**fp8_state_dict(model), **counts}
 
     def load_state_dict(self, model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
-        """Put back what ``state_dict`` gave, counts and all. ValueError: it is of another model or recipe."""
+        """Load the result of ``state_dict``, with counts. Raises ValueError for another model or recipe."""
         load_fp8_state_dict(model, {key: saved[key] for key in saved.keys() - set(COUNTERS)})
         for name in COUNTERS:
             setattr(self, name, int(saved.get(name, 0)))
 
     def save(self, model: torch.nn.Module, path: Path) -> None:
-        """Write the state to a safetensors file, whole or not at all. Of several ranks, one calls it."""
+        """Write the state to a safetensors file atomically. One rank calls it."""
         replace_file(path, save(self.state_dict(model)))
 
     def load(self, model: torch.nn.Module, path: Path) -> None:
-        """Go on from a file of ``save``. All ranks call it.
+        """Load a file of ``save``. All ranks call it.
 
-        A checkpoint without one was saved without this integration: a warning says that the scales start anew.
+        A checkpoint without one was saved without this integration: a warning reports that the scales start anew.
 
-        Raises ValueError: the file cannot be read, or is of another model or recipe.
+        Raises ValueError if the file cannot be read, or is of another model or recipe.
         """
         if not path.exists():
             warn_of_cold_start(str(path.parent))
@@ -100,18 +100,18 @@ def warn_of_cold_start(checkpoint: str) -> None:
 
 
 def _skip_step(optimizer: Any, scaler: Any) -> bool:
-    """Let the next ``optimizer.step()`` change nothing; whether there was anything to be changed."""
+    """Make the next ``optimizer.step()`` change nothing; return whether any parameter has a gradient."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not parameters:
         return False
     if scaler is None or not scaler.is_enabled():
         for parameter in parameters:
-            parameter.grad = None  # zeros would still decay weights and moments
+            parameter.grad = None  # zero gradients would still decay weights and moments
         return True
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = inner  # a scaler knows the innermost
+        optimizer = inner  # a scaler uses the innermost optimizer
     if not scaler._found_inf_per_device(optimizer):
         scaler.unscale_(optimizer)
-    for found in scaler._found_inf_per_device(optimizer).values():
-        found.fill_(1.0)  # without gradients it would step, and raise its scale
+    for found_inf in scaler._found_inf_per_device(optimizer).values():
+        found_inf.fill_(1.0)  # without gradients the scaler would step, and raise its scale
     return True

@@ -1,7 +1,7 @@
 """Fp8Callback for Lightning, installed as ``lightning`` or as ``pytorch_lightning``.
 
 trainer = Trainer(callbacks=[Fp8Callback()])
-trainer.fit(module, rows, ckpt_path="last")  # module holds a model that convert_to_fp8 converted
+trainer.fit(module, rows, ckpt_path="last")  # module has a model converted by convert_to_fp8
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ _BASES = [import_module("lightning.pytorch" if name == "lightning" else name).Ca
 KEY = "fp8_state"
 
 
-class Fp8Callback(*_BASES):  # type: ignore[misc]  # a Callback under each name: a Trainer knows those of its own
-    """Ends the FP8 iteration before each optimizer step, keeps FP8 state in Lightning's checkpoints, logs what it counts.
+class Fp8Callback(*_BASES):  # type: ignore[misc]  # a Callback under each name: a Trainer accepts its own
+    """Ends the FP8 iteration before each optimizer step, stores FP8 state in Lightning's checkpoints, logs FP8 counts.
 
-    A step whose FP8 casts met NaN or Inf is skipped, on all ranks: the optimizer finds no gradients, and weights and
-    moments stay as they were; ``global_step`` and the schedule go on. With ``precision="16-mixed"`` the loss scaler gets
-    an overflow instead, skips the step and lowers its scale. Where several optimizers train a module (manual
-    optimization), each step ends an iteration; so does each call of the closure by LBFGS.
+    If an FP8 cast of a step found NaN or Inf, the step is skipped on all ranks: the optimizer finds no gradients, and
+    weights and moments do not change; ``global_step`` and the schedule continue. With ``precision="16-mixed"`` the loss
+    scaler gets an overflow instead, skips the step and lowers its scale. With several optimizers (manual optimization)
+    each step ends an iteration; so does each call of the closure by LBFGS.
 
     ``fp8_skipped_steps`` and ``fp8_nonfinite``, counted since the training began, are logged with the step.
 
     Checkpoints have the FP8 state as plain tensors, ``checkpoint["fp8_state"]``; ``fit(ckpt_path=...)`` reads it, and
-    training goes on to the same bits. A checkpoint without it resumes with cold scales and a warning.
+    training continues bit for bit. A checkpoint without it resumes with cold scales and a warning.
     """
 
     def __init__(self) -> None:
         self.iterations = Fp8Iterations()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Backward was run, inside of ``optimizer.step(closure)``; gradients are reduced and not yet clipped."""
+        """Called inside ``optimizer.step(closure)``, after backward; gradients are reduced, not yet clipped."""
         self.iterations.finish(pl_module, optimizer, getattr(trainer.precision_plugin, "scaler", None))
         pl_module.log_dict({name: float(count) for name, count in self.iterations.logs().items()})
 
     def on_save_checkpoint(
         self, trainer: Any, pl_module: torch.nn.Module, checkpoint: dict[str, Any]
     ) -> None:
-        """On all ranks, of which one writes the checkpoint."""
+        """Called on all ranks, of which one writes the checkpoint."""
         checkpoint[KEY] = self.iterations.state_dict(pl_module)
 
     def on_load_checkpoint(
         self, trainer: Any, pl_module: torch.nn.Module, checkpoint: dict[str, Any]
     ) -> None:
-        """Weights were loaded; the optimizer comes later."""
+        """Called after the weights were loaded, before the optimizer."""
         if KEY in checkpoint:
             self.iterations.load_state_dict(pl_module, checkpoint[KEY])
         else:

@@ -1,1 +1,1 @@
-"""The training app: one typed config, real text, Megatron-Core's own step."""
+"""The training program: config, data, launch, training loop and checkpoints."""

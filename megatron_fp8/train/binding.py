@@ -1,8 +1,8 @@
 """Compatibility of a checkpoint and the run that reads it.
 
-The manifest holds the config of the run that saved it. A model section that would compute something else with the same
-weights is refused, field by field (``model_fields`` says which), unless `--checkpoint.accept` names the field. So is
-another tokenizer, which gives the ids another meaning. Changes that are allowed are told in one line.
+The manifest has the config of the run that saved the checkpoint. A model section that would compute something else with
+the same weights is refused, field by field (listed in ``model_fields``), unless `--checkpoint.accept` names the field.
+A different tokenizer is refused too, as it changes the meaning of the ids. Allowed changes are reported in one line.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .config.run_config import RunConfig
 from .data.tokenizers import BYTES
 from .report import versions
 
-# Sections (beside the model) whose changes are told, and the settings whose changes are not: they change no number.
-_SAID = ("train", "optimizer", "data")
-_NOT_SAID = frozenset(
+# Sections (beside the model) whose changes are reported, and settings whose changes are not: they change no numbers.
+_REPORTED = ("train", "optimizer", "data")
+_NOT_REPORTED = frozenset(
     {
         "train.log_interval", "train.threads", "train.distributed_timeout_minutes", "train.eval_interval",
         "train.eval_iters", "data.cache_dir", "model.config_logger_dir",
@@ -32,12 +32,12 @@ _NOT_SAID = frozenset(
 
 DATA_CONTENT = "the content of data.paths"
 IMPORTED = "directory"
-"""The fact that a manifest has of an import alone: what it remembers of the directory (huggingface/origin.py)."""
+"""A manifest entry of imported models only: facts of the imported directory (huggingface/origin.py)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A setting that a checkpoint and the run that reads it have in two values."""
+    """A setting whose value differs between a checkpoint and the run that reads it."""
 
     name: str
     there: Any
@@ -50,24 +50,28 @@ class Change:
 def check(
     run: RunConfig, folder: Path, manifest: Manifest, tokenizer: Any, otherwise: str = ""
 ) -> list[Change]:
-    """The changes that only `--checkpoint.accept` allows.
+    """Return the changes that are allowed only because `--checkpoint.accept` names them.
 
     Args:
-        otherwise: the remedy to name beside giving the config of the checkpoint's run.
+        otherwise: a further remedy for the error message, beside the config of the checkpoint's run.
 
-    Raises ValueError naming every setting, with both values, by which this run computes something else.
+    Raises ValueError that names every setting, with both values, by which this run computes something else.
     """
     changed = [*_model_changes(run, manifest), *_tokenizer_change(run, manifest, tokenizer)]
     accepted = [change for change in changed if change.name in run.checkpoint.accept]
     refused = [change for change in changed if change not in accepted]
     if refused:
-        raise ValueError(f"the checkpoint {str(folder)!r} is of another model: {_told(refused, otherwise)}")
+        raise ValueError(
+            f"the checkpoint {str(folder)!r} is of another model: {_differences_text(refused, otherwise)}"
+        )
     return accepted
 
 
 def run_of_manifest(manifest: Manifest) -> dict[str, Any]:
-    """The sections of the run that saved a checkpoint, {} if it does not say; the recipe by name, which earlier versions
-    left to a default that was another."""
+    """The config sections of the run that saved a checkpoint; {} if the manifest has none.
+
+    The recipe is always named: earlier versions left it to a default that has changed.
+    """
     run = manifest.facts.get("run") or {}
     recipe = (manifest.facts.get("precision") or {}).get("fp8_recipe")
     if not recipe or not run.get("model"):
@@ -77,35 +81,35 @@ def run_of_manifest(manifest: Manifest) -> dict[str, Any]:
 
 
 def _model_changes(run: RunConfig, manifest: Manifest) -> list[Change]:
-    """Differences of shape or function. A checkpoint that was saved from Python may say nothing of its model."""
-    return [change for change in _of_model(run, manifest) if _decides(change.name)]
+    """Differences of shape or function. The checkpoint of a Python program may have no model section."""
+    return [change for change in _model_differences(run, manifest) if _changes_output(change.name)]
 
 
-def _decides(name: str) -> bool:
+def _changes_output(name: str) -> bool:
     return kind_of(name.removeprefix("model.")) in ("shape", "function")
 
 
-def _of_model(run: RunConfig, manifest: Manifest) -> list[Change]:
-    before = run_of_manifest(manifest).get("model")
-    if before is None:
+def _model_differences(run: RunConfig, manifest: Manifest) -> list[Change]:
+    saved = run_of_manifest(manifest).get("model")
+    if saved is None:
         return []
-    found = differences(before, run.to_dict()["model"], plain_defaults())
-    return [Change(f"model.{name}", *values) for name, values in found.items()]
+    changes = differences(saved, run.to_dict()["model"], plain_defaults())
+    return [Change(f"model.{name}", *values) for name, values in changes.items()]
 
 
 def plain_defaults() -> dict[str, Any]:
-    """Every field of a model section with its default, as a manifest has it."""
+    """Every field of a model section with its default, in the manifest's form."""
     return RunConfig(model=ModelSection()).to_dict()["model"]
 
 
 def _tokenizer_change(run: RunConfig, manifest: Manifest, tokenizer: Any) -> list[Change]:
-    """By content; of a manifest that does not say what it was, by whether it was a file or bytes."""
-    before = manifest.facts.get("tokenizer")
-    if before is not None:
+    """Compares content; if the manifest has no digest, only whether it was a file or bytes."""
+    saved = manifest.facts.get("tokenizer")
+    if saved is not None:
         return (
             []
-            if before == tokenizer_fact(tokenizer)
-            else [Change("data.tokenizer", before, tokenizer_fact(tokenizer))]
+            if saved == tokenizer_fact(tokenizer)
+            else [Change("data.tokenizer", saved, tokenizer_fact(tokenizer))]
         )
     data = manifest.facts.get("run", {}).get("data")
     if data is None:
@@ -115,15 +119,15 @@ def _tokenizer_change(run: RunConfig, manifest: Manifest, tokenizer: Any) -> lis
 
 
 def tokenizer_fact(tokenizer: Any) -> str:
-    """What a manifest says of a tokenizer: its kind and a digest of its file."""
+    """A tokenizer's entry in a manifest: its kind and a digest of its file."""
     return str(tokenizer.name)
 
 
 def check_imported(run: RunConfig, facts: Mapping[str, Any]) -> None:
-    """Raise ValueError if text would be cut into bytes for a model that was imported, and that nobody said was of bytes.
+    """Raise ValueError if text would be split into bytes for an imported model that is not declared to use bytes.
 
     Args:
-        facts: the manifest's of the checkpoint that the model is from.
+        facts: from the manifest of the model's checkpoint.
     """
     if IMPORTED in facts and run.data.tokenizer is None:
         raise ValueError(
@@ -132,22 +136,22 @@ def check_imported(run: RunConfig, facts: Mapping[str, Any]) -> None:
         )
 
 
-def _told(refused: list[Change], otherwise: str) -> str:
+def _differences_text(refused: list[Change], otherwise: str) -> str:
     known = {f"model.{field.name}" for field in dataclasses.fields(ModelSection)} | {"data.tokenizer"}
     names = [change.name for change in refused]
-    never = [name for name in names if _is_shape(name)]
-    foreign = [name for name in names if name not in known]
-    may = [name for name in names if name not in never + foreign]
-    told = [
+    shapes = [name for name in names if _is_shape(name)]
+    unknown = [name for name in names if name not in known]
+    acceptable = [name for name in names if name not in shapes + unknown]
+    lines = [
         f"{change.name} is {_short(change.there)} there and {_short(change.here)} here" for change in refused
     ]
-    text = f"{'; '.join(told)}. Give what it was trained with (config.yaml of its run){otherwise}."
-    if never:
-        text += f" No checkpoint can change its shape ({', '.join(never)})."
-    if foreign:
-        text += f" This version does not know {', '.join(foreign)}: use the one that wrote it."
-    if may:
-        text += f" To let it compute something else from here on: --checkpoint.accept={','.join(may)}."
+    text = f"{'; '.join(lines)}. Give what it was trained with (config.yaml of its run){otherwise}."
+    if shapes:
+        text += f" No checkpoint can change its shape ({', '.join(shapes)})."
+    if unknown:
+        text += f" This version does not know {', '.join(unknown)}: use the one that wrote it."
+    if acceptable:
+        text += f" To let it compute something else from here on: --checkpoint.accept={','.join(acceptable)}."
     return text
 
 
@@ -156,18 +160,18 @@ def _is_shape(name: str) -> bool:
 
 
 def may_change(run: RunConfig, manifest: Manifest, data: list[str]) -> list[Change]:
-    """What the run says otherwise, and may: layout, recipe, precision, lengths, data, dropout, rates, versions.
+    """Changes of the run that are allowed: layout, recipe, precision, lengths, data, dropout, rates, versions.
 
     Args:
-        data: a digest of each data set. Of a manifest that has none, paths are all that is compared.
+        data: a digest of each data set. If the manifest has none, only paths are compared.
     """
-    changed = [change for change in _of_model(run, manifest) if not _decides(change.name)]
-    before, now = manifest.facts.get("run", {}), run.to_dict()
-    identified = "tokenizer" in manifest.facts  # by content, wherever its file is
-    for section in _SAID:
+    changed = [change for change in _model_differences(run, manifest) if not _changes_output(change.name)]
+    saved_run, now = manifest.facts.get("run", {}), run.to_dict()
+    identified = "tokenizer" in manifest.facts  # by content, wherever the file is
+    for section in _REPORTED:
         changed += [
             Change(f"{section}.{name}", value, now[section][name])
-            for name, value in before.get(section, {}).items()
+            for name, value in saved_run.get(section, {}).items()
             if name in now[section]
             and value != now[section][name]
             and not (name == "tokenizer" and identified)
@@ -180,11 +184,11 @@ def may_change(run: RunConfig, manifest: Manifest, data: list[str]) -> list[Chan
         for name in here
         if name in made_with and made_with[name] != here[name]
     ]
-    return [change for change in changed if change.name not in _NOT_SAID]
+    return [change for change in changed if change.name not in _NOT_REPORTED]
 
 
 def _short(value: Any) -> str:
-    shown = str(value) if isinstance(value, str) and value.isprintable() and value else repr(value)
-    if isinstance(value, Mapping) and len(shown) > 60:
+    text = str(value) if isinstance(value, str) and value.isprintable() and value else repr(value)
+    if isinstance(value, Mapping) and len(text) > 60:
         return f"{len(value)} entries"
-    return shown if len(shown) <= 60 else shown[:57] + "..."
+    return text if len(text) <= 60 else text[:57] + "..."

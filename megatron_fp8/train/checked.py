@@ -1,6 +1,6 @@
-"""Verifies a checkpoint's files against its manifest, shared among ranks.
+"""Verifies a checkpoint's files against its manifest, divided among ranks.
 
-Rank 0 alone would read terabytes while the others wait for it, longer than a collective may.
+If rank 0 alone read terabytes, the others would wait longer than a collective may take.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .launch.parallel import on_every_rank, on_first_rank
 
 
 def check_together(folder: Path, manifest: Manifest) -> None:
-    """ValueError, on every rank, unless a checkpoint is what was written (files.checkpoint.check_files). Collective."""
+    """Raise ValueError on every rank if a checkpoint has changed since it was written. Collective."""
     on_every_rank(
         lambda: check_files(folder, manifest, share(manifest, dist.get_rank(), dist.get_world_size()))
     )
@@ -22,6 +22,6 @@ def check_together(folder: Path, manifest: Manifest) -> None:
 
 
 def share(manifest: Manifest, rank: int, ranks: int) -> list[str]:
-    """The files that one of so many ranks reads: the largest are dealt out first."""
+    """The files that `rank` reads; files are dealt out by size, the largest first."""
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name]["bytes"], name))
     return by_size[rank::ranks]

@@ -1,4 +1,4 @@
-"""When a run saves, from which checkpoint it starts, and what it takes over."""
+"""Saves a run's checkpoints, chooses the one to start from, and resumes."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _ATTEMPTS = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"
 
 @dataclass
 class Start:
-    """Where training starts: iterations finished, how many of these were skipped, samples consumed; lines for people.
+    """Where training starts: finished iterations, skipped iterations, consumed samples, and lines to print.
 
-    ``accepted``: the changes that `--checkpoint.accept` allowed, now and in earlier runs; the next manifests keep them.
-    ``left_out``: records of samples that are left out (left_out.py); ``liveness``: as Liveness.memory() gave it;
-    ``before``: iterations that are in another run's records, which this one began after.
+    ``accepted``: changes that `--checkpoint.accept` allowed, now and in earlier runs; later manifests store them too.
+    ``left_out``: records of excluded samples (left_out.py); ``liveness``: the result of Liveness.memory();
+    ``before``: number of earlier iterations whose records belong to another run.
     """
 
     iteration: int = 0
@@ -59,8 +59,7 @@ class Start:
 
 
 def checkpoint_before(run: RunConfig, iteration: int, started: Path | None) -> Path | None:
-    """This run's newest checkpoint of at most `iteration`; else the one that it ``started`` from, if it is still there;
-    else None."""
+    """This run's newest checkpoint of at most `iteration`, else ``started`` if it still exists, else None."""
     own = [path for path in complete_checkpoints(checkpoint_folder(run)) if iteration_of(path) <= iteration]
     if own:
         return own[-1]
@@ -68,29 +67,29 @@ def checkpoint_before(run: RunConfig, iteration: int, started: Path | None) -> P
 
 
 def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
-    """The checkpoint that `--resume` means, every file of it checked; None to start from the beginning. Collective.
+    """The checkpoint that `--resume` selects, with all files verified; None to start from the beginning. Collective.
 
-    Raises ValueError, on every rank: there is none at the path, it is damaged, or this run would compute something else
-    with its weights than it was trained for.
+    Raises ValueError on every rank if the path has no checkpoint, if it is damaged, or if this run would compute
+    something else with its weights.
     """
 
     def find() -> tuple[Path, Manifest] | None:
         if run.resume == "auto":
             folder = checkpoint_folder(run)
-            found = latest_checkpoint(folder) or started_from.find(folder)
-            _say_what_is_passed_over(folder, found)
-        elif (found := _saved_by_this_job(run)) is None and run.resume != "never":
+            checkpoint_path = latest_checkpoint(folder) or started_from.find(folder)
+            _say_what_is_passed_over(folder, checkpoint_path)
+        elif (checkpoint_path := _saved_by_this_job(run)) is None and run.resume != "never":
             try:
-                found = find_checkpoint(Path(run.resume))
+                checkpoint_path = find_checkpoint(Path(run.resume))
             except ValueError as error:
                 raise ValueError(f"--resume={run.resume}: {error}") from error
-            found = _begun_by_this_job(run, found)
-        if found is None:
+            checkpoint_path = _start_of_this_job(run, checkpoint_path)
+        if checkpoint_path is None:
             return None
-        manifest = read_manifest(found)
-        _check_state(found, manifest)
-        binding.check(run, found, manifest, tokenizer, ", or --resume=never")
-        return found, manifest
+        manifest = read_manifest(checkpoint_path)
+        _check_state(checkpoint_path, manifest)
+        binding.check(run, checkpoint_path, manifest, tokenizer, ", or --resume=never")
+        return checkpoint_path, manifest
 
     chosen = on_first_rank(find)
     if chosen is not None:
@@ -98,45 +97,50 @@ def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
     return chosen
 
 
-def _job_again() -> str:
-    """The job that this is another attempt of; '' where it is a first one, or no job's."""
+def _restarted_job() -> str:
+    """Name of the job whose later attempt this is; '' in a first attempt or outside a job."""
     again = any(os.environ.get(name, "0") != "0" for name in _ATTEMPTS)
     return job_name(os.environ) if again else ""
 
 
 def _saved_by_this_job(run: RunConfig) -> Path | None:
-    """The run's own latest checkpoint where this is another attempt of the job that saved it, whose command still says
-    where the first one began."""
-    if not (job := _job_again()):
+    """This run's latest checkpoint if an earlier attempt of this job saved it, else None.
+
+    The command of a later attempt still names the first attempt's start.
+    """
+    if not (job := _restarted_job()):
         return None
-    found = latest_checkpoint(checkpoint_folder(run))
-    return found if found is not None and read_manifest(found).facts.get("job") == job else None
+    latest = latest_checkpoint(checkpoint_folder(run))
+    return latest if latest is not None and read_manifest(latest).facts.get("job") == job else None
 
 
-def _begun_by_this_job(run: RunConfig, named: Path) -> Path:
-    """Where this attempt begins, whose job has saved nothing: where the job's first began, if that is still there and in
-    --resume=PATH, which may mean a newer one by now; else at the one that it means, ``named``."""
-    if not (job := _job_again()):
+def _start_of_this_job(run: RunConfig, named: Path) -> Path:
+    """The start of this attempt, if the job has saved no checkpoint yet.
+
+    It is the start of the job's first attempt, if that still exists and lies in --resume=PATH (which may select a newer
+    one by now); else ``named``, the checkpoint that --resume selects.
+    """
+    if not (job := _restarted_job()):
         return named
     folder = checkpoint_folder(run)
     try:
         started = started_from.read(folder)
         if started is None or started.job != job or not _is_in(started.checkpoint, run.resume):
             return named
-        found = started_from.find(folder)
+        base = started_from.find(folder)
     except ValueError as error:
         warnings.warn(
             f"this attempt goes on from {named}, the earlier ones may not have: {error}", stacklevel=2
         )
         return named
-    if found is None or same_place(found, named):
+    if base is None or same_place(base, named):
         return named
     warnings.warn(
-        f"--resume={run.resume} means {named} by now. Training goes on from {found}, where this job began before: another"
-        " job goes on from the first.",
+        f"--resume={run.resume} now selects {named}. Training goes on from {base}, where this job began before: a new"
+        " job would start from the former.",
         stacklevel=2,
     )
-    return found
+    return base
 
 
 def _is_in(checkpoint: Path, resume: str) -> bool:
@@ -144,13 +148,13 @@ def _is_in(checkpoint: Path, resume: str) -> bool:
 
 
 def _check_state(folder: Path, manifest: Manifest) -> None:
-    """ValueError unless a manifest's numbers say where training goes on, and fit together."""
+    """Raise ValueError if a manifest's numbers are missing or inconsistent, so that training cannot continue."""
     state, done = manifest.state, manifest.iteration
     needed = ("optimizer_step", "fp8_iteration", "scheduler_steps", "consumed_samples")
     problem = ""
     if missing := [name for name in needed if name not in state]:
         problem = f"its manifest has no {missing[0]}, as one that was saved from Python and not by a run"
-    # The scheduler is one ahead of the optimizer, which skips steps and adds none.
+    # The scheduler is one step ahead of the optimizer. A skipped step advances neither.
     elif not 1 <= state["scheduler_steps"] <= done + 1:
         problem = f"its manifest has scheduler_steps {state['scheduler_steps']} after iteration {done}"
     elif not state["optimizer_step"] <= done:
@@ -163,21 +167,21 @@ def _check_state(folder: Path, manifest: Manifest) -> None:
         )
 
 
-def _say_what_is_passed_over(folder: Path, found: Path | None) -> None:
-    """Warn of newer states than the one that is taken: not finite ones, and those that `latest` does not name."""
+def _say_what_is_passed_over(folder: Path, start: Path | None) -> None:
+    """Warn of newer checkpoints than the chosen one: not finite ones, and those that `latest` does not name."""
     for path in complete_checkpoints(folder)[-1:]:
-        if found and iteration_of(path) > iteration_of(found):
+        if start and iteration_of(path) > iteration_of(start):
             warnings.warn(
-                f"{str(folder / LATEST)!r} names {found.name}, and {path.name} is newer. Training goes on from the first,"
+                f"{str(folder / LATEST)!r} names {start.name}, and {path.name} is newer. Training goes on from the first,"
                 " and moves the other out of the way: where it did not go back on purpose, --resume of that one goes on"
                 " from there.",
                 stacklevel=2,
             )
     for path in not_finite_checkpoints(folder)[-1:]:
-        good = iteration_of(found) if found and found.parent == folder else -1
+        good = iteration_of(start) if start and start.parent == folder else -1
         if int(path.name.rpartition("_")[2]) > good:
             warnings.warn(
-                f"{str(path)!r} holds NaN or Inf and is passed over: training goes on from {found or 'the beginning'}.",
+                f"{str(path)!r} holds NaN or Inf and is passed over: training goes on from {start or 'the beginning'}.",
                 stacklevel=2,
             )
 
@@ -191,10 +195,10 @@ def resume(
     scheduler: Any,
     data: list[str],
 ) -> Start:
-    """Put the chosen checkpoint into model, optimizer, schedule and random streams. Collective.
+    """Load the chosen checkpoint into model, optimizer, schedule and random streams. Collective.
 
     Args:
-        data: what the run's data sets hold, as facts.data_fact says.
+        data: digests of the run's data sets (facts.data_fact).
     """
     if chosen is None:
         return Start()
@@ -203,7 +207,7 @@ def resume(
     resumed = checkpoint.load(folder, manifest, chunks, optimizer)
     state = manifest.state
     scheduler.num_steps = 0
-    # Rates are this run's own; only the place on the curve is taken over.
+    # Learning rates come from this run's config; only the position in the schedule comes from the checkpoint.
     scheduler.step(state["scheduler_steps"])
     lines = [f"resume      {folder}: iteration {manifest.iteration} is done"]
     before = 0
@@ -221,16 +225,16 @@ def resume(
             _note(f"accepted, it computes something else from here on: {', '.join(map(str, accepted))}")
         )
     lines += map(_note, resumed.notes)
-    begun = manifest.iteration > 0  # an imported model has no order of samples, and no streams, to go on with
-    if begun and resumed.new_streams:
+    has_trained = manifest.iteration > 0  # an imported model has no sample order and no streams
+    if has_trained and resumed.new_streams:
         seed_streams(zlib.crc32(f"{run.train.seed} {manifest.iteration}".encode()))
-        lines.append(_note(f"{resumed.new_streams}: random streams (dropout) start anew"))
-    if begun:
+        lines.append(_note(f"{resumed.new_streams}: random streams (dropout) restart"))
+    if has_trained:
         changed = binding.may_change(run, manifest, data)
         lines += [_note(f"not as it was: {', '.join(map(str, changed))}")] if changed else []
         lines += map(_note, _data_notes(changed))
-    taken = state["scheduler_steps"] - 1  # the scheduler is one step ahead of the optimizer
-    skipped = manifest.iteration - taken
+    steps = state["scheduler_steps"] - 1  # the scheduler is one step ahead of the optimizer
+    skipped = manifest.iteration - steps
     so_far = manifest.facts.get("accepted", [])
     now = [{"iteration": manifest.iteration, **vars(change)} for change in accepted]
     omitted = on_first_rank(lambda: left_out.together(folder.parent, state.get("left_out", [])))
@@ -250,8 +254,10 @@ def resume(
 
 
 def _of_another_run(run: RunConfig, manifest: Manifest) -> list[str]:
-    """A line for people where a checkpoint.folder that runs may share has a checkpoint that was saved with another
-    run_dir: the same one under another path, or another run's."""
+    """A line for a checkpoint that was saved with another run_dir in a shared checkpoint.folder.
+
+    It may be the same run under another path, or another run.
+    """
     there = manifest.facts.get("run", {}).get("run_dir")
     if is_inside(checkpoint_folder(run), Path(run.run_dir)) or not isinstance(there, str):
         return []
@@ -272,7 +278,7 @@ def _note(text: str) -> str:
 
 
 def _data_notes(changed: list[binding.Change]) -> list[str]:
-    """What decides the order of samples and is not as it was."""
+    """Changes that affect the order of samples."""
     order = {f"train.{name}" for name in ("train_iters", "global_batch_size", "seq_length", "seed")}
     order |= {"data.paths", "data.column", "data.loss", "data.split", binding.DATA_CONTENT}
     names = [change.name for change in changed if change.name in order]
@@ -282,7 +288,7 @@ def _data_notes(changed: list[binding.Change]) -> list[str]:
 
 
 def estimated_bytes(parameters: int, dtype: torch.dtype) -> int:
-    """About how large a checkpoint is: weights in their dtype, masters and two moments in float32."""
+    """Approximate size of a checkpoint in bytes: weights in their dtype, masters and two moments in float32."""
     return parameters * (dtype.itemsize + 3 * torch.float32.itemsize)
 
 
@@ -290,8 +296,8 @@ class Checkpoints:
     """Saves a run's checkpoints. Made, and called, on every rank.
 
     Args:
-        folders: where they are, held by this run.
-        facts: what manifests say of the run beside its config, layout and versions.
+        folders: the run's locked folders.
+        facts: manifest entries beside config, layout and versions.
     """
 
     def __init__(
@@ -305,18 +311,18 @@ class Checkpoints:
     ) -> None:
         self.run, self.chunks, self.optimizer, self.scheduler = run, chunks, optimizer, scheduler
         self.facts = facts
-        wanted = run.checkpoint
+        section = run.checkpoint
         self._saver = Saver(
             folders.checkpoints,
-            keep_last=wanted.keep_last,
-            asynchronous=wanted.async_save,
+            keep_last=section.keep_last,
+            asynchronous=section.async_save,
             still_ours=folders.still_ours,
             timeout=timedelta(minutes=run.train.distributed_timeout_minutes),
         )
         self._saved: int | None = None
 
     def due(self, iteration: int, stopped: bool = False) -> bool:
-        """Whether the config asks for a checkpoint after this iteration; ``stopped``: no other follows."""
+        """Whether a checkpoint is due after this iteration; ``stopped``: it is the run's last."""
         interval = self.run.checkpoint.save_interval
         if interval == "never":
             return False
@@ -326,21 +332,21 @@ class Checkpoints:
 
     @property
     def seconds(self) -> float:
-        """How long the latest complete save took; 0 before the first."""
+        """Duration of the latest complete save in seconds; 0 before the first."""
         return self._saver.seconds
 
     def wait(self) -> None:
-        """Return when no save is under way. Raises SaveError if it failed."""
+        """Wait for a running save. Raises SaveError if it failed."""
         self._saver.finish()
 
     def went_back(self) -> None:
-        """Training goes on from an earlier iteration: the next checkpoints are others, whatever their number."""
+        """After a rollback: later checkpoints are new, even if their iteration was saved before."""
         self._saved = None
 
     def save(self, iteration: int, samples: int, more: dict[str, Any] | None = None) -> None:
-        """Save the state after `iteration` with `samples` consumed, unless that is done. Collective.
+        """Save the state after `iteration` with `samples` consumed, unless it is saved already. Collective.
 
-        ``more``: numbers for the manifest's state.
+        ``more``: further numbers for the manifest's state.
 
         Raises SaveError on every rank; earlier checkpoints stay.
         """
@@ -360,13 +366,13 @@ class Checkpoints:
         self._saved = iteration
 
     def close(self) -> None:
-        """Wait for a save that is under way. Raises SaveError if it failed, or the last one held NaN or Inf."""
+        """Wait for a running save. Raises SaveError if it failed, or if the last checkpoint has NaN or Inf."""
         self._saver.close()
         if self._saver.not_finite:
-            kept = complete_checkpoints(self._saver.folder)
+            saved = complete_checkpoints(self._saver.folder)
             back = (
-                f"go back to {kept[-1]} with a lower optimizer.lr"
-                if kept
+                f"go back to {saved[-1]} with a lower optimizer.lr"
+                if saved
                 else "start again with a lower optimizer.lr"
             )
             raise SaveError(f"training ended with NaN or Inf in {self._saver.not_finite}: {back}.")

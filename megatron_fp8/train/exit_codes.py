@@ -1,7 +1,7 @@
-"""What a process of this package ends with. torchrun passes it on, and batch scripts start again after 1 alone."""
+"""Exit codes. torchrun passes them on; batch scripts should restart only after 1."""
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
-"""Training failed, or a peer did: the same input may succeed another time."""
+"""Training failed, here or on another rank: the same input may succeed later."""
 EXIT_BAD_INPUT = 2
-"""The input is wrong, and would be the next time."""
+"""The input is wrong: another attempt would fail too."""

@@ -1,4 +1,4 @@
-"""Training failures, and the place of the first NaN or Inf."""
+"""Training failures, and a search for the first NaN or Inf."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from .state_check import StateCheck
 
 
 class TrainingFailed(RuntimeError):
-    """Training cannot go on. The message is one line: what happened, and what to do."""
+    """Training cannot continue. The message is one line: what happened, and what to do."""
 
 
 _KINDS = ("state", "weight", "scale", "cast", "gradient")
-_PLACES, _STAGES = 24, 12  # bits of a number that orders by kind, stage and place
+_PLACES, _STAGES = 24, 12  # bits of the sort key of kind, stage and place
 
 
 def first_not_finite(chunks: list[Any], check: StateCheck | None = None) -> tuple[str, str] | None:
-    """(kind, line) of what on any rank holds NaN or Inf now, the likeliest cause first; None: nothing does. Collective.
+    """Find the likeliest cause of NaN or Inf on any rank, as (kind, line); None if there is none. Collective.
 
-    Kinds, in this order: 'state' of the optimizer and of delayed scaling, where ``check`` looks; 'weight'; 'scale', a
-    delayed scale or an amax that no cast recorded; 'cast', what an FP8 cast of the last iteration met, inputs before
-    gradients; 'gradient'. Within a kind the model's order counts, then the lowest rank: what one rank's cast met comes to
-    the other ranks with the next layers.
+    Kinds, in this order: 'state' of the optimizer and of delayed scaling, found by ``check``; 'weight'; 'scale', a
+    delayed scale or amax that no cast can have written; 'cast', NaN or Inf in an FP8 cast of the last iteration, inputs
+    before gradients; 'gradient'. Within a kind the model's order decides, then the lowest rank: NaN from one rank's
+    cast reaches the other ranks in the following layers.
     """
-    stage, mine, order = parallel_state.get_pipeline_model_parallel_rank(), None, 0
+    stage, own, order = parallel_state.get_pipeline_model_parallel_rank(), None, 0
     if check is not None and (state := check.first()):
-        mine, order = ("state", state), stage << _PLACES
+        own, order = ("state", state), stage << _PLACES
     elif first := next(_not_finite(chunks), None):
         kind, place, line = first
-        mine = (kind, line)
+        own = (kind, line)
         order = (_KINDS.index(kind) << _PLACES + _STAGES) + (stage << _PLACES) + place
-    if (found := first_to_say(mine, order=order)) is None:
+    if (first_found := first_to_say(own, order=order)) is None:
         return None
-    rank, (kind, line) = found
+    rank, (kind, line) = first_found
     return kind, f"{line} on rank {rank}"
 
 
 def _not_finite(chunks: list[Any]) -> Iterator[tuple[str, int, str]]:
-    """(kind, place in the model, line) of this rank's."""
-    named = [(name, p) for chunk in chunks for name, p in named_parameters(unwrap(chunk))]
-    for place, (name, parameter) in enumerate(named):
+    """(kind, place in the model, line) of each NaN or Inf on this rank."""
+    parameters = [(name, p) for chunk in chunks for name, p in named_parameters(unwrap(chunk))]
+    for place, (name, parameter) in enumerate(parameters):
         if count := _count(parameter.detach()):
             yield "weight", place, f"the weight {name} holds {count} NaN or Inf"
     arenas = state_of(unwrap(chunks[0]).config).arenas
@@ -65,7 +65,7 @@ def _not_finite(chunks: list[Any]) -> Iterator[tuple[str, int, str]]:
         own = arena.own_nonfinite
         if slot.index < len(own) and (count := int(own[slot.index])):
             yield "cast", place, f"the FP8 cast of {slot.name} met {count} NaN or Inf"
-    for place, (name, parameter) in enumerate(named):
+    for place, (name, parameter) in enumerate(parameters):
         gradient = getattr(parameter, "main_grad", None)
         gradient = parameter.grad if gradient is None else gradient
         if gradient is not None and (count := _count(gradient)):
@@ -74,6 +74,6 @@ def _not_finite(chunks: list[Any]) -> Iterator[tuple[str, int, str]]:
 
 @torch.no_grad()
 def _count(values: torch.Tensor) -> int:
-    """NaN and Inf among `values` of any dtype, FP8 parameters too."""
+    """Number of NaN and Inf in `values`, of any shape and dtype, FP8 parameters too."""
     plain = values if values.dtype in (torch.float32, torch.bfloat16, torch.float16) else values.float()
     return int((~torch.isfinite(plain)).sum())

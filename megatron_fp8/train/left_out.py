@@ -3,11 +3,11 @@
     checkpoints/left_out.json    {"left_out": [{"first": 40, "last": 48, "iteration": 12, "went_back_to": 10,
                                                 "why": "..."}, ...], "sha256": "..."}
 
-Places in the order of samples, from `first` to before `last`. What is counted as consumed are the samples that are not
-left out: so a run that leaves some out goes on, in every number, as one whose data never had them. The file is written
-before training goes on, and lies beside the checkpoints, so that a run that resumes from one that is older than the spike
-leaves them out too; checkpoints that are saved later hold them in their manifest. A digit that changes in it would train
-on other samples, so it has a checksum, as manifests have theirs; earlier versions were the list alone, without one.
+Ranges are positions in the order of samples, from `first` to before `last`. Excluded samples do not count as consumed.
+So a run that excludes some continues, in every number, like a run whose data never had them. The file is written before
+training continues. It lies beside the checkpoints, so that a run which resumes from before the spike excludes the
+samples too; later checkpoints store them in their manifest. One changed digit would select other samples, so the file
+has a checksum like a manifest; earlier versions wrote only the list, without a checksum.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Range = tuple[int, int]
 
 
 def place(kept: int, ranges: Iterable[Range]) -> int:
-    """Where in the order of all samples the one is that `kept` others of those not left out come before."""
+    """Position among all samples of sample number `kept` (from 0) among those that are not excluded."""
     for first, last in sorted(ranges):
         if kept < first:
             break
@@ -39,33 +39,36 @@ def place(kept: int, ranges: Iterable[Range]) -> int:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """The records beside a folder's checkpoints; none if there is no file. ValueError: it cannot be read, or holds
-    something else than was written. A list without a checksum is taken as it is, with a warning."""
+    """The records beside a folder's checkpoints; none if there is no file.
+
+    Raises ValueError if the file cannot be read or its checksum differs. A list without a checksum is accepted, with a
+    warning.
+    """
     path = folder / FILE
     try:
         refuse_link_out(path)
-        found = load_json(read_ordinary(path, _LARGEST))
-        if isinstance(found, dict):
-            if found.get("sha256") != checksum(found):
+        content = load_json(read_ordinary(path, _LARGEST))
+        if isinstance(content, dict):
+            if content.get("sha256") != checksum(content):
                 raise ValueError("its checksum differs: it is not what was written")
-            found = found.get(_RECORDS)
+            content = content.get(_RECORDS)
         else:
             warnings.warn(
-                f"{str(path)!r} is of an earlier version, which had no checksum: it is taken as it is.",
+                f"{str(path)!r} is of an earlier version, which had no checksum: it is used unchecked.",
                 stacklevel=2,
             )
-        _check(found)
+        _check(content)
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{str(path)!r} is no list of samples to leave out ({error}): bring it back, or remove it to read them all."
         ) from error
-    return list(found)
+    return list(content)
 
 
 def _check(records: Any) -> None:
-    """ValueError unless these are records whose ranges lie one beside the other: one counted twice moves all samples."""
+    """Raise ValueError unless these are records with disjoint ranges: a sample counted twice shifts all later ones."""
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise ValueError("it holds something else than a list of objects")
     for record in records:
@@ -79,26 +82,28 @@ def _check(records: Any) -> None:
 
 
 def write(folder: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Put these records beside the checkpoints. Raises OSError."""
+    """Write these records beside the checkpoints. Raises OSError."""
     content = {_RECORDS: list(records)}
     replace_file(folder / FILE, json.dumps({**content, "sha256": checksum(content)}, indent=1) + "\n")
 
 
 def together(folder: Path, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is left out from a checkpoint on: what its manifest says (``saved``) and, as the file in its ``folder`` says,
-    what was left out after it was saved. ValueError: as `read`, or they do not fit together."""
-    found = {(record["first"], record["last"]): record for record in [*saved, *read(folder)]}
-    records = [found[key] for key in sorted(found)]
+    """All excluded samples: those in a checkpoint's manifest (``saved``), and later ones from the file in ``folder``.
+
+    Raises ValueError as `read`, or if the two contradict each other.
+    """
+    by_range = {(record["first"], record["last"]): record for record in [*saved, *read(folder)]}
+    records = [by_range[key] for key in sorted(by_range)]
     try:
         _check(records)
     except ValueError as error:
         raise ValueError(
-            f"{str(folder / FILE)!r} and the checkpoint's manifest say different things ({error}): bring the file back,"
+            f"{str(folder / FILE)!r} and the checkpoint's manifest contradict each other ({error}): bring the file back,"
             " or remove it to leave out what the manifest says."
         ) from error
     return records
 
 
 def ranges_of(records: Iterable[dict[str, Any]]) -> list[Range]:
-    """Their ranges alone."""
+    """The ranges of the records."""
     return [(record["first"], record["last"]) for record in records]

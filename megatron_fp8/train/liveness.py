@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 _MEMORY = 0.9
-"""Of the running means: the last ten losses or so."""
+"""Decay of the running means: about the last ten losses count."""
 _FAR = 2.0
-"""A loss is a spike when it is at least this many times its running mean,"""
+"""A spike is a loss of at least this many times the running mean,"""
 _DEVIATIONS = 6.0
-"""and above it by at least this many times the mean difference of losses from it."""
+"""and above the mean by at least this many mean absolute deviations."""
 
 
 @dataclass
 class Liveness:
-    """What the steps so far say. Every rank has one and gives it the same steps, so that all decide the same.
+    """Counts steps and judges losses. Every rank has one and gives it the same steps, so all ranks decide the same.
 
     Attributes:
-        max_skipped_steps: so many skipped steps in a row end the training; 0: none do.
-        row: skipped steps in a row, of those that count.
+        max_skipped_steps: this many skipped steps in a row end the training; 0: no limit.
+        row: counted skipped steps in a row.
         taken: steps that were not skipped.
-        skipped: steps that were.
-        spike: the first loss far above its running mean, in words; empty: there was none.
-        now: the same of the last step.
+        skipped: steps that were skipped.
+        spike: describes the first loss spike; empty if there was none.
+        now: the same for the last step.
     """
 
     max_skipped_steps: int
@@ -37,15 +37,15 @@ class Liveness:
 
     @property
     def hopeless(self) -> bool:
-        """Whether so many steps in a row were skipped that training has to end."""
+        """Whether too many steps in a row were skipped, so that training must end."""
         return 0 < self.max_skipped_steps <= self.row
 
     def step(self, iteration: int, loss: float | None, *, skipped: bool, curable: bool) -> str:
-        """Take note of a step; a line to say now, or ''.
+        """Record a step; return a line to print, or ''.
 
         Args:
-            loss: None: not finite.
-            curable: a loss scale can still fall; a step that is skipped meanwhile is neither counted nor the row's end.
+            loss: None if it is not finite.
+            curable: a loss scale can still decrease; a step skipped meanwhile neither counts nor ends the row.
         """
         if not skipped:
             self.taken, self.row = self.taken + 1, 0
@@ -56,23 +56,23 @@ class Liveness:
         return "" if loss is None else self._loss(iteration, loss)
 
     def memory(self) -> dict[str, float]:
-        """What the losses so far left, for a checkpoint."""
+        """The running means, for a checkpoint."""
         return {"mean": self._mean, "deviation": self._deviation, "losses": self._losses}
 
     def remember(self, memory: dict[str, float]) -> None:
-        """Judge the next losses as after ``memory()``; of an empty one as at the start."""
+        """Restore what ``memory()`` returned; an empty ``memory`` resets to the start."""
         self._mean, self._deviation = memory.get("mean", 0.0), memory.get("deviation", 0.0)
         self._losses = int(memory.get("losses", 0))
 
     def _loss(self, iteration: int, loss: float) -> str:
-        said = ""
+        warning = ""
         mean, distance = self._mean, loss - self._mean
         far = loss > _FAR * mean and distance > _DEVIATIONS * self._deviation
         if self._losses and far:
             self.now = f"iteration {iteration} had loss {loss:.4f}, far above the running mean {mean:.4f}"
         if self.now and not self.spike:
             self.spike = self.now
-            said = (
+            warning = (
                 f"warning: {self.spike}. If it does not come back: go back to an earlier checkpoint, with a lower "
                 "optimizer.lr, a longer optimizer.lr_warmup_iters or other data."
             )
@@ -80,4 +80,4 @@ class Liveness:
         self._deviation = self._deviation * weight + (1 - weight) * (abs(distance) if self._losses else 0.0)
         self._mean = mean * weight + (1 - weight) * loss
         self._losses += 1
-        return said
+        return warning

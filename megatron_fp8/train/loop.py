@@ -28,18 +28,18 @@ class Trainer:
     """One rank's part of a training run.
 
     Args:
-        stepper: one step, on all ranks.
-        start: the iterations that were done before, and the samples that they consumed.
-        flops_per_token: forward and backward.
-        writer, display: on rank 0; None elsewhere.
-        after_first_step: called on every rank once sites have run.
+        stepper: runs one step on all ranks.
+        start: finished iterations and the samples that they consumed.
+        flops_per_token: forward and backward together.
+        writer, display: on rank 0; None on other ranks.
+        after_first_step: called on every rank after the first step, when all sites have run.
         sites_moved: called on every rank after a later step in which the guard moved sites.
-        checkpoints: saves; None saves nothing.
-        telemetry: watches; None: nobody does.
-        rewinds: go back behind spikes of the loss; None: a spike is only said.
-        unvalidated: all iterations were done before, and the validation that follows the last one is not on record.
+        checkpoints: saves checkpoints; None: nothing is saved.
+        telemetry: collects telemetry; None: none is collected.
+        rewinds: rolls back behind loss spikes; None: a spike only causes a warning.
+        unvalidated: all iterations are done already, but the final validation is not recorded.
 
-    ``samples``: consumed so far. ``started``: the checkpoint from which it goes on, if there is one.
+    ``samples``: consumed so far. ``started``: the checkpoint from which training continues, if there is one.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Trainer:
         self._flops_per_step = self._tokens_per_step * flops_per_token
 
     def train(self) -> dict[str, float]:
-        """Iterations after `finished`, validations and checkpoints, until all are done or a stop is requested.
+        """Train, validate and save until all iterations are done or a stop is requested.
 
-        Where none is left, the last validation if it is not on record: a run that was ended between the two.
+        If no iteration is left, run the final validation if it is not recorded: the earlier run ended between the two.
 
-        Returns the first and last loss, the last validation's, and 'iteration': the last one done.
+        Returns the first and last loss, the last validation loss, and 'iteration': the last one done.
         """
-        wanted = self.run.train
+        section = self.run.train
         training = self.stepper.training_data(self.samples, ranges_of(self._left_out))
         summary: dict[str, float] = {"iteration": self.finished}
         moves = guard_moves(self.stepper.chunks)
@@ -84,7 +84,7 @@ class Trainer:
         if self._unvalidated:
             self._validate(self.finished, summary)
         iteration, first = self.finished, True
-        while iteration < wanted.train_iters:
+        while iteration < section.train_iters:
             iteration += 1
             self._enter("step", iteration)
             metrics = self._timed_step(iteration, training)
@@ -101,22 +101,22 @@ class Trainer:
             if self.writer and self.display:
                 self.writer.iteration(metrics)
                 self.display.iteration(metrics)
-            self._look(metrics)
+            self._check_step(metrics)
             if self.liveness.now and (back := self._rewind(iteration)) is not None:
                 iteration = back
                 training = self.stepper.training_data(self.samples, ranges_of(self._left_out))
                 continue
-            due = wanted.eval_interval and iteration % wanted.eval_interval == 0
-            if wanted.eval_iters and (due or iteration == wanted.train_iters):
+            due = section.eval_interval and iteration % section.eval_interval == 0
+            if section.eval_iters and (due or iteration == section.train_iters):
                 self._validate(iteration, summary)
             stop = self.stepper.stop.reason is not None
-            every = wanted.check_replicas_every
+            every = section.check_replicas_every
             if every and iteration % every == 0:
                 self._compare(iteration)
             if self.checkpoints and self.checkpoints.due(iteration, stop):
                 self._enter("save", iteration)
                 self._compare(iteration)
-                self.checkpoints.save(iteration, self.samples, self._more())
+                self.checkpoints.save(iteration, self.samples, self._rollback_state())
                 self.stepper.stop.saved_in(self.checkpoints.seconds)
                 self._event(iteration, "save", folder_name(iteration))
             if stop:
@@ -128,18 +128,20 @@ class Trainer:
         return summary
 
     def _enter(self, kind: str, iteration: int) -> None:
-        """What comes next takes a time of its own: 'step', 'validation', 'save' or 'end'."""
+        """Tell the watchdog the next phase, which has its own time limit: 'step', 'validation', 'save' or 'end'."""
         self.stepper.watchdog.enter(kind, iteration)
 
     def _rewind(self, iteration: int) -> int | None:
-        """After a spike: the iteration after which training goes on, without the samples since; None where it does not go
-        back. Collective."""
+        """Roll back after a spike and exclude the samples since then.
+
+        Returns the iteration from which training continues; None without a rollback. Collective.
+        """
         if self.rewinds is None or self.checkpoints is None:
             return None
-        self._enter("save", iteration)  # which reading takes about as long as
-        start, said = self.rewinds.back(iteration, self.samples, self.liveness.now)
+        self._enter("save", iteration)  # reading takes about as long as saving
+        start, line = self.rewinds.back(iteration, self.samples, self.liveness.now)
         if self.display:
-            self.display.say(said)
+            self.display.say(line)
         if start is None:
             return None
         self.samples, self._left_out = start.samples, self.rewinds.records
@@ -149,11 +151,11 @@ class Trainer:
         self.checkpoints.went_back()
         if self.writer:
             self.writer.go_back(start.iteration)
-            self._event(start.iteration, "rewind", said.removeprefix("rewind").strip())
+            self._event(start.iteration, "rewind", line.removeprefix("rewind").strip())
         return start.iteration
 
-    def _more(self) -> dict[str, Any]:
-        """What manifests say of rewinds; empty where there is nothing to say."""
+    def _rollback_state(self) -> dict[str, Any]:
+        """Manifest entries of rollbacks; empty if there are none."""
         memory = {"liveness": self.liveness.memory()} if self.rewinds is not None else {}
         return {**memory, **({"left_out": self._left_out} if self._left_out else {})}
 
@@ -171,79 +173,83 @@ class Trainer:
         if self.writer:
             self.writer.event(iteration, event, text)
 
-    def _look(self, metrics: IterationMetrics) -> None:
-        """Say what a step tells of the training. Raises TrainingFailed, on all ranks, when it stands still."""
+    def _check_step(self, metrics: IterationMetrics) -> None:
+        """Check a step and print warnings. Raises TrainingFailed on all ranks when training makes no progress."""
         curable = any(scaler.rule.scale > scaler.rule.min_scale for scaler in scalers(self.stepper.optimizer))
         live = self.liveness
         if self.stepper.damaged:
             self._fail("the optimizer or FP8 state of a rank is damaged", metrics.iteration - 1)
-        said = live.step(metrics.iteration, metrics.lm_loss, skipped=bool(metrics.skipped), curable=curable)
-        if said and self.display and self.rewinds is None:
-            self.display.say(said)
+        warning = live.step(
+            metrics.iteration, metrics.lm_loss, skipped=bool(metrics.skipped), curable=curable
+        )
+        if warning and self.display and self.rewinds is None:
+            self.display.say(warning)
         if metrics.skipped and live.row == 1:
-            self._say_skipped(metrics.iteration)
+            self._report_skipped(metrics.iteration)
         if live.hopeless:
             self._fail(
                 f"{live.row} steps in a row were skipped, because a loss, a gradient or an FP8 cast was not finite",
                 metrics.iteration - live.row,
             )
 
-    def _say_skipped(self, iteration: int) -> None:
-        """Why the first step of a row was skipped, on all ranks. Collective."""
-        found = first_not_finite(self.stepper.chunks)
-        why = found[1] if found else "the loss was not finite"
+    def _report_skipped(self, iteration: int) -> None:
+        """Report why the first step of a row was skipped on all ranks. Collective."""
+        first = first_not_finite(self.stepper.chunks)
+        why = first[1] if first else "the loss was not finite"
         self._event(iteration, "skip", why)
         if self.display:
             self.display.say(f"warning: the step of iteration {iteration} was skipped on all ranks: {why}.")
 
     def _check_end(self, summary: dict[str, float]) -> None:
-        """Raise TrainingFailed, on all ranks, if the run ends without a model that can be used."""
-        done, row, taken = int(summary["iteration"]), self.liveness.row, self.liveness.taken
-        if row > taken:
+        """Raise TrainingFailed on all ranks if the run ends without a usable model."""
+        done, row, steps_taken = int(summary["iteration"]), self.liveness.row, self.liveness.taken
+        if row > steps_taken:
             what = (
-                f"of {row + taken} steps the last {row} were skipped" if taken else "no step could be taken"
+                f"of {row + steps_taken} steps the last {row} were skipped"
+                if steps_taken
+                else "no step could be taken"
             )
             self._fail(what, done - row)
         if not math.isfinite(summary.get("validation_loss", 0.0)):
             self._fail("the last validation's loss is not finite", done - 1)
         if row:
-            found = first_not_finite(self.stepper.chunks)
-            if found and found[0] == "weight":
+            first = first_not_finite(self.stepper.chunks)
+            if first and first[0] == "weight":
                 self._fail(f"the last {row} steps were skipped", done - row)
         if self.stepper.state_is_damaged():
             self._fail("the optimizer or FP8 state of a rank is damaged", done - 1)
         self._compare(done)
 
     def _compare(self, iteration: int) -> None:
-        """Raise TrainingFailed, on all ranks, unless what they hold in common after an iteration is the same on all."""
+        """Raise TrainingFailed on all ranks if replicated state differs between ranks after an iteration."""
         if iteration == self._compared:
             return
-        if found := self.stepper.differing():
+        if problem := self.stepper.differing():
             raise TrainingFailed(
-                f"training failed: after iteration {iteration} {found}. A memory or a processor has changed bits, which"
-                f" no step can mend. {self._back(iteration - 1)}; where it comes again, leave that rank's node out."
+                f"training failed: after iteration {iteration} {problem}. A memory or a processor has changed bits, which"
+                f" no step can mend. {self._remedy(iteration - 1)}; where it comes again, leave that rank's node out."
             )
         self._compared = iteration
 
-    def _back(self, last_good: int) -> str:
-        """Where to go back to: the newest checkpoint of at most an iteration."""
+    def _remedy(self, last_good: int) -> str:
+        """A remedy: the newest checkpoint of at most iteration `last_good`."""
         saved = checkpoint_before(self.run, last_good, self.started)
         return (
             f"Go back to {saved} (--resume={saved})" if saved else "No checkpoint is from before: start again"
         )
 
     def _fail(self, what: str, last_good: int) -> NoReturn:
-        """Raise TrainingFailed: what happened, where, and the newest checkpoint of at most iteration `last_good`."""
-        found = first_not_finite(self.stepper.chunks, self.stepper.check)
-        where = f"; first, {found[1]}" if found else ""
+        """Raise TrainingFailed: what happened, where, and the newest checkpoint of at most `last_good`."""
+        first = first_not_finite(self.stepper.chunks, self.stepper.check)
+        where = f"; first, {first[1]}" if first else ""
         skipped, steps = self.liveness.skipped, self.liveness.skipped + self.liveness.taken
-        cure = "a lower optimizer.lr, a longer optimizer.lr_warmup_iters or other data"
+        remedy = "a lower optimizer.lr, a longer optimizer.lr_warmup_iters or other data"
         if self.run.model.fp16 and self.run.optimizer.loss_scale:
-            cure = (
-                f"a lower optimizer.loss_scale than {self.run.optimizer.loss_scale:g} or without it, {cure}"
+            remedy = (
+                f"a lower optimizer.loss_scale than {self.run.optimizer.loss_scale:g} or without it, {remedy}"
             )
         raise TrainingFailed(
-            f"training failed: {what}{where}. {self._back(last_good)}, with {cure}."
+            f"training failed: {what}{where}. {self._remedy(last_good)}, with {remedy}."
             f" {skipped} of {steps} steps were skipped."
         )
 
@@ -254,7 +260,7 @@ class Trainer:
         loss, updated, grad_norm = self.stepper.step(training)
         mtp = self.stepper.mtp_loss()
         self.samples += self.run.train.global_batch_size
-        # Not synchronised: on a GPU the optimizer's kernels may still run, and count in the next iteration's time.
+        # Not synchronised: on a GPU the optimizer's kernels may still run and count towards the next iteration's time.
         seconds = time.perf_counter() - start
         counts, peak = iteration_counts(unwrap(self.stepper.chunks[0]).config), bf16_peak()
         return IterationMetrics(

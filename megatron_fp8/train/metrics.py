@@ -1,4 +1,4 @@
-"""What a run records of each iteration: metrics.jsonl, TensorBoard, and the line people watch.
+"""Records of each iteration: metrics.jsonl, TensorBoard and the progress line.
 
 metrics.jsonl has one object per iteration:
 
@@ -7,15 +7,15 @@ metrics.jsonl has one object per iteration:
     grad_norm         norm of the whole gradient before clipping; null when the step was skipped or clipping is off
     learning_rate     of the step
     tokens            trained on so far, this iteration included
-    tokens_per_s      this iteration's; on a GPU it ends with the gradient norm, and the update counts in the next
-    mfu               of the BF16 peak of all GPUs together; null on CPU and on GPUs whose peak is not known
+    tokens_per_s      of this iteration; on a GPU its time ends at the gradient norm, the update counts in the next one
+    mfu               share of the BF16 peak of all GPUs; null on CPU and on GPUs of unknown peak
     skipped           1 if the optimizer step was skipped (something was not finite), else 0
-    loss_scale        by which the loss was multiplied in this iteration; null unless the model is FP16
-    nonfinite         NaN and Inf that FP8 casts met, over all ranks
+    loss_scale        factor of the loss in this iteration; null unless the model is FP16
+    nonfinite         NaN and Inf that FP8 casts found, over all ranks
     fp8_gemms         GEMMs that ran in FP8 on this rank, hp_gemms: linear-layer GEMMs that did not
-    amax_collectives  collectives that reduced amax and health
+    amax_collectives  collectives that reduced amaxes and counts of NaN and Inf
     mtp_loss          mean loss of multi-token prediction, in nats, over the tokens ahead; null without mtp_num_layers
-    peak_memory       bytes: allocated at most on this GPU, or this process's largest resident size on CPU
+    peak_memory       bytes: peak allocation on this GPU, or this process's largest resident size on CPU
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 from ..files.lines import records_until
 from ..files.records import Board, continued
 
-# Dense BF16 peaks of the vendors' data sheets, in FLOP/s; the first name found in the device's name counts.
+# Dense BF16 peaks from the vendors' data sheets, in FLOP/s; the first name within the device's name counts.
 _BF16_PEAK = (
     ("H100 PCIe", 756e12),
     ("H100 NVL", 835e12),
@@ -69,12 +69,12 @@ class IterationMetrics:
 
 
 def finite(value: float | None) -> float | None:
-    """`value`, or None (null in JSON, which knows no NaN) if it is not finite."""
+    """`value`, or None if it is not finite: JSON has no NaN."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def peak_memory() -> int:
-    """Bytes, as the field `peak_memory` says."""
+    """Peak memory in bytes: the field `peak_memory`."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -82,7 +82,7 @@ def peak_memory() -> int:
 
 
 def bf16_peak() -> float | None:
-    """FLOP/s of one of this machine's GPUs in BF16; None on CPU or if the GPU is not known."""
+    """Peak BF16 FLOP/s of this GPU; None on CPU or for an unknown GPU."""
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
@@ -90,24 +90,24 @@ def bf16_peak() -> float | None:
 
 
 def model_flops_per_token(active: int, vocab_rows: int, hidden: int, layers: int, sequence: int) -> float:
-    """Forward and backward FLOPs per token: 6 per weight that multiplies it, and causal attention's 6 L h s."""
+    """Forward and backward FLOPs per token: 6 for each weight used, and 6 L h s for causal attention."""
     return 6.0 * (active + vocab_rows * hidden) + 6.0 * layers * hidden * sequence
 
 
 def lacks_validation(folder: Path, iteration: int) -> bool:
-    """Whether a run's validation.jsonl has no record, or an unfinished one, of this iteration. Raises OSError."""
-    found, _ = records_until(folder / "validation.jsonl", iteration)
-    return not (found and found[-1][1]["iteration"] == iteration)
+    """Whether a run's validation.jsonl has no complete record of this iteration. Raises OSError."""
+    records, _ = records_until(folder / "validation.jsonl", iteration)
+    return not (records and records[-1][1]["iteration"] == iteration)
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl, validation.jsonl, events.jsonl and TensorBoard under a run's folder. Only rank 0 has one.
+    """Writes metrics.jsonl, validation.jsonl, events.jsonl and TensorBoard files in a run's folder. Only on rank 0.
 
-    Raises OSError when it is made, and not later: a disk that is full meanwhile is said once.
+    Raises OSError when it is made; later write errors are reported once, by `close`.
 
     Args:
-        finished: iterations that the run had finished when it was resumed; what is recorded of later ones is dropped.
-        before: those of them that another run has trained, where this one went on from its checkpoint.
+        finished: finished iterations when the run was resumed; records of later iterations are dropped.
+        before: iterations among them that another run trained.
     """
 
     def __init__(self, folder: Path, finished: int = 0, before: int = 0) -> None:
@@ -137,18 +137,18 @@ class MetricsWriter:
             self._board.scalars(iteration, {"validation/lm_loss": loss})
 
     def event(self, iteration: int, event: str, text: str) -> None:
-        """Record what happened beside the steps, such as a save: {"iteration", "event": in a word, "text"}."""
+        """Record an event such as a save: {"iteration", "event": one word, "text"}."""
         self._events.write(
             (json.dumps({"iteration": iteration, "event": event, "text": text}) + "\n").encode()
         )
 
     def go_back(self, finished: int) -> None:
-        """Drop what is recorded of later iterations than `finished`. Raises OSError."""
+        """Drop the records of iterations after `finished`. Raises OSError."""
         self._lost += self.close()
         self._open(finished)
 
     def close(self) -> list[str]:
-        """Close every file; what they lack."""
+        """Close every file; return lines about records that could not be written."""
         return [
             *self._lost,
             *self._events.close(),
@@ -159,10 +159,10 @@ class MetricsWriter:
 
 
 class Display:
-    """Progress for people: a bar on a terminal, else a line every `log_interval` iterations.
+    """Progress output: a bar on a terminal, else a line every `log_interval` iterations.
 
     Args:
-        finished, skipped: iterations that were done, and of them skipped, when the run was resumed.
+        finished, skipped: finished iterations when the run was resumed, and how many of them were skipped.
     """
 
     def __init__(self, iterations: int, log_interval: int, finished: int = 0, skipped: int = 0) -> None:
@@ -202,13 +202,13 @@ class Display:
             print(f"iteration {metrics.iteration:>5}/{self._iterations}  {text}", flush=True)
 
     def say(self, text: str) -> None:
-        """Print a line above the bar, as it is: names in it may hold what rich's print takes for markup."""
+        """Print a line above the bar, verbatim: rich's print would interpret brackets in names as markup."""
         if self._bar is not None:
             self._bar.console.out(text, highlight=False)
         else:
             print(text, flush=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         if self._bar is not None:
             self._bar.stop()

@@ -33,9 +33,9 @@ from .launch.parallel import PASSING
 
 
 def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> list[Any]:
-    """This rank's model chunks, one per virtual pipeline stage, each a DistributedDataParallel.
+    """This rank's model chunks, one per virtual pipeline stage, each in a DistributedDataParallel.
 
-    Raises ValueError if the model cannot be built in this layout, or Megatron-Core would refuse its first step.
+    Raises ValueError if the model cannot be built in this layout, or if Megatron-Core would reject its first step.
     """
     if config.num_moe_experts and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise ValueError(
@@ -43,10 +43,10 @@ def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> 
             f" model.num_moe_experts={config.num_moe_experts}: tensor parallel ranks send tokens of their own to experts:"
             " set model.sequence_parallel=true, or model.tensor_model_parallel_size=1."
         )
-    # A micro-batch may have any number of tokens with a loss: gradients are divided by those of the global batch.
+    # Micro-batches differ in tokens with a loss, so gradients are divided by the global batch's number of them.
     config.calculate_per_token_loss = run.data.loss != "all"
     stages = config.virtual_pipeline_model_parallel_size
-    with _refusing_a_layout():
+    with _layout_errors():
         models = [
             _build_stage(config, run, vocab_size, stage if stages else None) for stage in range(stages or 1)
         ]
@@ -55,7 +55,7 @@ def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> 
         overlap_grad_reduce=run.optimizer.overlap_grad_reduce,
         overlap_param_gather=run.optimizer.overlap_param_gather,
         use_distributed_optimizer=run.optimizer.use_distributed_optimizer,
-        check_for_nan_in_grad=False,  # the optimizer sees them and skips the step
+        check_for_nan_in_grad=False,  # the optimizer detects them and skips the step
         **_gather_settings(config, run),
     )
     chunks = [
@@ -68,25 +68,25 @@ def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> 
 
 
 LEFT_OUT = ("mtp.",)
-"""What names of weights begin with that ``build_model`` leaves out of a model."""
+"""Prefixes of the weights that ``build_model`` excludes."""
 
 
 def build_model(config: TransformerConfig, run: RunConfig, vocab_size: int) -> Any:
-    """The whole model of one pipeline stage, not wrapped for data parallelism: for inference.
+    """The whole model of one pipeline stage, without data parallelism, for inference.
 
-    Layers of multi-token prediction are left out, of ``config`` too: they serve training, and Megatron-Core's GPTModel
-    runs them on whatever it is given, with labels or without.
+    Excludes layers of multi-token prediction (also from ``config``): they serve training, and Megatron-Core's GPTModel
+    would run them in every forward pass, with or without labels.
 
     Raises ValueError if the model cannot be built in this layout.
     """
     config.mtp_num_layers = None
-    with _refusing_a_layout():
+    with _layout_errors():
         return _build_stage(config, run, vocab_size, None)
 
 
 @contextmanager
-def _refusing_a_layout() -> Iterator[None]:
-    """Megatron-Core's ways to refuse (an assertion, an index, a size) become a ValueError. What passes, passes."""
+def _layout_errors() -> Iterator[None]:
+    """Turn Megatron-Core's errors (assertions, indices, sizes) into ValueError. Errors in PASSING pass through."""
     try:
         yield
     except Exception as error:
@@ -121,92 +121,94 @@ def _build_stage(config: TransformerConfig, run: RunConfig, vocab_size: int, sta
 
 
 def build_optimizer(config: TransformerConfig, run: RunConfig, chunks: list[Any]) -> Any:
-    """Megatron-Core's optimizer; in BF16 also it finds gradients that are not finite and skips their step."""
-    wanted = run.optimizer
-    with compact_state() if wanted.state_dtype == "fp8" else nullcontext():
+    """Megatron-Core's optimizer. It skips steps with gradients that are not finite, in BF16 too."""
+    section = run.optimizer
+    with compact_state() if section.state_dtype == "fp8" else nullcontext():
         optimizer = get_megatron_optimizer(
             _optimizer_config(config, run),
             chunks,
-            use_gloo_process_groups=False,  # there are none
+            use_gloo_process_groups=False,  # no such groups exist
         )
-    set_max_scale(optimizer, wanted.max_loss_scale)
+    set_max_scale(optimizer, section.max_loss_scale)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
-    if wanted.overlap_grad_reduce:
-        one = len(chunks) == 1
-        config.no_sync_func = chunks[0].no_sync if one else [chunk.no_sync for chunk in chunks]
-        if not one:  # interleaved stages say themselves when a chunk's gradients are complete
+    if section.overlap_grad_reduce:
+        single_chunk = len(chunks) == 1
+        config.no_sync_func = chunks[0].no_sync if single_chunk else [chunk.no_sync for chunk in chunks]
+        if not single_chunk:  # interleaved stages signal when a chunk's gradients are complete
             config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
-            if wanted.overlap_param_gather:
+            if section.overlap_param_gather:
                 config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
     return optimizer
 
 
 def _optimizer_config(config: TransformerConfig, run: RunConfig) -> OptimizerConfig:
-    wanted = run.optimizer
+    section = run.optimizer
     return OptimizerConfig(
         optimizer="adam",
-        lr=wanted.lr,
-        min_lr=wanted.min_lr,
-        weight_decay=wanted.weight_decay,
-        adam_beta1=wanted.adam_beta1,
-        adam_beta2=wanted.adam_beta2,
-        adam_eps=wanted.adam_eps,
-        clip_grad=wanted.clip_grad,
+        lr=section.lr,
+        min_lr=section.min_lr,
+        weight_decay=section.weight_decay,
+        adam_beta1=section.adam_beta1,
+        adam_beta2=section.adam_beta2,
+        adam_eps=section.adam_eps,
+        clip_grad=section.clip_grad,
         bf16=config.bf16,
         fp16=config.fp16,
         params_dtype=config.params_dtype,
-        # In BF16 a constant scale of 1 changes no gradient and makes Megatron look for Inf and NaN in them.
-        loss_scale=wanted.loss_scale if config.fp16 else 1.0,
-        initial_loss_scale=wanted.initial_loss_scale,
-        min_loss_scale=wanted.min_loss_scale,
-        loss_scale_window=wanted.loss_scale_window,
-        hysteresis=wanted.hysteresis,
-        use_distributed_optimizer=wanted.use_distributed_optimizer,
-        overlap_param_gather=wanted.overlap_param_gather,
+        # In BF16 a constant scale of 1 changes no gradient, and makes Megatron check gradients for NaN and Inf.
+        loss_scale=section.loss_scale if config.fp16 else 1.0,
+        initial_loss_scale=section.initial_loss_scale,
+        min_loss_scale=section.min_loss_scale,
+        loss_scale_window=section.loss_scale_window,
+        hysteresis=section.hysteresis,
+        use_distributed_optimizer=section.use_distributed_optimizer,
+        overlap_param_gather=section.overlap_param_gather,
         fp8_recipe=config.fp8_recipe if config.fp8 and config.fp8_param else None,
         reuse_grad_buf_for_mxfp8_param_ag=_gather_settings(config, run)["reuse_grad_buf_for_mxfp8_param_ag"],
     )
 
 
 def _gather_settings(config: TransformerConfig, run: RunConfig) -> dict[str, bool]:
-    wanted = run.optimizer
+    section = run.optimizer
     return gather_settings(
         config,
-        distributed=wanted.use_distributed_optimizer,
-        share=wanted.reuse_grad_buf_for_mxfp8_param_ag,
+        distributed=section.use_distributed_optimizer,
+        share=section.reuse_grad_buf_for_mxfp8_param_ag,
     )
 
 
 def build_scheduler(run: RunConfig, optimizer: Any) -> OptimizerParamScheduler:
     """Learning rate by iteration: linear warm-up, then decay."""
-    wanted = run.optimizer
+    section = run.optimizer
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=wanted.lr,
-        min_lr=wanted.min_lr,
-        lr_warmup_steps=wanted.lr_warmup_iters,
-        lr_decay_steps=wanted.lr_decay_iters or run.train.train_iters,
-        lr_decay_style=wanted.lr_decay_style,
-        start_wd=wanted.weight_decay,
-        end_wd=wanted.weight_decay,
+        max_lr=section.lr,
+        min_lr=section.min_lr,
+        lr_warmup_steps=section.lr_warmup_iters,
+        lr_decay_steps=section.lr_decay_iters or run.train.train_iters,
+        lr_decay_style=section.lr_decay_style,
+        start_wd=section.weight_decay,
+        end_wd=section.weight_decay,
         wd_incr_steps=run.train.train_iters,
         wd_incr_style="constant",
     )
-    scheduler.step(1)  # else the first step would have a learning rate of 0 and the last one miss the minimum
+    scheduler.step(1)  # otherwise the first step would have rate 0 and the last would miss the minimum
     return scheduler
 
 
 def count_parameters(chunks: list[Any]) -> dict[str, int]:
-    """Parameters of the whole model over all its ranks: 'total', and 'non_embedding' (no token or position table, no
-    output projection). Tied weights count once. With experts also 'active': of the latter, those that one token meets.
-    Collective."""
+    """Number of parameters of the whole model over all ranks. Collective.
+
+    Keys: 'total'; 'non_embedding' (no token or position table, no output projection); with experts also 'active', the
+    non-embedding parameters that one token uses. Tied weights count once.
+    """
     config = unwrap(chunks[0]).config
     counts = torch.zeros(3, dtype=torch.int64, device=own_device())
     for name, parameter in _named_parameters(chunks):
         expert = is_expert(name)
-        replica, part = _place(expert)
+        replica, part = _parallel_ranks(expert)
         split = getattr(parameter, "tensor_model_parallel", False)
         if replica or (part and not split) or (getattr(parameter, "shared", False) and _is_second_copy()):
             continue
@@ -216,15 +218,15 @@ def count_parameters(chunks: list[Any]) -> dict[str, int]:
             counts[2] += parameter.numel() if expert else 0
     dist.all_reduce(counts)
     total, non_embedding, experts = counts.tolist()
-    found = {"total": total, "non_embedding": non_embedding}
+    result = {"total": total, "non_embedding": non_embedding}
     if config.num_moe_experts:
         left_out = config.num_moe_experts - config.moe_router_topk
-        found["active"] = non_embedding - experts * left_out // config.num_moe_experts
-    return found
+        result["active"] = non_embedding - experts * left_out // config.num_moe_experts
+    return result
 
 
-def _place(expert: bool) -> tuple[int, int]:
-    """Which replica of its parameters, and which tensor parallel part of them, this rank has; of experts, theirs."""
+def _parallel_ranks(expert: bool) -> tuple[int, int]:
+    """This rank's data-parallel and tensor-parallel rank, in the experts' groups if `expert`."""
     if expert:
         replica = parallel_state.get_expert_data_parallel_rank()
         return replica, parallel_state.get_expert_tensor_parallel_rank()
@@ -238,5 +240,5 @@ def _named_parameters(chunks: list[Any]) -> Iterable[tuple[str, torch.nn.Paramet
 
 
 def _is_second_copy() -> bool:
-    """A tied embedding has its copy on the last pipeline stage, when that is not the first one too."""
+    """Whether this stage has the copy of a tied embedding: the last stage, unless it is also the first."""
     return parallel_state.get_pipeline_model_parallel_rank() > 0

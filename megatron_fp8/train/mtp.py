@@ -8,19 +8,19 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 
 def take_mtp_loss(microbatches: int, device: torch.device) -> float:
-    """Mean loss per token, in nats, over the iteration's micro-batches and the tokens ahead; then it is forgotten.
+    """Return the mean loss per token, in nats, over the iteration's micro-batches and the tokens ahead, and reset it.
 
-    Collective over all ranks, after the iteration's forward passes; some pipeline stage must hold the layers. NaN and Inf
-    come through.
+    Collective over all ranks, after the iteration's forward passes; some pipeline stage must have the layers. NaN and
+    Inf are passed through.
 
     Args:
-        microbatches: of one iteration on one rank.
-        device: where collectives are.
+        microbatches: number in one iteration on one rank.
+        device: device for collectives.
     """
-    kept = MTPLossLoggingHelper.tracker.get("values")
+    layer_sums = MTPLossLoggingHelper.tracker.get("values")
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    if kept is not None:  # float32 [mtp_num_layers], the sums over micro-batches
-        sums[0], sums[1] = kept.double().mean() / microbatches, 1.0
+    if layer_sums is not None:  # float32 [mtp_num_layers], the sums over micro-batches
+        sums[0], sums[1] = layer_sums.double().mean() / microbatches, 1.0
         MTPLossLoggingHelper.tracker.clear()
     dist.all_reduce(sums)
     total, ranks = sums.tolist()

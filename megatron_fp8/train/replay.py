@@ -1,9 +1,8 @@
 """A checkpoint's model and its next batches, for experiments.
 
-Weights are those of the checkpoint: float32 masters rounded to the model's dtype. That holds for a run whose weights
-live as FP8 too, since its codes are made of the same values. The parallel layout is the run's, or the one that
-options give; launched as a single process it is one rank, and ``Replay.shards`` says where that changes scales. Nothing
-of the run's folder is written.
+Weights are the checkpoint's float32 masters, rounded to the model's dtype. That also holds for a run with FP8 weights,
+whose codes are made from the same values. The parallel layout is the run's, or one set by options. A single process is
+one rank, and ``Replay.shards`` describes how that changes scales. Nothing is written to the run's folder.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ from .run_record import RunRecord, run_folder_of, trained_beyond
 from .same_run import OtherShards, other_shards, recorded_loss
 from .step import forward_step
 
-# What a run's model section says of how it trains, and does not change what a step computes.
+# Settings of a run's model section that concern training and do not change what a step computes.
 _FOR_EXPERIMENTS: dict[str, Any] = {
     "virtual_pipeline_model_parallel_size": None,
     "fp8_param": False,
@@ -81,9 +80,12 @@ _ONE_RANK: dict[str, Any] = {
 
 @dataclass
 class Replay:
-    """A run at a checkpoint. ``first``: the iteration whose batch is the first one; ``lines``: for people; ``shards``:
-    how scales of shards differ from the run's; ``recorded``: the loss that the run had of the first batch, None where
-    it is not known or this replay computes something else on purpose."""
+    """A run at a checkpoint.
+
+    ``first``: iteration of the first batch; ``lines``: for the user; ``shards``: how scales of shards differ from the
+    run's; ``recorded``: the loss that the run recorded for the first batch, None if unknown or if this replay
+    deliberately computes something else.
+    """
 
     subject: RunSubject
     run: RunConfig
@@ -106,16 +108,18 @@ def replay(
     iteration: int | None = None,
     batches: int = 4,
 ) -> Replay:
-    """Build and load the model of a run. Collective over the launch's ranks, which it makes meet.
+    """Build and load the model of a run. Collective over the launch's ranks, whose start-up checks it runs.
 
     Args:
-        checkpoint: a checkpoint's folder, a folder of them, or a run's.
-        options, config, recipe, fp8: as restore.restore has them.
-        iteration: the first batch is that of this iteration, the checkpoint the newest one before it; None: the latest
-            checkpoint, and the batch that comes after it.
-        batches: how many, each of one iteration.
+        checkpoint: a checkpoint's folder, a folder of checkpoints, or a run's folder.
+        options, config, recipe, fp8: as in restore.restore.
+        iteration: iteration of the first batch, with the newest checkpoint before it; None: the latest checkpoint and
+        its
+            next batch.
+        batches: number of batches, each of one iteration.
 
-    Raises ValueError, on every rank: there is no checkpoint, it is damaged or of another model, or an option is wrong.
+    Raises ValueError on every rank if there is no checkpoint, if it is damaged or of another model, or if an option is
+    wrong.
     """
     folder = find_checkpoint(Path(checkpoint)) if iteration is None else before(Path(checkpoint), iteration)
     manifest = read_manifest(folder)
@@ -126,13 +130,13 @@ def replay(
         )
     saved, beyond = binding.run_of_manifest(manifest), trained_beyond(Path(checkpoint), folder)
     if beyond and (now := RunRecord(run_folder_of(folder)).config()).get("model"):
-        saved = now  # what trained on: the checkpoint may be an import's, which no recipe has trained
+        saved = now  # the run's settings: the checkpoint may be an import, which no recipe trained
         beyond.append(f"settings are those of {run_folder_of(folder) / 'config.yaml'}, which trained on")
     run = run_of(folder, saved, config, options)
     tokenizer = load_tokenizer(tokenizer_file(run.data.tokenizer, folder))
     accepted = binding.check(run, folder, manifest, tokenizer)
     keep_layers(run, manifest)
-    _settle(run, launch.world_size)
+    _apply_settings(run, launch.world_size)
     choose_recipe(run.model, recipe, fp8)
     if not run.model.fp8:
         raise ValueError(
@@ -164,8 +168,8 @@ def replay(
     if accepted:
         lines.append(f"accepted, it computes something else: {', '.join(map(str, accepted))}")
     first = manifest.iteration + 1 if iteration is None else iteration
-    passed = (first - manifest.iteration - 1) * run.train.global_batch_size
-    if passed:
+    skipped_samples = (first - manifest.iteration - 1) * run.train.global_batch_size
+    if skipped_samples:
         lines.append(
             f"the weights are those after iteration {manifest.iteration}, the batch is that of {first}"
         )
@@ -174,7 +178,7 @@ def replay(
         run,
         chunks,
         data[0],
-        manifest.state["consumed_samples"] + passed,
+        manifest.state["consumed_samples"] + skipped_samples,
         batches,
         loss_scale=float(scaler.get("scale", 1.0)) if run.model.fp16 else 1.0,
         moments={
@@ -186,16 +190,15 @@ def replay(
     shards = other_shards(manifest.facts.get("layout") or {}, run.model, subject.plans.values(), options)
     if shards is not None:
         lines.append(shards.line())
-    as_it_ran = not passed and config is None and recipe is None and fp8 is None
+    unchanged = not skipped_samples and config is None and recipe is None and fp8 is None
     recorded = (
-        recorded_loss(run_folder_of(folder), first, saved.get("model", {}), options) if as_it_ran else None
+        recorded_loss(run_folder_of(folder), first, saved.get("model", {}), options) if unchanged else None
     )
     return Replay(subject, run, folder, manifest.iteration, first, lines, shards, recorded)
 
 
 def before(path: Path, iteration: int) -> Path:
-    """The newest checkpoint from before an iteration, of a run or a folder of checkpoints. ValueError: there is
-    none."""
+    """The newest checkpoint before an iteration, in a run or a folder of checkpoints. Raises ValueError."""
     if iteration < 1:
         raise ValueError(f"--iteration {iteration} must be at least 1")
     last = find_checkpoint(path)
@@ -205,18 +208,18 @@ def before(path: Path, iteration: int) -> Path:
             f"--iteration {iteration}: the run's last iteration is {done}; give one up to {done + 1}, whose batch is the"
             " next one"
         )
-    found = [folder for folder in complete_checkpoints(last.parent) if iteration_of(folder) < iteration]
-    if not found:
+    earlier = [folder for folder in complete_checkpoints(last.parent) if iteration_of(folder) < iteration]
+    if not earlier:
         have = ", ".join(folder.name for folder in complete_checkpoints(last.parent))
         raise ValueError(
             f"--iteration {iteration}: no checkpoint in {str(last.parent)!r} is from before it, there are {have}; train"
             " with --checkpoint.save_interval and --checkpoint.keep_last=0 to keep more"
         )
-    return found[-1]
+    return earlier[-1]
 
 
 def _last_iteration(checkpoint: Path) -> int:
-    """The last one that a run did, by its record; where there is none, that it was meant to do."""
+    """A run's last iteration, from its records; without records, its planned last iteration."""
     done = [line.iteration() for line in RunRecord(run_folder_of(checkpoint)).metrics()]
     manifest = read_manifest(checkpoint)
     if done:
@@ -225,7 +228,7 @@ def _last_iteration(checkpoint: Path) -> int:
 
 
 def _check_batches(batches: int, data: Any, run: RunConfig) -> None:
-    """ValueError: so many would read the same samples twice, and copies say nothing about a spread."""
+    """Raise ValueError if batches would repeat samples: copies would distort the spread."""
     have = len(data) // run.train.global_batch_size
     if batches > have:
         raise ValueError(
@@ -235,7 +238,7 @@ def _check_batches(batches: int, data: Any, run: RunConfig) -> None:
 
 
 def _sites_of_report(folder: Path) -> list[str]:
-    """The GEMM sites that a run's report.json names; [] if there is none, or, with a warning, if it is damaged."""
+    """The GEMM sites in a run's report.json; [] if there is no file, or, with a warning, if it is damaged."""
     path = folder / "report.json"
     try:
         report = load_json(read_ordinary(path, LARGEST))
@@ -251,8 +254,8 @@ def _sites_of_report(folder: Path) -> list[str]:
         return []
 
 
-def _settle(run: RunConfig, world_size: int) -> None:
-    """The run's settings for experiments: nothing overlaps, gradients are whole on every data-parallel rank."""
+def _apply_settings(run: RunConfig, world_size: int) -> None:
+    """Change a run's settings for experiments: no overlap, whole gradients on every data-parallel rank."""
     values = {**_FOR_EXPERIMENTS, **(_ONE_RANK if world_size == 1 else {})}
     for name, value in values.items():
         setattr(run.model, name, value)
@@ -262,17 +265,17 @@ def _settle(run: RunConfig, world_size: int) -> None:
 
 
 class RunSubject:
-    """A run's model and its next batches, on all ranks of its layout (telemetry/subject.py says what is asked of it).
+    """A run's model and its next batches, on all ranks of its layout (the interface is in telemetry/subject.py).
 
     Args:
-        chunks: of this rank, in DistributedDataParallel.
-        dataset: of training.
-        samples: that were read before the first batch.
-        batches: how many there are, each what one iteration reads.
-        loss_scale: of float16.
-        moments: id of a parameter -> Adam's state of it, as ``adam_update`` reads it; empty: its updates are not known.
+        chunks: this rank's model chunks, in DistributedDataParallel.
+        dataset: training data set.
+        samples: number of samples read before the first batch.
+        batches: number of batches, each as large as an iteration's.
+        loss_scale: for float16.
+        moments: id of a parameter -> its Adam state, as ``adam_update`` reads it; empty: updates are unknown.
 
-    Raises ValueError: layers with GEMMs of their own, or none in FP8 on any rank.
+    Raises ValueError if layers have their own GEMMs, or if no rank has FP8 layers.
     """
 
     def __init__(
@@ -309,7 +312,7 @@ class RunSubject:
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Inside, passes change no history and end no iteration."""
+        """Context in which passes change no amax history and end no iteration."""
         with ExitStack() as stack:
             stack.enter_context(state_of(self._config).unrecorded())
             yield
@@ -334,7 +337,9 @@ class RunSubject:
             micro_batch_size=self.run_config.train.micro_batch_size,
             forward_only=False,
         )
-        settle_biases(runtime_of(self._config), skipped=True)  # no step follows: experts' biases stay
+        settle_biases(
+            runtime_of(self._config), skipped=True
+        )  # no step follows: experts' biases do not change
         sums = torch.tensor([0.0, 0.0, counts.fp8_gemms - before], dtype=torch.float64, device=own_device())
         for loss in losses:
             sums[:2] += loss.double()
@@ -345,23 +350,22 @@ class RunSubject:
         return Pass(total / tokens, gradients, int(gemms))
 
     def merge(self, table: Table) -> Table:
-        """Sums over the ranks that hold different elements; of replicas the first counts. Collective."""
-        mine = {name: row for name, row in table.items() if _counts_here(self._names[name])}
-        widths = union({name: len(row) for name, row in mine.items()})
+        """Sum a table over the ranks that hold different elements; replicas count once. Collective."""
+        own_rows = {name: row for name, row in table.items() if _counts_here(self._names[name])}
+        widths = union({name: len(row) for name, row in own_rows.items()})
         zeros = {name: (0.0,) * width for name, width in widths.items()}
-        flat = [value for name in zeros for value in mine.get(name, zeros[name])]
+        flat = [value for name in zeros for value in own_rows.get(name, zeros[name])]
         sums = torch.tensor(flat, dtype=torch.float64, device=device_of(None))
         dist.all_reduce(sums)
-        told = iter(sums.tolist())
-        return {name: tuple(next(told) for _ in range(width)) for name, width in widths.items()}
+        flat_sums = iter(sums.tolist())
+        return {name: tuple(next(flat_sums) for _ in range(width)) for name, width in widths.items()}
 
     def not_finite(self) -> Table:
-        """As Subject's. Collective."""
+        """As Subject.not_finite. Collective."""
         return self.merge(not_finite(self._names))
 
     def update_of(self, name: str, gradient: torch.Tensor, norm: float) -> torch.Tensor | None:
-        """Adam's, of the checkpoint's moments and the run's settings; gradients are scaled and clipped as in
-        training."""
+        """Adam's update from the checkpoint's moments; gradients are scaled and clipped as in training."""
         moments = self._moments.get(id(self._names[name]))
         if moments is None:
             return None
@@ -373,7 +377,7 @@ class RunSubject:
 
 
 def _sites(chunks: list[Any]) -> dict[str, GemmSite]:
-    found = {}
+    sites = {}
     for linear in fp8_linears(chunks):
         site = linear.fp8_site
         if not isinstance(site, GemmSite):
@@ -382,12 +386,12 @@ def _sites(chunks: list[Any]) -> dict[str, GemmSite]:
                 " --model.fp8_backend=emulated (or native)"
             )
         if site.is_fp8:
-            found[site.plan.name] = site
-    return found
+            sites[site.plan.name] = site
+    return sites
 
 
 def _counts_here(parameter: torch.nn.Parameter) -> bool:
-    """Whether this rank's elements are no replica of another's."""
+    """Whether this rank's elements count: they are not a replica of another rank's."""
     shared = getattr(parameter, "shared", False) and not parallel_state.is_pipeline_first_stage()
     split = getattr(parameter, "tensor_model_parallel", False)
     if not getattr(parameter, "allreduce", True):  # an expert's

@@ -1,4 +1,4 @@
-"""The start-up report: what runs where, in which precision, and why. Printed, and written to report.json."""
+"""The start-up report: devices, packages, layout and the precision of each site. Printed, and written to report.json."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _PACKAGES = ("torch", "megatron-core", "numpy", "triton", "transformer-engine", 
 def build_report(
     run: Any, config: Any, chunks: list[Any], parameters: dict[str, int], launcher: str
 ) -> dict[str, Any]:
-    """Everything about a run that is known before its first step. Call it on every rank.
+    """All facts about a run that are known before its first step. Call it on every rank.
 
-    'sites' has one entry per linear-layer GEMM site of the whole model, all pipeline stages together.
+    'sites' has one entry for each linear-layer GEMM site of the whole model, over all pipeline stages.
     """
     from ..mcore.params import parameter_bytes
     from ..mcore.patches.apex import apex_use
@@ -59,7 +59,7 @@ def build_report(
 
 
 def cpu_kernels(*, fp16: bool) -> str:
-    """Why this package's kernels for CPUs are not there, or "compiled"; and what multiplies 16 bits in torch's place."""
+    """ "compiled", or why there are no CPU kernels of this package; and whether 16-bit products run in float32."""
     name, dtype = ("FP16", torch.float16) if fp16 else ("BF16", torch.bfloat16)
     instead = f"; this processor has no instructions for {name}: torch's products of it are in float32"
     return (cpu.reason() or "compiled") + (instead if is_replaced(dtype) else "")
@@ -73,14 +73,14 @@ def device_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide results and speed; absent ones are left out."""
-    found = {"python": platform.python_version()}
+    """Versions of Python and of packages that affect results and speed; missing packages are omitted."""
+    result = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            result[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def _parallel(config: Any, launcher: str) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def read_report(folder: Path) -> dict[str, Any]:
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """`report` as people read it: a few lines of facts, then the precision map by layer."""
+    """`report` as text: some lines of facts, then the precision map by layer."""
     precision, parallel = report["precision"], report["parallel"]
     own = "FP16" if precision.get("fp16") else "BF16" if precision["bf16"] else "float32"
     if precision["fp8"]:
@@ -144,16 +144,14 @@ def format_report(report: dict[str, Any]) -> str:
     return "\n".join([*lines, *_precision_map(report["sites"])])
 
 
-def _parameters(counted: dict[str, int]) -> str:
-    """How many the model has, and where it has experts how many of them one token meets."""
-    text = (
-        f"{counted['total']:,} total, {counted['non_embedding']:,} without embeddings and output projection"
-    )
-    return text + (f", of which a token meets {counted['active']:,}" if "active" in counted else "")
+def _parameters(counts: dict[str, int]) -> str:
+    """Number of parameters, and with experts the number that one token uses."""
+    text = f"{counts['total']:,} total, {counts['non_embedding']:,} without embeddings and output projection"
+    return text + (f", of which a token meets {counts['active']:,}" if "active" in counts else "")
 
 
 def _weights(fp8_param: dict[str, Any] | None) -> list[str]:
-    """How the first rank's GEMM weights are kept with fp8_param, and a warning where that saves nothing."""
+    """Storage of the first rank's GEMM weights with fp8_param, and a warning if it saves nothing."""
     if fp8_param is None:
         return []
     per_value = fp8_param["bytes"] / max(fp8_param["values"], 1)
@@ -170,7 +168,7 @@ def _phases(phases: list[dict[str, Any]]) -> str:
 
 
 def format_notes(sites: list[dict[str, Any]]) -> str:
-    """What was found out about sites while they ran, one line each; empty if nothing was."""
+    """Notes about sites from the first step, one line each; empty if there are none."""
     notes: dict[str, list[str]] = {}
     for site in sites:
         for note in site["notes"]:
@@ -181,7 +179,7 @@ def format_notes(sites: list[dict[str, Any]]) -> str:
 
 
 def _precision_map(sites: list[dict[str, Any]]) -> list[str]:
-    """One line for each run of layers that are alike."""
+    """One line for each range of layers with equal entries."""
     by_layer: dict[Any, list[str]] = {}
     for site in sites:
         by_layer.setdefault(site.get("layer"), []).append(_one_site(site))
@@ -205,6 +203,6 @@ def _precision_map(sites: list[dict[str, Any]]) -> list[str]:
 
 
 def _one_site(site: dict[str, Any]) -> str:
-    """What one site runs, without its name."""
+    """Precision, recipe and backend of one site."""
     parts = [str(site[key]) for key in ("precision", "recipe", "backend") if site.get(key)]
     return ", ".join(parts) + (f": {site['reason']}" if site.get("reason") else "")

@@ -1,8 +1,8 @@
 """A checkpoint as a model for inference, in this launch's layout.
 
-A checkpoint remembers its run, so a folder is all that is needed. The parallel layout is not the run's: as many tensor
-parallel ranks as were launched (by default one), one pipeline stage, no sequence parallelism; checkpoints do not depend
-on the layout that wrote them.
+A checkpoint stores its run's config, so its folder is enough. The parallel layout is not the run's: it has as many
+tensor-parallel ranks as were launched (by default one), one pipeline stage and no sequence parallelism. Checkpoints do
+not depend on the layout that wrote them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .launch.facts import agree_on_inputs, run_facts
 from .model import LEFT_OUT, build_model
 from .run_record import trained_beyond
 
-# What a run's model section says of training, and not of the model.
+# Settings of a run's model section that concern training and not the model.
 _FOR_INFERENCE: dict[str, Any] = {
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
@@ -48,9 +48,9 @@ _FOR_INFERENCE: dict[str, Any] = {
     "expert_tensor_parallel_size": None,
     "sequence_parallel": False,
     "recompute_granularity": None,
-    "moe_fp8_dispatch": False,  # the experts read the same codes, whoever casts them
+    "moe_fp8_dispatch": False,  # the experts read the same codes in either case
     "fp8_guard": False,
-    "fp8_param": False,  # prepare_for_inference does what is needed
+    "fp8_param": False,  # prepare_for_inference sets it
     "fp8_high_precision_warmup": 0.0,
     "fp8_high_precision_healing": 0.0,
 }
@@ -60,7 +60,7 @@ _FOR_INFERENCE: dict[str, Any] = {
 class Restored:
     """A trained model on the ranks of this launch. ``run`` has this launch's layout; vocab_size is padded.
 
-    ``lines``: what people should know of the checkpoint; ``facts``: its manifest's.
+    ``lines``: notes about the checkpoint for the user; ``facts``: from its manifest.
     """
 
     model: Any
@@ -74,13 +74,13 @@ class Restored:
 
 
 def choose_recipe(section: Any, recipe: str | None, fp8: str | None) -> None:
-    """Put `--recipe` and `--fp8` into a model section, in place.
+    """Apply `--recipe` and `--fp8` to a model section, in place.
 
     Args:
-        recipe: a recipe's name; 'bf16' for no FP8; None for the run's own.
-        fp8: 'hybrid' or 'e4m3'; None for the run's own, or hybrid where it has none.
+        recipe: name of a recipe; 'bf16': no FP8; None: the run's own.
+        fp8: 'hybrid' or 'e4m3'; None: the run's own, or hybrid if it has none.
 
-    Raises ValueError: the recipe is unknown, or both say different things.
+    Raises ValueError if the recipe is unknown, or if the two contradict each other.
     """
     if recipe == "bf16":
         if fp8 is not None:
@@ -96,10 +96,13 @@ def choose_recipe(section: Any, recipe: str | None, fp8: str | None) -> None:
 
 
 def keep_layers(run: RunConfig, manifest: Manifest) -> None:
-    """Put into a run's config, in place, what keeps the same layers in FP8 as in training: sites that the guard had moved
-    when the checkpoint was saved, and the tokens by which fp8_size_filter judged. What the config names itself wins."""
-    moved = as_overrides(manifest.state) if run.model.fp8_guard else {}
-    run.model.fp8_overrides = {**moved, **run.model.fp8_overrides}
+    """Keep the same layers in FP8 as in training, by changes to a run's config in place.
+
+    They are sites that the guard had moved when the checkpoint was saved, and the number of tokens for fp8_size_filter.
+    Explicit settings of the config take precedence.
+    """
+    moved_sites = as_overrides(manifest.state) if run.model.fp8_guard else {}
+    run.model.fp8_overrides = {**moved_sites, **run.model.fp8_overrides}
     if run.model.fp8_size_filter_tokens is None:
         run.model.fp8_size_filter_tokens = tokens_of_microbatch(run)
 
@@ -113,15 +116,16 @@ def restore(
     recipe: str | None = None,
     fp8: str | None = None,
 ) -> Restored:
-    """Build and load the model of a checkpoint. Collective over the launch's ranks, which it makes meet.
+    """Build and load the model of a checkpoint. Collective over the launch's ranks, whose start-up checks it runs.
 
     Args:
-        checkpoint: a checkpoint's folder, a folder of them, or a run's.
-        options: of the run config, over the run's own (`--model.NAME=VALUE`).
-        config: a run config to use in place of the one that the checkpoint remembers.
-        recipe, fp8: as choose_recipe.
+        checkpoint: a checkpoint's folder, a folder of checkpoints, or a run's folder.
+        options: options of the run config, over the run's own (`--model.NAME=VALUE`).
+        config: a run config to use in place of the checkpoint's.
+        recipe, fp8: as in choose_recipe.
 
-    Raises ValueError, on every rank: there is no checkpoint, it is damaged or of another model, or an option is wrong.
+    Raises ValueError on every rank if there is no checkpoint, if it is damaged or of another model, or if an option is
+    wrong.
     """
     folder = find_checkpoint(Path(checkpoint))
     manifest = read_manifest(folder)
@@ -153,21 +157,22 @@ def restore(
     check_plan([model])
     lines = [*without_checksum(manifest), *trained_beyond(Path(checkpoint), folder)]
     if bad:
-        lines.append(f"{bad} holds NaN or Inf: what this model gives is of no use but to look for the cause")
+        lines.append(f"{bad} holds NaN or Inf: this model's output is only useful to find the cause")
     if accepted:
         lines.append(f"accepted, it computes something else: {', '.join(map(str, accepted))}")
     return Restored(model, run, tokenizer, vocab_size, folder, manifest.iteration, lines, manifest.facts)
 
 
 def run_of(folder: Path, saved: dict[str, Any] | None, config: str | None, options: list[str]) -> RunConfig:
-    """The config of a checkpoint's run, with options over it. ``saved``: what its manifest has of the run; ``config``: a
-    file in place of that. ValueError: there is neither, or it cannot be built here."""
+    """The config of a checkpoint's run, with ``options`` applied.
+
+    ``saved``: the run's sections in its manifest; ``config``: a file used in place of them. Raises ValueError if there
+    is neither, or if the run cannot be built here.
+    """
     if config is not None:
         return run_config.load(config, *options)
     if not saved or "model" not in saved:
-        raise ValueError(
-            f"{str(folder)!r} does not say what run it is of: give its config with --config=FILE"
-        )
+        raise ValueError(f"{str(folder)!r} has no config of its run: give it with --config=FILE")
     sections = {name: dict(values) for name, values in saved.items() if isinstance(values, dict)}
     for section, name in _NOT_FROM_A_CHECKPOINT:
         sections.get(section, {}).pop(name, None)
@@ -175,21 +180,21 @@ def run_of(folder: Path, saved: dict[str, Any] | None, config: str | None, optio
         return run_of_values(sections, options)
     except ValueError as error:
         raise ValueError(
-            f"the run that the checkpoint {str(folder)!r} is of cannot be built here: {error}"
+            f"the run of the checkpoint {str(folder)!r} cannot be built here: {error}"
         ) from error
 
 
 def run_of_values(sections: dict[str, Any], options: list[str]) -> RunConfig:
-    """The run config of plain values, by section, with options over it. ValueError where a config file's would raise."""
+    """The run config from plain values by section, with ``options`` applied. Raises ValueError as for a config file."""
     with _as_file(sections) as path:
         try:
             return run_config.load(path, *options)
         except ValueError as error:
-            said = str(error).replace(f"--config={path}", "its config").replace(path, "its config")
-            raise ValueError(said) from error
+            message = str(error).replace(f"--config={path}", "its config").replace(path, "its config")
+            raise ValueError(message) from error
 
 
-# Code, a place to write to, and what a user accepts count only from the user's own config or command line.
+# Code to import, output paths and accepted changes count only from the user's own config or command line.
 _NOT_FROM_A_CHECKPOINT = (
     *(("model", name) for name in (*IMPORT_PATHS, "config_logger_dir")),
     ("checkpoint", "accept"),
@@ -199,10 +204,10 @@ _NOT_FROM_A_CHECKPOINT = (
 
 
 def refuse_its_code(folder: Path, saved: dict[str, Any], section: Any) -> None:
-    """ValueError if the model needs code that the checkpoint names and the user does not: none is imported from there."""
+    """Raise ValueError if only the checkpoint names code that the model needs: such code is never imported."""
     path = saved.get("fp8_quantizer_factory")
-    wanted = {section.fp8_recipe, *section.fp8_overrides.values()}
-    if path is not None and section.fp8 and "custom" in wanted and section.fp8_quantizer_factory is None:
+    recipes = {section.fp8_recipe, *section.fp8_overrides.values()}
+    if path is not None and section.fp8 and "custom" in recipes and section.fp8_quantizer_factory is None:
         raise ValueError(
             f"the checkpoint {str(folder)!r} names code, fp8_quantizer_factory={path!r}, and code that a checkpoint names"
             f" is not imported: if you know it, add --model.fp8_quantizer_factory={path}; or choose a recipe"
@@ -212,7 +217,7 @@ def refuse_its_code(folder: Path, saved: dict[str, Any], section: Any) -> None:
 
 @contextmanager
 def _as_file(values: dict[str, Any]) -> Iterator[str]:
-    """A run's values as a config file, for as long as it is read: parsing checks every key and type."""
+    """Context: a run's values as a temporary config file, since the parser checks every key and type."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "config.yaml")
         try:

@@ -1,9 +1,10 @@
 """Rollback after a loss spike: the last checkpoint, without the samples since.
 
-PaLM's cure (Chowdhery et al., arXiv 2204.02311, section 5.1): its loss spiked about twenty times, at batches that did no
-harm to an earlier state of the weights; training went back about 100 steps and left out 200 to 500 batches. Here the
-checkpoint says how far, so `checkpoint.save_interval` says how many batches a spike costs. What a spike is,
-train/liveness.py judges, whose memory is saved and restored: a run that was interrupted judges as one that was not.
+This is PaLM's remedy (Chowdhery et al., arXiv 2204.02311, section 5.1): its loss spiked about twenty times, at batches
+that did no harm to an earlier state of the weights. Training went back about 100 steps and left out 200 to 500 batches.
+Here it goes back to a checkpoint, so `checkpoint.save_interval` decides how many batches a spike costs.
+train/liveness.py defines a spike. Its running means are saved and restored, so an interrupted run judges losses like an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ Chosen = tuple[Path, Manifest]
 
 
 class Rewinds:
-    """The rewinds of one run, made and called on every rank.
+    """The rollbacks of one run. Made and called on every rank.
 
     Args:
-        most: how many there may be, those of earlier attempts counted.
+        most: limit of rollbacks, including those of earlier attempts.
         every: iterations between two saves.
-        folder: of this run's checkpoints.
-        restore: puts a checkpoint into model, optimizer, schedule and streams; where training starts then.
-        wait: returns when no save is under way.
-        records: what was left out before.
+        folder: folder of this run's checkpoints.
+        restore: loads a checkpoint into model, optimizer, schedule and random streams; returns the new start.
+        wait: waits for a running save.
+        records: samples left out before.
 
-    ``ranges``: of samples that are left out.
+    ``ranges``: ranges of the samples that are left out.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class Rewinds:
         return left_out.ranges_of(self.records)
 
     def back(self, iteration: int, samples: int, why: str) -> tuple[Start | None, str]:
-        """Go back from the end of an iteration; where training goes on, None if it cannot go back, and a line about it.
+        """Roll back from the end of an iteration. Return the new start (None: no rollback) and a line to print.
 
         Args:
-            samples: that were consumed by then.
-            why: what the loss did.
+            samples: samples consumed so far.
+            why: describes the spike.
 
-        Collective. Raises TrainingFailed: the checkpoint is damaged, or what is left out cannot be written down.
+        Collective. Raises TrainingFailed if the checkpoint is damaged, or if the record cannot be written.
         """
         if len(self.records) >= self.most:
             return None, f"warning: {why}. All {self.most} rewinds are used up: training goes on."
@@ -92,13 +93,16 @@ class Rewinds:
         )
 
     def _newest(self, iteration: int) -> Chosen | None:
-        """This run's newest checkpoint of at most an iteration; not one that was saved as the run was
-        stopped, if there is another: a run that was not goes back to that one."""
-        there = {iteration_of(path): path for path in complete_checkpoints(self.folder)}
-        before = [done for done in there if done <= iteration]
-        if not before:
+        """This run's newest checkpoint of at most `iteration`.
+
+        A checkpoint of a regular save takes precedence over one saved at a stop: an uninterrupted run would have only
+        the former.
+        """
+        by_iteration = {iteration_of(path): path for path in complete_checkpoints(self.folder)}
+        candidates = [done for done in by_iteration if done <= iteration]
+        if not candidates:
             return None
-        path = there[max(before, key=lambda done: (done % self._every == 0, done))]
+        path = by_iteration[max(candidates, key=lambda done: (done % self._every == 0, done))]
         return path, read_manifest(path)
 
     def _write(self, records: list[dict[str, Any]]) -> None:

@@ -1,10 +1,10 @@
-"""A run's two folders: checked, locked, old contents kept.
+"""A run's two folders: checks, locks, and backup of old contents.
 
     run_dir              config.yaml, report.json, metrics.jsonl, validation.jsonl, events.jsonl, tensorboard/, stacks/
     checkpoint.folder    checkpoints; by default run_dir/checkpoints
 
-Both are locked (megatron_fp8.files.run_lock), so that no other run removes this one's saves, whatever its run_dir. All
-ranks write checkpoints, so all ranks try that folder: each writes a file there, and rank 0 must see them all.
+Both are locked (megatron_fp8.files.run_lock), so that another run with the same checkpoint folder cannot remove this
+run's saves. All ranks write checkpoints, so each rank writes a test file there, and rank 0 must see all of them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .launch.meeting import FIRST_LINE_S
 from .launch.parallel import on_first_rank, until_leave
 
 PATIENCE_S = 60.0
-"""How long ranks wait to see each other's files: clients of NFS look at a folder again after at most 60 s."""
+"""How long ranks wait to see each other's files: NFS clients cache a folder's contents for up to 60 s."""
 _TRIAL = ".trial-"
 
 
 class RunFolders:
-    """A run's folders, from `claim` until the ranks part. Made, and called, on every rank."""
+    """A run's folders, locked from `claim` until the process ends. Made, and called, on every rank."""
 
     def __init__(self, run: Any) -> None:
         self.run_dir = Path(run.run_dir)
@@ -46,16 +46,17 @@ class RunFolders:
         self._lock: RunLock | None = None
 
     def claim(self) -> None:
-        """Make both folders, hold them, and see that all ranks mean the same ones. Collective.
+        """Make and lock both folders, and check that all ranks share them. Collective.
 
-        Raises ValueError, on every rank: a folder cannot be made or written, another run has it, it is not shared.
+        Raises ValueError on every rank if a folder cannot be made or written, is locked by another run, or is not
+        shared.
         """
-        with self._saying_what_is_waited_for():
-            on_first_rank(self._take)
-            self._try_together()
+        with self._report_slow_folders():
+            on_first_rank(self._lock_folders)
+            self._test_shared()
 
     def still_ours(self) -> None:
-        """On rank 0: raise OSError if another run has taken over the checkpoints' folder."""
+        """On rank 0: raise OSError if another run has locked the checkpoints' folder."""
         assert self._lock is not None
         self._lock.check()
 
@@ -64,8 +65,11 @@ class RunFolders:
         return checkpoint is not None and own_name(checkpoint, self.checkpoints) is not None
 
     def keep_earlier(self, start: Path | None, stacks: Path | None = None) -> list[str]:
-        """What an earlier run left moves to `previous-1`, `previous-2`, ..., but for the stacks of this start, which goes
-        on from another run's checkpoint (``start``), or begins anew. Lines for people. Collective. Raises ValueError."""
+        """Move an earlier run's files to `previous-1`, `previous-2`, ...; return lines to print. Collective.
+
+        Stacks of this start stay. This start continues from another run's checkpoint (``start``), or begins anew.
+        Raises ValueError.
+        """
 
         def move() -> list[str]:
             with naming("run_dir", self.run_dir):
@@ -75,16 +79,18 @@ class RunFolders:
 
     @contextmanager
     def remembering(self, start: Path | None) -> Iterator[None]:
-        """While all is made and loaded: whatever ends this start, --resume=auto goes on from another run's checkpoint,
-        ``start``, or with the earlier run that stands here. A start that is refused (ValueError) leaves what was there.
-        Entered on every rank. Raises ValueError."""
+        """Context for building and loading: record ``start``, another run's checkpoint, before the first own save.
+
+        If this start is killed, --resume=auto continues from ``start``, or from the earlier run in this folder. If it
+        is refused (ValueError), the folder is restored. Entered on every rank. Raises ValueError.
+        """
         before = None
 
         def write() -> bool:
             nonlocal before
             if start is None or self.has(start) or kept.stands(self.run_dir, self.checkpoints):
                 return False
-            with naming(self._option, self._given()):
+            with naming(self._option, self._path()):
                 before = started_from.content(self.checkpoints)
                 started_from.write(self.checkpoints, start)
             return True
@@ -98,9 +104,10 @@ class RunFolders:
             raise
 
     def keep_newer(self, start: Path) -> list[str]:
-        """What is newer than one of this run's own checkpoints, where it goes on, moves to `previous-1`, ...: else it
-        would be taken for this run's, to resume from or to go back to. A line for people if there is any. Collective.
-        Raises ValueError."""
+        """Move checkpoints newer than ``start``, one of this run's own, to `previous-1`, ...; return lines to print.
+
+        Otherwise a later resume or rollback would take them for this run's. Collective. Raises ValueError.
+        """
 
         def move() -> list[str]:
             with naming("run_dir", self.run_dir):
@@ -111,41 +118,41 @@ class RunFolders:
         return on_first_rank(move)
 
     def check_room(self, needed: int) -> None:
-        """Raise ValueError, on every rank, if there is surely no room for a checkpoint of `needed` bytes."""
+        """Raise ValueError on every rank if the free space is less than `needed` bytes, one checkpoint's size."""
 
         def look() -> None:
-            with naming(self._option, self._given()):
+            with naming(self._option, self._path()):
                 disk = shutil.disk_usage(self.checkpoints)
-            if disk.total and disk.free < needed:  # some file systems do not know, and say 0
+            if disk.total and disk.free < needed:  # some file systems report a size of 0
                 raise ValueError(
-                    f"{self._option}={str(self._given())!r}: there is room for {disk.free / 2**20:,.0f} MiB, and a"
+                    f"{self._option}={str(self._path())!r}: there is room for {disk.free / 2**20:,.0f} MiB, and a"
                     f" checkpoint takes about {needed / 2**20:,.0f} MiB. Make room, or give another folder with"
                     " --checkpoint.folder=FOLDER."
                 )
 
         on_first_rank(look)
 
-    def _given(self) -> Path:
+    def _path(self) -> Path:
         return self.checkpoints if self._option == "checkpoint.folder" else self.run_dir
 
-    def _take(self) -> None:
+    def _lock_folders(self) -> None:
         locks = [("run_dir", self.run_dir)]
         if not same_place(self.checkpoints, self.run_dir):
             locks.append((self._option, self.checkpoints))
         for option, folder in locks:
-            given = self._given() if folder == self.checkpoints else folder
-            with naming(option, given):
+            configured = self._path() if folder == self.checkpoints else folder
+            with naming(option, configured):
                 self._lock = RunLock(folder, option)
                 self._lock.take(lambda text: print(printable(f"lock        {text}"), flush=True))
             until_leave(self._lock.release)
-            with naming(option, given):
+            with naming(option, configured):
                 for leftover in folder.glob(f"{_TRIAL}*"):
                     discard(leftover)
-                _try_to_write(folder)
+                _test_write(folder)
 
     @contextmanager
-    def _saying_what_is_waited_for(self) -> Iterator[None]:
-        """A line from rank 0 if it takes long: all ranks have come, so the meeting names none of them."""
+    def _report_slow_folders(self) -> Iterator[None]:
+        """Context: rank 0 reports a long wait. All ranks have arrived, so the start-up check reports none."""
         text = (
             f"waiting     {FIRST_LINE_S:.0f} s so far: the file system of {str(self.run_dir)!r} is slow to answer, or"
             f" ranks do not see each other's files in {str(self.checkpoints)!r}, which may take a network file system"
@@ -160,18 +167,18 @@ class RunFolders:
         finally:
             line.cancel()
 
-    def _try_together(self) -> None:
-        """Each rank sees rank 0's token in the folder, writes its own, and rank 0 sees them all."""
+    def _test_shared(self) -> None:
+        """Check that each rank sees rank 0's test file, and that rank 0 sees every rank's."""
         if dist.get_world_size() == 1:
             return
-        rank, given = dist.get_rank(), str(self._given())
-        token, of_first = on_first_rank(lambda: (uuid.uuid4().hex, given))
+        rank, configured = dist.get_rank(), str(self._path())
+        token, of_first = on_first_rank(lambda: (uuid.uuid4().hex, configured))
         names = [f"{_TRIAL}{token}-{other}" for other in range(dist.get_world_size())]
         mine, size, problem = self.checkpoints / names[rank], len(token), ""
         try:
             if rank and unseen(self.checkpoints, {names[0]: size}, PATIENCE_S):
                 problem = "it does not have there what rank 0 has written"
-                problem += f", and was given {given!r}" if given != of_first else ""
+                problem += f", and was given {configured!r}" if configured != of_first else ""
             else:
                 write_file(mine, token)
         except OSError as error:
@@ -190,18 +197,18 @@ class RunFolders:
         if first is not None:
             more = f" (and {wrong - 1} more ranks)" if wrong > 1 else ""
             raise ValueError(
-                f"{self._option}={str(self._given())!r} is not shared by all ranks: {first[1]}{more}. Give a folder on a"
+                f"{self._option}={str(self._path())!r} is not shared by all ranks: {first[1]}{more}. Give a folder on a"
                 " file system that all nodes have under the same path."
             )
 
 
 def checkpoint_folder(run: Any) -> Path:
-    """Where this run's checkpoints are."""
+    """The folder of this run's checkpoints."""
     return Path(run.checkpoint.folder) if run.checkpoint.folder else Path(run.run_dir) / "checkpoints"
 
 
-def _try_to_write(folder: Path) -> None:
-    """A file of a few KiB is written, synced and renamed: what saving needs."""
+def _test_write(folder: Path) -> None:
+    """Write, sync and rename a file of a few KiB, as saving does."""
     trial = folder / f"{_TRIAL}{uuid.uuid4().hex}"
     try:
         write_file(trial, "x" * 4096)
@@ -214,7 +221,7 @@ def _try_to_write(folder: Path) -> None:
 
 @contextmanager
 def naming(option: str, folder: Path) -> Iterator[None]:
-    """An OSError becomes a ValueError that names the folder, the option that set it, and the cause."""
+    """Turn an OSError into a ValueError that names the folder, its option and the cause."""
     try:
         yield
     except OSError as error:

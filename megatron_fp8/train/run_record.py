@@ -1,10 +1,10 @@
 """The files of a run, read for report, page, advice and `--against`.
 
-A line that cannot be understood is refused with its file and number, and a report that lacks something with its name: a
-figure that was passed over in silence would make two runs look alike. An unfinished last line is no damage, since a run
-that is still writing has one, and one that was killed. It is left out, and said.
+An invalid line raises an error with its file and number, and an incomplete report an error with the missing field: if
+readers skipped such values silently, two different runs could look equal. An incomplete last line is no error, since a
+run that is still writing, or was killed, has one. It is skipped, with a note.
 
-Rejected: each reader checks what it needs. The terminal refused what the page drew, and a comparison counted it as equal.
+Rejected: each reader checks what it needs. The terminal refused what the page drew, and a comparison took it as equal.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from .metrics import IterationMetrics
 from .report import read_report
 
 _NO_NUMBERS = ("iteration", "site", "tensor", "partial", "went_bad")
-"""Fields of a line of telemetry that are no statistics."""
+"""Fields of a telemetry line that are not statistics."""
 
 _LINES = ("metrics.jsonl", "validation.jsonl", "events.jsonl", "telemetry.jsonl")
 
 _CONFIG_SECTIONS = ("train", "data", "checkpoint")
-"""Sections of config.yaml that some reader needs."""
+"""Sections of config.yaml that readers use."""
 
 _METRICS = [field.name for field in fields(IterationMetrics) if field.name != "iteration"]
 
-_NEEDED: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
+_REQUIRED: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
     ("device", str, "a text"),
     ("versions", dict, "an object"),
     ("parallel", dict, "an object"),
@@ -55,19 +55,19 @@ _NEEDED: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
     ("precision.fp8_recipe", (str, type(None)), "a text or null"),
     ("sites", list, "a list"),
 )
-"""Fields of report.json that some reader needs."""
+"""Fields of report.json that readers require."""
 
 
 class PlaceNotKnown(ValueError):
-    """Nothing says where a run's checkpoints are."""
+    """The folder of a run's checkpoints is unknown."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The files of one run. Each list is checked whole when it is asked for; a file that is missing is empty.
+    """The files of one run. Each method checks its whole file when it is called; a missing file reads as empty.
 
     Attributes:
-        folder: of the run.
+        folder: folder of the run.
     """
 
     folder: Path
@@ -77,14 +77,14 @@ class RunRecord:
         return (self.folder / file).exists()
 
     def report(self) -> dict[str, Any]:
-        """report.json. Raises ValueError: there is none, or it lacks what a reader needs."""
+        """report.json. Raises ValueError if it is missing or lacks a required field."""
         path = self.folder / "report.json"
         report = read_report(self.folder)
         if not isinstance(report, dict):
             raise ValueError(
                 f"{str(path)!r} is no run's report: it is no JSON object. Give the folder of a run."
             )
-        for name, kind, words in _NEEDED:
+        for name, kind, words in _REQUIRED:
             value = _field(report, name, path)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise ValueError(
@@ -97,7 +97,7 @@ class RunRecord:
         return report
 
     def config(self) -> dict[str, Any]:
-        """config.yaml, its sections as written; {} if there is none. Raises ValueError."""
+        """config.yaml, with its sections as written; {} if there is none. Raises ValueError."""
         path = self.folder / "config.yaml"
         try:
             values = read_yaml(path)
@@ -117,31 +117,31 @@ class RunRecord:
         return values
 
     def checkpoints(self) -> Path:
-        """Where the run's checkpoints are: checkpoint.folder of its config, or the one in its own.
+        """The folder of the run's checkpoints: checkpoint.folder of its config, or run_dir/checkpoints.
 
-        A relative one counted from where the run was started, and may be another run's from here: of it report.json has
-        the whole path. Raises PlaceNotKnown: that has none; ValueError.
+        A relative checkpoint.folder was relative to the run's working directory; its absolute path is in report.json.
+        Raises PlaceNotKnown if report.json has none; ValueError.
         """
-        named = self.config().get("checkpoint", {}).get("folder")
-        if not isinstance(named, str | None):
+        path = self.config().get("checkpoint", {}).get("folder")
+        if not isinstance(path, str | None):
             raise ValueError(
-                f"{str(self.folder / 'config.yaml')!r} has checkpoint.folder={named!r}, and that is a path or null: bring"
+                f"{str(self.folder / 'config.yaml')!r} has checkpoint.folder={path!r}, and that is a path or null: bring"
                 " it back as train wrote it, or give another run."
             )
-        if not named:
+        if not path:
             return self.folder / "checkpoints"
-        if Path(named).is_absolute():
-            return Path(named)
+        if Path(path).is_absolute():
+            return Path(path)
         recorded = self.report().get("checkpoints") if self.has("report.json") else None
         if not isinstance(recorded, str) or not Path(recorded).is_absolute():
             raise PlaceNotKnown(
-                f"{str(self.folder / 'config.yaml')!r} has checkpoint.folder={named!r}, which counts from where that run"
+                f"{str(self.folder / 'config.yaml')!r} has checkpoint.folder={path!r}, which counts from where that run"
                 " was started, and its report.json has no whole one (checkpoints): write the whole path into config.yaml."
             )
         return Path(recorded)
 
     def metrics(self) -> list[Line]:
-        """metrics.jsonl: the iteration, the loss, and what else training writes. Raises ValueError."""
+        """metrics.jsonl: iteration, loss and the other metrics. Raises ValueError."""
         return list(map(_metric, read_lines(self.folder / "metrics.jsonl")))
 
     def validation(self) -> list[Line]:
@@ -153,11 +153,11 @@ class RunRecord:
         return list(map(_event, read_lines(self.folder / "events.jsonl")))
 
     def telemetry(self) -> Iterator[Line]:
-        """telemetry.jsonl, line by line: it may be large. Raises ValueError."""
-        return map(_measured, read_lines(self.folder / "telemetry.jsonl"))
+        """telemetry.jsonl, line by line, as it may be large. Raises ValueError."""
+        return map(_telemetry_line, read_lines(self.folder / "telemetry.jsonl"))
 
     def unfinished(self) -> list[str]:
-        """One line for each file whose last line is unfinished, which is left out everywhere."""
+        """One line for each file with an incomplete last line, which all readers skip."""
         paths = [self.folder / name for name in _LINES]
         return [
             f"the last line of {str(path)!r} is unfinished and left out: the run is still writing, or was ended while it"
@@ -168,16 +168,16 @@ class RunRecord:
 
 
 def run_folder_of(checkpoint: Path) -> Path:
-    """The folder of the run that a checkpoint's folder belongs to; of a checkpoint elsewhere, its own parent."""
+    """The run's folder of a checkpoint; for a checkpoint outside a folder `checkpoints`, its parent."""
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
 
 
 def trained_beyond(path: Path, checkpoint: Path) -> list[str]:
-    """A line for people where a run trained on after its newest checkpoint, and this is the newest; else none.
+    """A line to print if the run trained on after ``checkpoint``, its newest one; else none.
 
     Args:
-        path: what a user gave, perhaps the run's folder: its checkpoints may be elsewhere.
-        checkpoint: the one that it means.
+        path: the user's argument, perhaps the run's folder: its checkpoints may lie elsewhere.
+        checkpoint: the checkpoint that it selects.
     """
     if checkpoint not in complete_checkpoints(checkpoint.parent)[-1:]:
         return []
@@ -190,20 +190,20 @@ def trained_beyond(path: Path, checkpoint: Path) -> list[str]:
     if not done or done[0] <= saved:
         return []
     return [
-        f"the run trained to iteration {done[0]}, and its newest checkpoint is of iteration {saved}: what it learned"
-        " since is not in here"
+        f"the run trained to iteration {done[0]}, and its newest checkpoint is of iteration {saved}: the training"
+        " since then is not in it"
     ]
 
 
 def record_of(path: Path) -> RunRecord:
-    """The record of a run, by its folder or one of RUN_FILES in it. Raises ValueError: there is none."""
+    """The record of a run, from its folder or one of RUN_FILES in it. Raises ValueError if there is none."""
     folder = path.parent if path.name in RUN_FILES and not path.is_dir() else path
     require_folder(folder)
     return RunRecord(folder)
 
 
 def require_folder(folder: Path) -> None:
-    """ValueError if this is no folder, or what `megatron-fp8 compare` wrote, which holds runs and is none."""
+    """Raise ValueError if this is no folder, or is the output of `megatron-fp8 compare`, which contains runs."""
     if not folder.is_dir():
         what = f"{str(folder)!r} is a file" if folder.exists() else f"there is no folder {str(folder)!r}"
         raise ValueError(f"{what}: {what_to_give(folder) or 'give the folder of a run'}.")
@@ -250,14 +250,14 @@ def _check_phases(phases: Any, path: Path) -> None:
             )
 
 
-def _check_stored(stored: Any, path: Path) -> None:
+def _check_stored(entry: Any, path: Path) -> None:
     kinds = (("weights", int), ("bytes", int), ("values", int), ("warning", (str, type(None))))
-    if stored is not None and not (
-        isinstance(stored, dict)
-        and all(name in stored and isinstance(stored[name], kind) for name, kind in kinds)
+    if entry is not None and not (
+        isinstance(entry, dict)
+        and all(name in entry and isinstance(entry[name], kind) for name, kind in kinds)
     ):
         raise ValueError(
-            f"{str(path)!r} is no run's report: precision.fp8_param is {str(stored)[:60]}, and that has weights, bytes,"
+            f"{str(path)!r} is no run's report: precision.fp8_param is {str(entry)[:60]}, and that has weights, bytes,"
             " values and warning."
         )
 
@@ -268,11 +268,11 @@ def _metric(line: Line) -> Line:
         raise line.wrong("has no lm_loss")
     if line.content.get("skipped", 0) not in (0, 1):
         raise line.wrong(f"has skipped {str(line.content['skipped'])[:60]!r}, and that is 0 or 1")
-    return _in_numbers(line, [name for name in line.content if name in _METRICS])
+    return _with_numbers(line, [name for name in line.content if name in _METRICS])
 
 
-def _in_numbers(line: Line, names: Iterable[str]) -> Line:
-    """The line with its numbers as numbers: NaN and the infinities may be in words."""
+def _with_numbers(line: Line, names: Iterable[str]) -> Line:
+    """The line with NaN and infinities, which may be strings, converted to numbers."""
     numbers = {name: line.number_of(name) for name in names}
     words = {name: value for name, value in numbers.items() if isinstance(line.content[name], str)}
     return Line(line.path, line.number, {**line.content, **words}) if words else line
@@ -282,7 +282,7 @@ def _validation(line: Line) -> Line:
     line.iteration()
     if "validation_loss" not in line.content:
         raise line.wrong("has no validation_loss")
-    return _in_numbers(line, ["validation_loss"])
+    return _with_numbers(line, ["validation_loss"])
 
 
 def _event(line: Line) -> Line:
@@ -292,7 +292,7 @@ def _event(line: Line) -> Line:
     return line
 
 
-def _measured(line: Line) -> Line:
+def _telemetry_line(line: Line) -> Line:
     line.iteration(1)
     line.text("site")
     tensor = line.text("tensor")
@@ -301,4 +301,4 @@ def _measured(line: Line) -> Line:
     if not isinstance(line.content.get("partial", False), bool):
         raise line.wrong(f"has partial {str(line.content['partial'])[:60]!r}, and that is true or false")
     line.texts("went_bad")
-    return _in_numbers(line, [name for name in line.content if name not in _NO_NUMBERS])
+    return _with_numbers(line, [name for name in line.content if name not in _NO_NUMBERS])

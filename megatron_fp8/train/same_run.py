@@ -1,9 +1,9 @@
 """Checks that a replay computes what the run computed.
 
-A checkpoint fits any parallel layout, but a scale made of a shard's own values does not: with ``tensorwise`` a weight
-cut in two has two scales. Delayed scales come from the checkpoint and are shared over the ranks, and blocks do not
-cross shards, so those recipes give the same in every layout. Rejected: to refuse every other layout; a diagnosis on
-one process is right for those recipes, and needs no second rank.
+A checkpoint fits any parallel layout, but a scale computed from a shard's own values does not: with ``tensorwise`` a
+weight split in two has two scales. Delayed scales come from the checkpoint and are shared by all ranks, and blocks do
+not cross shards, so those recipes give the same result in every layout. Rejected: refuse every other layout; a
+diagnosis on one process is right for those recipes, and needs no second rank.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _SAME_NUMBERS = (
     "fp8_backend",
     "fp8_quantizer_factory",
 )
-"""Options of the model that leave a run's numbers what they are, but for scales of shards."""
+"""Options of the model that do not change a run's numbers, except for scales of shards."""
 _NEAR = 0.02
-"""Losses that differ by less of themselves count as the same: sums are added in another order, dropout draws anew."""
+"""Relative difference below which losses count as equal: sums have another order, dropout is drawn again."""
 
 
 @dataclass(frozen=True)
 class OtherShards:
-    """The run cut its tensors otherwise than this launch does, and has scales of its own for each piece.
+    """The run split its tensors differently from this launch, and has separate scales for each shard.
 
     Attributes:
-        recipes: those that make such scales.
+        recipes: the recipes with such scales.
         sizes: kind of parallelism -> (the run's size, this launch's).
-        ranks: how many the run's layout needs at least.
-        asked: whether the options name this launch's layout.
+        ranks: least number of ranks for the run's layout.
+        asked: whether the options set this launch's layout explicitly.
     """
 
     recipes: list[str]
@@ -55,12 +55,13 @@ class OtherShards:
     asked: bool
 
     def line(self) -> str:
-        """For people."""
+        """One line for the user."""
         sizes = ", ".join(f"{kind} {here} and not {run}" for kind, (run, here) in self.sizes.items())
-        return f"not the run's layout (parallel sizes: {sizes}): {' and '.join(self.recipes)} scales are of other shards"
+        recipes = " and ".join(self.recipes)
+        return f"not the run's layout (parallel sizes: {sizes}): {recipes} scales belong to other shards"
 
     def refusal(self, arguments: str, told: str) -> ValueError:
-        """``arguments``: of the command, as they were given; ``told``: what is known of the difference, or ''."""
+        """``arguments``: the command's arguments as given; ``told``: the known difference, or ''."""
         size = next(iter(self.sizes))
         return ValueError(
             f"{self.line()}{told}. Run it as megatron-fp8 launch --ranks {self.ranks} diagnose"
@@ -71,13 +72,13 @@ class OtherShards:
 def other_shards(
     saved: Mapping[str, Any], model: Any, plans: Iterable[SitePlan], options: Iterable[str]
 ) -> OtherShards | None:
-    """Whether this launch has other scales than the run had.
+    """Return OtherShards if this launch has different scales than the run had, else None.
 
     Args:
-        saved: the manifest's layout; empty: it is not known.
+        saved: the manifest's layout; empty: unknown.
         model: the model section, in this launch's layout.
-        plans: of all sites.
-        options: that were given on the command line.
+        plans: plans of all sites.
+        options: command-line options.
     """
     sizes = {
         kind: (saved[kind], getattr(model, name))
@@ -88,26 +89,26 @@ def other_shards(
     recipes = [name for name in _OF_SHARDS if name in names]
     if not sizes or not recipes:
         return None
-    given = [option.partition("=")[0] for option in options]
-    # Data-parallel ranks hold the same weights, and are needed only where they hold the experts.
+    option_names = [option.partition("=")[0] for option in options]
+    # Data-parallel ranks hold the same weights; they are needed only if they hold different experts.
     copies = saved.get("data", 1) if saved.get("expert", 1) > 1 else 1
     ranks = math.prod(saved.get(kind) or 1 for kind in ("tensor", "pipeline", "context")) * copies
-    asked = any(f"--model.{_CUTS[kind]}" in given for kind in sizes)
-    return OtherShards(recipes, sizes, ranks, asked)
+    requested = any(f"--model.{_CUTS[kind]}" in option_names for kind in sizes)
+    return OtherShards(recipes, sizes, ranks, requested)
 
 
 def recorded_loss(
     run_folder: Path, iteration: int, saved_model: Mapping[str, Any], options: Iterable[str]
 ) -> float | None:
-    """The loss that the run recorded for an iteration, if a replay with these options should give it again; else None.
+    """The loss that the run recorded for an iteration, if a replay with these options should reproduce it; else None.
 
     Args:
         saved_model: the model section of the run.
 
-    With warm-up or healing the run may have computed it in high precision, and a replay does not.
+    With warm-up or healing the run may have computed it in high precision, which a replay does not.
     """
-    given = (option.partition("=")[0].removeprefix("--model.") for option in options)
-    if any(name not in _SAME_NUMBERS and not name.startswith("--checkpoint.") for name in given):
+    option_names = (option.partition("=")[0].removeprefix("--model.") for option in options)
+    if any(name not in _SAME_NUMBERS and not name.startswith("--checkpoint.") for name in option_names):
         return None
     if not saved_model.get("fp8") or any(
         saved_model.get(f"fp8_high_precision_{phase}") for phase in ("warmup", "healing")
@@ -121,15 +122,15 @@ def recorded_loss(
 
 
 def is_near(loss: float, recorded: float, spread: float = 0.0) -> bool:
-    """Whether a replayed loss is the recorded one; ``spread``: the standard deviation of losses between batches."""
+    """Whether a replayed loss matches the recorded one; ``spread``: standard deviation of losses between batches."""
     return abs(loss - recorded) <= max(3 * spread, _NEAR * abs(recorded))
 
 
 def unlike(loss: float, recorded: float, iteration: int, spread: float) -> str:
-    """What a verdict begins with where the run computed something else than this replay did; '' where it did not."""
+    """The first sentences of a verdict if this replay's loss differs from the run's; '' if it does not."""
     if is_near(loss, recorded, spread):
         return ""
     return (
         f"This is not what the run computed: as planned the loss of iteration {iteration} is {loss:.4g}, and the run"
-        f" recorded {recorded:.4g}. What follows is of this checkpoint in this layout: look whether both are the run's."
+        f" recorded {recorded:.4g}. The rest holds for this checkpoint in this layout: check that both are the run's."
     )

@@ -1,4 +1,4 @@
-"""Bytes of activations that a microbatch saves for backward, as autograd counts."""
+"""Counts the bytes that a micro-batch saves for backward."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 
 
 class SavedBytes:
-    """Counts one micro-batch of each model chunk on this rank: storages that autograd saves, each once, no parameters.
+    """Counts what one micro-batch of each model chunk saves: autograd's storages, once each, no parameters.
 
     Attributes:
-        bytes: the sum over the chunks counted so far; None before the first. Under pipeline parallelism a rank keeps that
-            much for each micro-batch in flight.
+        bytes: sum over the chunks counted so far; None before the first. Under pipeline parallelism a rank holds this
+        much
+            for each micro-batch in flight.
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:
@@ -26,12 +27,12 @@ class SavedBytes:
 
     @contextmanager
     def counting(self, chunk: Any) -> Iterator[None]:
-        """Count what is saved inside, unless a micro-batch of this chunk was counted before. Changes no result."""
+        """Context: count what is saved inside, unless this chunk was counted before. Changes no result."""
         if any(chunk is other for other in self._counted):
             yield
             return
         self._counted.append(chunk)
-        # Held until the forward is over: no address is used twice, and what is emptied meanwhile counts nothing.
+        # Referenced until the forward ends, so that no address is reused; a storage emptied meanwhile counts 0.
         storages: dict[int, torch.UntypedStorage] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:

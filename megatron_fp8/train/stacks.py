@@ -1,7 +1,7 @@
 """Stack dumps of this process's threads, with waits for other ranks.
 
-A call that waits shows in Python's innermost frame: one of torch.distributed's functions, or a line that waits for a
-handle (`.wait(`) or for a GPU (`.item()`, `.tolist()`, `synchronize(`), which are C and have no frame of their own.
+A waiting call shows in Python's innermost frame: a function of torch.distributed, or a line that waits for a handle
+(`.wait(`) or a GPU (`.item()`, `.tolist()`, `synchronize(`); those are C functions without a frame of their own.
 """
 
 from __future__ import annotations
@@ -27,56 +27,58 @@ _COMPILERS = (
     *("triton/compiler/compiler.py", "triton/runtime/autotuner.py", "megatron_fp8/kernels/cpu/library.py"),
 )
 _ENGINE = "torch/autograd/graph.py"
-_AROUND = ("/contextlib.py", "/typing_extensions.py")
-"""Decorators, between a collective and who called it."""
+_DECORATORS = ("/contextlib.py", "/typing_extensions.py")
+"""Files of decorators, whose frames lie between a collective and its caller."""
 
 
 class Place(NamedTuple):
-    """Where a thread is. ``kind``: 'waits' for others, 'compiles', or is 'elsewhere'; ``text``: in words."""
+    """Position of a thread. ``kind``: 'waits' (for other ranks), 'compiles' or 'elsewhere'; ``text``: description."""
 
     kind: str
     text: str
 
 
 def place(frame: FrameType) -> Place:
-    """Where the thread is whose innermost frame this is."""
-    frames = list(_outwards(frame))
+    """The position of a thread, from its innermost frame."""
+    frames = list(_callers(frame))
     code, line = frame.f_code, _line(frame)
     if code.co_filename.endswith(_COLLECTIVES):
         chain: list[FrameType] = []
-        for one in frames:
-            if not one.f_code.co_filename.endswith(_COLLECTIVES):
+        for outer in frames:
+            if not outer.f_code.co_filename.endswith(_COLLECTIVES):
                 break
-            chain.append(one)
-        names = [one.f_code.co_name for one in reversed(chain) if one.f_code.co_name != "wrapper"]
-        outside = (one for one in frames[len(chain) :] if not one.f_code.co_filename.endswith(_AROUND))
+            chain.append(outer)
+        names = [outer.f_code.co_name for outer in reversed(chain) if outer.f_code.co_name != "wrapper"]
+        outside = (
+            outer for outer in frames[len(chain) :] if not outer.f_code.co_filename.endswith(_DECORATORS)
+        )
         caller = next(outside, chain[-1])
-        # At the moment in which a collective is entered there is its decorator alone.
-        return Place("waits", f"{names[0] if names else 'a collective'}, called in {_spot(caller)}")
+        # A thread that just enters a collective has only its decorator's frame.
+        return Place("waits", f"{names[0] if names else 'a collective'}, called in {_location(caller)}")
     if any(mark in line for mark in _WAITS):
-        return Place("waits", f"{line!r} in {_spot(frame)}")
-    if any(one.f_code.co_filename.endswith(_COMPILERS) for one in frames):
-        return Place("compiles", _spot(frame))
-    return Place("elsewhere", _spot(frame))
+        return Place("waits", f"{line!r} in {_location(frame)}")
+    if any(outer.f_code.co_filename.endswith(_COMPILERS) for outer in frames):
+        return Place("compiles", _location(frame))
+    return Place("elsewhere", _location(frame))
 
 
 def waits(frame: FrameType) -> bool:
-    """Whether `place` would say 'waits'; a few microseconds."""
+    """Whether `place` would return 'waits'; takes a few microseconds."""
     return frame.f_code.co_filename.endswith(_COLLECTIVES) or any(mark in _line(frame) for mark in _WAITS)
 
 
 def place_of(thread: int) -> Place:
-    """Where the thread with this identity is; while it runs a backward on a GPU, where torch's own thread is."""
+    """Position of the thread with this identity; in a backward on a GPU, position of torch's own thread."""
     frames = sys._current_frames()
-    mine = frames[thread]
-    if mine.f_code.co_filename.endswith(_ENGINE):
-        known = {one.ident for one in threading.enumerate()}
-        mine = next((frame for ident, frame in frames.items() if ident not in known), mine)
-    return place(mine)
+    frame = frames[thread]
+    if frame.f_code.co_filename.endswith(_ENGINE):
+        known = {other.ident for other in threading.enumerate()}
+        frame = next((inner for ident, inner in frames.items() if ident not in known), frame)
+    return place(frame)
 
 
 def place_of_error(trace: TracebackType | None) -> Place | None:
-    """Where an error was raised."""
+    """Position at which an error was raised."""
     if trace is None:
         return None
     while trace.tb_next is not None:
@@ -85,12 +87,12 @@ def place_of_error(trace: TracebackType | None) -> Place | None:
 
 
 def stacks() -> str:
-    """Every thread's stack, innermost first, the names of threads, and how many collectives each group has begun.
+    """Every thread's stack, innermost first, the names of threads, and the number of collectives begun in each group.
 
-    With torch's flight recorder on (TORCH_FR_BUFFER_SIZE=256), also the collectives that are not done.
+    With torch's flight recorder (TORCH_FR_BUFFER_SIZE=256), unfinished collectives too.
     """
-    lines = [f"thread {one.ident:#018x} is {one.name!r}" for one in threading.enumerate()]
-    lines += [f"group {name}: {count} collectives begun" for name, count in _begun()]
+    lines = [f"thread {thread.ident:#018x} is {thread.name!r}" for thread in threading.enumerate()]
+    lines += [f"group {name}: {count} collectives begun" for name, count in _collectives_begun()]
     lines += [f"not done: {json.dumps(entry)}" for entry in _not_done()]
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)
@@ -98,40 +100,40 @@ def stacks() -> str:
         return "\n".join([*lines, "", file.read().decode(errors="replace")])
 
 
-def _begun() -> Iterator[tuple[str, int]]:
-    """The groups that this rank is in, and their numbers of collectives, which all ranks of a group should share."""
+def _collectives_begun() -> Iterator[tuple[str, int]]:
+    """This rank's groups and their numbers of collectives, which should be equal on all ranks of a group."""
     if not dist.is_initialized():
         return
     for group in list(dist.distributed_c10d._world.pg_map):
         ranks = dist.get_process_group_ranks(group)
-        shown = f"{ranks[:8]}{' and more' if len(ranks) > 8 else ''}"
+        ranks_text = f"{ranks[:8]}{' and more' if len(ranks) > 8 else ''}"
         yield (
-            f"{group.group_name} ({group.group_desc}, ranks {shown})",
+            f"{group.group_name} ({group.group_desc}, ranks {ranks_text})",
             group._get_sequence_number_for_group(),  # type: ignore[attr-defined]
         )
 
 
 def _not_done() -> Iterator[dict[str, Any]]:
-    """Of torch's flight recorder: collectives that were begun and are not done."""
+    """Collectives in torch's flight recorder that were begun and are not done."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     for entry in json.loads(dump()).get("entries", []) if dump else []:
         if not entry.get("retired", True):
-            kept = ("process_group", "collective_seq_id", "profiling_name", "state", "input_sizes")
-            yield {key: entry[key] for key in kept if key in entry}
+            keys = ("process_group", "collective_seq_id", "profiling_name", "state", "input_sizes")
+            yield {key: entry[key] for key in keys if key in entry}
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def _line(frame: FrameType) -> str:
-    # A frame that another thread looks at may be between two lines, and then has none.
+    # Another thread's frame may be between two lines, and then has no line number.
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0).strip()
 
 
-def _spot(frame: FrameType) -> str:
+def _location(frame: FrameType) -> str:
     """'core/tensor_parallel/mappings.py:33 (_reduce)'."""
     short = "/".join(Path(frame.f_code.co_filename).parts[-3:])
     return f"{short}:{frame.f_lineno or frame.f_code.co_firstlineno} ({frame.f_code.co_name})"

@@ -1,12 +1,13 @@
 """The parent checkpoint of a run, until it has one of its own.
 
     checkpoints/started_from.json    {"checkpoint": "/runs/base/checkpoints/iter_0005000", "iteration": 5000,
-                                      "manifest": SHA-256 of its manifest.json, "job": "SLURM job 4711", "sha256": "..."}
+                                      "manifest": SHA-256 of its manifest.json, "job": "SLURM job 4711", "sha256":
+                                      "..."}
 
-It is written before that checkpoint is loaded. Without it a run that is killed before its first save would start again,
-by --resume=auto, with random weights, and another attempt of its job at what is the other run's newest by then. As soon
-as there is a checkpoint beside it, it is not where training goes on, and says only which iterations the run's records
-begin after. It may come from somebody else: what it names is read as any checkpoint is.
+It is written before that checkpoint is loaded. Without it, a run that is killed before its first save would restart
+with random weights under --resume=auto, and a later attempt of its job would start from the other run's newest
+checkpoint by then. Once the run has its own checkpoint, the file only tells after which iteration the run's records
+begin. The file may come from another user: the checkpoint that it names is verified like any other.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ _LARGEST = 1 << 16
 
 @dataclass(frozen=True)
 class StartedFrom:
-    """A checkpoint of another run. ``manifest``: the SHA-256 of its manifest.json, in hex; ``job``: run_lock.job_name of
-    the start that wrote this, '' for none."""
+    """A checkpoint of another run.
+
+    ``manifest``: SHA-256 of its manifest.json, in hex; ``job``: run_lock.job_name of the start that wrote this, '' for
+    none.
+    """
 
     checkpoint: Path
     iteration: int
@@ -41,7 +45,7 @@ class StartedFrom:
 
 
 def write(folder: Path, checkpoint: Path) -> None:
-    """Say in ``folder``, where a run's checkpoints will be, that it goes on from ``checkpoint``. Raises OSError."""
+    """Record ``checkpoint`` as the run's parent in ``folder``, the run's checkpoint folder. Raises OSError."""
     content = {
         "checkpoint": os.path.abspath(checkpoint),
         "iteration": read_manifest(checkpoint).iteration,
@@ -52,14 +56,14 @@ def write(folder: Path, checkpoint: Path) -> None:
 
 
 def read(folder: Path) -> StartedFrom | None:
-    """What stands in ``folder``; None if there is no such file. ValueError: it is damaged, or a link out of there."""
+    """Read the file in ``folder``; None if there is none. Raises ValueError if it is damaged or links elsewhere."""
     path = folder / FILE
     try:
         refuse_link_out(path)
-        found = load_json(read_ordinary(path, _LARGEST))
-        if not isinstance(found, dict) or found.get("sha256") != checksum(found):
+        content = load_json(read_ordinary(path, _LARGEST))
+        if not isinstance(content, dict) or content.get("sha256") != checksum(content):
             raise ValueError("its checksum differs: it is not what was written")
-        return _checked(found)
+        return _validated(content)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
@@ -69,9 +73,9 @@ def read(folder: Path) -> StartedFrom | None:
         ) from error
 
 
-def _checked(found: dict[str, Any]) -> StartedFrom:
-    checkpoint, iteration, manifest = (found.get(name) for name in ("checkpoint", "iteration", "manifest"))
-    job = found.get("job", "")
+def _validated(content: dict[str, Any]) -> StartedFrom:
+    checkpoint, iteration, manifest = (content.get(name) for name in ("checkpoint", "iteration", "manifest"))
+    job = content.get("job", "")
     if not isinstance(checkpoint, str) or not isinstance(manifest, str) or not isinstance(job, str):
         raise ValueError("its checkpoint, manifest and job are not all texts")
     if type(iteration) is not int:
@@ -80,7 +84,7 @@ def _checked(found: dict[str, Any]) -> StartedFrom:
 
 
 def names(folder: Path, checkpoint: Path) -> bool:
-    """Whether the file in ``folder`` says that its run began at ``checkpoint`` as it is now; not if it is damaged."""
+    """Whether the file in ``folder`` names ``checkpoint`` in its current state; False if the file is damaged."""
     try:
         started = read(folder)
     except ValueError:
@@ -91,9 +95,9 @@ def names(folder: Path, checkpoint: Path) -> bool:
 
 
 def find(folder: Path) -> Path | None:
-    """The checkpoint from which a run without checkpoints of its own in ``folder`` goes on; None: from the beginning.
+    """The parent checkpoint of a run that has none of its own in ``folder``; None: the run starts from the beginning.
 
-    ValueError: it is not there any more, another one has its place, or the file is damaged.
+    Raises ValueError if the parent is missing, if another checkpoint has replaced it, or if the file is damaged.
     """
     started = read(folder)
     if started is None:
@@ -115,25 +119,27 @@ def _digest(checkpoint: Path) -> str:
 
 
 def content(folder: Path) -> str | None:
-    """The file's text, to be put back; None if there is none. Raises ValueError as ``read``, and OSError."""
+    """The file's text, for ``put_back``; None if there is no file. Raises ValueError as ``read``, and OSError."""
     return (folder / FILE).read_text(encoding="utf-8") if read(folder) is not None else None
 
 
 def put_back(folder: Path, text: str | None) -> None:
-    """Undo a ``write``; where the disk does not let it, a warning says what to do."""
+    """Undo a ``write``; if that fails, warn with a remedy."""
     try:
         (folder / FILE).unlink() if text is None else replace_file(folder / FILE, text)
     except OSError as error:
         warnings.warn(
-            f"{str(folder / FILE)!r} is of the start that was refused, and stays ({in_words(error)}): remove it before"
-            " --resume=auto.",
+            f"{str(folder / FILE)!r} is of the refused start and could not be removed ({in_words(error)}): remove it"
+            " before --resume=auto.",
             stacklevel=2,
         )
 
 
 def iterations_before(folder: Path) -> int:
-    """How many iterations were another run's, of which the records of the run in ``folder`` say nothing; where the file
-    is damaged 0, with a warning: a run with checkpoints of its own does not need it."""
+    """Number of iterations that another run trained, before the records of the run in ``folder`` begin.
+
+    0, with a warning, if the file is damaged: a run with its own checkpoints does not need it.
+    """
     try:
         started = read(folder)
     except ValueError as error:

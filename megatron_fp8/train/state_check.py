@@ -1,10 +1,11 @@
-"""Finiteness of masters, moments and amax histories.
+"""Checks masters, moments and amax histories for NaN and Inf.
 
-A NaN in a master is in a weight after the next step, and the casts after it find it. But the second moment's Inf makes
-Adam's update zero, so that its weight never moves again, a row of an embedding may be read once in a thousand steps,
-and the Inf in a history makes a scale of 1: training goes on, and nothing is skipped. One reading of all of it takes a
-quarter of Adam's time; so each iteration reads a sixteenth, and the answer travels with the loss. A save reads all of
-what it writes, and the end of a run everything: no complete checkpoint, and no model, has what was not found yet.
+A NaN in a master is in a weight after the next step, and later casts find it. But an Inf in the second moment makes
+Adam's update zero, so its weight never changes again; a row of an embedding may be read once in a thousand steps; and
+an Inf in a history makes a scale of 1. Training then continues, and no step is skipped. One pass over everything takes
+a quarter of Adam's time. So each iteration checks a sixteenth, and the result is reduced with the loss. A save checks
+all that it writes, and the end of a run checks everything: no complete checkpoint and no final model has undetected NaN
+or Inf.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from ..state.ranks import own_device
 from ..state.rings import Rings
 
 PARTS = 16
-"""So many iterations read everything once."""
+"""Number of iterations for one pass over everything."""
 
 
 class StateCheck:
-    """Looks at one rank's optimizer and FP8 state.
+    """Checks one rank's optimizer and FP8 state.
 
     Args:
-        chunks: of the model, in DistributedDataParallel.
-        optimizer: Megatron-Core's, of these chunks.
+        chunks: model chunks, in DistributedDataParallel.
+        optimizer: Megatron-Core's optimizer of these chunks.
     """
 
     def __init__(self, chunks: list[Any], optimizer: Any) -> None:
@@ -38,34 +39,34 @@ class StateCheck:
         self._parts: list[list[torch.Tensor | Rings]] = []
 
     def turn(self) -> torch.Tensor:
-        """How many tensors of the next part are damaged: float64 [], on the state's device. Nothing is read back."""
-        if not self._parts:  # listed anew in each round: moments are made by the first step
+        """Number of damaged tensors in the next part: float64 [], on the state's device, without synchronisation."""
+        if not self._parts:  # listed anew in each round: the first step creates the moments
             tensors = [tensor for _, tensor in self._named()]
             self._parts = [tensors[first::PARTS] for first in reversed(range(PARTS))]
         return self._count(self._parts.pop())
 
     def forget(self) -> None:
-        """Other tensors may have taken the place of those listed: list them anew."""
+        """Clear the list of tensors, after some may have been replaced."""
         self._parts.clear()
 
     def all(self) -> torch.Tensor:
-        """The same of everything."""
+        """Number of damaged tensors in all parts; as `turn`."""
         return self._count([tensor for _, tensor in self._named()])
 
     def first(self) -> str:
-        """What holds NaN or Inf, or what nobody wrote, in words; '' if nothing does."""
+        """Describe the first damaged tensor (NaN, Inf, or values that no cast wrote); '' if there is none."""
         for name, tensor in self._named():
-            if bool(_bad(tensor)):
+            if bool(_is_damaged(tensor)):
                 rings = isinstance(tensor, Rings)
-                return f"{name} {'hold a number that nobody recorded' if rings else 'holds NaN or Inf'}"
+                return f"{name} {'hold a value that no cast recorded' if rings else 'holds NaN or Inf'}"
         return ""
 
     def _count(self, tensors: list[torch.Tensor | Rings]) -> torch.Tensor:
         device = own_device()
-        found = torch.zeros((), dtype=torch.float64, device=device)
+        damaged = torch.zeros((), dtype=torch.float64, device=device)
         for tensor in tensors:
-            found += _bad(tensor).to(device)
-        return found
+            damaged += _is_damaged(tensor).to(device)
+        return damaged
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor | Rings]]:
         names = {}
@@ -81,20 +82,20 @@ class StateCheck:
                         if isinstance(moment, torch.Tensor) and moment.is_floating_point():
                             yield f"{key} of {name}", moment
         for arena in state_of(unwrap(self._chunks[0]).config).arenas:
-            for held in arena.histories():
+            for group_histories in arena.histories():
                 yield (
-                    f"the amax histories of {held.slots[0].name} and {len(held.slots) - 1} others",
-                    held.rings,
+                    f"the amax histories of {group_histories.slots[0].name} and {len(group_histories.slots) - 1} others",
+                    group_histories.rings,
                 )
 
 
 @torch.no_grad()
-def _bad(tensor: torch.Tensor | Rings) -> torch.Tensor:
-    """bool []: whether it holds NaN or Inf, in one pass without a copy."""
+def _is_damaged(tensor: torch.Tensor | Rings) -> torch.Tensor:
+    """bool []: whether `tensor` (any shape) has NaN or Inf; one pass, no copy."""
     if isinstance(tensor, Rings):
         return tensor.damaged()
     if isinstance(tensor, Moment):
-        return torch.stack([_bad(stored) for stored in tensor.stored_tensors()]).any()
+        return torch.stack([_is_damaged(part) for part in tensor.stored_tensors()]).any()
     values = tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()
     if not values.numel():
         return torch.zeros((), dtype=torch.bool, device=values.device)

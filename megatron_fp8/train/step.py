@@ -1,10 +1,10 @@
 """One training step on one rank, in Megatron-Core's schedule.
 
-A step is: batches -> Megatron-Core's forward/backward schedule -> finalise gradients (inside the schedule; the FP8
-iteration ends there, and loss and health are agreed on) -> optimizer -> learning rate.
+A step is: batches -> Megatron-Core's forward/backward schedule -> finalise gradients (inside the schedule; there the
+FP8 iteration ends, and loss and counts of NaN and Inf are reduced) -> optimizer -> learning rate.
 
-The host waits for the GPU where it reads a number back. In a step of one rank it reads twice: loss, wishes to stop and
-health together; in the optimizer the check for NaN with the gradient norm (docs/performance.md).
+The host waits for the GPU wherever it reads a number back. A step on one rank reads twice: loss, stop votes and counts
+of NaN and Inf together; and in the optimizer the NaN check with the gradient norm (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .watchdog import Watchdog
 
 
 class Stepper:
-    """Steps, validations and a first loss of one rank's part of a run.
+    """Runs the steps, validations and first loss of one rank.
 
     Args:
         chunks: model chunks in their DistributedDataParallel, one per virtual stage.
         datasets: training and validation data sets (the second may be None).
-        stop: told of every rank's wish to stop, whenever the ranks agree on a loss.
-        watchdog: told how fast all ranks are, then, too.
+        stop: gets all ranks' votes to stop with each reduction of the loss.
+        watchdog: gets all ranks' working times with it.
 
-    ``damaged``: whether some rank's optimizer or FP8 state held NaN or Inf where the last step looked.
+    ``damaged``: whether the last step found NaN or Inf in some rank's optimizer or FP8 state.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Stepper:
         self.saved: SavedBytes | None = SavedBytes(chunks) if run.train.count_saved else None
 
     def training_data(self, samples: int, left_out: Sequence[Range] = ()) -> list[Iterator[Any]]:
-        """What ``step`` reads, after so many samples, without those that are left out."""
+        """Iterators for ``step``, after `samples` samples, without those in `left_out`."""
         return [batches(self.datasets[0], self.run.train, samples, left_out) for _ in self.chunks]
 
     def mtp_loss(self) -> float | None:
@@ -75,9 +75,9 @@ class Stepper:
         return take_mtp_loss(self._microbatches, own_device())
 
     def step(self, training: list[Iterator[Any]]) -> tuple[float, bool, float | None]:
-        """One optimizer step: loss, whether the step was taken (on all ranks or on none), gradient norm.
+        """Run one optimizer step. Return loss, whether the step was taken (on all ranks or on none), and gradient norm.
 
-        A NaN or an Inf in a gradient, or met by an FP8 cast (which saturates it), makes the optimizer skip.
+        NaN or Inf in a gradient, or found by an FP8 cast (which saturates it), makes the optimizer skip the step.
         """
         for chunk in self.chunks:
             chunk.train()
@@ -85,9 +85,9 @@ class Stepper:
         self.optimizer.zero_grad()
         self._losses.clear()
         state = state_of(unwrap(self.chunks[0]).config)
-        with state.reading_along(lambda: self._summed(self._losses, self.check.turn())) as told:
+        with state.reading_along(lambda: self._reduced_sums(self._losses, self.check.turn())) as sums:
             self._forward_backward(training, self._microbatches, forward_only=False)
-        loss = self._agreed(told)
+        loss = self._agreed(sums)
         updated, grad_norm, _ = self.optimizer.step()
         if updated:
             self.scheduler.step(1)
@@ -106,20 +106,20 @@ class Stepper:
 
     @torch.no_grad()
     def first_loss(self) -> float:
-        """Loss of the first training batch, without a step."""
+        """The loss of the first training batch, without a step."""
         for chunk in self.chunks:
             chunk.eval()
-        few = self._microbatches if len(self.chunks) > 1 else 1  # interleaved stages need as many as they are
+        few = self._microbatches if len(self.chunks) > 1 else 1  # interleaved stages need a full set
         return self._mean(self._forward_backward(self._iterators(self.datasets[0]), few, forward_only=True))
 
     def state_is_damaged(self) -> bool:
-        """Whether any rank's optimizer or FP8 state holds NaN or Inf anywhere. Collective; one reading of all of it."""
-        found = self.check.all()
-        dist.all_reduce(found)
-        return bool(found)
+        """Whether any rank's optimizer or FP8 state has NaN or Inf. Collective; one pass over all of it."""
+        damaged = self.check.all()
+        dist.all_reduce(damaged)
+        return bool(damaged)
 
     def differing(self) -> str:
-        """What ranks hold in common and is not the same on all of them, in words; ''. Collective; one reading of it."""
+        """Describe replicated state that differs between ranks; '' if none does. Collective; one pass over it."""
         return differing(self.chunks, self.optimizer, redundant=self.run.train.deterministic)
 
     def _iterators(self, dataset: Any) -> list[Iterator[Any]]:
@@ -129,7 +129,7 @@ class Stepper:
     def _forward_backward(
         self, iterators: list[Iterator[Any]], microbatches: int, *, forward_only: bool
     ) -> list[Tensor]:
-        """Megatron-Core's schedule over `microbatches`: [loss sum, tokens] of each, on the last stage."""
+        """Megatron-Core's schedule over `microbatches`: returns [loss sum, tokens] of each, on the last stage."""
         several = len(self.chunks) > 1
         count = self.saved is not None and not forward_only and self.saved.bytes is None
         return self._schedule(
@@ -143,33 +143,35 @@ class Stepper:
         )
 
     def _counted_forward_step(self, iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
-        """``forward_step`` of each micro-batch of the first iteration, the first of each chunk counted."""
+        """``forward_step`` in the first iteration; counts saved bytes of each chunk's first micro-batch."""
         assert self.saved is not None
         with self.saved.counting(model):
             return self._forward_step(iterator, model)
 
     def _forward_step(self, iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
-        """``forward_step``, whose sums are kept for whoever ends the iteration."""
+        """``forward_step`` that also stores the sums for the reduction at the iteration's end."""
         output, loss_of = forward_step(iterator, model)
 
-        def kept(losses: Tensor) -> tuple[Tensor, ...]:
-            found = loss_of(losses)
-            self._losses.append(found[-1])
-            return found
+        def recorded_loss(losses: Tensor) -> tuple[Tensor, ...]:
+            sums = loss_of(losses)
+            self._losses.append(sums[-1])
+            return sums
 
-        return output, kept
+        return output, recorded_loss
 
     def _mean(self, losses: list[Tensor]) -> float:
-        """Mean loss per token over all ranks, which also agree on stopping here.
+        """Mean loss per token over all ranks; the ranks also agree on stopping here.
 
-        Only the ranks of last stages have losses. Tensor-parallel ranks hold the same ones, which leaves the mean as
-        it is.
+        Only the ranks of last stages have losses. Tensor-parallel ranks have equal losses, which does not change the
+        mean.
         """
-        return self._agreed(self._summed(losses).tolist())
+        return self._agreed(self._reduced_sums(losses).tolist())
 
-    def _summed(self, losses: list[Tensor], damage: Tensor | None = None) -> Tensor:
-        """float64 [4 + reasons to stop]: [loss sum, tokens], damaged tensors, own seconds and votes of all ranks.
-        Collective; nothing is read back."""
+    def _reduced_sums(self, losses: list[Tensor], damage: Tensor | None = None) -> Tensor:
+        """float64 [4 + reasons to stop], summed over ranks: loss, tokens, damaged tensors, own seconds, votes.
+
+        Collective; does not synchronise.
+        """
         more = [self.watchdog.pace.share(), *self.stop.votes()]
         sums = torch.zeros(3 + len(more), dtype=torch.float64, device=own_device())
         for loss in losses:
@@ -178,21 +180,21 @@ class Stepper:
             sums[2] = damage
         for index, value in enumerate(more):
             if value:
-                sums[3 + index] = value  # a fill: a copy from the host's memory would wait
+                sums[3 + index] = value  # a fill: a copy from host memory would synchronise
         dist.all_reduce(sums)
         return sums
 
     def _agreed(self, sums: list[float]) -> float:
-        """The mean loss; what the ranks found, how fast they are, and what their votes come to, is taken."""
+        """Return the mean loss; pass damage, working times and votes on."""
         total, tokens, damage, seconds, *votes = sums
         self.damaged = damage > 0
         self.watchdog.iterated(seconds)
         self.stop.agree(votes)
-        return total / max(tokens, 1.0)  # of samples without an answer of the assistant no token has a loss
+        return total / max(tokens, 1.0)  # samples without an assistant's answer have no tokens with a loss
 
 
 def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
-    """Megatron-Core's forward step: the model's output for the next batch, and how its loss is computed."""
+    """Megatron-Core's forward step: the model's output for the next batch, and its loss function."""
     batch = next(iterator)
     per_token = get_model_config(model).calculate_per_token_loss
     more = {"loss_mask": batch["loss_mask"]} if per_token else {}  # for layers of multi-token prediction
@@ -201,8 +203,10 @@ def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Ten
 
 
 def summed_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of `losses` [batch, sequence] where `loss_mask` is 1, how many those are (int32), by whose sum over the global
-    batch Megatron-Core divides gradients, and [loss sum, tokens] for the record."""
+    """Sum of `losses` [batch, sequence] where `loss_mask` is 1, number of those (int32), and [loss sum, tokens].
+
+    Megatron-Core divides gradients by that number, summed over the global batch. The last is for the record.
+    """
     mask = loss_mask.reshape(-1).float()
     total, tokens = (losses.reshape(-1).float() * mask).sum(), mask.sum()
     return total, tokens.int(), torch.stack([total.detach(), tokens])
@@ -213,7 +217,7 @@ def mean_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
     mask = loss_mask.reshape(-1).float()
     total = (losses.reshape(-1).float() * mask).sum()
     sums = torch.stack([total.detach(), mask.sum()])
-    if parallel_state.get_context_parallel_world_size() > 1:  # the mean is over the whole sequence
+    if parallel_state.get_context_parallel_world_size() > 1:  # the mean over the whole sequence
         shared = sums.clone()
         dist.all_reduce(shared, group=parallel_state.get_context_parallel_group())
         return total / shared[1], sums

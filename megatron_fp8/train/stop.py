@@ -1,27 +1,27 @@
 """Stops a run between iterations, on a signal or a time limit.
 
-A cluster takes its nodes back with a signal and a few minutes' notice, and the signal reaches ranks at different times,
-some of them not at all. So a signal's handler only notes it, and the notes of all ranks are added up in a collective
-that every iteration has anyway: the reduction of its loss carries one more number for each reason in REASONS. When it
-returns, all ranks know the same, and leave the loop after the same iteration (and its validation, if one is due).
+A cluster reclaims its nodes with a signal and a few minutes' notice. The signal reaches ranks at different times, and
+some ranks not at all. So a signal's handler only records it. The ranks' records are summed in a collective that every
+iteration has anyway: the reduction of its loss carries one more number for each reason in REASONS. After it all ranks
+know the same, and leave the loop after the same iteration (and its validation, if one is due).
 
-Rejected: saving inside the handler. It runs on one rank, at any point of a step, and a checkpoint takes all ranks,
-between two steps. Rejected: a rank that decides by itself. Its peers would wait for it in the next collective.
+Rejected: saving inside the handler. It runs on one rank, at any point of a step, and a checkpoint needs all ranks,
+between two steps. Rejected: a rank that decides alone. Its peers would wait for it in the next collective.
 
-    SIGTERM                what SLURM sends first when it preempts or cancels a job, and torchrun passes to its ranks;
-                           from `launch` it stands for the signal that was sent to `launch`
-    SIGINT                 Ctrl-C, and torchrun's word to its ranks for it; AGAIN_S later it ends the process, unsaved
-    SIGHUP                 what a terminal sends that closes; a process that nohup started goes on
-    SIGUSR1                what `sbatch --signal=USR1@300` asks for 300 s before the job's time is over
-    the job's time limit   from SLURM_JOB_END_TIME (newer versions of SLURM set it), LEAD_S before it, or twice as long as
-                           a save takes
-    the output's reader    has left: `| head`, or a `| tee` that Ctrl-C or a closing terminal ends before the run is saved
+    SIGTERM                SLURM's first signal when it preempts or cancels a job; torchrun forwards it to its ranks;
+                           from `launch` it stands for the signal that `launch` received
+    SIGINT                 Ctrl-C, which torchrun forwards to its ranks; again, AGAIN_S later, it ends the process unsaved
+    SIGHUP                 sent by a terminal that closes; a process started by nohup continues
+    SIGUSR1                sent by `sbatch --signal=USR1@300` 300 s before the job's time limit
+    the job's time limit   from SLURM_JOB_END_TIME (newer versions of SLURM set it), LEAD_S before it, or twice the
+                           duration of a save
+    the output's reader    has ended: `| head`, or a `| tee` that Ctrl-C or a closing terminal ends before the save
 
-No other signal that is listened to ends the process by itself: one that comes while the checkpoint is being written is
-noted again, and changes nothing, and one that comes while Python shuts down, after its handlers are gone, is ignored. A
-process that hangs is ended by SIGKILL, as torchrun and SLURM do after their grace time. Before training starts there is
-nothing to save, and SIGTERM, SIGINT or SIGHUP ends a process at once, as ever: torchrun sends SIGTERM to all ranks when
-one of them has died, and they may be waiting for that one to join them. SIGUSR1 is noted even then.
+No other handled signal ends the process: one during the save of the checkpoint is recorded again, without effect, and
+one while Python shuts down, after its handlers are removed, is ignored. SIGKILL ends a process that hangs; torchrun and
+SLURM send it after their grace time. Before training starts there is nothing to save, so SIGTERM, SIGINT or SIGHUP ends
+a process at once: torchrun sends SIGTERM to all ranks when one of them has died, and they may be waiting for that one.
+SIGUSR1 is recorded even then.
 """
 
 from __future__ import annotations
@@ -40,25 +40,24 @@ _LIMIT = "the job's time limit"
 _READER = "the loss of its output's reader"
 REASONS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", _LIMIT, _READER)
 _MAY_BE_IGNORED = frozenset({signal.SIGINT, signal.SIGHUP})
-"""Signals that a shell makes a process ignore from its start: by `&` in a script, and by nohup."""
+"""Signals that a process may ignore from its start, because of `&` in a script or nohup."""
 AGAIN_S = 1.0
-"""What comes within so many seconds is the same Ctrl-C: some terminals and `timeout` send it twice, torchrun again."""
+"""SIGINTs within this time are one Ctrl-C: some terminals and `timeout` send two, and torchrun one more."""
 LEAD_S = 120.0
-"""How long before the job's time limit a run stops at least; in a short job a tenth of its time."""
+"""Least time in seconds before the job's limit at which a run stops; in a short job a tenth of its time."""
 STOPPED_CODE = "MEGATRON_FP8_STOPPED_CODE"
-"""The environment variable that says what a run that was stopped and saved ends with, where that is not 0."""
+"""The environment variable with the exit code, if not 0, of a run that was stopped and saved."""
 ASKED_BY = "MEGATRON_FP8_ASKED_BY_PATH"
-"""The environment variable that names a file in which `launch` writes the signal that it got, before it sends SIGTERM."""
+"""The environment variable with the path of a file. `launch` writes its signal's name there before SIGTERM."""
 
 
 class StopRequest:
-    """What this rank has been told, and what all ranks have agreed on.
+    """Records this rank's reasons to stop, and the reason that all ranks agreed on.
 
     Args:
-        environ: where SLURM_JOB_START_TIME and SLURM_JOB_END_TIME (seconds since 1970), STOPPED_CODE and ASKED_BY are
-            looked for.
-        clock: seconds since 1970, asked once: a clock that is set while the run goes on moves no time limit.
-        steady: seconds, never set.
+        environ: has SLURM_JOB_START_TIME and SLURM_JOB_END_TIME (seconds since 1970), STOPPED_CODE and ASKED_BY.
+        clock: seconds since 1970, read once: a clock that is set later does not move the time limit.
+        steady: seconds of a clock that is never set.
     """
 
     def __init__(
@@ -73,27 +72,27 @@ class StopRequest:
         self._steady, self._limit, self._length = steady, steady() + end - clock(), end - start
         self._lead = min(LEAD_S, self._length / 10)
         self.exit_code = _stopped_code(environ)
-        """What a run that was stopped ends with."""
+        """Exit code of a run that was stopped."""
         self._asked_by = environ.get(ASKED_BY)
         self._interrupted: float | None = None
         self.reason: str | None = None
-        """The one of REASONS that all ranks know of and stop for; None: go on."""
+        """The reason, from REASONS, for which all ranks stop; None: continue."""
 
     def listen(self, name: str, say: str = "") -> None:
-        """Note the signal `name` (one of REASONS) from now on, to the end of the process. Main thread only.
+        """Record the signal `name` (one of REASONS) until the process ends. Main thread only.
 
-        A SIGINT or SIGHUP that is ignored stays so. `say` goes to stderr when one comes.
+        An ignored SIGINT or SIGHUP stays ignored. `say` is printed to stderr at the first signal.
         """
         number = signal.Signals[name]
         if number in _MAY_BE_IGNORED and signal.getsignal(number) == signal.SIG_IGN:
             return
         self._says[number] = say
         signal.signal(number, self._note)
-        # Shutting down, Python gives a handler's signal its default back, which kills; an ignored one stays ignored.
+        # At shutdown Python restores a handled signal's default, which kills; an ignored signal stays ignored.
         atexit.register(signal.signal, number, signal.SIG_IGN)
 
     def reader_left(self) -> None:
-        """Nobody reads what this rank prints any more."""
+        """Record that the reader of this rank's output has ended."""
         self._noted[_READER] = True
 
     @property
@@ -102,7 +101,7 @@ class StopRequest:
         return self._noted[_READER]
 
     def ended(self) -> None:
-        """Training has ended: a signal changes nothing any more, and is noted without a word."""
+        """End of training: later signals have no effect and print nothing."""
         self._says.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -111,35 +110,35 @@ class StopRequest:
             self._interrupted = now if self._interrupted is None else self._interrupted
             if now - self._interrupted >= AGAIN_S:
                 raise KeyboardInterrupt
-        self._noted[self._meant(signal.Signals(number).name)] = True
+        self._noted[self._reason_of(signal.Signals(number).name)] = True
         if say := self._says.pop(number, ""):
-            with suppress(OSError):  # its terminal has closed; not print, which may be what was interrupted
+            with suppress(OSError):  # its terminal has closed; print may be what was interrupted
                 os.write(2, f"\n{say}\n".encode())
 
-    def _meant(self, name: str) -> str:
-        """The reason that a signal is: `launch` sends SIGTERM for any signal to end, and has written which it was."""
+    def _reason_of(self, name: str) -> str:
+        """The reason for a signal: `launch` sends SIGTERM for any signal to end, and writes its name to a file."""
         if name != "SIGTERM" or self._asked_by is None:
             return name
         try:
-            said = Path(self._asked_by).read_text()
-        except OSError:  # the launcher has gone
+            reason = Path(self._asked_by).read_text()
+        except OSError:  # the launcher has ended
             return name
-        return said if said in self._noted else name  # '': it was this process alone that was told
+        return reason if reason in self._noted else name  # '': only this process got the signal
 
     def votes(self) -> list[float]:
-        """One number for each of REASONS, 1.0 where this rank has it: to be summed over all ranks."""
+        """One number for each of REASONS, 1.0 if this rank has recorded it, for a sum over all ranks."""
         if self._steady() >= self._limit - self._lead:
             self._noted[_LIMIT] = True
-        return [float(noted) for noted in self._noted.values()]
+        return [float(recorded) for recorded in self._noted.values()]
 
     def saved_in(self, seconds: float) -> None:
-        """The last save took so long: the one before the job's time limit has twice as much, up to half of its time."""
+        """Set the duration of the last save: a stop before the time limit reserves twice that, at most half the job."""
         self._lead = max(self._lead, min(2 * seconds, self._length / 2))
 
     def agree(self, sums: Sequence[float]) -> None:
-        """Take the sums over all ranks, which are the same on all: the first reason that any rank has counts."""
-        found = (name for name, total in zip(REASONS, sums, strict=True) if total)
-        self.reason = self.reason or next(found, None)
+        """Take the sums over all ranks, equal on all: the first reason that any rank has decides."""
+        reasons = (name for name, total in zip(REASONS, sums, strict=True) if total)
+        self.reason = self.reason or next(reasons, None)
 
 
 def _stopped_code(environ: Mapping[str, str]) -> int:
@@ -150,7 +149,7 @@ def _stopped_code(environ: Mapping[str, str]) -> int:
 
 
 def _job(environ: Mapping[str, str]) -> tuple[float, float]:
-    """When the job began and when its time is over, in seconds since 1970; never, where that is not known.
+    """Start and end of the job, in seconds since 1970; 0 and infinity if unknown.
 
     Raises ValueError if a variable is not a number.
     """
@@ -162,8 +161,8 @@ def _job(environ: Mapping[str, str]) -> tuple[float, float]:
         if not (math.isfinite(start) and math.isfinite(end)):
             raise ValueError("not a time")
     except ValueError:
-        shown = ", ".join(f"{name}={environ[name]!r}" for name in names)
+        values = ", ".join(f"{name}={environ[name]!r}" for name in names)
         raise ValueError(
-            f"{shown}: both must be seconds since 1970. Unset them, or set them right."
+            f"{values}: both must be seconds since 1970. Unset them, or set them right."
         ) from None
     return start, end

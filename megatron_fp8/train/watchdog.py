@@ -2,15 +2,15 @@
 
     run_dir/stacks/START/iteration-12-step-15s/rank-3.txt    one line of JSON (rank, host, what, where), then all stacks
 
-Whoever finds its iteration (or validation, or save) far longer than those before makes such a folder. The others, who
-have had a long one themselves by then, look for folders and write their stacks, too. Who wrote nothing is dead, stopped
-or cut off. The lowest rank that wrote reads them all and says in one line which ranks differ, and where they are. All of
-this comes again after twice as long.
+A rank whose iteration (or validation, or save) takes far longer than earlier ones makes such a folder. The other ranks,
+which see a long iteration themselves by then, look for folders and write their stacks too. A rank that writes nothing
+is dead, suspended or cut off. The lowest rank that wrote reads all files and reports in one line which ranks differ and
+where they are. This repeats after each doubling of the time.
 
-Files, because they reach whoever lives: a collective is what hangs, and the store where ranks met may be kept by the rank
-that was stopped, which makes every question to it wait for ever. Nothing is read or written while iterations take as long
-as ever. Durations are those of a monotonic clock. Time in which this process stood still as a whole (stopped, suspended)
-does not count as the iteration's; it is said by itself.
+It uses files, because they reach every rank that lives: collectives hang, and the start-up store may belong to the
+suspended rank, so that calls to it never return. While iterations take their usual time, no file is read or written.
+Durations come from a monotonic clock. Time in which the whole process was suspended does not count as the iteration's;
+it is reported separately.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from .stacks import place_of, stacks, waits
 
 _LOOK_S = 0.1
 _SEARCH_S, _SEARCHES = 1.0, 1000.0
-"""Seconds between two looks into the folder, once it takes long, and how many of these all ranks may make in a second."""
-_TIMES, _KEPT, _KNOWN = 3.0, 16, 3
-"""The bound is so many times the second longest of the last 16, as soon as there are three."""
-_STILL_S = 3.0
-"""Half of `least`, and at least so many seconds, without a look: this process stood still."""
+"""Seconds between two searches of the folder in a long phase, and most searches per second over all ranks."""
+_TIMES, _HISTORY, _LEAST_HISTORY = 3.0, 16, 3
+"""The bound is 3 times the second longest of the last 16 phases, once there are three."""
+_SUSPENDED_S = 3.0
+"""If the thread did not run for this time, and for half of `least`, the process was suspended."""
 _SHOWN = 8
 START = "start"
-"""The phase before the first iteration: reading data, building a model, loading a checkpoint."""
+"""The phase before the first iteration: read data, build the model, load a checkpoint."""
 _TIMES_AT_START = 4.0
-"""It may take so many times `least`: what follows is a line, and nobody's end."""
+"""START may take this many times `least`. Exceeding it only prints a line."""
 
 
 class _Phase(NamedTuple):
@@ -60,14 +60,15 @@ class Watchdog:
     """Watches the thread that makes it, from the first `enter` to `close`.
 
     Args:
-        folder: of this start; made when it is needed.
-        rank, ranks: which one this is, and of how many.
-        stages: of the pipeline.
-        least: seconds that may always pass; four times as many in START, and 20 times as many in the first three phases
-            of another kind. 0: nobody watches.
-        limit: seconds after which a collective gives up; the bound is at most half of it.
-        say: takes a line, from the watching thread too.
-        clock: seconds, never set back.
+        folder: folder of this start's stack dumps; made when needed.
+        rank, ranks: this rank's number and the number of ranks.
+        stages: number of pipeline stages.
+        least: seconds that a phase may always take; four times as many in START, and 20 times as many in the first
+        three
+            phases of each other kind. 0: no watchdog.
+        limit: timeout of a collective in seconds; the bound is at most half of it.
+        say: prints a line, from the watching thread too.
+        clock: seconds of a monotonic clock.
     """
 
     def __init__(
@@ -100,53 +101,53 @@ class Watchdog:
     # ------------------------------------------------------------------------------------------ the main thread
 
     def start(self) -> None:
-        """Watch from now on."""
+        """Start watching."""
         self._looked = self._searched = self._clock()
         if self._least:
             self._thread.start()
 
     def close(self) -> None:
-        """Watch no more. May be called again."""
+        """Stop watching. May be called again."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10)
 
     def enter(self, kind: str, iteration: int) -> None:
-        """What this rank does from now on: START, 'step', 'validation', 'save' or 'end', of which iteration."""
-        now, before = self._clock(), self._phase
+        """Begin a phase: START, 'step', 'validation', 'save' or 'end', of `iteration`."""
+        now, previous = self._clock(), self._phase
         self._phase = _Phase(kind, iteration, now)
-        if before is None:
+        if previous is None:
             self._looked = now
         else:
-            took = now - before.since - self._still
-            took_of = self._took.setdefault(before.kind, deque(maxlen=_KEPT))
-            took_of.append(min(took, self.bound(before.kind)))  # so that a hang of minutes allows no next one
+            took = now - previous.since - self._still
+            took_of = self._took.setdefault(previous.kind, deque(maxlen=_HISTORY))
+            took_of.append(min(took, self.bound(previous.kind)))  # bounds the effect of one hang
             if self._spoke:
-                self._say(f"{before.words} went on after {took:.0f} s")
+                self._say(f"{previous.words} went on after {took:.0f} s")
         self._rounds, self._still, self._spoke, self._newest, self._to_read = 0, 0.0, False, None, None
 
     def iterated(self, total: float) -> None:
-        """The reduction of the loss brought the sum of all ranks' `pace.share()`."""
+        """Take the sum of all ranks' `pace.share()` from the reduction of the loss."""
         if slow := self.pace.take(total):
             stage = "; or its pipeline stage has more to do than others" if self._stages > 1 else ""
             self._say(f"warning: rank {self.rank} on {socket.gethostname()} is slow: it {slow}{stage}")
 
     def bound(self, kind: str) -> float:
-        """Seconds after which a phase of this kind takes too long."""
+        """Seconds after which a phase of this kind counts as too long."""
         took = sorted(self._took.get(kind, ()))
         if kind == START:
             bound = _TIMES_AT_START * self._least
         else:
-            bound = 20 * self._least if len(took) < _KNOWN else max(self._least, _TIMES * took[-2])
+            bound = 20 * self._least if len(took) < _LEAST_HISTORY else max(self._least, _TIMES * took[-2])
         return min(bound, self._limit / 2)
 
     @property
     def doing(self) -> str:
-        """What this rank does, such as 'iteration 12 (save)'."""
+        """This rank's phase, such as 'iteration 12 (save)'."""
         return self._phase.words if self._phase else "the first iteration"
 
     def who(self) -> str:
-        """Which ranks differ most, as the newest files have it; '' where nobody has found this phase long."""
+        """Which ranks differ most, by the newest files; '' if no rank has reported this phase."""
         return self._differences(self._newest)[0] if self._newest and self._records(self._newest) else ""
 
     # ------------------------------------------------------------------------------------------ the watching thread
@@ -157,7 +158,7 @@ class Watchdog:
                 continue
             try:
                 self.look()
-            except Exception as error:  # without this thread the others would take this rank for dead
+            except Exception as error:  # without this thread the other ranks would report this rank as dead
                 if self._failed != repr(error):
                     self._failed = repr(error)
                     self._say(
@@ -165,34 +166,34 @@ class Watchdog:
                     )
 
     def look(self) -> None:
-        """One look: the watching thread's, ten times a second."""
+        """One check, made by the watching thread ten times a second."""
         now, phase = self._clock(), self._phase
         assert phase is not None
-        passed, self._looked = now - self._looked, now
-        if passed > max(_STILL_S, self._least / 2):
-            self._still += passed
-            if phase.kind != START:  # where a library that reads may keep all threads from running
+        pause, self._looked = now - self._looked, now
+        if pause > max(_SUSPENDED_S, self._least / 2):
+            self._still += pause
+            if phase.kind != START:  # there a library may block all threads while it reads
                 self._say(
-                    f"warning: rank {self.rank} on {socket.gethostname()} stood still for {passed:.0f} s: it was stopped,"
+                    f"warning: rank {self.rank} on {socket.gethostname()} stood still for {pause:.0f} s: it was stopped,"
                     " or its machine was suspended or out of memory"
                 )
-        elif phase.kind == "step" and self.ranks > 1 and len(self._took.get("step", ())) >= _KNOWN:
+        elif phase.kind == "step" and self.ranks > 1 and len(self._took.get("step", ())) >= _LEAST_HISTORY:
             frame = self._main_frame()
-            self.pace.sample(passed, waits=frame is None or waits(frame))
+            self.pace.sample(pause, waits=frame is None or waits(frame))
         elapsed, bound = now - phase.since - self._still, self.bound(phase.kind)
-        to_read = self._to_read  # which the main thread may take away at any time
+        to_read = self._to_read  # the main thread may reset it at any time
         if to_read and now >= to_read[1]:
             self._to_read = None
-            self._speak(to_read[0], phase, elapsed)
+            self._report(to_read[0], phase, elapsed)
         if elapsed < min(self._least, bound) / 3 or now - self._searched < self._search:
             return
         self._searched = now
         for folder in self._folders():
-            if folder.name not in self._seen and self._concerns(folder, phase):
-                self._answer(folder, phase, elapsed)
+            if folder.name not in self._seen and self._is_relevant(folder, phase):
+                self._write_stacks(folder, phase, elapsed)
         if elapsed >= bound * 2**self._rounds and phase is self._phase:
             name = f"iteration-{phase.iteration}-{phase.kind}-{elapsed:.0f}s"
-            self._answer(self.folder / name, phase, elapsed)
+            self._write_stacks(self.folder / name, phase, elapsed)
 
     def _main_frame(self) -> Any:
         return sys._current_frames().get(self._thread_id)
@@ -200,17 +201,17 @@ class Watchdog:
     def _folders(self) -> list[Path]:
         try:
             return list(self.folder.iterdir())
-        except OSError:  # whoever cannot write there says so
+        except OSError:  # a rank that cannot write there reports it
             return []
 
-    def _concerns(self, folder: Path, phase: _Phase) -> bool:
-        """Whether a rank that made this folder may wait for this one, or this one for it."""
+    def _is_relevant(self, folder: Path, phase: _Phase) -> bool:
+        """Whether the rank that made this folder may wait for this rank, or this rank for it."""
         if folder.name.startswith(f"iteration-0-{START}-"):
-            return not self._took.get("step")  # nobody is at the start any more once a step is done
+            return not self._took.get("step")  # after a step no rank is in START
         return _iteration(folder) >= phase.iteration - 1
 
-    def _answer(self, folder: Path, phase: _Phase, elapsed: float) -> None:
-        """Write this rank's stacks there, and read the others' a little later."""
+    def _write_stacks(self, folder: Path, phase: _Phase, elapsed: float) -> None:
+        """Write this rank's stacks to `folder`, and plan to read the others' a little later."""
         self._rounds += 1
         self._seen.add(folder.name)
         self._newest = folder
@@ -233,29 +234,33 @@ class Watchdog:
         self._to_read = (
             folder,
             self._clock() + max(self._least / 5, 2 * self._search),
-        )  # the others write, too
+        )  # the others write too
 
-    def _speak(self, folder: Path, phase: _Phase, elapsed: float) -> None:
-        """Who differs, if no lower rank has written, and none compiles."""
+    def _report(self, folder: Path, phase: _Phase, elapsed: float) -> None:
+        """Report which ranks differ, unless a lower rank has written or some rank compiles."""
         if any((folder / f"rank-{lower}.txt").exists() for lower in range(self.rank)):
             return
-        if elapsed < 20 * self._least and any(one["kind"] == "compiles" for one in self._records(folder)):
+        if elapsed < 20 * self._least and any(
+            record["kind"] == "compiles" for record in self._records(folder)
+        ):
             return
         self._spoke = True
         took = sorted(self._took.get(phase.kind, ()))
-        usual = f" (of late {took[-2]:.2g} s)" if len(took) >= _KNOWN else ""
-        found = "; ".join(self._differences(folder))
-        self._say(f"waiting     {phase.words} takes {elapsed:.0f} s so far{usual}: {found}. Stacks: {folder}")
+        usual = f" (of late {took[-2]:.2g} s)" if len(took) >= _LEAST_HISTORY else ""
+        differences = "; ".join(self._differences(folder))
+        self._say(
+            f"waiting     {phase.words} takes {elapsed:.0f} s so far{usual}: {differences}. Stacks: {folder}"
+        )
 
     def _records(self, folder: Path) -> list[dict[str, Any]]:
-        found = []
+        records = []
         for path in folder.glob("rank-*.txt"):
-            with suppress(OSError, ValueError):  # such a rank counts as one that wrote nothing
-                found.append(json.loads(path.read_text().partition("\n")[0]))
-        return sorted(found, key=lambda record: int(record["rank"]))
+            with suppress(OSError, ValueError):  # such a rank counts as silent
+                records.append(json.loads(path.read_text().partition("\n")[0]))
+        return sorted(records, key=lambda record: int(record["rank"]))
 
     def _differences(self, folder: Path) -> list[str]:
-        """'rank 3 does not answer ...', 'ranks 0, 1, 2 wait in ...': the fewest first, those that wait for them last."""
+        """'rank 3 does not answer ...', 'ranks 0, 1, 2 wait in ...': smallest groups first, waiting ranks last."""
         records = self._records(folder)
         answered = {record["rank"] for record in records}
         parts = []
@@ -273,7 +278,7 @@ class Watchdog:
 
 
 def _iteration(folder: Path) -> int:
-    """Of 'iteration-12-step-15s': 12."""
+    """The iteration in a folder's name: 12 for 'iteration-12-step-15s'."""
     number = folder.name.split("-")[1:2]
     return int(number[0]) if number and number[0].isdecimal() else -1
 

@@ -37,7 +37,7 @@ def test_the_example_trains_one_model_in_three_ways(tmp_path, forking_python):
     for said in (
         "delayed scaling starts here: scales of 8 weights",
         "the delayed-scaling state of 24 tensors is dropped: this run uses BF16",
-        "another parallel layout: random streams (dropout) start anew",
+        "another parallel layout: random streams (dropout) restart",
         "layout      tensor 2, pipeline 1",
         "changed train.train_iters",
     ):

@@ -22,7 +22,7 @@ def test_lost_records_are_a_failure(folder, config, names):
     done = run(APP, "full", names, "train", f"--config={config}", f"--run_dir={out}", *more)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert said.startswith("error: records are lost: ") and "its checkpoints are whole" in said
+    assert said.startswith("error: records are lost: ") and "its checkpoints are complete" in said
     assert all(name in said for name in FILES[names]) and "bytes" in said
     assert "done: 4 iterations" in done.stdout
     last = latest_checkpoint(out / "checkpoints")

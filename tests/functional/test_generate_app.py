@@ -252,7 +252,7 @@ BAD = {
     "another shape": "is of another model: ",
     "another shape by option": "model.ffn_hidden_size is 128 there and 64 here",
     "damaged checkpoint": "is damaged: __0_0.distcp has",
-    "no config": "does not say what run it is of: give its config with --config=FILE",
+    "no config": "has no config of its run: give it with --config=FILE",
     "no checkpoint": "nowhere",
     "no prompt": "the following arguments are required: --prompt",
     "unknown option": "--warmth is not an option",

@@ -1,1 +1,1 @@
-"""A run's config: every option with its default and its rule, checked before anything starts."""
+"""A run's config: every option with its default and its rule, checked at the start."""

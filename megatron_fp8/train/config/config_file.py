@@ -1,4 +1,4 @@
-"""The file that --config names: its YAML, with sections where sections belong."""
+"""Reads the YAML file of --config, and checks its sections."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from ...plan.settings import without_fp8_format
 
 
 def read_config(path: str, sections: Container[str]) -> dict[str, Any]:
-    """What stands in a config file, by name; each of ``sections`` that does is a dict of its own. What `model.fp8_format`
-    says is under the name that it means.
+    """The content of a config file by name, with ``sections`` as dicts.
 
-    Raises ValueError, which names the file: it is not there, too large, no YAML, empty, or has a value for a section.
+    `model.fp8_format` gets its current name.
+
+    Raises ValueError, with the file's name, if it is missing, too large, not YAML or empty, or has a value for a
+    section.
     """
     try:
         content = read_yaml(Path(path))
@@ -49,9 +51,11 @@ def read_config(path: str, sections: Container[str]) -> dict[str, Any]:
 
 
 def by_dotted_key(content: dict[str, Any], sections: Container[str]) -> dict[str, Any]:
-    """The values of a config file, those in a section as SECTION.KEY."""
-    found = {}
+    """The values of a config file; keys in a section become SECTION.KEY."""
+    result = {}
     for name, value in content.items():
-        inner = {f"{name}.{key}": item for key, item in value.items()} if name in sections else {name: value}
-        found.update(inner)
-    return found
+        entries = (
+            {f"{name}.{key}": item for key, item in value.items()} if name in sections else {name: value}
+        )
+        result.update(entries)
+    return result

@@ -1,6 +1,6 @@
-"""Rules for every option of a run, alone and together, as data.
+"""Rules for every option of a run, and for combinations, as data.
 
-The model's fields that are Megatron-Core's own have their rules in mcore/config/table.py.
+Rules of Megatron-Core's own model fields are in mcore/config/table.py.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .position_fields import POSITION_FIELDS
 
 _ITERATIONS = integer(1, 2**31 - 1, "iterations")
 _ITERATIONS_OR_0 = integer(0, 2**31 - 1, "iterations")
-_PATH = Rule("a path, as text", lambda v: isinstance(v, str))  # paths.py looks at what it names
+_PATH = Rule("a path, as text", lambda v: isinstance(v, str))  # paths.py checks the path
 _ROWS = integer(1, 2**24, "rows")
 
 
 def _is_split(value: Any) -> bool:
-    """Megatron-Core takes the digits and points of a split for its weights, so no other way to write a number will do."""
+    """Whether a split has plain decimal numbers: Megatron-Core reads only digits and points as its weights."""
     if not isinstance(value, str) or not re.fullmatch(
         r" *\d+(\.\d+)? *(, *\d+(\.\d+)? *){2}", value, re.ASCII
     ):
@@ -50,7 +50,7 @@ _SPLIT = Rule("three decimal weights, of which the first is not 0, such as '96,4
 
 
 def _is_watchdog(value: Any) -> bool:
-    """Seconds: a machine that is busy makes iterations of any shorter time."""
+    """Whether the value is 0 or at least 1 s: on a busy machine a shorter limit would often be exceeded."""
     return type(value) in (int, float) and (value == 0 or 1 <= value <= 10**6)
 
 
@@ -59,7 +59,7 @@ TRAIN: dict[str, Rule] = {
     "micro_batch_size": integer(1, 2**16, "sequences"),
     "global_batch_size": integer(1, 2**24, "sequences"),
     "seq_length": integer(1, 2**24, "tokens"),
-    "seed": integer(0, 2**32 - 1),  # as NumPy's
+    "seed": integer(0, 2**32 - 1),  # as NumPy's seeds
     "max_skipped_steps": integer(0, 2**31 - 1, "steps"),
     "check_replicas_every": _ITERATIONS_OR_0,
     "rewind_on_spike": integer(0, 2**31 - 1, "rewinds"),
@@ -131,7 +131,7 @@ MODEL: dict[str, Rule] = {
     **{name: field.rule for name, field in POSITION_FIELDS.items()},
     "share_embeddings_and_output_weights": FLAG,
 }
-"""The model's options beside its TransformerConfig."""
+"""The model's options outside its TransformerConfig."""
 TOP: dict[str, Rule] = {
     "run_dir": _PATH,
     "resume": Rule(
@@ -204,16 +204,16 @@ NOT_IN_TRAINING: dict[str, str] = {
     "inference_sampling_seed": "it is for Megatron-Core's inference engine",
     "barrier_with_L1_time": "it is for Megatron-Core's timers, which are not used",
 }
-"""Fields of the model that work in a loop of one's own and do nothing in this one."""
+"""Model fields that work in other training loops and have no effect in this one."""
 
 
 def check_rules(section: str, values: Any) -> None:
     """Raise ValueError if an option of `section` (or '') breaks its rule, or several break a relation."""
-    before = f"{section}." if section else ""
+    prefix = f"{section}." if section else ""
     for name, rule in RULES[section].items():
-        check(f"{before}{name}", getattr(values, name), rule)
+        check(f"{prefix}{name}", getattr(values, name), rule)
     for relation in RELATIONS.get(section, ()):
-        check_relation(values, relation, before)
+        check_relation(values, relation, prefix)
 
 
 def check_training_fields(section: Any, defaults: dict[str, Any]) -> None:

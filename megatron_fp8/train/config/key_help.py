@@ -45,25 +45,25 @@ _FIRST_SENTENCE = re.compile(r"(.{20,}?[.!?])(?: (?=[A-Z'\"])|$)")
 
 
 def key_help() -> dict[str, str]:
-    """Dotted key -> one line, in the order of ``known_keys``. Empty where nobody has said anything."""
-    return {key: OWN.get(key) or _one_line(_described(key)) for key in known_keys()}
+    """Dotted key -> one line of help, in the order of ``known_keys``; empty without a docstring."""
+    return {key: OWN.get(key) or _one_line(_description(key)) for key in known_keys()}
 
 
 def key_lines(width: int) -> list[str]:
     """Every key with its default and its help, in lines of at most ``width`` columns.
 
-    A key that does not fit in one line has its help below it, indented; a single word may be longer than a line.
+    Help that does not fit beside its key is indented below it; a single long word may exceed the width.
     """
     values = RunConfig().to_dict()
     lines = []
-    for key, said in key_help().items():
+    for key, help_text in key_help().items():
         section, _, name = key.rpartition(".")
         default = f"{key} = {(values[section] if section else values)[name]!r}"
-        line = f"{default:<{_LEFT}} {said}"
+        line = f"{default:<{_LEFT}} {help_text}"
         if len(line) <= width:
             lines.append(line)
             continue
-        for text, first in ((default, ""), (said, _INDENT)):
+        for text, first in ((default, ""), (help_text, _INDENT)):
             lines += textwrap.wrap(
                 text,
                 width,
@@ -75,7 +75,7 @@ def key_lines(width: int) -> list[str]:
     return lines
 
 
-def _described(key: str) -> str:
+def _description(key: str) -> str:
     section, _, name = key.rpartition(".")
     if section == "model":
         return _docstrings(GPTOptions).get(name) or _docstrings(MLATransformerConfig).get(name, "")
@@ -84,15 +84,15 @@ def _described(key: str) -> str:
 
 @functools.cache
 def _docstrings(kind: Any) -> dict[str, str]:
-    """Field -> the text below it, in a dataclass and those that it inherits from."""
-    found: dict[str, str] = {}
+    """Field -> its docstring, in a dataclass and its base classes."""
+    result: dict[str, str] = {}
     for each in kind.__mro__[:-1]:
         for parameter in parse_from_object(each).params:
-            found.setdefault(parameter.arg_name, " ".join((parameter.description or "").split()))
-    return found
+            result.setdefault(parameter.arg_name, " ".join((parameter.description or "").split()))
+    return result
 
 
 def _one_line(text: str) -> str:
-    """The first sentence, or as much of it as a line holds."""
+    """The first sentence, shortened to one line."""
     sentence = _FIRST_SENTENCE.match(text)
     return textwrap.shorten(sentence[1] if sentence else text, _WIDTH, placeholder=" ...")

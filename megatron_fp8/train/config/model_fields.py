@@ -1,10 +1,10 @@
 """Model fields in a checkpoint: which of them a resuming run may change.
 
-    SHAPE       which tensors there are, of what size, and how they are cut into heads: never another
-    FUNCTION    what is computed with them: another only where the user accepts it by name (a longer context, say)
-    the rest    how it is computed, how exactly, how fast, and how it is trained: may change, and a line says so
+    SHAPE       tensors, their sizes and their division into heads: never
+    FUNCTION    the computed function: only if the user accepts the field by name (such as a longer context)
+    the rest    how it is computed, how exactly, how fast, and how it is trained: allowed, and reported in a line
 
-A field that no table here names counts as FUNCTION: one that Megatron-Core adds is never passed over.
+A field that is in no table counts as FUNCTION, so a new field of Megatron-Core is never ignored.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FUNCTION = _names(
 FREE: dict[str, frozenset[str]] = {
     topic: _names(names)
     for topic, names in {
-        # Rows beyond the tokenizer's ids are padding; how many there are, the tensors' shapes say.
+        # Rows beyond the tokenizer's ids are padding; the tensors' shapes have their number.
         "vocabulary": "vocab_size make_vocab_size_divisible_by padded_vocab_size",
         "layout": """
             tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
@@ -115,7 +115,7 @@ FREE: dict[str, frozenset[str]] = {
 """Topic -> fields that may change."""
 
 IMPORT_PATHS = ("fp8_quantizer_factory", "fp4_quantizer_factory")
-"""Fields that name code: they count only where the user gives them, never from a checkpoint."""
+"""Fields that name code: they are used only if the user sets them, never from a checkpoint."""
 
 _KINDS = {
     name: kind for kind, names in {"shape": SHAPE, "function": FUNCTION, **FREE}.items() for name in names
@@ -123,43 +123,43 @@ _KINDS = {
 
 
 def known_fields() -> frozenset[str]:
-    """Every field of a model section that a table here names."""
+    """Every field of a model section that is in a table here."""
     return frozenset(_KINDS)
 
 
 def kind_of(name: str) -> str:
-    """'shape', 'function', or the topic of a field that may change. One that no table names is 'function'."""
+    """'shape', 'function', or the topic of a field that may change. A field in no table is 'function'."""
     return _KINDS.get(name, "function")
 
 
 def settled(section: Mapping[str, Any]) -> dict[str, Any]:
-    """A model section with what Megatron-Core derives filled in, and one name for each thing: two can be compared."""
-    found = {name: list(value) if isinstance(value, tuple) else value for name, value in section.items()}
-    found = without_fp8_format(found)
-    heads, hidden = found.get("num_attention_heads"), found.get("hidden_size")
+    """A model section in a comparable form: with Megatron-Core's derived values and one name for each setting."""
+    result = {name: list(value) if isinstance(value, tuple) else value for name, value in section.items()}
+    result = without_fp8_format(result)
+    heads, hidden = result.get("num_attention_heads"), result.get("hidden_size")
     derived = {"num_query_groups": heads}
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         derived |= {"kv_channels": hidden // heads, "ffn_hidden_size": 4 * hidden}
     for name, value in derived.items():
-        if found.get(name) is None:
-            found[name] = value
-    if found.get("num_moe_experts"):
-        if found.get("moe_ffn_hidden_size") is None:
-            found["moe_ffn_hidden_size"] = found.get("ffn_hidden_size")
-        every, layers = found.get("moe_layer_freq"), found.get("num_layers")
+        if result.get(name) is None:
+            result[name] = value
+    if result.get("num_moe_experts"):
+        if result.get("moe_ffn_hidden_size") is None:
+            result["moe_ffn_hidden_size"] = result.get("ffn_hidden_size")
+        every, layers = result.get("moe_layer_freq"), result.get("num_layers")
         if isinstance(every, int) and isinstance(layers, int) and every > 0:
-            found["moe_layer_freq"] = [int(layer % every == 0) for layer in range(layers)]
-    return found
+            result["moe_layer_freq"] = [int(layer % every == 0) for layer in range(layers)]
+    return result
 
 
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Field -> (there, here) of what two model sections say differently, in the order of ``now``.
+    """Field -> (there, here) for each difference between two model sections, in the order of ``now``.
 
     Args:
-        before, now: what a checkpoint says, and what the run that reads it does.
-        defaults: the values of fields that one of them lacks. A field that only ``before`` has, as None or False, is no
+        before, now: model sections of a checkpoint and of the run that reads it.
+        defaults: values of fields that one of them lacks. A field that only ``before`` has, with None or False, is no
             difference.
     """
     there, here = settled({**defaults, **before}), settled({**defaults, **now})

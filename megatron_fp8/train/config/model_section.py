@@ -1,4 +1,4 @@
-"""The config's `model` section: each field of `TransformerConfig` by its name, and what GPTModel takes."""
+"""The config's `model` section: the fields of `TransformerConfig`, and options of GPTModel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .ranks import AUTO, tensor_ranks
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu, "squared_relu": squared_relu}
 
-# Objects that only a program can give.
+# Fields with objects, which only a program can set.
 _NOT_IN_A_FILE = frozenset(
     {
         "timers", "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func",
@@ -46,13 +46,12 @@ _TYPES: dict[str, Any] = {
     "pipeline_model_parallel_layout": typing.Optional[str],  # noqa: UP045
     "q_lora_rank": typing.Optional[int],  # noqa: UP045 (queries without a latent; Megatron-Core says int)
     "cuda_graph_scope": str,
-    # TransformerConfig says what is wrong with these, and knows more than their types do.
+    # TransformerConfig checks these in more detail than their types can.
     "fp8": typing.Optional[str],  # noqa: UP045
     "fp8_recipe": typing.Optional[str],  # noqa: UP045
     "fp8_amax_compute_algo": str,
 }
-# The app trains in BF16 (and FP8 over it) unless fp16 is asked for, see settle_precision; for the rest Megatron-Core's
-# defaults hold.
+# `train` uses BF16 (and FP8 over it) unless fp16 is set, see settle_precision; other defaults are Megatron-Core's.
 _DEFAULTS: dict[str, Any] = {
     "num_layers": 0,
     "hidden_size": 0,
@@ -69,12 +68,12 @@ NAMES: dict[str, Rule] = {
     "activation_func": one_of(*ACTIVATIONS),
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype"), optional(one_of(*DTYPES))),
 }
-"""What a run's config calls things that are objects in a TransformerConfig."""
+"""Names in a run's config for objects in a TransformerConfig."""
 
 
 @dataclasses.dataclass
 class GPTOptions:
-    """What the model takes beside its TransformerConfig."""
+    """The model's options outside its TransformerConfig."""
 
     vocab_size: int | None = None
     """Size of the vocabulary; None: the tokenizer's. It is padded: see make_vocab_size_divisible_by."""
@@ -98,8 +97,8 @@ class GPTOptions:
 
 def _model_fields() -> list[tuple[str, Any, dataclasses.Field]]:
     hints = typing.get_type_hints(MLATransformerConfig)
-    of_gpt = {field.name for field in dataclasses.fields(GPTOptions)}  # rotary positions are told once
-    found = []
+    of_gpt = {field.name for field in dataclasses.fields(GPTOptions)}  # rotary positions are declared once
+    result = []
     latent = [field for field in dataclasses.fields(MLATransformerConfig) if field.name in LATENT_FIELDS]
     for field in (*dataclasses.fields(TransformerConfig), *latent):
         if field.name in _NOT_IN_A_FILE or field.name in of_gpt:
@@ -111,10 +110,10 @@ def _model_fields() -> list[tuple[str, Any, dataclasses.Field]]:
             own = dataclasses.field(default=default)
         kind = _TYPES.get(field.name, hints[field.name])
         known = KNOWN.get(field.name)
-        if known and known.rule.holds(None):  # whatever Megatron-Core's annotation says
+        if known and known.rule.holds(None):  # even if Megatron-Core's annotation excludes None
             kind = typing.Optional[kind]  # noqa: UP045
-        found.append((field.name, kind, own))
-    return found
+        result.append((field.name, kind, own))
+    return result
 
 
 ModelSection: Any = dataclasses.make_dataclass("ModelSection", _model_fields(), bases=(GPTOptions,))
@@ -124,7 +123,7 @@ ModelSection.__doc__ = (
 
 
 def settle_tensor_parallel(section: Any, ranks: int, *, sequence_given: bool) -> None:
-    """Replace a tensor parallel size of 'auto' by what the ranks allow, and sequence parallelism unless given."""
+    """Replace a tensor parallel size of 'auto' by one that fits the ranks, and set sequence parallelism unless given."""
     if section.tensor_model_parallel_size != AUTO:
         return
     groups = section.num_query_groups or section.num_attention_heads
@@ -137,7 +136,7 @@ def settle_tensor_parallel(section: Any, ranks: int, *, sequence_given: bool) ->
 def settle_precision(section: Any) -> None:
     """Fill in `bf16` and `params_dtype` where they are None: BF16 unless fp16 is set, parameters of the model's dtype.
 
-    Raises ValueError if what was given does not fit together.
+    Raises ValueError if the given values contradict each other.
     """
     if section.bf16 is None:
         section.bf16 = not section.fp16
@@ -160,9 +159,9 @@ def settle_precision(section: Any) -> None:
 
 
 def transformer_config(section: Any) -> TransformerConfig:
-    """The `TransformerConfig` that a model section describes.
+    """The `TransformerConfig` of a model section.
 
-    Raises ValueError: a value is out of range, or Megatron-Core refuses the combination.
+    Raises ValueError if a value is out of range, or if Megatron-Core refuses the combination.
     """
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if getattr(section, name) == 0:
@@ -174,48 +173,50 @@ def transformer_config(section: Any) -> TransformerConfig:
     for name, rule in NAMES.items():
         check(f"model.{name}", getattr(section, name), rule)
     is_latent = bool(section.multi_latent_attention)
-    given = _given(section)
-    # Also where it is None: whether a recipe may be named without it is the run config's to say.
-    given["fp8"] = section.fp8
-    given.setdefault("pipeline_dtype", DTYPES[section.params_dtype])
+    fields = _set_fields(section)
+    # Even if it is None: the run config decides whether a recipe may be set without it.
+    fields["fp8"] = section.fp8
+    fields.setdefault("pipeline_dtype", DTYPES[section.params_dtype])
     if section.virtual_pipeline_model_parallel_size and section.pipeline_model_parallel_size == 2:
-        # The only right setting: two stages are each other's next and previous one (mcore/config/checks.py).
-        given.update(overlap_p2p_comm=True, batch_p2p_comm=False)
+        # The only correct setting: each of two stages is the other's next and previous one (mcore/config/checks.py).
+        fields.update(overlap_p2p_comm=True, batch_p2p_comm=False)
     positions = {name: getattr(section, name) for name in POSITION_FIELDS}
-    settings = types.SimpleNamespace(**{**DEFAULTS, **positions, **given})
+    settings = types.SimpleNamespace(**{**DEFAULTS, **positions, **fields})
     check_fields(settings, "model.")
     check_training_fields(settings, DEFAULTS)
     check_positions(section, settings)
     _announce(settings, is_latent)
     kind = MLATransformerConfig if is_latent else TransformerConfig
-    built = given if is_latent else {name: given[name] for name in given if name not in LATENT_FIELDS}
+    arguments = fields if is_latent else {name: fields[name] for name in fields if name not in LATENT_FIELDS}
     try:
-        return kind(**built)
-    except Exception as error:  # an assertion, a division by 0, ...: Megatron-Core's way to refuse
-        asked = ", ".join(f"model.{name}={given[name]!r}" for name in fields_asked(error) if name in given)
-        if isinstance(error, ValueError) and not asked:
+        return kind(**arguments)
+    except Exception as error:  # Megatron-Core raises various errors (assertion, division by 0, ...)
+        named_fields = ", ".join(
+            f"model.{name}={fields[name]!r}" for name in fields_asked(error) if name in fields
+        )
+        if isinstance(error, ValueError) and not named_fields:
             raise
         raise ValueError(
-            f"the model section does not fit together: {what_failed(error)}{asked and f' ({asked})'}"
+            f"the model section does not fit together: {what_failed(error)}{named_fields and f' ({named_fields})'}"
         ) from error
 
 
-def _given(section: Any) -> dict[str, Any]:
-    """The fields of a TransformerConfig that a model section says something about, as the config takes them.
+def _set_fields(section: Any) -> dict[str, Any]:
+    """The fields of a TransformerConfig that a model section sets, in the config's form.
 
-    What is at Megatron's default is left out; what the section defaults itself (a recipe: None) is not, so that two names
-    for one thing can be told apart. None is a value as any other: whether a field takes it, its rule says.
+    Fields at Megatron-Core's default are left out. Fields at the section's own default (such as a recipe of None) are
+    not, so that two names for one setting can be distinguished. None is a value like others: the field's rule decides.
     """
     fields = dataclasses.fields(TransformerConfig)
     megatrons = {field.name: field.default for field in fields if field.name not in _DEFAULTS}
     megatrons |= {name: DEFAULTS[name] for name in LATENT_FIELDS}
     own = {field.name for field in dataclasses.fields(GPTOptions)}
-    not_said = {name for name, default in _DEFAULTS.items() if default is None}
-    # Which norm, the section says, and not the class of the config; rotary positions are attention's there.
+    unset = {name for name, default in _DEFAULTS.items() if default is None}
+    # The section decides the norm, not the config's class; with latent attention rotary positions are its fields.
     given = {name: getattr(section, name) for name in _OF_ATTENTION} if section.multi_latent_attention else {}
     for field in dataclasses.fields(section):
         name, value = field.name, getattr(section, field.name)
-        if name in own or (value is None and name in not_said):
+        if name in own or (value is None and name in unset):
             continue
         if name.endswith("_dtype") and value in DTYPES:
             value = DTYPES[value]
@@ -229,15 +230,15 @@ def _given(section: Any) -> dict[str, Any]:
 TURNED = POSITION_FIELDS | {
     name: dataclasses.replace(FIELDS[name], only=ROTARY) for name in ("rotary_interleaved", "no_rope_freq")
 }
-"""What GPTModel's kind of positions leaves without effect, unless latent attention turns heads by fields of its own."""
+"""Fields that other kinds of positions than rotary ignore, unless latent attention uses its own fields."""
 
 
 def _announce(settings: Any, is_latent: bool) -> None:
-    """Warn of what is set and does nothing. With FP8 the config speaks of its own fields when it is made."""
+    """Warn of fields that are set without effect. With FP8 the config's constructor warns of its own fields."""
     fields = {**TURNED, **KNOWN} if is_latent else {**KNOWN, **TURNED}
-    said_there = (KNOWN if is_latent else FIELDS.keys() - TURNED.keys()) if settings.fp8 else ()
+    announced = (KNOWN if is_latent else FIELDS.keys() - TURNED.keys()) if settings.fp8 else ()
     defaults = {field.name: field.default for field in dataclasses.fields(GPTOptions) if field.name in TURNED}
-    defaults = {name: value for name, value in {**defaults, **DEFAULTS}.items() if name not in said_there}
+    defaults = {name: value for name, value in {**defaults, **DEFAULTS}.items() if name not in announced}
     announce_fields(settings, fields, defaults)
 
 
@@ -246,9 +247,9 @@ _CONFIGS = ("transformer_config.py", "model_parallel_config.py")
 
 
 def fields_asked(error: BaseException) -> list[str]:
-    """The fields that an error raised in Megatron-Core's configs is about; its text may name none of them.
+    """The fields that caused an error in Megatron-Core's configs, whose text may not name them.
 
-    They are read from the source: fields in the conditions around the raise, and those handed to a function that raises.
+    They are read from the source: fields in the conditions around the raise, and arguments of a function that raises.
     """
     frames = traceback.extract_tb(error.__traceback__)
     of_config = [frame for frame in frames if Path(frame.filename).name in _CONFIGS]
@@ -256,24 +257,24 @@ def fields_asked(error: BaseException) -> list[str]:
         return []
     where, called = of_config[-1], of_config[-1] is not frames[-1]
     line = where.lineno or 0
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for node in ast.walk(ast.parse(Path(where.filename).read_text(encoding="utf-8"))):
         if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or 0):
             continue
         if isinstance(node, ast.If | ast.Assert):
-            read: ast.AST = node.test
+            expression: ast.AST = node.test
         elif called and isinstance(node, ast.Assign | ast.Expr):
-            read = node.value
+            expression = node.value
         else:
             continue
-        for part in ast.walk(read):
+        for part in ast.walk(expression):
             if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "self":
-                found[part.attr] = None
-    return list(found)
+                names[part.attr] = None
+    return list(names)
 
 
 def what_failed(error: BaseException) -> str:
-    """What an error of Megatron-Core says; of an assertion without words, the line that failed."""
+    """The message of an error of Megatron-Core; for an assertion without a message, the failed line."""
     if str(error):
         return str(error)
     where = traceback.extract_tb(error.__traceback__)[-1]
@@ -281,7 +282,7 @@ def what_failed(error: BaseException) -> str:
 
 
 def padded_vocab_size(section: Any, tokenizer_vocab_size: int) -> int:
-    """`model.vocab_size`, or the tokenizer's, rounded up so that every tensor-parallel rank has an equal part.
+    """`model.vocab_size`, or the tokenizer's, rounded up to equal parts for all tensor-parallel ranks.
 
     Raises ValueError if the model's vocabulary is smaller than the tokenizer's.
     """

@@ -10,9 +10,9 @@ from ...files.folder_kind import is_model_directory, what_to_give
 
 
 def check_paths(run: Any) -> None:
-    """Raise ValueError naming the option if a path is empty, cannot be one, or leads in a circle.
+    """Raise ValueError, with the option's name, if a path is empty, impossible, or a cycle of links.
 
-    Whether a file is there, and what is in it, is for those who read it.
+    Whether the file exists, and its content, is checked by its reader.
     """
     options = {
         "run_dir": run.run_dir,
@@ -31,7 +31,7 @@ def check_paths(run: Any) -> None:
 
 
 def check_path(option: str, path: str) -> None:
-    """Raise ValueError if no file or folder can have this path. `option` is what the user calls it."""
+    """Raise ValueError if no file or folder can have this path. `option`: the user's option."""
     problem = ""
     if not path.strip():
         problem = "is empty"
@@ -41,7 +41,7 @@ def check_path(option: str, path: str) -> None:
         try:
             os.stat(path)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
-            return  # for whoever reads or makes it
+            return  # left to its reader or writer
         except OSError as error:
             problem = f"cannot be a path ({error.strerror})"
     if problem:
@@ -49,7 +49,7 @@ def check_path(option: str, path: str) -> None:
 
 
 def check_config_file(path: str) -> None:
-    """Raise ValueError if `path`, of --config, is no file that can be read. Its content is not looked at."""
+    """Raise ValueError if the `path` of --config cannot be a file. Does not check its content."""
     check_path("--config", path)
     if Path(path).is_dir():
         instead = f"give a YAML file, such as {path.rstrip('/')}/config.yaml"

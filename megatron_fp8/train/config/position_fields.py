@@ -20,11 +20,11 @@ POSITION_FIELDS: dict[str, Field] = {
 
 
 def check_positions(section: Any, config: Any) -> None:
-    """Raise ValueError if positions are asked for that attention cannot have.
+    """Raise ValueError if attention does not support the requested positions.
 
     Args:
         section: the model section.
-        config: the TransformerConfig's fields, as attributes.
+        config: has the TransformerConfig's fields as attributes.
     """
     kind = section.position_embedding_type
     stages = config.pipeline_model_parallel_size
@@ -42,9 +42,9 @@ def check_positions(section: Any, config: Any) -> None:
             )
         return
     channels = config.kv_channels or config.hidden_size // config.num_attention_heads
-    turning = int(channels * section.rotary_percent)
-    if kind == "rope" and (turning < 2 or turning % 2):
+    rotary_channels = int(channels * section.rotary_percent)
+    if kind == "rope" and (rotary_channels < 2 or rotary_channels % 2):
         raise ValueError(
             f"model.rotary_percent={section.rotary_percent} of {channels} channels of a head (model.kv_channels) makes"
-            f" {turning}, and rotary positions turn pairs: change one of them, or model.position_embedding_type."
+            f" {rotary_channels}, and rotary positions turn pairs: change one of them, or model.position_embedding_type."
         )

@@ -1,4 +1,4 @@
-"""How many ranks a layout needs, of a model's section or a config of Megatron-Core. Without Megatron-Core."""
+"""Number of ranks for a layout, from a model section or a Megatron-Core config."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 AUTO = "auto"
-"""What model.tensor_model_parallel_size says where the number of ranks decides."""
+"""Value of model.tensor_model_parallel_size if the number of ranks decides."""
 
 
 def tensor_ranks(ranks: int, *sizes: int | None) -> int:
@@ -15,7 +15,7 @@ def tensor_ranks(ranks: int, *sizes: int | None) -> int:
 
 
 def dense_ranks(model: Any) -> int:
-    """Ranks that hold one copy of the dense model, context parallel ones included."""
+    """Number of ranks with one copy of the dense model, including context-parallel ranks."""
     sizes = (
         model.tensor_model_parallel_size,
         model.pipeline_model_parallel_size,
@@ -25,12 +25,12 @@ def dense_ranks(model: Any) -> int:
 
 
 def expert_tensor_ranks(model: Any) -> int:
-    """Ranks that share an expert: unless it is said otherwise as many as share a dense layer."""
+    """Number of ranks that share an expert; by default as many as share a dense layer."""
     return int(model.expert_tensor_parallel_size or model.tensor_model_parallel_size)
 
 
 def expert_ranks(model: Any) -> int:
-    """Ranks that hold one copy of all experts; 1 for a model without."""
+    """Number of ranks with one copy of all experts; 1 without experts."""
     if not model.num_moe_experts:
         return 1
     sizes = (
@@ -42,5 +42,5 @@ def expert_ranks(model: Any) -> int:
 
 
 def least_ranks(model: Any) -> int:
-    """The ranks that a layout needs, of which any multiple will do."""
+    """Least number of ranks for a layout; any multiple works."""
     return math.lcm(dense_ranks(model), expert_ranks(model))

@@ -2,7 +2,7 @@
 
     megatron-fp8 train --config FILE --model.fp8=hybrid --train.train_iters=300
 
-Names may be written with '-' for '_'. A later option wins over an earlier one, and options win over files.
+Names may be written with '-' for '_'. A later option overrides an earlier one, and options override files.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SECTIONS: dict[str, Any] = {
     "checkpoint": CheckpointSection,
     "telemetry": TelemetrySection,
 }
-_FREE_FORM = frozenset({"model.fp8_overrides"})  # its keys are the user's
+_FREE_FORM = frozenset({"model.fp8_overrides"})  # its keys are chosen by the user
 _FREE_WORDS = 'a mapping, as \'{"*.linear_fc2": "bf16"}\' is, or {} for none'
 _LISTS = frozenset(f"telemetry.{name}" for name in ("sites", "tensors", "statistics", "what_if"))
 _FLAGS = frozenset({"dry_run", "debug"})
@@ -62,7 +62,7 @@ _NOT_IN_FILES = frozenset({"config", "print_config"})
 
 @dataclass
 class RunConfig:
-    """Everything that decides a run. Written whole to `<run_dir>/config.yaml`."""
+    """All settings of a run. Written completely to `<run_dir>/config.yaml`."""
 
     model: Any = field(default_factory=ModelSection)
     train: TrainSection = field(default_factory=TrainSection)
@@ -80,11 +80,11 @@ class RunConfig:
     """Show tracebacks of bad input."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested values, as config.yaml has them."""
+        """Plain nested values, in config.yaml's form."""
         return {name: _plain(value) for name, value in vars(self).items()}
 
     def save(self, path: Path) -> None:
-        """Write every value to `path` (YAML); `--config path` runs the same again."""
+        """Write every value to `path` (YAML); `--config path` repeats the run."""
         path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
 
 
@@ -95,18 +95,18 @@ def _plain(value: Any) -> Any:
 
 
 def parse(arguments: list[str], ranks: int = 1) -> RunConfig:
-    """The run config of a command line, whose options count more than its files, wherever they stand.
+    """The run config of a command line. Its options override its files, in any order.
 
-    ``ranks``: of the run; they decide a tensor parallel size of 'auto'.
+    ``ranks``: number of ranks of the run, for a tensor parallel size of 'auto'.
 
-    Raises ValueError with one line: an unknown key (with the nearest known one), a value of the wrong type or out of
-    range, a file that is missing or not YAML.
+    Raises ValueError in one line for an unknown key (with the nearest known one), for a value of the wrong type or out
+    of range, and for a file that is missing or not YAML.
     """
-    arguments = _files_first(_with_config_files(_normalised(data_as_paths(arguments))))
-    # Key: what was written, and the file it is in. Of several files the later one wins.
+    arguments = _files_first(_with_config_files(_normalise(data_as_paths(arguments))))
+    # Key -> (written value, its file). Later files override earlier ones.
     given: dict[str, tuple[Any, str]] = {}
     files = []
-    for name, value in _named(arguments):
+    for name, value in _option_pairs(arguments):
         if not name:
             raise ValueError("-- alone is not an option: leave it out, and write --section.key=value.")
         if value is None:
@@ -119,10 +119,12 @@ def parse(arguments: list[str], ranks: int = 1) -> RunConfig:
             for key in _keys(content):
                 _check_key(key, f"{value}: ", in_file=True)
             items = by_dotted_key(content, SECTIONS)
-            idle = {key for key in items.keys() - given.keys() if _is_default(key, items[key])}
-            # A run's own file has every key: most say nothing, and each takes the parser a look at all that there are.
-            text = yaml.safe_dump(_without(content, idle), sort_keys=False)
-            arguments = [f"--config={text}" if one == f"--config={value}" else one for one in arguments]
+            at_default = {key for key in items.keys() - given.keys() if _is_default(key, items[key])}
+            # A run's own file has every key, mostly defaults, and the parser searches all keys for each.
+            text = yaml.safe_dump(_without(content, at_default), sort_keys=False)
+            arguments = [
+                f"--config={text}" if argument == f"--config={value}" else argument for argument in arguments
+            ]
             given.update({key: (item, f"{value}: ") for key, item in items.items()})
         elif name not in _NOT_IN_FILES:
             _check_key(name, "--")
@@ -154,7 +156,7 @@ def parse(arguments: list[str], ranks: int = 1) -> RunConfig:
 
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    """The sections' keys that are scalars by default; not what a file makes a float and Megatron-Core has as `100`."""
+    """Scalar defaults by key, except whole defaults of float fields (`100`), which a file has as floats."""
     floats = {
         f"{name}.{item.name}"
         for name, kind in SECTIONS.items()
@@ -175,52 +177,56 @@ def _without(content: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
     rest = {}
     for name, value in content.items():
         inside = isinstance(value, dict)
-        left = {key: item for key, item in value.items() if f"{name}.{key}" not in keys} if inside else value
-        if left or not inside:
-            rest[name] = left
+        remaining = (
+            {key: item for key, item in value.items() if f"{name}.{key}" not in keys} if inside else value
+        )
+        if remaining or not inside:
+            rest[name] = remaining
     return rest
 
 
 def _is_default(key: str, value: Any) -> bool:
-    return key in _defaults() and repr(value) == repr(_defaults()[key])  # -0.0 is not 0.0, nor is 1
+    return key in _defaults() and repr(value) == repr(
+        _defaults()[key]
+    )  # -0.0 differs from 0.0, and 1 from 1.0
 
 
 def _typed(arguments: list[str], given: dict[str, tuple[Any, str]]) -> dict[str, Any]:
-    """The given values by section, each of its type; ValueError names the key, what was given and its rule."""
+    """The given values by section, converted to their types. Raises ValueError with key, value and rule."""
     try:
-        # Without defaults, which the dataclasses have: to go through all 300 keys takes eight times as long.
+        # Without defaults, which the dataclasses have: to process all 300 keys takes eight times as long.
         parsed = _parser().parse_args(arguments, defaults=False)
-    except Exception as error:  # whatever the parser, YAML or a type stumbles over is in what was given
+    except Exception as error:  # the parser, YAML and types raise various errors for bad values
         message = " ".join(str(error).split()) or type(error).__name__
         key = next((key for key in _KEY.findall(message) if key in given), None)
         if key is None:
             raise ValueError(message) from error
         rule = rule_of(key)
         words = rule.words if rule else _FREE_WORDS if key in _FREE_FORM else f"of its type ({message})"
-        value, where = _refused(key, arguments) or given[key]
+        value, where = _rejected_option(key, arguments) or given[key]
         raise ValueError(
             f"{where}{key}={shown(value)} must be {words}: change it, or leave it out."
         ) from error
     return parsed.as_dict() if hasattr(parsed, "as_dict") else vars(parsed)
 
 
-def _refused(key: str, arguments: list[str]) -> tuple[str, str] | None:
-    """Of the options with this key the first that the parser refuses, as in `given`; None: a file's value is at fault."""
-    for argument, after in zip(arguments, [*arguments[1:], ""], strict=True):
+def _rejected_option(key: str, arguments: list[str]) -> tuple[str, str] | None:
+    """The first option with this key that the parser rejects, in the form of `given`; None: a file's value is wrong."""
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, value = argument.partition("=")
         if name.removesuffix("+") == f"--{key}":
             try:
-                _parser().parse_args([argument] if equals else [argument, after], defaults=False)
-            except Exception:  # as in _typed: whatever the parser stumbles over is in what was given
-                return (value if equals else after), ""
+                _parser().parse_args([argument] if equals else [argument, following], defaults=False)
+            except Exception:  # as in _typed
+                return (value if equals else following), ""
     return None
 
 
-_KEY = re.compile(r"[Kk]ey [\"']([\w.]+)")  # where jsonargparse names what it speaks of
+_KEY = re.compile(r"[Kk]ey [\"']([\w.]+)")  # the key in jsonargparse's messages
 
 
 def rule_of(key: str) -> Rule | None:
-    """The rule of a dotted key, None where its type alone decides (this package's own fields of the model)."""
+    """The rule of a dotted key; None if only its type is checked (this package's own model fields)."""
     section, _, name = key.rpartition(".")
     if name in RULES.get(section, {}):
         return RULES[section][name]
@@ -235,13 +241,13 @@ def load(path: str | Path, *overrides: str) -> RunConfig:
 
 
 def tokens_of_microbatch(run: RunConfig) -> int:
-    """M of a run's GEMMs: the tokens that a tensor-parallel group multiplies at once."""
+    """M of a run's GEMMs: the tokens that a tensor-parallel group processes at once."""
     return run.train.micro_batch_size * run.train.seq_length // run.model.context_parallel_size
 
 
 @functools.cache
 def _parser() -> ArgumentParser:
-    """Made once: it takes several times as long as using it, and parsing leaves no trace in it."""
+    """The parser, cached: building it is slower than using it, and parsing does not change it."""
     parser = ArgumentParser(prog="megatron-fp8 train", exit_on_error=False, add_help=False)
     parser.add_argument("--config", action="config")
     for name, kind in SECTIONS.items():
@@ -254,8 +260,8 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _normalised(arguments: Iterable[str]) -> Iterator[str]:
-    """Underscores in names, values of bare flags, and what `model.fp8_format` means."""
+def _normalise(arguments: Iterable[str]) -> Iterator[str]:
+    """Normalise options: underscores in names, values for bare flags, the current name of `model.fp8_format`."""
     rest = iter(arguments)
     for argument in rest:
         if argument.startswith("--"):
@@ -276,20 +282,20 @@ def _normalised(arguments: Iterable[str]) -> Iterator[str]:
 
 
 def _with_config_files(arguments: Iterator[str]) -> Iterator[str]:
-    """The names of shipped configs as the files that they are."""
-    before = ""
+    """Replace names of shipped configs by their files."""
+    previous = ""
     for argument in arguments:
-        if before == "--config":
+        if previous == "--config":
             yield find_config(argument)
         elif argument.startswith("--config="):
             yield f"--config={find_config(argument.removeprefix('--config='))}"
         else:
             yield argument
-        before = argument
+        previous = argument
 
 
 def _files_first(arguments: Iterator[str]) -> list[str]:
-    """`--config=FILE`s before all else, as one word each; of several the later one counts more."""
+    """Move `--config=FILE` options to the front, as one word each, in their order."""
     files, rest = [], []
     for argument in arguments:
         if argument.startswith("--config="):
@@ -301,34 +307,34 @@ def _files_first(arguments: Iterator[str]) -> list[str]:
     return files + rest
 
 
-def _named(arguments: list[str]) -> Iterator[tuple[str, str | None]]:
+def _option_pairs(arguments: list[str]) -> Iterator[tuple[str, str | None]]:
     """(name, value or None) of every `--name=value` and `--name value`. A stray word is a ValueError."""
-    waiting: str | None = None
+    pending: str | None = None
     for argument in arguments:
         if argument.startswith("--"):
-            if waiting is not None:
-                yield waiting, None
+            if pending is not None:
+                yield pending, None
             name, equals, value = argument[2:].partition("=")
             name = name.removesuffix("+")
-            waiting = None if equals else name
+            pending = None if equals else name
             if equals:
                 yield name, value
-        elif waiting is not None:
-            yield waiting, argument
-            waiting = None
+        elif pending is not None:
+            yield pending, argument
+            pending = None
         else:
             hint = config_hint(argument)
             raise ValueError(
                 f"{argument!r} is not an option: options are --config FILE and --section.key=value.{hint}"
             )
-    if waiting is not None:
-        yield waiting, None
+    if pending is not None:
+        yield pending, None
 
 
-def _keys(content: dict[str, Any], before: str = "") -> Iterator[str]:
+def _keys(content: dict[str, Any], prefix: str = "") -> Iterator[str]:
     for name, value in content.items():
-        key = f"{before}{name}"
-        if isinstance(value, dict) and not before and name in SECTIONS:
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and not prefix and name in SECTIONS:
             yield from _keys(value, f"{key}.")
         else:
             yield key
@@ -355,10 +361,10 @@ _NOT_OFFERED = {
         f"{_AWARE}. optimizer.state_dtype=fp8 keeps moments in 3 bytes a parameter",
     ),
 }  # fmt: skip
-"""Options of Megatron-Core's OptimizerConfig -> why they are no keys, and what is."""
+"""Options of Megatron-Core's OptimizerConfig -> why they are not supported, and the alternative."""
 
 
-@functools.cache  # asked for each key of a file
+@functools.cache  # called for each key of a file
 def known_keys() -> tuple[str, ...]:
     """Every key of a config file, dotted."""
     top = [item.name for item in dataclasses.fields(RunConfig) if item.name not in SECTIONS]
@@ -367,7 +373,7 @@ def known_keys() -> tuple[str, ...]:
 
 
 def _check_key(key: str, where: str, *, in_file: bool = False) -> None:
-    """ValueError if this is no key. ``in_file``: of a file, whose indentation may be at fault."""
+    """Raise ValueError for an unknown key. ``in_file``: from a file, whose indentation may be wrong."""
     known = known_keys()
     if key in SECTIONS:
         raise ValueError(f"{where}{key} is a section: give its keys, --{key}.KEY=VALUE.")
@@ -387,16 +393,16 @@ def _check_key(key: str, where: str, *, in_file: bool = False) -> None:
     raise ValueError(f"{where}{key} is not a known key.{hint}")
 
 
-def _check_text(values: dict[str, Any], before: str = "") -> None:
-    """Raise ValueError if a setting holds a NUL, which no path, name or number has, or what is no UTF-8."""
+def _check_text(values: dict[str, Any], prefix: str = "") -> None:
+    """Raise ValueError if a setting contains a NUL or is not UTF-8."""
     for name, value in values.items():
         if isinstance(value, dict):
-            _check_text(value, f"{before}{name}.")
+            _check_text(value, f"{prefix}{name}.")
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, str) and "\0" in part:
-                raise ValueError(f"{before}{name}={value!r} holds a NUL character: write it without.")
+                raise ValueError(f"{prefix}{name}={value!r} holds a NUL character: write it without.")
             if isinstance(part, str) and part.encode("utf-8", "replace").decode("utf-8") != part:
                 raise ValueError(
-                    f"{before}{name}={value!r} holds bytes that are no UTF-8, and config.yaml could not hold them: choose"
+                    f"{prefix}{name}={value!r} holds bytes that are no UTF-8, and config.yaml could not hold them: choose"
                     " another name."
                 )

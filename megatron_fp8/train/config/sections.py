@@ -16,7 +16,7 @@ from .model_fields import kind_of
 
 @dataclass
 class TrainSection:
-    """How long, on how much, and how to measure."""
+    """Length, batch sizes, validation and monitoring of the training."""
 
     train_iters: int = 100
     """Iterations (optimizer steps) to run."""
@@ -166,7 +166,7 @@ class TelemetrySection:
     """Send them to Weights & Biases too (WANDB_MODE=offline: without a network)."""
 
     def settings(self) -> TelemetrySettings:
-        """What all of it asks for. ValueError names what is wrong."""
+        """The settings of the whole section. Raises ValueError for a wrong value."""
         windows: Any = tuple(map(tuple, self.windows))
         own = Selection(
             every=self.every,
@@ -189,7 +189,7 @@ class TelemetrySection:
 
 
 def check_telemetry(section: TelemetrySection) -> None:
-    """Raise ValueError if something is wrong with it, or could have no effect."""
+    """Raise ValueError if a value is wrong or has no effect."""
     settings = section.settings()
     default = TelemetrySection(te_config=section.te_config, every=section.every)
     if not section.every:
@@ -205,8 +205,10 @@ def check_telemetry(section: TelemetrySection) -> None:
 
 
 def settle_warmup(train: TrainSection, optimizer: OptimizerSection) -> None:
-    """A run that is no longer than its warm-up (a config's, with train_iters lowered) warms up for a tenth of it, and
-    says so. A decay that was given is left alone."""
+    """Shorten a warm-up that is as long as the run (train_iters lowered) to a tenth of the run, with a warning.
+
+    Does nothing if lr_decay_iters is set.
+    """
     warmup, iterations = optimizer.lr_warmup_iters, train.train_iters
     if optimizer.lr_decay_iters is None and warmup >= iterations:
         optimizer.lr_warmup_iters = iterations // 10
@@ -218,7 +220,7 @@ def settle_warmup(train: TrainSection, optimizer: OptimizerSection) -> None:
 
 
 def check_sections(train: TrainSection, optimizer: OptimizerSection, checkpoint: CheckpointSection) -> None:
-    """Raise ValueError naming the options, the rule and the remedy if the sections do not fit each other."""
+    """Raise ValueError, with options, rule and remedy, if the sections contradict each other."""
     decay = train.train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
     if optimizer.lr_warmup_iters >= decay:
         raise ValueError(
@@ -229,7 +231,7 @@ def check_sections(train: TrainSection, optimizer: OptimizerSection, checkpoint:
 
 
 def check_accept(names: list[str]) -> None:
-    """Raise ValueError unless every name is of a setting that a checkpoint may have otherwise, if it is accepted."""
+    """Raise ValueError unless every name is a setting that may differ from the checkpoint once accepted."""
     for name in names:
         section, _, key = name.partition(".")
         kind = kind_of(key) if section == "model" else "function" if name == "data.tokenizer" else ""
@@ -247,7 +249,7 @@ def check_accept(names: list[str]) -> None:
 def check_rewinds(
     train: TrainSection, checkpoint: CheckpointSection, telemetry: TelemetrySection, guard: Any
 ) -> None:
-    """Raise ValueError if a run is to go back and could not, or not wholly."""
+    """Raise ValueError if a rollback is configured and would be impossible or incomplete."""
     if not train.rewind_on_spike:
         return
     option = f"train.rewind_on_spike={train.rewind_on_spike}"
@@ -268,7 +270,7 @@ _LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "max_loss_scale", "loss
 
 
 def check_loss_scaling(optimizer: OptimizerSection, *, fp16: bool) -> None:
-    """Raise ValueError if a loss scale was asked for and there is none, because the model is not FP16."""
+    """Raise ValueError for loss-scale settings of a model that is not FP16."""
     default = OptimizerSection()
     for name in ("loss_scale", *_LOSS_SCALING):
         value = getattr(optimizer, name)

@@ -1,4 +1,4 @@
-"""The bigram entropy of a corpus: a bound for models of one token's context.
+"""Bigram entropy of a corpus: a bound for models with one token of context.
 
 A loss below it shows that the model uses more context than the last token.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-_TABLE = 1 << 10  # tokens of a vocabulary whose pairs are counted in a table: 8 MiB
-_PIECE = 1 << 20  # tokens that are counted at once
+_TABLE = 1 << 10  # largest vocabulary whose pairs are counted in a table: 8 MiB
+_PIECE = 1 << 20  # tokens counted at once
 
 
 def bigram_entropy(tokens: np.ndarray) -> float:
@@ -19,13 +19,13 @@ def bigram_entropy(tokens: np.ndarray) -> float:
     if len(tokens) < 2:
         return 0.0
     width = int(tokens.max()) + 1
-    pairs, singles = (_counted if width <= _TABLE else _sorted)(tokens, width)
+    pairs, singles = (_by_table if width <= _TABLE else _by_sort)(tokens, width)
     # H(b | a) = H(a, b) - H(a), with p log p summed over counts and the common total factored out.
     return float((_sum_n_log_n(singles) - _sum_n_log_n(pairs)) / (len(tokens) - 1))
 
 
-def _counted(tokens: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """How often each pair, and each token that begins one, occurs: in a table of all pairs, without a sort."""
+def _by_table(tokens: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Counts of each pair and of each first token, from a table of all pairs, without a sort."""
     table = np.zeros(width * width, np.int64)
     for start in range(0, len(tokens) - 1, _PIECE):
         piece = tokens[start : start + _PIECE + 1].astype(np.int64)
@@ -34,8 +34,8 @@ def _counted(tokens: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
     return table[table > 0], singles[singles > 0]
 
 
-def _sorted(tokens: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """The same for vocabularies whose table would be larger than the data."""
+def _by_sort(tokens: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same counts, for vocabularies whose table would be larger than the data."""
     first = tokens[:-1].astype(np.int64)
     _, pairs = np.unique(first * width + tokens[1:], return_counts=True)
     return pairs, np.unique(first, return_counts=True)[1]

@@ -1,7 +1,8 @@
 """A byte-level BPE tokenizer trained on a corpus, by the package tokenizers.
 
-Byte-level: every text has ids, none is unknown. Text is split before it is merged as GPT-4's tokenizer splits it
-(https://github.com/openai/tiktoken, cl100k_base): words with the space before them, digits by threes, punctuation apart.
+Byte-level: every text has ids, none is unknown. Before merging, text is split as by GPT-4's tokenizer
+(https://github.com/openai/tiktoken, cl100k_base): words with the space before them, groups of three digits,
+punctuation.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ from .tokenizers import ByteTokenizer, ChatTemplate
 
 END = "<|endoftext|>"
 _CONTENTS = "{% for message in messages %}{{ message['content'] or '' }}\n{% endfor %}"
-"""Of a chat what was said: the marks around it are those of a template, which comes with a tokenizer."""
+"""A template for a chat's contents alone: marks come from the template of a finished tokenizer."""
 SMALLEST = 257
-"""Ids: one for each byte, and the end of a document."""
+"""Smallest vocabulary: an id for each byte, and the end of document."""
 LARGEST = 1 << 22
 SAMPLE_BYTES = 256_000_000
-"""Of a larger corpus so much is read, in documents that are spread over all of it: merges change little beyond."""
+"""Bytes read of a larger corpus, in documents spread over all of it: more data changes the merges little."""
 _SPLIT = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 
 
 def train_bpe(
     files: Sequence[Path], vocab_size: int, column: str | None = None, *, progress: bool = False
 ) -> Any:
-    """Returns a tokenizers.Tokenizer of at most ``vocab_size`` ids, the end of document first.
+    """Train a tokenizers.Tokenizer of at most ``vocab_size`` ids; the first is the end of document.
 
-    The same files give the same tokenizer. A corpus that is too small for so many merges gives fewer ids.
+    The same files give the same tokenizer. A small corpus has too few merges, and gives fewer ids.
 
     Args:
-        files: texts or records, as data.paths names them.
+        files: texts or records, as in data.paths.
         vocab_size: from ``SMALLEST`` to ``LARGEST``.
-        column: of records, as data.column.
+        column: column of records, as data.column.
 
     Raises:
-        ValueError: ``vocab_size`` is none of these, or a file cannot be read, is no text or has no such column.
+        ValueError: ``vocab_size`` is out of range, or a file cannot be read, is not text or lacks the column.
         ImportError: the package tokenizers is not installed.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -65,7 +66,7 @@ def train_bpe(
 
 
 def sample(files: Sequence[Path], rules: DocumentRules, most: int = SAMPLE_BYTES) -> Iterator[str]:
-    """The documents of the files; where they have more than ``most`` bytes, each n-th one. ValueError as `train`'s."""
+    """The documents of the files; beyond ``most`` bytes, every n-th one. Raises ValueError as `train_bpe`."""
     for path in files:
         content_digest(path, is_text=records.is_text(path))
     reader = ByteTokenizer()

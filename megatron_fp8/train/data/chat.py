@@ -1,4 +1,4 @@
-"""Chats as documents: the tokenizer's chat template, and which characters the assistant wrote."""
+"""Chats as documents: applies the chat template and finds the assistant's characters."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _ROLE = "assistant"
 def chat_documents(
     messages: Sequence[Mapping[str, Any]], tools: Any, template: ChatTemplate, *, loss: str
 ) -> list[Document]:
-    """The documents of one chat, and in each the characters whose tokens have a loss.
+    """The documents of one chat, each with the characters whose tokens have a loss.
 
-    A template with ``{% generation %}`` says itself what the assistant wrote. With another one an answer is what
-    the template adds to the text that asks for it: the messages before, and add_generation_prompt. Where a
-    template writes earlier answers otherwise once later messages follow (Qwen3 leaves their thoughts out), each answer
-    is the end of a document of its own: what the model is asked for when it is used.
+    A template with ``{% generation %}`` marks the assistant's text itself. With other templates, an answer is what the
+    template appends to the prompt: the earlier messages with add_generation_prompt. Some templates change earlier
+    answers once later messages follow (Qwen3 removes their reasoning). Then each answer ends a separate document, as
+    in use of the model.
 
     Args:
         messages: each with ``role`` and ``content``.
         tools: for the template; None: none.
-        loss: 'all', or 'assistant' for the assistant's part alone.
+        loss: 'all', or 'assistant' for the assistant's part only.
 
-    Raises ValueError: transformers is not installed, the template refuses the chat, or does not begin an answer's text
-    with the text that asks for it.
+    Raises ValueError if transformers is not installed, if the template rejects the chat, or if an answer's text does
+    not begin with its prompt.
     """
     if loss == "all":
         text = _render(messages, tools, template)[0]
@@ -38,17 +38,17 @@ def chat_documents(
         text, spans = _render(messages, tools, template, return_assistant_tokens_mask=True)
         return [_document(text, spans)]
     answers = []
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if message.get("role") == _ROLE:
-            asked = _render(messages[:place], tools, template, add_generation_prompt=True)[0]
-            text = _render(messages[: place + 1], tools, template)[0]
-            if not text.startswith(asked):
+            prompt = _render(messages[:index], tools, template, add_generation_prompt=True)[0]
+            text = _render(messages[: index + 1], tools, template)[0]
+            if not text.startswith(prompt):
                 raise ValueError(
-                    f"the chat template does not begin the text up to message {place + 1} with the text that asks for"
+                    f"the chat template does not begin the text up to message {index + 1} with the text that asks for"
                     " it, so that where the assistant's part begins is not known: give a template with"
                     " {% generation %} marks, or leave data.loss out"
                 )
-            answers.append((text, (len(asked), len(text))))
+            answers.append((text, (len(prompt), len(text))))
     whole = _render(messages, tools, template)[0]
     if all(whole.startswith(text) for text, _ in answers):
         return [_document(whole, [span for _, span in answers])]
@@ -62,7 +62,7 @@ def _document(text: str, spans: Sequence[tuple[int, int]]) -> Document:
 def _render(
     messages: Sequence[Mapping[str, Any]], tools: Any, template: ChatTemplate, **options: bool
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text, and what its marks say; as transformers renders it."""
+    """The text as transformers renders it, and its marked spans."""
     try:
         from transformers.utils.chat_template_utils import render_jinja_template
     except ImportError as error:
@@ -73,6 +73,6 @@ def _render(
         (text,), spans = render_jinja_template(
             [list(messages)], tools, chat_template=template.template, **options, **template.special
         )
-    except Exception as error:  # a template is code: it may raise anything
+    except Exception as error:  # a template is code and may raise anything
         raise ValueError(f"the tokenizer's chat template refuses it ({error})") from error
     return text, spans[0] if spans else []

@@ -1,6 +1,6 @@
-"""Texts and records to Megatron's .bin/.idx: found, tokenised, written once, checked when read.
+"""Tokenises texts and records into Megatron's .bin/.idx files, and checks them.
 
-The default corpus is the Python standard library's own source, which every machine that runs this has.
+The default corpus is the source of the Python standard library, which every machine with this package has.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .texts import DocumentRules
 from .tokenizers import Tokenizer
 
 _ABOUT = "corpus.json"
-_LAYOUT = 3  # 1 had no digests; 2 could cut a character in two
+_LAYOUT = 3  # 1 had no digests; 2 could split a character
 _PAIR, _MASK = ("corpus.bin", "corpus.idx"), ("corpus_loss.bin", "corpus_loss.idx")
 _TEXTS = DocumentRules()
 _LARGEST_RECORD = 1 << 16
@@ -46,24 +46,24 @@ def default_cache_dir() -> Path:
 
 
 def standard_library_files() -> list[Path]:
-    """The standard library's .py files without its tests, in an order that depends on their names only.
+    """The standard library's .py files without its tests, in an order that depends only on their names.
 
-    Shuffled by a hash of the name: consecutive files, and so the splits, are then of the same kind.
+    They are shuffled by a hash of the name, so that all splits contain similar files.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    found: list[Path] = []
+    files: list[Path] = []
     for folder, inner, names in os.walk(root):
-        # Not entered: installed packages can be ten times as many files.
+        # Skipped: installed packages can have ten times as many files.
         inner[:] = (name for name in inner if name not in _NOT_CORPUS)
         paths = (Path(folder, name) for name in names if name.endswith(".py"))
-        found += (path for path in paths if path.is_file())
-    if not found:
+        files += (path for path in paths if path.is_file())
+    if not files:
         raise ValueError(f"no Python source under {root}: give text files with --data.paths.")
-    return sorted(found, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
+    return sorted(files, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
 
 
 def is_prefix(path: str) -> bool:
-    """Whether `path` names an existing .bin/.idx pair, by its prefix or by one of the two files."""
+    """Whether `path` is the prefix, or one of the two files, of an existing .bin/.idx pair."""
     return any(Path(prefix_of(path) + ending).exists() for ending in (".bin", ".idx"))
 
 
@@ -73,47 +73,47 @@ def prefix_of(path: str) -> str:
 
 
 def mask_of(prefix: str) -> str:
-    """The prefix of the pair that has, for each id of another one, whether it has a loss (uint8, 0 or 1)."""
+    """The prefix of the mask pair, which has for each id whether it has a loss (uint8, 0 or 1)."""
     return f"{prefix}_loss"
 
 
 def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path, rules: DocumentRules = _TEXTS) -> str:
-    """Write `files` as one .bin/.idx pair under `cache_dir` and return its prefix; at once if it is there already.
+    """Write `files` as one .bin/.idx pair under `cache_dir` and return its prefix; returns at once if it exists.
 
-    Where the rules give a loss to a part of it, its mask is written beside it (``mask_of``).
+    If the rules give a loss to a part of it only, a mask is written beside it (``mask_of``).
 
     The folder's name is a hash of the tokenizer, the rules and every file's content. One process writes it, and others
-    that want the same wait (`one_writer.py`). The pair counts once its digests are there, which come last, when all
-    else is on the disk; a pair that is not what was written is written again, with a warning.
+    that need the same wait (`one_writer.py`). The pair is valid once its digests exist, which are written last, when
+    everything else is on the disk. A pair that differs from its digests is written again, with a warning.
 
-    Raises ValueError when a file is missing, unreadable, no text or no records, all are empty, or the cache cannot be
-    written.
+    Raises ValueError if a file is missing, unreadable, or neither text nor records, if all are empty, or if the cache
+    cannot be written.
     """
     folder = cache_dir / _content_hash(files, tokenizer, rules)
     if problem := _damage(folder):
         if (
             folder.is_dir() and not (folder / LOCK).exists()
-        ):  # else it is being written, or its writer was killed
+        ):  # with a lock it is being written, or its writer was killed
             warnings.warn(
                 f"the prepared text in {str(folder)!r} is not used but written again: {problem}.",
                 stacklevel=2,
             )
         try:
-            _write_alone(files, tokenizer, folder, rules)
+            _write_locked(files, tokenizer, folder, rules)
         except OSError as error:
-            if _damage(folder):  # else another run, which took this one for dead, has the same content
+            if _damage(folder):  # else another run that considered this one dead wrote the same content
                 others = isinstance(error, PermissionError) and folder.is_dir()
-                begun = f", or have {str(folder)!r} removed, which another start has begun" if others else ""
+                remedy = f", or have {str(folder)!r} removed, which another start has begun" if others else ""
                 raise ValueError(
                     f"data.cache_dir={str(cache_dir)!r} cannot be written ({in_words(error)}): give another folder with "
-                    f"--data.cache_dir{begun}."
+                    f"--data.cache_dir{remedy}."
                 ) from error
-    texts.lost_of(_about(folder).get("lost")).say()
+    texts.lost_of(_read_record(folder).get("lost")).say()
     return str(folder / "corpus")
 
 
-def _write_alone(files: list[Path], tokenizer: Tokenizer, folder: Path, rules: DocumentRules) -> None:
-    """Write the pair, unless another process has done so before it is our turn."""
+def _write_locked(files: list[Path], tokenizer: Tokenizer, folder: Path, rules: DocumentRules) -> None:
+    """Write the pair, unless another process has written it while this one waited."""
     with filling(folder, "data.cache_dir") as (lock, unfinished):
         if not _damage(folder):
             return
@@ -126,22 +126,20 @@ def _write_alone(files: list[Path], tokenizer: Tokenizer, folder: Path, rules: D
         about["sha256"] = {name: digest(unfinished / name) for name in names}
         lock.check()
         for name in names:
-            (unfinished / name).replace(
-                folder / name
-            )  # a run that still reads a damaged one keeps what it has open
+            (unfinished / name).replace(folder / name)  # a run that still reads a damaged file keeps it open
         replace_file(folder / _ABOUT, json.dumps(about, indent=2) + "\n")
 
 
-def _about(folder: Path) -> Any:
+def _read_record(folder: Path) -> Any:
     return load_json(read_ordinary(folder / _ABOUT, _LARGEST_RECORD))
 
 
 def _damage(folder: Path) -> str:
-    """What is wrong with a prepared text, '' if nothing is: its files are what was written."""
+    """What is wrong with a prepared text; '' if its files match their digests."""
     try:
-        known = _about(folder)["sha256"]
-        names = (*_PAIR, *(name for name in _MASK if name in known))
-        changed = [name for name in names if digest(folder / name) != known[name]]
+        digests = _read_record(folder)["sha256"]
+        names = (*_PAIR, *(name for name in _MASK if name in digests))
+        changed = [name for name in names if digest(folder / name) != digests[name]]
     except (KeyError, TypeError):
         return f"{_ABOUT} has no digests"
     except (OSError, ValueError) as error:
@@ -152,7 +150,7 @@ def _damage(folder: Path) -> str:
 def _content_hash(files: Iterable[Path], tokenizer: Tokenizer, rules: DocumentRules) -> str:
     hasher = hashlib.sha256(f"{tokenizer.name} {rules.piece_bytes} {_LAYOUT}".encode())
     for path in files:
-        if records.is_records(path):  # a file of texts is what it was in earlier versions
+        if records.is_records(path):  # text files keep the hash of earlier versions
             hasher.update(
                 json.dumps([path.suffix.lower(), rules.column, rules.loss, tokenizer.chat]).encode()
             )
@@ -163,7 +161,7 @@ def _content_hash(files: Iterable[Path], tokenizer: Tokenizer, rules: DocumentRu
 def _write(
     files: Iterable[Path], tokenizer: Tokenizer, prefix: str, rules: DocumentRules
 ) -> tuple[int, int, texts.Lost]:
-    """Tokens and documents written, and what was lost: each document with an end of document."""
+    """Return the numbers of tokens and documents written, and the lost text. Each document gets an end of document."""
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     builder = IndexedDatasetBuilder(prefix + ".bin", dtype=dtype)
     masks = IndexedDatasetBuilder(mask_of(prefix) + ".bin", dtype=np.uint8) if rules.loss != "all" else None
@@ -189,16 +187,15 @@ def _write(
 
 
 def _ids(document: texts.Document, tokenizer: Tokenizer, lost: texts.Lost) -> tuple[np.ndarray, np.ndarray]:
-    """A document's ids, with its start and its end, and which of them have a loss (uint8): two arrays of one length.
+    """A document's ids, with start and end, and which of them have a loss (uint8): two arrays [n].
 
-    A chat's template may write start and end itself. An end that follows an answer has a loss, as the answer's last token
-    has.
+    A chat's template may add start and end itself. An end after an answer has a loss, like the answer's last token.
     """
     start, end = np.array(tokenizer.start, np.int64), np.array([tokenizer.eod], np.int64)
     if document.answers is None:
-        said = tokenizer.encode(document.text)
-        lost.add(document.text, said, tokenizer)
-        ids = np.concatenate([start, said, end])
+        content_ids = tokenizer.encode(document.text)
+        lost.add(document.text, content_ids, tokenizer)
+        ids = np.concatenate([start, content_ids, end])
         return ids, np.ones(len(ids), np.uint8)
     ids, mask = tokenizer.encode_with_mask(document.text, document.answers)
     lost.add(document.text, ids, tokenizer)
@@ -209,12 +206,12 @@ def _ids(document: texts.Document, tokenizer: Tokenizer, lost: texts.Lost) -> tu
     return ids, mask
 
 
-# ---------------------------------------------------------------------------------- checking what is there
+# ---------------------------------------------------------------------------------- checks
 
 
 @dataclass(frozen=True)
 class IndexedInfo:
-    """What an .idx says: the ids' dtype, and how many tokens and sequences the .bin holds."""
+    """Content of an .idx: the ids' dtype, and the numbers of tokens and sequences in the .bin."""
 
     dtype: np.dtype
     tokens: int
@@ -222,9 +219,9 @@ class IndexedInfo:
 
 
 def check_indexed(prefix: str) -> IndexedInfo:
-    """Read and check the index of `prefix`, and that the .bin is what it says.
+    """Read and check the index of `prefix`, and compare the .bin with it.
 
-    Raises ValueError naming the file, what was expected and what was found.
+    Raises ValueError with the file, the expected value and the actual one.
     """
     index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
     for path in (index, data):
@@ -236,7 +233,7 @@ def check_indexed(prefix: str) -> IndexedInfo:
     try:
         content = index.read_bytes()
         with data.open("rb"):
-            pass  # its ids are read later, as they are needed
+            pass  # its ids are read later
     except OSError as error:
         raise ValueError(
             f"data.paths names {prefix!r}, and it cannot be read ({in_words(error)}: {str(error.filename or index)!r}):"
@@ -264,8 +261,8 @@ def check_indexed(prefix: str) -> IndexedInfo:
         raise corrupt(index, "its sequence lengths and positions disagree")
     ends = np.frombuffer(content, np.int64, documents, _HEADER_BYTES + 12 * sequences)
     if not documents or ends[0] != 0 or ends[-1] != sequences or (np.diff(ends) < 0).any():
-        found = f"go from {ends[0]} to {ends[-1]}" if documents else "there are none"
-        raise corrupt(index, f"its document ends must rise from 0 to the {sequences} sequences, and {found}")
+        actual = f"go from {ends[0]} to {ends[-1]}" if documents else "there are none"
+        raise corrupt(index, f"its document ends must rise from 0 to the {sequences} sequences, and {actual}")
     tokens = int(lengths.sum())
     if data.stat().st_size != tokens * dtype.itemsize:
         raise corrupt(
@@ -277,40 +274,40 @@ def check_indexed(prefix: str) -> IndexedInfo:
 
 
 def samples(prefix: str) -> dict[str, int | str | None]:
-    """What is read in no time of a pair, however large: sizes, and samples of both files. None: it is not there."""
-    found: dict[str, int | str | None] = {}
+    """A quick fingerprint of a pair of any size: sizes, and samples of both files. None for a missing file."""
+    values: dict[str, int | str | None] = {}
     for ending in (".bin", ".idx"):
         path = Path(prefix + ending)
-        found[f"bytes in the {ending}"] = path.stat().st_size if path.is_file() else None
-        found[f"sampled SHA-256 of the {ending}"] = sampled_digest(path)
-    return found | _mask_sample(prefix)
+        values[f"bytes in the {ending}"] = path.stat().st_size if path.is_file() else None
+        values[f"sampled SHA-256 of the {ending}"] = sampled_digest(path)
+    return values | _mask_sample(prefix)
 
 
 def fingerprint(prefix: str) -> dict[str, int | str | None]:
-    """What tells a pair from another one under the same prefix: sizes, the index's digest, samples of the ids.
+    """A fingerprint of a pair: sizes, the index's digest, samples of the ids.
 
-    No times, which differ between nodes. None for a file that is not there.
+    It has no times, which differ between nodes. None for a missing file.
     """
-    found: dict[str, int | str | None] = {}
+    values: dict[str, int | str | None] = {}
     for ending in (".bin", ".idx"):
         path = Path(prefix + ending)
-        found[f"bytes in the {ending}"] = path.stat().st_size if path.is_file() else None
+        values[f"bytes in the {ending}"] = path.stat().st_size if path.is_file() else None
     index = Path(prefix + ".idx")
-    found["SHA-256 of the .idx"] = digest(index) if index.is_file() else None
-    found["sampled SHA-256 of the .bin"] = sampled_digest(Path(prefix + ".bin"))
-    return found | _mask_sample(prefix)
+    values["SHA-256 of the .idx"] = digest(index) if index.is_file() else None
+    values["sampled SHA-256 of the .bin"] = sampled_digest(Path(prefix + ".bin"))
+    return values | _mask_sample(prefix)
 
 
 def _mask_sample(prefix: str) -> dict[str, int | str | None]:
-    """Of a pair without a mask nothing."""
+    """The mask's sample; {} without a mask."""
     sample = sampled_digest(Path(mask_of(prefix) + ".bin"))
     return {} if sample is None else {"sampled SHA-256 of the mask": sample}
 
 
 def sampled_digest(path: Path) -> str | None:
-    """SHA-256 of 64 pieces of 4 KiB, evenly spread, the last one at the end: all of a small file, little of a large one.
+    """SHA-256 of 64 evenly spread pieces of 4 KiB, the last at the end: all of a small file, little of a large one.
 
-    None: there is no such file.
+    None if there is no such file.
     """
     if not path.is_file():
         return None
@@ -330,7 +327,7 @@ def corrupt(path: Path, what: str) -> ValueError:
 
 
 def check_mask(prefix: str) -> None:
-    """Raise ValueError unless a pair has a mask beside it, of as many values for each document as it has ids."""
+    """Raise ValueError unless a pair has a mask beside it, with a value for each id of each document."""
     if not is_prefix(mask_of(prefix)):
         raise ValueError(
             f"data.loss=assistant and {prefix!r}, which has no {mask_of(prefix)}.bin and .idx beside it that say which"
@@ -345,7 +342,7 @@ def check_mask(prefix: str) -> None:
 
 
 def sequence_lengths(prefix: str) -> np.ndarray:
-    """Tokens of each document of `prefix` [documents], int32. The index must have been checked."""
+    """Number of tokens of each document of `prefix`: int32 [documents]. Check the index first."""
     content = np.fromfile(prefix + ".idx", dtype=np.uint8)
     (sequences,) = struct.unpack("<Q", content[18:26].tobytes())
     return content[_HEADER_BYTES : _HEADER_BYTES + 4 * sequences].view(np.int32)

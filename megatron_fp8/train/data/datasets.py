@@ -1,4 +1,4 @@
-"""From a data section to batches: Megatron-Core's GPTDataset, in an order that any layout shares."""
+"""Builds Megatron-Core's GPTDatasets and batches, in one order for all layouts."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ _SPLITS = ("training", "validation", "test")
 
 
 def cache_dir(section: DataSection) -> Path:
-    """Where prepared text and Megatron's sample indices are kept."""
+    """The folder of prepared text and of Megatron's sample indices."""
     return Path(section.cache_dir) if section.cache_dir else corpus.default_cache_dir()
 
 
 def check_tokenizer(section: DataSection, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise ValueError if text would be cut into bytes for a model whose vocabulary was made for another tokenizer.
+    """Raise ValueError if text would be split into bytes for a model whose vocabulary is for another tokenizer.
 
     Args:
-        vocab_size: ids that were asked for, 0 if the tokenizer's. Data that is prepared already holds the right ids.
+        vocab_size: configured number of ids, 0 if the tokenizer decides. Prepared data already has the right ids.
     """
-    unsaid = isinstance(tokenizer, ByteTokenizer) and section.tokenizer is None
-    if unsaid and vocab_size > _VOCABULARY_FOR_BYTES and holds_text(section):
+    default_bytes = isinstance(tokenizer, ByteTokenizer) and section.tokenizer is None
+    if default_bytes and vocab_size > _VOCABULARY_FOR_BYTES and holds_text(section):
         what = "data.paths" if section.paths else "the Python standard library's source (no data was given)"
         raise ValueError(
             f"model.vocab_size={vocab_size} and no data.tokenizer: the model would learn the bytes of {what}, and use"
@@ -59,12 +59,12 @@ _VOCABULARY_FOR_BYTES = 1024
 
 
 def holds_text(section: DataSection) -> bool:
-    """Whether some of the data is not tokens yet."""
+    """Whether some of the data is text and not tokens."""
     return not section.paths or any(not corpus.is_prefix(str(path)) for path in _files(section))
 
 
 def _files(section: DataSection) -> list[Path]:
-    """The files of data.paths, those of its folders among them, and prefixes of pairs."""
+    """The files of data.paths, including those in its folders, and prefixes of pairs."""
     return [
         file
         for path in section.paths
@@ -73,20 +73,20 @@ def _files(section: DataSection) -> list[Path]:
 
 
 def find_data(section: DataSection, tokenizer: Tokenizer, train: TrainSection | None = None) -> list[str]:
-    """Prefixes of the .bin/.idx pairs to train on; text is prepared by rank 0 while the others wait, however long.
+    """Prefixes of the .bin/.idx pairs to train on. Rank 0 prepares text while the others wait, however long it takes.
 
-    Collective. Text so short that its pieces leave nothing for validation is cut into smaller ones.
+    Collective. If a text is so short that its pieces leave nothing for validation, it is split into smaller pieces.
 
     Args:
-        train: what is trained on it; None: all of it is read, without a validation.
+        train: the train section; None: read all data, without validation.
 
-    Raises ValueError on every rank: a path is missing or no text, a pair is corrupt.
+    Raises ValueError on every rank if a path is missing or is not text, or if a pair is corrupt.
     """
 
     def prepare() -> list[str]:
-        given = _files(section)
-        prefixes = [corpus.prefix_of(str(path)) for path in given if corpus.is_prefix(str(path))]
-        files = [path for path in given if not corpus.is_prefix(str(path))]
+        paths = _files(section)
+        prefixes = [corpus.prefix_of(str(path)) for path in paths if corpus.is_prefix(str(path))]
+        files = [path for path in paths if not corpus.is_prefix(str(path))]
         for prefix in prefixes:
             corpus.check_indexed(prefix)
             if section.loss != "all":
@@ -112,34 +112,34 @@ def find_data(section: DataSection, tokenizer: Tokenizer, train: TrainSection | 
 
 
 _PIECES, _LEAST_PIECE = 64, 512
-"""Into how many documents a short text is cut, and how many bytes one has at least."""
+"""Number of documents of a short text, and least bytes of one."""
 
 
 _BEAT_S = 20.0
 
 
 def check_data(prefixes: list[str], section: DataSection, vocab_size: int) -> None:
-    """ValueError, on every rank, if an id of the data is outside the vocabulary. Collective; every rank reads a part."""
+    """Raise ValueError on every rank if an id is outside the vocabulary. Collective; every rank reads a part."""
     check_ids(prefixes, vocab_size, cache_dir(section) / "ids")
 
 
 def build_datasets(
     prefixes: list[str], section: DataSection, train: TrainSection, tokenizer: Tokenizer
 ) -> list[Any]:
-    """Training, validation and test `GPTDataset`s (None where the split gives none).
+    """Training, validation and test `GPTDataset`s; None where the split gives none.
 
-    Raises ValueError if the split leaves a data set that is needed without documents.
+    Raises ValueError if the split leaves a required data set without documents.
     """
-    kept = cache_dir(section) / "indices"
+    cache = cache_dir(section) / "indices"
     sizes, partly = _sizes(train), section.loss != "all"
 
     def find() -> tuple[str, str, Path]:
         split = _split_with_validation(prefixes, section.split, sizes, train.seq_length)
         settings = [sizes, split, train.seed, train.seq_length, tokenizer.name]
         name = index_name(prefixes, [*settings, section.loss] if partly else settings)
-        return split, name, index_folder(kept, name)
+        return split, name, index_folder(cache, name)
 
-    split, name, folder = on_first_rank(find)  # which reads every index; of many ranks one does
+    split, name, folder = on_first_rank(find)  # reads every index, so on one rank only
     config = GPTDatasetConfig(
         random_seed=train.seed,
         sequence_length=train.seq_length,
@@ -150,7 +150,7 @@ def build_datasets(
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
-        create_attention_mask=False,  # the attention is causal by itself
+        create_attention_mask=False,  # attention is causal anyway
     )
     try:
         kind = MaskedDataset if partly else CorpusDataset
@@ -158,46 +158,48 @@ def build_datasets(
     except Exception as error:
         if not isinstance(error.__cause__, OSError):
             raise
-        raise ValueError(  # Megatron-Core speaks of an option of its own
-            f"data.cache_dir={str(kept.parent)!r}: the indices of samples cannot be written"
+        raise ValueError(  # Megatron-Core names its own option
+            f"data.cache_dir={str(cache.parent)!r}: the indices of samples cannot be written"
             f" ({in_words(error.__cause__)}): {remedy(error.__cause__)}, or give another folder with --data.cache_dir."
         ) from error
-    wait_for_all()  # the others open the files after rank 0 has written them
-    on_first_rank(lambda: keep_indices(folder, kept / name))
+    wait_for_all()  # the other ranks open the files after rank 0 has written them
+    on_first_rank(lambda: keep_indices(folder, cache / name))
     return built
 
 
 def _sizes(train: TrainSection) -> list[int]:
-    """Samples that are read of the training, validation and test data."""
+    """Numbers of samples read from training, validation and test data."""
     return [train.train_iters * train.global_batch_size, train.eval_iters * train.global_batch_size, 0]
 
 
 def _split_with_validation(prefixes: list[str], split: str, sizes: list[int], seq_length: int) -> str:
-    """The split; where it leaves too little for validation, one that takes the last documents of the training for that,
-    as few as will do, and says so. ValueError if no split will do."""
+    """The split, or one that moves the last training documents to validation, if that would have too little.
+
+    Moves as few documents as possible, with a warning. Raises ValueError if no split works.
+    """
     try:
         _check_split(prefixes, split, sizes, seq_length)
         return split
     except _NoValidation:
         ends = [float(end) for end in np.cumsum([0, *parse_and_normalize_split(split)])]
-        border = min(_border(prefix, ends, sizes[1], seq_length) for prefix in prefixes)
-        moved = ",".join(f"{part:.9f}" for part in (border, ends[2] - border, ends[3] - ends[2]))
+        border = min(_validation_start(prefix, ends, sizes[1], seq_length) for prefix in prefixes)
+        new_split = ",".join(f"{part:.9f}" for part in (border, ends[2] - border, ends[3] - ends[2]))
         try:
-            _check_split(prefixes, moved, sizes, seq_length)
+            _check_split(prefixes, new_split, sizes, seq_length)
         except ValueError:
-            moved = ""
-        if not moved or ends[1] == ends[2] or not border:
+            new_split = ""
+        if not new_split or ends[1] == ends[2] or not border:
             raise
     warnings.warn(
         f"data.split={split!r} leaves too little for validation, which takes {100 * (ends[2] - border):.3g} % of the"
         " documents, from the end of the training's.",
         stacklevel=2,
     )
-    return moved
+    return new_split
 
 
-def _border(prefix: str, ends: list[float], size: int, seq_length: int) -> float:
-    """Which part of the documents is before the validation's, if that is to have enough tokens; at most what it was."""
+def _validation_start(prefix: str, ends: list[float], size: int, seq_length: int) -> float:
+    """Fraction of documents before validation, if that is to have enough tokens; at most the old one."""
     lengths = corpus.sequence_lengths(prefix)
     first, last = (round(end * len(lengths)) for end in ends[1:3])
     least = seq_length + 1 if size else 1
@@ -206,19 +208,19 @@ def _border(prefix: str, ends: list[float], size: int, seq_length: int) -> float
 
 
 def _lacks_validation(prefix: str, section: DataSection, train: TrainSection) -> bool:
-    """Whether the split gives a data set too little for the validation that it asks for."""
+    """Whether the split leaves too little of a data set for its validation."""
     weights = parse_and_normalize_split(section.split)
     try:
         _check_split([prefix], section.split, _sizes(train), train.seq_length)
     except _NoValidation:
         return weights[1] > 0
-    except ValueError:  # build_datasets says it
+    except ValueError:  # build_datasets reports it
         return False
     return False
 
 
 class _NoValidation(ValueError):
-    """A split leaves too little for validation."""
+    """The split leaves too little for validation."""
 
 
 def _check_split(prefixes: list[str], split: str, sizes: list[int], seq_length: int) -> None:
@@ -229,7 +231,7 @@ def _check_split(prefixes: list[str], split: str, sizes: list[int], seq_length: 
         for part, (name, size) in enumerate(zip(_SPLITS, sizes, strict=True)):
             first, last = (round(float(end) * index.sequences) for end in ends[part : part + 2])
             tokens = int(lengths[first:last].sum())
-            # Of an empty part Megatron-Core would count epochs for ever.
+            # Megatron-Core counts epochs of an empty part for ever.
             empty = tokens == 0 and ends[part] < ends[part + 1]
             if empty or (size and tokens <= seq_length):
                 all_of_it = ends[part] == 0 and ends[part + 1] == 1
@@ -247,15 +249,15 @@ def _check_split(prefixes: list[str], split: str, sizes: list[int], seq_length: 
 
 
 def corpus_bigram_entropy(prefixes: list[str], most: int = 2**25) -> float:
-    """The bigram entropy, in nats, of the data of `prefixes` put one after the other, of its first `most` tokens.
+    """Bigram entropy, in nats, of the first `most` tokens of the data of `prefixes`, joined in order.
 
-    More would not change the figure that is shown, and a large corpus does not fit into memory.
+    More tokens would not change the printed figure, and a large corpus does not fit into memory.
     """
     parts: list[np.ndarray] = []
     for prefix in prefixes:
         room = most - sum(map(len, parts))
         file, dtype = Path(prefix + ".bin"), corpus.check_indexed(prefix).dtype
-        # NumPy takes memory for all that it is asked for, and gives back what the file has not.
+        # NumPy allocates `count` values, even if the file has fewer.
         parts.append(np.fromfile(file, dtype=dtype, count=min(room, file.stat().st_size // dtype.itemsize)))
     return bigram_entropy(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
@@ -263,27 +265,27 @@ def corpus_bigram_entropy(prefixes: list[str], most: int = 2**25) -> float:
 def batches(
     dataset: Any, train: TrainSection, consumed_samples: int = 0, left_out: Sequence[Range] = ()
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Micro-batches of this rank, starting at `consumed_samples`; starts again from the first when all are used.
+    """Yield micro-batches of this rank from `consumed_samples` on; after the last sample the first follows.
 
-    Sample order depends on the position only: a step's micro-batches hold together, over all data-parallel ranks, the
-    samples that any other layout gives to the same step. Tensors are [micro batch, this rank's part of the sequence].
-    ``left_out``: ranges of samples that are passed over, and not counted as consumed.
+    Sample order depends on the position only: over all data-parallel ranks, a step's micro-batches contain the same
+    samples in every layout. Tensors are [micro batch, this rank's part of the sequence]. ``left_out``: ranges of
+    samples that are skipped, and do not count as consumed.
     """
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     device = own_device()
     position = consumed_samples
     while True:
         first = position + rank * train.micro_batch_size
-        kept = range(first, first + train.micro_batch_size)
-        samples = [dataset[place(index, left_out) % len(dataset)] for index in kept]
+        indices = range(first, first + train.micro_batch_size)
+        samples = [dataset[place(index, left_out) % len(dataset)] for index in indices]
         batch = {
-            name: _moved(torch.stack([sample[name] for sample in samples]), device)
+            name: _to_device(torch.stack([sample[name] for sample in samples]), device)
             for name in ("tokens", "labels", "loss_mask", "position_ids")
         }
         position += ranks * train.micro_batch_size
         yield get_batch_on_this_cp_rank(batch)
 
 
-def _moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """x on the device. From pinned memory, as other copies wait until the GPU has done all that it was given before."""
+def _to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """x on the device, copied from pinned memory: other copies wait for all queued work of the GPU."""
     return x.to(device) if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)

@@ -1,11 +1,11 @@
 """A verified cache of Megatron-Core's sample indices.
 
-    cache/indices/NAME/             NAME is a digest of all that they are computed from
-        ...-document_index.npy, ... Megatron-Core's
+    cache/indices/NAME/             NAME is a digest of all inputs
+        ...-document_index.npy, ... Megatron-Core's files
         digests.json                SHA-256 of each of them
 
-Megatron-Core opens them by `numpy.load(allow_pickle=True)`, which runs what a pickle says, and takes whatever numbers are
-in them for places in the data. In a folder that others can write to, or after a power failure, either may be anything.
+Megatron-Core opens them by `numpy.load(allow_pickle=True)`, which executes pickles, and uses any numbers in them as
+positions in the data. In a folder that others can write to, or after a power failure, the content may be anything.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ _OLD_S = 86400.0
 
 
 def index_name(prefixes: list[str], settings: list[Any]) -> str:
-    """A digest of all that Megatron-Core's indices of samples are computed from.
+    """A digest of all inputs of Megatron-Core's sample indices.
 
-    Its own key has the data's paths and the settings, and would take a file that was written anew for the old one.
+    Megatron-Core's own key has the data's paths and the settings, so it would not notice a rewritten file.
     """
-    found = [[prefix, corpus.fingerprint(prefix)] for prefix in prefixes]
-    text = json.dumps([_LAYOUT, megatron.core.__version__, found, settings])
+    fingerprints = [[prefix, corpus.fingerprint(prefix)] for prefix in prefixes]
+    text = json.dumps([_LAYOUT, megatron.core.__version__, fingerprints, settings])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def index_folder(kept: Path, name: str) -> Path:
-    """The folder of these indices, or, where there is no good one, a new one to build them in."""
-    found = kept / name
-    if found.is_dir():
-        if not (problem := damage(found)):
-            return found
+    """The folder of these indices if it is valid, else a new folder to build them in."""
+    cached = kept / name
+    if cached.is_dir():
+        if not (problem := damage(cached)):
+            return cached
         warnings.warn(
-            f"the indices of samples in {str(found)!r} are not used but built again: {problem}.", stacklevel=2
+            f"the indices of samples in {str(cached)!r} are not used but built again: {problem}.",
+            stacklevel=2,
         )
     try:
         folder = kept / f".{name}.{uuid.uuid4().hex[:8]}"
@@ -59,32 +60,34 @@ def index_folder(kept: Path, name: str) -> Path:
             f"data.cache_dir={str(kept.parent)!r} cannot be written ({in_words(error)}): give another folder with "
             "--data.cache_dir."
         ) from error
-    _say_what_is_left(kept, folder)
+    _warn_of_leftovers(kept, folder)
     return folder
 
 
-def _say_what_is_left(kept: Path, ours: Path) -> None:
-    """Warn of what nobody has written to for a day. A start that was killed left it, or a run that lost a race may still
-    read it, on any machine; so it is not removed."""
+def _warn_of_leftovers(cache: Path, own_folder: Path) -> None:
+    """Warn of folders that have not changed for a day.
+
+    A killed start left them, or a run that lost a race may still read them, on any machine; so they are not removed.
+    """
     old = []
-    for path in sorted(kept.glob(f".{'[0-9a-f]' * 32}.{'[0-9a-f]' * 8}")):
-        with suppress(OSError):  # it has just become whole; times are the file system's
-            if ours.stat().st_mtime - path.stat().st_mtime > _OLD_S:
+    for path in sorted(cache.glob(f".{'[0-9a-f]' * 32}.{'[0-9a-f]' * 8}")):
+        with suppress(OSError):  # it has just been completed; times come from the file system
+            if own_folder.stat().st_mtime - path.stat().st_mtime > _OLD_S:
                 old.append(str(path))
     if old:
         more = f" and {len(old) - 1} more" if len(old) > 1 else ""
         warnings.warn(
-            f"{old[0]!r}{more}: indices of samples that a start left unfinished, or that a run of long ago reads: remove"
-            " them, unless such a run still trains.",
+            f"{old[0]!r}{more}: sample indices that a killed start left incomplete, or that a long run still uses: remove"
+            " them, unless such a run is training.",
             stacklevel=3,
         )
 
 
 def keep_indices(built: Path, folder: Path) -> None:
-    """Give complete indices the name that later runs look for: what has it is whole, whenever a run was killed."""
+    """Rename complete indices to their final name: a folder with that name is always complete."""
     if built == folder:
         return
-    with suppress(OSError):  # no room, or another run was faster; this one has its files open where they are
+    with suppress(OSError):  # no space, or another run was faster; this run keeps its files open
         write_file(
             built / _DIGESTS, json.dumps({path.name: digest(path) for path in sorted(built.iterdir())})
         )
@@ -94,21 +97,21 @@ def keep_indices(built: Path, folder: Path) -> None:
 
 
 def damage(folder: Path) -> str:
-    """What is wrong with kept indices, '' if nothing is: they are whole, as they were built, and plain numbers."""
+    """What is wrong with cached indices; '' if they are complete, unchanged and plain numbers."""
     try:
-        known = load_json(read_ordinary(folder / _DIGESTS, _LARGEST))
-        found = {path.name for path in folder.iterdir()} - {_DIGESTS}
-        if not isinstance(known, dict) or found != set(known):
+        digests = load_json(read_ordinary(folder / _DIGESTS, _LARGEST))
+        names = {path.name for path in folder.iterdir()} - {_DIGESTS}
+        if not isinstance(digests, dict) or names != set(digests):
             return "its files are not those that were built"
     except (OSError, ValueError) as error:
         return f"{_DIGESTS} cannot be read ({in_words(error)})"
-    for name in sorted(found):
+    for name in sorted(names):
         path = folder / name
         try:
             ordinary(path.lstat())
             if path.suffix == ".npy":
                 _check_plain(path)
-            if digest(path) != known[name]:
+            if digest(path) != digests[name]:
                 return f"{name} is not what was built"
         except (OSError, ValueError, RecursionError, MemoryError) as error:
             return f"{name} is no file of plain numbers ({in_words(error)})"
@@ -116,7 +119,7 @@ def damage(folder: Path) -> str:
 
 
 def _check_plain(path: Path) -> None:
-    """ValueError unless a file is NumPy's format with whole numbers, and as long as it says."""
+    """Raise ValueError unless a file is NumPy's format, with integers and the declared length."""
     with path.open("rb") as stream:
         version = np.lib.format.read_magic(stream)
         if version != (1, 0):

@@ -1,9 +1,9 @@
-"""Reading .bin/.idx pairs. A file that is cut short or replaced while training reads it is an error that names it.
+"""Reads .bin/.idx pairs, and detects files that change during training.
 
-Megatron-Core maps both files into memory, where reading past the end of a file that has become shorter ends the process
-by SIGBUS, without a word. Here the .bin is read (`pread`, which says how much there was), and before each sample both
-files must have the sizes that they had when they were opened. That takes 3 microseconds a document. Where a file was
-written since, by its time, samples of its content are compared: other content ends the run, the same is said.
+Megatron-Core maps both files into memory: a read past the end of a file that has become shorter ends the process by
+SIGBUS, without a message. Here the .bin is read by `pread`, which returns how much there was, and before each sample
+both files must have their initial sizes. That takes 3 microseconds a document. If a file's time has changed, samples of
+its content are compared: other content ends the run, the same content causes a warning.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from .corpus import mask_of, sampled_digest
 
 
 class CorpusChanged(TrainingFailed):
-    """A data set's file is not what it was when it was opened."""
+    """A data set's file has changed since it was opened."""
 
 
 class _Files(_BinReader):
-    """The open files of a pair, by prefix."""
+    """The open files of a .bin/.idx pair."""
 
     def __init__(self, prefix: str) -> None:
         self._handles: dict[str, int] = {}
         for ending in (".bin", ".idx"):
             self._handles[prefix + ending] = os.open(prefix + ending, os.O_RDONLY)
-        found = {path: os.fstat(handle) for path, handle in self._handles.items()}
-        self._sizes = {path: status.st_size for path, status in found.items()}
-        self._times = {path: status.st_mtime_ns for path, status in found.items()}
+        statuses = {path: os.fstat(handle) for path, handle in self._handles.items()}
+        self._sizes = {path: status.st_size for path, status in statuses.items()}
+        self._times = {path: status.st_mtime_ns for path, status in statuses.items()}
         self._digests = {path: sampled_digest(Path(path)) for path in self._handles}
         self._data = prefix + ".bin"
 
     def check(self) -> None:
-        """Raise CorpusChanged if a file has another size or other content than at first."""
+        """Raise CorpusChanged if a file's size or content has changed."""
         for path, handle in self._handles.items():
             status = os.fstat(handle)
             size = status.st_size
@@ -50,31 +50,31 @@ class _Files(_BinReader):
                 self._compare(path)
             if size != self._sizes[path]:
                 raise CorpusChanged(
-                    f"{path!r} had {self._sizes[path]} bytes when training started and has {size} now: somebody "
-                    "changes the data while it is read. Put it back and go on from the last checkpoint."
+                    f"{path!r} had {self._sizes[path]} bytes when training started and has {size} now: the data "
+                    "changed while it was read. Restore it and resume from the last checkpoint."
                 )
 
     def _compare(self, path: str) -> None:
-        """Raise CorpusChanged if a file that was written in its old size holds other bytes, as far as samples tell."""
+        """Raise CorpusChanged if a rewritten file of the same size differs in samples of its bytes."""
         if sampled_digest(Path(path)) != self._digests[path]:
             raise CorpusChanged(
-                f"{path!r} holds other bytes than when training started: somebody changes the data while it is read. Put"
-                " it back and go on from the last checkpoint."
+                f"{path!r} holds other bytes than when training started: the data changed while it was read. Restore it"
+                " and resume from the last checkpoint."
             )
         warnings.warn(
             f"{path!r} was written since training started; samples of it are as they were.", stacklevel=2
         )
 
     def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
-        """`count` ids of `dtype` from the byte `offset` on. Raises CorpusChanged if the file ends before."""
-        wanted = int(count) * np.dtype(dtype).itemsize
+        """`count` ids of `dtype` from byte `offset` on: [count]. Raises CorpusChanged if the file ends earlier."""
+        size = int(count) * np.dtype(dtype).itemsize
         content = bytearray()
-        while len(content) < wanted:
-            part = os.pread(self._handles[self._data], wanted - len(content), int(offset) + len(content))
+        while len(content) < size:
+            part = os.pread(self._handles[self._data], size - len(content), int(offset) + len(content))
             if not part:
                 self.check()
                 raise CorpusChanged(
-                    f"{self._data!r} ends before byte {int(offset) + wanted}, where ids should be."
+                    f"{self._data!r} ends before byte {int(offset) + size}, where ids should be."
                 )
             content += part
         return np.frombuffer(content, dtype=dtype)
@@ -96,12 +96,12 @@ class CheckedIndexedDataset(IndexedDataset):
         return super().__getitem__(idx)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
-        self.bin_reader.check()  # before the index is looked into, which is mapped
+        self.bin_reader.check()  # before the mapped index is read
         return super().get(idx, offset, length)
 
 
 class CorpusDataset(GPTDataset):
-    """Megatron-Core's GPTDataset over pairs that are checked as they are read."""
+    """Megatron-Core's GPTDataset over pairs that are checked at each read."""
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
@@ -109,15 +109,15 @@ class CorpusDataset(GPTDataset):
 
 
 class MaskedDataset(CorpusDataset):
-    """Pairs with a mask beside them, which says what has a loss (corpus.mask_of)."""
+    """Pairs with a mask that selects the ids with a loss (corpus.mask_of)."""
 
     def __init__(self, indexed_dataset: IndexedDataset, dataset_path: str, *more: Any) -> None:
         super().__init__(indexed_dataset, dataset_path, *more)
-        self._mask = copy.copy(self)  # the same samples, of other values
+        self._mask = copy.copy(self)  # the same samples of the mask's values
         self._mask.dataset = CheckedIndexedDataset(mask_of(dataset_path))
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        """As GPTDataset's; ``loss_mask`` [sequence] is 1 where the label, the id after the token, has a loss."""
+        """As GPTDataset's; ``loss_mask`` [sequence] is 1 where the label (the next id) has a loss."""
         sample = super().__getitem__(idx)
         values, _ = self._mask._query_document_sample_shuffle_indices(0 if idx is None else idx)
         sample["loss_mask"] = sample["loss_mask"] * torch.from_numpy(values[1:] == 1)

@@ -1,6 +1,6 @@
 """Documents of JSONL, CSV, Parquet and Arrow files, and files of folders.
 
-JSONL and CSV are read here, line by line; the rest by the package datasets, as a stream.
+JSONL and CSV are read line by line here; the package datasets streams the other formats.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BINARY = (".parquet", ".arrow")
 
 
 def is_records(path: Path) -> bool:
-    """Whether a file holds records, by the end of its name."""
+    """Whether a file has records, by its suffix."""
     return path.suffix.lower() in _READERS
 
 
@@ -37,11 +37,11 @@ def is_text(path: Path) -> bool:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file itself; of a folder, in the order of their paths, all files with records, or, where it has none, all.
+    """The file itself; for a folder all its files with records, or all files if it has none, sorted by path.
 
-    What is hidden and ``__pycache__`` is left out. A .bin/.idx pair is given by its .idx.
+    Hidden files and ``__pycache__`` are skipped. A .bin/.idx pair is represented by its .idx.
 
-    Raises ValueError: the folder is empty.
+    Raises ValueError if the folder is empty.
     """
     if not path.is_dir():
         return [path]
@@ -50,21 +50,21 @@ def files_of(path: Path) -> list[Path]:
         key=lambda file: file.relative_to(path).as_posix(),
     )
     pairs = {file.with_suffix(".bin") for file in inside if file.suffix == ".idx"}
-    found = [file for file in inside if file not in pairs]
-    records = [file for file in found if is_records(file) and file.suffix.lower() != ".json"]
-    found = records or found
-    if not found:
+    files = [file for file in inside if file not in pairs]
+    records = [file for file in files if is_records(file) and file.suffix.lower() != ".json"]
+    files = records or files
+    if not files:
         raise ValueError(
             f"data.paths has {str(path)!r}, a folder without files: give files of text or records."
         )
-    other = next((str(file) for file in found if _OTHER_SPLIT.search(file.name)), None)
+    other = next((str(file) for file in files if _OTHER_SPLIT.search(file.name)), None)
     if other:
         warnings.warn(
-            f"data.paths has the folder {str(path)!r}, and all its {len(found)} files are learned, {other!r} too: if it"
+            f"data.paths has the folder {str(path)!r}, and all its {len(files)} files are learned, {other!r} too: if it"
             " is a split of its own, give the training files by their names.",
             stacklevel=2,
         )
-    return found
+    return files
 
 
 def _is_hidden(path: Path) -> bool:
@@ -72,12 +72,12 @@ def _is_hidden(path: Path) -> bool:
 
 
 def documents(path: Path, tokenizer: Tokenizer, rules: DocumentRules) -> Iterator[Document]:
-    """The documents of a file, in its order: pieces of a text, or the text or the chat of each record.
+    """The documents of a file, in order: pieces of a text, or the text or chat of each record.
 
-    Records without text (null, or empty) are left out.
+    Records without text (null or empty) are skipped.
 
-    Raises ValueError, which names the file and the record: it cannot be read, has no such column, or what is there is
-    neither text nor a chat that the tokenizer's template takes.
+    Raises ValueError, with the file and the record, if the file cannot be read, lacks the column, or if the value is
+    neither text nor a chat that the tokenizer's template accepts.
     """
     if not is_records(path):
         if rules.loss != "all":
@@ -88,26 +88,28 @@ def documents(path: Path, tokenizer: Tokenizer, rules: DocumentRules) -> Iterato
     records = _READERS[path.suffix.lower()](path)
     for number, record in enumerate(records, 1):
         try:
-            yield from _of_record(record, tokenizer, rules)
+            yield from _record_documents(record, tokenizer, rules)
         except ValueError as error:
-            said = "it holds half of a character" if isinstance(error, UnicodeEncodeError) else error
-            raise ValueError(f"data.paths has {str(path)!r}, and of its record {number}: {said}.") from error
+            reason = "it holds half of a character" if isinstance(error, UnicodeEncodeError) else error
+            raise ValueError(
+                f"data.paths has {str(path)!r}, and of its record {number}: {reason}."
+            ) from error
 
 
 _CHATS = "give records with messages, or leave data.loss out"
 
 
-def _of_record(record: Any, tokenizer: Tokenizer, rules: DocumentRules) -> list[Document]:
+def _record_documents(record: Any, tokenizer: Tokenizer, rules: DocumentRules) -> list[Document]:
     if not isinstance(record, dict):
         raise ValueError(f"it is no object, but {type(record).__name__}")
-    wanted = (rules.column,) if rules.column else _COLUMNS
-    named = [name for name in wanted if name in record]
-    if not named:
+    columns = (rules.column,) if rules.column else _COLUMNS
+    present = [name for name in columns if name in record]
+    if not present:
         raise ValueError(
-            f"it has no {' and no '.join(wanted)} (it has {', '.join(map(str, record)) or 'nothing'}): name the column"
+            f"it has no {' and no '.join(columns)} (it has {', '.join(map(str, record)) or 'nothing'}): name the column"
             " with --data.column=NAME"
         )
-    name = next((name for name in named if record[name] is not None), named[0])
+    name = next((name for name in present if record[name] is not None), present[0])
     value = record[name]
     if value is None or value == "" or value == []:
         return []
@@ -115,7 +117,9 @@ def _of_record(record: Any, tokenizer: Tokenizer, rules: DocumentRules) -> list[
         if rules.loss != "all":
             raise ValueError(f"data.loss={rules.loss} and {name} is a text: {_CHATS}")
         return [Document(value.encode())]
-    if not isinstance(value, list) or not all(isinstance(one, dict) and "role" in one for one in value):
+    if not isinstance(value, list) or not all(
+        isinstance(message, dict) and "role" in message for message in value
+    ):
         raise ValueError(
             f"{name} is {type(value).__name__}, and neither a text nor a list of messages with a role"
         )
@@ -124,9 +128,10 @@ def _of_record(record: Any, tokenizer: Tokenizer, rules: DocumentRules) -> list[
             f"{name} is a chat, and the tokenizer has no chat template: give --data.tokenizer=tokenizer.json, with its"
             " tokenizer_config.json or chat_template.jinja beside it"
         )
-    # Parquet has every key that some message has.
+    # Parquet gives each message the keys of all messages.
     messages = [
-        {key: item for key, item in one.items() if item is not None or key == "content"} for one in value
+        {key: item for key, item in message.items() if item is not None or key == "content"}
+        for message in value
     ]
     tools = record.get("tools")
     return chat_documents(
@@ -168,9 +173,11 @@ def _table(path: Path, form: str) -> Iterator[Mapping[str, Any]]:
         ) from error
     try:
         yield from datasets.load_dataset(form, data_files=[escape(str(path))], split="train", streaming=True)
-    except Exception as error:  # pyarrow's errors, and those of datasets
-        said = " ".join(str(error).split())
-        raise ValueError(f"data.paths has {str(path)!r}, which cannot be read as {form} ({said}).") from error
+    except Exception as error:  # errors of pyarrow and of datasets
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"data.paths has {str(path)!r}, which cannot be read as {form} ({reason})."
+        ) from error
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Any]]] = {

@@ -1,4 +1,4 @@
-"""Text files: read, checked, split into documents; losses of a tokenizer."""
+"""Reads text files, checks them and splits them into documents; counts untokenisable text."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from ...files.disk import in_words, open_ordinary
 from .tokenizers import Spans, Tokenizer
 
 PIECE_BYTES = 1 << 16
-"""Longer files are cut at line ends into documents of at most this size, so that every split gets some."""
+"""Longer files are split at line ends into documents of at most this size, so that every data split gets some."""
 _READ_BYTES = 1 << 20
-_PACKED = {
+_COMPRESSED = {
     rb"\x1f\x8b": "gzip",
     rb"PK\x03\x04": "zip",
     rb"\x28\xb5\x2f\xfd": "zstandard",
-    rb"BZh[1-9]1AY&SY": "bzip2",  # less of it may be a word
+    rb"BZh[1-9]1AY&SY": "bzip2",  # a shorter prefix may be a word
     rb"\xfd7zXZ": "xz",
 }
-"""What packed files begin with."""
+"""First bytes of compressed files."""
 
 
 @dataclass(frozen=True)
 class DocumentRules:
-    """How files become documents: what DataSection says of ``column`` and ``loss``, and the size of a text's pieces."""
+    """How files become documents: DataSection's ``column`` and ``loss``, and the size of a text's pieces."""
 
     column: str | None = None
     loss: str = "all"
@@ -41,7 +41,7 @@ class DocumentRules:
 
 
 class Document(NamedTuple):
-    """``answers``: the characters of a chat's text that the assistant wrote; None: it is no chat."""
+    """A document. ``answers``: spans of characters in a chat that the assistant wrote; None: not a chat."""
 
     text: bytes
     answers: Spans | None = None
@@ -49,7 +49,7 @@ class Document(NamedTuple):
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A file of data.paths, open to be read. ValueError, which names it, where it cannot be."""
+    """Open a file of data.paths for reading. Raises ValueError with its name."""
     try:
         with open_ordinary(path, sys.maxsize) as stream:
             yield stream
@@ -62,9 +62,9 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def content_digest(path: Path, *, is_text: bool = True) -> bytes:
-    """SHA-256 of a file's bytes; of any size, in little memory.
+    """SHA-256 of a file of any size, in little memory.
 
-    Raises ValueError: it cannot be read, or, where it is to be text, is packed, holds NUL bytes or is not UTF-8.
+    Raises ValueError if it cannot be read, or if ``is_text`` and it is compressed, has NUL bytes or is not UTF-8.
     """
     hasher, decoder, done = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0
     with opened(path) as stream:
@@ -73,7 +73,7 @@ def content_digest(path: Path, *, is_text: bool = True) -> bytes:
                 if not done:
                     _check_unpacked(path, part)
                 if (nul := part.find(0)) >= 0:
-                    raise _no_text(path, f"byte {done + nul} is NUL")
+                    raise _not_text_error(path, f"byte {done + nul} is NUL")
                 _decode(path, decoder, part, done)
             hasher.update(part)
             done += len(part)
@@ -83,22 +83,22 @@ def content_digest(path: Path, *, is_text: bool = True) -> bytes:
 
 
 def _check_unpacked(path: Path, start: bytes) -> None:
-    if packed := next((name for pattern, name in _PACKED.items() if re.match(pattern, start)), None):
+    if packed := next((name for pattern, name in _COMPRESSED.items() if re.match(pattern, start)), None):
         raise ValueError(
             f"data.paths has {str(path)!r}, which is packed ({packed}): unpack it, and give the text."
         )
 
 
 def _decode(path: Path, decoder: codecs.IncrementalDecoder, part: bytes, done: int) -> None:
-    """Decode the part after ``done`` bytes; an empty one ends the file."""
+    """Decode the part after ``done`` bytes; an empty part ends the file."""
     waiting = len(decoder.getstate()[0])
     try:
         decoder.decode(part, final=not part)
     except UnicodeDecodeError as error:
-        raise _no_text(path, f"byte {done - waiting + error.start} is not UTF-8") from error
+        raise _not_text_error(path, f"byte {done - waiting + error.start} is not UTF-8") from error
 
 
-def _no_text(path: Path, why: str) -> ValueError:
+def _not_text_error(path: Path, why: str) -> ValueError:
     return ValueError(
         f"data.paths has {str(path)!r}, which is no text ({why}): leave it out; if it is text in another encoding, write"
         f" it anew in UTF-8 (iconv -f ENCODING -t UTF-8 {path.name} > NEW), and give that."
@@ -106,16 +106,16 @@ def _no_text(path: Path, why: str) -> ValueError:
 
 
 def pieces(stream: BinaryIO, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
-    """Documents of a text: at line ends, or in a longer line between two characters of UTF-8."""
-    held = b""
-    while held := held + stream.read(piece_bytes + 1 - len(held)):
-        end = len(held)
+    """Documents of a text, split at line ends, and in a longer line between two UTF-8 characters."""
+    buffer = b""
+    while buffer := buffer + stream.read(piece_bytes + 1 - len(buffer)):
+        end = len(buffer)
         if end > piece_bytes:
-            newline = held.rfind(b"\n", 0, piece_bytes)
+            newline = buffer.rfind(b"\n", 0, piece_bytes)
             end = newline + 1 if newline > 0 else piece_bytes
-            end -= next((back for back in range(4) if held[end - back] & 0xC0 != 0x80), 0)
-        yield held[:end]
-        held = held[end:]
+            end -= next((back for back in range(4) if buffer[end - back] & 0xC0 != 0x80), 0)
+        yield buffer[:end]
+        buffer = buffer[end:]
 
 
 def look_at(paths: Sequence[Path]) -> None:
@@ -127,38 +127,40 @@ def look_at(paths: Sequence[Path]) -> None:
 
 @dataclass
 class Lost:
-    """What a tokenizer could not say: of ``tokens``, ``unknown`` are its token for that; ``left_out`` characters are not
-    there at all."""
+    """Text that a tokenizer could not encode.
+
+    Of ``tokens`` ids, ``unknown`` are its unknown token; ``left_out`` characters have no id at all.
+    """
 
     tokens: int = 0
     unknown: int = 0
     left_out: int = 0
 
     def add(self, text: bytes, ids: np.ndarray, tokenizer: Tokenizer) -> None:
-        """Count in a document."""
+        """Add a document's counts."""
         self.tokens += len(ids)
         self.left_out += tokenizer.left_out(text)
         if tokenizer.unknown is not None:
             self.unknown += int((ids == tokenizer.unknown).sum())
 
     def say(self) -> None:
-        """A warning of each that is not 0."""
+        """Warn of each count that is not 0."""
         if self.unknown:
             warnings.warn(
                 f"data: the tokenizer has no token for {self.unknown:,} of {self.tokens:,} pieces of the text, which"
-                " are all learned as its one token for the unknown: is it the one for this text?",
+                " all become its unknown token: is it the tokenizer for this text?",
                 stacklevel=2,
             )
         if self.left_out:
             warnings.warn(
-                f"data: the tokenizer has no token for {self.left_out:,} characters of the text, nor one for the unknown:"
-                " they are left out. Is it the one for this text?",
+                f"data: the tokenizer has no token for {self.left_out:,} characters of the text, nor an unknown token:"
+                " they are left out. Is it the tokenizer for this text?",
                 stacklevel=2,
             )
 
 
 def lost_of(record: Any) -> Lost:
-    """What `dataclasses.asdict` made of one, also with fewer fields, as earlier versions; nothing of what is not that."""
+    """Lost from a `dataclasses.asdict` record, possibly with fewer fields (earlier versions); empty if invalid."""
     if not isinstance(record, dict):
         return Lost()
     values: list[Any] = [record.get(field.name, 0) for field in fields(Lost)]

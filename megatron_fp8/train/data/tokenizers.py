@@ -1,4 +1,4 @@
-"""Text to token ids, with the few attributes Megatron-Core's datasets ask of a tokenizer."""
+"""Tokenizers: text to token ids, with the attributes that Megatron-Core's datasets use."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from ...files.disk import in_words, read_ordinary
 from ...files.strict_json import load_json
 
 _LARGEST = 1 << 28
-"""Bytes of a file that describes a tokenizer."""
+"""Limit in bytes of a tokenizer's files."""
 
 
 Spans = Sequence[tuple[int, int]]
-"""[first, last) characters."""
+"""Ranges [first, last) of characters."""
 
 
 class ChatTemplate(NamedTuple):
-    """A Jinja template that makes one text of a chat's messages, and the special tokens that it may name."""
+    """A Jinja template that turns a chat's messages into text, and the special tokens that it may use."""
 
     template: str
     special: dict[str, str]
 
 
 class Tokenizer(Protocol):
-    """What data preparation and `GPTDataset` need. Ids are in [0, vocab_size).
+    """Interface for data preparation and `GPTDataset`. Ids are in [0, vocab_size).
 
-    A document is ``start``, its text, ``eod``; a model that wrote one of ``ends`` has finished. ``unknown`` stands for
-    what no other id can say; None: there is no such text. ``chat``: None, it has no template for chats.
+    A document is ``start``, its text, ``eod``; a model that generates one of ``ends`` has finished. ``unknown`` is the
+    id for text without other ids; None: every text has ids. ``chat``: None if there is no chat template.
     """
 
     vocab_size: int
@@ -48,20 +48,20 @@ class Tokenizer(Protocol):
     unique_identifiers: dict[str, str]
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Ids of `text` [bytes] as a 1-D integer array, without the end of document."""
+        """Ids of `text` [bytes] as an integer array [n], without the end of document."""
 
     def encode_with_mask(self, text: bytes, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-        """``encode``, and for each id 1 where it has a character of ``spans``, else 0: uint8 of the same length."""
+        """``encode``, and a mask uint8 [n]: 1 for ids with a character in ``spans``, else 0."""
 
     def left_out(self, text: bytes) -> int:
-        """Characters of `text` that `encode` passes over, white space aside: no id says them, none is for the unknown."""
+        """Number of characters of `text`, except white space, that `encode` drops because no id represents them."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; what is not UTF-8 (yet) as U+FFFD, the end of document left out."""
+        """The text of ids, without the end of document; invalid or incomplete UTF-8 becomes U+FFFD."""
 
 
 BYTES = "bytes"
-"""What data.tokenizer says where every byte is a token."""
+"""The value of data.tokenizer for bytes as tokens."""
 
 
 class ByteTokenizer:
@@ -71,7 +71,7 @@ class ByteTokenizer:
     eod = 256
     ends: frozenset[int] = frozenset({256})
     start: tuple[int, ...] = ()
-    pad = -1  # nothing is padded; -1 is no id, so no token is masked by mistake
+    pad = -1  # nothing is padded; -1 is not an id, so no token is masked by mistake
     unknown: int | None = None
     chat: ChatTemplate | None = None
     name = BYTES
@@ -93,17 +93,17 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A Hugging Face `tokenizers` file (tokenizer.json). Text is decoded as UTF-8, wrong bytes as U+FFFD.
+    """A Hugging Face `tokenizers` file (tokenizer.json). Text is decoded as UTF-8, invalid bytes as U+FFFD.
 
-    What stands beside the file counts, as it does for Hugging Face's readers. The end of document is the eos_token of
+    Files beside it count too, as for Hugging Face's readers. The end of document is the eos_token of
     tokenizer_config.json (or special_tokens_map.json), else the first of the usual names that the file has
-    ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>', '[SEP]'), else the first eos_token_id of generation_config.json,
-    else one id more than the file's largest. A document starts with what the file's post-processor puts before a text, or
-    with tokenizer_config.json's bos_token where add_bos_token says so. A chat model ends its turn with other tokens:
-    eos_token_id of generation_config.json. The file's truncation and padding are left out. The template for chats is
-    chat_template.jinja, or tokenizer_config.json's.
+    ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>', '[SEP]'), else the first eos_token_id of
+    generation_config.json, else one id above the file's largest. A document starts with the ids that the file's
+    post-processor puts before a text, or with tokenizer_config.json's bos_token if add_bos_token is set. A chat model
+    ends its turn with other tokens: eos_token_id of generation_config.json. The file's truncation and padding are
+    ignored. The chat template is chat_template.jinja, or tokenizer_config.json's.
 
-    Raises ValueError: a file cannot be read, or names a token that the vocabulary lacks.
+    Raises ValueError if a file cannot be read, or names a token outside the vocabulary.
     """
 
     pad = -1
@@ -134,16 +134,16 @@ class JsonTokenizer:
                 f"data.tokenizer={str(path)!r} is not a Hugging Face tokenizers file ({error}): give a "
                 f"tokenizer.json."
             ) from error
-        # A file may say how one text was cut and filled up for another use; a document is whole.
-        cut = self._tokenizer.truncation is not None or self._tokenizer.padding is not None
+        # A file may have settings for truncation and padding; documents are complete.
+        truncates = self._tokenizer.truncation is not None or self._tokenizer.padding is not None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        size = max(ids, default=-1) + 1  # ids may leave gaps
+        size = max(ids, default=-1) + 1  # ids may have gaps
         ends = [self._tokenizer.token_to_id(name) for name in self._END_NAMES]
         usual = next((end for end in ends if end is not None), None)
         self._path, self.unknown = path, _unknown(self._tokenizer)
-        self._passes_over = self.unknown is None and not _says_all(self._tokenizer)
+        self._passes_over = self.unknown is None and not _encodes_all(self._tokenizer)
         beside = _Beside(Path(path), self._tokenizer)
         named = [each for each in (beside.eos, usual, *beside.ends[:1]) if each is not None]
         last = named[0] if named else None
@@ -151,41 +151,41 @@ class JsonTokenizer:
         self.vocab_size = size + (last is None)
         self.ends = frozenset({self.eod, *beside.ends})
         self.start, self.chat = beside.start, beside.chat
-        # It adds nothing here, and may take white space out of the places of tokens.
+        # It adds nothing here, and may remove white space from the tokens' offsets.
         self._tokenizer.post_processor = None
         self.name = f"json-{hashlib.sha256(content).hexdigest()[:16]}"
-        if self.start or last != usual:  # the same file, and other documents
+        if self.start or last != usual:  # the same file with other documents
             self.name += "-" + "-".join(map(str, (*self.start, self.eod)))
-        # Earlier versions cut documents, or counted ids, under the name without it; their prepared data is another.
-        if cut or size != len(ids):
+        # Under the name without this suffix, earlier versions truncated documents or miscounted ids.
+        if truncates or size != len(ids):
             self.name += "-whole"
         self.unique_identifiers = {"tokenizer": self.name}
 
     def encode(self, text: bytes) -> np.ndarray:
-        return np.asarray(self._encoded(text.decode("utf-8", errors="replace")).ids, dtype=np.int64)
+        return np.asarray(self._encode(text.decode("utf-8", errors="replace")).ids, dtype=np.int64)
 
     def encode_with_mask(self, text: bytes, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-        found = self._encoded(text.decode("utf-8", errors="replace"))
-        places = np.asarray(found.offsets, dtype=np.int64).reshape(-1, 2)
-        mask = np.zeros(len(places), dtype=np.uint8)
+        encoding = self._encode(text.decode("utf-8", errors="replace"))
+        offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        mask = np.zeros(len(offsets), dtype=np.uint8)
         for first, last in spans:
-            mask |= (places[:, 0] < last) & (places[:, 1] > first)
-        return np.asarray(found.ids, dtype=np.int64), mask
+            mask |= (offsets[:, 0] < last) & (offsets[:, 1] > first)
+        return np.asarray(encoding.ids, dtype=np.int64), mask
 
     def left_out(self, text: bytes) -> int:
         if not self._passes_over:
             return 0
-        words = text.decode("utf-8", errors="replace")
-        edges = np.zeros(len(words) + 1, np.int64)
-        for start, end in self._encoded(words).offsets:
+        characters = text.decode("utf-8", errors="replace")
+        edges = np.zeros(len(characters) + 1, np.int64)
+        for start, end in self._encode(characters).offsets:
             edges[start] += 1
             edges[end] -= 1
-        said = np.cumsum(edges)[:-1] > 0
-        return sum(not words[place].isspace() for place in np.flatnonzero(~said))
+        covered = np.cumsum(edges)[:-1] > 0
+        return sum(not characters[place].isspace() for place in np.flatnonzero(~covered))
 
-    def _encoded(self, words: str) -> Any:
+    def _encode(self, characters: str) -> Any:
         try:
-            return self._tokenizer.encode(words, add_special_tokens=False)
+            return self._tokenizer.encode(characters, add_special_tokens=False)
         except Exception as error:  # the package raises plain Exception
             raise ValueError(
                 f"data.tokenizer={str(self._path)!r} cannot say all of the text ({error}): give a tokenizer with a token"
@@ -193,23 +193,23 @@ class JsonTokenizer:
             ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        silent = {*self.ends, *self.start}
-        return self._tokenizer.decode([i for i in ids if i not in silent], skip_special_tokens=False)
+        special = {*self.ends, *self.start}
+        return self._tokenizer.decode([i for i in ids if i not in special], skip_special_tokens=False)
 
 
 def _unknown(tokenizer: Any) -> int | None:
-    """The id that a tokenizer gives where it has no other; None if it always has."""
+    """The id for unknown text; None if the tokenizer has none."""
     token = getattr(tokenizer.model, "unk_token", None)
     if isinstance(token, str):
         return tokenizer.token_to_id(token)
     if type(tokenizer.model).__name__ != "Unigram":
         return None
-    unknown = json.loads(tokenizer.to_str())["model"].get("unk_id")  # which its object does not show
+    unknown = json.loads(tokenizer.to_str())["model"].get("unk_id")  # which its Python object does not expose
     return unknown if type(unknown) is int else None
 
 
-def _says_all(tokenizer: Any) -> bool:
-    """Whether it has ids for every byte, or raises without: of the models BPE alone passes over what it lacks."""
+def _encodes_all(tokenizer: Any) -> bool:
+    """Whether it has ids for every byte, or raises an error: BPE is the only model that silently drops text."""
     if type(tokenizer.model).__name__ != "BPE":
         return True
     from tokenizers.pre_tokenizers import ByteLevel
@@ -222,7 +222,7 @@ def _says_all(tokenizer: Any) -> bool:
 
 
 class _Beside:
-    """What the files beside a tokenizer.json say of the tokens that begin and end a text."""
+    """Start and end tokens, and the chat template, from the files beside a tokenizer.json."""
 
     def __init__(self, path: Path, tokenizer: Any) -> None:
         self._path, self._tokenizer = path, tokenizer
@@ -234,7 +234,7 @@ class _Beside:
         ends = self._read("generation_config.json").get("eos_token_id")
         self.ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
         for end in self.ends:
-            known = type(end) is int and 0 <= end < 2**32  # what the package can be asked for
+            known = type(end) is int and 0 <= end < 2**32  # the package's range of ids
             if not known or tokenizer.id_to_token(end) is None:
                 raise ValueError(
                     f"{str(path.with_name('generation_config.json'))!r} has eos_token_id={ends!r}: ids of"
@@ -242,18 +242,18 @@ class _Beside:
                 )
 
     def _start(self, config: dict[str, Any]) -> tuple[int, ...]:
-        wanted = config.get("add_bos_token")
-        if wanted is False:
+        setting = config.get("add_bos_token")
+        if setting is False:
             return ()
-        before = self._added_before()
-        first = self._id(config, "bos_token") if wanted and not before else None
+        before = self._prefix_ids()
+        first = self._id(config, "bos_token") if setting and not before else None
         return before if first is None else (first,)
 
     def _chat(self, config: dict[str, Any]) -> ChatTemplate | None:
-        """chat_template.jinja, else tokenizer_config.json's chat_template, of several the one called default."""
+        """chat_template.jinja, else tokenizer_config.json's chat_template; of several, the one named default."""
         template = config.get("chat_template")
         if isinstance(template, list):
-            template = next((one["template"] for one in template if one.get("name") == "default"), None)
+            template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
         path = self._path.with_name("chat_template.jinja")
         if path.is_file():
             try:
@@ -265,43 +265,43 @@ class _Beside:
         if not isinstance(template, str):
             return None
         tokens = {name: value for name, value in config.items() if name.endswith("_token")}
-        named = {
+        token_texts = {
             name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
         }
         return ChatTemplate(
-            template, {name: token for name, token in named.items() if isinstance(token, str)}
+            template, {name: token for name, token in token_texts.items() if isinstance(token, str)}
         )
 
-    def _added_before(self) -> tuple[int, ...]:
-        """Ids that the post-processor puts before a text: they belong to none of its sequences."""
+    def _prefix_ids(self) -> tuple[int, ...]:
+        """Ids that the post-processor puts before a text; they belong to no sequence."""
         for text in itertools.chain("a", itertools.islice(self._tokenizer.get_vocab(), 100)):
             try:
-                found = self._tokenizer.encode(text, add_special_tokens=True)
-            except Exception:  # the package raises plain Exception where a text has no token
+                encoding = self._tokenizer.encode(text, add_special_tokens=True)
+            except Exception:  # the package raises plain Exception for a text without tokens
                 continue
-            of_text = [n for n, sequence in enumerate(found.sequence_ids) if sequence is not None]
+            of_text = [n for n, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
             if of_text:
-                return tuple(found.ids[: of_text[0]])
+                return tuple(encoding.ids[: of_text[0]])
         return ()
 
     def _id(self, config: dict[str, Any], name: str) -> int | None:
-        """The id of a token that tokenizer_config.json names, as a text or as an object with its content."""
+        """The id of a token in tokenizer_config.json, given as a text or as an object with its content."""
         token = config.get(name)
         token = token.get("content") if isinstance(token, dict) else token
         if token is None:
             return None
-        found = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
-        if found is None:
+        token_id = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
+        if token_id is None:
             raise ValueError(
                 f"{str(self._path.with_name('tokenizer_config.json'))!r} has {name}={token!r}, which {self._path.name}"
                 " does not know."
             )
-        return int(found)
+        return int(token_id)
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self._path.with_name(name)
         try:
-            found = load_json(read_ordinary(path, _LARGEST))
+            content = load_json(read_ordinary(path, _LARGEST))
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
@@ -309,19 +309,19 @@ class _Beside:
                 f"{str(path)!r}, beside data.tokenizer={str(self._path)!r}, cannot be read ({in_words(error)}):"
                 " put another in its place, or remove it."
             ) from error
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise ValueError(
                 f"{str(path)!r}, beside data.tokenizer={str(self._path)!r}, is not an object, but"
-                f" {type(found).__name__}: put another in its place, or remove it."
+                f" {type(content).__name__}: put another in its place, or remove it."
             )
-        return found
+        return content
 
 
 def tokenizer_file(path: str | None, checkpoint: Path) -> str | None:
-    """Where the tokenizer of a checkpoint's run is: as its config says, or, where that is no file, in the run's folder.
+    """Path of a checkpoint's tokenizer: the config's path if it is a file, else the file in the run's folder.
 
-    An imported run has it there, and its config's path is relative: to another working directory, once it is moved.
-    None: it is bytes.
+    An imported run has it there, and its config has a relative path, which is wrong after the run has moved. None:
+    bytes.
     """
     if path in (None, BYTES):
         return None

@@ -1,1 +1,1 @@
-"""From processes to ranks: discovery, agreement, parallel groups."""
+"""Starts ranks: environment, rendezvous, start-up checks and parallel groups."""

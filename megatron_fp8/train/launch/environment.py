@@ -1,6 +1,6 @@
-"""Who this process is among all that train together, as the environment says.
+"""Rank, world size and addresses of this process, from environment variables.
 
-The same command runs alone, under `torchrun`, and under SLURM's `srun`: each sets variables of its own.
+The same command runs alone, under `torchrun` and under SLURM's `srun`. Each sets its own variables.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among all: how it was launched, its rank, and where rank 0 listens."""
+    """How this process was launched, its rank, and where rank 0 listens."""
 
     launcher: str
     rank: int = 0
@@ -29,15 +29,15 @@ class Launch:
     master_addr: str = "127.0.0.1"
     master_port: int = _DEFAULT_PORT
     meeting: Meeting | None = field(default=None, compare=False, repr=False)
-    """Where the ranks meet until training is under way; None before `meet`."""
+    """Watches the ranks until training starts; None before `parallel.meet`."""
     told: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """The variables that say so, which may be left over from elsewhere: 'RANK=0', 'WORLD_SIZE=2'."""
+    """The environment variables used, which may be left over from another launch: 'RANK=0', 'WORLD_SIZE=2'."""
 
 
 def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
-    """The `Launch` that the environment describes: torchrun's variables first, then SLURM's, else one process.
+    """Read the `Launch` from torchrun's variables, else from SLURM's, else return one process.
 
-    Raises ValueError naming the variable that is missing or not a number.
+    Raises ValueError that names a variable which is missing or not a number.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         local_rank = _number(environ, "LOCAL_RANK", 0)
@@ -46,11 +46,11 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
             rank=_number(environ, "RANK"),
             world_size=_number(environ, "WORLD_SIZE"),
             local_rank=local_rank,
-            # Launchers other than torchrun leave it out: there are at least so many.
+            # Only torchrun sets LOCAL_WORLD_SIZE. Without it this is a lower bound.
             local_world_size=_number(environ, "LOCAL_WORLD_SIZE", max(local_rank, 0) + 1),
             master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
             master_port=_number(environ, "MASTER_PORT", _DEFAULT_PORT),
-            told=_told(environ, "RANK", "WORLD_SIZE"),
+            told=_variables(environ, "RANK", "WORLD_SIZE"),
         )
     elif "SLURM_PROCID" in environ:
         size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
@@ -62,16 +62,16 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
             local_world_size=_slurm_local_size(environ),
             master_addr=environ.get("MASTER_ADDR") or _slurm_first_host(environ),
             master_port=_number(environ, "MASTER_PORT", _slurm_port(environ)),
-            told=_told(environ, "SLURM_PROCID", size),
+            told=_variables(environ, "SLURM_PROCID", size),
         )
     else:
-        given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environ]
-        if given:
+        present = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environ]
+        if present:
             missing = " and no ".join(name for name in ("RANK", "WORLD_SIZE") if name not in environ)
-            shown = ", ".join(f"{name}={environ[name]!r}" for name in given)
+            values = ", ".join(f"{name}={environ[name]!r}" for name in present)
             raise ValueError(
-                f"the environment has {shown} and no {missing}: launch with torchrun or srun,"
-                f" or unset {' and '.join(given)} to run alone."
+                f"the environment has {values} and no {missing}: launch with torchrun or srun,"
+                f" or unset {' and '.join(present)} to run alone."
             )
         return Launch("one process")
     if not 0 <= launch.rank < launch.world_size:
@@ -80,7 +80,7 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
             f" go from 0 up and are fewer than the processes. Check the launch line; {ALONE}."
         )
     if not 0 <= launch.local_rank < launch.local_world_size:
-        local = _told(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID")
+        local = _variables(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID")
         raise ValueError(
             f"the environment has {', '.join((*launch.told, *local))}, local rank"
             f" {launch.local_rank} of {launch.local_world_size} processes on this node: local ranks go from 0 up and are"
@@ -107,22 +107,23 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
         ) from None
 
 
-def _told(environ: Mapping[str, str], *names: str) -> tuple[str, ...]:
+def _variables(environ: Mapping[str, str], *names: str) -> tuple[str, ...]:
     return tuple(f"{name}={environ[name][:64]}" for name in names if name in environ)
 
 
 def _slurm_local_size(environ: Mapping[str, str]) -> int:
-    """Tasks on this node; SLURM writes '2(x3),1' for three nodes of two and one of one.
+    """Number of tasks on this node, from SLURM's list: '2(x3),1' means three nodes of two tasks and one node of one.
 
-    At least as many as this task's own number tells of: in steps over unlike nodes the list may be another part's.
+    The result covers at least this task's own SLURM_LOCALID: in a heterogeneous step the list may belong to another
+    component.
     """
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
     counts: list[int] = []
     node = _number(environ, "SLURM_NODEID", 0)
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * min(int(times or 1), 1 << 20)
-    listed = counts[node] if node < len(counts) else max(counts, default=1)
-    return max(listed, _number(environ, "SLURM_LOCALID", 0) + 1)
+    tasks = counts[node] if node < len(counts) else max(counts, default=1)
+    return max(tasks, _number(environ, "SLURM_LOCALID", 0) + 1)
 
 
 def _slurm_first_host(environ: Mapping[str, str]) -> str:
@@ -133,7 +134,7 @@ def _slurm_first_host(environ: Mapping[str, str]) -> str:
     if "[" not in nodes:
         return nodes.split(",")[0]
     try:
-        shown = subprocess.run(
+        listing = subprocess.run(
             ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError) as error:
@@ -141,9 +142,9 @@ def _slurm_first_host(environ: Mapping[str, str]) -> str:
             f"the first host of SLURM's node list {nodes!r} is not known: `scontrol show hostnames` failed "
             f"({error}). Set MASTER_ADDR."
         ) from error
-    return shown.stdout.split()[0]
+    return listing.stdout.split()[0]
 
 
 def _slurm_port(environ: Mapping[str, str]) -> int:
-    """A port that jobs on one machine do not share."""
+    """A port from SLURM_JOB_ID, so that two jobs on one machine use different ports."""
     return 10000 + int(re.sub(r"\D", "", environ.get("SLURM_JOB_ID", "")) or 0) % 20000

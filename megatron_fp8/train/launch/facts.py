@@ -1,6 +1,6 @@
 """Values that all ranks must share before the first step, by name.
 
-Hosts, devices and ranks may differ, and so may local paths: of a file its content counts.
+Hosts, devices, ranks and local paths may differ. Files are compared by content.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _ENVIRONMENT = (
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS",
     "ATEN_CPU_CAPABILITY", "DNNL_", "ONEDNN_", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE",
 )  # fmt: skip
-"""Beginnings of the names of environment variables that decide what FP8 layers compute, or in which order."""
+"""Prefixes of environment variables that change what FP8 layers compute, or in which order."""
 _ELSEWHERE = frozenset(
     {"DIR", "PATH", "VERBOSE", "DEBUG", "DUMP", "LOG", "LOGS", "TRACE", "PROFILE", "THREADS"}
 )
-"""Words in the names of those of them that say where files go, what is printed, or how many compile: ranks may differ."""
+"""A variable with one of these words sets paths, output or compile threads, which may differ between ranks."""
 
 
 def run_facts(
     run: RunConfig, tokenizer: Any, world_size: int, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """Launch, packages, environment and every option of the run that all ranks must share."""
+    """Return launch, package versions, environment variables and options that all ranks must share, by name."""
     facts: dict[str, Any] = {
         "the world size": world_size,
         "the backend of the process group": backend(),
@@ -60,9 +60,9 @@ def run_facts(
         "the version of megatron-core": megatron.core.__version__,
         "the version of megatron_fp8": __version__,
     }
-    facts |= {name: value for name, value in environ.items() if _decides(name)}
+    facts |= {name: value for name, value in environ.items() if _changes_numbers(name)}
     facts |= {key: value for key, value in _flat(run.to_dict()).items() if key not in _LOCAL}
-    facts["data.tokenizer"] = tokenizer.name  # which tells of its content
+    facts["data.tokenizer"] = tokenizer.name  # its name contains a digest of its content
     facts["data.paths"] = [Path(path).name for path in run.data.paths]
     facts["resume"] = run.resume if run.resume in ("auto", "never") else "a path"
     table, factory = run.model.fp8_size_filter, run.model.fp8_quantizer_factory
@@ -82,10 +82,11 @@ def agree_on_inputs(
     chosen: tuple[Path, Any] | None = None,
     timeout_s: float = 1800.0,
 ) -> None:
-    """Wait until all ranks have seen the same data sets and the same checkpoint. Each looks for the newest checkpoint
-    itself, and a run that trains may save one meanwhile.
+    """Wait until all ranks have found the same data sets and the same checkpoint.
 
-    Raises ValueError and NotMet as Meeting.agree, which ``what`` names the call for.
+    Each rank looks for the newest checkpoint itself, and a running training may save one meanwhile.
+
+    Raises ValueError and NotMet as Meeting.agree. ``what`` is the name of the call there.
     """
     first_here = launch.local_rank == 0
     facts = input_facts(prefixes, chosen, first_here)
@@ -93,54 +94,58 @@ def agree_on_inputs(
 
 
 def input_facts(prefixes: list[str], chosen: tuple[Path, Any] | None, first_here: bool) -> dict[str, Any]:
-    """The data sets and the checkpoint that a run starts from, as this rank sees them; None: not there.
+    """The data sets and the checkpoint that a run starts from, as this rank sees them; a missing value is None.
 
-    Of a node's ranks the first one looks at everything, the others (which may be in containers of their own) at what is
-    read in no time: `first_here` spares a network file system whole indices and the sizes of many files.
+    The first rank of a node (`first_here`) checks everything. The others, which may run in other containers, check only
+    what is quick to read, so that not every rank loads a network file system with whole indices.
     """
     facts: dict[str, Any] = {}
     for number, prefix in enumerate(prefixes, 1):
-        found = corpus.samples(prefix)
+        values = corpus.samples(prefix)
         if first_here:
-            found |= corpus.fingerprint(prefix)
-        of = f"of the data set {Path(prefix).name}" + f" ({number} of {len(prefixes)})" * (len(prefixes) > 1)
-        facts |= {f"the {what} {of}": value for what, value in found.items()}
+            values |= corpus.fingerprint(prefix)
+        suffix = f"of the data set {Path(prefix).name}" + f" ({number} of {len(prefixes)})" * (
+            len(prefixes) > 1
+        )
+        facts |= {f"the {what} {suffix}": value for what, value in values.items()}
     if chosen is not None:
         folder, manifest = chosen
-        of = f"of the checkpoint {folder.name}"
-        facts[f"the SHA-256 of {MANIFEST} {of}"] = _digest(folder / MANIFEST)
+        suffix = f"of the checkpoint {folder.name}"
+        facts[f"the SHA-256 of {MANIFEST} {suffix}"] = _digest(folder / MANIFEST)
         if first_here:
-            facts |= {f"the bytes of {name} {of}": _size(folder / name) for name in sorted(manifest.files)}
+            facts |= {
+                f"the bytes of {name} {suffix}": _size(folder / name) for name in sorted(manifest.files)
+            }
     return facts
 
 
-def _decides(variable: str) -> bool:
-    """Whether an environment variable may change numbers."""
-    known = variable.startswith(_ENVIRONMENT)
-    return known and (variable in _ENVIRONMENT or not _ELSEWHERE.intersection(variable.split("_")))
+def _changes_numbers(variable: str) -> bool:
+    """Whether an environment variable can change numerical results."""
+    relevant = variable.startswith(_ENVIRONMENT)
+    return relevant and (variable in _ENVIRONMENT or not _ELSEWHERE.intersection(variable.split("_")))
 
 
 def data_fact(prefixes: list[str]) -> list[str]:
-    """What a manifest says of the data sets that a run reads: a digest of each one's fingerprint, in their order.
+    """For the manifest: a digest of each data set's fingerprint, in order.
 
-    It reads every index: of many ranks one asks.
+    Reads every index, so one rank alone should call it.
     """
-    found = [json.dumps(corpus.fingerprint(prefix), sort_keys=True) for prefix in prefixes]
-    return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in found]
+    fingerprints = [json.dumps(corpus.fingerprint(prefix), sort_keys=True) for prefix in prefixes]
+    return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in fingerprints]
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    result: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, dict) and not before:
-            found |= _flat(value, f"{name}.")
+        if isinstance(value, dict) and not prefix:
+            result |= _flat(value, f"{name}.")
         else:
-            found[f"{before}{name}"] = value
-    return found
+            result[f"{prefix}{name}"] = value
+    return result
 
 
 def _digest(path: Path) -> str | None:
-    """The beginning of a file's SHA-256; None: it is not there."""
+    """First 16 hex digits of a file's SHA-256; None if there is no file."""
     return digest(path)[:16] if path.is_file() else None
 
 
@@ -158,6 +163,6 @@ def _source_digest() -> str:
 
 
 def _module_digest(name: str) -> str | None:
-    """Of the file that the object with this import path is from, which is imported; None where there is none."""
+    """Digest of the source file of an imported object, by import path; None without a file."""
     file = getattr(sys.modules.get(name.rpartition(".")[0]), "__file__", None)
     return _digest(Path(file)) if file else None

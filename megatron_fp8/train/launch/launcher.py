@@ -1,7 +1,7 @@
 """Starts and watches this node's ranks by torch's elastic agent.
 
-What differs from torchrun: bad input (exit code 2) is not tried again; a signal to end is a request to save; the exit
-code is the ranks' own; a rank that dies is named, with its last line and its log; no rank outlives the launcher.
+Differences from torchrun: bad input (exit code 2) is not retried; a signal to end makes the ranks save; the exit code
+is the ranks' own; a dead rank is reported with its last line and its log; no rank outlives the launcher.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .signals import Signals, Stopped
 from .tied import tied
 
 _SETTLE_S = 10.0
-"""Ranks that outlive another one by more than this are said to be waited for: torch gives them 30 s."""
+"""After a rank has ended, a line says that the launcher waits for the others. Torch kills them after 30 s."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Launching:
 
     Attributes:
         command: a program's path and its arguments.
-        ranks: on this node.
-        max_restarts: how often all ranks are started again after one died.
-        logs: a folder for what ranks say; None: a temporary one, kept if the launch fails.
-        stopped_code: what a training that was stopped and saved ends with, on every node, in place of 0.
+        ranks: number of ranks on this node.
+        max_restarts: how often all ranks start again after one died.
+        logs: folder for the ranks' output; None: a temporary folder, which stays if the launch fails.
+        stopped_code: exit code on every node, in place of 0, of a training that was stopped and saved.
     """
 
     command: list[str]
@@ -59,19 +59,19 @@ class Launching:
 
 
 def say(text: str) -> None:
-    """A line of the launcher's own."""
+    """Print a line of the launcher to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def launch(launching: Launching, *, debug: bool = False) -> int:
-    """Start the ranks, and return the exit code when all have ended: theirs; 128 + a signal's if that ended them.
+    """Start the ranks, wait for all, return their exit code; 128 + the number of a signal that ended them.
 
     Args:
-        debug: torch's own messages are shown too.
+        debug: also show torch's messages.
 
     Raises:
-        ValueError: nodes cannot meet as they were told to, or the folder of logs cannot be made.
-        DistError: other nodes did not come, or left.
+        ValueError: the nodes' addresses or numbers do not work, or the folder of logs cannot be made.
+        DistError: other nodes did not join, or left.
     """
     if not debug:
         quiet = logging.getLogger("torch.distributed.elastic")
@@ -79,12 +79,12 @@ def launch(launching: Launching, *, debug: bool = False) -> int:
         quiet.propagate = False
     if launching.ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks share the cores
-    # Ranks of several nodes make a store of their own (nodes.py).
+    # Ranks of several nodes make their own store (nodes.py).
     if launching.nodes.count > 1:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if launching.stopped_code:
         os.environ[STOPPED_CODE] = str(launching.stopped_code)
-    os.environ["PYTHONUNBUFFERED"] = "1"  # lines are seen as they are said
+    os.environ["PYTHONUNBUFFERED"] = "1"  # show lines without delay
     folder = _folder(launching.logs)
     asked_by = folder.absolute() / f".asked_by_{uuid.uuid4().hex}"  # several nodes may share the folder
     os.environ[ASKED_BY] = str(asked_by)
@@ -101,19 +101,19 @@ def launch(launching: Launching, *, debug: bool = False) -> int:
     return code
 
 
-def _folder(asked: Path | None) -> Path:
+def _folder(logs: Path | None) -> Path:
     try:
-        if asked is None:
+        if logs is None:
             return Path(tempfile.mkdtemp(prefix="megatron_fp8_logs_"))
-        asked.mkdir(parents=True, exist_ok=True)
-        if not os.access(asked, os.W_OK):
+        logs.mkdir(parents=True, exist_ok=True)
+        if not os.access(logs, os.W_OK):
             raise PermissionError(0, "not writable")
     except OSError as error:
-        where = f"--logs={asked}" if asked else f"the temporary folder {tempfile.gettempdir()}"
+        where = f"--logs={logs}" if logs else f"the temporary folder {tempfile.gettempdir()}"
         raise ValueError(
             f"{where} cannot be used ({error.strerror}): give another folder by --logs."
         ) from error
-    return asked
+    return logs
 
 
 def _run(launching: Launching, logs: RankLogs, signals: Signals) -> int:
@@ -134,25 +134,25 @@ def _run(launching: Launching, logs: RankLogs, signals: Signals) -> int:
         say(f"{number.name}: the ranks were ended, unsaved")
         return 128 + number
     except RendezvousError as error:
-        raise DistError(_about_nodes(error, launching.nodes)) from error
+        raise DistError(_rendezvous_message(error, launching.nodes)) from error
     except BrokenPipeError:
         raise DistError(
-            "whoever read the output has left, as `| head` does: the ranks were told to save and end."
+            "the reader of the output has ended, as `| head` does: the ranks were signalled to save and end."
         ) from None
 
 
-def _about_nodes(error: RendezvousError, nodes: Nodes) -> str:
+def _rendezvous_message(error: RendezvousError, nodes: Nodes) -> str:
     kind = type(error).__name__
     where = f"the launchers of {nodes.count} nodes, which meet at {nodes.host}:{nodes.port}"
     if "Timeout" in kind:
-        return f"{where}, did not all come: look at the other nodes."
+        return f"{where}, did not all start: look at the other nodes."
     if "Closed" in kind:
-        return f"{where}, have ended this run: another node says why."
+        return f"{where}, have ended this run: another node's log has the cause."
     return f"{where}, lost each other ({kind}: {' '.join(str(error).split())}): look at node 0."
 
 
 class _Agent(LocalElasticAgent):
-    """Torch's agent, that shows what ranks say, hands on signals, and knows which failures are not worth another try."""
+    """Torch's agent, which also shows the ranks' output, forwards signals and does not retry bad input."""
 
     def __init__(
         self, launching: Launching, rendezvous: RendezvousHandler, logs: RankLogs, signals: Signals
@@ -172,14 +172,14 @@ class _Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._signals.listen(ranks_run=False)
-        others = f"{self._launching.nodes.count} nodes to meet at --master"
+        others = f"{self._launching.nodes.count} nodes to connect at --master"
         with said_after(FIRST_LINE_S, say, others):
             super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        found: dict[int, Any] = super()._start_workers(worker_group)
+        workers: dict[int, Any] = super()._start_workers(worker_group)
         self._signals.listen(ranks_run=True)  # torch has installed handlers of its own
-        return found
+        return workers
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._pcontext is not None
@@ -188,22 +188,22 @@ class _Agent(LocalElasticAgent):
             result = super()._monitor_workers(worker_group)
         self._logs.show()
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            self._after(result)
+            self._handle_failure(result)
         return result
 
-    def _after(self, result: RunResult) -> None:
-        """Decide whether to start again, and say it."""
+    def _handle_failure(self, result: RunResult) -> None:
+        """Decide whether the ranks start again, and report it."""
         codes = [failure.exitcode for failure in result.failures.values()]
         if self._signals.stop is not None or {EXIT_BAD_INPUT, self._launching.stopped_code} & set(codes):
             self._remaining_restarts = 0
-        if (left := self._remaining_restarts) > 0:
-            of = self._worker_group.spec.max_restarts
+        if (tries := self._remaining_restarts) > 0:
+            most = self._worker_group.spec.max_restarts
             say(
-                f"restart     {self._death(result.failures)} All ranks start again: restart {of - left + 1} of {of}."
+                f"restart     {self._death(result.failures)} All ranks start again: restart {most - tries + 1} of {most}."
             )
 
     def end(self, result: RunResult | None) -> int:
-        """Say why the ranks ended, if they failed; the exit code."""
+        """Report why the ranks failed, if they did; return the exit code."""
         stop = self._signals.stop
         if result is None or not result.is_failed():
             return EXIT_DONE if stop is None else self._launching.stopped_code
@@ -217,15 +217,15 @@ class _Agent(LocalElasticAgent):
         bad_input = failure is not None and failure.exitcode == EXIT_BAD_INPUT
         if errors and not bad_input:
             say(self._death(result.failures))
-        said_before = (
+        reported = (
             bad_input and self._logs.said_errors
-        )  # ranks of a busy machine end later than they refuse
-        for line in errors or ([] if said_before else [f"error: {self._death(result.failures)}"]):
+        )  # on a busy machine ranks end some time after they report bad input
+        for line in errors or ([] if reported else [f"error: {self._death(result.failures)}"]):
             say(line)
         return failure.exitcode if failure is not None and failure.exitcode > 0 else EXIT_FAILED
 
     def _death(self, failures: Mapping[int, ProcessFailure]) -> str:
-        """Which rank died of what, its last line and where the rest is."""
+        """A line: which rank died and how, its last line of output, and its log."""
         if not failures:
             return "a rank hangs in the kernel and cannot be ended."
         rank = _root(failures)
@@ -242,9 +242,9 @@ class _Agent(LocalElasticAgent):
 
 
 def _root(failures: Mapping[int, ProcessFailure]) -> int:
-    """The rank whose end was the others'.
+    """The rank whose end caused the end of the others.
 
-    Bad input first, then what a signal ended, then whoever was first; last those that the agent told to end.
+    Order: bad input, then death by a signal, then the earliest; last, ranks that the agent ended.
     """
 
     def order(rank: int) -> tuple[bool, bool, bool, float, int]:

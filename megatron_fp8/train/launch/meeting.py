@@ -1,10 +1,10 @@
-"""Start-up of ranks: missing ranks, one config, a common end.
+"""Start-up checks of ranks: missing ranks, equal settings, joint termination.
 
-Ranks meet in a store before they make a process group, which cannot tell why it does not come about. There a rank that
-refuses its input, or fails, leaves a message: the others end within a second or two with its exit code, wherever they
-are, in a collective too, and the message is printed once. There they compare what must be equal before anything is
-computed, and there it can be seen which rank has not come. A thread of each rank looks into the store until training is
-under way; then a rank that is gone is torchrun's or SLURM's to notice.
+Ranks connect to a store before they make a process group, because a process group that fails to form reports no cause.
+A rank that refuses its input, or fails, writes a message to the store. The others then end within about two seconds
+with its exit code, even inside a collective, and the message is printed once. In the store the ranks also compare what
+must be equal before the first step, and missing ranks are found. A thread of each rank polls the store until training
+starts. Later, torchrun or SLURM must notice a rank that dies.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from ..exit_codes import EXIT_FAILED
 from .rendezvous import Rendezvous
 
 FIRST_LINE_S = 20.0
-"""Seconds of waiting after which missing ranks are named; each further line comes after twice as long."""
-_LOOK_S = 0.5  # between two looks into the store
-_GRACE_S = 2.0  # for what other ranks are about to say
-_ANSWER_S = 10.0  # for the store to answer one question
-_GIVE_UP_S = 1800.0  # of a store that does not answer
-_CONNECT_S = 60.0  # to reach a store that is there, as all ranks do at once
+"""Missing ranks are reported after this wait in seconds, and again after each doubling of it."""
+_LOOK_S = 0.5  # polling interval
+_GRACE_S = 2.0  # for messages from other ranks that are still to come
+_ANSWER_S = 10.0  # limit for one answer of the store
+_GIVE_UP_S = 1800.0  # limit for a store that does not answer
+_CONNECT_S = 60.0  # limit to connect to a store that exists; all ranks connect at once
 ALONE = "to run alone, unset these variables"
-_SHOWN = 8  # ranks, or settings, that a line names
+_SHOWN = 8  # most ranks, or settings, in one line
 _STORE_LOST = (
-    "the store where all ranks meet is gone: rank 0 has ended before the first step, and says why itself"
+    "the ranks' start-up store is lost: rank 0 ended before the first step, and its own message has the cause"
 )
 
 
 class NotMet(dist.DistError):
-    """Ranks that were waited for did not come, or stopped answering. Nothing says that another attempt will fail too."""
+    """Ranks did not start in time, or stopped answering. Another attempt may succeed."""
 
 
 def _end_process(code: int) -> None:
-    """From a thread: the main one may be in a collective that nobody will ever complete."""
+    """End the process from a thread: the main thread may be stuck in a collective."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _answered(question: Callable[[], str], seconds: float) -> str | None:
-    """The store's answer; None if it is gone, or is kept by a rank that is stopped: then the question waits for ever."""
+    """The store's answer; None if the store is lost, or if its process is suspended (the call then never returns)."""
     answer: list[str] = []
 
     def ask() -> None:
@@ -66,14 +66,14 @@ def _answered(question: Callable[[], str], seconds: float) -> str | None:
 
 
 class Meeting:
-    """The ranks of one launch, on their way to the first step. A context: leaving it by an exception ends all ranks.
+    """Connects the ranks of one launch until the first step. A context: an exception that leaves it ends all ranks.
 
-    With one rank nothing is waited for.
+    One rank waits for nothing.
 
     Args:
-        launch: rank, world_size, local_rank, master_addr, master_port and told of this process.
-        environ: where torchrun's variables are.
-        end: how the process ends when another rank says so; takes the exit code.
+        launch: provides rank, world_size, local_rank, master_addr, master_port and told.
+        environ: holds torchrun's variables.
+        end: ends this process after another rank's message; takes the exit code.
     """
 
     def __init__(
@@ -111,46 +111,46 @@ class Meeting:
         self.close()
 
     def close(self) -> None:
-        """Training is under way: from now on nobody watches. May be called again."""
+        """Stop watching, once training has started. May be called again."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(timeout=10)
 
     @property
     def keeps_store(self) -> bool:
-        """Whether all ranks are connected to this process, which keeps the store."""
+        """Whether this process hosts the store, so that all ranks connect to it."""
         return self.world_size > 1 and self._place.hosted
 
     # ------------------------------------------------------------------------------------------ ending together
 
     def tell(self, code: int, message: str, say: Callable[[], None] = lambda: None) -> None:
-        """Make all ranks end with `code`; `say` is called if this rank is the first to do so.
+        """End all ranks with `code`; `say` is called if this rank is the first to end them.
 
-        Returns when the others know, or after a few seconds. The caller ends with the same code.
+        Returns when the others have read the message, or after a few seconds. The caller ends with the same code.
         """
         if self.world_size == 1 or not self._connected.wait(10.0) or self._store is None:
             say()
             return
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, to all as soon as one has ended
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all once one has ended
         hosting, watched = self._place.hosted, not self._over.is_set()
         self._over.set()
-        mine = json.dumps([code, self.rank, message])
+        message_json = json.dumps([code, self.rank, message])
         store = self._store
-        answer = _answered(lambda: store.compare_set("end", "", mine).decode(), _ANSWER_S)
-        if answer is None or answer == mine:
+        answer = _answered(lambda: store.compare_set("end", "", message_json).decode(), _ANSWER_S)
+        if answer is None or answer == message_json:
             say()
         if answer is None:
             return
-        # Whoever keeps the store gives the others time to come and read it.
+        # The host of the store stays for some seconds, so that the others can read the message.
         seconds = (10.0 if hosting else 3.0) if watched else 1.0
-        with suppress(RuntimeError, TimeoutError):  # the store is gone; a rank is stopped or has not come
+        with suppress(RuntimeError, TimeoutError):  # store lost; rank suspended or not started
             self._store.add("told", 1)
-            wanted = self.world_size if hosting else self._count("come")
-            self._until(lambda: self._count("told") >= wanted, seconds)
+            required = self.world_size if hosting else self._count("come")
+            self._poll(lambda: self._count("told") >= required, seconds)
 
-    def _hear(self) -> None:
-        """End this process if another rank has said so."""
+    def _poll_end(self) -> None:
+        """End this process if another rank has written that all must end."""
         assert self._store is not None
         if not self._store.check(["end"]):
             return
@@ -166,24 +166,24 @@ class Meeting:
     def agree(
         self, what: str, facts: Mapping[str, Any], timeout_s: float = 1800.0, partial: bool = False
     ) -> None:
-        """Wait until every rank has called this with equal `facts`, which JSON can hold. `what` names the call.
+        """Wait until every rank has called this with equal `facts` (values that JSON can hold). `what` names the call.
 
-        partial: this rank looked at some things only, and takes rank 0's word for the others; rank 0 has all.
+        partial: this rank has only some of the facts; the others are taken from rank 0, which has all.
 
-        Raises ValueError, on rank 0, naming ranks, keys and values that differ; the others end with it. Raises NotMet on
-        any rank after `timeout_s`.
+        Raises ValueError on rank 0 that names ranks, keys and values that differ; the other ranks end with it. Raises
+        NotMet on any rank after `timeout_s`.
         """
         if self.world_size == 1:
             return
         self.arrive(what, timeout_s)
-        store, mine = self._store, json.loads(json.dumps(facts))
+        store, own = self._store, json.loads(json.dumps(facts))
         assert store is not None
         if self.rank == 0:
-            store.set(what, json.dumps(mine))
+            store.set(what, json.dumps(own))
         self._wait(lambda: bool(store.check([what])), timeout_s)
         first = json.loads(store.get(what))
-        mine = {**first, **mine} if partial else mine
-        pairs = {key: [first.get(key), mine.get(key)] for key in {**first, **mine}}
+        own = {**first, **own} if partial else own
+        pairs = {key: [first.get(key), own.get(key)] for key in {**first, **own}}
         different = {key: pair for key, pair in pairs.items() if json.dumps(pair[0]) != json.dumps(pair[1])}
         if different:
             number = store.add(f"{what} different", 1)
@@ -195,7 +195,7 @@ class Meeting:
             return
         self._wait(lambda: self._compared(what) >= self.world_size or self._differ(what), timeout_s)
         if self._differ(what):
-            time.sleep(_GRACE_S)  # for the others that differ
+            time.sleep(_GRACE_S)  # other ranks may differ too
             raise ValueError(_describe(self._all_different(what)))
         store.set(f"{what} agreed", "1")
 
@@ -211,32 +211,34 @@ class Meeting:
         return sorted(json.loads(self._store.get(f"{what} different {number}")) for number in numbers)
 
     def group_store(self, timeout_s: float = 1800.0) -> dist.Store:
-        """A store for the process group, with a connection of its own. All ranks are there when it returns.
+        """A store for the process group, with its own connection. Returns once all ranks have arrived.
 
-        `timeout_s` is the group's: NCCL makes each communicator when it is first used, and a rank that comes to that
-        early waits in the store for the one that is still compiling kernels or waiting for its pipeline's first batch.
+        `timeout_s` is the group's. NCCL makes a communicator at its first use. A rank that arrives there early waits in
+        the store for a rank that still compiles kernels, or that waits for its pipeline's first batch.
         """
-        if self.world_size == 1:  # needs no port, and so never meets another run on it
+        if self.world_size == 1:  # needs no port, so no other run can interfere
             return dist.HashStore()
-        found: list[dist.Store] = []
+        stores: list[dist.Store] = []
 
         def connects() -> bool:
-            found.extend(store for store in [self._place.connect()] if store is not None)
-            return bool(found)
+            stores.extend(store for store in [self._place.connect()] if store is not None)
+            return bool(stores)
 
         try:
-            self._until(connects, _CONNECT_S)
+            self._poll(connects, _CONNECT_S)
         except TimeoutError:
             raise dist.DistNetworkError(_STORE_LOST) from None
-        found[0].set_timeout(timedelta(seconds=timeout_s))
-        return dist.PrefixStore("group", found[0])
+        stores[0].set_timeout(timedelta(seconds=timeout_s))
+        return dist.PrefixStore("group", stores[0])
 
     def arrive(self, stage: str, timeout_s: float = 0.0) -> None:
-        """Say that this rank is at `stage`, where the next thing is to wait for all. Raises NotMet as `agree`, and
-        ValueError where ranks cannot meet (`Rendezvous.connect`)."""
+        """Record that this rank has reached `stage`, where it will wait for all ranks.
+
+        Raises NotMet as `agree`, and ValueError where ranks cannot connect (`Rendezvous.connect`).
+        """
         if self.world_size == 1:
             return
-        if self._stage != "start":  # else it waits since then
+        if self._stage != "start":  # a rank that is still in "start" has waited since then
             self._wait_name, self._since = stage, time.monotonic()
         self._stage = stage
         self._wait(self._connected.is_set, timeout_s)
@@ -246,7 +248,7 @@ class Meeting:
         self._store.set(f"at {stage} {self.rank}", "1")
 
     def first_to_say(self, what: str) -> int:
-        """The rank that said `what` first: this one, if nobody had. After `arrive`."""
+        """The first rank that claimed `what`; this rank, if none had. Call it after `arrive`."""
         if self.world_size == 1:
             return self.rank
         assert self._store is not None
@@ -256,14 +258,14 @@ class Meeting:
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
         try:
-            self._until(condition, timeout_s)
+            self._poll(condition, timeout_s)
         except TimeoutError:
             raise NotMet(
                 f"{self._missing()} after {timeout_s / 60:.3g} minutes: look at their logs and nodes, or raise "
                 "train.distributed_timeout_minutes."
             ) from None
 
-    def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+    def _poll(self, condition: Callable[[], bool], timeout_s: float) -> None:
         """Return when `condition` holds. Raises TimeoutError after `timeout_s`."""
         deadline, pause = time.monotonic() + timeout_s, 0.01
         while not condition():
@@ -284,12 +286,12 @@ class Meeting:
             self._answered = time.monotonic()
             try:
                 if self._store is None:
-                    self._come()
+                    self._connect()
                     pause = min(2 * pause + 0.02, _LOOK_S) if self._store is None else _LOOK_S
                 else:
                     beats += 1
                     self._store.set(f"beat {self.rank}", str(beats))
-                    self._hear()
+                    self._poll_end()
             except RuntimeError:  # the connection is lost
                 if not self._over.wait(_GRACE_S):
                     print(f"error: {_STORE_LOST}", file=sys.stderr, flush=True)
@@ -300,17 +302,17 @@ class Meeting:
                 since, lines = self._since, 0
             if time.monotonic() - since >= FIRST_LINE_S * 2**lines:
                 lines += 1
-                self._say_who_is_missing(lines, FIRST_LINE_S * 2 ** (lines - 1))
+                self._report_missing(lines, FIRST_LINE_S * 2 ** (lines - 1))
 
     def _watch_store(self) -> None:
-        """Say that the store does not answer: whoever asks one that a stopped rank keeps waits for ever."""
+        """Report a store that does not answer: calls to a store of a suspended process never return."""
         lines = 0
         while not self._over.wait(_LOOK_S):
             silent = time.monotonic() - self._answered
             lines = lines if silent > FIRST_LINE_S else 0
             what = (
-                f"the store at {self._place.address}:{self._place.port} does not answer: whoever keeps it, rank 0 or"
-                " torchrun, is stopped or cut off"
+                f"the store at {self._place.address}:{self._place.port} does not answer: its host, rank 0 or"
+                " torchrun, is suspended or cut off"
             )
             if silent >= _GIVE_UP_S:
                 print(f"error: {what}, for {silent / 60:.3g} minutes", file=sys.stderr, flush=True)
@@ -321,7 +323,7 @@ class Meeting:
                 if self._first_here:
                     print(f"waiting     {silent:.0f} s so far: {what}", file=sys.stderr, flush=True)
 
-    def _come(self) -> None:
+    def _connect(self) -> None:
         try:
             store = self._place.connect()
         except ValueError as error:
@@ -339,32 +341,32 @@ class Meeting:
         self._store = store
         self._connected.set()
 
-    def _say_who_is_missing(self, number: int, seconds: float) -> None:
-        """One line, from one rank, if there is somebody to wait for. Only that rank looks who it is."""
+    def _report_missing(self, line: int, seconds: float) -> None:
+        """Print which ranks are missing, from one rank alone; only that rank searches for them."""
         if self._store is None:
-            mine = self._first_here
+            reports = self._first_here
         else:
-            mine = self._store.add(f"line {number} of {self._wait_name}", 1) == 1
-        if mine and (missing := self._missing()):
+            reports = self._store.add(f"line {line} of {self._wait_name}", 1) == 1
+        if reports and (missing := self._missing()):
             print(f"waiting     {seconds:.0f} s so far: {missing}", file=sys.stderr, flush=True)
 
     def _missing(self) -> str:
-        """Who has not come to this rank's stage, or does not answer; empty if all have and do."""
+        """Describe the ranks that have not reached this rank's stage or do not answer; empty if there are none."""
         store, stage = self._store, self._stage
         if store is None:
             where = f"{self._place.address}:{self._place.port}"
             agent = ", where torchrun should (TORCHELASTIC_USE_AGENT_STORE=True)" if self._place.agent else ""
-            return f"rank 0 has not come: nobody listens at {where}{agent}{self._told}"
+            return f"rank 0 has not started: nothing listens at {where}{agent}{self._told}"
         ranks = range(self.world_size)
         not_started = self._absent("rank", ranks)
         alone = self._told if len(not_started) == self.world_size - 1 else ""
         if stage == "start":
             return _named("have not started", not_started, self.world_size) + alone
-        before = self._beats()
+        before = self._heartbeats()
         time.sleep(2 * _LOOK_S + _GRACE_S)
-        absent, now = self._absent(f"at {stage}", ranks), self._beats()
-        known = {*absent, self.rank}
-        silent = [rank for rank in ranks if rank not in known and now.get(rank) == before.get(rank)]
+        absent, now = self._absent(f"at {stage}", ranks), self._heartbeats()
+        absent_or_own = {*absent, self.rank}
+        silent = [rank for rank in ranks if rank not in absent_or_own and now.get(rank) == before.get(rank)]
         parts = [
             _named("have not come", absent, self.world_size),
             _named("do not answer", silent, self.world_size),
@@ -372,7 +374,7 @@ class Meeting:
         return "; ".join(part for part in parts if part) + alone
 
     def _absent(self, what: str, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` whose key is not there; asked by halves, since of many ranks few are missing."""
+        """The `ranks` without a key in the store. Searches by halves, since few ranks are missing."""
         assert self._store is not None
         if self._store.check([f"{what} {rank}" for rank in ranks]):
             return []
@@ -381,8 +383,8 @@ class Meeting:
         middle = len(ranks) // 2
         return self._absent(what, ranks[:middle]) + self._absent(what, ranks[middle:])
 
-    def _beats(self) -> dict[int, bytes]:
-        """The latest beat of every rank that has one."""
+    def _heartbeats(self) -> dict[int, bytes]:
+        """The latest heartbeat of every rank that has sent one."""
         assert self._store is not None
         ranks = range(self.world_size)
         absent = set(self._absent("beat", ranks))
@@ -399,7 +401,7 @@ def _named(what: str, ranks: list[int], world_size: int) -> str:
 
 
 def _describe(different: list[tuple[int, dict[str, list[Any]]]]) -> str:
-    """One line of all that differs: (rank, {key: [rank 0's value, its own]}), None where a rank has none."""
+    """One line for all differences: (rank, {key: [rank 0's value, its own]}); a missing value is None."""
     keys = list(dict.fromkeys(key for _, found in different for key in found))
     parts = []
     for key in keys[:_SHOWN]:

@@ -1,7 +1,7 @@
 """Rendezvous of the launchers of all nodes, by torch.
 
-Node 0 keeps the store, at the address that all nodes were given, and has the first ranks: who reads its log reads the
-run. Torch itself numbers nodes by name.
+Node 0 hosts the store, at the address given to all nodes, and has the first ranks, so its log has the run's output.
+Torch itself would number nodes by name.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from torch.distributed.elastic.rendezvous import (
 from .hosts import leads_here
 
 JOIN_S = 600
-"""Seconds that nodes may come apart."""
+"""Longest time in seconds between the first node to join and the last."""
 STRANGER_S = 20.0
-"""Seconds in which a store at node 0's address has to answer, once somebody listens there."""
+"""Seconds within which a store must answer at node 0's address, once a process listens there."""
 FIRST_LINE_S = 20.0
 _HERE = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """How many nodes, which of them this is (from 0), and where node 0 listens."""
+    """Number of nodes, this node's number (from 0), and where node 0 listens."""
 
     count: int = 1
     number: int = 0
     host: str = _HERE
     port: int = 0
-    """0, of one node alone: any that is free."""
+    """0, allowed for one node: any free port."""
 
     def rendezvous(self, say: Callable[[str], None]) -> RendezvousHandler:
-        """Torch's, of these nodes. Waits for node 0 to listen.
+        """Torch's rendezvous of these nodes. Waits for node 0 to listen.
 
-        Raises ValueError: node 0 cannot listen there; DistError: it does not after JOIN_S, or something else does.
+        Raises ValueError if node 0 cannot listen there; DistError if after JOIN_S nothing, or no launcher, listens.
         """
-        keeps = self.number == 0
-        if not keeps:
+        is_host = self.number == 0
+        if not is_host:
             self._reach(say)
         elif self.count > 1 and not leads_here(self.host, self.port):
             raise ValueError(
@@ -68,33 +68,31 @@ class Nodes:
             run_id=uuid.uuid4().hex if self.count == 1 else "megatron_fp8",  # the same on all nodes
             min_nodes=self.count,
             max_nodes=self.count,
-            local_addr=self.host if keeps else socket.gethostname(),
-            is_host=keeps,
+            local_addr=self.host if is_host else socket.gethostname(),
+            is_host=is_host,
             join_timeout=JOIN_S,
         )
         name_methods_at_once()
         try:
-            found = registry.get_rendezvous_handler(parameters)
+            handler = registry.get_rendezvous_handler(parameters)
         except RendezvousError as error:
-            if not keeps:
+            if not is_host:
                 raise
             raise ValueError(
                 f"this node cannot listen at --master {self.host}:{self.port} ({_reason(error)}): give an address of this"
                 " node and a free port."
             ) from error
-        return found if self.count == 1 else _Numbered(found, self)
+        return handler if self.count == 1 else _Numbered(handler, self)
 
     def _reach(self, say: Callable[[str], None]) -> None:
-        """Return when a launcher's store answers at node 0's address."""
+        """Wait until a launcher's store answers at node 0's address."""
         deadline = time.monotonic() + JOIN_S
         self._connect(deadline, say)
         until = time.monotonic() + STRANGER_S
-        while not _is_store(
-            self.host, self.port
-        ):  # node 0 may just have tried its own address, or be about to end
+        while not _is_store(self.host, self.port):  # node 0 may be testing its own address, or about to end
             if time.monotonic() > until:
                 raise DistError(
-                    f"somebody listens at --master {self.host}:{self.port}, and is no launcher: no store answered in"
+                    f"a process listens at --master {self.host}:{self.port} that is no launcher: no store answered in"
                     f" {STRANGER_S:.0f} s. Give an address of node 0, and a port that nothing else uses; if both are"
                     " right, look at node 0."
                 )
@@ -102,7 +100,7 @@ class Nodes:
             self._connect(deadline, say)
 
     def _connect(self, deadline: float, say: Callable[[str], None]) -> None:
-        """Return when somebody listens at node 0's address."""
+        """Wait until a process listens at node 0's address."""
         with said_after(FIRST_LINE_S, say, f"node 0 to listen at {self.host}:{self.port}"):
             while True:
                 try:
@@ -110,7 +108,7 @@ class Nodes:
                 except OSError as error:
                     if time.monotonic() > deadline:
                         raise DistError(
-                            f"nobody listens at --master {self.host}:{self.port} after {JOIN_S / 60:.0f} minutes"
+                            f"nothing listens at --master {self.host}:{self.port} after {JOIN_S / 60:.0f} minutes"
                             f" ({error.strerror or error}): is node 0 there, and is that its address and a port that"
                             " this node may reach?"
                         ) from error
@@ -120,9 +118,9 @@ class Nodes:
 
 
 def _is_store(host: str, port: int) -> bool:
-    """Whether a store of torch's answers there, as any does at once.
+    """Whether one of torch's stores answers there.
 
-    Another process asks: torch tries again for a minute, hears no signal meanwhile, and prints its stacks.
+    A child process asks: torch retries for a minute, handles no signals meanwhile and prints stacks.
     """
     child = os.fork()
     if child == 0:
@@ -152,9 +150,9 @@ def _is_store(host: str, port: int) -> bool:
 
 
 def name_methods_at_once() -> None:
-    """Have torch find the names of methods, which it records nine times a launch, without the source of all frames.
+    """Let torch find method names, which it records nine times a launch, without reading the source of all frames.
 
-    It looks for that in all modules that are loaded: half a second and more, before and after the ranks run.
+    Torch searches all loaded modules for the source: half a second and more, before and after the ranks run.
     """
     dynamic_rendezvous.get_method_name = _method_name
 
@@ -164,17 +162,17 @@ def _method_name(depth: int = 2) -> str:
 
 
 class _Numbered(RendezvousHandler):
-    """A rendezvous whose nodes have the numbers that they were given."""
+    """A rendezvous with fixed node numbers."""
 
     def __init__(self, inner: RendezvousHandler, nodes: Nodes) -> None:
         self._inner, self._nodes = inner, nodes
-        # Locks of a run's folders are known by it: no other launch has the same.
+        # Locks of a run's folders contain this id, which no other launch has.
         self._run_id = uuid.uuid4().hex
 
     def next_rendezvous(self) -> RendezvousInfo:
         """The next round. Raises ValueError if two nodes have one number."""
         info, number = self._inner.next_rendezvous(), self._nodes.number
-        store = PrefixStore("numbered", info.store)  # of this round
+        store = PrefixStore("numbered", info.store)  # one namespace per round
         if store.add(f"node {number}", 1) > 1:
             raise ValueError(
                 f"two nodes have --node-rank {number}: give each of the {self._nodes.count} its own."
@@ -182,11 +180,11 @@ class _Numbered(RendezvousHandler):
         if number == 0:
             store.set("run id", self._run_id)
         self._run_id = store.get("run id").decode()
-        # Ranks make their own store on node 0: in one that launchers share, ranks that are started again meet the dead.
-        # Each node knows node 0 by the name that it was given.
-        found = RendezvousStoreInfo.build(number, store, self._nodes.host)
-        place = RendezvousStoreInfo(self._nodes.host, found.master_port)
-        return RendezvousInfo(info.store, number, info.world_size, place)
+        # Ranks make their own store on node 0: in the launchers' store, restarted ranks would find the keys of dead
+        # ones. Each node reaches node 0 by the configured name.
+        store_info = RendezvousStoreInfo.build(number, store, self._nodes.host)
+        address = RendezvousStoreInfo(self._nodes.host, store_info.master_port)
+        return RendezvousInfo(info.store, number, info.world_size, address)
 
     @property
     def use_agent_store(self) -> bool:
@@ -213,16 +211,16 @@ class _Numbered(RendezvousHandler):
 
 @contextmanager
 def said_after(seconds: float, say: Callable[[str], None], what: str) -> Iterator[None]:
-    """Say what is waited for, after `seconds` and then at doubling intervals, from a thread."""
+    """Report from a thread what is awaited, after `seconds` and then at doubling intervals."""
     over = Event()
 
-    def tell() -> None:
+    def report_wait() -> None:
         pause = so_far = seconds
         while not over.wait(pause):
             say(f"waiting     {so_far:.0f} s so far for {what}")
             pause, so_far = so_far, 2 * so_far
 
-    thread = Thread(target=tell, daemon=True)
+    thread = Thread(target=report_wait, daemon=True)
     thread.start()
     try:
         yield
@@ -232,6 +230,6 @@ def said_after(seconds: float, say: Callable[[str], None], what: str) -> Iterato
 
 
 def _reason(error: BaseException) -> str:
-    """What torch was told by the system, without its own words and stack."""
+    """The system's error message, without torch's text and stack."""
     inner = error.__cause__ or error
     return " ".join(str(inner).split())[:200]

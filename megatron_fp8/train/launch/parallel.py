@@ -1,4 +1,4 @@
-"""Processes: how the ranks meet, and how the model's parallel groups are laid over them."""
+"""Starts the process group and the model's parallel groups."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ PASSING: tuple[type[BaseException], ...] = (
     getattr(torch, "AcceleratorError", dist.DistError),
     *(ConnectionError, TimeoutError),
 )
-"""What a network, a GPU or another rank's end raises: the input is not at fault, and another attempt may work."""
+"""Errors of a network, a GPU or another rank: the input is fine, and another attempt may work."""
 
 
 _THREADS = 60
-"""Of gloo's groups, three each: one process makes 19 of them."""
+"""Threads of gloo's groups: one process makes 19 groups, with three threads each."""
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code after `error` before the first step: 1 if the same input may work in another attempt, else 2."""
+    """Exit code for an `error` before the first step: 1 if the same input may work in another attempt, else 2."""
     return EXIT_FAILED if isinstance(error, PASSING) else EXIT_BAD_INPUT
 
 
 def meet(launch: Launch, environ: Mapping[str, str] = os.environ) -> Launch:
-    """`launch` with a meeting, to which this rank is on its way. Raises ValueError if torchrun's restarts cannot work."""
+    """Return `launch` with a new Meeting. Raises ValueError if torchrun's restarts cannot work."""
     check_restarts(environ)
-    raise_limit()  # whoever keeps the store has connections from all
+    raise_limit()  # the host of the store has connections from all ranks
     return replace(launch, meeting=Meeting(launch, environ))
 
 
@@ -60,8 +60,10 @@ def meet(launch: Launch, environ: Mapping[str, str] = os.environ) -> Launch:
 
 
 def check_layout(model: Any, train: TrainSection, world_size: int, told: Sequence[str] = ()) -> int:
-    """The data-parallel size of `world_size` ranks. Raises ValueError if the layout does not fit them. ``told``: as
-    Launch's."""
+    """The data-parallel size of `world_size` ranks. Raises ValueError if the layout does not fit.
+
+    ``told``: as Launch.told.
+    """
     ranks = f"the world size {world_size}{''.join(f' ({variable})' for variable in told[1:])}"
     sizes = {
         "tensor": model.tensor_model_parallel_size,
@@ -106,22 +108,22 @@ def check_layout(model: Any, train: TrainSection, world_size: int, told: Sequenc
 
 
 def _check_interleaving(model: Any, microbatches: int) -> None:
-    """ValueError where interleaved stages cannot share an iteration's micro-batches; Megatron-Core asks at the first."""
+    """ValueError if interleaved stages cannot divide the micro-batches; Megatron-Core checks at the first iteration."""
     stages = model.pipeline_model_parallel_size
     if (model.virtual_pipeline_model_parallel_size or 1) == 1 or stages == 1:
         return
-    together = model.microbatch_group_size_per_vp_stage or stages
-    if not stages <= together <= microbatches or 0 < microbatches % together < stages:
+    group = model.microbatch_group_size_per_vp_stage or stages
+    if not stages <= group <= microbatches or 0 < microbatches % group < stages:
         raise ValueError(
             f"train.global_batch_size gives {microbatches} micro-batches a data-parallel rank, and interleaved stages"
-            f" take them {together} at a time (model.microbatch_group_size_per_vp_stage, by default the"
-            f" {stages} pipeline stages, and no fewer): give a multiple of {together} micro-batches, by a larger"
+            f" take them {group} at a time (model.microbatch_group_size_per_vp_stage, by default the"
+            f" {stages} pipeline stages, and no fewer): give a multiple of {group} micro-batches, by a larger"
             " train.global_batch_size or a smaller train.micro_batch_size."
         )
 
 
 def _check_experts(model: Any) -> None:
-    """ValueError where experts' tokens would be gathered in parts of different sizes, which gloo cannot."""
+    """ValueError if experts would gather tokens in parts of different sizes, which gloo does not support."""
     tensor = expert_tensor_ranks(model)
     both = model.num_moe_experts and tensor > 1 and model.expert_model_parallel_size > 1
     if both and model.moe_token_dispatcher_type != "allgather" and backend() == "gloo":
@@ -134,7 +136,7 @@ def _check_experts(model: Any) -> None:
 
 
 def gpu_of(launch: Launch, visible: int) -> int:
-    """The number of this process's GPU among those that it sees; a launcher may show each process its own alone.
+    """Index of this process's GPU among the visible ones; a launcher may show each process only its own.
 
     Raises ValueError if there are more processes than GPUs.
     """
@@ -150,9 +152,9 @@ _ONE_EACH = "Launch one process for each GPU (torchrun --nproc-per-node, srun --
 
 
 def check_own_gpu(launch: Launch, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ValueError if a rank that came earlier has the current GPU, which NCCL would call a duplicate.
+    """Raise ValueError if another rank has claimed the current GPU, which NCCL would report as a duplicate.
 
-    Not where NCCL was told to put several ranks on a GPU.
+    Does nothing where NCCL is configured for several ranks on a GPU.
     """
     if environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0":
         return
@@ -173,11 +175,12 @@ def backend() -> str:
 
 
 def join(launch: Launch, model: Any, train: TrainSection) -> None:
-    """Threads, products of BF16 on a CPU, device, process group (gloo without CUDA, nccl with), Megatron's groups and
-    random streams.
+    """Set up threads, CPU products of BF16, device, process group, Megatron's groups and seeds.
 
-    Raises ValueError if the layout does not fit the world size, train.deterministic the environment, the processes the
-    GPUs, or the ranks the number of open files.
+    The process group is nccl's with CUDA, else gloo's.
+
+    Raises ValueError if the layout does not fit the world size, the environment does not allow train.deterministic, the
+    processes do not fit the GPUs, or the limit of open files is too low for the ranks.
     """
     check_layout(model, train, launch.world_size, launch.told)
     keeps_store = launch.meeting is not None and launch.meeting.keeps_store
@@ -217,15 +220,15 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
         expert_model_parallel_size=model.expert_model_parallel_size,
         expert_tensor_parallel_size=model.expert_tensor_parallel_size,
         distributed_timeout_minutes=train.distributed_timeout_minutes,
-        create_gloo_process_groups=False,  # for ways to save and load that this package does not take
+        create_gloo_process_groups=False,  # used by save and load formats that this package does not use
     )
     seed_streams(train.seed)
 
 
 def _threads(launch: Launch, environ: Mapping[str, str] = os.environ) -> int:
-    """What OMP_NUM_THREADS says, or this rank's share of the cores; launchers of several ranks set 1 by themselves."""
-    asked = environ.get("OMP_NUM_THREADS")
-    if asked and (asked != "1" or launch.local_world_size == 1):
+    """OMP_NUM_THREADS, or this rank's share of the cores; launchers of several ranks set 1 themselves."""
+    setting = environ.get("OMP_NUM_THREADS")
+    if setting and (setting != "1" or launch.local_world_size == 1):
         return torch.get_num_threads()  # torch has read it
     return max(1, usable_cores() // launch.local_world_size)
 
@@ -237,10 +240,10 @@ def say_unused_gpu() -> None:
 
 
 def look_at_gpu_machine(processes: int) -> None:
-    """Warn of what makes a GPU machine slow: kernels that cannot be compiled, fewer cores than this node's processes."""
+    """Warn if kernels cannot be compiled, or if there are fewer cores than processes on this node."""
     reason = kernels.refusal(torch.device("cuda", torch.cuda.current_device()))
     if reason is not None:
-        torch.compiler.set_stance("force_eager")  # Megatron-Core's fused functions are compiled by Triton too
+        torch.compiler.set_stance("force_eager")  # Triton also compiles Megatron-Core's fused functions
         warnings.warn(f"{reason}. Without kernels training is slow, in FP8 most of all", stacklevel=2)
     if (cores := usable_cores()) < processes:
         warnings.warn(
@@ -251,13 +254,14 @@ def look_at_gpu_machine(processes: int) -> None:
 
 
 def seed_streams(seed: int) -> None:
-    """Random streams (torch's, Megatron-Core's, NumPy's, Python's) from the run's seed: other ones on each stage."""
+    """Seed torch, Megatron-Core, NumPy and Python from the run's seed, differently on each pipeline stage."""
     from megatron.core import parallel_state, tensor_parallel
 
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    # Without a GPU torch.manual_seed keeps a call for each kind of device that may yet come, with a trace of the stack.
+    # Without a GPU torch.manual_seed stores a call with a stack trace for each device type that may be initialised
+    # later.
     (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
@@ -266,12 +270,12 @@ _held = ExitStack()
 
 
 def until_leave(release: Callable[[], None]) -> None:
-    """Have `release` called when this process leaves: it gives back what the run holds."""
+    """Register `release` for `leave`: it releases resources of the run."""
     _held.callback(release)
 
 
 def leave() -> None:
-    """Give back what `until_leave` was told of, and the groups. Nothing happens when there is nothing."""
+    """Release what `until_leave` registered, and the process groups. Does nothing if there are none."""
     _held.close()
     if dist.is_initialized():
         from megatron.core import parallel_state
@@ -281,13 +285,13 @@ def leave() -> None:
 
 
 def on_first_rank(work: Callable[[], Result], *, beat_s: float | None = None) -> Result:
-    """Run `work` on rank 0 while the others wait; every rank gets its result, or its ValueError.
+    """Run `work` on rank 0 while the others wait; every rank returns its result or raises its ValueError.
 
-    beat_s: for work that may take longer than a collective may: seconds after which rank 0 says again that it is at work.
+    beat_s: rank 0 signals progress at this interval in seconds, for work that may exceed the timeout of a collective.
     """
     outcome: list[Any] = [None, None, True]
     if dist.get_rank() == 0:
-        with _beating(beat_s):
+        with _heartbeat(beat_s):
             try:
                 outcome[0] = work()
             except ValueError as error:
@@ -301,8 +305,8 @@ def on_first_rank(work: Callable[[], Result], *, beat_s: float | None = None) ->
 
 
 @contextmanager
-def _beating(seconds: float | None) -> Iterator[None]:
-    """Meanwhile a thread tells the other ranks, every so many seconds, that nothing is done yet."""
+def _heartbeat(seconds: float | None) -> Iterator[None]:
+    """Let a thread signal the other ranks every `seconds` seconds that rank 0 still works."""
     if seconds is None or dist.get_world_size() == 1:
         yield
         return
@@ -324,18 +328,18 @@ def _beating(seconds: float | None) -> Iterator[None]:
 
 
 def on_every_rank(work: Callable[[], Result]) -> Result:
-    """Run `work` on every rank; each gets its own result. If some raise a ValueError, all raise that of the lowest."""
+    """Run `work` on every rank; return its own result. If any raises ValueError, all raise the lowest rank's."""
     result, problem = None, None
     try:
         result = work()
     except ValueError as error:
         problem = str(error)
-    if (found := first_to_say(problem)) is not None:
-        raise ValueError(found[1])
+    if (first_problem := first_to_say(problem)) is not None:
+        raise ValueError(first_problem[1])
     return cast(Result, result)
 
 
 def wait_for_all() -> None:
-    """Return when every rank has called this."""
+    """Barrier: return when every rank has called this."""
     # NCCL's barrier takes a GPU's number; without one torch warns that it takes the current one.
     dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)

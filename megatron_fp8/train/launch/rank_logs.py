@@ -1,10 +1,10 @@
-"""What ranks say: into a file each, and from there to whoever watches.
+"""Log files of ranks, and their output on the launcher's terminal.
 
     DIR/attempt0/rank3.stdout.log, rank3.stderr.log
 
-On a terminal the first rank of this node writes its stdout there itself, so that it can draw a bar; that has no file.
-Lines are shown as they come. Only a line `error: ...` is held back for some seconds: a rank that says so is about to
-end, and it is to be the last line, said once, however many ranks say the same.
+On a terminal the first rank of this node writes its stdout directly, so that it can draw a progress bar; it then has no
+stdout file. Lines are shown as they arrive. Only a line `error: ...` is delayed for some seconds: its rank is about to
+end, and the error should be the last line, printed once, however many ranks print the same.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _ERROR = "error: "
 _HELD_S = 5.0
 _MOMENT_S = 1.0
 _CHUNK = 1 << 20
-_QUOTED = 4096  # bytes at the end of a log, among which its last line is looked for
+_TAIL_BYTES = 4096  # bytes at a log's end that are searched for its last line
 
 
 class RankLogs(LogsSpecs):
-    """The files of all attempts on this node, and the reader that shows them.
+    """The log files of all attempts on this node, and the reader that shows them.
 
     Args:
-        folder: where they are made.
-        terminal: whether the first rank's stdout is the launcher's own.
+        folder: folder of the files.
+        terminal: whether the first rank writes its stdout to the launcher's stdout.
     """
 
     def __init__(self, folder: Path, *, terminal: bool) -> None:
@@ -41,11 +41,11 @@ class RankLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Where all files are."""
+        """The folder of all files."""
         return str(self._folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """The files of the next attempt, which `show` reads from now on. `envs`: local rank -> its variables."""
+        """Make the files of the next attempt, which `show` then reads. `envs`: local rank -> its environment."""
         self.show(ended=True)
         ranks = {local: int(env["RANK"]) for local, env in envs.items()}
         first = min(ranks.values())
@@ -54,10 +54,10 @@ class RankLogs(LogsSpecs):
         ):
             self._attempt += 1
         folder.mkdir(parents=True, exist_ok=True)
-        found = LogsDest()
+        logs = LogsDest()
         self._followed, self._held, self._shown = [], {}, set()
         for local, rank in ranks.items():
-            for stream, paths in (("stdout", found.stdouts), ("stderr", found.stderrs)):
+            for stream, paths in (("stdout", logs.stdouts), ("stderr", logs.stderrs)):
                 path = folder / f"rank{rank}.{stream}.log"
                 if self._terminal and local == 0 and stream == "stdout":
                     paths[local] = ""
@@ -65,12 +65,12 @@ class RankLogs(LogsSpecs):
                 paths[local] = str(path)
                 path.touch()
                 self._followed.append(_Followed(rank, stream, path))
-            found.error_files[local] = str(folder / f"rank{rank}.error.json")
-            envs[local]["TORCHELASTIC_ERROR_FILE"] = found.error_files[local]
-        return found
+            logs.error_files[local] = str(folder / f"rank{rank}.error.json")
+            envs[local]["TORCHELASTIC_ERROR_FILE"] = logs.error_files[local]
+        return logs
 
     def show(self, *, ended: bool = False) -> None:
-        """Print what ranks have said since the last call; `ended`: they say no more, and errors are held no longer."""
+        """Print the ranks' output since the last call; `ended`: the ranks have ended, so print errors without delay."""
         now = time.monotonic()
         for file in self._followed:
             for line in file.lines(ended):
@@ -90,31 +90,31 @@ class RankLogs(LogsSpecs):
             self._followed = []
 
     def errors(self) -> list[str]:
-        """Take the errors that ranks have said and nobody was shown, each once."""
-        found = list(self._held)
+        """Remove and return the errors that were not printed yet, each once."""
+        pending = list(self._held)
         self._held = {}
-        self._shown.update(found)
-        return found
+        self._shown.update(pending)
+        return pending
 
     @property
     def said_errors(self) -> bool:
-        """Whether an error of the last attempt was shown."""
+        """Whether an error of the last attempt was printed."""
         return bool(self._shown)
 
     def last_line(self, rank: int) -> tuple[str, Path | None]:
-        """What a rank of the last attempt said last ('': nothing), and the file that has it (None: nobody kept it)."""
+        """Last line of a rank in the last attempt ('' if none), and its file (None if it has no file)."""
         files = [file for file in self._followed if file.rank == rank]
         if not files:
             return "", None
         latest = max(files, key=lambda file: (bool(file.end()), file.changed()))
-        # What ends a process is said on stderr; what it had printed may reach its file in the same moment.
+        # The cause of an end is on stderr. Buffered stdout may reach its file at the same moment.
         near = [file for file in files if file.end() and latest.changed() - file.changed() < _MOMENT_S]
         chosen = next((file for file in near if file.stream == "stderr"), latest)
         return chosen.end(), chosen.path
 
 
 class _Followed:
-    """A rank's file, read as it grows."""
+    """Reads a rank's log file as it grows."""
 
     def __init__(self, rank: int, stream: str, path: Path) -> None:
         self.rank, self.stream, self.path = rank, stream, path
@@ -122,26 +122,26 @@ class _Followed:
         self._rest = b""
 
     def lines(self, ended: bool) -> list[str]:
-        """Those that came since the last call, with their ends; `ended`: an unfinished one too."""
-        found: list[bytes] = []
+        """New lines since the last call, with line ends; `ended`: an incomplete last line too."""
+        lines: list[bytes] = []
         while more := self._file.read(_CHUNK):
             *whole, self._rest = (self._rest + more).splitlines(keepends=True) or [b""]
             if self._rest.endswith((b"\n", b"\r")):
                 whole, self._rest = [*whole, self._rest], b""
-            found += whole
+            lines += whole
         if ended and self._rest:
-            found, self._rest = [*found, self._rest + b"\n"], b""
-        return [line.decode(errors="replace") for line in found]
+            lines, self._rest = [*lines, self._rest + b"\n"], b""
+        return [line.decode(errors="replace") for line in lines]
 
     def end(self) -> str:
-        """Its last line that is not empty; ''."""
+        """The last line that is not empty; '' if there is none."""
         with self.path.open("rb") as file:
-            file.seek(max(0, self.path.stat().st_size - _QUOTED))
+            file.seek(max(0, self.path.stat().st_size - _TAIL_BYTES))
             lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
         return next((line for line in reversed(lines) if line), "")
 
     def changed(self) -> float:
-        """When it was written to, in seconds since 1970."""
+        """Time of the last write, in seconds since 1970."""
         return self.path.stat().st_mtime
 
     def close(self) -> None:

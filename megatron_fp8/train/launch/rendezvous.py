@@ -1,11 +1,11 @@
-"""The store in which ranks find each other: torchrun's, or one that rank 0 makes.
+"""The store through which ranks find each other: torchrun's, or one that rank 0 makes.
 
-torchrun keeps one TCP store for its ranks and hands it to every attempt (torch 2.13, where a comment says that each
-retry gets a new one). The first thing a rank does there is to read its peers' addresses, and after a restart it may find
-those of ranks that are dead: gloo is refused the connection, or waits. So the keys of each attempt get their own prefix.
+torchrun has one TCP store for its ranks and uses it in every attempt (torch 2.13, although a comment there says that
+each retry gets a new one). A rank first reads its peers' addresses there. After a restart these may be addresses of
+dead ranks: gloo's connection is refused, or waits. So the keys of each attempt get their own prefix.
 
-The attempt's number is only known on one node: with several, each torchrun counts the restarts that its own ranks caused.
-There torchrun must be told not to share its store; the ranks then make one themselves, at a port of its own each time.
+The attempt's number is known on one node only: with several nodes each torchrun counts the restarts of its own ranks.
+Then torchrun must not share its store; the ranks make one themselves, on a new port each time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from .hosts import leads_here
 
-_ANSWER = timedelta(seconds=60)  # of a store that is there
-_NAMED_S = 60.0  # for a name to become known: where nodes are made for a job, some come before their names do
+_ANSWER = timedelta(seconds=60)  # limit for an answer of a store that exists
+_NAMED_S = 60.0  # limit for a name to resolve: some clusters start a node before its name is known
 
 
 def check_restarts(environ: Mapping[str, str]) -> None:
-    """Raise ValueError if torchrun may restart ranks of several nodes that would then meet the dead in its store."""
+    """Raise ValueError if torchrun may restart ranks of several nodes, which would then find addresses of dead ranks."""
     shared = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if shared and environ.get("GROUP_WORLD_SIZE", "1") != "1" and restarts != "0":
@@ -37,11 +37,11 @@ def check_restarts(environ: Mapping[str, str]) -> None:
 
 
 class Rendezvous:
-    """Where a launch's ranks meet, at an address and a port, in the attempt that torchrun's variables tell of.
+    """Connects to the store of one attempt, at an address and a port.
 
     Attributes:
-        agent: torchrun keeps the store, as its variables say.
-        hosted: this process keeps the store, which ends with it.
+        agent: torchrun hosts the store, according to its variables.
+        hosted: this process hosts the store, which ends with it.
     """
 
     def __init__(self, rank: int, address: str, port: int, environ: Mapping[str, str]) -> None:
@@ -54,10 +54,10 @@ class Rendezvous:
         self._unknown_since: float | None = None
 
     def connect(self) -> dist.Store | None:
-        """A connection of its own to the attempt's keys; None: nobody listens there yet, or it was lost on the way.
+        """A new connection to the attempt's keys; None if nothing listens there yet, or if the connection failed.
 
-        Raises ValueError if the address is no host's name for a minute, which is said at once, or if this process should
-        keep the store and the port is taken.
+        Raises ValueError if the address does not resolve for a minute (a line reports that at once), or if this process
+        should host the store and cannot listen there.
         """
         if not self._resolves():
             return None
@@ -69,7 +69,7 @@ class Rendezvous:
             store = dist.TCPStore(
                 self.address, self.port, is_master=False, wait_for_workers=False, timeout=_ANSWER
             )
-        except RuntimeError:  # of many ranks that come at once, some may have to come again
+        except RuntimeError:  # when many ranks connect at once, some must retry
             return None
         return dist.PrefixStore(self._attempt, store)
 
@@ -90,7 +90,7 @@ class Rendezvous:
             ) from error
 
     def _resolves(self) -> bool:
-        """Whether the address is known here; asked before torch, which would try for long without a word."""
+        """Whether the address resolves here. Checked first, because torch would retry for long and print nothing."""
         if self._resolved:
             return True
         try:
@@ -112,7 +112,7 @@ class Rendezvous:
         return True
 
     def _answers(self) -> bool:
-        """Asked of a plain socket: torch's own would print a stack for each refusal."""
+        """Whether something listens, by a plain socket: torch would print a stack for each refusal."""
         try:
             socket.create_connection((self.address, self.port), timeout=5).close()
         except OSError:

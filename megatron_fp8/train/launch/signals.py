@@ -1,12 +1,12 @@
-"""Signals of a launcher: its ranks save before they end.
+"""Signals to the launcher: its ranks save before they end.
 
-    SIGINT (Ctrl-C), SIGTERM, SIGHUP    the ranks get SIGTERM, which any script may listen to: they finish their
-                                        iteration, save and end; a file says which it was, for a training to name it
+    SIGINT (Ctrl-C), SIGTERM, SIGHUP    the ranks get SIGTERM, which any script can handle: they finish their
+                                        iteration, save and end; a file tells training which signal it was
     SIGINT again, a second later        the ranks are killed
-    SIGUSR1                             is handed on, as SLURM means it
+    SIGUSR1                             is forwarded, as SLURM expects
 
-A signal that was ignored when the launcher started (nohup, `&` in a script) stays ignored. While no rank runs there is
-nothing to save: the launcher ends at once.
+A signal that was ignored when the launcher started (nohup, `&` in a script) stays ignored. While no rank runs, the
+launcher ends at once, as there is nothing to save.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from ..stop import AGAIN_S
 
-_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Stopped(Exception):
-    """The launcher was told to end while no rank ran."""
+    """A signal ended the launcher while no rank ran."""
 
 
 class Signals:
-    """Those that this process was sent.
+    """Handles the signals to this process.
 
     Args:
-        say: told what a first signal to end means for the ranks.
-        asked_by: the file that gets the name of that signal before the ranks do.
+        say: prints what the first signal to end means for the ranks.
+        asked_by: file that gets the name of that signal before the ranks get the signal.
 
     Attributes:
-        stop: the first signal to end that came; None: none did.
+        stop: the first signal to end; None if there was none.
     """
 
     def __init__(self, say: Callable[[str], None], asked_by: Path) -> None:
@@ -46,32 +46,32 @@ class Signals:
         self._say, self._asked_by, self._since = say, asked_by, 0.0
         self._ranks_run = False
         self._owed: list[signal.Signals] = []
-        self._heard = [number for number in _HEARD if signal.getsignal(number) != signal.SIG_IGN]
+        self._heard = [number for number in _HANDLED if signal.getsignal(number) != signal.SIG_IGN]
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Listen meanwhile. Main thread only."""
-        before = {number: signal.getsignal(number) for number in _HEARD}
+        """Context: handle signals inside it. Main thread only."""
+        previous = {number: signal.getsignal(number) for number in _HANDLED}
         try:
             self.listen(ranks_run=False)
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
     def listen(self, *, ranks_run: bool) -> None:
-        """Listen, from now on for ranks that run, or for none. Again after torch's agent has listened itself."""
+        """Install the handlers; `ranks_run`: whether ranks run now. Call it again after torch's agent has set its own."""
         self._ranks_run = ranks_run
-        for number in _HEARD:
+        for number in _HANDLED:
             signal.signal(number, self._note if number in self._heard else signal.SIG_IGN)
 
     def hand_on(self, pids: Iterable[int]) -> None:
-        """Give the ranks what came since the last call."""
-        owed, self._owed = self._owed, []
-        if signal.SIGTERM in owed and self.stop is not None:
-            with suppress(OSError):  # no room: then they say SIGTERM, and stop all the same
+        """Forward to the ranks the signals since the last call."""
+        pending, self._owed = self._owed, []
+        if signal.SIGTERM in pending and self.stop is not None:
+            with suppress(OSError):  # disk full: the ranks then report SIGTERM, and stop all the same
                 self._asked_by.write_text(self.stop.name)
-        for number in owed:
+        for number in pending:
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)

@@ -14,10 +14,10 @@ from megatron_fp8 import diagnose
 from megatron_fp8.commands.diagnose import (
     _check_files,
     _check_shards,
-    _compared,
     _files,
     _good_loss,
     _Prepared,
+    _with_recorded_loss,
     _write_all,
     format_table,
     overrides_text,
@@ -114,8 +114,8 @@ def test_another_layout_s_scales_are_refused_unless_the_loss_agrees_or_they_are_
 def test_a_verdict_begins_with_a_loss_that_is_not_the_run_s():
     model, _ = trained(0)
     found = diagnose(model, loss_of, batches(0))
-    assert found.clean and _compared(found, _Replayed(found.attribution.planned.losses[0])) is found
-    told = _compared(found, _Replayed(0.5))
+    assert found.clean and _with_recorded_loss(found, _Replayed(found.attribution.planned.losses[0])) is found
+    told = _with_recorded_loss(found, _Replayed(0.5))
     assert told.verdict.startswith("This is not what the run computed") and found.verdict in told.verdict
     assert not told.clean
 

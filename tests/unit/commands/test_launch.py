@@ -6,14 +6,14 @@ from contextlib import suppress
 
 import pytest
 
-from megatron_fp8.commands.launch import _OWN, _parser, _place
+from megatron_fp8.commands.launch import _OWN, _address, _parser
 from megatron_fp8.commands.main import main
 
 NODES = ["--nodes=2", "--node-rank=1", "--master=a:1"]
 SCRIPT = __file__
 
 REFUSED = {
-    "nothing to start": ([], "train, diagnose, calibrate, generate and import take several ranks"),
+    "nothing to start": ([], "train, diagnose, calibrate, generate and import run on several ranks"),
     "no ranks": (["--ranks=0", "train"], "--ranks 0 must be from 1 to 1024"),
     "fewer than none": (["--ranks", "-1", "train"], "--ranks -1 must be from 1"),
     "no number": (["--ranks=abc", "train"], "invalid int value: 'abc'"),
@@ -67,7 +67,7 @@ def test_refused_in_one_line(case, capsys):
     [("a:1", ("a", 1)), ("10.0.0.1:29500", ("10.0.0.1", 29500)), ("[fe80::1]:29500", ("fe80::1", 29500))],
 )
 def test_places(text, place):
-    assert _place(text) == place
+    assert _address(text) == place
 
 
 def test_options_in_the_wrong_place_are_all_of_its_own():

@@ -78,9 +78,9 @@ def test_names_of_experts_from_when_each_rank_counted_its_own():
     assert found.checked and parse(found.text().encode()) == found
     (line,) = of_each_rank(found, ["*.local_experts.0.linear_fc?", "*.linear_proj"])
     assert line.startswith(
-        "fp8_overrides='*.local_experts.0.linear_fc?' is of one expert of the whole model;"
+        "fp8_overrides='*.local_experts.0.linear_fc?' names one expert of the whole model;"
     )
-    assert f"one of each rank, {', '.join(overrides)}: name all of them" in line
+    assert f"one on each rank, {', '.join(overrides)}: name all of them" in line
     assert not of_each_rank(found, [*overrides, "*.linear_proj"]) and not of_each_rank(found, [])
     assert not of_each_rank(parse(found.text().encode()), overrides[:1]), "saved anew, it has today's names"
     for experts, ranks in [

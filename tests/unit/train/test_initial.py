@@ -35,7 +35,7 @@ def weights(layout, *options):
             stage = chunk.module.module
             for name, parameter in named_parameters(stage):
                 if parameter.dim() > 1:
-                    found[initial._drawn_as(stage, name)] = parameter.detach().clone()
+                    found[initial._seed_name(stage, name)] = parameter.detach().clone()
     return found
 
 

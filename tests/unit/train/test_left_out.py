@@ -70,7 +70,7 @@ def test_what_the_manifest_says_and_what_came_after_are_put_together(tmp_path):
 def test_a_file_that_contradicts_the_manifest_is_refused(tmp_path, other):
     left_out.write(tmp_path, [{**RECORDS[0], **other}])
     with pytest.raises(
-        ValueError, match=r"left_out\.json' and the checkpoint's manifest say different things"
+        ValueError, match=r"left_out\.json' and the checkpoint's manifest contradict each other"
     ):
         left_out.together(tmp_path, RECORDS)
 

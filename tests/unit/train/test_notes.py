@@ -30,7 +30,7 @@ def test_notes_are_one_line_each_with_their_sites():
 def test_the_first_rank_writes_and_prints_them(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(mcore_report, "site_report", lambda chunks: NOTED)
     for first in (False, True):
-        app._note_what_ran({"device": "d", "sites": []}, [CHUNK], tmp_path, first)
+        app._add_site_notes({"device": "d", "sites": []}, [CHUNK], tmp_path, first)
         assert (tmp_path / "report.json").exists() is first
     assert json.loads((tmp_path / "report.json").read_text()) == {"device": "d", "sites": NOTED, "guard": []}
     assert "gathered in high precision" in capsys.readouterr().out

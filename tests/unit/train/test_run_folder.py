@@ -242,7 +242,7 @@ def test_what_cannot_be_put_back_is_said(tmp_path, monkeypatch):
     base = another_run_s(tmp_path / "base", 3)
     started_from.write(tmp_path, base)
     (tmp_path / started_from.FILE).unlink()
-    with pytest.warns(UserWarning, match=r"is of the start that was refused.*: remove it before"):
+    with pytest.warns(UserWarning, match=r"is of the refused start .*: remove it before"):
         started_from.put_back(tmp_path, None)
 
 

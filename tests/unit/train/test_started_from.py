@@ -160,7 +160,7 @@ def test_another_attempt_that_saved_nothing_begins_where_the_first_did(own, base
     Manifest(8, files=FILES).write(newer)
     assert chosen(run) == newer  # the same command again is no attempt of the same job
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    words = r"--resume=.*base means .*iter_0000008 by now\. Training goes on from .*iter_0000003"
+    words = r"--resume=.*base now selects .*iter_0000008\. Training goes on from .*iter_0000003"
     with pytest.warns(UserWarning, match=words):
         assert chosen(run) == base
     run.resume = str(newer)  # not what this job was given before

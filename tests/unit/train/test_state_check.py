@@ -80,4 +80,4 @@ def test_histories_are_looked_at(monkeypatch: pytest.MonkeyPatch, kept: str, val
     rings = arena.histories()[1].rings
     getattr(rings, kept)[20, slots[2].column].view(-1)[:1] = value
     assert sum(float(check.turn()) for _ in range(PARTS)) == 1 and float(check.all()) == 1
-    assert check.first() == "the amax histories of slot1 and 1 others hold a number that nobody recorded"
+    assert check.first() == "the amax histories of slot1 and 1 others hold a value that no cast recorded"

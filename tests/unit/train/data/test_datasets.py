@@ -375,6 +375,6 @@ def test_a_batch_goes_to_a_gpu_without_waiting_for_it(monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "to", lambda self, device, **options: calls.append((device.type, options))
     )
-    data._moved(tokens, torch.device("cuda"))
-    data._moved(tokens, torch.device("cpu"))
+    data._to_device(tokens, torch.device("cuda"))
+    data._to_device(tokens, torch.device("cpu"))
     assert calls == ["pinned", ("cuda", {"non_blocking": True}), ("cpu", {})]

@@ -26,7 +26,9 @@ def test_what_starts_left_unfinished_for_days_is_said_and_stays(tmp_path):
     with pytest.warns(UserWarning) as said:
         folder = index_folder(kept, "c" * 32)
     (warning,) = [str(one.message) for one in said]
-    assert warning.startswith(f"{str(left[1])!r} and 1 more: indices of samples that a start left unfinished")
+    assert warning.startswith(
+        f"{str(left[1])!r} and 1 more: sample indices that a killed start left incomplete"
+    )
     assert folder.is_dir() and all(map(os.path.isdir, left))
 
 

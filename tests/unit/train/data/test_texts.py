@@ -85,7 +85,7 @@ def test_what_bpe_passes_over_is_counted_and_said(tmp_path, bytes_, fallback, co
         warnings.simplefilter("always")
         for _ in range(2):  # from the cache too
             corpus.prepare([text], tokenizer, tmp_path / "cache")
-    words = f"data: the tokenizer has no token for {counted} characters of the text, nor one for the unknown"
+    words = f"data: the tokenizer has no token for {counted} characters of the text, nor an unknown token"
     assert [str(one.message).startswith(words) for one in said] == [True] * (2 if counted else 0)
 
 

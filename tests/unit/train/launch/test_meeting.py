@@ -284,7 +284,7 @@ def test_a_rank_that_never_comes_is_a_failure_and_no_bad_input(launch):
 def test_without_torchrun_rank_0_keeps_the_store(launch, port):
     (late,) = launch([1], 2, environ={}, port=port)
     variables = "(RANK=1, WORLD_SIZE=2; to run alone, unset these variables)"
-    assert late._missing() == f"rank 0 has not come: nobody listens at 127.0.0.1:{port} {variables}"
+    assert late._missing() == f"rank 0 has not started: nothing listens at 127.0.0.1:{port} {variables}"
     (agents,) = launch([1], 2, environ={"TORCHELASTIC_USE_AGENT_STORE": "True"}, port=port)
     assert "where torchrun should (TORCHELASTIC_USE_AGENT_STORE=True)" in agents._missing()
     agents.close()
@@ -332,7 +332,7 @@ def test_a_store_that_does_not_answer_is_said_and_given_up(launch, monkeypatch, 
     stopped.released.set()
     said = capsys.readouterr().err
     assert rank.ends == [1] and said.count("error: the store at 127.0.0.1:") == 1
-    assert said.count(" does not answer: whoever keeps it, rank 0 or torchrun, is stopped") >= 1
+    assert said.count(" does not answer: its host, rank 0 or torchrun, is suspended") >= 1
 
 
 def test_a_failure_is_said_though_the_store_does_not_answer(launch, monkeypatch):

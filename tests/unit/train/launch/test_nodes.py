@@ -58,7 +58,7 @@ def test_a_node_that_never_listens_is_named(monkeypatch):
     said: list[str] = []
     with (
         socket.socket() as bound,
-        pytest.raises(DistError, match=r"nobody listens at --master 127.0.0.1:\d+ "),
+        pytest.raises(DistError, match=r"nothing listens at --master 127.0.0.1:\d+ "),
     ):
         bound.bind(("127.0.0.1", 0))  # and does not listen
         Nodes(2, 1, "127.0.0.1", bound.getsockname()[1]).rendezvous(said.append)
@@ -87,7 +87,7 @@ def test_a_program_of_another_kind_at_node_0_is_said(monkeypatch, capfd, talks):
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         with pytest.raises(
-            DistError, match=f"somebody listens at --master 127.0.0.1:{port}, and is no launcher"
+            DistError, match=f"a process listens at --master 127.0.0.1:{port} that is no launcher"
         ):
             Nodes(2, 1, "127.0.0.1", port).rendezvous(print)
         stranger.shutdown(socket.SHUT_RDWR)
