@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.common import RESULTS, put_between, table
 from megatron_fp8.estimate.device import device
 from megatron_fp8.estimate.estimate import Estimate, estimate
-from megatron_fp8.estimate.fit import RESERVE
+from megatron_fp8.estimate.memory_fit import RESERVE
 from megatron_fp8.estimate.parameters import totals
 from megatron_fp8.estimate.settings import read
 

@@ -29,8 +29,8 @@ from megatron_fp8.backends.native import backend as native
 from megatron_fp8.numerics.cast import RandomKey, philox_bits
 from megatron_fp8.numerics.formats import E4M3, E5M2, FloatFormat
 from megatron_fp8.recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, DelayedScaling, Rule
+from megatron_fp8.state.amax_ring_buffer import AmaxRingBuffer
 from megatron_fp8.state.arena import Arena
-from megatron_fp8.state.rings import Rings
 from megatron_fp8.tensor import Float8Tensor, QuantizedSide
 
 KEPT = Path(__file__).parent / "data" / "gpu_digests.json"
@@ -232,7 +232,10 @@ def kernel_functions() -> Functions:
 
     def updated(running: list[torch.Tensor], recipe: DelayedScaling) -> Outputs:
         slots, device = running[0].numel(), running[0].device
-        scale, rings = torch.ones(slots, device=device), Rings(slots, recipe.amax_history_len, device)
+        scale, rings = (
+            torch.ones(slots, device=device),
+            AmaxRingBuffer(slots, recipe.amax_history_len, device),
+        )
         for row in running:
             multi_amax.update_delayed(
                 row,

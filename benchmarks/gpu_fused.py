@@ -24,7 +24,7 @@ from benchmarks.support.launched import launched
 from megatron_fp8 import recipe
 from megatron_fp8.backends import BACKENDS
 from megatron_fp8.backends.native import backend as native
-from megatron_fp8.kernels.deferred import DeferredTensor, written
+from megatron_fp8.kernels.lazy_tensor import LazyTensor, written
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.params.shards import quantize_shards
@@ -183,7 +183,7 @@ def fused(bench: Bench) -> None:
 
 def _quantise(source: Callable[[], Any], rule: Any, scale: torch.Tensor | None, first: bool) -> Any:
     made = source()
-    x = DeferredTensor(made, (made.rows, made.cols))
+    x = LazyTensor(made, (made.rows, made.cols))
     return native.quantize(x.written() if first else x, rule, "both", scale=scale)
 
 

@@ -14,7 +14,7 @@ from benchmarks.gpu_common import RECIPES, Machine, NotRun, no_synchronisation, 
 from benchmarks.gpu_kernels import random
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.linear.function import fp8_linear
-from megatron_fp8.linear.site import GemmSite
+from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.state.graph import CapturedStep

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_fp8.linear.function import fp8_linear
-from megatron_fp8.linear.site import GemmSite
+from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.recipe import Recipe
 from megatron_fp8.state.fp8_state import Fp8State

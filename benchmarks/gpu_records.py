@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_environment import describe
-from megatron_fp8.files.disk import replace_file
+from megatron_fp8.files.atomic_io import replace_file
 from megatron_fp8.plan.timing import table
 
 VERDICTS = ("PASS", "FAIL", "not run")

@@ -227,7 +227,7 @@ def _quantised() -> None:
 def _computed() -> None:
     """Norm, SwiGLU and its gradient, computed by who quantises them, and written."""
     from megatron_fp8.backends.native import backend as native
-    from megatron_fp8.kernels.deferred import DeferredTensor
+    from megatron_fp8.kernels.lazy_tensor import LazyTensor
     from megatron_fp8.kernels.norm_quantize import Normalized, row_rstd
     from megatron_fp8.kernels.quantize import write
     from megatron_fp8.kernels.swiglu_quantize import Swiglu, SwigluGradient, swiglu_weight_grad
@@ -248,34 +248,34 @@ def _computed() -> None:
                 for direction in ("both", "rowwise") if rows % 16 == 0 else ("both",):
                     for scale in (None, *scales) if rule.delayed else (None,):
                         source = make()
-                        matrix = DeferredTensor(source, (source.rows, source.cols))
+                        matrix = LazyTensor(source, (source.rows, source.cols))
                         native.quantize(matrix, rule, direction, scale=scale)
                     native.quantize(matrix, rule, direction, **straight)
 
 
 def _running() -> Any:
     """A slot's numbers."""
-    from megatron_fp8.backends.base import Running
+    from megatron_fp8.backends.base import RunningAmax
 
-    return Running(empty(), empty(dtype=torch.int32), empty())
+    return RunningAmax(empty(), empty(dtype=torch.int32), empty())
 
 
 def _updates() -> None:
     """The first kernel of each process, the delayed update, pieces of masters, and codes turned."""
-    from megatron_fp8.kernels import first
+    from megatron_fp8.kernels import probe_kernel
     from megatron_fp8.kernels.fp8_transpose import transpose
     from megatron_fp8.kernels.multi_amax import update_delayed
     from megatron_fp8.kernels.param_cast import piece_amax, piece_cast
     from megatron_fp8.numerics.formats import E4M3
-    from megatron_fp8.state.rings import Rings
+    from megatron_fp8.state.amax_ring_buffer import AmaxRingBuffer
 
-    first.launch(empty(1, dtype=torch.int32))
+    probe_kernel.launch(empty(1, dtype=torch.int32))
     for rows, cols in ((4096, 4096), (300, 257), (70, 200)):
         transpose(empty(rows, cols, dtype=torch.uint8))
     for slots in (1, 2, 21, 450, 7, 16):
         index, head = (empty(slots, dtype=torch.int64) for _ in range(2))
         for length in (1, 4, 16):
-            rings = Rings(slots, length, META)
+            rings = AmaxRingBuffer(slots, length, META)
             update_delayed(
                 empty(slots), empty(slots), index, head, rings.rows, rings.maxima, empty(slots), length=length
             )

@@ -31,10 +31,10 @@ from benchmarks.common import (
     table,
     write_results,
 )
-from megatron_fp8.kernels.cpu import loops
+from megatron_fp8.kernels.cpu import emulation
 from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.linear.grouped import grouped_linear
-from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.recipe import RECIPES as RECIPE_CLASSES
 from megatron_fp8.state.fp8_state import Fp8State
@@ -178,7 +178,9 @@ def main() -> int:
     keep_memory()
     record = environment([])
     record["measured"] = clock_of(args)[1]
-    print(describe(record), "with AMX" if loops.inner_loop() == loops.AMX else "without AMX", flush=True)
+    print(
+        describe(record), "with AMX" if emulation.inner_loop() == emulation.AMX else "without AMX", flush=True
+    )
     data: list[dict[str, Any]] = []
     for name in args.shapes:
         data += measure(name, args)

@@ -89,7 +89,7 @@ def make_ready(name: str, bf16_logits: torch.Tensor | None) -> tuple[Contender, 
     """The contender, through the gate; and its logits."""
     from megatron_fp8.inference import model_bytes, prepare_for_inference, storage_bytes, tensors_of
     from megatron_fp8.inference.calibration import calibrate
-    from megatron_fp8.kernels.cpu.pages import in_huge_pages
+    from megatron_fp8.kernels.cpu.huge_pages import in_huge_pages
     from megatron_fp8.mcore.generation import Decoder
 
     in_fp8 = not name.startswith("bf16")

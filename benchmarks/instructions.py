@@ -126,17 +126,21 @@ def works() -> list[Work]:
     from megatron_fp8.kernels.norm_quantize import Normalized, row_rstd
     from megatron_fp8.kernels.param_cast import piece_amax, piece_cast
     from megatron_fp8.kernels.quantize import quantize_blocks
-    from megatron_fp8.kernels.sources import Plain
     from megatron_fp8.kernels.swiglu_quantize import Swiglu, SwigluGradient, swiglu_weight_grad
+    from megatron_fp8.kernels.tile_loaders import Plain
     from megatron_fp8.numerics.formats import E4M3, E5M2
-    from megatron_fp8.state.rings import Rings
+    from megatron_fp8.state.amax_ring_buffer import AmaxRingBuffer
 
     x, dy = empty(TOKENS, HIDDEN, dtype=BF16), empty(TOKENS, FFN, dtype=BF16)
     wide, gamma = empty(TOKENS, 2 * FFN, dtype=BF16), empty(HIDDEN, dtype=BF16)
     plain, ffn, weight = TOKENS * HIDDEN, TOKENS * FFN, HIDDEN * HIDDEN
     master, blocks = empty(weight), empty(HIDDEN // 128, HIDDEN // 128)
     shape, bytes_ = (HIDDEN, HIDDEN), empty(weight, dtype=torch.uint8)
-    slots, many, rings = empty(1024), empty(1024, dtype=torch.int64), Rings(1024, 1024, torch.device("meta"))
+    slots, many, rings = (
+        empty(1024),
+        empty(1024, dtype=torch.int64),
+        AmaxRingBuffer(1024, 1024, torch.device("meta")),
+    )
     return [
         *of_source("", lambda: Plain(x), E4M3, plain, 2.0, (2.0,)),
         *of_source("norm, ", lambda: Normalized(x, row_rstd(x, 1e-5), gamma), E4M3, plain, 2.0, (2.0,)),

@@ -19,7 +19,7 @@ from unittest import mock
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from benchmarks.common import put_between
-from megatron_fp8.commands.line import CommandParser
+from megatron_fp8.commands.cli_common import CommandParser
 from megatron_fp8.commands.main import COMMANDS, USAGE
 from megatron_fp8.mcore.config.table import FIELDS
 from megatron_fp8.train.config.key_help import key_help

@@ -87,7 +87,7 @@ def count_bytes(
 
 def held(linear: Any) -> list[torch.Tensor]:
     """Every tensor that holds a linear's weight between iterations."""
-    from megatron_fp8.linear.share import weight_of
+    from megatron_fp8.linear.shard import weight_of
     from megatron_fp8.params.fp8_parameter import Fp8Parameter
 
     if isinstance(linear.weight, Fp8Parameter):

@@ -5,7 +5,7 @@ The estimate is of the best rates over all rounds; a step's time is the CPU time
 the least of all rounds, since others may use the machine. A CPU's ratio says nothing of a GPU's: it is here because a
 roofline should say how wrong it has been.
 
---write puts the ratios into megatron_fp8/estimate/off.yaml, which `estimate` prints, and into results/roofline.*
+--write puts the ratios into megatron_fp8/estimate/calibration.yaml, which `estimate` prints, and into results/roofline.*
 """
 
 from __future__ import annotations

@@ -29,12 +29,12 @@ import torch
 
 from benchmarks.common import environment, put_between, table, write_results
 from benchmarks.estimates import CONFIGS, LAYOUTS, TITLES
+from megatron_fp8.estimate.communication import of_stage
+from megatron_fp8.estimate.communication_linear import Traffic
 from megatron_fp8.estimate.settings import read
 from megatron_fp8.estimate.sites import Plans
-from megatron_fp8.estimate.verdicts import of_step
-from megatron_fp8.estimate.wire import of_stage
-from megatron_fp8.estimate.wire_linear import Traffic
-from megatron_fp8.files.uncollected import uncollected
+from megatron_fp8.estimate.status_allreduce import of_step
+from megatron_fp8.files.gc_pause import gc_paused
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 BEGIN, END = "<!-- python -m benchmarks.scale --write: from here -->", "<!-- to here -->"
@@ -238,7 +238,7 @@ def replicas(ranks: int) -> dict[str, float]:
 
     from megatron_fp8.files.checkpoint import read_metadata
     from megatron_fp8.mcore.checkpoint.store import Shards, prepare
-    from megatron_fp8.mcore.optimizer.stored import cut
+    from megatron_fp8.mcore.optimizer.sharded_state import cut
 
     def state(runs: list[tuple[str, tuple[int, ...], int, int]]) -> dict[str, Any]:
         found = {}
@@ -251,7 +251,7 @@ def replicas(ranks: int) -> dict[str, float]:
                 found[kind + name] = cut(whole, kind + name, value, start, replica=0)
         return found
 
-    with TemporaryDirectory() as folder, uncollected():
+    with TemporaryDirectory() as folder, gc_paused():
         plans, results = [], []
         for rank, runs in enumerate(_runs(20, ranks)):
             plan = Shards(Path(folder), prepare(state(runs), copy=False).tensors, rank).plan()

@@ -42,12 +42,12 @@ from benchmarks.common import (
 )
 from benchmarks.one_rank import one_rank
 from benchmarks.small_gpt import VOCAB, small_gpt
-from megatron_fp8.kernels.cpu import loops
+from megatron_fp8.kernels.cpu import emulation
 from megatron_fp8.kernels.torch_products import replace_slow
 
 BATCH, SEQUENCE = 4, 256
 RECIPES = ("rowwise", "blockwise", "mxfp8", "tensorwise", "delayed")
-NAMES = {loops.AMX: "step", loops.AVX512: "step_avx512", loops.FLOAT32: "step_avx2"}
+NAMES = {emulation.AMX: "step", emulation.AVX512: "step_avx512", emulation.FLOAT32: "step_avx2"}
 """Inner loop of the products -> the name of its results."""
 LAYERS_OF = {256: 8, 512: 8, 1024: 4, 2048: 2}
 """Hidden size -> layers."""
@@ -213,7 +213,7 @@ def main() -> int:
         return 0
     record = environment(["megatron-core"])
     record["measured"] = clock_of(args)[1]
-    record["amx"] = loops.inner_loop() == loops.AMX
+    record["amx"] = emulation.inner_loop() == emulation.AMX
     print(describe(record), "with AMX" if record["amx"] else "without AMX", flush=True)
     data: list[dict[str, Any]] = []
     with one_rank():
@@ -223,7 +223,7 @@ def main() -> int:
     body = table(["hidden", "step", "ms", "x bf16", "spread", "goal"], [row_of(each) for each in data])
     print(body)
     if args.write:
-        loop = loops.inner_loop()
+        loop = emulation.inner_loop()
         assert loop is not None, "FP8's products need a C compiler"
         name = NAMES[loop]
         write_results(name, "A training step on CPU, FP8 against BF16", command_line(), record, body, data)

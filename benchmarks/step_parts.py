@@ -31,7 +31,7 @@ from benchmarks.common import (
     write_results,
 )
 from megatron_fp8.backends import emulated
-from megatron_fp8.kernels.cpu import loops
+from megatron_fp8.kernels.cpu import emulation
 from megatron_fp8.recipe import RECIPES as CLASSES
 from megatron_fp8.tensor import QuantizedSide
 
@@ -134,7 +134,7 @@ def main() -> int:
     keep_memory()
     record = environment([])
     record["measured"] = clock_of(args)[1]
-    amx = loops.inner_loop() == loops.AMX
+    amx = emulation.inner_loop() == emulation.AMX
     print(describe(record), "with AMX" if amx else "without AMX", flush=True)
     rows = []
     for hidden in args.hidden:

@@ -83,5 +83,5 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name.endswith("TransformerConfig"):
-        importlib.import_module(".mcore.installed", __name__).require_megatron()
+        importlib.import_module(".mcore.environment", __name__).require_megatron()
     return getattr(importlib.import_module(_LATER[name], __name__), name)

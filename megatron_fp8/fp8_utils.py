@@ -15,8 +15,8 @@ from .inference import prepare_for_inference
 from .numerics.formats import parse_format
 from .params.fp8_parameter import Fp8Parameter
 from .params.shards import quantize_shards
+from .plan.autocast_state import building_layer, unplanned_disabled
 from .plan.settings import RecipeSettings, from_settings
-from .plan.switch import building_layer, unplanned_disabled
 from .recipe import Recipe, alignment, check_recipe_name
 from .tensor import Float8Tensor
 

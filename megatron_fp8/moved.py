@@ -17,11 +17,14 @@ from typing import Any
 MOVED = {
     "calibration": "inference.calibration",
     "checkpoint_files": "files.checkpoint",
-    "context": "plan.switch",
+    "context": "plan.autocast_state",
     "graph": "state.graph",
     "linear_op": "linear.compiled",
     "loss_scaler": "state.loss_scaler",
     "mcore.checkpoint_saver": "mcore.checkpoint.saver",
+    "mcore.copies": "mcore.model_copies",
+    "nn.find": "nn.module_lookup",
+    "plan.switch": "plan.autocast_state",
     "trainer": "nn.trainer",
 }
 """Old module -> today's, both relative to the package."""

@@ -10,12 +10,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .backends import casts, emulated, specified
-from .backends.base import AmaxReduction, Asked, Quantized, Region, Running, check_matrix
+from .backends import cpu_cast, emulated, reference
+from .backends.base import AmaxReduction, CastRequest, Quantized, Region, RunningAmax, check_matrix
 from .backends.native import backend as native
 from .files.argument_check import check_tensor
 from .kernels.codes import block_amaxes, in_memory
-from .kernels.cpu import loops
+from .kernels.cpu import emulation
 from .numerics.cast import RandomKey
 from .numerics.rule import Direction, Rule
 from .recipe import Recipe, recipe_name
@@ -60,7 +60,7 @@ def quantize(
             f"{recipe!r} rounds {role!r} stochastically: pass key=RandomKey(seed) to name the random bits"
         )
     region = None if key is None else Region(key)
-    return specified.quantize(x, rule, direction, region=region).tensor
+    return reference.quantize(x, rule, direction, region=region).tensor
 
 
 def measure(x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ class _Place(NamedTuple):
 
     rows: torch.Tensor
     scales: torch.Tensor
-    running: Running
+    running: RunningAmax
     scale: torch.Tensor
 
     @staticmethod
@@ -84,7 +84,7 @@ class _Place(NamedTuple):
     def of(slot: Slot) -> _Place:
         """Those of a slot."""
         rows, scales, index = slot.arena.rows, slot.arena.scale, slot.index
-        running = Running(rows[0, index], rows.view(torch.int32)[0, index], rows[1, index])
+        running = RunningAmax(rows[0, index], rows.view(torch.int32)[0, index], rows[1, index])
         return _Place(rows, scales, running, scales[index])
 
 
@@ -94,7 +94,7 @@ class Quantizer:
     def __init__(self, rule: Rule, slot: Slot, backend: ModuleType):
         self.rule, self.slot, self.backend = rule, slot, backend
         self._place: _Place | None = None
-        self._repeats: dict[tuple[Any, ...], casts.Repeated | Literal["met", "no"]] = {}
+        self._repeats: dict[tuple[Any, ...], cpu_cast.Repeated | Literal["met", "no"]] = {}
         self._has_kernels = native.kernel_reason(rule) is None
 
     def __call__(
@@ -135,7 +135,7 @@ class Quantizer:
         if type(self) is not Quantizer:
             return None  # it casts in a way of its own
         scale, running = self.where(record)
-        if scale is not None or not loops.readable(x):
+        if scale is not None or not emulation.readable(x):
             return None
         key = x.shape, x.stride(), x.dtype, direction, record
         cast = self._repeats.get(key)  # looked at once: another thread may empty it at any time
@@ -147,7 +147,7 @@ class Quantizer:
             )
             return None
         if cast == "met":
-            asked = Asked(x, self.rule, direction, None, running)
+            asked = CastRequest(x, self.rule, direction, None, running)
             made = emulated.repeated_cast(asked) if x.is_contiguous() else None
             self._repeats[key] = cast = made or "no"
         if isinstance(cast, str):
@@ -155,7 +155,7 @@ class Quantizer:
         self.slot.arena.counts.casts += 1
         return cast(x)
 
-    def where(self, record: bool) -> tuple[torch.Tensor | None, Running | None]:
+    def where(self, record: bool) -> tuple[torch.Tensor | None, RunningAmax | None]:
         """The delayed scale, if that is there, and where kernels record."""
         place = self._in_arena()
         scale = place.scale if self.rule.delayed and self.slot.warm else None
@@ -188,7 +188,7 @@ class Quantizer:
         *,
         reduce_amax: AmaxReduction | None = None,
         region: Region | None = None,
-        running: Running | None = None,
+        running: RunningAmax | None = None,
     ) -> Quantized:
         """Quantise x [rows, cols] with the current scale (delayed, once warm) or x's own.
 
@@ -210,14 +210,14 @@ class Quantizer:
         slot.arena.counts.casts += 1
         return quantized
 
-    def asked(self, x: torch.Tensor, direction: Direction, *, record: bool) -> Asked | None:
+    def asked(self, x: torch.Tensor, direction: Direction, *, record: bool) -> CastRequest | None:
         """What its backend is asked in ``cast_each``; None where it has to be called: it casts in a way of its own, its
         backend makes casts one by one, or somebody watches."""
         in_one_call = self.backend is emulated and type(self) is Quantizer and not self.rule.stochastic
         if not in_one_call or self.slot.arena.observer is not None:
             return None
         running = self._in_arena().running if record else None
-        return Asked(x.contiguous(), self.rule, direction, self._current_scale(), running)
+        return CastRequest(x.contiguous(), self.rule, direction, self._current_scale(), running)
 
     def way(self) -> tuple[Rule, torch.Tensor | None]:
         """By which rule ``quantize`` would cast now, and under which scale (None: the matrix's own)."""
@@ -254,7 +254,7 @@ class Quantizer:
 
     @property
     def computes(self) -> bool:
-        """Whether its kernels take a matrix that they have to compute as they read (kernels/deferred.py)."""
+        """Whether its kernels take a matrix that they have to compute as they read (kernels/lazy_tensor.py)."""
         return self.backend is native and self._has_kernels
 
     def delayed_scale(self) -> torch.Tensor | None:

@@ -125,7 +125,7 @@ def record_steps(optimizer: Any, stepped: list[bool]) -> None:
 @contextmanager
 def watched_gemms(seen: Watched) -> Iterator[None]:
     """Counts every GEMM that a site multiplies, and every amax that a cast records."""
-    from megatron_fp8.linear.site import GemmSite
+    from megatron_fp8.linear.gemm_site import GemmSite
     from megatron_fp8.quantizer import Quantizer
 
     multiply, accumulate = GemmSite.multiply, GemmSite.accumulate

@@ -11,8 +11,8 @@ from unittest import mock
 
 from triton.runtime.interpreter import interpreter_builder
 
-from megatron_fp8.kernels import launch
-from megatron_fp8.kernels.elements import _probe
+from megatron_fp8.kernels import launch_cache
+from megatron_fp8.kernels.device_math import _probe
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def launched() -> Iterator[Counter[str]]:
     """Counts launches by kernel; with the source's kind where it computes what it reads: 'cast_tensor of norm'."""
     counts: Counter[str] = Counter()
     kernel = type(_probe)
-    original, cached = kernel.run, launch._LaunchCache.launch
+    original, cached = kernel.run, launch_cache._LaunchCache.launch
     counted = False
 
     def count(fn: Any, arguments: dict[str, Any]) -> None:
@@ -41,7 +41,7 @@ def launched() -> Iterator[Counter[str]]:
         finally:
             counted = False
 
-    with mock.patch.object(kernel, "run", run), mock.patch.object(launch._LaunchCache, "launch", again):
+    with mock.patch.object(kernel, "run", run), mock.patch.object(launch_cache._LaunchCache, "launch", again):
         yield counts
 
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import torch
 
-from megatron_fp8.mcore.patches.plain_functions import plain_functions
+from megatron_fp8.mcore.patches.disable_jit import plain_functions
 
 # As mcore.install() does; device_count() asks NVML: CUDA itself, once asked, works in no forked process.
 with warnings.catch_warnings(), nullcontext() if torch.cuda.device_count() else plain_functions():
@@ -19,7 +19,7 @@ with warnings.catch_warnings(), nullcontext() if torch.cuda.device_count() else 
     import megatron_fp8.train.model  # noqa: F401
     from megatron_fp8.mcore.patches import cpu_engine
     from megatron_fp8.train.config.run_config import parse
-    from megatron_fp8.train.launch.nodes import name_methods_at_once
+    from megatron_fp8.train.launch.node_rendezvous import name_methods_at_once
 
     name_methods_at_once()  # for torchrun too
     cpu_engine.factories()  # kept too: 20 ms

@@ -5,7 +5,7 @@
 * ``notes(device, recipe)``: what of the recipe it does in another way than its own.
 * ``turns_codes(rule)``: whether an input's columnwise side is a transposed view of codes in row order, or lies as the
   product reads it: a compiler has to know before there is one.
-* ``quantize``: codes and scales of a matrix, the bits of specified.quantize.
+* ``quantize``: codes and scales of a matrix, the bits of reference.quantize.
 * ``gemm``: the product of two sides.
 * ``grouped_gemm``: ``gemm`` of many pairs in one call.
 
@@ -23,7 +23,7 @@ from types import ModuleType
 
 import torch
 
-from ..files.say import say
+from ..files.rank0_print import print_rank_0
 from ..recipe import Products, Recipe
 from . import emulated, transformer_engine
 from .native import backend as native_backend
@@ -81,7 +81,7 @@ def choose_backend(
     raise ValueError(f"no FP8 backend can run on {device}: {'; '.join(reasons)}")
 
 
-def say_what_is_slow(
+def warn_slow_backend(
     backend: str | None, device: torch.device, recipe: Recipe | Products | None, remedy: str
 ) -> None:
     """A line on the first rank, once a process, if FP8 will run but not fast: what, why, and what to change.
@@ -103,7 +103,7 @@ def say_what_is_slow(
         "pow2": "scales that are powers of two (fp8_pow2_scales=true) give it to torch's MX product",
         None: "another recipe, such as rowwise, has torch's product",
     }
-    say(f"megatron_fp8: {what}; {cures[cure]}", once=True)
+    print_rank_0(f"megatron_fp8: {what}; {cures[cure]}", once=True)
 
 
 def _notes(backend: ModuleType, device: torch.device, recipe: Recipe | Products | None) -> list[str]:

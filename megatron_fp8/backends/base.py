@@ -33,7 +33,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningAmax:
     """What an arena holds of a slot's iteration so far.
 
     Attributes:
@@ -53,12 +53,12 @@ class Running:
             self.nonfinite.add_(nonfinite)
 
 
-class Asked(NamedTuple):
+class CastRequest(NamedTuple):
     """A cast that a backend is asked for.
 
     Attributes:
         x: contiguous [rows, cols].
-        rule, direction, scale: as of specified.quantize.
+        rule, direction, scale: as of reference.quantize.
         running: where amax and non-finite count are recorded, too; None: nowhere.
     """
 
@@ -66,13 +66,13 @@ class Asked(NamedTuple):
     rule: Rule
     direction: Direction
     scale: torch.Tensor | None
-    running: Running | None
+    running: RunningAmax | None
 
 
 @dataclass(frozen=True)
 class Quantized:
     """What a quantisation gives: the tensor, and the local amax (float32 []) and non-finite count for the health; or,
-    where a backend was given a slot's ``Running`` to record in, that slot's."""
+    where a backend was given a slot's ``RunningAmax`` to record in, that slot's."""
 
     tensor: Float8Tensor
     amax: torch.Tensor

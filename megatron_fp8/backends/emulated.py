@@ -13,9 +13,9 @@ an FP8 GEMM up to the order of summation:
   contraction where torch may round float32 operands (``torch.set_float32_matmul_precision``): float64, rare and slow.
 * ``exact=True``: float64 throughout, the oracle.
 
-On CPUs C takes large matrices a shorter way: one call makes amaxes, scales, and codes in both directions (casts.py), or
-the codes under a scale that was there before its matrix. A product decodes codes as its GEMM packs them
-(kernels/cpu/gemm.c), where the processor has one for that. All else goes through specified.py and torch. Codes and scales
+On CPUs C takes large matrices a shorter way: one call makes amaxes, scales, and codes in both directions (cpu_cast.py),
+or the codes under a scale that was there before its matrix. A product decodes codes as its GEMM packs them
+(kernels/cpu/gemm.c), where the processor has one for that. All else goes through reference.py and torch. Codes and scales
 are the same bits; products differ by the order of their sums.
 """
 
@@ -28,16 +28,16 @@ import torch
 
 from ..kernels import gemms
 from ..kernels.codes import decode
-from ..kernels.cpu import grouped, loops, products
-from ..kernels.cpu.few_rows import MOST as FEW_ROWS
+from ..kernels.cpu import emulation, grouped, products
+from ..kernels.cpu.skinny_gemm import MOST as FEW_ROWS
 from ..kernels.gemms import finish, keeps_float32, matmul_fp32
 from ..numerics.formats import E5M2
 from ..numerics.rule import Direction, Rule
 from ..numerics.subnormals import keeping_subnormals
 from ..recipe import Products, Recipe
 from ..tensor import Float8Tensor, Operand, QuantizedSide
-from . import casts, few_rows
-from .base import RESULTS, AmaxReduction, Asked, Quantized, Region, Running, gemm_in_turn, unfit
+from . import cpu_cast, skinny_gemm
+from .base import RESULTS, AmaxReduction, CastRequest, Quantized, Region, RunningAmax, gemm_in_turn, unfit
 
 name = "emulated"
 
@@ -65,18 +65,18 @@ def quantize(
     scale: torch.Tensor | None = None,
     reduce_amax: AmaxReduction | None = None,
     region: Region | None = None,
-    running: Running | None = None,
+    running: RunningAmax | None = None,
 ) -> Quantized:
-    """Quantise a matrix in one or both directions; other arguments, errors and bits are specified.quantize's.
+    """Quantise a matrix in one or both directions; other arguments, errors and bits are reference.quantize's.
 
     Args:
         running: where amax and non-finite count are recorded, too.
     """
     x = x.contiguous()
-    if scale is None or rule.stochastic or x.dtype not in loops.FLOATS or not loops.usable(x):
-        return casts.quantize(Asked(x, rule, direction, scale, running), reduce_amax, region)
+    if scale is None or rule.stochastic or x.dtype not in emulation.FLOATS or not emulation.usable(x):
+        return cpu_cast.quantize(CastRequest(x, rule, direction, scale, running), reduce_amax, region)
     recorded = None if running is None else running.amax
-    codes, scale_inv, amax, special = loops.quantize(x, scale, rule.fmt.dtype, recorded)
+    codes, scale_inv, amax, special = emulation.quantize(x, scale, rule.fmt.dtype, recorded)
     nonfinite = torch.tensor(special, dtype=torch.int64, device="cpu") if special else None
     if running is not None and nonfinite is not None:
         running.nonfinite.add_(nonfinite)
@@ -86,12 +86,12 @@ def quantize(
     return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, nonfinite)
 
 
-quantize_each = casts.quantize_each
+quantize_each = cpu_cast.quantize_each
 
 
-def repeated_cast(asked: Asked) -> casts.Repeated | None:
+def repeated_cast(asked: CastRequest) -> cpu_cast.Repeated | None:
     """What quantises matrices that lie as this one, with less to decide; None where ``quantize`` has to."""
-    return casts.Repeated(asked) if casts.takes(asked) else None
+    return cpu_cast.Repeated(asked) if cpu_cast.takes(asked) else None
 
 
 # ---------------------------------------------------------------------------------------------------------------- GEMM
@@ -130,7 +130,7 @@ def gemm(
     """
     _check(a, b, out_dtype, bias)
     if not exact and _has_few_rows(a, b, out_dtype) and _foldable(a, b):
-        return few_rows.multiply(a, b, bias, out_dtype)
+        return skinny_gemm.multiply(a, b, bias, out_dtype)
     if (
         not exact
         and out_dtype in RESULTS
@@ -138,8 +138,8 @@ def gemm(
     ):
         return done
     if not exact and _one_float32(a) and _one_float32(b) and out_dtype in _IN_C and _foldable(a, b):
-        large = a.codes.numel() + b.codes.numel() >= loops.MIN_PRODUCT
-        values = torch.bfloat16 if large and loops.has_matmul() else torch.float32
+        large = a.codes.numel() + b.codes.numel() >= emulation.MIN_PRODUCT
+        values = torch.bfloat16 if large and emulation.has_matmul() else torch.float32
         values_a, values_b = _decoded(a, values), _decoded(b, values)
         fast = values == torch.bfloat16
         sums = products.matmul(values_a, values_b) if fast else values_a @ values_b.t()
@@ -157,7 +157,7 @@ def _check(
 
 
 def _has_few_rows(a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype) -> bool:
-    return a.codes.shape[0] <= FEW_ROWS and few_rows.takes(a, b, out_dtype) and _is_short(a)
+    return a.codes.shape[0] <= FEW_ROWS and skinny_gemm.takes(a, b, out_dtype) and _is_short(a)
 
 
 def quantize_and_multiply(
@@ -169,7 +169,7 @@ def quantize_and_multiply(
     Args:
         scale: as of ``quantize``.
     """
-    return few_rows.quantize_and_multiply(x, rule, scale, b, bias, (_SMALLEST_SCALE, _LARGEST_SCALE))
+    return skinny_gemm.quantize_and_multiply(x, rule, scale, b, bias, (_SMALLEST_SCALE, _LARGEST_SCALE))
 
 
 def accumulate(a: Operand, b: Operand, into: torch.Tensor) -> bool:
@@ -188,8 +188,8 @@ def accumulate(a: Operand, b: Operand, into: torch.Tensor) -> bool:
         raise unfit(a, b, torch.float32, None)
     if into.shape != (rows_cols := (a.codes.shape[0], b.codes.shape[0])):
         raise ValueError(f"a product of shape {rows_cols} cannot be added to one of {tuple(into.shape)}")
-    few = a.codes.shape[0] <= FEW_ROWS and few_rows.takes(a, b, torch.float32)
-    if few or not (into.dtype == torch.float32 and loops.plain(into)):
+    few = a.codes.shape[0] <= FEW_ROWS and skinny_gemm.takes(a, b, torch.float32)
+    if few or not (into.dtype == torch.float32 and emulation.plain(into)):
         return False
     return _decoded_on_the_way(a, b, torch.float32, None, into) is not None
 
@@ -207,7 +207,7 @@ def grouped_gemm(
     Args: as of base.gemm_in_turn.
     """
     inside, products = [], []
-    loop = loops.inner_loop()
+    loop = emulation.inner_loop()
     for i, (left, right, out) in enumerate(zip(a, b, outs, strict=True)):
         wanted = torch.float32 if add else out.dtype
         _check(left, right, wanted)
@@ -215,7 +215,7 @@ def grouped_gemm(
             continue
         operands = _as_c_reads(left), _as_c_reads(right)
         writes = (torch.float32,) if add else _IN_C
-        if loops.fits(*operands) and loops.plain(out) and out.dtype in writes:
+        if emulation.fits(*operands) and emulation.plain(out) and out.dtype in writes:
             inside.append(i)
             products.append(grouped.Product(*operands, out, add))
     made = grouped.multiply_each(products, loop=loop)
@@ -230,8 +230,8 @@ def _lies(side: QuantizedSide) -> tuple[Any, ...]:
     return *lies, side.granularity.rows, side.granularity.cols, side.pow2, side.finite
 
 
-def _as_c_reads(side: QuantizedSide) -> loops.Operand:
-    return loops.Operand(
+def _as_c_reads(side: QuantizedSide) -> emulation.Operand:
+    return emulation.Operand(
         side.codes, side.scale_inv, (side.granularity.rows, side.granularity.cols), side.pow2, side.finite
     )
 
@@ -243,26 +243,26 @@ def _decoded_on_the_way(
     bias: torch.Tensor | None,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """``gemm`` where C decodes codes as it packs them (kernels/cpu/loops.py); None where it does not take them."""
+    """``gemm`` where C decodes codes as it packs them (kernels/cpu/emulation.py); None where it does not take them."""
     bias = None if bias is None else bias.to(torch.float32).contiguous()
     dtype = torch.float32 if out_dtype == torch.float16 else out_dtype
     if (product := _repeated_product(a, b, dtype)) is not None:
         done = product((a.codes, a.scale_inv, b.codes, b.scale_inv), bias, into)
     else:
         left, right = _as_c_reads(a), _as_c_reads(b)
-        if not loops.multiplies(left, right):
+        if not emulation.multiplies(left, right):
             return None
-        done = loops.multiply(left, right, dtype, bias, into=into)
+        done = emulation.multiply(left, right, dtype, bias, into=into)
     return done.to(out_dtype) if done is not None and out_dtype == torch.float16 else done
 
 
-def _repeated_product(a: QuantizedSide, b: QuantizedSide, dtype: torch.dtype) -> loops.Repeated | None:
+def _repeated_product(a: QuantizedSide, b: QuantizedSide, dtype: torch.dtype) -> emulation.Repeated | None:
     """What multiplies sides that lie as these do, kept for others; None of the first such ones, and where C takes none
     such as they lie."""
     for x in (a.codes, a.scale_inv, b.codes, b.scale_inv):
-        if not loops.readable(x):
+        if not emulation.readable(x):
             return None
-    key = *_lies(a), *_lies(b), dtype, loops.inner_loop()
+    key = *_lies(a), *_lies(b), dtype, emulation.inner_loop()
     product = _repeated_products.get(key)  # looked at once: another thread may empty it at any time
     if product is None:
         if len(_repeated_products) >= _MOST_PRODUCTS:
@@ -270,12 +270,12 @@ def _repeated_product(a: QuantizedSide, b: QuantizedSide, dtype: torch.dtype) ->
         _repeated_products[key] = "met"  # as Quantizer's casts: made for what comes again
     elif product == "met":
         left, right = _as_c_reads(a), _as_c_reads(b)
-        taken = 1 in a.codes.stride() and 1 in b.codes.stride() and loops.multiplies(left, right)
-        _repeated_products[key] = product = loops.Repeated(left, right, dtype) if taken else "no"
+        taken = 1 in a.codes.stride() and 1 in b.codes.stride() and emulation.multiplies(left, right)
+        _repeated_products[key] = product = emulation.Repeated(left, right, dtype) if taken else "no"
     return None if product is None or isinstance(product, str) else product
 
 
-_repeated_products: dict[tuple[Any, ...], loops.Repeated | Literal["met", "no"]] = {}
+_repeated_products: dict[tuple[Any, ...], emulation.Repeated | Literal["met", "no"]] = {}
 _MOST_PRODUCTS = 4096
 _IN_C = (torch.bfloat16, torch.float32)
 
@@ -286,15 +286,15 @@ def _one_float32(side: QuantizedSide) -> bool:
     return (
         side.granularity.is_tensor
         and not side.pow2
-        and loops.usable(codes if codes.is_contiguous() else codes.t())
+        and emulation.usable(codes if codes.is_contiguous() else codes.t())
     )
 
 
 def _decoded(side: QuantizedSide, dtype: torch.dtype) -> torch.Tensor:
     """The numbers that codes stand for, lying as the codes do."""
     if side.codes.is_contiguous():
-        return loops.decode(side.codes, None, (0, 0), dtype)
-    return loops.decode(side.codes.t(), None, (0, 0), dtype).t()
+        return emulation.decode(side.codes, None, (0, 0), dtype)
+    return emulation.decode(side.codes.t(), None, (0, 0), dtype).t()
 
 
 @keeping_subnormals

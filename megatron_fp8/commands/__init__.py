@@ -1,1 +1,1 @@
-"""The command line, one module per command. main.py dispatches; line.py has shared code."""
+"""The command line, one module per command. main.py dispatches; cli_common.py has shared code."""

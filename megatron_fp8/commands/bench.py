@@ -1,10 +1,10 @@
-"""`megatron-fp8 bench`: its command line. Measurements are in benching.py, which needs torch."""
+"""`megatron-fp8 bench`: its command line. Measurements are in bench_run.py, which needs torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from .line import CommandParser, refuse
+from .cli_common import CommandParser, refuse
 
 HELP = """\
 FP8 against BF16 on this machine, from a cast to a training step. A CPU and a GPU print the same table.
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
         options, run_options = _parser().parse_known_args(arguments)
     except ValueError as error:
         return refuse(error, debug="--debug" in arguments)
-    from .benching import work
+    from .bench_run import work
 
     return work(options, run_options)
 

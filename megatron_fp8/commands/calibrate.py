@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .on_checkpoint import Parser, run_command, say
+from .checkpoint_options import Parser, run_command, say
 
 if TYPE_CHECKING:
     import torch
@@ -98,10 +98,10 @@ def _batches(options: argparse.Namespace, restored: Any, launch: Any) -> list[to
     import numpy as np
     import torch
 
-    from ..train.binding import check_imported
+    from ..train.checkpoint_compat import check_imported
     from ..train.data import corpus
     from ..train.data.datasets import check_data, check_tokenizer, find_data, holds_text
-    from ..train.launch.facts import agree_on_inputs
+    from ..train.launch.config_consistency import agree_on_inputs
 
     section, length = restored.run.data, restored.run.train.seq_length
     if options.data:

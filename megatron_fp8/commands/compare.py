@@ -7,9 +7,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..files.disk import replace_file
+from ..files.atomic_io import replace_file
 from ..train.exit_codes import EXIT_DONE, EXIT_FAILED
-from .line import CommandParser, refuse, warn_in_lines
+from .cli_common import CommandParser, refuse, warn_in_lines
 
 if TYPE_CHECKING:
     from ..study.compare.plan import Comparison

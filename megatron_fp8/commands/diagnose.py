@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..files.disk import replace_file
-from .on_checkpoint import Parser, run_command, say
+from ..files.atomic_io import replace_file
+from .checkpoint_options import Parser, run_command, say
 
 HELP = """\
 Measures what FP8 costs at a checkpoint, on the batches that training reads next: all layers in high precision, all as
@@ -64,8 +64,8 @@ class _Prepared:
 def main(arguments: list[str]) -> int:
     """Run `megatron-fp8 diagnose`; returns the exit code."""
     if any(argument.partition("=")[0] == "--against" for argument in arguments):
-        from .line import run
-        from .parting import compare
+        from .cli_common import run
+        from .divergence import compare
 
         return run(_parser(), arguments, compare)
     return run_command(_parser(), arguments, partial(_prepare, arguments), _diagnose)
@@ -170,7 +170,7 @@ def _files(options: argparse.Namespace, folder: Path) -> _Files:
 
 def _check_shards(replay: Any, arguments: str) -> None:
     """Raise ValueError if scales belong to other shards than the run's, unless requested or known to be harmless."""
-    from ..train.same_run import is_near
+    from ..train.replay_check import is_near
 
     shards, recorded = replay.shards, replay.recorded
     if shards is None or shards.asked:
@@ -265,7 +265,7 @@ def _remove(path: Path | None, why: str) -> None:
 
 def _with_recorded_loss(diagnosis: Any, replay: Any) -> Any:
     """The diagnosis; its verdict begins with a note if the run recorded another loss for the first batch."""
-    from ..train.same_run import unlike
+    from ..train.replay_check import unlike
 
     if diagnosis.attribution is None or replay.recorded is None:
         return diagnosis

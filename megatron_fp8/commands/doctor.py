@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from .line import CommandParser, refuse, warn_in_lines
+from .cli_common import CommandParser, refuse, warn_in_lines
 
 HELP = """\
 Whether FP8 works on this machine, in the first line. Then versions, what is
@@ -47,7 +47,7 @@ def _parser() -> CommandParser:
 
 def _run(options: argparse.Namespace, run_options: list[str]) -> int:
     from ..estimate.settings import joined
-    from ..files.shipped import config_hint
+    from ..files.example_configs import config_hint
     from ..study.doctor.examination import examine
     from ..study.doctor.text import shown
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from .line import CommandParser, refuse
+from .cli_common import CommandParser, refuse
 
 HELP = """\
 What a run needs, from its config alone, in seconds and without a GPU: parameters, bytes on the fullest rank by kind,
@@ -72,12 +72,12 @@ def _parser() -> CommandParser:
 def _run(options: argparse.Namespace, run_options: list[str]) -> None:
     from ..estimate.device import device
     from ..estimate.estimate import estimate, in_bf16
-    from ..estimate.fit import RESERVE, fit, layout
-    from ..estimate.payoff import grouped, of_sites
+    from ..estimate.fp8_speedup import grouped, of_sites
+    from ..estimate.memory_fit import RESERVE, fit, layout
     from ..estimate.settings import LayoutError, joined, read
     from ..estimate.sites import Plans
     from ..estimate.text import shown, unsure
-    from ..study.doctor.elsewhere import asked_of
+    from ..study.doctor.other_devices import asked_of
 
     reserve = RESERVE if options.reserve is None else options.reserve
     if not 0 <= reserve < 1:

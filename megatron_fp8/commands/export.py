@@ -9,7 +9,7 @@ from typing import Any
 
 from ..files.terminal import printable
 from ..huggingface.names import FP8_FORMATS
-from .line import CommandParser, run, tensors_shown
+from .cli_common import CommandParser, run, tensors_shown
 
 HELP = """\
 Write a checkpoint as a directory that transformers, vLLM and compressed-tensors read.
@@ -102,7 +102,7 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    from ..files.disk import in_words
+    from ..files.atomic_io import in_words
     from ..files.strict_yaml import read_yaml
 
     try:

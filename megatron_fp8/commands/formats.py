@@ -7,8 +7,8 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from ..files.disk import replace_file
-from .line import CommandParser, run
+from ..files.atomic_io import replace_file
+from .cli_common import CommandParser, run
 
 DESCRIPTION = """\
 The numbers behind FP8, computed by this package's own casts, scales and recipes:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..files.terminal import printable
-from .on_checkpoint import Parser, run_command, say
+from .checkpoint_options import Parser, run_command, say
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,7 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
     from .. import mcore
 
     mcore.install()
-    from ..train.binding import check_imported
+    from ..train.checkpoint_compat import check_imported
     from ..train.launch.parallel import on_first_rank
     from ..train.restore import restore
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from ..files.resource_limits import usable_cores
 from ..files.terminal import printable
-from .line import CommandParser, tensors_shown
-from .on_checkpoint import run_command
+from .checkpoint_options import run_command
+from .cli_common import CommandParser, tensors_shown
 
 HELP = """\
 Make a run of a directory of Hugging Face's form, to train on from: BF16, or FP8 as compressed-tensors (per tensor, per

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..files.resource_limits import usable_cores
 from ..train.exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
 from ..train.launch.hosts import is_host
-from .line import CommandParser, refuse
+from .cli_common import CommandParser, refuse
 
 HELP = """\
 Starts several ranks of a command of megatron-fp8, or of a Python script, and ends as they end.
@@ -189,7 +189,7 @@ def _launch(options: argparse.Namespace, program: list[str]) -> int:
     import torch
 
     from ..train.launch.launcher import Launching, launch, say
-    from ..train.launch.nodes import Nodes
+    from ..train.launch.node_rendezvous import Nodes
 
     nodes = Nodes()
     if options.nodes > 1:

@@ -11,9 +11,9 @@ from importlib import import_module, metadata
 
 from .. import __version__
 from ..files.resource_limits import limit_reached, locale_limit
-from .line import refuse
+from .cli_common import refuse
 from .output import Output
-from .streams import open_closed
+from .stdio import open_closed_streams
 
 USAGE = """\
 usage: megatron-fp8 COMMAND ...
@@ -50,7 +50,7 @@ COMMANDS = {
     "report": "report:main",
     "compare": "compare:main",
     "diagnose": "diagnose:main",
-    "inspect": "inspect:main",
+    "inspect": "inspect_checkpoint:main",
     "calibrate": "calibrate:main",
     "generate": "generate:main",
     "export": "export:main",
@@ -66,7 +66,7 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; return its exit code: 0 done, 1 failed or lost output, 2 bad input, 130 interrupted by Ctrl-C."""
-    open_closed()
+    open_closed_streams()
     output, code = Output(), 0
     try:
         with output.guarded():
@@ -96,7 +96,7 @@ def _versions() -> list[str]:
 
 
 def _without_megatron(command: str) -> Exception:
-    from ..mcore.installed import HOW_TO_GET
+    from ..mcore.environment import HOW_TO_GET
 
     return ValueError(f"{command} needs megatron-core, which is not installed. To get it: {HOW_TO_GET}.")
 

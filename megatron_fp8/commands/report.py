@@ -8,9 +8,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..files.disk import replace_file
+from ..files.atomic_io import replace_file
 from ..files.terminal import printable
-from .line import CommandParser, run
+from .cli_common import CommandParser, run
 
 if TYPE_CHECKING:
     from ..telemetry.advice import Advice

@@ -6,9 +6,9 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from ..files.disk import in_words, replace_file
+from ..files.atomic_io import in_words, replace_file
 from ..files.terminal import printable
-from .line import CommandParser, run
+from .cli_common import CommandParser, run
 
 HELP = """\
 Trains a byte-level BPE tokenizer on text and writes it as a Hugging Face tokenizers file, tokenizer.json. A model that is
@@ -55,7 +55,7 @@ def _tokenizer(options: Namespace) -> None:
     mcore.install()
     from ..train.data import bpe, corpus
     from ..train.data.records import files_of
-    from ..train.data.texts import look_at
+    from ..train.data.text_reader import look_at
 
     files = [file for path in options.data for file in files_of(Path(path))]
     look_at(files)

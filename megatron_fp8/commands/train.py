@@ -16,14 +16,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ..files.records import say_lacking
+from ..files.example_configs import example_configs
+from ..files.record_writer import warn_missing
 from ..files.resource_limits import limit_reached
-from ..files.shipped import shipped_configs
 from ..files.terminal import printable
 from ..train.exit_codes import EXIT_DONE, EXIT_FAILED
 from ..train.stop import AGAIN_S
-from .fitted import fitted
-from .line import refuse, warn_in_lines
+from .cli_common import refuse, warn_in_lines
+from .help_format import fit_help
 from .output import reader_may_leave
 
 USAGE = """\
@@ -78,7 +78,7 @@ _READER_LEFT = RuntimeError(
 def main(arguments: list[str]) -> int:
     """Run `megatron-fp8 train` with `arguments`; returns the exit code."""
     if "-h" in arguments or "--help" in arguments:
-        print(fitted(USAGE.replace("{SHIPPED}", ", ".join(shipped_configs()))))
+        print(fit_help(USAGE.replace("{SHIPPED}", ", ".join(example_configs()))))
         return EXIT_DONE
     debug = "--debug" in arguments
     # Before the first use of a GPU. With one queue a collective starts before the GEMM that overlaps it.
@@ -128,15 +128,15 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         lost = None
         if launch.world_size > 1:
-            from ..train.lost import lost_before_training
+            from ..train.collective_errors import lost_before_training
 
             lost = lost_before_training(error)
         code = EXIT_FAILED if lost else exit_code(error)
         return refuse(lost or in_words_of_the_run(error), debug=debug, tell=launch.meeting.tell, code=code)
     from ..mcore.checkpoint.saver import SaveError
     from ..train.checkpoints import checkpoint_before
+    from ..train.collective_errors import lost_rank
     from ..train.failure import TrainingFailed
-    from ..train.lost import lost_rank
 
     try:
         if trainer is None:
@@ -183,7 +183,7 @@ def prepare(arguments: list[str], launch: Any, stop: Any) -> Any:
     """Do all work before the first step: config, ranks, data, model, report. Return the trainer; None after a dry run."""
     run, config, tokenizer, vocab_size = settings(arguments, launch.world_size)
     from ..train.launch import parallel
-    from ..train.launch.facts import run_facts
+    from ..train.launch.config_consistency import run_facts
 
     parallel.check_layout(run.model, run.train, launch.world_size, launch.told)
     launch.meeting.agree(
@@ -199,18 +199,18 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     from ..mcore.iteration import set_training_length
     from ..mcore.sites import check_plan
     from ..telemetry import Telemetry
-    from ..train import binding, checkpoints, model
+    from ..train import checkpoint_compat, checkpoints, model
     from ..train.config.run_config import tokens_of_microbatch
     from ..train.data import datasets as data
-    from ..train.last_line import nothing_left
     from ..train.launch import parallel
-    from ..train.launch.facts import agree_on_inputs, data_fact
+    from ..train.launch.config_consistency import agree_on_inputs, data_fact
     from ..train.loop import Trainer
     from ..train.metrics import Display, MetricsWriter, lacks_validation, model_flops_per_token
     from ..train.report import build_report, format_report, write_report
-    from ..train.rewind import Rewinds
+    from ..train.rollback import Rollbacks
     from ..train.run_folder import RunFolders, naming
     from ..train.step import Stepper
+    from ..train.summary import nothing_left
 
     set_training_length(config, run.train.train_iters)
     if config.fp8_size_filter_tokens is None:
@@ -221,7 +221,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     chosen = None if run.dry_run else checkpoints.choose(run, tokenizer)
     with folders.remembering(chosen[0] if chosen is not None else None):
         if chosen is not None and data.holds_text(run.data):
-            binding.check_imported(run, chosen[1].facts)
+            checkpoint_compat.check_imported(run, chosen[1].facts)
         prefixes = data.find_data(run.data, tokenizer, run.train)
         agree_on_inputs("files", launch, prefixes, chosen, run.train.distributed_timeout_minutes * 60)
         data.check_data(prefixes, run.data, vocab_size)
@@ -244,7 +244,11 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
             folders.check_room(checkpoints.estimated_bytes(parameters["total"], config.params_dtype))
         content = parallel.on_first_rank(lambda: data_fact(prefixes))
         start = checkpoints.resume(run, chosen, tokenizer, chunks, optimizer, scheduler, content)
-    facts = {"tokenizer": binding.tokenizer_fact(tokenizer), "accepted": start.accepted, "data": content}
+    facts = {
+        "tokenizer": checkpoint_compat.tokenizer_fact(tokenizer),
+        "accepted": start.accepted,
+        "data": content,
+    }
     facts["job"] = job_name(os.environ)
     entropy = data.corpus_bigram_entropy(prefixes) if first else math.nan
     # From here on the run's folder changes, so no later line may refuse the input.
@@ -300,7 +304,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         def restore(found: Any) -> Any:
             return checkpoints.resume(run, found, tokenizer, chunks, optimizer, scheduler, content)
 
-        rewinds = Rewinds(
+        rewinds = Rollbacks(
             run.train.rewind_on_spike,
             run.checkpoint.save_interval,
             folders.checkpoints,
@@ -397,8 +401,8 @@ def _dry_run(stepper: Any, vocab_size: int, first: bool) -> None:
 
 def _train(trainer: Any) -> int:
     from ..train.failure import TrainingFailed
-    from ..train.last_line import last_line
     from ..train.launch.parallel import on_first_rank
+    from ..train.summary import summary_line
 
     start = time.perf_counter()
     if sys.__stderr__ is not None:
@@ -413,12 +417,12 @@ def _train(trainer: Any) -> int:
         try:
             summary = trainer.train()
         except BaseException:
-            say_lacking(_close(trainer))
+            warn_missing(_close(trainer))
             raise
         stop.ended()
         closed = _close(trainer)
         if trainer.display:
-            line = last_line(trainer, summary, time.perf_counter() - start)
+            line = summary_line(trainer, summary, time.perf_counter() - start)
             print(line, flush=True)
     lacking, unread = on_first_rank(lambda: (closed, line if stop.unread else ""))  # rank 0 writes them
     if unread:

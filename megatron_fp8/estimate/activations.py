@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from ..fp8_utils import get_fp8_align_size
 from ..numerics.rule import BLOCK_1X128
-from .attention_kept import of_attention
-from .kept import GPU, Bytes, Device, dropout, kept_rule, linear_input, norm, recomputed_modules
 from .model import Chunk, Layer, Model
+from .saved_attention import of_attention
+from .saved_tensors import GPU, Bytes, Device, dropout, kept_rule, linear_input, norm, recomputed_modules
 from .settings import Settings
 from .sites import OUTPUT, Plans
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from ..files.disk import in_words, read_ordinary
+from ..files.atomic_io import in_words, read_ordinary
 from ..files.strict_yaml import load_yaml
-from .benched import from_bench
+from .bench_peaks import from_bench
 from .model import Model
 from .peaks import Device, made, table, with_base
 

@@ -7,18 +7,18 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import off
+from . import calibration
 from .activations import of_chunk, working_set
-from .kept import CPU, GPU
+from .communication import of_stage as wire_of_stage
+from .communication_linear import Traffic
+from .iteration_time import StepTime, step_time
 from .parameters import Totals, totals
 from .peaks import Device
 from .pipeline import peak
+from .saved_tensors import CPU, GPU
 from .settings import Settings
 from .sites import Plans
 from .state import StateBytes, of_stage
-from .time import StepTime, step_time
-from .wire import of_stage as wire_of_stage
-from .wire_linear import Traffic
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Estimate:
                      "slowest_stage": time.slowest},
             "device": {**dataclasses.asdict(self.device), "chosen": self.chosen},
             "kind": "roofline from peaks, not a measurement",
-            "how_far_off": off.measured(),
+            "how_far_off": calibration.measured(),
         }  # fmt: skip
         return found
 

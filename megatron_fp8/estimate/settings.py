@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..files.data_option import data_as_paths
-from ..files.shipped import config_hint, find_config
+from ..files.example_configs import config_hint, find_config
 from ..files.strict_yaml import load_yaml
 from ..mcore.config.latent_fields import LATENT_RELATIONS
 from ..mcore.config.relations import RELATIONS

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from ..fp8_utils import get_fp8_recipe, is_first_last_bf16_layer
 from ..numerics.rule import Granularity, Rule
 from ..plan.overrides import Override
-from ..plan.resolve import Asked, choose
+from ..plan.resolve import SiteRequest, choose
 from ..plan.site_plan import SitePlan, bf16_site, chosen_site
 from ..recipe import RECIPES, Recipe
 from .model import Model
@@ -42,9 +42,9 @@ class Plans:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._asked: Asked | None = None
+        self._asked: SiteRequest | None = None
         if model.fp8:
-            self._asked = Asked(
+            self._asked = SiteRequest(
                 recipe=recipe_of(model),
                 reason="fp8 recipe of the config",
                 overrides=model.fp8_overrides,
@@ -141,7 +141,7 @@ def lives_as_fp8(settings: Settings, plan: SitePlan) -> bool:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredWeight:
     """Bytes of a quantised matrix.
 
     Attributes:
@@ -171,7 +171,7 @@ def side_scales(rule: Rule, rows: int, cols: int) -> int:
 
 def stored_weight(
     plan: SitePlan, n: int, k: int, *, both_contiguous: bool = False, keeps_columnwise: bool = True
-) -> Stored:
+) -> StoredWeight:
     """Bytes of a quantised weight [n, k], for the directions that its GEMMs read.
 
     Args:
@@ -185,9 +185,9 @@ def stored_weight(
     if rowwise is not None:
         codes, scales = n * k, side_scales(rowwise, n, k)
         if same and not keeps_columnwise:
-            return Stored(codes, scales)
+            return StoredWeight(codes, scales)
         if same and rowwise.granularity.symmetric:
-            return Stored(codes * (2 if both_contiguous else 1), scales)
+            return StoredWeight(codes * (2 if both_contiguous else 1), scales)
     if columnwise is not None:
         codes, scales = codes + n * k, scales + side_scales(columnwise, k, n)
-    return Stored(codes, scales)
+    return StoredWeight(codes, scales)

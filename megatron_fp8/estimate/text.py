@@ -6,12 +6,12 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from . import off
+from . import calibration
+from .communication_linear import Traffic
 from .estimate import Estimate
-from .fit import Fit
-from .payoff import Alike
+from .fp8_speedup import SiteGroup
+from .memory_fit import Fit
 from .peaks import Device
-from .wire_linear import Traffic
 
 WIDTH = 80
 
@@ -20,7 +20,7 @@ def shown(
     found: Estimate,
     bf16: Estimate | None,
     fits: Fit | None,
-    sites: Sequence[Alike],
+    sites: Sequence[SiteGroup],
     doubt: str | None = None,
     notes: Sequence[str] = (),
 ) -> str:
@@ -180,12 +180,12 @@ def _time(found: Estimate) -> str:
                 if assumed
                 else []
             ),
-            _wrapped(off.sentence(), "  "),
+            _wrapped(calibration.sentence(), "  "),
         ]
     )
 
 
-def _sites(found: Estimate, sites: Sequence[Alike]) -> str:
+def _sites(found: Estimate, sites: Sequence[SiteGroup]) -> str:
     if not found.settings.model.fp8:
         return ""
     rows: list[tuple[str, ...]] = [

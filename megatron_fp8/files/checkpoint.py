@@ -36,12 +36,12 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from .boxes import overlap
-from .disk import in_words, ordinary, read_ordinary, refuse_link_out
-from .elsewhere import named_elsewhere
+from .atomic_io import in_words, ordinary, read_ordinary, refuse_link_out
+from .checkpoint_pointer import note_checkpoint_folder
 from .folder_kind import what_to_give
+from .gc_pause import gc_paused
 from .manifest import LARGEST, MANIFEST, Manifest, NotAManifest, is_plain_name, parse
-from .uncollected import uncollected
+from .shard_overlap import overlap
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -62,7 +62,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (FileNotFoundError, NotADirectoryError):
         what = "there is no such folder"
         if folder.is_dir():
-            what = f"it has no manifest.json, and no checkpoint is in it.{named_elsewhere(folder)}"
+            what = f"it has no manifest.json, and no checkpoint is in it.{note_checkpoint_folder(folder)}"
         elif folder.exists():
             what = "it is a file"
         instead = what_to_give(folder) or "give a folder such as RUN_DIR/checkpoints/iter_0000100, or a run's"
@@ -325,7 +325,7 @@ class _MetadataUnpickler(pickle._Unpickler):
     dispatch[pickle.BUILD[0]] = load_build
 
 
-@uncollected()
+@gc_paused()
 @_report_removal
 def read_metadata(folder: Path) -> Any:
     """torch_dist's ``.metadata``; its ``state_dict_metadata`` has shape and dtype by tensor name.

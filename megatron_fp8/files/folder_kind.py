@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .disk import read_ordinary
+from .atomic_io import read_ordinary
 
 RUN_FILES = ("report.json", "metrics.jsonl", "telemetry.jsonl")
 """The folder of a run that has trained has at least one of these."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .disk import write_file
+from .atomic_io import write_file
 from .strict_json import load_json
 
 FORMAT, VERSION = "megatron_fp8 checkpoint", 3

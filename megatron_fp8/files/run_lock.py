@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .disk import in_words, read_ordinary
+from .atomic_io import in_words, read_ordinary
 from .strict_json import load_json
 
 LOCK = ".lock"

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from .disk import read_ordinary
+from .atomic_io import read_ordinary
 
 _LARGEST = 1 << 22
 """Limit in bytes of a hand-written file: a device has no end."""

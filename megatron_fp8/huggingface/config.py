@@ -2,7 +2,7 @@
 
 Both directions reject what the other side cannot express, by name and value of the field: an exported or
 imported model computes the same function, or the conversion fails. Experts, latent attention and rotary
-positions have separate modules (mixture.py, latent.py, rotary.py).
+positions have separate modules (moe.py, mla.py, rotary.py).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 from .architectures import ARCHITECTURES, REFUSED, Architecture
 from .config_types import check_types
-from .latent import check_latent, latent_config, latent_section
 from .layout import Heads
-from .mixture import check_experts, experts_config, experts_section
+from .mla import check_latent, latent_config, latent_section
+from .moe import check_experts, experts_config, experts_section
 from .rotary import rotary_config, rotary_section
 
 VOCABULARY_MULTIPLE = 128

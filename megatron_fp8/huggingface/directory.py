@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..files.disk import in_words, refuse_link_out, remedy, sync, write_file
+from ..files.atomic_io import in_words, refuse_link_out, remedy, sync, write_file
 from ..files.strict_json import load_json
 
 CONFIG, GENERATION = "config.json", "generation_config.json"

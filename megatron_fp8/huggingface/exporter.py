@@ -21,12 +21,12 @@ from ..inference.calibration import Calibration
 from ..numerics.formats import E4M3
 from ..numerics.rule import TENSOR, Rule
 from ..numerics.scaling import compute_scale_inv
-from ..plan.operands import Choices
+from ..plan.cast_spec import CastSpecs
 from ..plan.overrides import FORMATS, matching
 from ..recipe import Float8CurrentScaling
 from .architectures import Entry, entries, fused_latents, gemms, never_fp8
+from .aux_files import describe, write_companions
 from .block_scales import as_it_came, came_as_blocks, came_in_high_precision
-from .companions import describe, write_companions
 from .config import exported_architecture, heads_of
 from .directory import CONFIG, new_directory, read_json, write_tensors
 from .formats import WeightFormat, encode, quantization_config, weight_recipe, with_what_it_says
@@ -284,7 +284,7 @@ def _trained_in_bf16(site: str, section: dict[str, Any]) -> bool:
         SimpleNamespace(num_layers=section["num_layers"], **overrides), layer
     )
     some = Float8CurrentScaling()  # any recipe will do: a checkpoint's custom recipe code is not imported
-    choices = Choices(some, bf16_reason="first_last_layers_bf16" if at_an_end else None)
+    choices = CastSpecs(some, bf16_reason="first_last_layers_bf16" if at_an_end else None)
     for override in matching(site, section.get("fp8_overrides") or {}):
         choices.apply(override, None if override.value in ("bf16", *FORMATS) else some, "")
     return choices.operands()["fprop"]["weight"] is None

@@ -6,7 +6,7 @@
     RUN_DIR/tokenizer.json, ...             copied, with generation_config.json: first and last token of a
         text
 
-Tensors are read, converted and written one by one (incoming.py), so memory holds a few times the largest
+Tensors are read, converted and written one by one (import_plan.py), so memory holds a few times the largest
 tensor, not the model. Several ranks share the tensors (sharing.py). Training makes float32 masters from them,
 and BF16 or FP8 weights from the masters.
 """
@@ -23,11 +23,10 @@ from typing import Any
 import torch
 import yaml
 
+from ..files.atomic_io import write_file
 from ..files.checkpoint import Manifest
-from ..files.disk import write_file
 from ..train.data.tokenizers import load_tokenizer
 from .architectures import Entry, entries, fused_rows, layers_of_experts
-from .buildable import check_buildable
 from .config import architecture_of, model_section
 from .config_types import check_types
 from .directory import (
@@ -41,10 +40,11 @@ from .directory import (
     write_json,
 )
 from .formats import check_readable, is_companion, is_of_cache, left_out, scale_name
-from .incoming import Incoming, high_precision
-from .origin import FACT, Origin, floats_of, some
+from .import_plan import ImportPlan, high_precision
+from .preflight import check_buildable
 from .shapes import part_shapes
 from .sharing import Sharing
+from .source_metadata import FACT, SourceMetadata, floats_of, some
 
 LONGEST_SEQUENCE = 4096
 """Largest sequence length in an imported run's config, even if the model supports more."""
@@ -113,11 +113,11 @@ def import_directory(
         listed = sharing.each(lambda: _checked_entries(source, config, section, tensors))
         sharing.first(lambda: _check_copies(source, tensors, listed, section))
         halves = not config.get("rope_interleave", True)
-        incoming = sharing.each(lambda: Incoming(tensors, sharing.part(listed, tensors), section, halves))
+        incoming = sharing.each(lambda: ImportPlan(tensors, sharing.part(listed, tensors), section, halves))
         run = _run_config(config, section, tokenizer_file is not None, run_dir)
         sharing.first(lambda: _write_other_files(folder, source, config, run, tokenizer_file))
         sharing.see(folder / "config.yaml")
-        origin = Origin(floats_of(listed, tensors), sharing.union(incoming.lost))
+        origin = SourceMetadata(floats_of(listed, tensors), sharing.union(incoming.lost))
         _save(folder, incoming, {"run": run, FACT: origin.fact()}, progress, sharing)
         parameters = sharing.total(incoming.parameters())
         kept_scales = sharing.total(incoming.kept_scales)
@@ -244,7 +244,9 @@ def _are_equal(one: str, other: str, tensors: Tensors) -> bool:
     return torch.equal(pair[0].to(dtype), pair[1].to(dtype))
 
 
-def _notes(config: dict[str, Any], listed: list[Entry], tensors: Tensors, origin: Origin) -> list[str]:
+def _notes(
+    config: dict[str, Any], listed: list[Entry], tensors: Tensors, origin: SourceMetadata
+) -> list[str]:
     """Notes on what an export of the run will not reproduce from the directory."""
     found = [*origin.notes(listed), *left_out(config, tensors.names())]
     first = {entry.megatron: entry.parts[0] for entry in listed if not entry.copy}
@@ -317,7 +319,7 @@ def _run_config(
 
 
 def _save(
-    folder: Path, incoming: Incoming, facts: dict[str, Any], progress: Progress, sharing: Sharing
+    folder: Path, incoming: ImportPlan, facts: dict[str, Any], progress: Progress, sharing: Sharing
 ) -> None:
     """Write the weights as a checkpoint of iteration 0."""
     from ..mcore.checkpoint.saver import SaveError

@@ -14,8 +14,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ..files.disk import unseen
-from ..state.ranks import first_to_say, from_rank, total, union
+from ..files.atomic_io import unseen
+from ..state.collectives import first_rank_with, from_rank, total, union
 from .architectures import Entry
 from .directory import Tensors, new_directory, written
 
@@ -45,7 +45,7 @@ class Sharing:
             done.append(work())
         except (ValueError, OSError) as error:
             failed = error
-        if (found := first_to_say(failed)) is not None:
+        if (found := first_rank_with(failed)) is not None:
             raise found[1] if failed is None else failed
         return done[0]
 

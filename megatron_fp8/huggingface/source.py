@@ -19,10 +19,10 @@ from ..files.checkpoint import (
 )
 from ..plan.overrides import check_overrides
 from ..state.guard import as_overrides
-from ..state.saved import is_slot_key
+from ..state.state_dict import is_slot_key
 from ..train.config.model_fields import differences, kind_of
 from ..train.run_record import trained_beyond
-from .origin import FACT, Origin, origin_of
+from .source_metadata import FACT, SourceMetadata, source_metadata_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _NOT_MODEL = ("optimizer.", "rng.")
@@ -47,7 +47,7 @@ class Source:
     metadata: Any
     tokenizer: str | None
     notes: list[str]
-    origin: Origin = field(default_factory=Origin)
+    origin: SourceMetadata = field(default_factory=SourceMetadata)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,7 +103,7 @@ def open_source(path: Path, run: dict[str, Any] | None = None) -> Source:
         section["fp8_overrides"] = {**as_overrides(manifest.state), **(section.get("fp8_overrides") or {})}
     _check_types(folder, section, len(metadata.state_dict_metadata))
     try:
-        origin = origin_of(manifest.facts.get(FACT))
+        origin = source_metadata_of(manifest.facts.get(FACT))
     except ValueError as error:
         raise ValueError(f"the checkpoint {str(folder)!r} cannot be exported: {error}") from error
     notes = [*without_checksum(manifest), *trained_beyond(path, folder)]

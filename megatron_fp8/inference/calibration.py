@@ -29,14 +29,14 @@ import torch
 import torch.distributed as dist
 
 from ..files.argument_check import check_model
-from ..files.disk import in_words, read_ordinary
+from ..files.atomic_io import in_words, read_ordinary
 from ..files.strict_json import load_json
-from ..linear.share import weight_of
+from ..linear.shard import weight_of
 from ..numerics.formats import E4M3
 from ..numerics.rule import TENSOR, Rule
 from ..numerics.scaling import compute_scale, compute_scale_inv
-from ..plan.switch import fp8_disabled
-from ..state.ranks import checked_group, device_of, same_everywhere
+from ..plan.autocast_state import fp8_disabled
+from ..state.collectives import checked_group, device_of, same_everywhere
 
 FORMAT, VERSION = "megatron_fp8 calibration", 1
 TENSORS, RECORD = "calibration.safetensors", "calibration.json"

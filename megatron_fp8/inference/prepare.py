@@ -21,14 +21,14 @@ from typing import Any, TypeVar
 import torch
 
 from ..backends import emulated
-from ..linear.fitted import fitted, replaced_by
-from ..linear.site import GemmSite
+from ..linear.eval_weight_scale import fitted, replaced_by
+from ..linear.gemm_site import GemmSite
 from ..nn.experts import Fp8ExpertLinear
 from ..numerics.rule import Rule
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.site_plan import bf16_site
 from ..recipe import alignment, recipe_name
-from ..state.phases import Phases
+from ..state.precision_schedule import PrecisionSchedule
 from .calibration import Calibration, fp8_modules
 from .memory import model_bytes
 from .padding import Padding
@@ -254,11 +254,11 @@ def _prepare(
     site.weights.forget()
     # Removes the training's precision phases: inference is always FP8.
     if hasattr(linear, "fp8_sites"):  # an nn linear: copies, and other devices, have their own sites
-        linear.fp8_group.run_in(Phases())
+        linear.fp8_group.run_in(PrecisionSchedule())
         if static is not None:
             linear.fp8_sites.prepare(static)
     else:
-        site.state.phases = Phases()
+        site.state.phases = PrecisionSchedule()
         weight.quantised_by(replaced_by(weight.quantizer))
         if static is not None:
             static(site)

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ..backends.base import Quantized, Running
-from ..linear.site import GemmSite
+from ..backends.base import Quantized, RunningAmax
+from ..linear.gemm_site import GemmSite
 from ..numerics.rule import ROW, TENSOR, Direction, Rule
 from ..quantizer import Quantizer
 from ..state.arena import Slot
@@ -43,7 +43,7 @@ class StaticQuantizer(Quantizer):
         return self._cast, self.scale
 
     def quantize(
-        self, x: torch.Tensor, direction: Direction, *, running: Running | None = None, **_: Any
+        self, x: torch.Tensor, direction: Direction, *, running: RunningAmax | None = None, **_: Any
     ) -> Quantized:
         """x [rows, cols] with the static scale, rowwise only: a forward pass needs no columnwise codes."""
         assert direction == "rowwise", "static scales are for inference, which has no backward"

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.cpu.pages import in_huge_pages
+from ..kernels.cpu.huge_pages import in_huge_pages
 from ..params.fp8_parameter import Fp8Parameter, _Stored
 from ..quantizer import Quantizer
 from ..tensor import Float8Tensor, QuantizedSide

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from ..files.disk import replace_file
+from ..files.atomic_io import replace_file
 from ..nn.state_dict import fp8_state_dict, load_fp8_state_dict
 from ..nn.step import fp8_step
 

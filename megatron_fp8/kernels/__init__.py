@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from .readiness import refusal
+from .triton_support import refusal
 
 P = ParamSpec("P")
 Result = TypeVar("Result")

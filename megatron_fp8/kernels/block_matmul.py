@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..numerics.formats import format_of
 from . import on_its_device
-from .elements import COMPILED, decode, narrow, widen
+from .device_math import COMPILED, decode, narrow, widen
 from .tiles import is_e4m3
 
 BLOCK = 128

@@ -14,7 +14,7 @@ import torch
 from ..numerics import cast as reference
 from ..numerics import scaling
 from ..numerics.formats import FloatFormat
-from .cpu import block_amax, loops
+from .cpu import block_amax, emulation
 
 
 def in_memory(x: torch.Tensor) -> torch.Tensor:
@@ -30,8 +30,8 @@ def cast(
     x: torch.Tensor, scale: torch.Tensor | None, fmt: FloatFormat, *, bounded: bool = False
 ) -> torch.Tensor:
     """Codes of ``x * scale``: arguments, result and errors as of ``numerics.cast.cast``."""
-    if (scale is None or scale.numel() == 1) and x.dtype in loops.FLOATS and loops.usable(x):
-        return loops.cast(x, scale, (0, 0), fmt.dtype)
+    if (scale is None or scale.numel() == 1) and x.dtype in emulation.FLOATS and emulation.usable(x):
+        return emulation.cast(x, scale, (0, 0), fmt.dtype)
     return reference.cast(x, scale, fmt, bounded=bounded)
 
 
@@ -44,8 +44,8 @@ def cast_blocks(
         scale: float32 [ceil(M / rows), ceil(N / cols)], finite and positive.
         bounded: as in ``cast``.
     """
-    if x.dtype in loops.FLOATS and loops.usable(x):
-        return loops.cast(x, scale, (rows, cols), fmt.dtype)
+    if x.dtype in emulation.FLOATS and emulation.usable(x):
+        return emulation.cast(x, scale, (rows, cols), fmt.dtype)
     blocks = scaling.blocked(x, rows, cols)
     codes = reference.cast(blocks, scale[:, None, :, None], fmt, bounded=bounded)
     padded = (blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
@@ -58,9 +58,9 @@ def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32, *, finite: b
     """The real numbers that codes stand for: as ``numerics.cast.decode``."""
     if codes.ndim == 2 and not codes.is_contiguous() and codes.t().is_contiguous():
         return decode(codes.t(), dtype, finite=finite).t()
-    if loops.usable(codes):
+    if emulation.usable(codes):
         wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        return loops.decode(codes, None, (0, 0), wide).to(dtype)
+        return emulation.decode(codes, None, (0, 0), wide).to(dtype)
     return reference.decode(codes, dtype, finite=finite)
 
 
@@ -68,17 +68,17 @@ def decode_blocks(
     codes: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor | None:
     """Codes times the scale (float32 or E8M0) of their block, rounded once to dtype; None where C does not do it."""
-    if dtype not in (torch.bfloat16, torch.float32) or not loops.usable(codes):
+    if dtype not in (torch.bfloat16, torch.float32) or not emulation.usable(codes):
         return None
     scale = scale_inv if scale_inv.dtype == torch.float32 else e8m0_to_scale_inv(scale_inv.view(torch.uint8))
-    return loops.decode(codes, scale, block, dtype)
+    return emulation.decode(codes, scale, block, dtype)
 
 
 def block_amaxes(
     x: torch.Tensor, blocks: Sequence[tuple[int, int]]
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """The amax of every block, and how many elements are NaN or Inf: as ``numerics.scaling.block_amaxes``."""
-    if x.numel() and x.dtype in loops.FLOATS and loops.usable(x):
+    if x.numel() and x.dtype in emulation.FLOATS and emulation.usable(x):
         amaxes, total = block_amax.block_amaxes(x, blocks)
         return amaxes, torch.tensor(total, dtype=torch.int64, device="cpu") if total else None
     return scaling.block_amaxes(x, blocks)
@@ -88,16 +88,18 @@ def compute_e8m0(amax: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """MX block scales: as ``numerics.scaling.compute_e8m0``."""
     return (
         block_amax.e8m0_of_amax(amax, fmt.max_exponent)
-        if loops.usable(amax)
+        if emulation.usable(amax)
         else scaling.compute_e8m0(amax, fmt)
     )
 
 
 def e8m0_to_scale_inv(e8m0: torch.Tensor) -> torch.Tensor:
     """float32 2^(e8m0 - 127): as ``numerics.scaling.e8m0_to_scale_inv``."""
-    return block_amax.power_of_e8m0(e8m0, False) if loops.usable(e8m0) else scaling.e8m0_to_scale_inv(e8m0)
+    return (
+        block_amax.power_of_e8m0(e8m0, False) if emulation.usable(e8m0) else scaling.e8m0_to_scale_inv(e8m0)
+    )
 
 
 def e8m0_to_scale(e8m0: torch.Tensor) -> torch.Tensor:
     """float32 2^(127 - e8m0): as ``numerics.scaling.e8m0_to_scale``."""
-    return block_amax.power_of_e8m0(e8m0, True) if loops.usable(e8m0) else scaling.e8m0_to_scale(e8m0)
+    return block_amax.power_of_e8m0(e8m0, True) if emulation.usable(e8m0) else scaling.e8m0_to_scale(e8m0)

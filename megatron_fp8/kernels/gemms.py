@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .codes import in_memory
-from .cpu import loops, products
+from .cpu import emulation, products
 
 
 def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -31,8 +31,8 @@ def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
     # Other classes, such as fake tensors, have no memory of their own.
     if {type(a), type(b)} - {torch.Tensor, torch.nn.Parameter}:
         return False
-    large = a.numel() + b.numel() >= loops.MIN_PRODUCT
-    return large and a.is_cpu and b.is_cpu and loops.has_matmul()
+    large = a.numel() + b.numel() >= emulation.MIN_PRODUCT
+    return large and a.is_cpu and b.is_cpu and emulation.has_matmul()
 
 
 @cache

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from . import on_its_device
-from .elements import FLT_MAX, as_bits, scale_of
+from .device_math import FLT_MAX, as_bits, scale_of
 
 NUMBERS = 2048
 """So many entries of blocks one program reads, of 16 to 64 slots."""
@@ -42,8 +42,8 @@ def update_delayed(
         scale: float32 [n].
         index: int64 [k], where in running and scale each slot is.
         head: int64 [k], where in its history each slot's running entry is.
-        history: float32 [blocks, k, block], maxima: float32 [blocks, k], contiguous: a ring a slot (state/rings.py).
-        fp8_max: float32 [k], each slot's largest code, so that formats may share a launch.
+        history: float32 [blocks, k, block], maxima: float32 [blocks, k], contiguous: a ring a slot
+        (state/amax_ring_buffer.py). fp8_max: float32 [k], each slot's largest code, so that formats may share a launch.
         length: entries of a ring.
         margin, epsilon: as in scaling.compute_scale.
         most_recent: the scale is made of the running amax alone, else of the largest in the history.

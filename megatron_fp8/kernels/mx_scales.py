@@ -2,8 +2,8 @@
 
 Scale (i, j) lies at byte ((i // 128) * tiles_across + j // 4) * 512 + (i % 32) * 16 + (i % 128 // 32) * 4 + j % 4, and
 2^0 around the matrix: a NaN there would meet codes of zero. The cast of a linear's operand writes its scales so
-(passes.quantize_tiles, ``tiled_at``). ``tile_scales`` is for all others: gathered shards, FP8 parameters, and scales of
-128-wide blocks, which are those of four 1x32 blocks each.
+(quantize_kernels.quantize_tiles, ``tiled_at``). ``tile_scales`` is for all others: gathered shards, FP8 parameters, and
+scales of 128-wide blocks, which are those of four 1x32 blocks each.
 
 Source: NVIDIA cuBLAS documentation, "Scaling factors layouts".
 """
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from . import on_its_device
-from .elements import INF, as_bits
+from .device_math import INF, as_bits
 
 WIDTH = 32
 """Columns of an MX block."""

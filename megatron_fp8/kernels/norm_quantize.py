@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from . import on_its_device
-from .elements import divide, square_root, widen
-from .sources import TileSource, unit_stride
+from .device_math import divide, square_root, widen
+from .tile_loaders import TileSource, unit_stride
 
 
 class Normalized(TileSource):

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..numerics.formats import FloatFormat
 from . import on_its_device
-from .elements import INF, count_nonfinite, encode, magnitudes, narrow, record, widen, without_nan
+from .device_math import INF, count_nonfinite, encode, magnitudes, narrow, record, widen, without_nan
 from .tiles import Tile, grid_of, is_e4m3, place
 
 SIDE = 128

@@ -31,10 +31,10 @@ import torch
 
 from ..numerics.formats import FloatFormat
 from ..numerics.rule import Direction, ScaleKind
-from .elements import kind_for
-from .launch import launch
+from .device_math import kind_for
+from .launch_cache import launch
 from .mx_scales import tiled_size
-from .passes import (
+from .quantize_kernels import (
     cast_rows,
     cast_tensor,
     find_amaxes,
@@ -42,8 +42,8 @@ from .passes import (
     quantize_tiles,
     write_values,
 )
-from .sources import Plain, TileSource
 from .swiglu_quantize import Swiglu, SwigluGradient
+from .tile_loaders import Plain, TileSource
 from .tiles import Tile, codes_like, grid_of, is_e4m3
 
 TENSOR_TILE = Tile(128, 64, 4)

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from . import on_its_device
-from .elements import widen
-from .sources import TileSource, sigmoid, unit_stride
+from .device_math import widen
+from .tile_loaders import TileSource, sigmoid, unit_stride
 
 
 class Swiglu(TileSource):
@@ -62,7 +62,7 @@ class SwigluGradient(TileSource):
         super().__init__(x.shape[0], x.shape[1], unit_stride(dy), unit_stride(x), _per_token(weights))
 
     def halves(self) -> dict[str, Any]:
-        """What a kernel takes first that computes both halves at once (``sources.load_halves``)."""
+        """What a kernel takes first that computes both halves at once (``tile_loaders.load_halves``)."""
         names = ("x", "x_stride", "first", "first_stride", "second", "rows", "WEIGHTED")
         return {name: self.arguments()[name] for name in names} | {"half": self.cols // 2}
 

@@ -55,13 +55,13 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..state.iteration import LATER, in_backward, recorded
 from ..tensor import Operand, QuantizedSide
-from .passes import Call, backward, forward, keeps_codes
-from .recording import LateRecord, came_back, counted_forward
-from .registry import site_by_handle
-from .saved_layout import SideLayout
-from .site import GemmSite
+from .compile_handles import site_by_handle
+from .gemm_site import GemmSite
+from .linear_ops import Call, backward, forward, keeps_codes
+from .recording import DeferredRecord, came_back, counted_forward
+from .saved_tensor_layout import SideLayout
 from .tensor_parallel import TensorParallel
-from .weight_again import columnwise_of, stamp_of, was_training
+from .weight_requantize import columnwise_of, stamp_of, was_training
 
 # The first versions of torch that this runs on lack the tag.
 _KEPT_OUT_OF_GRAPHS = hasattr(torch.Tag, "cudagraph_unsafe")
@@ -154,11 +154,11 @@ def linear(
     number: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y [..., N] of x [..., K] and weight [N, K]; codes [K, tokens] and scales of x's columnwise side if ``keeps``, else
-    empty; what ``stamp_of`` gives; and what ``LateRecord.saved`` does, or empty ones.
+    empty; what ``stamp_of`` gives; and what ``DeferredRecord.saved`` does, or empty ones.
 
     Args:
         site: int64 [] on the CPU, a GemmSite's handle.
-        layout: its saved_layout (registry.Traced).
+        layout: its saved_layout (compile_handles.CompileHandle).
         tp: the communication, from ``_describe``.
         training: the layer's mode.
         when: the forward is recorded: NOW, LATER or NEVER.
@@ -195,13 +195,13 @@ def _(x, weight, bias, site, layout, tp, keeps, training, when, number):
     return y, lies.codes(*size).empty(x.device), lies.scales(*size).empty(x.device), *others
 
 
-def saved_record(late: LateRecord | None, x: Tensor) -> tuple[Tensor, Tensor]:
+def saved_record(late: DeferredRecord | None, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns ``late.saved()``; empty tensors where there is no late record."""
     return empty_record(x, 0) if late is None else late.saved()
 
 
 def empty_record(x: Tensor, sites: int) -> tuple[Tensor, Tensor]:
-    """Returns uninitialised tensors in the shapes of ``LateRecord.saved`` for this many sites."""
+    """Returns uninitialised tensors in the shapes of ``DeferredRecord.saved`` for this many sites."""
     measured = x.new_empty((sites, 2, 2), dtype=torch.float32)
     return measured, torch.empty(7 if sites else 0, dtype=torch.int64, device="cpu")
 
@@ -281,7 +281,7 @@ def linear_backward(
     parameter, needs = found.traced.parameter(weight), (needs_dgrad, needs_wgrad)
     came_back(found.state)
     if len(counted):
-        LateRecord.restored(measured, counted).record([found])
+        DeferredRecord.restored(measured, counted).record([found])
     done = backward(dy, saved_x, saved_w, parameter, call, needs, bias_dtype)
     empty = dy.new_empty(0)
     dx = empty if done.dx is None else done.dx.view(*_dx_shape(dy, call.tp), weight.shape[1])
@@ -365,7 +365,7 @@ def check_recomputed(site: GemmSite) -> None:
         raise RuntimeError(
             f"{site.plan.name}: FP8 was switched off, or to another recipe, around a compiled forward, and its"
             " recomputation, which finds what is said in the backward, would not run so: checkpoint"
-            " megatron_fp8.plan.switch.remember_fp8(function) in place of the compiled function"
+            " megatron_fp8.plan.autocast_state.remember_fp8(function) in place of the compiled function"
         )
 
 

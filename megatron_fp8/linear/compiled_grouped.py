@@ -5,7 +5,8 @@
 
 How many tokens each expert gets is a tensor on the CPU, which is read as an operator runs: a graph holds for all numbers,
 and knows only how many tokens there are together. So what is saved of them lies in two tensors of known sizes
-(packed.py). All else is as compiled.py says: what crosses as an argument, what a graph does not see, what was rejected.
+(saved_expert_activations.py). All else is as compiled.py says: what crosses as an argument, what a graph does not see,
+what was rejected.
 
 Experts that save by other layouts than each other, one of them with another recipe or with wgrad in high precision, save
 the tokens themselves, from which wgrad's codes are made in the backward.
@@ -21,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..plan.switch import without_autocast
+from ..plan.autocast_state import without_autocast
 from ..state.iteration import LATER, in_backward, recorded
 from ..tensor import Operand
-from . import stacked
+from . import uniform_experts
 from .compiled import (
     TAGS,
     beside,
@@ -35,14 +36,14 @@ from .compiled import (
     saved_record,
     site_of,
 )
-from .grouped_passes import Each, Forward, Group, check_numbers, forward, gradients
-from .packed import Packed, PackedLayout
-from .passes import Call
-from .recording import LateRecord, came_back, counted_forward
-from .saved_layout import SideLayout
-from .site import GemmSite
+from .gemm_site import GemmSite
+from .grouped_ops import Each, Forward, Group, check_numbers, forward, gradients
+from .linear_ops import Call
+from .recording import DeferredRecord, came_back, counted_forward
+from .saved_expert_activations import SavedExperts, SavedExpertsLayout
+from .saved_tensor_layout import SideLayout
 from .tensor_parallel import ALONE
-from .weight_again import columnwise_of, stamps_of, was_training
+from .weight_requantize import columnwise_of, stamps_of, was_training
 
 
 def traced_grouped_linear(
@@ -85,8 +86,8 @@ def grouped_linear(
     when: str,
     number: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y [T, N] of x [T, K] and weights [N, K]; codes and scales of x's columnwise sides as PackedLayout has them, if
-    ``keeps``, else empty; what ``stamps_of`` gives; and what ``LateRecord.saved`` does, or empty ones.
+    """y [T, N] of x [T, K] and weights [N, K]; codes and scales of x's columnwise sides as SavedExpertsLayout has them,
+    if ``keeps``, else empty; what ``stamps_of`` gives; and what ``DeferredRecord.saved`` does, or empty ones.
 
     Args:
         counts: whole numbers [experts] on the CPU, the tokens of each.
@@ -120,22 +121,24 @@ def _numbers(name: str, counts: Tensor, rows: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def _nothing(x: Tensor) -> Packed:
-    return Packed(x.new_empty(0), x.new_empty(0))
+def _nothing(x: Tensor) -> SavedExperts:
+    return SavedExperts(x.new_empty(0), x.new_empty(0))
 
 
-def _packed(done: Forward, x: Tensor, tokens: Sequence[int], layout: str) -> Packed:
-    if isinstance(done.x, stacked.Operands):
-        return stacked.packed(done.x)
+def _packed(done: Forward, x: Tensor, tokens: Sequence[int], layout: str) -> SavedExperts:
+    if isinstance(done.x, uniform_experts.Operands):
+        return uniform_experts.packed(done.x)
     sides: Any = done.x
-    return PackedLayout(SideLayout.parse(layout), x.shape[1]).pack(sides, tokens, x.device)
+    return SavedExpertsLayout(SideLayout.parse(layout), x.shape[1]).pack(sides, tokens, x.device)
 
 
 @grouped_linear.register_fake
 def _(x, weights, counts, sites, layout, keeps, training, when, number):
     packed = _nothing(x)
     if keeps:
-        packed = PackedLayout(SideLayout.parse(layout), x.shape[1]).empty(x.shape[0], len(weights), x.device)
+        packed = SavedExpertsLayout(SideLayout.parse(layout), x.shape[1]).empty(
+            x.shape[0], len(weights), x.device
+        )
     stamps = torch.empty(len(weights), 2, dtype=torch.int64, device="cpu")
     return (
         x.new_empty(x.shape[0], weights[0].shape[0]),
@@ -215,14 +218,14 @@ def grouped_linear_backward(
     parameters = [site.traced.parameter(weight) for site, weight in zip(found, weights, strict=True)]
     came_back(found[0].state)
     if len(counted):
-        LateRecord.restored(measured, counted).record(found)
+        DeferredRecord.restored(measured, counted).record(found)
     with without_autocast(dy.device):
-        as_one = len(set(needs_wgrad)) == 1 and stacked.alike(calls)
-        held = stacked.weights_held(weights, stamps, calls) if as_one and needs_dgrad else None
+        as_one = len(set(needs_wgrad)) == 1 and uniform_experts.alike(calls)
+        held = uniform_experts.weights_held(weights, stamps, calls) if as_one and needs_dgrad else None
         saved_w: Each | None = held
         if needs_dgrad and held is None:
             as_one, saved_w = False, _weights_again(group, weights, stamps, weight_scales)
-        packed = PackedLayout(SideLayout.parse(layout), weights[0].shape[1]) if len(kept) == 2 else None
+        packed = SavedExpertsLayout(SideLayout.parse(layout), weights[0].shape[1]) if len(kept) == 2 else None
         saved_x = _saved_tokens(group, kept, packed, dy.dtype, as_one=as_one)
         dx, grads = gradients(dy, saved_x, saved_w, parameters, group, needs_dgrad, needs_wgrad)
     return [dy.new_empty(0) if grad is None else grad for grad in (dx, *grads)]
@@ -237,15 +240,15 @@ def _weights_again(
 
 
 def _saved_tokens(
-    group: Group, kept: list[Tensor], packed: PackedLayout | None, dtype: torch.dtype, *, as_one: bool
+    group: Group, kept: list[Tensor], packed: SavedExpertsLayout | None, dtype: torch.dtype, *, as_one: bool
 ) -> Each | None:
     """wgrad's operands of the tokens: None, the tokens themselves, or their codes; ``as_one`` these in a stack."""
     if packed is None:
         parts = [part for x in kept for part in x.split(list(group.tokens))]
         return [part.t() if len(part) else None for part in parts] or None
-    whole = packed.checked(Packed(*kept), group.tokens)
+    whole = packed.checked(SavedExperts(*kept), group.tokens)
     if as_one:
-        return stacked.unpacked(whole, packed.features, group.tokens, dtype, group.calls)
+        return uniform_experts.unpacked(whole, packed.features, group.tokens, dtype, group.calls)
     return packed.unpack(whole, group.tokens)
 
 

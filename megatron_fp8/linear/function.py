@@ -1,6 +1,6 @@
 """The linear layer: three GEMMs, what is saved between them, and who may trace them.
 
-passes.py computes; this file is its autograd function. Saved for backward: the input's columnwise codes (one byte
+linear_ops.py computes; this file is its autograd function. Saved for backward: the input's columnwise codes (one byte
 a value, and scales) and the weight's, not BF16. The function is told its GEMMs (a GemmSite) and its communication (a
 TensorParallel); it chooses neither. Rejected: the forty loose arguments and the flags for every kernel that such
 functions grow elsewhere.
@@ -19,16 +19,16 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..params.fp8_parameter import Fp8Parameter
-from ..plan.switch import is_watched, without_autocast
+from ..plan.autocast_state import is_watched, without_autocast
 from ..state.iteration import NOW, recorded
-from .coded_tokens import CodedTokens
-from .derivative import guard
-from .passes import Call, backward, for_gradient, forward
-from .recording import LateRecord, came_back, counted_forward
+from .double_backward_guard import guard
+from .gemm_site import GemmSite
+from .linear_ops import Call, backward, for_gradient, forward
+from .quantized_activation import QuantizedActivation
+from .recording import DeferredRecord, came_back, counted_forward
 from .saved_operands import AGAIN, Facts, SavedOperand, Spec, check_given_back, facts_of
-from .site import GemmSite
 from .tensor_parallel import ALONE, TensorParallel
-from .weight_again import columnwise_of, stamp_of
+from .weight_requantize import columnwise_of, stamp_of
 
 
 def fp8_linear(
@@ -45,7 +45,8 @@ def fp8_linear(
     """y = x @ weight^T + bias with the GEMMs of ``site``.
 
     Args:
-        x: [..., K]; leading dimensions are tokens. With column and sequence parallelism: this rank's tokens. CodedTokens
+        x: [..., K]; leading dimensions are tokens. With column and sequence parallelism: this rank's tokens.
+        QuantizedActivation
             are multiplied as they are.
         weight: [N, K], this rank's part. If it has ``main_grad``, wgrad (float32) is added to it and the autograd
             gradient is an uninitialised dummy, as Megatron-Core's DistributedDataParallel expects of a fused wgrad.
@@ -82,7 +83,7 @@ def fp8_linear(
         if isinstance(weight, Fp8Parameter):
             return break_graph(_eager_linear, *eager)
         return traced_linear(*eager[:5], training=training, save_original_input=save_original_input)
-    if isinstance(weight, Fp8Parameter) or isinstance(x, CodedTokens):  # no operator takes these
+    if isinstance(weight, Fp8Parameter) or isinstance(x, QuantizedActivation):  # no operator takes these
         if site.state.capturing or not is_watched(x, weight):
             return _eager_linear(*eager)
         with _disable_current_modes():
@@ -151,7 +152,7 @@ def _eager_linear(
 
 
 def _linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call, late: LateRecord | None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call, late: DeferredRecord | None
 ) -> torch.Tensor:
     if torch.is_grad_enabled():
         return _LinearFunction.apply(x, weight, bias, _Options(call, True, late))
@@ -170,7 +171,7 @@ def _few_tokens(
 
     Nothing is counted nor recorded.
     """
-    if not isinstance(weight, Fp8Parameter) or isinstance(x, CodedTokens) or tp.sequence_parallel:
+    if not isinstance(weight, Fp8Parameter) or isinstance(x, QuantizedActivation) or tp.sequence_parallel:
         return None
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         return None
@@ -201,7 +202,7 @@ class _Options(NamedTuple):
 
     call: Call
     grad_enabled: bool
-    late: LateRecord | None
+    late: DeferredRecord | None
 
 
 class _LinearFunction(torch.autograd.Function):

@@ -9,11 +9,11 @@ as a linear that is called alone. So no amax is shared between experts, no block
 histories, checkpoints and reports are those of the experts called one after the other, to the bit. What is gained are
 the calls: a backend's ``grouped_gemm`` multiplies all experts in one, and the emulated one casts what is cast in a
 forward, and in a backward, in one (``cast_each``). Where nothing sets an expert apart, Python does little for each
-(stacked.py). Of an expert without tokens nothing is cast but the weight, whose amax a history may want, and nothing is
-multiplied. Experts that a plan or an experiment treats in another way (one of them in BF16, a gradient in high precision)
-are multiplied alone, beside the others.
+(uniform_experts.py). Of an expert without tokens nothing is cast but the weight, whose amax a history may want, and
+nothing is multiplied. Experts that a plan or an experiment treats in another way (one of them in BF16, a gradient in high
+precision) are multiplied alone, beside the others.
 
-grouped_passes.py computes; this file is its autograd function. While torch.compile traces, or a dispatch mode is on, the
+grouped_ops.py computes; this file is its autograd function. While torch.compile traces, or a dispatch mode is on, the
 same passes are two opaque operators (compiled_grouped.py), to which the numbers of tokens are a tensor that nobody reads
 before they run.
 
@@ -31,20 +31,20 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..params.fp8_parameter import Fp8Parameter
-from ..plan.switch import without_autocast
+from ..plan.autocast_state import without_autocast
 from ..state.iteration import recorded
 from ..tensor import Operand, Sides
-from . import stacked
-from .coded_tokens import CodedTokens
-from .derivative import first_derivative_only
+from . import uniform_experts
+from .double_backward_guard import first_derivative_only
 from .function import check_devices, refuse_tangents, refuse_tracers
-from .grouped_passes import Group, check_numbers, forward, gradients
-from .passes import Call, for_gradient
-from .recording import LateRecord, came_back, counted_forward
+from .gemm_site import GemmSite
+from .grouped_ops import Group, check_numbers, forward, gradients
+from .linear_ops import Call, for_gradient
+from .quantized_activation import QuantizedActivation
+from .recording import DeferredRecord, came_back, counted_forward
 from .saved_operands import AGAIN, SavedOperand, given_back, save
-from .site import GemmSite
 from .tensor_parallel import ALONE
-from .weight_again import columnwise_of, stamp_of
+from .weight_requantize import columnwise_of, stamp_of
 
 Tokens = Sequence[int] | torch.Tensor
 """Each expert's number of tokens: whole numbers, or an integer tensor [experts], best on the CPU: there it is read."""
@@ -63,7 +63,7 @@ def grouped_linear(
     """y_e = x_e @ weight_e^T for every expert e, with the GEMMs of ``sites[e]``; the bits of ``fp8_linear`` of each.
 
     Args:
-        x: [T, K], the tokens of all experts, expert by expert; CodedTokens are multiplied as they are.
+        x: [T, K], the tokens of all experts, expert by expert; QuantizedActivation are multiplied as they are.
         weights: [N, K] each; one with ``main_grad`` has its gradient added there, as of ``fp8_linear``.
         tokens: T_e, any of which may be 0. Of a tensor torch.compile makes one graph for all numbers; one on the CPU is
             read without a wait, one on a GPU is copied from there first, once a call.
@@ -83,7 +83,9 @@ def grouped_linear(
     refuse_tracers(sites[0])
     fresh = [False] * len(sites) if fresh_weights is None else list(fresh_weights)
     eager = (x, weights, tokens, sites, training, fresh, save_original_input)
-    in_codes = isinstance(x, CodedTokens) or any(isinstance(weight, Fp8Parameter) for weight in weights)
+    in_codes = isinstance(x, QuantizedActivation) or any(
+        isinstance(weight, Fp8Parameter) for weight in weights
+    )
     if torch.compiler.is_compiling():
         from .compiled import break_graph  # loads torch's compiler
         from .compiled_grouped import traced_grouped_linear
@@ -128,7 +130,7 @@ def _eager_grouped_linear(
 
 
 def _grouped_linear(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], group: Group, late: LateRecord | None
+    x: torch.Tensor, weights: Sequence[torch.Tensor], group: Group, late: DeferredRecord | None
 ) -> torch.Tensor:
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         return _GroupedFunction.apply(x, _Way(group, torch.is_grad_enabled(), late), *weights)
@@ -196,7 +198,7 @@ class _Way(NamedTuple):
 
     group: Group
     grad_enabled: bool
-    late: LateRecord | None
+    late: DeferredRecord | None
 
 
 class _GroupedFunction(torch.autograd.Function):
@@ -206,8 +208,8 @@ class _GroupedFunction(torch.autograd.Function):
         ctx.group, ctx.weights, ctx.stacked = way.group, [for_gradient(weight) for weight in weights], None
         ctx.late = way.late
         done = forward(x, weights, way.group, needs_wgrad)
-        if isinstance(done.weights, stacked.Operands):
-            ctx.stacked, tensors = stacked.Saved(done.x, done.weights).taken_apart()  # type: ignore[arg-type]
+        if isinstance(done.weights, uniform_experts.Operands):
+            ctx.stacked, tensors = uniform_experts.Saved(done.x, done.weights).taken_apart()  # type: ignore[arg-type]
             save(ctx, tensors)
             return done.y
         assert isinstance(done.x, list)

@@ -16,8 +16,8 @@ from ..quantizer import measure
 from ..state.fp8_state import Fp8State
 from ..state.iteration import NEVER, in_backward, recorded
 from ..state.observer import SeenLinear
+from .gemm_site import GemmSite
 from .recording import came_back
-from .site import GemmSite
 
 
 def record_high_precision(

@@ -13,14 +13,14 @@ from ..quantizer import measure
 from ..state.counts import IterationCounts
 from ..state.fp8_state import Fp8State
 from ..state.iteration import LATER, NEVER, NOW, in_backward
-from .coded_tokens import CodedTokens
-from .site import GemmSite
+from .gemm_site import GemmSite
+from .quantized_activation import QuantizedActivation
 
 _restored: set[StorageWeakRef] = set()
 """Memory of restored records that were made: a retained graph gives a second backward the same tensors."""
 
 
-class LateRecord:
+class DeferredRecord:
     """What the backward of an evaluation-mode forward records of that forward.
 
     Attributes:
@@ -37,7 +37,7 @@ class LateRecord:
     @classmethod
     def of(
         cls, sites: Sequence[GemmSite], inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
-    ) -> LateRecord:
+    ) -> DeferredRecord:
         """Measures each site's input [..., K] and weight [N, K]; the caller sets ``counts`` after the forward."""
         measured = [_measure(x) for pair in zip(inputs, weights, strict=True) for x in pair]
         return cls(torch.stack(measured).view(-1, 2, 2), IterationCounts(), sites[0].state.must_end_first)
@@ -48,7 +48,7 @@ class LateRecord:
         return self.measured, torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     @classmethod
-    def restored(cls, measured: torch.Tensor, numbers: torch.Tensor) -> LateRecord:
+    def restored(cls, measured: torch.Tensor, numbers: torch.Tensor) -> DeferredRecord:
         """Returns the record that ``saved`` took apart."""
         *counts, after_step = numbers.tolist()
         record = cls(measured, IterationCounts(*counts), bool(after_step))
@@ -81,7 +81,7 @@ def _measure(x: torch.Tensor) -> torch.Tensor:
     """``measure`` of a tensor; tokens in codes are decoded first, and an FP8 parameter knows what its cast measured."""
     if isinstance(x, Fp8Parameter):
         return x.measured
-    return measure(x.side.dequantize(torch.float32) if isinstance(x, CodedTokens) else x)
+    return measure(x.side.dequantize(torch.float32) if isinstance(x, QuantizedActivation) else x)
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def counted_forward(
     *,
     training: bool,
     when: str,
-) -> Iterator[tuple[bool, LateRecord | None]]:
+) -> Iterator[tuple[bool, DeferredRecord | None]]:
     """A context around the forward of one linear, or of a layer's experts, that counts it by the rules.
 
     Args:
@@ -103,7 +103,7 @@ def counted_forward(
     Yields:
         Whether casts record in slots, and what the backward records later; its counts are set on leaving.
     """
-    late = LateRecord.of(sites, inputs, weights) if when == LATER else None
+    late = DeferredRecord.of(sites, inputs, weights) if when == LATER else None
     with _observed_once(sites, training, when) as record:
         sites[0].state.activity.awaits |= when != NEVER
         if training:

@@ -18,7 +18,7 @@ from ..params.fp8_parameter import Fp8Parameter
 from ..quantizer import Casts, measure
 from ..state.fp8_state import Fp8State
 from ..tensor import Float8Tensor, Sides
-from .fitted import Known, fitted
+from .eval_weight_scale import WeightFacts, fitted
 
 
 class CachedWeight:
@@ -72,7 +72,7 @@ class WeightCache:
             shared.rule.granularity.symmetric and shared.backend.turns_codes(shared.rule)
         )
 
-    def fit(self, known: Callable[[], Known], tell: Callable[[str], Any]) -> None:
+    def fit(self, known: Callable[[], WeightFacts], tell: Callable[[str], Any]) -> None:
         """Others than the training may write the weight: evaluation looks whether its delayed scale still fits."""
         self.evaluated_by = fitted(self.casts, known, tell)
 
@@ -103,7 +103,7 @@ class WeightCache:
         """The weight [N, K], and [K, N] columnwise: each quantised, or as it is where the plan has high precision.
 
         It is quantised once an iteration if the state ``keeps_weights``, else at each call. The columnwise side is None
-        where backward makes it again (weight_again.py).
+        where backward makes it again (weight_requantize.py).
 
         Args:
             fresh: quantise again whatever is kept (Megatron's is_first_microbatch).

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .passes import Call, added_to_main_grad, main_grad_of
-from .site import GemmSite
+from .gemm_site import GemmSite
+from .linear_ops import Call, added_to_main_grad, main_grad_of
 
 
 def each_weight_gradient(

@@ -36,9 +36,9 @@ def install() -> None:
     if _installed is not None:
         return
     from ..kernels.caches import settle_inductor
-    from . import installed as compat
+    from . import environment as compat
+    from .patches.disable_jit import plain_functions
     from .patches.patching import PatchSet
-    from .patches.plain_functions import plain_functions
 
     if compat.has_cuda():
         settle_inductor()  # with CUDA, Megatron-Core compiles some of its functions
@@ -102,9 +102,9 @@ def print_plan(model: Any) -> None:
 
     All ranks call it; the first one prints.
     """
-    from ..files.say import say
+    from ..files.rank0_print import print_rank_0
     from .report import plan_lines, recipe_line
     from .runtime import unwrap
 
     config = unwrap(model[0] if isinstance(model, list | tuple) else model).config
-    say("\n".join([recipe_line(config), *plan_lines(site_report(model))]), to="stdout")
+    print_rank_0("\n".join([recipe_line(config), *plan_lines(site_report(model))]), to="stdout")

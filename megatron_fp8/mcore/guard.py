@@ -16,20 +16,20 @@ from typing import Any
 
 import torch
 
-from ..files.say import say
+from ..files.rank0_print import print_rank_0
 from ..plan.overrides import matching
 from ..quantizer import measure
 from ..recipe import recipe_name
 from ..state.arena import Slot
+from ..state.collectives import union
 from ..state.fp8_state import Fp8State
 from ..state.guard import Move
 from ..state.iteration import LATER, NEVER, NOW, recorded
-from ..state.ranks import union
 from .runtime import state_of, unwrap
 from .sites import fp8_linears, make_site
 
 
-def move_ill_sites(model_chunks: list[Any], state: Fp8State, *, partial: bool) -> list[Move]:
+def move_unhealthy_sites(model_chunks: list[Any], state: Fp8State, *, partial: bool) -> list[Move]:
     """Moves the sites that the finished iteration found unhealthy; returns all moves of this iteration, on every rank.
 
     Collective if ``partial``: ranks hold different sites. A site that fp8_overrides names is never moved.
@@ -54,7 +54,7 @@ def move_ill_sites(model_chunks: list[Any], state: Fp8State, *, partial: bool) -
     if moves:
         take(model_chunks, state, moves)
         for move in moves:
-            say(
+            print_rank_0(
                 f"megatron_fp8: guard: {move.site} runs in {move.to} from iteration {move.iteration + 1} on: {move.why}"
             )
     return moves

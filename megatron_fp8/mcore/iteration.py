@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from ..files.say import say
+from ..files.rank0_print import print_rank_0
 from ..state.counts import IterationCounts
 from ..state.fp8_state import Fp8State
 from ..state.graph import CapturedStep
 from . import is_installed
-from .guard import move_ill_sites
+from .guard import move_unhealthy_sites
 from .runtime import find_runtime, set_length, state_of, unwrap
 from .sites import check_plan, is_checked
 
@@ -52,7 +52,7 @@ def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
         _announce_switch(state, "FP16" if config.fp16 else "BF16")
     counts = _final_counts(config, state)
     if config.fp8:
-        move_ill_sites(model_chunks, state, partial=_groups_are_partial(config))
+        move_unhealthy_sites(model_chunks, state, partial=_groups_are_partial(config))
     return counts
 
 
@@ -103,7 +103,9 @@ def _announce_switch(state: Fp8State, own: str) -> None:
         return
     precision = "FP8" if now == "fp8" else own
     over = "FP8" if before == "fp8" else f"the {before} in {own}"
-    say(f"megatron_fp8: {precision} from iteration {state.iteration + 1} on, {over} is over", to="stdout")
+    print_rank_0(
+        f"megatron_fp8: {precision} from iteration {state.iteration + 1} on, {over} is over", to="stdout"
+    )
 
 
 def _groups_are_partial(config: Any) -> bool:

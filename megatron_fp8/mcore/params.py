@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from .. import fp8_utils
-from ..files.say import say
+from ..files.rank0_print import print_rank_0
 from ..fp8_utils import get_fp8_recipe
 from ..params.fp8_parameter import Fp8Parameter, TwoWayFp8Parameter, broadcast, fp8_parameter
 from ..plan.overrides import Override
@@ -209,7 +209,7 @@ def memory_warning(model_chunks: list[Any]) -> str | None:
 def _warn_memory(module: Any) -> None:
     warning = memory_warning([module])
     if warning:
-        say(f"megatron_fp8: warning: {warning}", once=True)
+        print_rank_0(f"megatron_fp8: warning: {warning}", once=True)
 
 
 def broadcast_codes_too(original: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -8,10 +8,10 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from ..files.uncollected import uncollected
+from ..files.gc_pause import gc_paused
 from ..plan.settings import DEFAULT_RECIPE
 from ..plan.site_plan import bf16_site
-from ..state.ranks import union
+from ..state.collectives import union
 from .config.transformer_config import TransformerConfig
 from .names import named_modules, split_expert
 from .runtime import unwrap
@@ -41,7 +41,7 @@ def _precision_name(precision: str, own: str) -> str:
     return own if precision == "bf16" else precision
 
 
-@uncollected()
+@gc_paused()
 def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[str, Any]]:
     """Returns one entry per GEMM site: SitePlan.as_dict(), the site's notes, and the phases of an FP8 site
     (Phases.describe; empty if all iterations are FP8).

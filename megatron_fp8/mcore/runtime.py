@@ -21,10 +21,10 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..state.collectives import own_device
 from ..state.fp8_state import Fp8State
 from ..state.guard import Guard, Thresholds
-from ..state.phases import Phases
-from ..state.ranks import own_device
+from ..state.precision_schedule import PrecisionSchedule
 
 _KEY, _LENGTH = "_fp8_runtime", "_fp8_training_length"
 
@@ -63,7 +63,8 @@ class Fp8Runtime:
         _living.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Runtime:
-        """Returns itself for a config's copy, a new runtime for a model's (copies.py): then ``memo`` has modules."""
+        """Returns itself for a config's copy, a new runtime for a model's (model_copies.py): then ``memo`` has
+        modules."""
         if not any(isinstance(value, torch.nn.Module) for value in memo.values()):
             return self
         copied = Fp8Runtime(frozen=self.frozen, te_layers=self.te_layers)
@@ -89,7 +90,8 @@ class Fp8Runtime:
 
 
 _living: weakref.WeakSet[Fp8Runtime] = weakref.WeakSet()
-"""All runtimes of this process. Megatron-Core's optimizers have no config, so ``optimizer/models.py`` searches here."""
+"""All runtimes of this process. Megatron-Core's optimizers have no config, so ``optimizer/optimizer_scope.py`` searches
+here."""
 
 
 def find_runtime(config: Any) -> Fp8Runtime | None:
@@ -103,7 +105,7 @@ def runtime_of(config: Any) -> Fp8Runtime:
     found = find_runtime(config)
     if found is None:
         found = vars(config)[_KEY] = Fp8Runtime()
-        found.state.phases = Phases(length=vars(config).get(_LENGTH))
+        found.state.phases = PrecisionSchedule(length=vars(config).get(_LENGTH))
     return found
 
 
@@ -116,9 +118,9 @@ def set_length(config: Any, iterations: int) -> None:
         runtime.state.phases = phases
 
 
-def _phases(config: Any, length: int | None) -> Phases:
+def _phases(config: Any, length: int | None) -> PrecisionSchedule:
     warmup, healing = (getattr(config, f"fp8_high_precision_{name}", 0.0) for name in ("warmup", "healing"))
-    return Phases(warmup, healing, length)
+    return PrecisionSchedule(warmup, healing, length)
 
 
 def _guard(config: Any) -> Guard | None:

@@ -17,26 +17,31 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from ..files.uncollected import uncollected
+from ..files.gc_pause import gc_paused
 from ..fp8_utils import get_fp8_recipe
+from ..linear.gemm_site import GemmSite
 from ..linear.high_precision import count_linear
-from ..linear.share import Share, weight_of
-from ..linear.site import GemmSite
+from ..linear.shard import ShardInfo, weight_of
 from ..plan import resolve as resolver
-from ..plan.notices import padded_note, say_fallback, say_what_is_lost, say_what_is_padded
+from ..plan.autocast_state import LayerBeingBuilt
 from ..plan.overrides import check_overrides_match, matched, matching
+from ..plan.plan_warnings import padded_note, warn_fallback, warn_of_high_precision, warn_padding
 from ..plan.site_plan import SitePlan, bf16_site, check_something_left, is_something_left
-from ..plan.switch import LayerBeingBuilt
+from ..state.collectives import anywhere, first_rank_with, union
 from ..state.fp8_state import Fp8State
 from ..state.guard import Move
-from ..state.ranks import anywhere, first_to_say, union
-from . import installed as compat
-from .foreign import foreign_linears, is_te_linear, refuse_foreign_layers, require_mtp_block
+from . import environment as compat
+from .missing_step_check import watch
 from .names import named_modules
-from .owed import watch
 from .runtime import runtime_of, state_of, unwrap
 from .sizes import announce, filtered
-from .te.site import TeSite
+from .te.te_site import TeSite
+from .unsupported_linears import (
+    is_te_linear,
+    refuse_unsupported_layers,
+    require_mtp_block,
+    unsupported_linears,
+)
 
 
 def resolve(
@@ -64,9 +69,9 @@ def _layer_number(layer: LayerBeingBuilt | None) -> int | None:
     return None if layer is None or layer.number < 0 else layer.number
 
 
-def asked(config: Any) -> resolver.Asked:
+def asked(config: Any) -> resolver.SiteRequest:
     """Returns the FP8 request of a config that has FP8 on."""
-    return resolver.Asked(
+    return resolver.SiteRequest(
         recipe=lambda name: get_fp8_recipe(config, name),
         reason="fp8 recipe of the config",
         overrides=getattr(config, "fp8_overrides", None) or {},
@@ -79,7 +84,7 @@ def asked(config: Any) -> resolver.Asked:
     )
 
 
-class Alike:
+class SiteGroup:
     """Caches what equal linears of one model share during planning: their plan, except for its name, and their ranks.
     So a warning appears once and not for each linear."""
 
@@ -108,7 +113,7 @@ class Alike:
         return self._ranks[key]
 
 
-def plan_of(linear: Any, name: str, state: Fp8State, alike: Alike | None = None) -> SitePlan:
+def plan_of(linear: Any, name: str, state: Fp8State, alike: SiteGroup | None = None) -> SitePlan:
     """Returns the plan of an FP8 linear, or of an equal linear of this name on another rank.
 
     The size filter and the guard come last, and change only sites that run the config's recipe: an override by name
@@ -118,19 +123,19 @@ def plan_of(linear: Any, name: str, state: Fp8State, alike: Alike | None = None)
     te = is_te_linear(linear)
     if matching(name, getattr(config, "fp8_overrides", None) or {}):
         return resolve(config, name, layer, device, te=te)
-    plan = filtered(config, (alike or Alike()).resolve(config, name, layer, device, te=te), linear)
+    plan = filtered(config, (alike or SiteGroup()).resolve(config, name, layer, device, te=te), linear)
     move = None if state.guard is None else state.guard.moves.get(name)
     return plan if move is None else _moved_plan(config, plan, move, linear)
 
 
-def make_site(linear: Any, name: str, state: Fp8State | None = None, alike: Alike | None = None) -> Any:
+def make_site(linear: Any, name: str, state: Fp8State | None = None, alike: SiteGroup | None = None) -> Any:
     """Makes the GemmSite, or TeSite, of an FP8 linear under this name.
 
     Args:
         state: the model's FP8 state (some modules hold a copy of the config).
         alike: the cache of the model's planning.
     """
-    config, alike = linear.config, alike or Alike()
+    config, alike = linear.config, alike or SiteGroup()
     state = state or state_of(config)
     plan = plan_of(linear, name, state, alike)
     if is_te_linear(linear):
@@ -141,18 +146,18 @@ def make_site(linear: Any, name: str, state: Fp8State | None = None, alike: Alik
     return GemmSite(plan, state, group, seed=state.seed, stream=stream)
 
 
-def share_of(kind: Literal["column", "row"], *, expert: bool) -> Share:
+def share_of(kind: Literal["column", "row"], *, expert: bool) -> ShardInfo:
     """Returns this rank's part of a linear that is split over tensor-parallel ranks; ``expert``: over experts' ranks."""
     ps = parallel_state
     if not ps.model_parallel_is_initialized():
-        return Share()
+        return ShardInfo()
     if expert:
         size, part = ps.get_expert_tensor_parallel_world_size(), ps.get_expert_tensor_parallel_rank()
         tokens = ps.get_expert_data_parallel_rank()
     else:
         size, part = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
         tokens = ps.get_data_parallel_rank(with_context_parallel=True)
-    return Share(kind if size > 1 else "none", part, tokens)
+    return ShardInfo(kind if size > 1 else "none", part, tokens)
 
 
 def _moved_plan(config: Any, plan: SitePlan, move: Move, linear: Any) -> SitePlan:
@@ -165,7 +170,7 @@ def _moved_plan(config: Any, plan: SitePlan, move: Move, linear: Any) -> SitePla
     return dataclasses.replace(plan_after, reason=reason, cause="guard")
 
 
-@uncollected()
+@gc_paused()
 def prepare(model_chunks: list[Any]) -> None:
     """Names, plans and allocates every site of this rank's model chunks; skips prepared chunks.
 
@@ -179,7 +184,7 @@ def prepare(model_chunks: list[Any]) -> None:
         runtime = runtime_of(model.config)
         if model in runtime.prepared:
             continue
-        refuse_foreign_layers(model)
+        refuse_unsupported_layers(model)
         require_mtp_block(model)
         state = state_of(model.config)
         if model.config.fp8 and not state.phases.trivial:
@@ -187,7 +192,7 @@ def prepare(model_chunks: list[Any]) -> None:
         if model.config.fp8 and parallel_state.model_parallel_is_initialized():
             # Made on every rank: a rank without FP8 sites in a group with some then raises an error instead of hanging.
             state.arena(compat.amax_group(model.config, expert=False))
-        named, alike = list(named_modules(model)), Alike()
+        named, alike = list(named_modules(model)), SiteGroup()
         for name, module in named:
             if hasattr(type(module), "bind_fp8_site"):
                 module.bind_fp8_site(make_site(module, name, state, alike))
@@ -205,8 +210,8 @@ def prepare(model_chunks: list[Any]) -> None:
             if note := padded_note(plan, weight.device, *weight.shape):
                 padded[plan.name] = note
                 linear.fp8_site.notes.add(note)
-        say_what_is_padded(padded, len(plans))
-        say_what_is_lost(plans, "fp8='e4m3' (--model.fp8=e4m3)")
+        warn_padding(padded, len(plans))
+        warn_of_high_precision(plans, "fp8='e4m3' (--model.fp8=e4m3)")
         # Where ranks hold different sites, check_plan checks all of them together.
         parts = model.config.pipeline_model_parallel_size * model.config.expert_model_parallel_size
         if model.config.fp8 and parts == 1:
@@ -238,7 +243,7 @@ def fp8_linears(model_chunks: list[Any]) -> list[Any]:
     return [m for chunk in model_chunks for m in unwrap(chunk).modules() if hasattr(type(m), "bind_fp8_site")]
 
 
-@uncollected()
+@gc_paused()
 def check_plan(model_chunks: list[Any]) -> None:
     """Checks what depends on the sites of all ranks; prepares the chunks. Collective; the same on all ranks.
 
@@ -261,7 +266,7 @@ def check_plan(model_chunks: list[Any]) -> None:
     _raise_on_all_ranks(error_here)
     plans = [linear.fp8_site.plan for linear in fp8_linears(model_chunks)]
     entries = {plan.name: (plan.precision, plan.cause, plan.reason) for plan in plans}
-    foreign = [name for model in models for name in foreign_linears(model)]
+    foreign = [name for model in models for name in unsupported_linears(model)]
     entries |= dict.fromkeys(foreign, ("bf16", "asked", ""))
     # Site names are exchanged only if an error message needs them.
     if not all(anywhere(matched(overrides, entries))):
@@ -272,7 +277,7 @@ def check_plan(model_chunks: list[Any]) -> None:
         check_something_left(union(entries).values())
     if any_fallen:
         for name, reason in union(fallbacks).items():
-            say_fallback(name, asked(config).dtype, reason)
+            warn_fallback(name, asked(config).dtype, reason)
     runtime_of(config).checked.update(models)
 
 
@@ -284,7 +289,7 @@ def is_checked(model_chunks: list[Any]) -> bool:
 
 def _raise_on_all_ranks(refused: ValueError | None) -> None:
     """Raises the same ValueError on every rank if any rank has one. Collective."""
-    if (message := first_to_say(None if refused is None else str(refused))) is not None:
+    if (message := first_rank_with(None if refused is None else str(refused))) is not None:
         raise ValueError(message[1]) from refused
 
 

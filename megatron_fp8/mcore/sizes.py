@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from ..files.say import say
-from ..linear.share import weight_of
+from ..files.rank0_print import print_rank_0
+from ..linear.shard import weight_of
 from ..plan.site_plan import SitePlan, bf16_site
 from ..plan.size_table import Gemm, load_table
 from ..plan.timing import device_label
@@ -104,7 +104,7 @@ def announce(plans: Iterable[SitePlan]) -> None:
     plans = list(plans)
     small = [plan.name for plan in plans if plan.cause == "size"]
     if small:
-        say(
+        print_rank_0(
             f"megatron_fp8: fp8_size_filter leaves {len(small)} of this rank's {len(plans)} GEMM sites in BF16, where FP8"
             f" does not pay; the report says why: {', '.join(small[:4])}{', ...' if len(small) > 4 else ''}"
         )

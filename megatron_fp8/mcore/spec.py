@@ -12,9 +12,9 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from . import installed as compat
+from . import environment as compat
 from . import is_installed
-from .substitute import with_own_modules
+from .spec_replacement import with_own_modules
 from .te.context import choose_te_layers
 
 

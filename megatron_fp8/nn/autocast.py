@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..plan.switch import current_switch, switched
+from ..plan.autocast_state import current_autocast_state, switched
 from ..recipe import Recipe
 from .config import Fp8Config
 
@@ -32,7 +32,7 @@ def fp8_autocast(enabled: bool = True, recipe: Recipe | str | None = None) -> It
         raise ValueError(
             f"fp8_autocast(enabled={enabled!r}): use True or False; a recipe goes into recipe=..."
         )
-    switch = current_switch()
+    switch = current_autocast_state()
     if recipe is not None:
         switch = switch.with_recipe(Fp8Config(recipe=recipe).resolved_recipe)
     on = switch._replace(off="none", reason="")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ..numerics.formats import Format
 from ..numerics.rule import short_repr
 from ..plan.overrides import check_overrides
-from ..plan.resolve import Asked
+from ..plan.resolve import SiteRequest
 from ..plan.settings import RecipeSettings, from_settings, takes
 from ..recipe import RECIPES, CustomRecipe, Recipe, check_recipe_name, recipe_name
 
@@ -138,10 +138,10 @@ class Fp8Config:
         }
         return tuple(role for role, quantized in flags.items() if not quantized)
 
-    def asked(self, recipe: Recipe | None = None) -> Asked:
+    def asked(self, recipe: Recipe | None = None) -> SiteRequest:
         """The request for a site plan. ``recipe``, from fp8_autocast, replaces the config's recipe."""
         chosen = recipe or self.resolved_recipe
-        return Asked(
+        return SiteRequest(
             recipe=lambda name: chosen if name is None else self._named(name),
             reason="recipe of fp8_autocast" if recipe else "",
             overrides={} if recipe else self.overrides,

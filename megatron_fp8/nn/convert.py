@@ -16,19 +16,19 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..files.argument_check import check_model
-from ..files.say import say
-from ..files.uncollected import uncollected
-from ..plan.notices import say_what_is_padded, say_without_compiler
+from ..files.gc_pause import gc_paused
+from ..files.rank0_print import print_rank_0
 from ..plan.overrides import check_overrides_match
+from ..plan.plan_warnings import warn_no_compiler, warn_padding
 from ..recipe import Recipe
-from .candidates import candidates, fp8_class, matches, rows_with_sizes, skipped_by
 from .config import DEFAULT_SKIP, Fp8Config, Skip, as_skip, make_config
 from .experts import Fp8ExpertLinear, Fp8Experts, fp8_experts_class
-from .fast_path import leave_fast_paths, restore_fast_paths
 from .fsdp import disable_fp8_all_gather
 from .group import Fp8Group
 from .linear import Fp8Layer
+from .module_filter import candidates, fp8_class, matches, rows_with_sizes, skipped_by
 from .report import Fp8Report, keep_report
+from .transformer_fastpath import leave_fast_paths, restore_fast_paths
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -36,7 +36,7 @@ DEFAULT: Any = object()
 """Stands for the config's skip list (DEFAULT_SKIP by default)."""
 
 
-@uncollected()
+@gc_paused()
 def convert_to_fp8(
     model: M,
     recipe: Recipe | str | Fp8Config | None = None,
@@ -98,11 +98,9 @@ def convert_to_fp8(
         module.join_group(group, name)
     leave_fast_paths(model)
     keep_report(model, report)
-    say(str(report), to="stdout")
-    say_without_compiler(next(model.parameters()).device)
-    say_what_is_padded(
-        {linear.row.name: linear.padded for linear in found if linear.padded}, len(report.converted)
-    )
+    print_rank_0(str(report), to="stdout")
+    warn_no_compiler(next(model.parameters()).device)
+    warn_padding({linear.row.name: linear.padded for linear in found if linear.padded}, len(report.converted))
     return model
 
 

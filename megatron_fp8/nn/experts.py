@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..linear.grouped import Tokens, grouped_linear, some_together
 from ..params.fp8_parameter import Fp8Parameter
-from ..plan.switch import autocasts, current_switch, without_autocast
+from ..plan.autocast_state import autocasts, current_autocast_state, without_autocast
 from .config import Fp8Config
-from .expert_kinds import Kind, Stack, kind_of
+from .expert_modules import Kind, Stack, kind_of
 from .group import Fp8Group
 from .linear import COMPUTED, Fp8Layer, check_weight, sources_of
 
@@ -217,7 +217,7 @@ class Fp8Experts(torch.nn.Module):
         called alone, since its row count is on the host."""
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         if torch.compiler.is_compiling():
-            if current_switch().off == "all":
+            if current_autocast_state().off == "all":
                 return self.plain_class.forward(self, *args, **kwargs)
             if not self._fits_a_graph():
                 from ..linear.compiled import break_graph  # loads torch's compiler

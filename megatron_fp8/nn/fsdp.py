@@ -26,13 +26,13 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
-from ..files.say import say
+from ..files.rank0_print import print_rank_0
 from ..numerics.scaling import compute_amax
 from ..params.fp8_parameter import Fp8Parameter
 from ..quantizer import Quantizer
-from .find import fp8_linears
 from .group import Fp8Group
 from .linear import Fp8Linear
+from .module_lookup import fp8_linears
 
 aten = torch.ops.aten
 
@@ -90,7 +90,7 @@ def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in wrapped:
                 module._parameters[key] = wrapped[id(parameter)]
-    say(
+    print_rank_0(
         f"megatron_fp8: fully_shard will gather {len(names)} of {len(linears)} FP8 weights as codes",
         to="stdout",
     )

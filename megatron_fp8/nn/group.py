@@ -34,11 +34,11 @@ from ..plan.overrides import check_overrides_match
 from ..state.counts import IterationCounts
 from ..state.fp8_state import Fp8State
 from ..state.iteration import trains
-from ..state.phases import Phases
+from ..state.precision_schedule import PrecisionSchedule
 from .config import Fp8Config
-from .observed import Unused
-from .replaced import LeftByTraining
+from .conversion_audit import Unused
 from .sites import LONE, LinearSites, Preparation
+from .weight_provenance import TrainedWeights
 
 if TYPE_CHECKING:
     from .linear import Fp8Layer
@@ -79,7 +79,7 @@ class Fp8Group:
         self.states: dict[torch.device, Fp8State] = {}
         self.iteration = 0
         self.unused = Unused()
-        self.left = LeftByTraining()
+        self.left = TrainedWeights()
         self.delays = False
         self._said_untrainable = False
         self._resumed = False
@@ -88,7 +88,7 @@ class Fp8Group:
         self._resumed_at = 0
         self._stepped_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.making = threading.Lock()
-        self._phases = Phases()
+        self._phases = PrecisionSchedule()
         self._members: list[LinearSites] = []
         self._root = None if root is None else weakref.ref(root)
         _watch.add(self)
@@ -209,7 +209,7 @@ class Fp8Group:
             for sites in self._members:
                 sites.forget(device)
 
-    def run_in(self, phases: Phases) -> None:
+    def run_in(self, phases: PrecisionSchedule) -> None:
         """Set the precision phases of the training, on all devices, including those used later."""
         self._phases = phases
         for state in self.states.values():
@@ -262,7 +262,7 @@ class Fp8Group:
     def resume(self, iteration: int) -> None:
         """Continue from a saved iteration. The weights may be loaded before or after."""
         self.iteration = iteration
-        self.left, self._resumed, self._resumed_at = LeftByTraining(), True, self._backwards
+        self.left, self._resumed, self._resumed_at = TrainedWeights(), True, self._backwards
         for state in self.states.values():
             state.discard_iteration()
             state.iteration = iteration

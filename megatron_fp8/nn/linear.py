@@ -17,15 +17,15 @@ from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..linear.function import fp8_linear
+from ..linear.gemm_site import GemmSite
 from ..linear.high_precision import record_high_precision
-from ..linear.share import Share
-from ..linear.site import GemmSite
+from ..linear.shard import ShardInfo
 from ..params.fp8_parameter import Fp8Parameter
-from ..plan.switch import Switch, autocasts, current_switch, runs_fp8, without_autocast
+from ..plan.autocast_state import AutocastState, autocasts, current_autocast_state, runs_fp8, without_autocast
 from ..recipe import Recipe
 from .config import Fp8Config, make_config
 from .group import UNTRAINABLE, Fp8Group
-from .inputs import call_in_graph, call_on_values, check_input, refuse_script
+from .input_checks import call_in_graph, call_on_values, check_input, refuse_script
 from .sites import LONE, LinearSites, rank
 
 COMPUTED = ("_orig", "_g", "_v")
@@ -118,19 +118,19 @@ class Fp8Layer(torch.nn.Module):
     @staticmethod
     def name_sites(model: torch.nn.Module) -> None:
         """Create the sites of all FP8 linears of the model, under their names in the model."""
-        from .find import groups_of  # find.py imports this module
+        from .module_lookup import groups_of  # module_lookup.py imports this module
 
         for group in groups_of(model):
             group.make_all_sites()
 
     @property
-    def fp8_share(self) -> Share:
+    def fp8_share(self) -> ShardInfo:
         """This rank's shard: the whole weight, and its own tokens."""
-        return Share(tokens=rank())
+        return ShardInfo(tokens=rank())
 
     def make_sites(self) -> bool:
         """Create the sites that a call needs now. Returns whether any was missing."""
-        return self.fp8_sites.get_ready(self.fp8_device, current_switch().recipe)
+        return self.fp8_sites.get_ready(self.fp8_device, current_autocast_state().recipe)
 
     def _require_sites(self, device: torch.device, label: str) -> None:
         """make_sites if needed. The check adds no guard to traced code that would differ between layers."""
@@ -200,10 +200,10 @@ class Fp8Layer(torch.nn.Module):
                 return self._in_fp8(input.to(torch.get_autocast_dtype(device.type)), weight, site)
         return self._in_fp8(input, weight, site)
 
-    def way(self, weight: torch.Tensor) -> tuple[GemmSite, bool, Switch]:
+    def way(self, weight: torch.Tensor) -> tuple[GemmSite, bool, AutocastState]:
         """Resolves site and precision for this call: (site, whether FP8, autocast switch)."""
         sites, device = self.fp8_sites, weight.device
-        self._require_sites(device, current_switch().label)
+        self._require_sites(device, current_autocast_state().label)
         site = sites.made[device, ""]
         if site.state.missing_end and self.training and site.state.must_end_first:
             raise RuntimeError(site.state.missing_end)

@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..files.argument_check import check_tensor
 from ..linear.function import fp8_linear
-from ..linear.site import GemmSite
-from ..plan.resolve import Asked, resolve
-from ..plan.switch import is_watched, without_autocast
+from ..linear.gemm_site import GemmSite
+from ..plan.autocast_state import is_watched, without_autocast
+from ..plan.resolve import SiteRequest, resolve
 from ..recipe import Recipe, recipe_name
 from ..state.fp8_state import Fp8State
 from .config import Fp8Config
@@ -70,7 +70,7 @@ def fp8_matmul(
 
 
 def _site(device: torch.device, recipe: Recipe, backend: str) -> GemmSite:
-    request = Asked(recipe=lambda _: recipe, backend=backend)
+    request = SiteRequest(recipe=lambda _: recipe, backend=backend)
     plan = resolve(request, f"fp8_matmul {recipe_name(recipe)}", None, device)
     with _disable_current_modes():  # the site outlives fake-tensor and tracing modes
         return GemmSite(plan, Fp8State(device), None)

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..linear.fitted import Known, warn_of_replaced
-from ..linear.site import GemmSite
+from ..linear.eval_weight_scale import WeightFacts, warn_of_replaced
+from ..linear.gemm_site import GemmSite
 from ..params.fp8_parameter import Fp8Parameter
+from ..plan.autocast_state import Forwards
 from ..plan.overrides import matching
 from ..plan.resolve import resolve
 from ..plan.site_plan import SitePlan, bf16_site
 from ..plan.size_table import Gemm, load_table
-from ..plan.switch import Forwards
 from ..plan.timing import device_label
 from ..recipe import Recipe, recipe_name
 from ..state.arena import Slot
-from ..state.saved import load_slots, saved_slots
+from ..state.state_dict import load_slots, saved_slots
 from .config import Fp8Config
 
 if TYPE_CHECKING:
@@ -200,11 +200,11 @@ class LinearSites:
             for slot in delayed_slots(site).values():
                 slot.arena.start_again(slot)
 
-    def known(self) -> Known:
+    def known(self) -> WeightFacts:
         """Facts about the weight since its scale was computed."""
         linear, group = self.linear, self._group()
         if linear is None or group is None:
-            return Known()
+            return WeightFacts()
         return group.left.known(self.name, linear.sources)
 
     def _tell(self, name: str) -> None:

@@ -16,9 +16,9 @@ import torch
 
 from ..numerics.scaling import compute_amax
 from ..state.arena import Slot
-from ..state.saved import SAVED_PARTS, check_saved, load_slots, saved_slots
-from .find import fp8_linears, groups_of
+from ..state.state_dict import SAVED_PARTS, check_saved, load_slots, saved_slots
 from .linear import Fp8Layer
+from .module_lookup import fp8_linears, groups_of
 from .sites import delayed_slots
 
 

@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..files.argument_check import check_optimizer
+from ..state.collectives import checked_group
 from ..state.counts import IterationCounts
 from ..state.iteration import in_backward, trains
-from ..state.ranks import checked_group
-from .find import fp8_linears, groups_of
-from .observed import note_replaced
+from .conversion_audit import note_replaced
+from .module_lookup import fp8_linears, groups_of
 
 families_of = groups_of
 """Earlier name, used in old documentation."""

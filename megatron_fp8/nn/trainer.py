@@ -28,13 +28,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from ..files.argument_check import check_model, check_optimizer
-from ..files.disk import sync
+from ..files.atomic_io import sync
 from ..params.fp8_parameter import Fp8Parameter
+from ..state.collectives import checked_group
 from ..state.loss_scaler import LossScaler, agree, unscale_
-from ..state.phases import Phases
-from ..state.ranks import checked_group
-from .find import groups_of
+from ..state.precision_schedule import PrecisionSchedule
 from .linear import Fp8Layer
+from .module_lookup import groups_of
 from .state_dict import fp8_state_dict, load_fp8_state_dict
 from .step import fp8_step
 
@@ -208,7 +208,7 @@ class Fp8Trainer:
             raise ValueError(
                 f"{options}: weights are stored as FP8, and a phase in high precision needs high-precision ones"
             )
-        phases = Phases(warmup, healing, length)
+        phases = PrecisionSchedule(warmup, healing, length)
         for group in groups_of(self.model):
             group.run_in(phases)
 

@@ -12,7 +12,7 @@ import torch
 
 from ..numerics.formats import E4M3
 from ..numerics.rule import BLOCK_128X128
-from ..state.saved import PREFIX
+from ..state.state_dict import PREFIX
 from ..tensor import expand_scale
 
 BLOCK = 128

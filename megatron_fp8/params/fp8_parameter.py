@@ -35,13 +35,13 @@ import torch.distributed as dist
 from .. import kernels
 from ..backends.base import Quantized
 from ..backends.native import backend as native
-from ..backends.specified import block_scales
+from ..backends.reference import block_scales
 from ..numerics import waiting
 from ..numerics.rule import BLOCK_128X128, TENSOR, Granularity, Rule
 from ..numerics.scaling import compute_scale_inv
 from ..quantizer import Quantizer
 from ..tensor import Float8Tensor, QuantizedSide
-from .coded import CodedTensor
+from .fp8_tensor_base import Fp8TensorBase
 
 
 def granularities(rule: Rule) -> list[Granularity]:
@@ -152,13 +152,13 @@ class _Stored:
         yield from self.scale_invs
 
 
-class Fp8Parameter(CodedTensor):
+class Fp8Parameter(Fp8TensorBase):
     """A weight [rows, cols] of nominal dtype bfloat16 in FP8; made by ``fp8_parameter``.
 
     Assign it to a module like any parameter (it is an instance of torch.nn.Parameter). Written NaN and Inf become
     codes as in every cast, and count into the health of the iteration that uses them.
 
-    Raises TypeError and RuntimeError as CodedTensor does: a change of dtype or device in place; a collective on it.
+    Raises TypeError and RuntimeError as Fp8TensorBase does: a change of dtype or device in place; a collective on it.
     """
 
     _stored: _Stored

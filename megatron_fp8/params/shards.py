@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..backends.specified import block_scales, cast_blocks
+from ..backends.reference import block_scales, cast_blocks
 from ..kernels.codes import block_amaxes
 from ..numerics import waiting
 from ..numerics.rule import Granularity, Rule

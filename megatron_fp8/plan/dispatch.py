@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..numerics.rule import Rule
-from .operands import READERS, Cast
+from .cast_spec import READERS, CastSpec
 from .site_plan import SitePlan
 
 
@@ -17,7 +17,7 @@ def is_by_token(rule: Rule) -> bool:
     return rule.granularity.rows == 1
 
 
-def sent_as(plans: Sequence[SitePlan], role: str) -> tuple[Cast | None, str | None]:
+def sent_as(plans: Sequence[SitePlan], role: str) -> tuple[CastSpec | None, str | None]:
     """Returns how tokens are quantised before they are sent to the linears of these plans, or None and the reason.
 
     Args:

@@ -1,6 +1,6 @@
 """Resolves settings, a name and a device to a plan entry.
 
-Each front end describes the user's request as ``Asked``: Megatron's config in mcore/sites.py, an Fp8Config in
+Each front end describes the user's request as ``SiteRequest``: Megatron's config in mcore/sites.py, an Fp8Config in
 nn/config.py, the arguments of a product in nn/matmul.py.
 """
 
@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from ..backends import LAYER_BACKENDS, choose_backend, say_what_is_slow
+from ..backends import LAYER_BACKENDS, choose_backend, warn_slow_backend
 from ..recipe import RECIPES, Recipe, refuse_e5m2_twice
-from .notices import say_fallback
-from .operands import Choices
+from .cast_spec import CastSpecs
 from .overrides import matching
+from .plan_warnings import warn_fallback
 from .site_plan import SitePlan, bf16_site, chosen_site
 
 
 @dataclass(frozen=True)
-class Asked:
+class SiteRequest:
     """A user's request for all linears of a model.
 
     Args:
@@ -51,7 +51,7 @@ class Asked:
 
 
 def resolve(
-    asked: Asked,
+    asked: SiteRequest,
     name: str,
     layer: int | None,
     device: torch.device,
@@ -97,9 +97,9 @@ def resolve(
         if not asked.warn:
             raise
         plan = bf16_site(name, layer, f"{asked.prefix}fallback: {error}", "fallback")
-        say_fallback(name, asked.dtype, plan.reason)
+        warn_fallback(name, asked.dtype, plan.reason)
         return plan
-    say_what_is_slow(backend.name, device, products, asked.faster)
+    warn_slow_backend(backend.name, device, products, asked.faster)
     plan_for_backend = choices.plans.get((backend.name, why))
     if plan_for_backend is None:
         reason = "; ".join(choices.reasons)
@@ -110,14 +110,16 @@ def resolve(
     return plan_for_backend.of(name, layer)
 
 
-def choose(asked: Asked, name: str, bf16_reason: str | None = None, also: tuple[str, ...] = ()) -> Choices:
+def choose(
+    asked: SiteRequest, name: str, bf16_reason: str | None = None, also: tuple[str, ...] = ()
+) -> CastSpecs:
     """Returns the operands of a linear of that name, on any backend; arguments and errors as ``resolve``'s."""
     recipe, overrides = asked.recipe(None), matching(name, asked.overrides, also)
     key = id(recipe), asked.reason, asked.unquantized, asked.fp8_wgrad, bf16_reason
     cached = None if overrides else _ALIKE.get(key)
     if cached is not None:
         return cached
-    choices = Choices(
+    choices = CastSpecs(
         recipe,
         asked.reason,
         unquantized=asked.unquantized,
@@ -135,17 +137,17 @@ def choose(asked: Asked, name: str, bf16_reason: str | None = None, also: tuple[
     return choices
 
 
-def _with_reasons(name: str, choices: Choices) -> str:
+def _with_reasons(name: str, choices: CastSpecs) -> str:
     """Returns a linear's name with its overrides' reasons, for an error message."""
     return f"{name} ({'; '.join(choices.reasons)})"
 
 
-_ALIKE: dict[tuple[Any, ...], Choices] = {}
+_ALIKE: dict[tuple[Any, ...], CastSpecs] = {}
 """Cache for linears that no override names: a model with 100,000 linears makes as many lookups."""
 _MOST_ALIKE = 256
 
 
-def _recipe_of_value(asked: Asked, value: Any) -> Recipe | None:
+def _recipe_of_value(asked: SiteRequest, value: Any) -> Recipe | None:
     """Returns the recipe that an override's value names, or None."""
     if isinstance(value, Recipe):
         return value

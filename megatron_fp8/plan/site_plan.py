@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ..numerics.rule import Rule
 from ..recipe import GEMM_OPERANDS, Products, Recipe, recipe_name
-from .operands import READERS, Choices, Operands
+from .cast_spec import READERS, CastSpecs, Operands
 
 Precision = Literal["fp8", "bf16"]
 
@@ -118,11 +118,11 @@ def fp8_site(
 ) -> SitePlan:
     """Returns the plan of a site that runs in FP8 by ``recipe``, except for GEMMs with an unquantised operand."""
     return chosen_site(
-        name, layer, backend, reason, Choices(recipe, fp8_wgrad=fp8_wgrad, unquantized=unquantized)
+        name, layer, backend, reason, CastSpecs(recipe, fp8_wgrad=fp8_wgrad, unquantized=unquantized)
     )
 
 
-def chosen_site(name: str, layer: int | None, backend: str, reason: str, choices: Choices) -> SitePlan:
+def chosen_site(name: str, layer: int | None, backend: str, reason: str, choices: CastSpecs) -> SitePlan:
     """Returns the plan of a site with these choices.
 
     If no GEMM is left in FP8, it is a bf16 site and quantises nothing.

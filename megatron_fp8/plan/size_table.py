@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..files.disk import read_ordinary
+from ..files.atomic_io import read_ordinary
 from ..files.strict_json import load_json
 from ..recipe import Recipe, recipe_name
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..files.lines import Line
+from ..files.jsonl import Line
 
 _POINTS = 4000
 """Most points per curve, above the width of a screen. Longer curves show extremes of neighbouring iterations."""

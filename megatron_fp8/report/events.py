@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.checkpoint import complete_checkpoints, iteration_of, not_finite_checkpoints
-from ..files.lines import Line
+from ..files.jsonl import Line
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ..files.disk import replace_file
+from ..files.atomic_io import replace_file
 from .advice import understood
 from .curves import VALIDATION, Curve
 from .packing import ABSENT, BITS, NAN, NULL, packed, packed_map
 from .precision import GEMMS, Row, precision_map, sentence
 from .run import Run
-from .statistics import Statistics, meaning
+from .stat_maps import Statistics, meaning
 
 LARGEST = 3_000_000
 """Size limit of a report in bytes."""

@@ -17,7 +17,7 @@ from .counts import Counter, IterationCounts
 from .guard import Finding, Guard
 from .iteration import in_backward
 from .observer import Observer
-from .phases import Phase, Phases
+from .precision_schedule import Phase, PrecisionSchedule
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Fp8State:
     keeps_weights: bool = True
     keeps_columnwise: bool = True
     seed: int = 0
-    phases: Phases = field(default_factory=Phases)
+    phases: PrecisionSchedule = field(default_factory=PrecisionSchedule)
     counter: Counter = field(default_factory=Counter, repr=False, compare=False)
     last: IterationCounts = field(default_factory=IterationCounts)
     arenas: list[Arena] = field(default_factory=list)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .rings import Rings
+from .amax_ring_buffer import AmaxRingBuffer
 
 
 class History:
@@ -27,7 +27,7 @@ class History:
         self.slots: list[Any] = []  # of arena.Slot; arena.py imports this file
         self.cold = 0
         self.index = torch.zeros(0, dtype=torch.int64, device=device)
-        self.rings = Rings(0, length, device)
+        self.rings = AmaxRingBuffer(0, length, device)
         self.fp8_max = torch.zeros(0, device=device, dtype=torch.float32)
 
     def add(self, slot: Any) -> None:

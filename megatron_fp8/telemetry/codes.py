@@ -1,7 +1,7 @@
 """Effects of quantisation on a matrix: underflow, saturation, error, scales.
 
-``measure_codes`` uses torch operations and runs on any device. On CPUs with a compiler statistics.py uses
-kernels/cpu/figures.py instead.
+``measure_codes`` uses torch operations and runs on any device. On CPUs with a compiler tensor_stats.py uses
+kernels/cpu/stats.py instead.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import torch
 
 from ..kernels.codes import decode
-from ..kernels.cpu.figures import Side
+from ..kernels.cpu.stats import Side
 from ..numerics.cast import chunks
 from ..numerics.rule import Granularity
 from ..numerics.subnormals import keeping_subnormals

@@ -1,14 +1,14 @@
 """Measures the tensors of one FP8 state in selected iterations, summed over ranks.
 
 Each piece of a tensor is measured when the observer is called, inside forward or backward. Only two short
-vectors per tensor are stored (statistics.py), no tensors. Outside measured iterations the observer returns at
+vectors per tensor are stored (tensor_stats.py), no tensors. Outside measured iterations the observer returns at
 once.
 
 What is measured, and by which events:
 
     input, grad_output   casts; operands of the GEMMs if none quantises them
     weight               once an iteration: its cast, its operand, or the masters of an FP8 parameter
-        (stored.py)
+        (fp8_weight_stats.py)
     output, dgrad, wgrad the products, on this rank only: terms of a sum over tensor-parallel ranks are
         'partial'
     all of them          for a site in high precision: operands, result, and gradients from autograd
@@ -29,20 +29,20 @@ import torch
 import torch.distributed as dist
 
 from ..kernels.codes import in_memory
-from ..linear.site import GemmSite
+from ..linear.gemm_site import GemmSite
 from ..params.fp8_parameter import Fp8Parameter
-from ..plan.operands import READERS
+from ..plan.cast_spec import READERS
 from ..state.fp8_state import Fp8State
 from ..state.observer import SeenCast, SeenLinear, SeenProduct
 from ..tensor import Float8Tensor, Operand
 from .autograd import show_gradients
+from .dedup import Agreed
+from .fp8_weight_stats import held
 from .histories import Histories
-from .names import TENSORS
-from .parts import Agreed
+from .missing_stats import MissingStats
 from .settings import TelemetrySettings
-from .statistics import Layout, Measured, finish, measure
-from .stored import held
-from .unseen import Unseen
+from .stat_registry import TENSORS
+from .tensor_stats import Layout, Measured, finish, measure
 from .what_if import what_if
 
 Row = tuple[str, str]
@@ -108,7 +108,7 @@ class Collector:
         self._partial: set[Row] = set()
         self._had_dgrad: set[str] = set()
         self._fused: set[str] = set()  # sites whose GEMM adds wgrad to main_grad
-        self._unseen = Unseen()
+        self._unseen = MissingStats()
         self._histories = Histories(state) if "fp8_delayed_scaling" in settings.what_if else None
 
     # ---------------------------------------------------------------------------------------------------------- events

@@ -11,8 +11,8 @@ import torch
 from .attribution import Attribution, Finding, Limits, attribute
 from .experiments import LEAST_BATCHES, Experiments, Progress
 from .measures import Measured
+from .model_runner import ModelRunner, ModuleRunner, as_it_was
 from .search import Cure, cure
-from .subject import ModuleSubject, Subject, as_it_was
 from .verdict import bad_in_high_precision, far_off, verdict
 
 BUDGET = 1500
@@ -102,13 +102,13 @@ def diagnose(
     Raises ValueError: no FP8 site, too few batches, a loss that is not a scalar, a ``loss_of`` that changes
     parameters or gradients, FP8 parameters, or sharded weights.
     """
-    subject = ModuleSubject(model, loss_of, batches, optimizer)
+    subject = ModuleRunner(model, loss_of, batches, optimizer)
     with as_it_was(subject.model, subject.sites):
         return diagnose_subject(subject, share, budget, good_loss, limits or Limits(), progress)
 
 
 def diagnose_subject(
-    subject: Subject,
+    subject: ModelRunner,
     share: float,
     budget: int,
     good_loss: float | None,

@@ -11,7 +11,7 @@ from statistics import fmean
 import torch
 
 from .measures import WORTHLESS, Measured, sums_of
-from .subject import Gradients, Pass, Subject, Table
+from .model_runner import Gradients, ModelRunner, Pass, Table
 from .variants import Variant, Variants, installed
 
 LEAST_BATCHES = 4
@@ -43,7 +43,9 @@ class Experiments:
     Raises ValueError: too few batches; an FP8 GEMM ran that no variant changes.
     """
 
-    def __init__(self, subject: Subject, budget: int, progress: Callable[[Progress], None] = lambda _: None):
+    def __init__(
+        self, subject: ModelRunner, budget: int, progress: Callable[[Progress], None] = lambda _: None
+    ):
         if subject.batches < LEAST_BATCHES:
             raise ValueError(
                 f"{subject.batches} batches are too few: differences are judged by their spread over batches, so give"

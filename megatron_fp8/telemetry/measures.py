@@ -21,7 +21,7 @@ from statistics import fmean, stdev
 
 import torch
 
-from .subject import Table
+from .model_runner import Table
 
 WORTHLESS = 0.1
 """Relative error by rounding to BF16 above which a tensor's gradient is meaningless."""

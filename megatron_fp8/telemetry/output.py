@@ -13,8 +13,8 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..files.lines import records_until
-from ..files.records import Board, continued
+from ..files.jsonl import records_until
+from ..files.record_writer import EventFile, continued
 
 Record = dict[str, Any]
 FILE = "telemetry.jsonl"
@@ -67,7 +67,7 @@ class Scalars:
     """TensorBoard events in a folder. Entries of earlier files after ``finished`` iterations are hidden."""
 
     def __init__(self, folder: Path, finished: int) -> None:
-        self._board = Board(folder, finished + 1 if finished else 0)
+        self._board = EventFile(folder, finished + 1 if finished else 0)
 
     def write(self, iteration: int, records: list[Record]) -> None:
         """Write one step."""

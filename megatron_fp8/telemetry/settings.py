@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from .names import DEFAULT, TENSORS, WHAT_IF, of_tensor, parse, parse_all
+from .stat_registry import DEFAULT, TENSORS, WHAT_IF, of_tensor, parse, parse_all
 
 REGEX = "re:"
 """Prefix of site patterns that are regular expressions; all others are globs."""
@@ -25,8 +25,8 @@ class Selection:
         windows: (first, last) iterations, inclusive; None for no end. Empty: all iterations.
         sites: globs over full site names or their last parts, or 're:' and a regular expression searched in
             the full name.
-        tensors: of names.TENSORS.
-        statistics: names as parsed by ``names.parse``. Each tensor gets those that are defined for it.
+        tensors: of stat_registry.TENSORS.
+        statistics: names as parsed by ``stat_registry.parse``. Each tensor gets those that are defined for it.
         what_if: recipes ('mxfp8', or a prefix such as 'fp8_block_scaling') for which to measure statistics of
             codes too.
 

@@ -24,9 +24,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..files.disk import read_ordinary
-from .names import BLOCKWISE, QUANTIZED, TE_TENSORS, Blocks, parse
+from ..files.atomic_io import read_ordinary
 from .settings import REGEX, Selection, TelemetrySettings
+from .stat_registry import BLOCKWISE, QUANTIZED, TE_TENSORS, Blocks, parse
 
 FEATURES = {"LogTensorStats": "values", "LogFp8TensorStats": "codes"}
 """Supported features -> what their statistics need (Statistic.needs)."""

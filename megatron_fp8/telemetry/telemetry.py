@@ -20,15 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..files.records import say_lacking
-from ..linear.share import Share, device_of
-from ..linear.site import GemmSite
+from ..files.record_writer import warn_missing
+from ..linear.gemm_site import GemmSite
+from ..linear.shard import ShardInfo, device_of
+from ..state.collectives import checked_group
 from ..state.fp8_state import Fp8State
-from ..state.ranks import checked_group
 from .collector import Collector
-from .health import FirstBad, told
+from .dedup import agree
+from .health import FirstBad, in_words
 from .output import Lines, Output, Scalars, WandbRun, read_records
-from .parts import agree
 from .settings import Selection, TelemetrySettings
 
 
@@ -115,7 +115,7 @@ class Telemetry:
 
     def close(self) -> None:
         """Stop observing and close the files. Warns in one line of data lost to a full disk."""
-        say_lacking(self.close_files())
+        warn_missing(self.close_files())
 
     def close_files(self) -> list[str]:
         """As ``close``, but returns the text on lost data, for callers that close other files too."""
@@ -134,7 +134,7 @@ class Telemetry:
     def _collectors(self, states: list[tuple[Fp8State, dict[str, Any]]], group: Any) -> list[Collector]:
         """One collector per state. Collective: all ranks have the same number of states, some possibly without
         sites."""
-        shares: list[dict[str, Share]] = [
+        shares: list[dict[str, ShardInfo]] = [
             {name: module.fp8_share for name, module in modules.items()} for _, modules in states
         ]
         everywhere = [agree(of_state, group) for of_state in shares]
@@ -178,7 +178,7 @@ class Telemetry:
         for output in self._outputs:
             output.write(iteration, records)
         if first_bad_records and self._first:
-            self._say(told(first_bad_records))
+            self._say(in_words(first_bad_records))
 
 
 def _site_getter(module: Any) -> Callable[[], GemmSite]:

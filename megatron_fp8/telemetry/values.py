@@ -1,6 +1,6 @@
 """Sums and extremes of a matrix's values with torch operations, on any device.
 
-On CPUs with a compiler statistics.py uses kernels/cpu/figures.py instead; the sums agree to the last bits.
+On CPUs with a compiler tensor_stats.py uses kernels/cpu/stats.py instead; the sums agree to the last bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..numerics import waiting
 from ..numerics.cast import chunks
 from ..numerics.scaling import blocked
 from ..numerics.subnormals import keeping_subnormals
-from .names import Blocks
+from .stat_registry import Blocks
 
 
 @keeping_subnormals

@@ -1,7 +1,7 @@
 """Variants of a model: which sites, GEMMs and operands are quantised.
 
 A variant is an immutable value, independent of a model. ``installed`` replaces the sites by simulated ones
-during a run (linear/stand_in.py).
+during a run (linear/simulated_site.py).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
-from ..linear.site import GemmSite
-from ..linear.stand_in import Cell, StandIn
+from ..linear.gemm_site import GemmSite
+from ..linear.simulated_site import Cell, SimulatedSite
 from ..numerics.formats import ROLES
 from ..plan.site_plan import SitePlan
 from ..recipe import GEMM_OPERANDS
@@ -141,6 +141,8 @@ def installed(variant: Variant, sites: Mapping[str, GemmSite]) -> Iterator[None]
     nothing: Set[Cell] = frozenset()
     with ExitStack() as stack:
         for name, site in sites.items():
-            simulated = StandIn(site, variant.quantized.get(name, nothing), variant.rounded.get(name, {}))
+            simulated = SimulatedSite(
+                site, variant.quantized.get(name, nothing), variant.rounded.get(name, {})
+            )
             stack.enter_context(site.replaced_by(simulated))
         yield

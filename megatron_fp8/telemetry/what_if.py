@@ -10,19 +10,19 @@ from dataclasses import replace
 
 import torch
 
-from ..backends import specified
+from ..backends import reference
 from ..numerics.formats import FloatFormat
 from ..numerics.rule import Direction, Rule
 from ..numerics.scaling import compute_scale
 from ..numerics.subnormals import keeping_subnormals
 from ..recipe import RECIPES, DelayedScaling
-from ..state.rings import Rings
+from ..state.amax_ring_buffer import AmaxRingBuffer
 from ..tensor import Float8Tensor
-from .names import WHAT_IF
+from .stat_registry import WHAT_IF
 
 
 def what_if_rule(recipe: str, role: str, fmt: FloatFormat | None) -> Rule:
-    """The rule by which a recipe (a prefix of names.WHAT_IF) quantises 'input', 'weight' or 'grad_output',
+    """The rule by which a recipe (a prefix of stat_registry.WHAT_IF) quantises 'input', 'weight' or 'grad_output',
     with defaults.
 
     Args:
@@ -50,7 +50,7 @@ def what_if(
         direction: the sides to compute.
         scale: float32 [], from ``WhatIfHistory.scale``, for 'fp8_delayed_scaling'; None: current scaling.
     """
-    return specified.quantize(x.detach(), what_if_rule(recipe, role, fmt), direction, scale=scale).tensor
+    return reference.quantize(x.detach(), what_if_rule(recipe, role, fmt), direction, scale=scale).tensor
 
 
 class WhatIfHistory:
@@ -69,7 +69,7 @@ class WhatIfHistory:
         self, fmt: FloatFormat, count: int, device: torch.device, recipe: DelayedScaling | None = None
     ):
         self.fmt, self.recipe = fmt, recipe or DelayedScaling()
-        self.rings = Rings(count, self.recipe.amax_history_len, device)
+        self.rings = AmaxRingBuffer(count, self.recipe.amax_history_len, device)
         self.scales = torch.ones(count, dtype=torch.float32, device=device)
         self.warm = [False] * count
         self.updates = 0

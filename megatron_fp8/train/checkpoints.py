@@ -27,13 +27,13 @@ from ..files.checkpoint import (
 from ..files.run_lock import job_name
 from ..mcore.checkpoint import training as checkpoint
 from ..mcore.checkpoint.saver import SaveError, Saver
-from . import binding, left_out, started_from
-from .checked import check_together
+from . import checkpoint_compat, parent_checkpoint, skipped_samples
+from .backup import is_inside, own_name, same_place
 from .config.run_config import RunConfig
-from .kept import is_inside, own_name, same_place
 from .launch.parallel import on_first_rank, seed_streams
 from .report import versions
 from .run_folder import RunFolders, checkpoint_folder
+from .verify_files import check_together
 
 _ATTEMPTS = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"
 
@@ -43,7 +43,7 @@ class Start:
     """Where training starts: finished iterations, skipped iterations, consumed samples, and lines to print.
 
     ``accepted``: changes that `--checkpoint.accept` allowed, now and in earlier runs; later manifests store them too.
-    ``left_out``: records of excluded samples (left_out.py); ``liveness``: the result of Liveness.memory();
+    ``left_out``: records of excluded samples (skipped_samples.py); ``liveness``: the result of Liveness.memory();
     ``before``: number of earlier iterations whose records belong to another run.
     """
 
@@ -76,7 +76,7 @@ def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
     def find() -> tuple[Path, Manifest] | None:
         if run.resume == "auto":
             folder = checkpoint_folder(run)
-            checkpoint_path = latest_checkpoint(folder) or started_from.find(folder)
+            checkpoint_path = latest_checkpoint(folder) or parent_checkpoint.find(folder)
             _say_what_is_passed_over(folder, checkpoint_path)
         elif (checkpoint_path := _saved_by_this_job(run)) is None and run.resume != "never":
             try:
@@ -88,7 +88,7 @@ def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
             return None
         manifest = read_manifest(checkpoint_path)
         _check_state(checkpoint_path, manifest)
-        binding.check(run, checkpoint_path, manifest, tokenizer, ", or --resume=never")
+        checkpoint_compat.check(run, checkpoint_path, manifest, tokenizer, ", or --resume=never")
         return checkpoint_path, manifest
 
     chosen = on_first_rank(find)
@@ -124,10 +124,10 @@ def _start_of_this_job(run: RunConfig, named: Path) -> Path:
         return named
     folder = checkpoint_folder(run)
     try:
-        started = started_from.read(folder)
+        started = parent_checkpoint.read(folder)
         if started is None or started.job != job or not _is_in(started.checkpoint, run.resume):
             return named
-        base = started_from.find(folder)
+        base = parent_checkpoint.find(folder)
     except ValueError as error:
         warnings.warn(
             f"this attempt goes on from {named}, the earlier ones may not have: {error}", stacklevel=2
@@ -203,7 +203,7 @@ def resume(
     if chosen is None:
         return Start()
     folder, manifest = chosen
-    accepted = binding.check(run, folder, manifest, tokenizer)
+    accepted = checkpoint_compat.check(run, folder, manifest, tokenizer)
     resumed = checkpoint.load(folder, manifest, chunks, optimizer)
     state = manifest.state
     scheduler.num_steps = 0
@@ -212,10 +212,12 @@ def resume(
     lines = [f"resume      {folder}: iteration {manifest.iteration} is done"]
     before = 0
     if own_name(folder, checkpoint_folder(run)) is not None:
-        before = on_first_rank(lambda: started_from.iterations_before(checkpoint_folder(run)))
+        before = on_first_rank(lambda: parent_checkpoint.iterations_before(checkpoint_folder(run)))
         lines += map(_note, _of_another_run(run, manifest))
     elif run.resume == "auto":
-        lines.append(_note(f"no checkpoint of this run is there, and its {started_from.FILE} names that one"))
+        lines.append(
+            _note(f"no checkpoint of this run is there, and its {parent_checkpoint.FILE} names that one")
+        )
     if run.resume != "auto" and not _is_in(folder, run.resume):
         lines.append(_note(f"this job has saved it, and began at --resume={run.resume}"))
     lines += map(_note, without_checksum(manifest))
@@ -230,14 +232,14 @@ def resume(
         seed_streams(zlib.crc32(f"{run.train.seed} {manifest.iteration}".encode()))
         lines.append(_note(f"{resumed.new_streams}: random streams (dropout) restart"))
     if has_trained:
-        changed = binding.may_change(run, manifest, data)
+        changed = checkpoint_compat.may_change(run, manifest, data)
         lines += [_note(f"not as it was: {', '.join(map(str, changed))}")] if changed else []
         lines += map(_note, _data_notes(changed))
     steps = state["scheduler_steps"] - 1  # the scheduler is one step ahead of the optimizer
     skipped = manifest.iteration - steps
     so_far = manifest.facts.get("accepted", [])
     now = [{"iteration": manifest.iteration, **vars(change)} for change in accepted]
-    omitted = on_first_rank(lambda: left_out.together(folder.parent, state.get("left_out", [])))
+    omitted = on_first_rank(lambda: skipped_samples.together(folder.parent, state.get("left_out", [])))
     if omitted:
         lines.append(_note(f"left out, as before: samples {_ranges(omitted)}"))
     return Start(
@@ -270,17 +272,17 @@ def _of_another_run(run: RunConfig, manifest: Manifest) -> list[str]:
 
 
 def _ranges(records: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{first} to {last - 1}" for first, last in left_out.ranges_of(records))
+    return ", ".join(f"{first} to {last - 1}" for first, last in skipped_samples.ranges_of(records))
 
 
 def _note(text: str) -> str:
     return f"            {text}"
 
 
-def _data_notes(changed: list[binding.Change]) -> list[str]:
+def _data_notes(changed: list[checkpoint_compat.Change]) -> list[str]:
     """Changes that affect the order of samples."""
     order = {f"train.{name}" for name in ("train_iters", "global_batch_size", "seq_length", "seed")}
-    order |= {"data.paths", "data.column", "data.loss", "data.split", binding.DATA_CONTENT}
+    order |= {"data.paths", "data.column", "data.loss", "data.split", checkpoint_compat.DATA_CONTENT}
     names = [change.name for change in changed if change.name in order]
     return (
         [f"the order of samples may differ from the first run's: changed {', '.join(names)}"] if names else []

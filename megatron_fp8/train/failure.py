@@ -10,8 +10,8 @@ from megatron.core import parallel_state
 
 from ..mcore.names import named_parameters
 from ..mcore.runtime import state_of, unwrap
-from ..state.ranks import first_to_say
-from .state_check import StateCheck
+from ..state.collectives import first_rank_with
+from .finite_check import FiniteCheck
 
 
 class TrainingFailed(RuntimeError):
@@ -22,7 +22,7 @@ _KINDS = ("state", "weight", "scale", "cast", "gradient")
 _PLACES, _STAGES = 24, 12  # bits of the sort key of kind, stage and place
 
 
-def first_not_finite(chunks: list[Any], check: StateCheck | None = None) -> tuple[str, str] | None:
+def first_not_finite(chunks: list[Any], check: FiniteCheck | None = None) -> tuple[str, str] | None:
     """Find the likeliest cause of NaN or Inf on any rank, as (kind, line); None if there is none. Collective.
 
     Kinds, in this order: 'state' of the optimizer and of delayed scaling, found by ``check``; 'weight'; 'scale', a
@@ -37,7 +37,7 @@ def first_not_finite(chunks: list[Any], check: StateCheck | None = None) -> tupl
         kind, place, line = first
         own = (kind, line)
         order = (_KINDS.index(kind) << _PLACES + _STAGES) + (stage << _PLACES) + place
-    if (first_found := first_to_say(own, order=order)) is None:
+    if (first_found := first_rank_with(own, order=order)) is None:
         return None
     rank, (kind, line) = first_found
     return kind, f"{line} on rank {rank}"

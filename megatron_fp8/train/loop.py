@@ -17,10 +17,10 @@ from ..mcore.runtime import unwrap
 from ..telemetry import Telemetry
 from .checkpoints import Checkpoints, Start, checkpoint_before
 from .failure import TrainingFailed, first_not_finite
-from .left_out import ranges_of
-from .liveness import Liveness
+from .loss_monitor import LossMonitor
 from .metrics import Display, IterationMetrics, MetricsWriter, bf16_peak, finite, peak_memory
-from .rewind import Rewinds
+from .rollback import Rollbacks
+from .skipped_samples import ranges_of
 from .step import Stepper
 
 
@@ -55,13 +55,13 @@ class Trainer:
         checkpoints: Checkpoints | None = None,
         telemetry: Telemetry | None = None,
         unvalidated: bool = False,
-        rewinds: Rewinds | None = None,
+        rewinds: Rollbacks | None = None,
     ) -> None:
         self.stepper, self.run = stepper, stepper.run
         self.finished, self.samples, self.started = start.iteration, start.samples, start.folder
         self.writer, self.display, self.checkpoints = writer, display, checkpoints
         self.telemetry, self._unvalidated = telemetry, unvalidated
-        self.liveness, self.rewinds = Liveness(self.run.train.max_skipped_steps), rewinds
+        self.liveness, self.rewinds = LossMonitor(self.run.train.max_skipped_steps), rewinds
         self.liveness.remember(start.liveness)
         self._left_out, self._compared = start.left_out, 0
         self._after_first_step, self._sites_moved = after_first_step, sites_moved

@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 
-from ..files.lines import records_until
-from ..files.records import Board, continued
+from ..files.jsonl import records_until
+from ..files.record_writer import EventFile, continued
 
 # Dense BF16 peaks from the vendors' data sheets, in FLOP/s; the first name within the device's name counts.
 _BF16_PEAK = (
@@ -119,7 +119,7 @@ class MetricsWriter:
         self._metrics = continued(self._folder / "metrics.jsonl", finished, 1, each)
         self._validation = continued(self._folder / "validation.jsonl", finished)
         self._events = continued(self._folder / "events.jsonl", finished)
-        self._board = Board(self._folder / "tensorboard", finished + 1 if finished else 0)
+        self._board = EventFile(self._folder / "tensorboard", finished + 1 if finished else 0)
 
     def iteration(self, metrics: IterationMetrics) -> None:
         """Record one iteration."""

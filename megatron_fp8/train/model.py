@@ -25,7 +25,7 @@ from ..mcore.optimizer.loss_scaler import set_max_scale
 from ..mcore.params import gather_settings
 from ..mcore.runtime import unwrap
 from ..mcore.spec import get_gpt_decoder_block_fp8_spec, get_gpt_mtp_block_fp8_spec
-from ..state.ranks import own_device
+from ..state.collectives import own_device
 from .config.model_section import what_failed
 from .config.run_config import RunConfig
 from .initial import draw_weights, is_expert

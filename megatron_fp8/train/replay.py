@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from ..files.atomic_io import in_words, read_ordinary
 from ..files.checkpoint import (
     complete_checkpoints,
     find_checkpoint,
@@ -28,10 +29,9 @@ from ..files.checkpoint import (
     read_manifest,
     without_checksum,
 )
-from ..files.disk import in_words, read_ordinary
 from ..files.manifest import LARGEST
 from ..files.strict_json import load_json
-from ..linear.site import GemmSite
+from ..linear.gemm_site import GemmSite
 from ..mcore.checkpoint.moments import load_moments
 from ..mcore.checkpoint.training import load_weights
 from ..mcore.names import named_parameters
@@ -40,22 +40,22 @@ from ..mcore.runtime import runtime_of
 from ..mcore.sites import check_plan, fp8_linears, state_of, unwrap
 from ..plan.overrides import check_overrides_match
 from ..plan.site_plan import SitePlan
-from ..state.ranks import device_of, own_device, union
-from ..telemetry.subject import Pass, Table, adam_update, not_finite
-from . import binding
-from .checked import check_together
+from ..state.collectives import device_of, own_device, union
+from ..telemetry.model_runner import Pass, Table, adam_update, not_finite
+from . import checkpoint_compat
 from .config.model_section import padded_vocab_size, transformer_config
 from .config.run_config import RunConfig
 from .data import datasets
 from .data.tokenizers import load_tokenizer, tokenizer_file
 from .launch import parallel
-from .launch.facts import agree_on_inputs, run_facts
-from .left_out import Range, ranges_of
+from .launch.config_consistency import agree_on_inputs, run_facts
 from .model import build_chunks
+from .replay_check import OtherShards, other_shards, recorded_loss
 from .restore import choose_recipe, keep_layers, refuse_its_code, run_of
 from .run_record import RunRecord, run_folder_of, trained_beyond
-from .same_run import OtherShards, other_shards, recorded_loss
+from .skipped_samples import Range, ranges_of
 from .step import forward_step
+from .verify_files import check_together
 
 # Settings of a run's model section that concern training and do not change what a step computes.
 _FOR_EXPERIMENTS: dict[str, Any] = {
@@ -87,7 +87,7 @@ class Replay:
     deliberately computes something else.
     """
 
-    subject: RunSubject
+    subject: CheckpointRunner
     run: RunConfig
     folder: Path
     iteration: int
@@ -128,13 +128,13 @@ def replay(
             f"the checkpoint {str(folder)!r} does not say what data its run has read: it was saved from Python, or"
             " imported; diagnose a model from Python with megatron_fp8.diagnose(model, loss_of, batches)"
         )
-    saved, beyond = binding.run_of_manifest(manifest), trained_beyond(Path(checkpoint), folder)
+    saved, beyond = checkpoint_compat.run_of_manifest(manifest), trained_beyond(Path(checkpoint), folder)
     if beyond and (now := RunRecord(run_folder_of(folder)).config()).get("model"):
         saved = now  # the run's settings: the checkpoint may be an import, which no recipe trained
         beyond.append(f"settings are those of {run_folder_of(folder) / 'config.yaml'}, which trained on")
     run = run_of(folder, saved, config, options)
     tokenizer = load_tokenizer(tokenizer_file(run.data.tokenizer, folder))
-    accepted = binding.check(run, folder, manifest, tokenizer)
+    accepted = checkpoint_compat.check(run, folder, manifest, tokenizer)
     keep_layers(run, manifest)
     _apply_settings(run, launch.world_size)
     choose_recipe(run.model, recipe, fp8)
@@ -174,7 +174,7 @@ def replay(
             f"the weights are those after iteration {manifest.iteration}, the batch is that of {first}"
         )
     scaler = manifest.state.get("loss_scaler") or {}
-    subject = RunSubject(
+    subject = CheckpointRunner(
         run,
         chunks,
         data[0],
@@ -264,8 +264,8 @@ def _apply_settings(run: RunConfig, world_size: int) -> None:
     run.optimizer.reuse_grad_buf_for_mxfp8_param_ag = None
 
 
-class RunSubject:
-    """A run's model and its next batches, on all ranks of its layout (the interface is in telemetry/subject.py).
+class CheckpointRunner:
+    """A run's model and its next batches, on all ranks of its layout (the interface is in telemetry/model_runner.py).
 
     Args:
         chunks: this rank's model chunks, in DistributedDataParallel.

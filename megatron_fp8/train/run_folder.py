@@ -22,14 +22,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..files.disk import discard, remedy, unseen, write_file
+from ..files.atomic_io import discard, remedy, unseen, write_file
 from ..files.run_lock import RunLock
 from ..files.terminal import printable
-from ..state.ranks import first_to_say, total
-from . import kept, started_from
-from .kept import own_name, same_place
-from .launch.meeting import FIRST_LINE_S
+from ..state.collectives import first_rank_with, total
+from . import backup, parent_checkpoint
+from .backup import own_name, same_place
 from .launch.parallel import on_first_rank, until_leave
+from .launch.startup_barrier import FIRST_LINE_S
 
 PATIENCE_S = 60.0
 """How long ranks wait to see each other's files: NFS clients cache a folder's contents for up to 60 s."""
@@ -73,7 +73,7 @@ class RunFolders:
 
         def move() -> list[str]:
             with naming("run_dir", self.run_dir):
-                return kept.keep_earlier(self.run_dir, self.checkpoints, start, stacks)
+                return backup.back_up_earlier(self.run_dir, self.checkpoints, start, stacks)
 
         return on_first_rank(move)
 
@@ -88,11 +88,11 @@ class RunFolders:
 
         def write() -> bool:
             nonlocal before
-            if start is None or self.has(start) or kept.stands(self.run_dir, self.checkpoints):
+            if start is None or self.has(start) or backup.stands(self.run_dir, self.checkpoints):
                 return False
             with naming(self._option, self._path()):
-                before = started_from.content(self.checkpoints)
-                started_from.write(self.checkpoints, start)
+                before = parent_checkpoint.content(self.checkpoints)
+                parent_checkpoint.write(self.checkpoints, start)
             return True
 
         written = on_first_rank(write)
@@ -100,7 +100,7 @@ class RunFolders:
             yield
         except ValueError:
             if written and dist.get_rank() == 0:
-                started_from.put_back(self.checkpoints, before)
+                parent_checkpoint.put_back(self.checkpoints, before)
             raise
 
     def keep_newer(self, start: Path) -> list[str]:
@@ -113,7 +113,7 @@ class RunFolders:
             with naming("run_dir", self.run_dir):
                 name = own_name(start, self.checkpoints)
                 assert name is not None, start
-                return kept.keep_newer(self.run_dir, self.checkpoints, name)
+                return backup.back_up_newer(self.run_dir, self.checkpoints, name)
 
         return on_first_rank(move)
 
@@ -183,7 +183,7 @@ class RunFolders:
                 write_file(mine, token)
         except OSError as error:
             problem = f"it cannot write there ({error.strerror})"
-        first = first_to_say(f"rank {rank} on {socket.gethostname()}: {problem}" if problem else None)
+        first = first_rank_with(f"rank {rank} on {socket.gethostname()}: {problem}" if problem else None)
         wrong = total(int(bool(problem)))
         try:
             if first is None:

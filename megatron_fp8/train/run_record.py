@@ -14,12 +14,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..files.atomic_io import in_words
 from ..files.checkpoint import complete_checkpoints, iteration_of
-from ..files.disk import in_words
 from ..files.folder_kind import RUN_FILES, what_to_give
-from ..files.lines import Line, read_lines, unfinished
+from ..files.jsonl import Line, read_lines, unfinished
 from ..files.strict_yaml import read_yaml
-from ..telemetry.names import TENSORS
+from ..telemetry.stat_registry import TENSORS
 from .metrics import IterationMetrics
 from .report import read_report
 

@@ -20,15 +20,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from ..mcore.replicas import differing
+from ..mcore.replica_check import differing
 from ..mcore.runtime import state_of, unwrap
-from ..state.ranks import own_device
+from ..state.collectives import own_device
+from .activation_memory import ActivationMemory
 from .config.run_config import RunConfig
 from .data.datasets import batches
-from .left_out import Range
+from .finite_check import FiniteCheck
 from .mtp import take_mtp_loss
-from .saved import SavedBytes
-from .state_check import StateCheck
+from .skipped_samples import Range
 from .stop import StopRequest
 from .watchdog import Watchdog
 
@@ -61,8 +61,8 @@ class Stepper:
         data_ranks = parallel_state.get_data_parallel_world_size()
         self._microbatches = run.train.global_batch_size // (run.train.micro_batch_size * data_ranks)
         self._losses: list[Tensor] = []  # [loss sum, tokens] of each micro-batch of this iteration
-        self.check, self.damaged = StateCheck(chunks, optimizer), False
-        self.saved: SavedBytes | None = SavedBytes(chunks) if run.train.count_saved else None
+        self.check, self.damaged = FiniteCheck(chunks, optimizer), False
+        self.saved: ActivationMemory | None = ActivationMemory(chunks) if run.train.count_saved else None
 
     def training_data(self, samples: int, left_out: Sequence[Range] = ()) -> list[Iterator[Any]]:
         """Iterators for ``step``, after `samples` samples, without those in `left_out`."""

@@ -27,8 +27,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .pace import Pace
-from .stacks import place_of, stacks, waits
+from .stack_dump import place_of, stacks, waits
+from .straggler import StragglerMonitor
 
 _LOOK_S = 0.1
 _SEARCH_S, _SEARCHES = 1.0, 1000.0
@@ -84,7 +84,7 @@ class Watchdog:
         stages: int = 1,
     ) -> None:
         self._stages, self._failed = stages, ""
-        self.folder, self.rank, self.ranks, self.pace = folder, rank, ranks, Pace(ranks)
+        self.folder, self.rank, self.ranks, self.pace = folder, rank, ranks, StragglerMonitor(ranks)
         self._least, self._limit, self._say, self._clock = least, limit, say, clock
         self._thread_id = threading.get_ident()
         self._took: dict[str, deque[float]] = {}

@@ -35,7 +35,11 @@ ROLES = ("input", "weight", "grad_output")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((0, 0), (0, 5), (5, 0), (1, 1), (1, 300), (300, 1), (7, 33), (129, 200), (128, 256), (257, 384))
 VALUES = ("of a training", "any bits", "not finite", "zeros")
-_INTEGERS: dict[torch.dtype, Any] = {torch.float32: np.int32, torch.bfloat16: np.int16, torch.float16: np.int16}
+_INTEGERS: dict[torch.dtype, Any] = {
+    torch.float32: np.int32,
+    torch.bfloat16: np.int16,
+    torch.float16: np.int16,
+}
 
 
 def _values(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:

@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 
-from megatron_fp8.commands.inspect import main as inspect
+from megatron_fp8.commands.inspect_checkpoint import main as inspect
 from megatron_fp8.files.checkpoint import (
     check_files,
     complete_checkpoints,

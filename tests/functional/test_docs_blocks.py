@@ -11,7 +11,7 @@ from contextlib import redirect_stdout
 import pytest
 
 from megatron_fp8.commands import main as command_line
-from megatron_fp8.files.shipped import shipped_configs
+from megatron_fp8.files.example_configs import example_configs
 from megatron_fp8.train.config import run_config
 from tests.support.blocks import blocks
 from tests.support.command import ROOT, empty_cache, environment, run
@@ -184,4 +184,4 @@ def test_the_commands_of_the_first_page_run(tmp_path):
             assert done.returncode == 0, f"{' '.join(words)}\n{done.stderr[-4000:]}"
             ran.append(words[0] + " " + words[1])
     assert ran == ["python examples/megatron_gpt.py", "megatron-fp8 train", "megatron-fp8 report"]
-    assert "tiny_gpt_cpu" in shipped_configs()
+    assert "tiny_gpt_cpu" in example_configs()

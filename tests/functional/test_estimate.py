@@ -12,14 +12,14 @@ import pytest
 from benchmarks.support.fp8_gpt import RECIPES
 from benchmarks.support.ranks import RankPool
 from megatron_fp8.estimate.activations import of_chunk as saved_by_chunk
-from megatron_fp8.estimate.kept import CPU
+from megatron_fp8.estimate.communication import of_stage as of_stage_wire
 from megatron_fp8.estimate.model import Chunk
 from megatron_fp8.estimate.parameters import of_chunk, totals
+from megatron_fp8.estimate.saved_tensors import CPU
 from megatron_fp8.estimate.settings import Settings, read
 from megatron_fp8.estimate.sites import Plans
 from megatron_fp8.estimate.state import of_stage
-from megatron_fp8.estimate.verdicts import of_step
-from megatron_fp8.estimate.wire import of_stage as of_stage_wire
+from megatron_fp8.estimate.status_allreduce import of_step
 from tests.support.estimate_cases import (
     BIASED,
     CASES,

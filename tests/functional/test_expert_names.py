@@ -161,7 +161,7 @@ GUARDED: dict[str, Any] = {**SMALL, "fp8_guard": True, "moe_grouped_gemm": True}
 def guarded(layout: Layout, folder: str, ill: str) -> tuple[list[list[Any]], list[tuple[float, float]]]:
     """A rank case: a training whose guard finds a tensor ill after its second iteration, and saves. (Moves, the next
     iteration.)"""
-    from megatron_fp8.mcore.guard import move_ill_sites
+    from megatron_fp8.mcore.guard import move_unhealthy_sites
     from megatron_fp8.mcore.runtime import state_of
     from megatron_fp8.state.guard import Finding
 
@@ -171,7 +171,7 @@ def guarded(layout: Layout, folder: str, ill: str) -> tuple[list[list[Any]], lis
         state = state_of(training.config)
         if any(slot.name == ill for slot in state.slots()):
             state.ill = [Finding(ill, "saturates", 3, 9.0)]
-        move_ill_sites(training.chunks, state, partial=True)
+        move_unhealthy_sites(training.chunks, state, partial=True)
         training.save(folder)
         assert state.guard is not None
         return [list(move) for move in state.guard.moves.values()], training.steps(1)

@@ -170,7 +170,7 @@ def test_routing_of_any_kind(ranks: RankPool, case: str) -> None:
 def watched_case(layout: Layout) -> dict[str, Any]:
     """A rank case: telemetry of a step; a forward in evaluation, and one with FP8 switched off."""
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-    from megatron_fp8.plan.switch import fp8_disabled
+    from megatron_fp8.plan.autocast_state import fp8_disabled
     from megatron_fp8.telemetry.telemetry import Telemetry
 
     found: dict[str, Any] = {}
@@ -225,7 +225,7 @@ def sick_case(layout: Layout) -> dict[str, Any]:
     from megatron.core.transformer import spec_utils
 
     from megatron_fp8.mcore.runtime import state_of
-    from megatron_fp8.mcore.substitute import with_own_modules
+    from megatron_fp8.mcore.spec_replacement import with_own_modules
 
     with model_parallel(layout):
         config = config_of(layout, "blockwise")
@@ -244,7 +244,7 @@ def sick_case(layout: Layout) -> dict[str, Any]:
 
 def guarded_case(layout: Layout, ill: str) -> dict[str, Any]:
     """A rank case: after the first step the guard finds a tensor ill."""
-    from megatron_fp8.mcore.guard import move_ill_sites
+    from megatron_fp8.mcore.guard import move_unhealthy_sites
     from megatron_fp8.mcore.runtime import state_of
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
     from megatron_fp8.state.guard import Finding
@@ -258,7 +258,7 @@ def guarded_case(layout: Layout, ill: str) -> dict[str, Any]:
         if step == 0:
             state = state_of(config)
             state.ill = [Finding(ill, "not finite", 3, 1.0)]
-            moved.extend(move.site for move in move_ill_sites(run.chunks, state, partial=True))
+            moved.extend(move.site for move in move_unhealthy_sites(run.chunks, state, partial=True))
 
     with model_parallel(layout), recorded() as log:
         config = config_of(layout, "blockwise", fp8_guard=True)

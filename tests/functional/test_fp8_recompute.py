@@ -180,7 +180,7 @@ def disabled_by_user(fields: dict[str, Any], every: int = 1) -> Watched:
 
     from megatron_fp8.mcore.iteration import iteration_counts
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-    from megatron_fp8.plan.switch import fp8_disabled
+    from megatron_fp8.plan.autocast_state import fp8_disabled
 
     seen, forward, calls = Watched(), GPTModel.forward, count()
 

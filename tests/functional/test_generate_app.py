@@ -13,7 +13,7 @@ import yaml
 from benchmarks.support.forked import python
 from megatron_fp8.files.checkpoint import latest_checkpoint
 from megatron_fp8.inference.calibration import load_calibration
-from megatron_fp8.kernels.cpu import few_rows
+from megatron_fp8.kernels.cpu import skinny_gemm
 from tests.support.command import APP, MODEL, environment, torchrun
 from tests.support.command import run as command_run
 from tests.support.manifests import edit
@@ -179,7 +179,7 @@ def test_the_text_is_the_prompt_and_what_follows_it(heard):
 
 def test_a_token_goes_the_short_way(heard, folder):
     """Of the FP8 layer's matrices one is large enough: cast and multiplied in one call, prompt and tokens alike."""
-    if not few_rows.inner_loops():
+    if not skinny_gemm.inner_loops():
         pytest.skip("this processor multiplies few rows as it does many")
     path = folder / "tokens.json"
     command = ["generate", folder / "run", "--prompt", "abcde", "--temperature", "0"]

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from benchmarks.support.ranks import Layout, model_parallel
 from megatron_fp8.commands.export import main as export_main
 from megatron_fp8.commands.import_ import main as import_main
-from megatron_fp8.commands.inspect import main as inspect_main
+from megatron_fp8.commands.inspect_checkpoint import main as inspect_main
 from megatron_fp8.files.checkpoint import find_checkpoint, read_manifest
 from tests.support.hf import build, hf_model, next_token_layer, stored_tensors, token_ids
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fp8.kernels.cpu import few_rows, loops
+from megatron_fp8.kernels.cpu import emulation, skinny_gemm
 from tests.support.kernel_calls import attention, casts, elementwise, products
 from tests.support.kernel_calls.tape import GUARDED, SANITISED, Call, compile_for, faults
 
@@ -74,13 +74,15 @@ def has(flags: str) -> bool:
 def loops_of(build: str) -> tuple[tuple[int, ...], bool]:
     """(inner loops of a build on this machine; whether there are those for few rows)"""
     if build == "native":
-        return loops.inner_loops(), bool(few_rows.inner_loops())
-    return ((loops.AVX512,) if build == "cooperlake" else ()) + (loops.FLOAT32,), build != "cooperlake"
+        return emulation.inner_loops(), bool(skinny_gemm.inner_loops())
+    return ((emulation.AVX512,) if build == "cooperlake" else ()) + (
+        emulation.FLOAT32,
+    ), build != "cooperlake"
 
 
 def test_calls_for_other_processors_are_drawn():
     """A call that cannot be told fails here, and not first where its instructions are."""
-    calls = multiplied(60, 0, (loops.AVX512, loops.AMX, loops.FLOAT32), True)
+    calls = multiplied(60, 0, (emulation.AVX512, emulation.AMX, emulation.FLOAT32), True)
     assert {call.name for call in calls} == {"has_gemm", "gemm", "gemm_each", "few_rows", "few_tokens"}
     assert all(call.packed() for call in calls)
 
@@ -89,7 +91,7 @@ def test_a_few_calls_on_arm(tmp_path):
     """Without vector code, which takes the compiler four times as long; test-long has it."""
     needs_arm()
     program = compile_for(ARM_COMPILER, f"-O1 -march=armv8-a {GUARDED}", tmp_path / "arm")
-    drawn([*EMULATOR, program], 60, (loops.FLOAT32,), True)
+    drawn([*EMULATOR, program], 60, (emulation.FLOAT32,), True)
 
 
 def test_a_few_calls_between_guards(tmp_path):
@@ -114,7 +116,7 @@ def test_products_in_float32_have_the_same_bits_here_and_on_arm(monkeypatch, tmp
     for before, compiler, march in ((EMULATOR, ARM_COMPILER, "armv8-a"), ((), "cc", "native")):
         program = compile_for(compiler, f"-O3 -march={march} {GUARDED}", tmp_path / march)
         given.clear()
-        assert not faults([*before, program], multiplied(300, 1, (loops.FLOAT32,), True))
+        assert not faults([*before, program], multiplied(300, 1, (emulation.FLOAT32,), True))
         found.append(tuple(given))
     assert len(found[0]) > 300
     for there, here in zip(*found, strict=True):
@@ -126,7 +128,7 @@ def test_products_in_float32_have_the_same_bits_here_and_on_arm(monkeypatch, tmp
 def test_many_calls_on_arm(march, tmp_path):
     needs_arm()
     program = compile_for(ARM_COMPILER, f"-O3 -march={march} {GUARDED}", tmp_path / "arm")
-    drawn([*EMULATOR, program], 1500, (loops.FLOAT32,), True)
+    drawn([*EMULATOR, program], 1500, (emulation.FLOAT32,), True)
 
 
 @pytest.mark.long

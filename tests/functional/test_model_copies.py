@@ -105,7 +105,7 @@ def parameters(chunks: list[Any]) -> list[torch.nn.Parameter]:
 
 def copied(layout: Layout, fields: dict[str, Any]) -> dict[str, Any]:
     """A case for ranks."""
-    from megatron_fp8.mcore.copies import copy_model
+    from megatron_fp8.mcore.model_copies import copy_model
     from megatron_fp8.mcore.report import site_report
 
     def a_copy(chunks: list[Any]) -> list[Any]:
@@ -160,7 +160,7 @@ def written(fp8_param: bool) -> list[tuple[str, float, float]]:
     Returns (whose, factor, the largest magnitude there over that which was written).
     """
     from megatron_fp8.inference import prepare_for_inference
-    from megatron_fp8.mcore.copies import copy_model
+    from megatron_fp8.mcore.model_copies import copy_model
     from megatron_fp8.params.fp8_parameter import Fp8Parameter
 
     with model_parallel(Layout()):
@@ -191,7 +191,7 @@ def refused() -> tuple[str, ...]:
     DistributedDataParallel."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from megatron_fp8.mcore.copies import copy_model
+    from megatron_fp8.mcore.model_copies import copy_model
 
     with model_parallel(Layout()):
         (model,) = built(Layout(), {})

@@ -180,9 +180,7 @@ def test_resized_embeddings_are_said():
     model = convert_to_fp8(llama(), skip=())
     model.resize_token_embeddings(48)
     model(input_ids=DATA, labels=DATA).loss.backward()
-    with pytest.warns(
-        UserWarning, match=r"linears without FP8: 1 \(lm_head\); call convert_to"
-    ):
+    with pytest.warns(UserWarning, match=r"linears without FP8: 1 \(lm_head\); call convert_to"):
         fp8_step(model)
     assert isinstance(convert_to_fp8(model, skip=()).lm_head, Fp8Linear)
     model(input_ids=DATA, labels=DATA).loss.backward()

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.kills import differences
 from megatron_fp8.files.checkpoint import complete_checkpoints, iteration_of, read_manifest
-from megatron_fp8.train import left_out
+from megatron_fp8.train import skipped_samples
 from megatron_fp8.train.config import run_config
 from tests.support.command import APP, run, torchrun
 
@@ -47,7 +47,7 @@ def test_it_is_the_run_whose_data_never_had_them(rewound, train):
     other, whole = train("32:40:without", "whole")
     assert other.returncode == 0 and "rewind " not in other.stdout
     assert differences(out, whole) == []
-    record = left_out.read(out / "checkpoints")
+    record = skipped_samples.read(out / "checkpoints")
     assert [(r["first"], r["last"], r["iteration"], r["went_back_to"]) for r in record] == [(32, 40, 10, 8)]
     manifests = [read_manifest(path) for path in complete_checkpoints(out / "checkpoints")]
     assert [bool(m.state.get("left_out")) for m in manifests] == [False] * 4 + [True] * 2

@@ -195,10 +195,10 @@ def spike(words, arguments):
 
     install()
 
-    from megatron_fp8.train import liveness, rewind, step
+    from megatron_fp8.train import loss_monitor, rollback, step
 
     first, last = map(int, words.split(":")[:2])
-    back = rewind.Rewinds.back
+    back = rollback.Rollbacks.back
 
     def told(self, *given):
         if os.environ.get("RANK") == "1" and len(self.records) == 1:
@@ -206,7 +206,7 @@ def spike(words, arguments):
         return back(self, *given)
 
     if words.endswith("told"):
-        rewind.Rewinds.back = told
+        rollback.Rollbacks.back = told
 
     class Data:
         def __init__(self, real):
@@ -228,7 +228,7 @@ def spike(words, arguments):
     def batches(dataset, *args):
         return original(Data(dataset) if args[1:] else dataset, *args)
 
-    liveness._FAR, liveness._DEVIATIONS = 1.2, 0.1
+    loss_monitor._FAR, loss_monitor._DEVIATIONS = 1.2, 0.1
     step.batches = batches
     return main(arguments)
 

@@ -45,7 +45,7 @@ def diagnosed(
     from megatron_fp8.telemetry.attribution import Limits
     from megatron_fp8.telemetry.diagnosis import diagnose_subject
     from megatron_fp8.train.config.run_config import RunConfig
-    from megatron_fp8.train.replay import RunSubject
+    from megatron_fp8.train.replay import CheckpointRunner
 
     with model_parallel(layout):
         config = fp8_config(layout, recipe, **{**SMALL, **(fields or {})})
@@ -56,7 +56,7 @@ def diagnosed(
         # A pass is one microbatch where it can be: its cost does not grow with the sequences in it.
         alone = layout.pp == 1 and dist.get_world_size() == layout.model_ranks
         run.train.micro_batch_size = 2 if alone else 1
-        subject = RunSubject(run, chunks, Sequences(), 0, 4, loss_scale=1.0)
+        subject = CheckpointRunner(run, chunks, Sequences(), 0, 4, loss_scale=1.0)
         if wrong is not None and wrong[0] in subject.sites:
             make_wrong(subject.sites[wrong[0]], *wrong[1:])
         rows = [arena.rows.clone() for arena in state_of(config).arenas]

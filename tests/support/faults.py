@@ -317,12 +317,12 @@ def _diagnosed(chunks: list[Any], state: Any, losses: list[float]) -> dict[str, 
     from megatron_fp8.telemetry.attribution import Limits
     from megatron_fp8.telemetry.diagnosis import diagnose_subject
     from megatron_fp8.train.config.run_config import RunConfig
-    from megatron_fp8.train.replay import RunSubject
+    from megatron_fp8.train.replay import CheckpointRunner
 
     run = RunConfig()
     run.train.micro_batch_size, run.train.global_batch_size, run.train.seq_length = 1, 1, SEQUENCE
     good = min(fmean(losses[i : i + 4]) for i in range(len(losses) - 3))
-    subject = RunSubject(run, chunks, Sequences(), 0, 4, loss_scale=1.0)
+    subject = CheckpointRunner(run, chunks, Sequences(), 0, 4, loss_scale=1.0)
     with subject.unrecorded():
         return diagnose_subject(subject, 0.9, 400, good, Limits(), lambda _: None).as_dict()
 

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.support.compiled import Compiled, compiled
 from benchmarks.support.sass import blocks_of, disassembled, hot_path
-from megatron_fp8.kernels import first
+from megatron_fp8.kernels import probe_kernel
 from megatron_fp8.kernels.block_matmul import block_matmul
 from megatron_fp8.kernels.fp8_transpose import transpose
 from megatron_fp8.kernels.grouped_matmul import Product, grouped_block_matmul
@@ -127,7 +127,7 @@ def launches() -> dict[str, Callable[[], Any]]:
             empty(900),
             length=2,
         ),
-        "first": lambda: first.launch(empty(1, dtype=torch.int32)),
+        "first": lambda: probe_kernel.launch(empty(1, dtype=torch.int32)),
         "matmul": lambda: block_matmul(codes, by_row, weight, square, b_height=128),
         "matmul-wgrad": lambda: block_matmul(grads, by_row, codes, by_row, out_dtype=torch.float32),
         "matmul-grouped": lambda: grouped_block_matmul(

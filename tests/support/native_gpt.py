@@ -35,7 +35,7 @@ MODEL: dict[str, Any] = {
 TRAINING: dict[str, Any] = {"sequence": 32, "micro_batch": 2, "global_batch": 2, "vocab": 64}
 
 HOW = ("fused", "written", "apart")
-"""DeferredTensor results computed by the linears' kernels; written first, then quantised; producers that do not know."""
+"""LazyTensor results computed by the linears' kernels; written first, then quantised; producers that do not know."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ def native_on_cpu(how: str = "fused") -> Iterator[None]:
     from benchmarks.support.launched import unchecked
     from megatron_fp8 import kernels
     from megatron_fp8.backends.native import backend as native
-    from megatron_fp8.kernels.deferred import written
+    from megatron_fp8.kernels.lazy_tensor import written
     from megatron_fp8.mcore.layers.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
     from tests.support.interpreter import lean_interpreter
     from tests.support.scaled_mm import fake_torch
@@ -122,11 +122,11 @@ def sizes_noted(recipe: str, fields: dict[str, Any]) -> tuple[str, dict[str, lis
     import io
     from contextlib import redirect_stderr
 
-    from megatron_fp8.files import say
+    from megatron_fp8.files import rank0_print
     from megatron_fp8.mcore.report import site_report
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
-    say._told.clear()
+    rank0_print._told.clear()
     with native_on_cpu(), model_parallel(Layout()), redirect_stderr(io.StringIO()) as said:
         config = fp8_config(Layout(), recipe, **{**MODEL, **fields})
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=32, vocab=64)

@@ -19,15 +19,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8.backends import emulated, specified
-from megatron_fp8.backends.base import Region, Running
+from megatron_fp8.backends import emulated, reference
+from megatron_fp8.backends.base import Region, RunningAmax
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native import layout as native_layout
 from megatron_fp8.kernels import block_matmul, fp8_transpose, grouped_matmul
 from megatron_fp8.kernels import quantize as kernels
 from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.linear.grouped import grouped_linear
-from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.recipe import Granularity, MXFP8BlockScaling, Rule
@@ -62,7 +62,7 @@ def counted():
     forbidden = AssertionError("quantised without a kernel")
     with (
         mock.patch.multiple(kernels, **wrapped),
-        mock.patch.object(specified, "quantize", side_effect=forbidden),
+        mock.patch.object(reference, "quantize", side_effect=forbidden),
     ):
         yield calls
 
@@ -113,7 +113,7 @@ def shared_amaxes() -> None:
 
         found, expected = (b.quantize(x, rule, "both", reduce_amax=reduce) for b in (native, emulated))
         rows = torch.zeros(2)
-        running = Running(rows[0], rows.view(torch.int32)[0], rows[1])
+        running = RunningAmax(rows[0], rows.view(torch.int32)[0], rows[1])
         straight = native.quantize(x, rule, "both", reduce_amax=reduce, running=running)
         assert len(seen) == 3 and all(torch.equal(seen[0].flatten(), each.flatten()) for each in seen)
         assert rows.tolist() == [x.abs().max().item(), 0]
@@ -312,7 +312,7 @@ def recorded_straight(name: str) -> None:
     """Two casts in one slot: the largest amax, the sum of counts, the same codes, and scales as the product has them."""
     for role in ("input", "weight"):
         rule, rows = RECIPES[name].rule(role), torch.zeros(2, 3)
-        running = Running(rows[0, 1], rows.view(torch.int32)[0, 1], rows[1, 1])
+        running = RunningAmax(rows[0, 1], rows.view(torch.int32)[0, 1], rows[1, 1])
         scale = torch.tensor(2.0) if rule.delayed else None
         amaxes = []
         for seed in (1, 2):

@@ -61,7 +61,7 @@ class Training:
         from megatron_fp8.files.checkpoint import Manifest, folder_name
         from megatron_fp8.mcore.checkpoint import training as checkpoint
         from megatron_fp8.mcore.checkpoint.saver import Saver
-        from megatron_fp8.mcore.replicas import differing
+        from megatron_fp8.mcore.replica_check import differing
 
         assert differing(self.chunks, self.optimizer) == ""
         saver = Saver(Path(folder), **options)

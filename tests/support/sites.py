@@ -11,8 +11,8 @@ import torch
 from megatron_fp8 import Format
 from megatron_fp8.backends import emulated
 from megatron_fp8.linear.function import fp8_linear
-from megatron_fp8.linear.site import GemmSite
-from megatron_fp8.plan.resolve import Asked, resolve
+from megatron_fp8.linear.gemm_site import GemmSite
+from megatron_fp8.plan.resolve import SiteRequest, resolve
 from megatron_fp8.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -97,7 +97,7 @@ def make_site(
 
     ``overrides`` may name recipes of ALL_RECIPES."""
     own = ALL_RECIPES[recipe] if isinstance(recipe, str) else recipe
-    asked = Asked(
+    asked = SiteRequest(
         recipe=lambda name: own if name is None else ALL_RECIPES[name],
         reason="test",
         overrides=overrides or {},

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from benchmarks.support import reference
-from megatron_fp8.telemetry.statistics import Measured
+from megatron_fp8.telemetry.tensor_stats import Measured
 
 EXACT = ("min", "max", "cur_amax", "nonfinite", "underflows%", "overflows%", "scale_inv_min", "scale_inv_max")
 """What must be right to the bit; the others to 1e-6."""

@@ -10,7 +10,7 @@ from unittest import mock
 
 import triton
 
-from megatron_fp8.kernels import launch
+from megatron_fp8.kernels import launch_cache
 
 STREAM = 7
 
@@ -30,7 +30,7 @@ class Compiled:
         return start
 
 
-class StandIn:
+class SimulatedSite:
     """``made``: what was compiled; ``last``: the number of what was compiled or started last."""
 
     def __init__(self) -> None:
@@ -49,16 +49,16 @@ class StandIn:
 
 
 @contextmanager
-def in_place_of_triton() -> Iterator[StandIn]:
+def in_place_of_triton() -> Iterator[SimulatedSite]:
     """Inside, launches of compiled kernels come here."""
-    stand_in = StandIn()
+    stand_in = SimulatedSite()
 
     def run(kernel: Any, *args: Any, **arguments: Any) -> Compiled:
         return stand_in.run(kernel, *args, **arguments)
 
     with (
         mock.patch.object(triton.JITFunction, "run", run),
-        mock.patch.object(launch, "driver", stand_in),
-        mock.patch.dict(launch._caches, clear=True),
+        mock.patch.object(launch_cache, "driver", stand_in),
+        mock.patch.dict(launch_cache._caches, clear=True),
     ):
         yield stand_in

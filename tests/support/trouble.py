@@ -125,12 +125,12 @@ def troubled(arguments):
     install()
     from megatron.core import parallel_state
 
-    from megatron_fp8.train import pace
+    from megatron_fp8.train import straggler
     from megatron_fp8.train.data import datasets
     from megatron_fp8.train.launch import parallel
     from megatron_fp8.train.loop import Trainer
 
-    pace.WINDOW_S, pace.WINDOW_ITERATIONS = 1.0, 4
+    straggler.WINDOW_S, straggler.WINDOW_ITERATIONS = 1.0, 4
     minute = TOLD.get("minute", 60)
     short = mock.patch.multiple  # both make their groups' timeouts of minutes
     step = Trainer._timed_step

@@ -19,7 +19,7 @@ import torch
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.inference.calibration import calibrate
-from megatron_fp8.kernels.cpu import loops as cpu
+from megatron_fp8.kernels.cpu import emulation as cpu
 from megatron_fp8.kernels.norm_quantize import Normalized, row_rstd
 from megatron_fp8.kernels.quantize import Record, measure, quantize_blocks, quantize_rows, quantize_tensor
 from megatron_fp8.kernels.swiglu_quantize import Swiglu, swiglu_weight_grad

@@ -21,7 +21,12 @@ from megatron_fp8.fp8_utils import (
     is_float8tensor,
 )
 from megatron_fp8.nn import Fp8Linear, convert_to_fp8, fp8_step
-from megatron_fp8.plan.switch import LayerBeingBuilt, Switch, current_switch, layer_being_built
+from megatron_fp8.plan.autocast_state import (
+    AutocastState,
+    LayerBeingBuilt,
+    current_autocast_state,
+    layer_being_built,
+)
 from megatron_fp8.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -181,7 +186,7 @@ def test_context_while_building(recipe):
             built = layer_being_built()
             assert built is not None and built.number == layer
             assert (built.bf16_reason is not None) == (layer in (0, 1, 5))
-        assert layer_being_built() is None and current_switch() == Switch()
+        assert layer_being_built() is None and current_autocast_state() == AutocastState()
     with get_fp8_context(asked, 5, is_init=True):
         assert layer_being_built() == LayerBeingBuilt(
             5, "first_last_layers_bf16: layer 5 is one of the first 2 or last 1"
@@ -196,12 +201,12 @@ def test_context_while_running(recipe):
     asked = config(fp8_recipe=recipe, **BF16_LAYERS)
     for _ in range(2):
         with get_fp8_context(asked):
-            assert current_switch() == Switch()
+            assert current_autocast_state() == AutocastState()
             for layer in range(6):
                 with get_fp8_context(asked, layer):
-                    assert (current_switch().off == "unplanned") == (layer in (0, 1, 5))
+                    assert (current_autocast_state().off == "unplanned") == (layer in (0, 1, 5))
                     assert layer_being_built() is None
-            assert current_switch() == Switch()
+            assert current_autocast_state() == AutocastState()
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -247,7 +252,7 @@ def test_context_without_fp8_does_nothing():
         context = get_fp8_context(config(fp8=None, **BF16_LAYERS), 0, is_init)
         for _ in range(2):
             with context:
-                assert layer_being_built() is None and current_switch() == Switch()
+                assert layer_being_built() is None and current_autocast_state() == AutocastState()
 
 
 def test_align_size():

@@ -90,11 +90,11 @@ def test_imports_inside_the_package_are_relative(path):
 
 
 def test_the_native_backend_does_not_go_through_the_emulated_one():
-    """Nor through its parts: what both need is in backends/base.py and backends/specified.py."""
+    """Nor through its parts: what both need is in backends/base.py and backends/reference.py."""
     native = sorted((PACKAGE / "backends" / "native").glob("*.py"))
     found = {target for path in native for _, target in imports(path) if target.startswith("backends.")}
-    assert {"backends.base", "backends.specified"} <= found
-    assert not found & {f"backends.{name}" for name in ("emulated", "casts", "few_rows")}
+    assert {"backends.base", "backends.reference"} <= found
+    assert not found & {f"backends.{name}" for name in ("emulated", "cpu_cast", "skinny_gemm")}
 
 
 def test_the_root_holds_what_users_name():

@@ -33,7 +33,7 @@ def test_a_path_of_before_gives_todays_objects_and_says_where_they_are(old):
 
 def test_a_name_of_before_gives_a_models_groups():
     """docs/performance.md once had these two lines, for capture by CUDA graphs."""
-    from megatron_fp8.nn.find import groups_of
+    from megatron_fp8.nn.module_lookup import groups_of
     from megatron_fp8.nn.step import families_of
 
     model = convert_to_fp8(torch.nn.Sequential(torch.nn.Linear(16, 16)), "mxfp8")

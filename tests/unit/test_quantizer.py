@@ -13,7 +13,7 @@ from megatron_fp8 import quantize
 from megatron_fp8 import quantizer as quantizers
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.base import Region
-from megatron_fp8.kernels.cpu import loops
+from megatron_fp8.kernels.cpu import emulation
 from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.recipe import CustomRecipe, Float8RowwiseScaling, MXFP8BlockScaling
@@ -205,9 +205,9 @@ def test_ways_to_lie_are_forgotten_before_they_are_many(monkeypatch):
 def test_of_what_comes_once_nothing_is_kept(monkeypatch):
     """To describe a matrix to C for others like it takes as long as to cast it, or to multiply it."""
     told: list[Any] = []
-    cast, product = emulated.repeated_cast, loops.Repeated
+    cast, product = emulated.repeated_cast, emulation.Repeated
     monkeypatch.setattr(emulated, "repeated_cast", lambda asked: told.append("cast") or cast(asked))
-    monkeypatch.setattr(loops, "Repeated", lambda *given: told.append("product") or product(*given))
+    monkeypatch.setattr(emulation, "Repeated", lambda *given: told.append("product") or product(*given))
     monkeypatch.setattr(emulated, "_repeated_products", {})
     rule = MXFP8BlockScaling().rule("input")
     quantizer = Quantizer(rule, Fp8State().arena(None).add(None, rule.fmt), emulated)
@@ -217,7 +217,7 @@ def test_of_what_comes_once_nothing_is_kept(monkeypatch):
             emulated.gemm(side, side)
         if turn == 0:
             assert told == []
-    assert told.count("cast") == 5 and told.count("product") == (5 if loops.inner_loop() else 0)
+    assert told.count("cast") == 5 and told.count("product") == (5 if emulation.inner_loop() else 0)
 
 
 class Emptied(dict[Any, Any]):

@@ -20,14 +20,14 @@ from typing import Any, Literal
 
 import torch
 
-from ...kernels.deferred import source_of, written
+from ...kernels.lazy_tensor import source_of, written
 from ...numerics.formats import E4M3, E5M2, ROLES
 from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Direction, Rule
 from ...recipe import GEMM_OPERANDS, Products, Recipe, products_of
 from ...tensor import Float8Tensor, QuantizedSide
-from .. import specified
-from ..base import RESULTS, AmaxReduction, Quantized, Region, Running, gemm_in_turn, unfit
-from .contraction import of_one_length, whole
+from .. import reference
+from ..base import RESULTS, AmaxReduction, Quantized, Region, RunningAmax, gemm_in_turn, unfit
+from .k_padding import of_one_length, whole
 from .layout import (
     BLOCK_ROWS,
     Mode,
@@ -187,24 +187,24 @@ def quantize(
     scale: torch.Tensor | None = None,
     reduce_amax: AmaxReduction | None = None,
     region: Region | None = None,
-    running: Running | None = None,
+    running: RunningAmax | None = None,
     for_product: bool = False,
 ) -> Quantized:
-    """Quantise a matrix in one or both directions; arguments and errors are specified.quantize's, and so are all bits.
+    """Quantise a matrix in one or both directions; arguments and errors are reference.quantize's, and so are all bits.
 
     Args:
         running: where amax and non-finite count are recorded; of rules that have a kernel returned in their place.
         for_product: the sides go to ``gemm`` as they are: MX scales lie in tiles, columnwise codes reach to the end of a
             block, with zeros behind the last row (QuantizedSide's tiled and padding), and memory has room for whole 4s.
 
-    x is read once for both directions where the rule allows (delayed, blocks), else twice. A DeferredTensor is computed
+    x is read once for both directions where the rule allows (delayed, blocks), else twice. A LazyTensor is computed
     as it is read and stays deferred: to compute it twice moves fewer bytes than to write it and read it. The columnwise
     side's codes are contiguous [cols, rows], as the GEMM reads them, and block scales lie as it wants them. Nothing
     waits for the GPU: the amax and the non-finite count stay there.
     """
     if kernel_reason(rule) is not None:
         x = written(x)
-        return specified.quantize(
+        return reference.quantize(
             x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region, running=running
         )
     from ...kernels import quantize as kernels  # loads Triton, which importing the package must not

@@ -1,4 +1,4 @@
-"""Block amaxes of CPU tensors, and their E8M0 scales, in C (loops.c)."""
+"""Block amaxes of CPU tensors, and their E8M0 scales, in C (emulation.c)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .loops import FLOATS, address, compiled, thread_count
+from .emulation import FLOATS, address, compiled, thread_count
 
 
 class _Cut(ctypes.Structure):

@@ -13,7 +13,7 @@ import torch
 
 from ...numerics.formats import E5M2
 from ...numerics.rule import Rule
-from . import loops
+from . import emulation
 
 _TALL, _WIDE = 128, 256  # a tile's, in blocks.c
 _KINDS = {"fp32": 0, "pow2": 1, "e8m0": 2}
@@ -113,7 +113,7 @@ def quantize(wanted: Sequence[Wanted]) -> list[Made]:
     told = (CastStruct * len(wanted))()
     made = [_told(one, to) for one, to in zip(wanted, told, strict=True)]
     elements = sum(one.x.numel() for one in wanted)
-    failed = loops.compiled().cast_each(told, ctypes.c_int64(len(told)), loops.thread_count(elements))
+    failed = emulation.compiled().cast_each(told, ctypes.c_int64(len(told)), emulation.thread_count(elements))
     if failed or any(one.special < 0 for one in told):
         raise MemoryError("no memory for a tile of a matrix, 700 KB a thread")
     return [Made(*of, one.special) for of, one in zip(made, told, strict=True)]
@@ -133,7 +133,7 @@ class Repeated:
         self._lies = [(c.codes.shape, c.codes.dtype, c.scale_inv.shape, c.scale_inv.dtype) for c in made]
         self._elements = first.x.numel()
         self._held = first.running, first.scale  # their memory is what C was told of
-        self._call = loops.compiled().cast_each
+        self._call = emulation.compiled().cast_each
         self._call.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
 
     def __call__(self, x: torch.Tensor) -> tuple[list[Coded], int]:
@@ -148,7 +148,7 @@ class Repeated:
             scale_inv = torch.empty(blocks, dtype=kind, device="cpu")
             cut.codes, cut.scale_inv = codes.data_ptr(), scale_inv.data_ptr()
             made.append(Coded(codes, scale_inv))
-        if self._call(ctypes.byref(told), 1, loops.thread_count(self._elements)) or told.special < 0:
+        if self._call(ctypes.byref(told), 1, emulation.thread_count(self._elements)) or told.special < 0:
             raise MemoryError("no memory for a tile of a matrix, 700 KB a thread")
         return made, told.special
 
@@ -158,11 +158,11 @@ def _told(of: Wanted, to: CastStruct) -> tuple[list[Coded], torch.Tensor]:
     x, rule = of.x, of.rule
     rows, cols = x.shape
     kind = torch.uint8 if rule.scale == "e8m0" else torch.float32
-    to.x, to.rows, to.cols = loops.address(x, x.dtype, rows * cols), rows, cols
+    to.x, to.rows, to.cols = emulation.address(x, x.dtype, rows * cols), rows, cols
     largest = torch.empty((), dtype=torch.float32, device="cpu")
     to.amax = largest.data_ptr()
-    to.running = None if of.running is None else loops.address(of.running, torch.float32, 1)
-    to.given = None if of.scale is None else loops.address(of.scale, torch.float32, 1)
+    to.running = None if of.running is None else emulation.address(of.running, torch.float32, 1)
+    to.given = None if of.scale is None else emulation.address(of.scale, torch.float32, 1)
     to.rule, to.count, to.finite = scale_rule(rule), len(of.cuts), of.finite
     to.from_dtype, to.to_e5m2 = DTYPES[x.dtype], rule.fmt is E5M2
     made = []
@@ -170,7 +170,7 @@ def _told(of: Wanted, to: CastStruct) -> tuple[list[Coded], torch.Tensor]:
         codes = torch.empty(rows, cols, dtype=rule.fmt.dtype, device="cpu")
         blocks = (-(-rows // high) if high else 1, -(-cols // wide) if wide else 1)
         inverse = torch.empty(blocks if high or wide else (), dtype=kind, device="cpu")
-        amax = None if of.amaxes is None else loops.address(of.amaxes[i], torch.float32, inverse.numel())
+        amax = None if of.amaxes is None else emulation.address(of.amaxes[i], torch.float32, inverse.numel())
         to.cuts[i] = CutStruct(high, wide, codes.data_ptr(), inverse.data_ptr(), None, amax)
         made.append(Coded(codes, inverse.view(torch.float8_e8m0fnu) if kind == torch.uint8 else inverse))
     return made, largest

@@ -1,8 +1,8 @@
 /* Casts of whole matrices, one or many in one call: amaxes, scales, and codes of one or two cuts.
 
    Scales of blocks are made a tile at a time (blocks.c). Those of whole rows or columns, and of the matrix, need amaxes
-   of it all first, which is a pass of its own (loops.c); then one pass makes the codes of all cuts. A scale that was there
-   before its matrix needs no amaxes (loops.c).
+   of it all first, which is a pass of its own (emulation.c); then one pass makes the codes of all cuts. A scale that was there
+   before its matrix needs no amaxes (emulation.c).
 
    Of many matrices a large one, which a thread alone would be busy with while the others have nothing left to do, is cast
    by all threads; the others are then dealt out whole, the largest first. Codes and scales are those of a call for each. */
@@ -28,11 +28,11 @@ typedef struct {
     int64_t special;    /* to be told: how many elements are NaN or Inf; -1 without memory */
 } Cast;
 
-/* --------------------------------------------------------------------------------- loops.c and blocks.c, by dtype */
+/* --------------------------------------------------------------------------------- emulation.c and blocks.c, by dtype */
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
-typedef struct { int64_t rows, cols; void *largest; } Largest; /* loops.c's Cut */
+typedef struct { int64_t rows, cols; void *largest; } Largest; /* emulation.c's Cut */
 
 #define AMAX(NAME, BITS)                                                                                             \
     int64_t NAME(const BITS *x, int64_t rows, int64_t cols, BITS inf, const Largest *cuts, int32_t count,            \

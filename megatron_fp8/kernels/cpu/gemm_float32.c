@@ -7,7 +7,7 @@
    themselves, and a is multiplied by what b's numbers and its own lack.
 
    Each element of out is one chain of fused multiply-adds over k, from first to last, whatever m, n, the number of threads,
-   and the processor: AVX2, AVX512 and Arm give the same bits. So products with few rows (few_rows.c) are these.
+   and the processor: AVX2, AVX512 and Arm give the same bits. So products with few rows (skinny_gemm.c) are these.
 
    Rejected: torch's float32 product of decoded matrices: the way through memory takes half as long as the product, MKL's
    order of sums depends on threads, and torch's bfloat16 product, for results in bfloat16, is six times slower than

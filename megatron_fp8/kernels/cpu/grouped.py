@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from . import loops
-from .loops import Operand
+from . import emulation
+from .emulation import Operand
 
 
 class Product(NamedTuple):
     """a [M, K] @ b [N, K]^T, to be written to ``out``, or added to it.
 
     Attributes:
-        a, b: what ``loops.multiplies`` takes, none of M, N and K being 0.
+        a, b: what ``emulation.multiplies`` takes, none of M, N and K being 0.
         out: float32 or bfloat16 [M, N], contiguous; ``add``: float32.
     """
 
@@ -30,9 +30,9 @@ class ProductStruct(ctypes.Structure):
     """grouped.c's."""
 
     _fields_ = (
-        ("a", loops.Side),
-        ("b", loops.Side),
-        ("out", loops.Out),
+        ("a", emulation.Side),
+        ("b", emulation.Side),
+        ("out", emulation.Out),
         ("m", ctypes.c_int64),
         ("n", ctypes.c_int64),
         ("k", ctypes.c_int64),
@@ -41,11 +41,11 @@ class ProductStruct(ctypes.Structure):
 
 
 def multiply_each(products: Sequence[Product], *, loop: int | None = None) -> list[bool]:
-    """Make all products; which of them were made: the others' scales are outside what ``loops.multiply`` takes, and
+    """Make all products; which of them were made: the others' scales are outside what ``emulation.multiply`` takes, and
     their ``out`` is as it was.
 
     Args:
-        loop: as of ``loops.multiply``.
+        loop: as of ``emulation.multiply``.
     """
     if not products:
         return []
@@ -55,12 +55,12 @@ def multiply_each(products: Sequence[Product], *, loop: int | None = None) -> li
     )  # kept: C reads copies of operands that have no dense dimension
     elements = 0
     for each, (a, b, out, add) in zip(told, products, strict=True):
-        values = loops.dense(a.values), loops.dense(b.values)
+        values = emulation.dense(a.values), emulation.dense(b.values)
         kept.append(values)
         (m, k), n = a.values.shape, b.values.shape[0]
         assert b.values.shape[1] == k and out.shape == (m, n), (a.values.shape, b.values.shape, out.shape)
-        each.a, each.b = loops.side_of(a, values[0]), loops.side_of(b, values[1])
-        each.out = loops.out_of(out, None, add=add)
+        each.a, each.b = emulation.side_of(a, values[0]), emulation.side_of(b, values[1])
+        each.out = emulation.out_of(out, None, add=add)
         each.m, each.n, each.k = m, n, k
         elements += max(m * k, n * k, m * n)
     make(told, elements, loop)
@@ -69,7 +69,9 @@ def multiply_each(products: Sequence[Product], *, loop: int | None = None) -> li
 
 def make(told: ctypes.Array[ProductStruct], elements: int, loop: int | None = None) -> None:
     """Make the products that C is told of, whose largest matrices have so many elements together."""
-    loop = loop or loops.inner_loop()
-    done = loops.compiled().gemm_each(told, ctypes.c_int64(len(told)), loop, loops.thread_count(elements))
+    loop = loop or emulation.inner_loop()
+    done = emulation.compiled().gemm_each(
+        told, ctypes.c_int64(len(told)), loop, emulation.thread_count(elements)
+    )
     if done < 0 or any(each.done < 0 for each in told):
         raise MemoryError(f"no memory to pack the matrices of {len(told)} products")

@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ...files.disk import sync
+from ...files.atomic_io import sync
 
 
 def missing_compiler() -> str | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from . import loops, mkl
-from .loops import Operand
+from . import emulation, mkl
+from .emulation import Operand
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -13,14 +13,14 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
     Products are exact, sums are float32. NaN and Inf go where IEEE has them; subnormal operands may count as zero.
     """
-    return own_matmul(a, b) if loops.has_own_matmul() else mkl_matmul(a, b)
+    return own_matmul(a, b) if emulation.has_own_matmul() else mkl_matmul(a, b)
 
 
 def own_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``matmul`` by gemm.c: the order of sums does not depend on M, N or the number of threads; subnormal operands
     may count as zero."""
     check_matrices(a, b)
-    product = loops.multiply(Operand(a), Operand(b), torch.float32)
+    product = emulation.multiply(Operand(a), Operand(b), torch.float32)
     assert product is not None, "without scales there is no range to leave"
     return product
 
@@ -58,9 +58,11 @@ def check_matrices(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Size, torch.
     contract."""
     for x in (a, b):
         if not (x.ndim == 2 and x.dtype == torch.bfloat16 and x.is_cpu):
-            raise AssertionError(f"a bfloat16 matrix on the CPU is needed, got {loops.described(x)}")
+            raise AssertionError(f"a bfloat16 matrix on the CPU is needed, got {emulation.described(x)}")
     if a.shape[1] != b.shape[1]:
-        raise AssertionError(f"the last dimensions must be equal: {loops.described(a)}, {loops.described(b)}")
+        raise AssertionError(
+            f"the last dimensions must be equal: {emulation.described(a)}, {emulation.described(b)}"
+        )
     return a.shape, b.shape
 
 
@@ -81,14 +83,14 @@ def finish(
     """
     rows, cols = sums.shape
     out = sums if dtype == torch.float32 else torch.empty(rows, cols, dtype=dtype, device="cpu")
-    loops.function_of("finish", dtype)(
-        loops.address(sums, torch.float32, rows * cols),
-        loops.address(out, dtype, rows * cols),
+    emulation.function_of("finish", dtype)(
+        emulation.address(sums, torch.float32, rows * cols),
+        emulation.address(out, dtype, rows * cols),
         rows,
         cols,
-        loops.address(scale_a, torch.float32, 1),
-        loops.address(scale_b, torch.float32, 1),
-        None if bias is None else loops.address(bias, torch.float32, cols),
-        loops.thread_count(sums.numel()),
+        emulation.address(scale_a, torch.float32, 1),
+        emulation.address(scale_b, torch.float32, 1),
+        None if bias is None else emulation.address(bias, torch.float32, cols),
+        emulation.thread_count(sums.numel()),
     )
     return out

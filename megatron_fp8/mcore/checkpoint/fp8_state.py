@@ -15,13 +15,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from ...linear.share import weight_of
+from ...linear.shard import weight_of
 from ...numerics.scaling import compute_scale
 from ...params.fp8_parameter import Fp8Parameter
 from ...quantizer import Quantizer
 from ...recipe import recipe_name
 from ...state.arena import Arena, Slot
-from ...state.saved import PREFIX, SAVED_PARTS, is_slot_key
+from ...state.state_dict import PREFIX, SAVED_PARTS, is_slot_key
 
 
 def delayed_quantizers(linear: Any) -> dict[str, Quantizer]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from .. import installed as compat
+from .. import environment as compat
 
 _PREFIX = "rng"
 

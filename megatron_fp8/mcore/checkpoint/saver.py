@@ -35,6 +35,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...files.atomic_io import discard, in_words, remedy, replace_file, sync, unseen
 from ...files.checkpoint import (
     LATEST,
     METADATA,
@@ -45,8 +46,7 @@ from ...files.checkpoint import (
     not_finite_checkpoints,
     not_finite_name,
 )
-from ...files.disk import discard, in_words, remedy, replace_file, sync, unseen
-from ...state.ranks import collected, first_to_say, from_rank, total
+from ...state.collectives import collected, first_rank_with, from_rank, total
 from .store import Make, Prepared, Shards, prepare, root_cause, write_companions
 
 _UNFINISHED = ".saving-"
@@ -149,7 +149,7 @@ class Saver:
     # ------------------------------------------------------------------------------------- on all ranks together
 
     def _note_not_finite(self, prepared: Prepared, manifest: Manifest) -> None:
-        found = first_to_say(prepared.not_finite or None, self._group)
+        found = first_rank_with(prepared.not_finite or None, self._group)
         self.not_finite = "" if found is None else f"{found[1]} on rank {found[0]}"
         if found is None:
             return
@@ -218,7 +218,7 @@ class Saver:
         except Exception as error:  # whatever it is, the others must not wait for this rank
             cause = root_cause(error)  # without its traceback, which cannot be sent
             error_here = OSError(*cause.args) if isinstance(cause, OSError) else RuntimeError(str(cause))
-        if (found := first_to_say(error_here, self._group)) is not None:
+        if (found := first_rank_with(error_here, self._group)) is not None:
             raise self._failure(*found) from (found[1] if isinstance(found[1], _NotShared) else None)
         return result
 

@@ -39,9 +39,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ...files.checkpoint import LARGEST_METADATA, METADATA
-from ...files.uncollected import uncollected
-from ...state.ranks import first_to_say
-from ...state.saved import must_be_finite
+from ...files.gc_pause import gc_paused
+from ...state.collectives import first_rank_with
+from ...state.state_dict import must_be_finite
 
 _COMMON_FILE = "common.pt"
 _OPTIMIZER = "optimizer."
@@ -66,7 +66,7 @@ Make = Callable[[str], torch.Tensor]
 """Creates the whole tensor of a key at the time of writing, for shards on the meta device."""
 
 
-@uncollected()
+@gc_paused()
 def prepare(sharded_state: dict[str, Any], *, copy: bool) -> Prepared:
     """Returns this rank's part of ``sharded_state``, for ``Shards``. Values that are no sharded tensors are omitted.
 
@@ -130,7 +130,7 @@ class Shards:
         self._planner = _SavePlanner(make)
         self._metadata: Any = None
 
-    @uncollected()
+    @gc_paused()
     def plan(self) -> dcp.SavePlan:
         """Returns what this rank will write."""
         first = self._rank == 0
@@ -138,7 +138,7 @@ class Shards:
         self._writer.set_up_storage_writer(first, rank=self._rank, use_collectives=True)
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
-    @uncollected()
+    @gc_paused()
     def settle(self, plans: list[dcp.SavePlan]) -> None:
         """Merges the plans on the first rank, before any write. ValueError unless they cover each element once."""
         # torch compares volumes only if there are several plans: a single one would pass with missing elements.
@@ -156,7 +156,7 @@ class Shards:
         writes.wait()
         return list(writes.value())
 
-    @uncollected()
+    @gc_paused()
     def finish(self, results: list[list[Any]]) -> bytes:
         """Writes ``.metadata`` on the first rank, from the ranks' results of ``write``; returns its bytes."""
         self._writer.finish(self._metadata, results)
@@ -209,7 +209,7 @@ def load_shards(folder: Path, sharded_state: dict[str, Any], metadata: Any) -> L
         )
     except Exception as error:  # any failure is raised on all ranks
         error_here = error
-    if (found := first_to_say(None if error_here is None else _describe_error(error_here))) is not None:
+    if (found := first_rank_with(None if error_here is None else _describe_error(error_here))) is not None:
         rank, (why, text) = found
         raise ValueError(f"the checkpoint {str(folder)!r} {why} (rank {rank}: {text})") from error_here
     return Loaded(state, reading.not_finite)

@@ -28,17 +28,17 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor,
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from ...files.checkpoint import Manifest, read_metadata, use_another
-from ...files.uncollected import uncollected
+from ...files.gc_pause import gc_paused
 from ...fp8_utils import is_float8tensor
 from ...params.block_codes import is_scales_key
 from ...plan.overrides import matching
+from ...state.collectives import anywhere, first_rank_with, largest, union
 from ...state.guard import Move, saved_moves
-from ...state.ranks import anywhere, first_to_say, largest, union
-from ...state.saved import PREFIX, is_slot_key
+from ...state.state_dict import PREFIX, is_slot_key
 from ..guard import take
 from ..names import of_key
 from ..optimizer.loss_scaler import scalers
-from ..optimizer.stored import own_weights
+from ..optimizer.sharded_state import own_weights
 from ..report import parallel_layout
 from ..runtime import state_of, unwrap
 from ..sites import fp8_linears, prepare
@@ -57,7 +57,7 @@ _METADATA = {
 }
 
 
-@uncollected()
+@gc_paused()
 def sharded_state(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
     """Returns all of this rank's state for a checkpoint, as sharded tensors over live ones. Collective.
 
@@ -183,7 +183,7 @@ def _load_chunk(model: Any, loaded: dict[str, Any], left: Collection[str]) -> No
 
 def _first_on_any_rank(key: str) -> str:
     """Returns '<key> on rank <rank>' of the first rank with a key; '' if none has one. Collective."""
-    found = first_to_say(key or None)
+    found = first_rank_with(key or None)
     return "" if found is None else f"{found[1]} on rank {found[0]}"
 
 
@@ -215,7 +215,7 @@ def _metadata() -> dict[str, Any]:
     return {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
-@uncollected()
+@gc_paused()
 def model_state(chunks: list[Any]) -> dict[str, dict[str, Any]]:
     """Returns {'model0': flat sharded state dict, ...} without Megatron-Core's extra states, which are None."""
     found = {}
@@ -340,7 +340,7 @@ def _check_same_model(
                 problem = f"{tensor.key} is {list(entry.size)} there and {list(tensor.global_shape)} here"
     stored_keys = sorted(_weights(stored))  # the same on every rank
     used_somewhere = anywhere([key in keys for key in stored_keys])
-    found = first_to_say(problem or None)
+    found = first_rank_with(problem or None)
     text = "" if found is None else found[1]
     if unused := next((key for key, used in zip(stored_keys, used_somewhere, strict=True) if not used), None):
         text = text or f"it has {unused}, which this model does not have"

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 
 from ...files.checkpoint import Manifest
-from ...state.ranks import first_to_say
+from ...state.collectives import first_rank_with
 from .saver import SaveError, Saver
 from .store import Make
 
@@ -46,7 +46,7 @@ def save_weights(folder: Path, weights: dict[str, torch.Tensor], manifest: Manif
         try:
             saver.save(shards, manifest, make_or_record)
         except SaveError:
-            if (found := first_to_say(errors[0] if errors else None)) is not None:
+            if (found := first_rank_with(errors[0] if errors else None)) is not None:
                 raise found[1] from None
             raise
         saver.close()

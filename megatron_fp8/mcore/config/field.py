@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .. import installed as compat
+from .. import environment as compat
 from .rules import FLAG, Rule
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ...plan.settings import FP8_FORMATS
 from ...state.guard import LADDERS
-from .. import installed as compat
+from .. import environment as compat
 from .field import Field, ignored, refused, te_function, te_layers, works
 from .rules import (
     ANY_NUMBER,

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from ...backends import specified
+from ...backends import reference
 from ...backends.native import backend as native
-from ...kernels.deferred import DeferredTensor, written
-from ...linear.derivative import first_derivative_only
+from ...kernels.lazy_tensor import LazyTensor, written
+from ...linear.double_backward_guard import first_derivative_only
 from ...linear.saved_operands import given_back, save
 from ...numerics.formats import E4M3
 from ...numerics.rule import BLOCK_1X128, Rule
@@ -36,7 +36,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        side = specified.quantize(x, _STORE, "rowwise").tensor.rowwise
+        side = reference.quantize(x, _STORE, "rowwise").tensor.rowwise
         assert side is not None
         save(ctx, [side.codes, side.scale_inv, weights])
         gate, up = x.chunk(2, -1)  # [tokens, n] each
@@ -79,7 +79,7 @@ class _DeferredSwiGLU(torch.autograd.Function):
             save(ctx, [weights, side.codes, side.scale_inv])
         else:
             save(ctx, [weights, x])
-        return DeferredTensor(Swiglu(tokens, weights), (*x.shape[:-1], x.shape[-1] // 2))
+        return LazyTensor(Swiglu(tokens, weights), (*x.shape[:-1], x.shape[-1] // 2))
 
     @staticmethod
     @first_derivative_only
@@ -91,7 +91,7 @@ class _DeferredSwiGLU(torch.autograd.Function):
         x = saved[0].reshape(-1, ctx.x_shape[-1])
         if ctx.store:  # a code times a power of two is exact in 16 bits too
             x = QuantizedSide(x, saved[1], BLOCK_1X128, True).dequantize(dy.dtype)
-        dx = DeferredTensor(SwigluGradient(dy, x, weights), ctx.x_shape)
+        dx = LazyTensor(SwigluGradient(dy, x, weights), ctx.x_shape)
         dweights = None
         if weights is not None and ctx.needs_input_grad[1]:
             dweights = swiglu_weight_grad(dy, x).view(weights.shape).to(weights.dtype)

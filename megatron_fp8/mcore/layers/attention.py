@@ -28,10 +28,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...kernels.cpu import one_query
-from ...linear.derivative import first_derivative_only
+from ...kernels.cpu import decode_attention
+from ...linear.double_backward_guard import first_derivative_only
 from ...numerics import waiting
-from ...plan.switch import is_watched
+from ...plan.autocast_state import is_watched
 from ..runtime import runtime_of
 
 _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -172,8 +172,8 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     a time. Copying a sequence's keys first takes a tenth of that time, and C that reads them in place a third to a
     fifth of the copy. Without C one sequence is copied at a time, which bounds the memory.
     """
-    if not (torch.compiler.is_compiling() or is_watched(q)) and one_query.takes(q, k, v):
-        return one_query.attend(q[0], k, v, scale).unsqueeze(0)
+    if not (torch.compiler.is_compiling() or is_watched(q)) and decode_attention.takes(q, k, v):
+        return decode_attention.attend(q[0], k, v, scale).unsqueeze(0)
     wide = torch.promote_types(q.dtype, torch.float32)
     outputs = []
     for i in range(q.shape[1]):

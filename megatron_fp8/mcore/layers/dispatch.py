@@ -6,7 +6,7 @@
                the gradients of the tokens return and are summed in BF16
 
 Each token is cast once, however many experts it goes to, by the rule that all experts' linears have for this operand;
-the experts do not cast it again. wgrad's codes are derived from the received codes (linear/coded_tokens.py).
+the experts do not cast it again. wgrad's codes are derived from the received codes (linear/quantized_activation.py).
 Megatron-Core's MoELayer is hooked at two places: `preprocess`, which passes tokens to the dispatcher, and `postprocess`,
 which receives the sum. The dispatchers themselves are Megatron-Core's own (patches/dispatch.py has the replaced parts).
 
@@ -30,20 +30,20 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from ...linear.coded_tokens import CodedTokens
-from ...linear.derivative import first_derivative_only
+from ...linear.double_backward_guard import first_derivative_only
+from ...linear.gemm_site import GemmSite
+from ...linear.quantized_activation import QuantizedActivation
 from ...linear.recording import counted_forward
-from ...linear.share import Share
-from ...linear.site import GemmSite
+from ...linear.shard import ShardInfo
 from ...numerics.rule import Rule
+from ...plan.autocast_state import layer_being_built
+from ...plan.cast_spec import READERS, CastSpec
 from ...plan.dispatch import refusal, sent_as
-from ...plan.operands import READERS, Cast
 from ...plan.site_plan import SitePlan, bf16_site
-from ...plan.switch import layer_being_built
 from ...recipe import GEMM_OPERANDS
 from ...state.fp8_state import Fp8State
 from ...state.iteration import recorded
-from .. import installed as compat
+from .. import environment as compat
 from ..names import numbered
 from ..runtime import state_of
 from ..sites import plan_of
@@ -129,9 +129,9 @@ class Dispatch:
         return self._site
 
     @property
-    def fp8_share(self) -> Share:
+    def fp8_share(self) -> ShardInfo:
         """This rank's share: no other rank casts its tokens."""
-        return Share(tokens=dist.get_rank() if dist.is_initialized() else 0)
+        return ShardInfo(tokens=dist.get_rank() if dist.is_initialized() else 0)
 
     def slots(self) -> Iterator[tuple[Any, str, str]]:
         """Yields (linear, slot, role) of each operand that is quantised here and read by the linear."""
@@ -154,7 +154,7 @@ class Dispatch:
         result: torch.Tensor = _Gradients.apply(y, self)
         return result
 
-    def coded(self, x: torch.Tensor, role: str, *, record: bool) -> CodedTokens:
+    def coded(self, x: torch.Tensor, role: str, *, record: bool) -> QuantizedActivation:
         """Quantises x [..., hidden] as the role."""
         site, matrix = self.fp8_site, x.reshape(-1, x.shape[-1])
         quantizer = site.casts[role].rowwise
@@ -164,7 +164,7 @@ class Dispatch:
             region = site.gradients.next_region(0, 0, matrix.shape[1])
         side = quantizer(matrix, "rowwise", record=record, region=region).rowwise
         assert side is not None
-        return CodedTokens.of_side(side, quantizer.rule, x.shape, x.dtype)
+        return QuantizedActivation.of_side(side, quantizer.rule, x.shape, x.dtype)
 
     def _sends_codes(self, role: str) -> bool:
         """Whether all experts run in FP8 here, and read this operand as it is planned to be sent."""
@@ -224,7 +224,7 @@ class Dispatch:
     def _plan(self, name: str) -> SitePlan:
         """Returns the plan of what is sent in codes; notes it at the experts' sites."""
         number = None if self.layer is None or self.layer.number < 0 else self.layer.number
-        operands: dict[str, dict[str, Cast | None]] = {
+        operands: dict[str, dict[str, CastSpec | None]] = {
             gemm: dict.fromkeys(roles) for gemm, roles in GEMM_OPERANDS.items()
         }
         for role in self._readers:

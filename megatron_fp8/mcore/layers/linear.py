@@ -15,11 +15,11 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...linear.function import fp8_linear
+from ...linear.gemm_site import GemmSite
 from ...linear.high_precision import record_high_precision
-from ...linear.share import Share
-from ...linear.site import GemmSite
+from ...linear.shard import ShardInfo
 from ...linear.tensor_parallel import ALONE, TensorParallel
-from ...plan.switch import Forwards, Switch, layer_being_built, runs_fp8
+from ...plan.autocast_state import AutocastState, Forwards, layer_being_built, runs_fp8
 from ..checkpoint.fp8_state import sharded_slots, take_slots
 from ..sites import make_site, prepare, share_of
 
@@ -65,7 +65,7 @@ class _Fp8Site:
         return self._site
 
     @property
-    def fp8_share(self) -> Share:
+    def fp8_share(self) -> ShardInfo:
         """This rank's part of the site."""
         kind: Any = "column" if isinstance(self, ColumnParallelLinear) else "row"
         return share_of(kind, expert=self.is_expert)
@@ -82,7 +82,7 @@ class _Fp8Site:
                 self.bind_fp8_site(make_site(self, type(self).__name__))
         return missing
 
-    def _called(self) -> tuple[GemmSite, Switch, bool]:
+    def _called(self) -> tuple[GemmSite, AutocastState, bool]:
         """Returns this call's site, its switch (in a recomputation the forward's), and whether it uses FP8."""
         site = self.fp8_site
         switch, acting = self._forwards.switch(site, self.training), site.acting
@@ -93,7 +93,7 @@ class _Fp8Site:
         return self._called()[2]
 
     def makes_codes_of(self, role: str) -> bool:
-        """Whether the next call's kernels read this operand only to make codes, so that it may be a DeferredTensor."""
+        """Whether the next call's kernels read this operand only to make codes, so that it may be a LazyTensor."""
         if torch.compiler.is_compiling() or (role == "input" and self.save_original_input):
             return False
         return self.fp8_site.acting.computes(role) and self.runs_fp8()
@@ -137,7 +137,13 @@ class _Fp8Site:
         )
 
     def _after_high_precision(
-        self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, switch: Switch, *, shard: bool = False
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        y: torch.Tensor,
+        switch: AutocastState,
+        *,
+        shard: bool = False,
     ) -> torch.Tensor:
         site = self.fp8_site.acting
         on = not switch.turns_off(site.plan)

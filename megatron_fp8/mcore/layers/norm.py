@@ -5,7 +5,7 @@ row. Their parameters have `sequence_parallel`, so Megatron-Core sums their grad
 LayerNorm is PyTorch's; PyTorch's unfused RMSNorm saves four times as much (float32 copies).
 
 An RMSNorm whose only reader is an FP8 linear on a GPU (fusion.py sets it) does not write its result: it returns a
-DeferredTensor, which the linear's quantising kernel computes. Both forwards save the same x, weight and statistic, so
+LazyTensor, which the linear's quantising kernel computes. Both forwards save the same x, weight and statistic, so
 backward is the same.
 """
 
@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import kernels
-from ...kernels.deferred import DeferredTensor, written
-from ...linear.derivative import first_derivative_only
+from ...kernels.lazy_tensor import LazyTensor, written
+from ...linear.double_backward_guard import first_derivative_only
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -38,9 +38,7 @@ class _RMSNorm(torch.autograd.Function):
         if deferred:
             from ...kernels.norm_quantize import Normalized  # loads Triton
 
-            return DeferredTensor(
-                Normalized(x.reshape(-1, x.shape[-1]), rstd.view(-1), weight, offset), x.shape
-            )
+            return LazyTensor(Normalized(x.reshape(-1, x.shape[-1]), rstd.view(-1), weight, offset), x.shape)
         return _apply_scale(x, weight, rstd, offset)
 
     @staticmethod
@@ -88,7 +86,7 @@ def rms_norm(
     in float32 (float64 for float64 input); the result has x's shape and dtype. A row with a NaN is all NaN; a row
     with an Inf is NaN at the Inf and 0 elsewhere; a row of zeros is 0.
 
-    With `deferred` the result is a DeferredTensor: the same bits, computed by its reader. Kernels must run on x's
+    With `deferred` the result is a LazyTensor: the same bits, computed by its reader. Kernels must run on x's
     device, and x must not be float64.
     """
     if not (deferred or torch.is_grad_enabled()):  # for one token the autograd function would double the time
@@ -135,7 +133,7 @@ class Norm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden_size] -> same shape and dtype; a DeferredTensor if its only reader makes codes of it."""
+        """x [..., hidden_size] -> same shape and dtype; a LazyTensor if its only reader makes codes of it."""
         if self.kind == "RMSNorm":
             deferred = self.reader_takes_codes is not None and self.reader_takes_codes()
             return rms_norm(x, self.weight, self.eps, self.zero_centered_gamma, deferred=deferred)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.adam import adam
 
-from .. import installed as compat
+from .. import environment as compat
 from ..patches.patching import Patch
 
 

@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
-from ...backends.specified import quantize
+from ...backends.reference import quantize
 from ...kernels.codes import block_amaxes
 from ...numerics.formats import E4M3
 from ...numerics.rule import Granularity, Rule
 from ...numerics.scaling import FLT_MIN, round_down_to_power_of_two
-from ...params.coded import CodedTensor
+from ...params.fp8_tensor_base import Fp8TensorBase
 from ...tensor import QuantizedSide, expand_scale
 from .adam import Adam
 
@@ -42,7 +42,7 @@ _HALF_MIN = 2.0**-24
 _HALF_MAX = 2.0**15  # so that every value of a block stays below float16's largest number
 
 
-class Moment(CodedTensor):
+class Moment(Fp8TensorBase):
     """A moment of Adam: a float32 tensor of any shape, stored in 8 or 16 bits with one power-of-two scale for 128
     values.
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...state.ranks import own_device
+from ...state.collectives import own_device
 from ..patches.patching import Patch
 
 

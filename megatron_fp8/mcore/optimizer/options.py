@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from .. import installed as compat
+from .. import environment as compat
 from ..patches.patching import Patch
 from ..runtime import unwrap
 

@@ -12,7 +12,7 @@ import sys
 from importlib import metadata
 from typing import Any
 
-from .. import installed as compat
+from .. import environment as compat
 from ..layers.norm import Norm
 from .patching import Patch
 

@@ -1,6 +1,6 @@
 """A patch for checkpoints of the distributed optimizer as ``fully_reshardable``, which Megatron-Core can corrupt.
 
-``train`` does not save in that format (optimizer/stored.py).
+``train`` does not save in that format (optimizer/sharded_state.py).
 
 The weights of a bucket are followed by padding, so that each rank's shard has the same size. For a save,
 Megatron-Core joins a buffer's buckets without the padding, but then looks up a weight by its position with the

@@ -1,6 +1,6 @@
 """Patches by which Megatron-Core's token dispatchers send codes (`moe_fp8_dispatch`).
 
-Dispatchers move rows with torch operations, which CodedTokens implements, and with three collectives, which would
+Dispatchers move rows with torch operations, which QuantizedActivation implements, and with three collectives, which would
 send dequantised values. Those are replaced where dispatchers look them up: rows in codes are sent as bytes, in
 forward (dispatch) or in backward (the gradient of combine), and everything else by the original calls.
 """
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ...linear.coded_tokens import CodedTokens
-from ...linear.derivative import first_derivative_only
+from ...linear.double_backward_guard import first_derivative_only
+from ...linear.quantized_activation import QuantizedActivation
 from .patching import Patch
 
 _MOE = "megatron.core.transformer.moe"
@@ -86,7 +86,7 @@ def gather_of_rows(original: Callable[..., Any], reduce_scatter: Callable[..., A
         def forward(rows: Any) -> Any:
             return original(rows, tensor_parallel_output_grad, group, output_split_sizes, use_global_buffer)
 
-        if not isinstance(input_, CodedTokens):
+        if not isinstance(input_, QuantizedActivation):
             return forward(input_)
         assert tensor_parallel_output_grad, "dispatchers sum the gradients of what they gather"
         return _send_rows(
@@ -118,7 +118,7 @@ def padding_of_values(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _pad_tensor_for_quantization(self: Any, hidden: Any, probs: Any) -> Any:
-        return (hidden, probs) if isinstance(hidden, CodedTokens) else original(self, hidden, probs)
+        return (hidden, probs) if isinstance(hidden, QuantizedActivation) else original(self, hidden, probs)
 
     return _pad_tensor_for_quantization
 
@@ -134,7 +134,7 @@ def _send_rows(rows: torch.Tensor, forward: _Send, backward: _Send) -> Any:
 
 
 def _apply(rows: torch.Tensor, send: _Send) -> torch.Tensor:
-    return rows.sent_by(send) if isinstance(rows, CodedTokens) else send(rows)
+    return rows.sent_by(send) if isinstance(rows, QuantizedActivation) else send(rows)
 
 
 class _SendRows(torch.autograd.Function):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ... import fp8_utils
-from ...plan.switch import remember_fp8
-from .. import installed as compat
+from ...plan.autocast_state import remember_fp8
+from .. import environment as compat
 from .patching import Patch
 
 
@@ -22,8 +22,8 @@ def patches() -> list[Patch]:
     from ..layers.activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
     from ..layers.output import output_layer_in_fp8
     from ..optimizer import fp8_params as param_optimizer
-    from ..optimizer import grad_norm, loss_scaler, models, one_read, options, stored
-    from ..substitute import build_own_modules, final_norm_of_the_layers
+    from ..optimizer import grad_norm, grad_norm_sync, loss_scaler, optimizer_scope, options, sharded_state
+    from ..spec_replacement import build_own_modules, final_norm_of_the_layers
     from ..te import context as te_context
     from . import buckets, dispatch, experts, latent, mtp, router
 
@@ -144,16 +144,16 @@ def patches() -> list[Patch]:
         *params.patches(),
         *param_optimizer.patches(),
         *grad_norm.patches(),
-        *one_read.patches(),
+        *grad_norm_sync.patches(),
         *fusion.patches(),
         *rotary.patches(),
         *latent_cache.patches(),
         *loss_scaler.patches(),
-        *models.patches(),
+        *optimizer_scope.patches(),
         *options.patches(),
         *latent.patches(),
         *dispatch.patches(),
-        *stored.patches(),
+        *sharded_state.patches(),
         *buckets.patches(),
         *experts.patches(),
         *mtp.patches(),

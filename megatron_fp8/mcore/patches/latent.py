@@ -26,8 +26,8 @@ from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp, gather_from
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
 
-from ...linear.derivative import first_derivative_only
-from .. import installed as compat
+from ...linear.double_backward_guard import first_derivative_only
+from .. import environment as compat
 from .patching import Patch
 
 _MODULE = "megatron.core.transformer.multi_latent_attention"

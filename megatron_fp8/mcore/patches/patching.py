@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..installed import installed_megatron
+from ..environment import installed_megatron
 
 _ABSENT = object()  # the owner inherits the attribute, or has none: reverting deletes the replacement
 

@@ -16,9 +16,9 @@ from megatron.core import parallel_state
 from ... import fp8_utils
 from ...backends import choose_backend
 from ...backends import transformer_engine as engine
-from ...plan.switch import current_switch
-from ...state.ranks import own_device
-from .. import installed as compat
+from ...plan.autocast_state import current_autocast_state
+from ...state.collectives import own_device
+from .. import environment as compat
 from ..runtime import runtime_of
 from .checks import wants_te
 
@@ -63,7 +63,7 @@ def _has_te_layers(config: Any) -> bool:
 @contextmanager
 def _nested_contexts(ours: AbstractContextManager[None], config: Any) -> Iterator[None]:
     with ours:
-        if current_switch().off != "none":
+        if current_autocast_state().off != "none":
             yield
             return
         with engine.autocast(recipe_of(config), amax_group(config)):

@@ -27,13 +27,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from ...backends import transformer_engine as engine
 from ...linear.high_precision import count_linear
-from ...plan.switch import Forwards, layer_being_built, runs_fp8
+from ...plan.autocast_state import Forwards, layer_being_built, runs_fp8
 from ...recipe import DelayedScaling
 from ..layers.attention import CoreAttention
 from ..patches.patching import Patch, PatchSet
 from ..sites import make_site
 from .context import recipe_of
-from .site import TeSite
+from .te_site import TeSite
 
 _NOT_SAVED = (
     "delayed scaling's history is Transformer Engine's and is not in checkpoints: on a resume it starts anew"

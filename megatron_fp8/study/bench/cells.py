@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from ...backends.emulated import gemm as emulated_gemm
 from ...linear.function import fp8_linear
-from ...linear.site import GemmSite
+from ...linear.gemm_site import GemmSite
 from ...plan.site_plan import fp8_site
 from ...plan.size_table import Gemm
 from ...plan.timing import LEAST_FOR_SPREAD, Timing, interleave_on

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...files.disk import read_ordinary
+from ...files.atomic_io import read_ordinary
 from ...files.manifest import LARGEST
 from ...files.strict_json import load_json
 from ...plan.timing import LEAST_FOR_SPREAD, table

@@ -14,12 +14,12 @@ from typing import Any
 
 import yaml
 
+from ...files.atomic_io import in_words
 from ...files.checkpoint import complete_checkpoints
-from ...files.disk import in_words
-from ...files.lines import read_lines
+from ...files.jsonl import read_lines
 from ...files.strict_yaml import read_yaml
 from ...recipe import check_recipe_name
-from ...train import started_from
+from ...train import parent_checkpoint
 from ...train.config import run_config
 from ...train.config.model_section import ModelSection, transformer_config
 from ...train.config.ranks import least_ranks
@@ -181,7 +181,7 @@ def plan(
 def _has_begun(checkpoints: Path) -> bool:
     """Whether --resume=auto continues this run. A folder without a checkpoint or record of the start is from a killed
     start; auto would begin there with random weights."""
-    return bool(complete_checkpoints(checkpoints)) or (checkpoints / started_from.FILE).exists()
+    return bool(complete_checkpoints(checkpoints)) or (checkpoints / parent_checkpoint.FILE).exists()
 
 
 def _recipes(text: str) -> tuple[str, ...]:

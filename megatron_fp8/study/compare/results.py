@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...files.lines import Line, read_lines
+from ...files.jsonl import Line, read_lines
 from ...train.report import read_report
 from .launch import RunFailed
 from .plan import BASELINE, Comparison, WantedRun

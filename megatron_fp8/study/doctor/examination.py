@@ -18,7 +18,7 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...kernels.cpu import loops
+from ...kernels.cpu import emulation
 from ...plan.timing import unused_gpu
 from ...train.report import device_name
 from .generations import Generation, here
@@ -97,7 +97,7 @@ def examine(options: list[str]) -> Examination:
         device_name(),
         generation,
         unused_gpu(),
-        loops.reason(),
+        emulation.reason(),
         found,
         conflicts(facts(found, os.environ)),
         tried,

@@ -16,10 +16,10 @@ from ...backends import BACKENDS, LAYER_BACKENDS
 from ...backends.transformer_engine import INSTALL
 from ...estimate.settings import given_keys
 from ...mcore.config.rules import shown
-from ...mcore.installed import HOW_TO_GET, SUPPORTED, has_te, uses_apex
+from ...mcore.environment import HOW_TO_GET, SUPPORTED, has_te, uses_apex
 from ...plan.settings import DEFAULT_RECIPE, RecipeSettings, from_settings
 from ...recipe import RECIPES, Recipe, check_recipe_name
-from ...state.ranks import own_device
+from ...state.collectives import own_device
 from .versions import megatron
 
 _ANY_BACKEND = "fp8_backend=auto (the emulated backend runs on every device)"

@@ -12,7 +12,7 @@ import torch
 from ...backends import BACKENDS, emulated
 from ...backends import transformer_engine as engine
 from ...recipe import RECIPES, CustomRecipe, Recipe
-from ...state.ranks import own_device
+from ...state.collectives import own_device
 
 _GEMM_TOLERANCE, _LINEAR_TOLERANCE = 1e-3, 0.1
 

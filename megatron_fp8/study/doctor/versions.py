@@ -19,7 +19,7 @@ from packaging.version import InvalidVersion, Version
 
 from ...backends.transformer_engine import INSTALL, MINIMUM, NEEDS
 from ...kernels.gemms import cpu_multiplies
-from ...mcore.installed import HOW_TO_GET, SUPPORTED
+from ...mcore.environment import HOW_TO_GET, SUPPORTED
 
 UNKNOWN = "installed, version unknown"
 
@@ -188,7 +188,7 @@ RULES: tuple[Rule, ...] = (
             f"megatron-core other than {SUPPORTED}.x",
             "names that this package replaces in it are those of that series",
             HOW_TO_GET.partition(",")[0],
-            "mcore/installed.py",
+            "mcore/environment.py",
         ),
     ),
     (
@@ -215,7 +215,7 @@ RULES: tuple[Rule, ...] = (
             "Transformer Engine with a build of torch for the CPU",
             "it does not import, and Megatron-Core imports it wherever it is found",
             "pip uninstall transformer-engine, or a build of torch for CUDA",
-            "mcore/installed.py",
+            "mcore/environment.py",
         ),
     ),
     (
@@ -224,7 +224,7 @@ RULES: tuple[Rule, ...] = (
             "a GPU without Triton",
             "the native backend's kernels are written in it",
             "pip install megatron_fp8[gpu]",
-            "kernels/readiness.py",
+            "kernels/triton_support.py",
         ),
     ),
     (

@@ -6,7 +6,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from ...files.shipped import which_config
+from ...files.example_configs import which_config
 from ...files.strict_yaml import read_yaml
 from ...mcore.config.rules import shown
 from ...plan.settings import without_fp8_format

@@ -27,7 +27,7 @@ from ...mcore.config.rules import (
     shown,
     text,
 )
-from ...telemetry.names import TENSORS
+from ...telemetry.stat_registry import TENSORS
 from .position_fields import POSITION_FIELDS
 
 _ITERATIONS = integer(1, 2**31 - 1, "iterations")

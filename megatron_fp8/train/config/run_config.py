@@ -21,7 +21,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from ...files.data_option import data_as_paths
-from ...files.shipped import config_hint, find_config
+from ...files.example_configs import config_hint, find_config
 from ...mcore.config.fields import KNOWN
 from ...mcore.config.rules import Rule, shown
 from ...mcore.config.table import OWN_RULES

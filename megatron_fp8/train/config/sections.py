@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ...telemetry.names import DEFAULT, TENSORS
 from ...telemetry.output import require_wandb
 from ...telemetry.settings import Selection, TelemetrySettings
+from ...telemetry.stat_registry import DEFAULT, TENSORS
 from ...telemetry.te_config import te_settings
 from .model_fields import kind_of
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from . import records
-from .texts import DocumentRules, content_digest
+from .text_reader import DocumentRules, content_digest
 from .tokenizers import ByteTokenizer, ChatTemplate
 
 END = "<|endoftext|>"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .texts import Document
+from .text_reader import Document
 from .tokenizers import ChatTemplate
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")

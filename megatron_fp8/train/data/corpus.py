@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
+from ...files.atomic_io import in_words, read_ordinary, replace_file, sync
 from ...files.checkpoint import digest
-from ...files.disk import in_words, read_ordinary, replace_file, sync
 from ...files.run_lock import LOCK
 from ...files.strict_json import load_json
-from . import records, texts
-from .one_writer import filling
-from .texts import DocumentRules
+from . import records, text_reader
+from .cache_lock import cache_writer
+from .text_reader import DocumentRules
 from .tokenizers import Tokenizer
 
 _ABOUT = "corpus.json"
@@ -83,7 +83,7 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path, rules: Doc
     If the rules give a loss to a part of it only, a mask is written beside it (``mask_of``).
 
     The folder's name is a hash of the tokenizer, the rules and every file's content. One process writes it, and others
-    that need the same wait (`one_writer.py`). The pair is valid once its digests exist, which are written last, when
+    that need the same wait (`cache_lock.py`). The pair is valid once its digests exist, which are written last, when
     everything else is on the disk. A pair that differs from its digests is written again, with a warning.
 
     Raises ValueError if a file is missing, unreadable, or neither text nor records, if all are empty, or if the cache
@@ -108,13 +108,13 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path, rules: Doc
                     f"data.cache_dir={str(cache_dir)!r} cannot be written ({in_words(error)}): give another folder with "
                     f"--data.cache_dir{remedy}."
                 ) from error
-    texts.lost_of(_read_record(folder).get("lost")).say()
+    text_reader.lost_of(_read_record(folder).get("lost")).say()
     return str(folder / "corpus")
 
 
 def _write_locked(files: list[Path], tokenizer: Tokenizer, folder: Path, rules: DocumentRules) -> None:
     """Write the pair, unless another process has written it while this one waited."""
-    with filling(folder, "data.cache_dir") as (lock, unfinished):
+    with cache_writer(folder, "data.cache_dir") as (lock, unfinished):
         if not _damage(folder):
             return
         tokens, documents, lost = _write(files, tokenizer, str(unfinished / "corpus"), rules)
@@ -154,18 +154,18 @@ def _content_hash(files: Iterable[Path], tokenizer: Tokenizer, rules: DocumentRu
             hasher.update(
                 json.dumps([path.suffix.lower(), rules.column, rules.loss, tokenizer.chat]).encode()
             )
-        hasher.update(texts.content_digest(path, is_text=records.is_text(path)))
+        hasher.update(text_reader.content_digest(path, is_text=records.is_text(path)))
     return hasher.hexdigest()[:32]
 
 
 def _write(
     files: Iterable[Path], tokenizer: Tokenizer, prefix: str, rules: DocumentRules
-) -> tuple[int, int, texts.Lost]:
+) -> tuple[int, int, text_reader.Lost]:
     """Return the numbers of tokens and documents written, and the lost text. Each document gets an end of document."""
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     builder = IndexedDatasetBuilder(prefix + ".bin", dtype=dtype)
     masks = IndexedDatasetBuilder(mask_of(prefix) + ".bin", dtype=np.uint8) if rules.loss != "all" else None
-    tokens, documents, learned, lost = 0, 0, 0, texts.Lost()
+    tokens, documents, learned, lost = 0, 0, 0, text_reader.Lost()
     for path in files:
         for document in records.documents(path, tokenizer, rules):
             ids, mask = _ids(document, tokenizer, lost)
@@ -186,7 +186,9 @@ def _write(
     return tokens, documents, lost
 
 
-def _ids(document: texts.Document, tokenizer: Tokenizer, lost: texts.Lost) -> tuple[np.ndarray, np.ndarray]:
+def _ids(
+    document: text_reader.Document, tokenizer: Tokenizer, lost: text_reader.Lost
+) -> tuple[np.ndarray, np.ndarray]:
     """A document's ids, with start and end, and which of them have a loss (uint8): two arrays [n].
 
     A chat's template may add start and end itself. An end after an answer has a loss, like the answer's last token.

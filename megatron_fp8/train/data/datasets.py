@@ -16,18 +16,18 @@ from megatron.core.datasets.blended_megatron_dataset_config import parse_and_nor
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from ...files.disk import in_words, remedy
-from ...state.ranks import own_device
+from ...files.atomic_io import in_words, remedy
+from ...state.collectives import own_device
 from ..config.sections import DataSection, TrainSection
 from ..launch.parallel import on_first_rank, wait_for_all
-from ..left_out import Range, place
+from ..skipped_samples import Range, place
 from . import corpus
 from .bigram import bigram_entropy
-from .ids import check_ids
 from .index_cache import index_folder, index_name, keep_indices
-from .indexed import CorpusDataset, MaskedDataset
+from .indexed_dataset import CorpusDataset, MaskedDataset
 from .records import files_of
-from .texts import PIECE_BYTES, DocumentRules, look_at
+from .text_reader import PIECE_BYTES, DocumentRules, look_at
+from .token_check import check_ids
 from .tokenizers import ByteTokenizer, Tokenizer
 
 _SPLITS = ("training", "validation", "test")

@@ -22,8 +22,8 @@ from typing import Any
 import megatron.core
 import numpy as np
 
+from ...files.atomic_io import discard, in_words, ordinary, read_ordinary, write_file
 from ...files.checkpoint import digest
-from ...files.disk import discard, in_words, ordinary, read_ordinary, write_file
 from ...files.strict_json import load_json
 from . import corpus
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .chat import chat_documents
-from .texts import Document, DocumentRules, opened, pieces
+from .text_reader import Document, DocumentRules, opened, pieces
 from .tokenizers import Tokenizer
 
 _COLUMNS = ("messages", "text")

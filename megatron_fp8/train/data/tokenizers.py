@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ...files.disk import in_words, read_ordinary
+from ...files.atomic_io import in_words, read_ordinary
 from ...files.strict_json import load_json
 
 _LARGEST = 1 << 28

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .hosts import is_host
-from .meeting import ALONE, Meeting
+from .startup_barrier import ALONE, StartupBarrier
 
 _DEFAULT_PORT = 29500
 
@@ -28,7 +28,7 @@ class Launch:
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = _DEFAULT_PORT
-    meeting: Meeting | None = field(default=None, compare=False, repr=False)
+    meeting: StartupBarrier | None = field(default=None, compare=False, repr=False)
     """Watches the ranks until training starts; None before `parallel.meet`."""
     told: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """The environment variables used, which may be left over from another launch: 'RANK=0', 'WORLD_SIZE=2'."""

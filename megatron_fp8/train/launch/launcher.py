@@ -29,10 +29,10 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 
 from ..exit_codes import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
 from ..stop import ASKED_BY, STOPPED_CODE
-from .nodes import FIRST_LINE_S, Nodes, said_after
+from .node_rendezvous import FIRST_LINE_S, Nodes, said_after
+from .parent_death import ends_with_parent
 from .rank_logs import RankLogs
 from .signals import Signals, Stopped
-from .tied import tied
 
 _SETTLE_S = 10.0
 """After a rank has ended, a line says that the launcher waits for the others. Torch kills them after 30 s."""
@@ -79,7 +79,7 @@ def launch(launching: Launching, *, debug: bool = False) -> int:
         quiet.propagate = False
     if launching.ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks share the cores
-    # Ranks of several nodes make their own store (nodes.py).
+    # Ranks of several nodes make their own store (node_rendezvous.py).
     if launching.nodes.count > 1:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if launching.stopped_code:
@@ -157,7 +157,7 @@ class _Agent(LocalElasticAgent):
     def __init__(
         self, launching: Launching, rendezvous: RendezvousHandler, logs: RankLogs, signals: Signals
     ) -> None:
-        program, *arguments = tied(launching.command)
+        program, *arguments = ends_with_parent(launching.command)
         spec = WorkerSpec(
             role="rank",
             local_world_size=launching.ranks,

@@ -20,15 +20,15 @@ from ... import kernels
 from ...files.resource_limits import check_threads, usable_cores
 from ...kernels.torch_products import replace_slow
 from ...plan.timing import unused_gpu
-from ...state.ranks import first_to_say
+from ...state.collectives import first_rank_with
 from ..config.ranks import dense_ranks, expert_ranks, expert_tensor_ranks, least_ranks
 from ..config.sections import TrainSection
 from ..exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
 from .deterministic import be_deterministic
 from .environment import Launch
-from .meeting import Meeting
-from .open_files import check_limit, raise_limit
 from .rendezvous import check_restarts
+from .rlimit import check_limit, raise_limit
+from .startup_barrier import StartupBarrier
 
 Result = TypeVar("Result")
 
@@ -53,7 +53,7 @@ def meet(launch: Launch, environ: Mapping[str, str] = os.environ) -> Launch:
     """Return `launch` with a new Meeting. Raises ValueError if torchrun's restarts cannot work."""
     check_restarts(environ)
     raise_limit()  # the host of the store has connections from all ranks
-    return replace(launch, meeting=Meeting(launch, environ))
+    return replace(launch, meeting=StartupBarrier(launch, environ))
 
 
 # -------------------------------------------------------------------------------------------- joining
@@ -192,7 +192,7 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
         torch.cuda.set_device(gpu_of(launch, torch.cuda.device_count()))
         look_at_gpu_machine(launch.local_world_size)
     else:
-        say_unused_gpu()
+        warn_unused_gpu()
         torch.set_num_threads(train.threads or _threads(launch))
         replace_slow(torch.float16 if model.fp16 else torch.bfloat16)
     if not dist.is_initialized():
@@ -233,7 +233,7 @@ def _threads(launch: Launch, environ: Mapping[str, str] = os.environ) -> int:
     return max(1, usable_cores() // launch.local_world_size)
 
 
-def say_unused_gpu() -> None:
+def warn_unused_gpu() -> None:
     """Warn where training runs on the CPU of a machine that has a GPU."""
     if unused := unused_gpu():
         warnings.warn(f"this machine has a GPU that is not used: {unused}", stacklevel=2)
@@ -334,7 +334,7 @@ def on_every_rank(work: Callable[[], Result]) -> Result:
         result = work()
     except ValueError as error:
         problem = str(error)
-    if (first_problem := first_to_say(problem)) is not None:
+    if (first_problem := first_rank_with(problem)) is not None:
         raise ValueError(first_problem[1])
     return cast(Result, result)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_fp8.kernels.cpu.one_query import Cache
+from megatron_fp8.kernels.cpu.decode_attention import Cache
 
 from . import numbers as of
 from .elementwise import empty, named

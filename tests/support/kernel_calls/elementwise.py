@@ -8,8 +8,8 @@ import math
 import numpy as np
 import torch
 
-from megatron_fp8.kernels.cpu import block_amax, blocks, figures
-from megatron_fp8.kernels.cpu.loops import FLOATS
+from megatron_fp8.kernels.cpu import block_amax, blocks, stats
+from megatron_fp8.kernels.cpu.emulation import FLOATS
 from megatron_fp8.numerics.cast import cast, decode
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import (
@@ -326,12 +326,12 @@ def measure_call(draw: Draw, most: int) -> Call:
         sides.append((fmt, codes, of.spread(scale, (high, wide), rows, cols)))
         buffers.append((high, wide, scale, int(fmt is E5M2)))
     told = [(None, None, h, w, s.numel(), e5m2) for h, w, s, e5m2 in buffers]
-    structs = Buffer((figures._Side * len(told))(*told))
+    structs = Buffer((stats._Side * len(told))(*told))
     for i, ((_, codes, _), (_, _, scale, _)) in enumerate(zip(sides, buffers, strict=True)):
-        structs.pointers[i * ctypes.sizeof(figures._Side)] = Buffer(codes)
-        structs.pointers[i * ctypes.sizeof(figures._Side) + figures._Side.scale.offset] = Buffer(scale)
+        structs.pointers[i * ctypes.sizeof(stats._Side)] = Buffer(codes)
+        structs.pointers[i * ctypes.sizeof(stats._Side) + stats._Side.scale.offset] = Buffer(scale)
     by_rows = int(any(scale.numel() > 1 for _, _, scale, _ in buffers))
-    piece = max(1, figures._PIECE // cols) * cols if by_rows else figures._PIECE
+    piece = max(1, stats._PIECE // cols) * cols if by_rows else stats._PIECE
     pieces = -(-rows * cols // piece)
     ok = x.isfinite()
     d = torch.where(ok, x.double(), 0.0)

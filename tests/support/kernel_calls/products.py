@@ -6,9 +6,9 @@ import ctypes
 
 import torch
 
-from megatron_fp8.backends import specified
+from megatron_fp8.backends import reference
 from megatron_fp8.backends.emulated import values64
-from megatron_fp8.kernels.cpu import blocks, few_rows, few_tokens, grouped, loops
+from megatron_fp8.kernels.cpu import blocks, decode_linear, emulation, grouped, skinny_gemm
 from megatron_fp8.numerics.cast import decode
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, ROW, TENSOR, Rule
 
@@ -40,7 +40,7 @@ def _side(draw: Draw, rows: int, k: int, e5m2: bool, special: bool) -> tuple[Buf
         x = torch.randn(rows, k, generator=of.seeded(draw)).bfloat16()
         x[torch.rand(rows, k, generator=of.seeded(draw)) < 0.1] = -0.0
         data, row_step, k_step = _laid_out(x, draw)
-        side = Buffer(loops.Side(row_step=row_step, k_step=k_step))
+        side = Buffer(emulation.Side(row_step=row_step, k_step=k_step))
         side.pointers[0] = Buffer(data)
         return side, x.double(), "bfloat16"
     fmt = "e5m2" if e5m2 else "e4m3"
@@ -71,10 +71,10 @@ def _side(draw: Draw, rows: int, k: int, e5m2: bool, special: bool) -> tuple[Buf
         zip(("block_rows", "block_k", "scale_row_step", "scale_k_step"), (*block, *steps), strict=True)
     )
     fields |= {"format": 2 if e5m2 else 1, "e8m0": int(e8m0), "finite": int(finite)}
-    side = Buffer(loops.Side(row_step=row_step, k_step=k_step, **fields))
-    side.pointers[loops.Side.at.offset] = Buffer(data)
+    side = Buffer(emulation.Side(row_step=row_step, k_step=k_step, **fields))
+    side.pointers[emulation.Side.at.offset] = Buffer(data)
     if not (kind == "tensor" and draw.random() < 0.1 and not bool((scale != 1).any())):
-        side.pointers[loops.Side.scale.offset] = Buffer(scales)
+        side.pointers[emulation.Side.scale.offset] = Buffer(scales)
     known = f"{'e8m0' if e8m0 else ''} {'finite' if finite else ''}"
     return side, values, f"{fmt} {kind} {known} steps {row_step}, {k_step}"
 
@@ -123,10 +123,10 @@ def gemm_call(draw: Draw, most: int, loop: int) -> Call:
     exact, size = _product(values_a, values_b, bias)
     if add:
         exact, size = exact + there.double(), size + there.double().abs()
-    out = Buffer(loops.Out(None, int(dtype == torch.bfloat16), int(add), None))
-    out.pointers[loops.Out.at.offset] = Buffer(there, out=True)
+    out = Buffer(emulation.Out(None, int(dtype == torch.bfloat16), int(add), None))
+    out.pointers[emulation.Out.at.offset] = Buffer(there, out=True)
     if bias is not None:
-        out.pointers[loops.Out.bias.offset] = Buffer(bias)
+        out.pointers[emulation.Out.bias.offset] = Buffer(bias)
 
     def check(returned: int, outs: list[bytearray]) -> str | None:
         if of.int32(returned):
@@ -153,18 +153,18 @@ def gemm_each_call(draw: Draw, most: int, loop: int) -> Call:
         exact, sizes = _product(values_a, values_b, None)
         if add:
             exact, sizes = exact + there.double(), sizes + there.double().abs()
-        structs[i].a, structs[i].b = (loops.Side.from_buffer_copy(side.bytes) for side in (a, b))
+        structs[i].a, structs[i].b = (emulation.Side.from_buffer_copy(side.bytes) for side in (a, b))
         if refused:
             structs[i].a.block_rows = structs[i].a.block_k = structs[i].a.e8m0 = 0
-        structs[i].out = loops.Out(None, int(dtype == torch.bfloat16), int(add), None)
+        structs[i].out = emulation.Out(None, int(dtype == torch.bfloat16), int(add), None)
         structs[i].m, structs[i].n, structs[i].k = m, n, k
         for side, place in ((a, grouped.ProductStruct.a.offset), (b, grouped.ProductStruct.b.offset)):
             told.pointers |= {i * size + place + offset: to for offset, to in side.pointers.items()}
         if refused:
             far = Buffer(torch.tensor([2.0**-120], dtype=torch.float32))
-            told.pointers[i * size + grouped.ProductStruct.a.offset + loops.Side.scale.offset] = far
+            told.pointers[i * size + grouped.ProductStruct.a.offset + emulation.Side.scale.offset] = far
         out = Buffer(there, out=True)
-        told.pointers[i * size + grouped.ProductStruct.out.offset + loops.Out.at.offset] = out
+        told.pointers[i * size + grouped.ProductStruct.out.offset + emulation.Out.at.offset] = out
         expected.append((refused, there, exact, sizes, k, dtype))
         words.append(f"{m} x {n} x {k}, {told_a}; {told_b}; {dtype}, add {add}, refused {refused}")
     told.bytes = bytes(structs)
@@ -207,7 +207,7 @@ def _finished(draw: Draw, n: int) -> tuple[torch.Tensor | None, torch.dtype]:
 
 
 def few_rows_call(draw: Draw, most: int, loop: int) -> Call:
-    m, (_, n, k) = int(draw.integers(1, few_rows.MOST + 1)), _sizes(draw, most)
+    m, (_, n, k) = int(draw.integers(1, skinny_gemm.MOST + 1)), _sizes(draw, most)
     e5m2, finite = bool(draw.integers(2)), bool(draw.integers(2))
     codes, scale, block, values = _weight(draw, n, k, e5m2, finite)
     bias, dtype = _finished(draw, n)
@@ -217,7 +217,7 @@ def few_rows_call(draw: Draw, most: int, loop: int) -> Call:
     exact, size = _product(a.double() * scale_a.double(), values, bias)
     high, wide = block or (1, 32)
     product = Buffer(
-        few_rows.Product(
+        skinny_gemm.Product(
             *[None] * 7,
             *(
                 m,
@@ -239,8 +239,8 @@ def few_rows_call(draw: Draw, most: int, loop: int) -> Call:
     parts = {"a": a, "b": codes, "exponents": exponents, "scale_a": scale_a, "scale_b": scale_b, "bias": bias}
     for name, part in parts.items():
         if part is not None:
-            product.pointers[getattr(few_rows.Product, name).offset] = Buffer(part)
-    product.pointers[few_rows.Product.to.offset] = Buffer(out, out=True)
+            product.pointers[getattr(skinny_gemm.Product, name).offset] = Buffer(part)
+    product.pointers[skinny_gemm.Product.to.offset] = Buffer(out, out=True)
 
     def check(returned: int, outs: list[bytearray]) -> str | None:
         return (
@@ -258,7 +258,7 @@ RULES = (
 
 
 def few_tokens_call(draw: Draw, most: int, loop: int) -> Call:
-    m, (_, n, k) = int(draw.integers(1, few_rows.MOST + 1)), _sizes(draw, most)
+    m, (_, n, k) = int(draw.integers(1, skinny_gemm.MOST + 1)), _sizes(draw, most)
     e5m2_b = bool(draw.integers(2))
     fmt = FORMATS["e4m3" if e5m2_b or draw.random() < 0.7 else "e5m2"]
     finite = bool(draw.integers(2))
@@ -274,13 +274,13 @@ def few_tokens_call(draw: Draw, most: int, loop: int) -> Call:
         if granularity is TENSOR and draw.random() < 0.5
         else None
     )
-    side = specified.quantize(x, rule, "rowwise", scale=given).tensor.rowwise
+    side = reference.quantize(x, rule, "rowwise", scale=given).tensor.rowwise
     assert side is not None
     exact, size = _product(values64(side), values, bias)
     e8m0_b = block is not None and bool(draw.integers(2))
     kept = (scale.view(torch.int32) >> 23).to(torch.uint8) if e8m0_b else scale
     high, wide = block or (1, k)
-    product = few_rows.Product(
+    product = skinny_gemm.Product(
         *[None] * 7,
         *(
             m,
@@ -296,7 +296,7 @@ def few_tokens_call(draw: Draw, most: int, loop: int) -> Call:
         ),
     )
     linear = Buffer(
-        few_tokens._Linear(
+        decode_linear._Linear(
             *(product, None, None, None, float(scale.min()), float(scale.max()), 2.0**-100, 2.0**80),
             *(granularity.cols, blocks.scale_rule(rule), dtype == torch.bfloat16, fmt is FORMATS["e5m2"]),
             *(granularity.rows == 1, e8m0_b),
@@ -304,7 +304,7 @@ def few_tokens_call(draw: Draw, most: int, loop: int) -> Call:
     )
     out = torch.empty(m, n, dtype=dtype)
     out.view(torch.uint8).fill_(POISON)
-    fields, inner = few_tokens._Linear, few_rows.Product
+    fields, inner = decode_linear._Linear, skinny_gemm.Product
     assert ctypes.sizeof(inner) and fields.product.offset == 0
     linear.pointers[inner.b.offset] = Buffer(codes)
     linear.pointers[inner.to.offset] = Buffer(out, out=True)

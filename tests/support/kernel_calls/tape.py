@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_fp8.kernels.cpu.loops import FLAGS, SOURCES
+from megatron_fp8.kernels.cpu.emulation import FLAGS, SOURCES
 
 HERE = Path(__file__).parent
 GUARDED = f"-include {HERE / 'guarded.h'}"

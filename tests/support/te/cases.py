@@ -312,7 +312,7 @@ def apex() -> dict[str, Any]:
     """Trainings with apex: what was called of it, what the report says, and losses beside those without it."""
     from importlib.util import find_spec
 
-    from megatron_fp8.mcore import installed as compat
+    from megatron_fp8.mcore import environment as compat
     from megatron_fp8.mcore.patches.apex import apex_use
     from tests.support.te import apex_standin
 

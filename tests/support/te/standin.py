@@ -217,7 +217,7 @@ class _Linear(torch.nn.Module):
 
     def _fp8(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         from megatron_fp8.linear.function import fp8_linear
-        from megatron_fp8.linear.site import GemmSite
+        from megatron_fp8.linear.gemm_site import GemmSite
         from megatron_fp8.plan.site_plan import fp8_site
         from megatron_fp8.recipe import CustomRecipe
         from megatron_fp8.state.fp8_state import Fp8State

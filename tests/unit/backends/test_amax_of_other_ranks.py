@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from megatron_fp8.backends import emulated, specified
+from megatron_fp8.backends import emulated, reference
 from megatron_fp8.numerics.formats import E4M3, E5M2, FloatFormat
 from megatron_fp8.numerics.rule import ROW, TENSOR, Direction, Granularity, Rule, ScaleKind
 
 
-@pytest.mark.parametrize("backend", [emulated, specified])
+@pytest.mark.parametrize("backend", [emulated, reference])
 @pytest.mark.parametrize("rows", [4, 256])
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
 @pytest.mark.parametrize("scale", ["fp32", "pow2"])

@@ -12,10 +12,10 @@ import torch
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import TransformerConfig, backends
 from megatron_fp8.backends import BACKENDS, emulated
+from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.linear.grouped import grouped_linear
-from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.mcore.sites import asked
-from megatron_fp8.plan.resolve import Asked, resolve
+from megatron_fp8.plan.resolve import SiteRequest, resolve
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.architecture import PAGE
 from tests.support.sites import ALL_RECIPES, data, randn, run
@@ -44,7 +44,7 @@ def used(monkeypatch):
 
 
 def site(backend: str, recipe: str, state: Fp8State | None = None) -> GemmSite:
-    wanted = Asked(recipe=lambda name: ALL_RECIPES[name or recipe], backend=backend)
+    wanted = SiteRequest(recipe=lambda name: ALL_RECIPES[name or recipe], backend=backend)
     return GemmSite(resolve(wanted, "layers.0.linear", 0, CPU), state or Fp8State(), None)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_fp8.backends import emulated
-from megatron_fp8.commands import benching
+from megatron_fp8.commands import bench_run
 from megatron_fp8.commands.main import COMMANDS, USAGE, main
 from megatron_fp8.plan.size_table import Gemm, load_table
 from megatron_fp8.plan.timing import processor_name
@@ -71,14 +71,14 @@ def test_the_verdict_tells_no_more_than_ratios_and_their_spread():
         row("linear", "tensorwise", 1.3, 0.1),
     ]
     quantised = row("quantise", "mxfp8", 2.0, 0.1)  # against a copy: says nothing of a run
-    assert benching.verdict([quantised, *linears]) == (
+    assert bench_run.verdict([quantised, *linears]) == (
         "FP8 against BF16 here, by linear: faster: mxfp8 (0.60 to 0.94 x); slower: tensorwise (1.30 x);"
         " mixed: delayed (0.80 to 1.20 x); too noisy to tell: rowwise (0.96 x, spread up to 10%)."
     )
-    assert benching.verdict([row("step", "mxfp8", 0.5, 0.1), *linears]).endswith(
+    assert bench_run.verdict([row("step", "mxfp8", 0.5, 0.1), *linears]).endswith(
         "by step: faster: mxfp8 (0.50 x)."
     )
-    assert benching.verdict([quantised]) == "" == benching.verdict([row("linear", "mxfp8", 0.5, None)])
+    assert bench_run.verdict([quantised]) == "" == bench_run.verdict([row("linear", "mxfp8", 0.5, None)])
 
 
 WRONG = {
@@ -103,7 +103,7 @@ def test_what_is_wrong_is_not_timed_and_fails(tmp_path, monkeypatch, capsys, nam
 
 
 def test_wrong_gradients_are_no_table(tmp_path, monkeypatch, capsys):
-    from megatron_fp8.linear.site import GemmSite
+    from megatron_fp8.linear.gemm_site import GemmSite
 
     multiply = GemmSite.multiply
 
@@ -129,7 +129,7 @@ def test_tune_writes_a_table_of_the_shapes_asked_for(tmp_path, capsys):
 @pytest.mark.parametrize("replaced", [True, False])
 def test_results_say_if_their_bf16_is_not_torchs_own(tmp_path, capsys, monkeypatch, replaced):
     """Ratios to a baseline that this package made faster are not to be read as ratios to torch's."""
-    monkeypatch.setattr(benching, "is_replaced", lambda dtype: replaced)
+    monkeypatch.setattr(bench_run, "is_replaced", lambda dtype: replaced)
     out = tmp_path / "table.json"
     assert bench("--tune", f"--out={out}", "--shape=16x16x8", "--recipe=rowwise") == 0
     found = json.loads(out.read_text())["torch_bf16"]
@@ -197,7 +197,7 @@ def test_tune_measures_the_gemms_of_a_config(tmp_path, monkeypatch):
     ],
 )
 def test_bad_input_is_named_before_anything_runs(capsys, monkeypatch, arguments, words):
-    monkeypatch.setattr(benching, "Bench", None)
+    monkeypatch.setattr(bench_run, "Bench", None)
     assert bench(*arguments) == 2
     assert words in (said := capsys.readouterr().err) and said.startswith("error: ") and said.count("\n") == 1
 

@@ -23,9 +23,9 @@ from megatron_fp8.commands.diagnose import (
     overrides_text,
 )
 from megatron_fp8.commands.diagnosis_plot import draw
-from megatron_fp8.commands.parting import told_apart
+from megatron_fp8.commands.divergence import told_apart
 from megatron_fp8.plan.overrides import check_overrides
-from megatron_fp8.train.same_run import OtherShards
+from megatron_fp8.train.replay_check import OtherShards
 from tests.support.planted import batches, loss_of, trained, wrong_scale
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import estimates
 from megatron_fp8.commands.main import main
-from megatron_fp8.estimate.off import sentence
+from megatron_fp8.estimate.calibration import sentence
 from megatron_fp8.estimate.text import pays
 
 TINY, LLAMA = "examples/configs/tiny_gpt_cpu.yaml", "examples/configs/llama3_8b.yaml"

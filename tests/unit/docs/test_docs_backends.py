@@ -16,7 +16,7 @@ from megatron_fp8 import TransformerConfig
 from megatron_fp8.backends import LAYER_BACKENDS, emulated
 from megatron_fp8.backends import transformer_engine as engine
 from megatron_fp8.backends.native import backend as native
-from megatron_fp8.mcore import installed
+from megatron_fp8.mcore import environment
 from megatron_fp8.recipe import RECIPES, CustomRecipe
 from tests.support.size_table import make_table
 
@@ -119,4 +119,4 @@ def test_versions_and_names():
         "fused_layer_norm_cuda",
         "fused_weight_gradient_mlp_cuda",
     }
-    assert all(row[1].strip("`") in (Path(installed.__file__)).read_text() for row in rows("Apex"))
+    assert all(row[1].strip("`") in (Path(environment.__file__)).read_text() for row in rows("Apex"))

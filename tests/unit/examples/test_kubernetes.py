@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_fp8.commands.launch import _check, _parser, _program
-from megatron_fp8.files.shipped import shipped_configs
+from megatron_fp8.files.example_configs import example_configs
 from megatron_fp8.train.config import run_config
 from tests.support.custom_resources import faults, main, sample, schema
 
@@ -102,7 +102,7 @@ def test_pods_start_what_there_is(name):
         _check(options)
         assert _program(options.command) and options.nodes == 2 and options.stopped_code == 143
         train = options.command[1:]
-        assert "--config=llama3_8b" in train and "llama3_8b" in shipped_configs()
+        assert "--config=llama3_8b" in train and "llama3_8b" in example_configs()
         run_config.parse(train)
         assert options.ranks == container["resources"]["limits"]["nvidia.com/gpu"]
         mounted = {volume["name"] for volume in pod["volumes"]}

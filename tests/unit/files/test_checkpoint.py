@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, StorageM
 from torch.serialization import _get_layout
 
 from megatron_fp8.files import checkpoint as files
-from megatron_fp8.files.disk import replace_file
+from megatron_fp8.files.atomic_io import replace_file
 from megatron_fp8.files.manifest import FORMAT
 from tests.support.written_checkpoints import write_checkpoint
 

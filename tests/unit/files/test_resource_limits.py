@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron_fp8.files.disk import remedy
+from megatron_fp8.files.atomic_io import remedy
 from megatron_fp8.files.resource_limits import limit_reached, locale_limit
 
 HELD = """

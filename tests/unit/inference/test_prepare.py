@@ -20,10 +20,10 @@ from megatron_fp8.inference import model_bytes, prepare_for_inference, storage_b
 from megatron_fp8.inference.calibration import calibrate
 from megatron_fp8.inference.padding import Padding, pad_tokens
 from megatron_fp8.inference.weights import inference_weight
-from megatron_fp8.kernels.cpu import few_rows
+from megatron_fp8.kernels.cpu import skinny_gemm
 from megatron_fp8.nn import Fp8Config, Fp8Linear, convert_to_fp8, fp8_autocast, fp8_step
 from megatron_fp8.params.fp8_parameter import Fp8Parameter
-from megatron_fp8.state.phases import Phases
+from megatron_fp8.state.precision_schedule import PrecisionSchedule
 from tests.support.inference_models import HIDDEN, IN, OUT, RECIPES, activations, converted
 
 
@@ -55,7 +55,7 @@ def test_phases_of_the_training_do_not_follow_into_inference(iteration):
     """A run that ends with healing ends in high precision; what is prepared afterwards runs FP8 all the same."""
     plain, phased = prepare_for_inference(converted()), converted()
     state = phased[0].fp8_site.state
-    state.phases, state.iteration = Phases(0.25, 0.25, 4), iteration
+    state.phases, state.iteration = PrecisionSchedule(0.25, 0.25, 4), iteration
     assert state.phase != "fp8"
     prepare_for_inference(phased)
     assert_same_bytes(phased(activations(5)), plain(activations(5)))
@@ -64,7 +64,7 @@ def test_phases_of_the_training_do_not_follow_into_inference(iteration):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_token_is_cast_and_multiplied_in_one_call(recipe, monkeypatch):
     """Where nobody watches, and no gradient is asked for: with the bytes of the steps, and nothing counted."""
-    if not few_rows.inner_loops():
+    if not skinny_gemm.inner_loops():
         pytest.skip("this processor multiplies few rows as it does many")
     calls = []
     once = emulated.quantize_and_multiply
@@ -350,7 +350,7 @@ def test_training_a_prepared_model_is_answered_in_our_words(recipe):
 
 
 def test_transformer_engines_linears_are_not_ours_to_prepare():
-    from megatron_fp8.mcore.te.site import TeSite
+    from megatron_fp8.mcore.te.te_site import TeSite
 
     class Linear(nn.Linear):
         fp8_site = TeSite(SimpleNamespace(precision="fp8", backend="transformer_engine"), None)

@@ -7,7 +7,7 @@ import torch
 
 from megatron_fp8.inference.static import StaticScale
 from megatron_fp8.linear.function import fp8_linear
-from megatron_fp8.linear.site import GemmSite
+from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.native_casts import native_casts_on_cpu

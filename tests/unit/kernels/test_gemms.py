@@ -11,7 +11,7 @@ import torch
 
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
-from megatron_fp8.kernels.cpu import loops, mkl, products
+from megatron_fp8.kernels.cpu import emulation, mkl, products
 from megatron_fp8.kernels.gemms import add_in_product, add_matmul_fp32, matmul_high_precision
 from megatron_fp8.recipe import MXFP8BlockScaling
 
@@ -41,7 +41,7 @@ def matrix(rows: int, cols: int, layout: str, seed: int) -> torch.Tensor:
     "layouts", [("rowwise", "rowwise"), ("columnwise", "columnwise"), ("cut out", "columnwise")]
 )
 def test_against_float64(monkeypatch, shape, layouts):
-    monkeypatch.setattr(loops, "MIN_PRODUCT", 1)
+    monkeypatch.setattr(emulation, "MIN_PRODUCT", 1)
     m, n, k = shape
     a, b = matrix(m, k, layouts[0], 1), matrix(n, k, layouts[1], 2)
     exact = a.double() @ b.double().t()
@@ -60,25 +60,25 @@ def test_is_used_where_the_processor_has_it(monkeypatch):
     """A silent return to the slow way would pass every other test."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = set(cpuinfo.read_text().split()) if platform.machine() == "x86_64" and cpuinfo.exists() else set()
-    assert (loops.AVX512 in loops.inner_loops()) == ("avx512_bf16" in flags)
+    assert (emulation.AVX512 in emulation.inner_loops()) == ("avx512_bf16" in flags)
     float32 = {"avx2", "fma", "f16c"} <= flags or platform.machine() == "aarch64"
-    assert (loops.FLOAT32 in loops.inner_loops()) == float32
-    assert loops.has_own_matmul() == bool(loops.inner_loops())
+    assert (emulation.FLOAT32 in emulation.inner_loops()) == float32
+    assert emulation.has_own_matmul() == bool(emulation.inner_loops())
     assert mkl.has_matmul() == ("amx_bf16" in flags and mkl.function() is not None)
-    used = "own_matmul" if loops.has_own_matmul() else "mkl_matmul"
+    used = "own_matmul" if emulation.has_own_matmul() else "mkl_matmul"
     calls = []
     matmul = getattr(products, used)
     monkeypatch.setattr(products, used, lambda a, b: calls.append(a.shape) or matmul(a, b))
     a, b = matrix(128, 128, "rowwise", 1), matrix(64, 128, "rowwise", 2)
     matmul_high_precision(a, b, torch.float32)
-    assert calls == ([a.shape] if loops.has_matmul() else [])
+    assert calls == ([a.shape] if emulation.has_matmul() else [])
     matmul_high_precision(a[:1], b[:1], torch.float32)
-    assert len(calls) == int(loops.has_matmul())  # small ones are not worth a packing
+    assert len(calls) == int(emulation.has_matmul())  # small ones are not worth a packing
 
 
 def test_an_element_depends_on_its_row_and_column_alone():
     """Neither the other rows, nor threads, change a bit (a library's GEMM promises neither)."""
-    if not loops.has_own_matmul():
+    if not emulation.has_own_matmul():
         return
     a, b = matrix(301, 1100, "rowwise", 3), matrix(97, 1100, "columnwise", 4)
     whole = products.own_matmul(a, b)
@@ -98,7 +98,7 @@ def test_an_element_depends_on_its_row_and_column_alone():
 
 
 def test_nan_and_inf_stay_in_their_row_and_column(monkeypatch):
-    monkeypatch.setattr(loops, "MIN_PRODUCT", 1)
+    monkeypatch.setattr(emulation, "MIN_PRODUCT", 1)
     a, b = matrix(40, 65, "rowwise", 5), matrix(50, 65, "rowwise", 6)
     a[17, 64], b[33, 0] = torch.nan, torch.inf
     found = matmul_high_precision(a, b, torch.float32)
@@ -109,7 +109,7 @@ def test_nan_and_inf_stay_in_their_row_and_column(monkeypatch):
 
 @pytest.mark.parametrize("shape", [(0, 5, 7), (5, 0, 7), (5, 7, 0)], ids=str)
 def test_empty(monkeypatch, shape):
-    monkeypatch.setattr(loops, "MIN_PRODUCT", 0)
+    monkeypatch.setattr(emulation, "MIN_PRODUCT", 0)
     m, n, k = shape
     found = matmul_high_precision(
         torch.ones(m, k, dtype=torch.bfloat16), torch.ones(n, k, dtype=torch.bfloat16), torch.float32
@@ -122,7 +122,7 @@ def test_empty(monkeypatch, shape):
 def test_products_leave_the_process_alone(monkeypatch, compiled, rows):
     """Two threads multiply in emulated FP8 while a third multiplies float32: same bits and settings at any time."""
     if not compiled:
-        monkeypatch.setattr(loops, "reason", lambda: "not wanted")
+        monkeypatch.setattr(emulation, "reason", lambda: "not wanted")
     settings = torch.backends.mkldnn.matmul, torch.backends.mkldnn, torch.backends
     before = [setting.fp32_precision for setting in settings]
     x, w = matrix(rows, 256, "rowwise", 7), matrix(rows, 256, "rowwise", 8)

@@ -9,8 +9,8 @@ from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.kernels.multi_amax import update_delayed
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import DelayedScaling
+from megatron_fp8.state.amax_ring_buffer import AmaxRingBuffer
 from megatron_fp8.state.arena import Arena
-from megatron_fp8.state.rings import Rings
 from tests.support.matrices import DEVICE
 
 
@@ -19,7 +19,7 @@ class Updated:
 
     def __init__(self, slots: int, length: int):
         self.scale = torch.ones(slots, device=DEVICE)
-        self.rings = Rings(slots, length, DEVICE)
+        self.rings = AmaxRingBuffer(slots, length, DEVICE)
         formats = torch.tensor([(E4M3, E5M2)[i % 2].max for i in range(slots)], device=DEVICE)
         # Rows of the kernel's matrices need not be in the arena's order.
         self.index = torch.randperm(slots, generator=torch.Generator().manual_seed(3)).to(DEVICE)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_fp8.kernels import torch_products
-from megatron_fp8.kernels.cpu import loops
+from megatron_fp8.kernels.cpu import emulation
 from tests.support.command import run
 
 BF16 = torch.bfloat16
@@ -212,7 +212,9 @@ def test_alpha_and_beta_of_every_kind(replaced):
         assert torch.equal(torch.baddbmm(one, one[None], one[None], beta=yes, alpha=yes), one[None] * 9)
 
 
-@pytest.mark.skipif(loops.reason() is not None, reason="torch's float32 products may add in another order")
+@pytest.mark.skipif(
+    emulation.reason() is not None, reason="torch's float32 products may add in another order"
+)
 def test_a_row_has_the_same_bits_alone_as_among_others(replaced):
     """A token that is decoded gets what it would get in training."""
     x, weight = drawn(64, 256), drawn(128, 256)

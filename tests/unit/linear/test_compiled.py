@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.linear.compiled import first_call, next_call
 from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.linear.high_precision import observe_high_precision
-from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.params.fp8_parameter import fp8_parameter
-from megatron_fp8.plan.switch import current_switch, fp8_disabled, remember_fp8, runs_fp8
+from megatron_fp8.plan.autocast_state import current_autocast_state, fp8_disabled, remember_fp8, runs_fp8
 from megatron_fp8.state.counts import IterationCounts
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.state.iteration import LATER, NOW
-from megatron_fp8.state.phases import Phases
+from megatron_fp8.state.precision_schedule import PrecisionSchedule
 from tests.support.kept_for_backward import saved
 from tests.support.sites import ALL_RECIPES, data, make_site, randn
 
@@ -292,11 +292,13 @@ def test_switches_and_phases_are_guarded():
 
     def linear(x: torch.Tensor, w: torch.Tensor, site: GemmSite, inside: bool) -> torch.Tensor:
         with fp8_disabled("inside" if inside else None):
-            if runs_fp8(site, current_switch()):
+            if runs_fp8(site, current_autocast_state()):
                 return fp8_linear(x, w, None, site)
             return observe_high_precision(x, w, torch.nn.functional.linear(x, w), site, training=True)
 
-    sites = [make_site("delayed", state=Fp8State(phases=Phases(0.5, length=8)))[0] for _ in range(2)]
+    sites = [
+        make_site("delayed", state=Fp8State(phases=PrecisionSchedule(0.5, length=8)))[0] for _ in range(2)
+    ]
     runs = (linear, compiled(linear))
     for iteration in range(8):
         inside, outside = iteration == 5, "outside" if iteration == 6 else None
@@ -320,7 +322,7 @@ def test_a_compiled_function_that_is_checkpointed_needs_to_be_told():
     x, w, dy = data(40, 64, 48)
 
     def linear(x: torch.Tensor, w: torch.Tensor, site: GemmSite) -> torch.Tensor:
-        return fp8_linear(x, w, None, site) if runs_fp8(site, current_switch()) else x @ w.t()
+        return fp8_linear(x, w, None, site) if runs_fp8(site, current_autocast_state()) else x @ w.t()
 
     function, (x, w) = compiled(linear), leaves(x, w)
     with fp8_disabled("around the forward"):

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.support.compare import assert_same_bytes
+from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.linear.grouped import grouped_linear
-from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.state.counts import IterationCounts
 from megatron_fp8.state.fp8_state import Fp8State

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_fp8.linear.site import GemmSite
+from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.sites import RECIPES, make_site
 

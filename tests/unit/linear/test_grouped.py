@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import emulated
-from megatron_fp8.kernels.cpu import loops
-from megatron_fp8.linear import stacked
+from megatron_fp8.kernels.cpu import emulation
+from megatron_fp8.linear import uniform_experts
+from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.linear.grouped import grouped_linear
-from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.recipe import Float8CurrentScaling, Recipe
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.sites import ALL_RECIPES, in_turn, make_site, randn
@@ -108,7 +108,7 @@ def test_one_call_of_the_backend_for_each_gemm(monkeypatch: pytest.MonkeyPatch) 
         real(a, b, outs, add=add, **options)
 
     monkeypatch.setattr(emulated, "grouped_gemm", counted)
-    monkeypatch.setattr(stacked, "weights_of", lambda *args: False)
+    monkeypatch.setattr(uniform_experts, "weights_of", lambda *args: False)
     train(grouped_linear, "blockwise", main_grad=torch.float32, iterations=1)
     assert calls == [(5, False), (5, False), (5, True)]
     calls.clear()
@@ -119,7 +119,7 @@ def test_one_call_of_the_backend_for_each_gemm(monkeypatch: pytest.MonkeyPatch) 
 def test_one_call_of_c_for_casts_and_for_each_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where experts are alike; those with few rows, or a number of columns that is small, are multiplied beside them."""
     calls: list[tuple[str, int]] = []
-    library = loops.compiled()
+    library = emulation.compiled()
 
     class Counting:
         """The library."""
@@ -136,7 +136,7 @@ def test_one_call_of_c_for_casts_and_for_each_gemm(monkeypatch: pytest.MonkeyPat
             return int(library.gemm_each(told, *rest))
 
     counting: Any = Counting()
-    monkeypatch.setattr(loops, "compiled", lambda: counting)
+    monkeypatch.setattr(emulation, "compiled", lambda: counting)
     for recipe in ("blockwise", "mxfp8", "delayed", "rowwise", "tensorwise"):
         calls.clear()
         train(grouped_linear, recipe, main_grad=torch.float32, iterations=1)

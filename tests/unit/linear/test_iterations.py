@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.linear.function import fp8_linear
-from megatron_fp8.linear.site import GemmSite
+from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.recipe import Float8CurrentScaling, MXFP8BlockScaling
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.sites import ALL_RECIPES, CUSTOM, RECIPES, data, make_site, randn, run

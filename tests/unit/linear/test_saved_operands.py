@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8.kernels.cpu import loops
-from megatron_fp8.linear import stacked
+from megatron_fp8.kernels.cpu import emulation
+from megatron_fp8.linear import uniform_experts
 from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.linear.saved_operands import check_given_back, facts_of
-from megatron_fp8.linear.site import GemmSite
 from megatron_fp8.mcore.layers.activation import store_swiglu_input_in_fp8
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.state.fp8_state import Fp8State
@@ -26,7 +26,7 @@ Unpack = Callable[[torch.Tensor], torch.Tensor]
 TOKENS = (70, 0, 200, 17)
 K, N = 160, 136
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
-needs_products = pytest.mark.skipif(loops.inner_loop() is None, reason="no inner loop for products")
+needs_products = pytest.mark.skipif(emulation.inner_loop() is None, reason="no inner loop for products")
 
 
 def dense(recipe: str, unpack: Unpack, **options: Any) -> list[torch.Tensor]:
@@ -61,7 +61,7 @@ def experts(recipe: str, unpack: Unpack) -> list[torch.Tensor]:
 def one_by_one(recipe: str, unpack: Unpack) -> list[torch.Tensor]:
     """Experts that are not stacked."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stacked, "weights_of", lambda *args: False)
+        patch.setattr(uniform_experts, "weights_of", lambda *args: False)
         return experts(recipe, unpack)
 
 

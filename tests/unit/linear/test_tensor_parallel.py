@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.support.compare import assert_same_bytes
 from benchmarks.support.ranks import RankPool
 from megatron_fp8.linear.function import fp8_linear
-from megatron_fp8.linear.site import GemmSite
+from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.linear.tensor_parallel import TensorParallel
 from megatron_fp8.recipe import MXFP8BlockScaling
 from tests.support.shards import BATCH, M, Shards, communication

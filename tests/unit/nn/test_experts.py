@@ -395,7 +395,7 @@ def test_the_host_waits_once_a_layer(kind: str) -> None:
     with waits() as seen:
         _through(model)
     of_torch = [read for read in seen.hidden if "scale_range" not in read]
-    assert [place for place in seen.places if "scale_range" not in place] == ["expert_kinds.py _counts cpu"]
+    assert [place for place in seen.places if "scale_range" not in place] == ["expert_modules.py _counts cpu"]
     assert not [read for read in of_torch if "bincount" in read or "repeat_interleave" in read], of_torch
 
 

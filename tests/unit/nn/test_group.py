@@ -14,7 +14,7 @@ from torch import nn
 from megatron_fp8.nn import Fp8Linear, convert_to_fp8, fp8_state_dict, fp8_step
 from megatron_fp8.nn.group import Fp8Group
 from megatron_fp8.recipe import DelayedScaling
-from megatron_fp8.state.phases import Phases
+from megatron_fp8.state.precision_schedule import PrecisionSchedule
 from tests.support.tower import DELAYED, Tower, assert_same_state, batch, sgd, train
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -95,7 +95,7 @@ def test_phases_hold_on_devices_that_come_later():
     model = convert_to_fp8(Tower())
     model(batch(0))
     group = model.up.fp8_group
-    group.run_in(Phases(0.5, 0.0, 4))
+    group.run_in(PrecisionSchedule(0.5, 0.0, 4))
     assert group.state(CPU).phase == group.state(META).phase == "warm-up"
 
 

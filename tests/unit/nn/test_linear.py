@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.nn import Fp8Linear, convert_to_fp8, fp8_autocast, fp8_step
-from megatron_fp8.plan.switch import remember_fp8
+from megatron_fp8.plan.autocast_state import remember_fp8
 from megatron_fp8.recipe import RECIPES, MXFP8BlockScaling
 from tests.support.sites import make_site, randn
 from tests.support.sites import run as run_site

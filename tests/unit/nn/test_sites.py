@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from megatron_fp8.linear.site import GemmSite
+from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.nn import convert_to_fp8, fp8_autocast, fp8_step
 from megatron_fp8.recipe import MXFP8BlockScaling
 from tests.support.tower import DELAYED, Tower, assert_same_state, batch, sgd, train

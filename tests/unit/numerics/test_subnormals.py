@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
-from megatron_fp8.kernels.cpu import loops as cpu
+from megatron_fp8.kernels.cpu import emulation as cpu
 from megatron_fp8.numerics.cast import RandomKey, cast_stochastic
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.subnormals import flushed

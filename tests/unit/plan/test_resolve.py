@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_fp8.backends.native import backend as native
-from megatron_fp8.plan.resolve import Asked, choose, resolve
+from megatron_fp8.plan.resolve import SiteRequest, choose, resolve
 from megatron_fp8.recipe import CustomRecipe, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling
 from tests.support.scaled_mm import fake_torch
 from tests.support.sites import ALL_RECIPES
@@ -24,7 +24,7 @@ FC1 = "decoder.layers.3.mlp.linear_fc1"
 def plan(
     overrides: dict[str, Any], recipe: str = "mxfp8", bf16_reason: str | None = None, **fields: Any
 ) -> Any:
-    asked = Asked(
+    asked = SiteRequest(
         recipe=lambda name: ALL_RECIPES[name or recipe],
         reason="recipe of all",
         overrides=overrides,
@@ -183,7 +183,7 @@ def test_what_a_named_backend_does_not_multiply_is_refused_by_name(overrides, sa
 
 
 def test_a_format_of_nothing_is_refused():
-    asked = Asked(
+    asked = SiteRequest(
         recipe=lambda name: CustomRecipe(lambda role: None if role == "weight" else Float8BlockScaling()),
         overrides={"*:weight": "e4m3"},
     )
@@ -205,9 +205,9 @@ def test_a_recipe_may_stand_there_itself():
 def test_linears_that_are_alike_share_all_but_their_names() -> None:
     """A model of 100,000 linears asks for as many plans. A recipe that is equal and another object is another."""
 
-    def asked(recipe: Any) -> Asked:
+    def asked(recipe: Any) -> SiteRequest:
         named = lambda name: recipe if name is None else ALL_RECIPES[name]  # noqa: E731
-        return Asked(recipe=named, reason="of all", overrides={"*.b": "mxfp8"})
+        return SiteRequest(recipe=named, reason="of all", overrides={"*.b": "mxfp8"})
 
     whole, fraction = DelayedScaling(amax_epsilon=0), DelayedScaling(amax_epsilon=0.0)
     assert whole == fraction

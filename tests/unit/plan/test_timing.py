@@ -43,4 +43,4 @@ def test_training_and_doctor_say_so(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "not used: too old" in capsys.readouterr().out
     monkeypatch.setattr(parallel, "unused_gpu", lambda: "too old")
     with pytest.warns(UserWarning, match="this machine has a GPU that is not used: too old"):
-        parallel.say_unused_gpu()
+        parallel.warn_unused_gpu()

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from megatron_fp8.files.lines import read_lines
+from megatron_fp8.files.jsonl import read_lines
 from megatron_fp8.report.curves import QUANTITIES, Curve, Quantity, in_words, read_curves
 
 

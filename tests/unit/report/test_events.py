@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_fp8.files.lines import read_lines
+from megatron_fp8.files.jsonl import read_lines
 from megatron_fp8.report.events import Event, guard_moves, recorded, seen_checkpoints, skipped_steps
 
 

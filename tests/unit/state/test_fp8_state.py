@@ -9,7 +9,7 @@ import pytest
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.fp8_state import Fp8State
-from megatron_fp8.state.phases import Phases
+from megatron_fp8.state.precision_schedule import PrecisionSchedule
 from tests.support.slots import make_slots, observe
 
 
@@ -39,13 +39,13 @@ def test_deep_copies_of_a_config_share_the_state():
 
 
 def test_the_phase_follows_the_iteration():
-    state = Fp8State(phases=Phases(warmup=0.5, length=2))
+    state = Fp8State(phases=PrecisionSchedule(warmup=0.5, length=2))
     assert state.phase == "warm-up"
     state.finish_iteration()
     assert state.phase == "fp8"
-    state.phases = Phases(healing=0.5, length=2)
+    state.phases = PrecisionSchedule(healing=0.5, length=2)
     assert state.phase == "healing"
-    state.phases = Phases(warmup=0.5)
+    state.phases = PrecisionSchedule(warmup=0.5)
     assert state.phase is None
     with pytest.raises(ValueError, match="set_training_length"):
         state.known_phase()

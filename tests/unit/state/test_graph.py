@@ -14,15 +14,15 @@ from megatron_fp8 import recipe as recipes
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.kernels import gemms
-from megatron_fp8.kernels.cpu import loops as cpu
+from megatron_fp8.kernels.cpu import emulation as cpu
 from megatron_fp8.linear.function import fp8_linear
-from megatron_fp8.linear.saved_layout import SideLayout
-from megatron_fp8.linear.site import GemmSite
+from megatron_fp8.linear.gemm_site import GemmSite
+from megatron_fp8.linear.saved_tensor_layout import SideLayout
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.state.arena import Arena
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.state.graph import CapturedStep
-from megatron_fp8.state.phases import Phases
+from megatron_fp8.state.precision_schedule import PrecisionSchedule
 from tests.support.no_values import gpu_without_values, warm
 from tests.support.recorded import Recorded
 from tests.support.sites import RECIPES, make_site, randn
@@ -177,7 +177,7 @@ def test_steps_that_decide_on_the_host_are_refused():
     late = make_site("tensorwise", state=model.state, name="late")
     assert "no iteration has been finished with all of its layers" in refused(model.state)
     del late
-    phased = Fp8State(phases=Phases(0.5, length=4))
+    phased = Fp8State(phases=PrecisionSchedule(0.5, length=4))
     assert "precision changes with the phases" in refused(phased)
     seldom = Fp8State()
     site, _ = make_site(recipes.DelayedScaling(interval=3), state=seldom)

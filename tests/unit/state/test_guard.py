@@ -11,7 +11,7 @@ from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.state.guard import Guard, Move, Thresholds, as_overrides
-from megatron_fp8.state.phases import Phases
+from megatron_fp8.state.precision_schedule import PrecisionSchedule
 from tests.support.slots import observe
 
 RECIPE = DelayedScaling(amax_history_len=64)
@@ -135,7 +135,7 @@ def test_the_ladder(ladder, recipe, illness, to):
 def test_phases_in_high_precision_are_not_looked_at():
     """Amaxes are recorded there for histories, and nothing is cast by a scale."""
     state, slot = make(patience=1)
-    state.phases = Phases(0.5, 0.0, 6)
+    state.phases = PrecisionSchedule(0.5, 0.0, 6)
     assert run(state, slot, [1.0, 9.0, 81.0, 1.0, 9.0, 900.0]) == [[], [], [], [], [], [("saturates", 1)]]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8.telemetry.advice import RULES, advise
-from megatron_fp8.telemetry.names import parse
+from megatron_fp8.telemetry.stat_registry import parse
 from megatron_fp8.train.config.run_config import parse as parse_run
 
 SITE = "decoder.layers.1.mlp.linear_fc1"

@@ -14,7 +14,7 @@ from megatron_fp8 import Fp8Config, convert_from_fp8, convert_to_fp8, diagnose
 from megatron_fp8.nn import Fp8Linear, fp8_step
 from megatron_fp8.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from megatron_fp8.telemetry.attribution import Limits
-from megatron_fp8.telemetry.subject import adam_update
+from megatron_fp8.telemetry.model_runner import adam_update
 from tests.support.planted import (
     Tower,
     batches,

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from megatron_fp8.telemetry.names import DEFAULT, TENSORS, Blocks
 from megatron_fp8.telemetry.settings import Selection, TelemetrySettings
+from megatron_fp8.telemetry.stat_registry import DEFAULT, TENSORS, Blocks
 
 
 def measured(selection: Selection, upto: int = 30) -> list[int]:

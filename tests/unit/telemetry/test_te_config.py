@@ -8,7 +8,7 @@ import re
 import pytest
 import yaml
 
-from megatron_fp8.telemetry.names import Blocks
+from megatron_fp8.telemetry.stat_registry import Blocks
 from megatron_fp8.telemetry.te_config import te_settings
 
 EXAMPLE = """

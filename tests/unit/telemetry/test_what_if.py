@@ -14,8 +14,8 @@ from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import RECIPES, DelayedScaling, Float8CurrentScaling
-from megatron_fp8.telemetry.names import QUANTIZED, WHAT_IF
-from megatron_fp8.telemetry.statistics import Layout, finish, measure
+from megatron_fp8.telemetry.stat_registry import QUANTIZED, WHAT_IF
+from megatron_fp8.telemetry.tensor_stats import Layout, finish, measure
 from megatron_fp8.telemetry.what_if import WhatIfHistory, what_if
 from tests.support.delayed import PlainSlot
 from tests.support.draws import draws

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_fp8.files.checkpoint import folder_name
 from megatron_fp8.files.manifest import MANIFEST, Manifest
-from megatron_fp8.train import binding
+from megatron_fp8.train import checkpoint_compat
 from megatron_fp8.train.config.model_section import transformer_config
 from megatron_fp8.train.config.run_config import known_keys, parse
 from megatron_fp8.train.launch import parallel
@@ -157,10 +157,10 @@ def test_a_recipe_that_an_earlier_version_left_to_its_default_stays(tmp_path: Pa
     """Without a name it was delayed; the manifest says so beside the run's config."""
     section = {**MODEL, "fp8_format": None, "fp8_recipe": None}
     facts = {"run": {"model": section}, "precision": {"fp8": "hybrid", "fp8_recipe": "delayed"}}
-    saved = binding.run_of_manifest(Manifest(4, {}, facts))
+    saved = checkpoint_compat.run_of_manifest(Manifest(4, {}, facts))
     assert run_of(tmp_path, saved, None, []).model.fp8_recipe == "delayed"
     named = Manifest(4, {}, {**facts, "run": {"model": {**MODEL, "fp8_format": "delayed"}}})
     now = parse([f"--model.{name}={value}" for name, value in MODEL.items()])
     for manifest in (Manifest(4, {}, facts), named):
-        changed = [str(change) for change in binding.may_change(now, manifest, [])]
+        changed = [str(change) for change in checkpoint_compat.may_change(now, manifest, [])]
         assert "model.fp8_recipe delayed -> tensorwise" in changed

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_fp8.files.checkpoint import iteration_of
 from megatron_fp8.files.manifest import Manifest
 from megatron_fp8.files.run_lock import RunLock
-from megatron_fp8.train import checkpoints, rewind, run_folder, started_from
+from megatron_fp8.train import checkpoints, parent_checkpoint, rollback, run_folder
 from megatron_fp8.train.run_folder import RunFolders
 
 MIB = 1 << 20
@@ -163,9 +163,9 @@ def test_a_spike_goes_back_to_what_is_saved_at_regular_times(tmp_path, monkeypat
     """A run that was stopped, and saved then, goes back as far as one that was not."""
     for number in (4, 8, 9):
         (tmp_path / f"iter_{number:07d}").mkdir()
-    monkeypatch.setattr(rewind, "read_manifest", lambda *_: None)
+    monkeypatch.setattr(rollback, "read_manifest", lambda *_: None)
     for every, iteration, name in ((4, 9, 8), (4, 8, 8), (4, 7, 4), (9, 12, 9), (5, 12, 9), (4, 3, None)):
-        found = rewind.Rewinds(1, every, tmp_path, lambda _: None, lambda: None, [])._newest(iteration)
+        found = rollback.Rollbacks(1, every, tmp_path, lambda _: None, lambda: None, [])._newest(iteration)
         assert (found and iteration_of(found[0])) == name
 
 
@@ -200,20 +200,20 @@ def test_a_start_that_ends_while_it_loads_is_remembered_and_one_that_is_refused_
     folders.checkpoints.mkdir(parents=True)
     start, other = another_run_s(tmp_path / "base", 3), another_run_s(tmp_path / "other", 5)
     if earlier:
-        started_from.write(folders.checkpoints, other)
-    before = started_from.content(folders.checkpoints)
+        parent_checkpoint.write(folders.checkpoints, other)
+    before = parent_checkpoint.content(folders.checkpoints)
     with pytest.raises(ValueError, match="refused"), folders.remembering(start):
-        assert started_from.find(folders.checkpoints) == start
+        assert parent_checkpoint.find(folders.checkpoints) == start
         raise ValueError("refused")
-    assert started_from.content(folders.checkpoints) == before
-    assert os.listdir(folders.checkpoints) == [started_from.FILE] * earlier
+    assert parent_checkpoint.content(folders.checkpoints) == before
+    assert os.listdir(folders.checkpoints) == [parent_checkpoint.FILE] * earlier
     for end in (Killed, RuntimeError):  # another rank is lost, say
         with pytest.raises(end), folders.remembering(start):
             raise end
-        assert started_from.find(folders.checkpoints) == start
+        assert parent_checkpoint.find(folders.checkpoints) == start
         with pytest.raises(ValueError), folders.remembering(None):
             raise ValueError
-        assert started_from.find(folders.checkpoints) == start
+        assert parent_checkpoint.find(folders.checkpoints) == start
 
 
 def test_an_earlier_run_that_stands_is_remembered_until_all_is_loaded(tmp_path, alone):
@@ -222,28 +222,28 @@ def test_an_earlier_run_that_stands_is_remembered_until_all_is_loaded(tmp_path, 
     folders.checkpoints.mkdir(parents=True)
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     start, other = another_run_s(tmp_path / "base", 3), another_run_s(tmp_path / "other", 5)
-    started_from.write(folders.checkpoints, other)
+    parent_checkpoint.write(folders.checkpoints, other)
     with folders.remembering(start):
-        assert started_from.find(folders.checkpoints) == other
+        assert parent_checkpoint.find(folders.checkpoints) == other
     (line,) = folders.keep_earlier(start)
     assert line.endswith("previous-1: started_from.json, metrics.jsonl")
-    assert started_from.find(folders.checkpoints) == start
-    assert started_from.find(tmp_path / "run" / "previous-1" / "checkpoints") == other
+    assert parent_checkpoint.find(folders.checkpoints) == start
+    assert parent_checkpoint.find(tmp_path / "run" / "previous-1" / "checkpoints") == other
     assert folders.keep_earlier(start) == []
     own = another_run_s(folders.checkpoints, 4)
     with folders.remembering(other):
-        assert started_from.find(folders.checkpoints) == start
-    (folders.checkpoints / started_from.FILE).unlink()
+        assert parent_checkpoint.find(folders.checkpoints) == start
+    (folders.checkpoints / parent_checkpoint.FILE).unlink()
     with folders.remembering(own):
         assert os.listdir(folders.checkpoints) == [own.name]
 
 
 def test_what_cannot_be_put_back_is_said(tmp_path, monkeypatch):
     base = another_run_s(tmp_path / "base", 3)
-    started_from.write(tmp_path, base)
-    (tmp_path / started_from.FILE).unlink()
+    parent_checkpoint.write(tmp_path, base)
+    (tmp_path / parent_checkpoint.FILE).unlink()
     with pytest.warns(UserWarning, match=r"is of the refused start .*: remove it before"):
-        started_from.put_back(tmp_path, None)
+        parent_checkpoint.put_back(tmp_path, None)
 
 
 def test_a_copy_beside_the_checkpoints_is_another_run_s_and_stays(tmp_path, alone):

@@ -12,7 +12,7 @@ from megatron_fp8 import Format, backends, kernels
 from megatron_fp8.backends import choose_backend, emulated
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.probe import refusals
-from megatron_fp8.files import say
+from megatron_fp8.files import rank0_print
 from megatron_fp8.recipe import CustomRecipe, Float8BlockScaling, MXFP8BlockScaling
 from megatron_fp8.study.doctor.documented import torch_refusal
 from tests.support.scaled_mm import fake_torch
@@ -135,15 +135,15 @@ def test_blocks_of_e5m2_are_multiplied_by_the_older_product(tensor_cores):
 
 
 def test_what_will_be_slow_is_said_once_with_what_changes_it(tensor_cores, capsys, monkeypatch):
-    monkeypatch.setattr(say, "_told", set())
+    monkeypatch.setattr(rank0_print, "_told", set())
     with fake_torch(refuse=NO_E5M2):
         assert native.notes(CPU, HYBRID) == [
             f"{g} by this package's block-scaled kernel" for g in ("dgrad", "wgrad")
         ]
         for _ in range(2):
-            backends.say_what_is_slow("native", CPU, HYBRID, "fp8='e4m3'")
-        backends.say_what_is_slow("emulated", CPU, HYBRID, "fp8='e4m3'")
-        backends.say_what_is_slow("native", CPU, Float8BlockScaling(), "fp8='e4m3'")
+            backends.warn_slow_backend("native", CPU, HYBRID, "fp8='e4m3'")
+        backends.warn_slow_backend("emulated", CPU, HYBRID, "fp8='e4m3'")
+        backends.warn_slow_backend("native", CPU, Float8BlockScaling(), "fp8='e4m3'")
         (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
         "megatron_fp8: dgrad and wgrad by this package's Triton kernel, probably slower than BF16: torch has"
@@ -152,20 +152,20 @@ def test_what_will_be_slow_is_said_once_with_what_changes_it(tensor_cores, capsy
         "(Invalid scaling configuration); fp8='e4m3' gives it to torch"
     )
     with fake_torch(refuse=NO_BLOCKS | {"mx": "needs sm100"}):
-        backends.say_what_is_slow("native", CPU, Float8BlockScaling(), "fp8='e4m3'")
+        backends.warn_slow_backend("native", CPU, Float8BlockScaling(), "fp8='e4m3'")
     line = capsys.readouterr().err
     assert "fprop, dgrad and wgrad by" in line and "(only sm90); another recipe, such as rowwise" in line
 
 
 def test_float32_scales_where_blocks_run_as_mx(tensor_cores, capsys, monkeypatch):
     """They are no E8M0 scales: the line says which setting makes them so."""
-    monkeypatch.setattr(say, "_told", set())
+    monkeypatch.setattr(rank0_print, "_told", set())
     with fake_torch(refuse=NO_BLOCKS):
         for recipe in (Float8BlockScaling(), HYBRID):
             assert native.supports(CPU, recipe) is None and native.advice(CPU, recipe) is None
             assert native.by_mx(recipe, refusals(CPU, native.multiply)) == ["fprop", "dgrad", "wgrad"]
         assert native.by_mx(RECIPES["mxfp8"], refusals(CPU, native.multiply)) == []
-        backends.say_what_is_slow("native", CPU, Float8BlockScaling(use_f32_scales=True), "fp8='e4m3'")
+        backends.warn_slow_backend("native", CPU, Float8BlockScaling(use_f32_scales=True), "fp8='e4m3'")
     line = capsys.readouterr().err
     assert "fprop, dgrad and wgrad by this package's Triton kernel" in line and "(only sm90); " in line
     assert "powers of two (fp8_pow2_scales=true) give it to torch's MX product" in line
@@ -175,12 +175,12 @@ def test_every_start_says_what_will_be_slow(tensor_cores, capsys, monkeypatch):
     """Megatron-Core's sites (which the training command prepares), converted models, and bench."""
     from megatron_fp8 import TransformerConfig
     from megatron_fp8.commands import bench as bench_command
-    from megatron_fp8.commands import benching
+    from megatron_fp8.commands import bench_run
     from megatron_fp8.mcore.sites import resolve
     from megatron_fp8.nn.config import Fp8Config
     from megatron_fp8.nn.sites import plan_linear
 
-    monkeypatch.setattr(benching, "SECTIONS", {"gemm": lambda *_: None})
+    monkeypatch.setattr(bench_run, "SECTIONS", {"gemm": lambda *_: None})
     config = TransformerConfig(
         num_layers=1, hidden_size=64, num_attention_heads=4, bf16=True, fp8="hybrid", fp8_format="blockwise"
     )
@@ -193,7 +193,7 @@ def test_every_start_says_what_will_be_slow(tensor_cores, capsys, monkeypatch):
     }
     with fake_torch(refuse=NO_E5M2):
         for remedy, start in starts.items():
-            monkeypatch.setattr(say, "_told", set())
+            monkeypatch.setattr(rank0_print, "_told", set())
             start()
             (line,) = [line for line in capsys.readouterr().err.splitlines() if "Triton kernel" in line]
             assert remedy in line and "dgrad and wgrad" in line

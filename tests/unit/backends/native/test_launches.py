@@ -14,10 +14,10 @@ import torch
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.layout import Refusal
 from megatron_fp8.kernels.gemms import cpu_multiplies
-from megatron_fp8.linear.coded_tokens import CodedTokens
 from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.linear.grouped import grouped_linear
-from megatron_fp8.linear.site import GemmSite
+from megatron_fp8.linear.quantized_activation import QuantizedActivation
 from megatron_fp8.linear.tensor_parallel import TensorParallel
 from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.plan.site_plan import fp8_site
@@ -235,7 +235,7 @@ def test_tokens_that_came_as_codes(name: str) -> None:
         side = native.quantize(torch.empty(131, 512, dtype=torch.bfloat16), rule, "rowwise").tensor.rowwise
         with CapturedStep(state):
             for _ in range(2):
-                coded = CodedTokens.of_side(side, rule, (131, 512), torch.bfloat16)
+                coded = QuantizedActivation.of_side(side, rule, (131, 512), torch.bfloat16)
                 names.clear()
                 fp8_linear(coded, w, None, site)
                 found = [

@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
-from megatron_fp8.backends import emulated, specified
-from megatron_fp8.backends.base import Asked, Running
-from megatron_fp8.kernels.cpu import blocks, loops
+from megatron_fp8.backends import emulated, reference
+from megatron_fp8.backends.base import CastRequest, RunningAmax
+from megatron_fp8.kernels.cpu import blocks, emulation
 from megatron_fp8.numerics.cast import cast
 from megatron_fp8.numerics.formats import E4M3, E5M2, FloatFormat
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Rule
@@ -72,9 +72,9 @@ def test_bytes_are_the_specification_s(
     for shape in SHAPES:
         x = matrix(shape, dtype, what)
         found.append((shape, x, emulated.quantize(x, rule, direction)))
-    monkeypatch.setattr(loops, "reason", lambda: "not wanted")
+    monkeypatch.setattr(emulation, "reason", lambda: "not wanted")
     for shape, x, done in found:
-        expected = specified.quantize(x, rule, direction)
+        expected = reference.quantize(x, rule, direction)
         for a, b in zip(done.tensor.sides, expected.tensor.sides, strict=True):
             assert same(a.codes.contiguous(), b.codes.contiguous()), (shape, a, b)
             assert same(a.scale_inv.contiguous(), b.scale_inv.contiguous()), (shape, a, b)
@@ -105,8 +105,8 @@ def test_it_is_one_call(monkeypatch: pytest.MonkeyPatch):
     rules = [RULES[0], RULES[1], Rule(E4M3, ROW, "pow2"), Rule(E4M3, TENSOR, "fp32")]
     for rule, direction in itertools.product(rules, ["both", "columnwise"]):
         emulated.quantize(x, rule, direction)
-    emulated.quantize_each([Asked(x, rule, "both", None, None) for rule in rules])
-    if loops.reason() is None:
+    emulated.quantize_each([CastRequest(x, rule, "both", None, None) for rule in rules])
+    if emulation.reason() is None:
         assert calls == [[2], [1], [1], [1], [2], [1], [1], [1], [2, 1, 2, 1]]
 
 
@@ -118,7 +118,7 @@ def test_each_of_many_is_as_alone():
             shape, [torch.bfloat16, torch.float32][i % 2], ["wide", "special"][i % 3 == 0 and shape[0] > 9]
         )
         given = scale if rule == Rule(E5M2, TENSOR, "fp32") and i % 2 else None
-        asked.append(Asked(x, rule, "both", given, running()))
+        asked.append(CastRequest(x, rule, "both", given, running()))
         alone.append(emulated.quantize(x, rule, "both", scale=given, running=running()))
     with threads(3):
         together = emulated.quantize_each(asked)
@@ -131,16 +131,16 @@ def test_each_of_many_is_as_alone():
 
 
 def test_many_without_a_compiler(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(loops, "reason", lambda: "not wanted")
-    monkeypatch.setattr(loops, "_load", lambda: (None, "not wanted"))
+    monkeypatch.setattr(emulation, "reason", lambda: "not wanted")
+    monkeypatch.setattr(emulation, "_load", lambda: (None, "not wanted"))
     x = matrix((256, 256), torch.bfloat16, "normal")
-    (done,) = emulated.quantize_each([Asked(x, RULES[0], "both", None, None)])
-    assert same(done.tensor.rowwise.codes, specified.quantize(x, RULES[0], "both").tensor.rowwise.codes)
+    (done,) = emulated.quantize_each([CastRequest(x, RULES[0], "both", None, None)])
+    assert same(done.tensor.rowwise.codes, reference.quantize(x, RULES[0], "both").tensor.rowwise.codes)
 
 
-def running() -> Running:
+def running() -> RunningAmax:
     amax, nonfinite = torch.zeros(2, dtype=torch.float32)
-    return Running(amax, amax.view(torch.int32), nonfinite)
+    return RunningAmax(amax, amax.view(torch.int32), nonfinite)
 
 
 @pytest.mark.parametrize("elements", [512, 1 << 16], ids=["by torch", "by C"])
@@ -176,7 +176,7 @@ def test_threads_do_not_matter():
             assert same(one.scale_inv.contiguous(), other.scale_inv.contiguous())
 
 
-@pytest.mark.skipif(loops.reason() is not None, reason="no C compiler")
+@pytest.mark.skipif(emulation.reason() is not None, reason="no C compiler")
 @pytest.mark.parametrize("cut", [(1, 0), (0, 1), (0, 0)], ids=str)
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 def test_each_bfloat16_number_under_scales(fmt: FloatFormat, cut: tuple[int, int]):

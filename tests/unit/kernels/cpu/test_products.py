@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends.emulated import values64
-from megatron_fp8.kernels.cpu import loops
-from megatron_fp8.kernels.cpu.loops import AMX, AVX512, FLOAT32, Operand
+from megatron_fp8.kernels.cpu import emulation
+from megatron_fp8.kernels.cpu.emulation import AMX, AVX512, FLOAT32, Operand
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity
 from megatron_fp8.tensor import QuantizedSide
 
@@ -32,7 +32,7 @@ SHAPES = [(1, 1, 1), (2, 130, 33), (130, 3, 65), (17, 45, 130), (48, 64, 128), (
 
 @pytest.fixture(params=[AVX512, AMX, FLOAT32], ids=["avx512", "amx", "float32"])
 def loop(request) -> int:
-    if request.param not in loops.inner_loops():
+    if request.param not in emulation.inner_loops():
         pytest.skip("not an instruction of this processor")
     return request.param
 
@@ -80,11 +80,11 @@ def test_against_float64(kind_a: str, kind_b: str, loop: int):
         a, exact_a = side(kind_a, m, k, torch.float8_e5m2, turned_a, m)
         b, exact_b = side(kind_b, n, k, torch.float8_e4m3fn, turned_b, n + 1)
         bias = torch.linspace(-1, 1, n) if turned_a else None
-        found = loops.multiply(a, b, dtype, bias, loop=loop)
+        found = emulation.multiply(a, b, dtype, bias, loop=loop)
         assert found is not None and found.dtype == dtype
         if dtype == torch.float32:
             known = a._replace(finite=True), b._replace(finite=True)
-            assert_same_bytes(loops.multiply(*known, dtype, bias, loop=loop), found)
+            assert_same_bytes(emulation.multiply(*known, dtype, bias, loop=loop), found)
         exact = exact_a @ exact_b.t() + (0 if bias is None else bias.double())
         size = exact_a.abs() @ exact_b.abs().t() + (0 if bias is None else bias.double().abs())
         allowed = (k + 4) * 2.0**-24 * size + (2.0**-8 * exact.abs() if dtype == torch.bfloat16 else 0)
@@ -101,7 +101,7 @@ def test_every_code_is_decoded(loop: int):
         for shift in (0, -60, 60):
             scale = torch.full((256, 1), 2.0**shift)
             a = Operand(codes.view(dtype), scale, (1, 128), True)
-            found = loops.multiply(a, Operand(ones), torch.float32, loop=loop)
+            found = emulation.multiply(a, Operand(ones), torch.float32, loop=loop)
             expected = codes[:, :1].view(dtype).double() * 2.0**shift
             torch.testing.assert_close(found.double(), expected.expand(-1, 5), rtol=0, atol=0, equal_nan=True)
 
@@ -119,7 +119,7 @@ def test_codes_known_to_be_finite_reach_both_ends_of_the_range(loop: int):
         for exponent in (-100, -1, 0, 1, 78):
             scale = torch.full((rows, 1), 2.0**exponent)
             a = Operand(codes.view(dtype), scale, (1, 32), True, finite=True)
-            found = loops.multiply(a, Operand(ones), torch.float32, loop=loop)
+            found = emulation.multiply(a, Operand(ones), torch.float32, loop=loop)
             expected = codes[:, :1].view(dtype).double() * 2.0**exponent
             assert torch.equal(found.double(), expected.expand(-1, 5)), (dtype, turned, exponent)
 
@@ -127,16 +127,16 @@ def test_codes_known_to_be_finite_reach_both_ends_of_the_range(loop: int):
 def test_an_element_depends_on_its_row_and_column_alone(loop: int):
     a, _ = side("1x32", 301, 1100, torch.float8_e5m2, True, 1)
     b, _ = side("128x128", 97, 1100, torch.float8_e4m3fn, False, 2)
-    whole = loops.multiply(a, b, torch.float32, loop=loop)
+    whole = emulation.multiply(a, b, torch.float32, loop=loop)
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3, 4):
             torch.set_num_threads(threads)
-            assert torch.equal(loops.multiply(a, b, torch.float32, loop=loop), whole)
+            assert torch.equal(emulation.multiply(a, b, torch.float32, loop=loop), whole)
     finally:
         torch.set_num_threads(before)
     part = a._replace(values=a.values[128:161], scale=a.scale[128:161])
-    assert torch.equal(loops.multiply(part, b, torch.float32, loop=loop), whole[128:161])
+    assert torch.equal(emulation.multiply(part, b, torch.float32, loop=loop), whole[128:161])
 
 
 def test_scales_that_bfloat16_has_no_room_for_are_refused(loop: int):
@@ -145,12 +145,15 @@ def test_scales_that_bfloat16_has_no_room_for_are_refused(loop: int):
     for bad in (2.0**-101, 2.0**81, float("nan"), float("inf"), 0.0):
         scales = torch.ones(4, 2)
         scales[3, 1] = bad
-        assert loops.multiply(Operand(codes, scales, (1, 32), True), plain, torch.float32, loop=loop) is None
         assert (
-            loops.multiply(plain, plain._replace(scale=torch.tensor(bad)), torch.float32, loop=loop) is None
+            emulation.multiply(Operand(codes, scales, (1, 32), True), plain, torch.float32, loop=loop) is None
+        )
+        assert (
+            emulation.multiply(plain, plain._replace(scale=torch.tensor(bad)), torch.float32, loop=loop)
+            is None
         )
     small = Operand(codes, torch.full((4, 2), 2.0**-60), (1, 32), True)
-    assert loops.multiply(small, small, torch.float32, loop=loop) is None
+    assert emulation.multiply(small, small, torch.float32, loop=loop) is None
 
 
 def test_a_block_of_zeros_under_the_smallest_scale_of_mx_is_zeros(loop: int):
@@ -163,7 +166,7 @@ def test_a_block_of_zeros_under_the_smallest_scale_of_mx_is_zeros(loop: int):
     def product() -> torch.Tensor | None:
         scale = exponents.view(torch.float8_e8m0fnu)
         a = Operand(codes.view(torch.float8_e4m3fn), scale, (1, 32), True)
-        return loops.multiply(a, ones, torch.float32, loop=loop)
+        return emulation.multiply(a, ones, torch.float32, loop=loop)
 
     assert product().tolist() == [[64.0] * 3, [64.0] * 3, [32.0] * 3, [64.0] * 3]
     codes[2, 40] = 1
@@ -173,15 +176,15 @@ def test_a_block_of_zeros_under_the_smallest_scale_of_mx_is_zeros(loop: int):
 def test_what_is_not_taken():
     codes = torch.zeros(256, 256, dtype=torch.float8_e4m3fn)
     good = Operand(codes, torch.ones(256, 8), (1, 32), True)
-    assert loops.multiplies(good, good) == bool(loops.inner_loops())
+    assert emulation.multiplies(good, good) == bool(emulation.inner_loops())
     for bad in (
         good._replace(pow2=False),
         good._replace(block=(1, 16), scale=torch.ones(256, 16)),
         good._replace(values=codes.to("meta")),
         good._replace(values=codes.to(torch.float32)),
     ):
-        assert not loops.multiplies(good, bad) and not loops.multiplies(bad, good)
-    assert not loops.multiplies(*[Operand(codes[:4], torch.ones(4, 8), (1, 32), True)] * 2)
+        assert not emulation.multiplies(good, bad) and not emulation.multiplies(bad, good)
+    assert not emulation.multiplies(*[Operand(codes[:4], torch.ones(4, 8), (1, 32), True)] * 2)
 
 
 @pytest.mark.parametrize(
@@ -194,24 +197,24 @@ def test_scales_that_are_not_one_for_each_block_are_not_read(loop: int, scale: t
     codes = torch.zeros(256, 256, dtype=torch.float8_e4m3fn)
     good = Operand(codes, torch.ones(256, 8), (1, 32), True)
     with pytest.raises(AssertionError, match=r"scales \[256, 8\] of float32 or E8M0 are needed"):
-        loops.multiply(good, good._replace(scale=scale), torch.float32, loop=loop)
+        emulation.multiply(good, good._replace(scale=scale), torch.float32, loop=loop)
 
 
 def test_matrices_that_do_not_fit_are_not_read(loop: int) -> None:
     a, b = (Operand(torch.ones(8, k, dtype=torch.bfloat16)) for k in (64, 63))
     with pytest.raises(AssertionError):
-        loops.multiply(a, b, torch.float32, loop=loop)
+        emulation.multiply(a, b, torch.float32, loop=loop)
     with pytest.raises(AssertionError):
-        loops.multiply(a, a, torch.float32, into=torch.zeros(8, 7), loop=loop)
+        emulation.multiply(a, a, torch.float32, into=torch.zeros(8, 7), loop=loop)
 
 
 def test_a_limit_on_torch_s_instructions_holds_here(monkeypatch: pytest.MonkeyPatch):
-    looked_up = loops.inner_loop.__wrapped__
+    looked_up = emulation.inner_loop.__wrapped__
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "avx512_core_bf16")
-    others = [loop for loop in loops.inner_loops() if loop != AMX]
+    others = [loop for loop in emulation.inner_loops() if loop != AMX]
     assert looked_up() == (others or [None])[0]
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX")
-    assert looked_up() == (loops.inner_loops() or (None,))[0]
+    assert looked_up() == (emulation.inner_loops() or (None,))[0]
 
 
 def test_a_product_is_added_to_what_is_there(loop: int):
@@ -219,6 +222,6 @@ def test_a_product_is_added_to_what_is_there(loop: int):
     a, _ = side("1x32", 70, 200, torch.float8_e5m2, True, 1)
     b, _ = side("tensor", 45, 200, torch.float8_e4m3fn, True, 2)
     there = torch.randn(70, 45)
-    expected = there + loops.multiply(a, b, torch.float32, loop=loop)
-    assert loops.multiply(a, b, torch.float32, into=there, loop=loop) is there
+    expected = there + emulation.multiply(a, b, torch.float32, loop=loop)
+    assert emulation.multiply(a, b, torch.float32, into=there, loop=loop) is there
     assert torch.equal(there, expected)

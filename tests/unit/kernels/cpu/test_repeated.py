@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8.kernels.cpu import blocks, loops
+from megatron_fp8.kernels.cpu import blocks, emulation
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_128X128, ROW, TENSOR, Rule
 
@@ -20,8 +20,8 @@ CUTS = {
 
 @pytest.fixture(autouse=True)
 def here():
-    if loops.reason() is not None:
-        pytest.skip(loops.reason())
+    if emulation.reason() is not None:
+        pytest.skip(emulation.reason())
 
 
 def matrix(seed: int, rows: int = 150, cols: int = 96) -> torch.Tensor:
@@ -61,31 +61,31 @@ def test_casts_keep_what_they_gave() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_products(dtype: torch.dtype) -> None:
-    if loops.inner_loop() is None:
+    if emulation.inner_loop() is None:
         pytest.skip("this processor has no such product")
 
-    def operands(seed: int, large: float = 1.0) -> list[loops.Operand]:
+    def operands(seed: int, large: float = 1.0) -> list[emulation.Operand]:
         rule, cuts = CUTS["mx"]
         made = []
         for x in (matrix(seed) * large, matrix(seed + 1, 170)):
             (one,) = blocks.quantize([blocks.Wanted(x, rule, cuts[:1])])
-            made.append(loops.Operand(*one.sides[0], (1, 32), True))
+            made.append(emulation.Operand(*one.sides[0], (1, 32), True))
         return made
 
-    product = loops.Repeated(*operands(3), dtype)
+    product = emulation.Repeated(*operands(3), dtype)
     bias = torch.randn(170, generator=torch.Generator().manual_seed(9))
     for seed in (4, 6):
         a, b = operands(seed)
         given = a.values, a.scale, b.values, b.scale
         for extra in (None, bias):
-            expected = loops.multiply(a, b, dtype, extra)
+            expected = emulation.multiply(a, b, dtype, extra)
             assert expected is not None
             assert_same_bytes(product(given, extra, None), expected)
         if dtype == torch.float32:
             sums = [torch.full((150, 170), 2.5) for _ in range(2)]
             assert product(given, None, sums[0]) is sums[0]
-            loops.multiply(a, b, dtype, into=sums[1])
+            emulation.multiply(a, b, dtype, into=sums[1])
             assert_same_bytes(*sums)
     a, b = operands(3, 2.0**115)
-    assert loops.multiply(a, b, dtype) is None
+    assert emulation.multiply(a, b, dtype) is None
     assert product((a.values, a.scale, b.values, b.scale), None, None) is None, "beyond bfloat16's range"

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_fp8.kernels.cpu import loops
+from megatron_fp8.kernels.cpu import emulation
 
 
-@pytest.mark.parametrize("loop", [loops.AVX512, loops.AMX, loops.FLOAT32])
+@pytest.mark.parametrize("loop", [emulation.AVX512, emulation.AMX, emulation.FLOAT32])
 @pytest.mark.parametrize("columns_dense", ["", "b", "a", "ab"])
 @pytest.mark.parametrize(
     ("m", "n", "k", "threads"),
@@ -19,7 +19,7 @@ def test_strips_of_odd_width_keep_to_themselves(
     m: int, n: int, k: int, threads: int, columns_dense: str, loop: int
 ) -> None:
     """Without that a thread's panels lay in another's, or beyond all memory: NaN, or the end of the process."""
-    if loop not in loops.inner_loops():
+    if loop not in emulation.inner_loops():
         pytest.skip("no such instructions")
     generator = torch.Generator().manual_seed(n + k)
     a = torch.randint(-8, 9, (m, k), generator=generator).to(torch.float8_e4m3fn)
@@ -33,7 +33,7 @@ def test_strips_of_odd_width_keep_to_themselves(
     torch.set_num_threads(threads)
     try:
         for _ in range(3):
-            made = loops.multiply(loops.Operand(a), loops.Operand(b), torch.float32, loop=loop)
+            made = emulation.multiply(emulation.Operand(a), emulation.Operand(b), torch.float32, loop=loop)
             assert made is not None
             assert torch.equal(
                 made.to(torch.float64), expected

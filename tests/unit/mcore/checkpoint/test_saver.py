@@ -146,8 +146,8 @@ HELPS = "make room there and start again with"
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize(("target", "auto"), [("megatron_fp8.files.disk.write_file", 1), ("pathlib.Path.replace", 1),
-                                              ("megatron_fp8.files.disk.sync", 2)])  # fmt: skip
+@pytest.mark.parametrize(("target", "auto"), [("megatron_fp8.files.atomic_io.write_file", 1), ("pathlib.Path.replace", 1),
+                                              ("megatron_fp8.files.atomic_io.sync", 2)])  # fmt: skip
 def test_where_latest_cannot_be_written_the_checkpoint_stays_and_is_named(
     ranks, tmp_path, target, auto, asynchronous
 ):
@@ -179,11 +179,11 @@ def again(folder: str) -> None:
 
 def order_of_events(folder: str) -> list[str]:
     """A rank case: what the commit of a save does, in order."""
-    from megatron_fp8.files import disk
+    from megatron_fp8.files import atomic_io
     from megatron_fp8.mcore.checkpoint import saver as checkpoint_saver
 
     events: list[str] = []
-    sync, rename, replace = disk.sync, Path.rename, Path.replace
+    sync, rename, replace = atomic_io.sync, Path.rename, Path.replace
 
     def seen(verb: str, original: Any) -> Any:
         def call(path: Path, *args: Any) -> Any:
@@ -194,7 +194,7 @@ def order_of_events(folder: str) -> list[str]:
         return call
 
     with (
-        mock.patch.object(disk, "sync", seen("sync", sync)),
+        mock.patch.object(atomic_io, "sync", seen("sync", sync)),
         mock.patch.object(checkpoint_saver, "sync", seen("sync", sync)),
         mock.patch.object(Path, "rename", seen("rename", rename)),
         mock.patch.object(Path, "replace", seen("replace", replace)),
@@ -242,16 +242,16 @@ def test_a_folder_that_is_not_shared_keeps_what_was_there(ranks, tmp_path, async
 
 def late_files(folder: str) -> list[str]:
     """A rank case: rank 0 sees what rank 1 has written half a second late."""
-    from megatron_fp8.files import disk
+    from megatron_fp8.files import atomic_io
     from megatron_fp8.mcore.checkpoint.saver import Saver
 
-    size, asked = disk._size, []
+    size, asked = atomic_io._size, []
 
     def late(path: Path) -> int | None:
         asked.append(path)
         return None if path.name.startswith("__1") and len(asked) < 20 else size(path)
 
-    with mock.patch.object(disk, "_size", late):
+    with mock.patch.object(atomic_io, "_size", late):
         saver = Saver(Path(folder))
         saver.save(state(1), Manifest(1))
         saver.close()

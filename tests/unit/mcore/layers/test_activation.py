@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from benchmarks.support.fp8_gpt import MOE, training
 from benchmarks.support.launched import launched
 from benchmarks.support.ranks import Layout, RankPool
-from megatron_fp8.kernels.deferred import DeferredTensor
+from megatron_fp8.kernels.lazy_tensor import LazyTensor
 from megatron_fp8.mcore.layers import fusion
 from megatron_fp8.mcore.layers.activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
 from megatron_fp8.numerics.formats import E4M3
@@ -80,7 +80,7 @@ def test_deferred(shape: tuple[int, ...], weighted: bool, store: bool) -> None:
     weights = torch.rand(shape[0], 1, generator=generator).requires_grad_() if weighted else None
     with between_fp8_linears(), np.errstate(all="ignore"), launched() as calls:
         y = assert_right(x, weights, torch.bfloat16, store=store)
-    assert isinstance(y, DeferredTensor) and isinstance(x.grad, DeferredTensor) and x.grad.source is None
+    assert isinstance(y, LazyTensor) and isinstance(x.grad, LazyTensor) and x.grad.source is None
     wanted = {"write_values of swiglu": 1, "write_values of swiglu_grad": 1}
     wanted |= {"quantize_tiles": 1} if store else {}
     wanted |= {"_weight_grad": 1} if weighted else {}

@@ -148,7 +148,7 @@ def test_empty_input_frozen_weight_separate_bias(ranks: RankPool) -> None:
 def naming() -> None:
     from megatron_fp8.mcore.runtime import state_of
     from megatron_fp8.mcore.sites import resolve
-    from megatron_fp8.plan.switch import LayerBeingBuilt
+    from megatron_fp8.plan.autocast_state import LayerBeingBuilt
 
     at = LayerBeingBuilt(7, None)
     with model_parallel():
@@ -241,12 +241,12 @@ def test_hooks_are_set_once_and_undone(ranks: RankPool) -> None:
 
 def checkpointed() -> None:
     from megatron_fp8.mcore.patches.fp8_hooks import fp8_checkpoint
-    from megatron_fp8.plan.switch import current_switch, fp8_disabled
+    from megatron_fp8.plan.autocast_state import current_autocast_state, fp8_disabled
 
     reasons, scales = [], []
 
     def region(x: torch.Tensor, scale: float = 1.0, other: torch.Tensor | None = None) -> torch.Tensor:
-        reasons.append(current_switch().reason)
+        reasons.append(current_autocast_state().reason)
         scales.append(scale)
         return (x * scale).sin() if other is None else x.sin() * other
 
@@ -271,7 +271,7 @@ def test_checkpoint_takes_its_surroundings_along(ranks: RankPool) -> None:
 def layers_in_contexts() -> dict[str, list[bool]]:
     """A rank case: whether linears run in FP8 outside of, and inside, the context of a first layer that stays in BF16."""
     from megatron_fp8.fp8_utils import get_fp8_context
-    from megatron_fp8.plan.switch import fp8_disabled
+    from megatron_fp8.plan.autocast_state import fp8_disabled
 
     ends = {"num_layers": 4, "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 0}
     found = {}

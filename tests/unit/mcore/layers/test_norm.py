@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.support.compare import assert_same_bytes
 from benchmarks.support.launched import launched
 from megatron_fp8 import kernels
-from megatron_fp8.kernels.deferred import DeferredTensor, written
+from megatron_fp8.kernels.lazy_tensor import LazyTensor, written
 from megatron_fp8.mcore.layers.norm import Norm, rms_norm
 from tests.support.kept_for_backward import saved
 
@@ -69,7 +69,7 @@ def test_a_deferred_norm_has_the_same_bits(shape: tuple[int, ...], centred: bool
             values_and_gradients(lambda a, w, u=u: rms_norm(a, w, 0.01, centred, deferred=u), x, weight, grad)
             for u in (True, False)
         ]
-    assert isinstance(both[0][0], DeferredTensor) and both[0][0].source is not None
+    assert isinstance(both[0][0], LazyTensor) and both[0][0].source is not None
     assert calls == ({"_row_rstd": 2} if x.numel() else {})
     for what, mine, theirs in zip(("value", "dx", "dw"), *both, strict=True):
         assert_same_bytes(written(mine), theirs, what)

@@ -13,14 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.support.fp8_gpt import fp8_config
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
-from megatron_fp8.plan.switch import Switch, current_switch, fp8_disabled, remember_fp8
+from megatron_fp8.plan.autocast_state import AutocastState, current_autocast_state, fp8_disabled, remember_fp8
 from tests.support.mcore_linears import make_linear, random_input
 
 OFF = "a test says so"
 
 
 def reason() -> str:
-    return current_switch().reason
+    return current_autocast_state().reason
 
 
 def off() -> AbstractContextManager[None]:
@@ -96,4 +96,4 @@ def test_remembering_reaches_other_threads_and_leaves_nothing_behind():
     thread.join()
     with fp8_disabled("another"):
         heard += [inside(), outside(), reason()]
-    assert heard == [OFF, "", "", OFF, "", "another"] and current_switch() == Switch()
+    assert heard == [OFF, "", "", OFF, "", "another"] and current_autocast_state() == AutocastState()

@@ -11,7 +11,7 @@ from megatron.core.optimizer import clip_grads
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp8 import mcore
-from megatron_fp8.mcore import installed as compat
+from megatron_fp8.mcore import environment as compat
 from megatron_fp8.mcore.patches import cpu_engine, gpu_engine
 
 NOTHING = torch.zeros(1, dtype=torch.int32)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.support.ranks import RankPool
-from megatron_fp8.mcore import installed as compat
+from megatron_fp8.mcore import environment as compat
 from megatron_fp8.mcore.patches.patching import Patch, PatchSet
 from tests.support.as_if_compiled import as_if_compiled
 

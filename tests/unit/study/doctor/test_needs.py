@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_fp8.backends import transformer_engine as engine
-from megatron_fp8.mcore import installed
+from megatron_fp8.mcore import environment
 from megatron_fp8.mcore.config.table import FIELDS
 from megatron_fp8.study.doctor import needs
 from megatron_fp8.study.doctor.needs import TE_FUNCTIONS, missing, recipes_of
@@ -77,7 +77,7 @@ def test_recipes():
 
 
 def test_functions_of_transformer_engine_s(monkeypatch: pytest.MonkeyPatch):
-    known = {name for name, field in FIELDS.items() if field.here is installed.has_te and field.where}
+    known = {name for name, field in FIELDS.items() if field.here is environment.has_te and field.where}
     assert set(TE_FUNCTIONS) == known
     monkeypatch.setattr(needs, "has_te", lambda: False)
     assert named("--model.moe_router_fusion=true") == ["model.moe_router_fusion"]

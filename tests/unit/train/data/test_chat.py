@@ -11,7 +11,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_fp8.train.data import corpus
 from megatron_fp8.train.data.chat import chat_documents
-from megatron_fp8.train.data.texts import DocumentRules
+from megatron_fp8.train.data.text_reader import DocumentRules
 from megatron_fp8.train.data.tokenizers import ChatTemplate, JsonTokenizer
 
 TURN = "{{ '<|' + m.role + '|>' + m.content }}<|end|>\n"

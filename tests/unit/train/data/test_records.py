@@ -12,7 +12,7 @@ import pytest
 
 from megatron_fp8.train.data import corpus, records
 from megatron_fp8.train.data.records import documents, files_of
-from megatron_fp8.train.data.texts import DocumentRules
+from megatron_fp8.train.data.text_reader import DocumentRules
 from megatron_fp8.train.data.tokenizers import ByteTokenizer
 
 ROWS = [{"id": n, "text": f'row {n}, "é"\nNA', "body": f"body {n}"} for n in range(40)]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from megatron_fp8.train.launch import nodes
+from megatron_fp8.train.launch import node_rendezvous
 from megatron_fp8.train.launch import signals as signals_file
 from megatron_fp8.train.launch.launcher import _root
-from megatron_fp8.train.launch.nodes import said_after
+from megatron_fp8.train.launch.node_rendezvous import said_after
 from megatron_fp8.train.launch.signals import Signals, Stopped
 from megatron_fp8.train.stop import AGAIN_S, ASKED_BY, REASONS, StopRequest
 
@@ -48,7 +48,7 @@ def test_what_is_waited_for_is_said_at_doubling_intervals(monkeypatch):
             waited.append(timeout)
             return len(waited) > 3 or super().wait(0)
 
-    monkeypatch.setattr(nodes, "Event", Over)
+    monkeypatch.setattr(node_rendezvous, "Event", Over)
     with said_after(5, said.append, "node 0"):
         while len(waited) < 4:
             time.sleep(0.01)

@@ -1,0 +1,148 @@
+"""CPU casts in C, of one matrix or many in one call. What C does not take goes through reference.py.
+
+Amaxes, scales and codes of both directions are one call (kernels/cpu/casts.c), but where ranks share amaxes: then those
+are found first, reduced, and handed to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..kernels.cpu import block_amax, blocks, emulation
+from ..numerics.rule import ROW, TENSOR, Granularity
+from ..tensor import Float8Tensor, QuantizedSide
+from . import reference
+from .base import AmaxReduction, CastRequest, Quantized, Region
+
+
+def quantize(
+    asked: CastRequest, reduce_amax: AmaxReduction | None = None, region: Region | None = None
+) -> Quantized:
+    """``reference.quantize``, by C where it takes the matrix."""
+    if not takes(asked):
+        return _as_specified(asked, reduce_amax, region)
+    wanted = _wanted(asked)
+    if reduce_amax is None or asked.scale is not None or all(rows for rows, _ in wanted.cuts):
+        (made,) = blocks.quantize([wanted])
+        return _quantized(asked, made)
+    wanted, amax, special = _with_other_ranks(wanted, reduce_amax)
+    (made,) = blocks.quantize([wanted])
+    return _quantized(asked, made._replace(amax=amax, special=special))
+
+
+def quantize_each(asked: Sequence[CastRequest]) -> list[Quantized]:
+    """``quantize`` of each, of which no amax is reduced and none is rounded stochastically."""
+    inside = [takes(one) for one in asked]
+    made = iter(blocks.quantize([_wanted(one) for one, taken in zip(asked, inside, strict=True) if taken]))
+    found = []
+    for one, taken in zip(asked, inside, strict=True):
+        if taken:
+            found.append(_quantized(one, next(made)))
+        else:
+            found.append(_as_specified(one, None, None))
+    return found
+
+
+class Repeated:
+    """``quantize``'s tensor of matrices that lie as the first one, which C ``takes``; no amax is reduced.
+
+    Args:
+        asked: of the first. Scale and ``running`` are where they are for all.
+    """
+
+    def __init__(self, asked: CastRequest):
+        rule, direction = asked.rule, asked.direction
+        self._cast = blocks.Repeated(_wanted(asked))
+        self._row, self._column = direction != "columnwise", direction != "rowwise"
+        self._running, self._dtype = asked.running, asked.x.dtype
+        self._granularity, self._pow2 = rule.granularity, rule.scale != "fp32"
+
+    def __call__(self, x: torch.Tensor) -> Float8Tensor:
+        """x, quantised."""
+        made, special = self._cast(x)
+        if special and self._running is not None:
+            self._running.nonfinite.add_(special)
+        return _tensor(
+            made, self._row, self._column, (self._granularity, self._pow2, not special), self._dtype
+        )
+
+
+def takes(asked: CastRequest) -> bool:
+    """Whether C casts it."""
+    x, rule = asked.x, asked.rule
+    if rule.stochastic or x.dtype not in emulation.FLOATS or not emulation.usable(x):
+        return False
+    if asked.scale is not None or (rule.scale != "e8m0" and rule.granularity in (TENSOR, ROW)):
+        return True
+    return all(map(blocks.divides, _cuts(asked)))
+
+
+def _as_specified(asked: CastRequest, reduce_amax: AmaxReduction | None, region: Region | None) -> Quantized:
+    x, rule, direction, scale, running = asked
+    return reference.quantize(
+        x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region, running=running
+    )
+
+
+def _cuts(asked: CastRequest) -> list[tuple[int, int]]:
+    """Rows and columns of the blocks of each cast that is needed, as the matrix lies."""
+    granularity, direction = asked.rule.granularity, asked.direction
+    high, wide = granularity.rows, granularity.cols
+    if high == wide or direction == "rowwise":
+        return [(high, wide)]
+    return [(wide, high)] if direction == "columnwise" else [(high, wide), (wide, high)]
+
+
+def _wanted(asked: CastRequest) -> blocks.Wanted:
+    running = None if asked.running is None else asked.running.amax
+    return blocks.Wanted(asked.x, asked.rule, _cuts(asked), running, asked.scale)
+
+
+def _with_other_ranks(
+    wanted: blocks.Wanted, reduce_amax: AmaxReduction
+) -> tuple[blocks.Wanted, torch.Tensor, int]:
+    """The same with amaxes that were found and reduced; this rank's own amax, and how many elements are NaN or Inf."""
+    amaxes, special = block_amax.block_amaxes(wanted.x, wanted.cuts)
+    bits = amaxes[0].view(torch.int32).amax()  # which sort like the numbers, and no mode flushes them
+    amax = bits.view(torch.float32)
+    if wanted.running is not None:
+        running = wanted.running.view(torch.int32)
+        torch.maximum(running, bits, out=running)
+    if wanted.rule.granularity.is_tensor:
+        amaxes = [amax.clone()]
+    for (rows, _), found in zip(wanted.cuts, amaxes, strict=True):
+        if rows == 0:  # whole columns, of which a shard of rows holds a part
+            reduce_amax(found)
+    return wanted._replace(amaxes=amaxes, finite=not special), amax, special
+
+
+def _quantized(asked: CastRequest, done: blocks.Made) -> Quantized:
+    """What codes and scales of each cut are the sides of; both lie as x does."""
+    x, rule, direction, _, running = asked
+    made, amax, special = done
+    nonfinite = None
+    if special:
+        nonfinite = torch.tensor(special, dtype=torch.int64, device="cpu")
+        if running is not None:
+            running.nonfinite.add_(nonfinite)
+    facts = rule.granularity, rule.scale != "fp32", not special
+    sides = direction != "columnwise", direction != "rowwise"
+    return Quantized(_tensor(made, *sides, facts, x.dtype), amax, nonfinite)
+
+
+def _tensor(
+    made: Sequence[blocks.Coded],
+    row: bool,
+    column: bool,
+    facts: tuple[Granularity, bool, bool],
+    dtype: torch.dtype,
+) -> Float8Tensor:
+    """What was made of each cut as the sides that are asked for; facts: of both (tensor.QuantizedSide)."""
+    rowwise = QuantizedSide(made[0].codes, made[0].scale_inv, *facts) if row else None
+    if not column:
+        return Float8Tensor(rowwise, None, dtype)
+    codes, scale_inv = made[-1]
+    turned = scale_inv if facts[0].is_tensor else scale_inv.t()
+    return Float8Tensor(rowwise, QuantizedSide(codes.t(), turned, *facts), dtype)  # [cols, rows]

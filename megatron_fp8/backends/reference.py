@@ -1,0 +1,125 @@
+"""The reference quantiser on any device: amaxes, scales and codes, one or both directions.
+
+The emulated backend has nothing else; the native one has it for what no Triton kernel does. Elements go through
+kernels/codes.py, in C where that is faster.
+
+A columnwise side is kept as the transposed view of codes in the original layout: nothing is copied to transpose, and
+shards gathered along the rows need no permutation.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..kernels import codes
+from ..kernels.codes import in_memory
+from ..numerics.cast import cast_stochastic
+from ..numerics.rule import Direction, Granularity, Rule
+from ..numerics.scaling import compute_scale, compute_scale_inv
+from ..numerics.subnormals import keeping_subnormals
+from ..tensor import Float8Tensor, QuantizedSide, expand_scale
+from .base import AmaxReduction, Quantized, Region, RunningAmax
+
+
+@keeping_subnormals
+def quantize(
+    x: torch.Tensor,
+    rule: Rule,
+    direction: Direction,
+    *,
+    scale: torch.Tensor | None = None,
+    reduce_amax: AmaxReduction | None = None,
+    region: Region | None = None,
+    running: RunningAmax | None = None,
+) -> Quantized:
+    """Quantise a matrix in one or both directions.
+
+    Args:
+        x: [rows, cols], float32, bfloat16 or float16; any strides; may be empty. NaN becomes 0x7F, Inf saturates; both
+            are counted, and neither makes a scale non-finite.
+        rule: format, granularity, scale kind.
+        direction: 'rowwise', 'columnwise' or 'both'.
+        scale: float32 [], given from outside (delayed scaling); None computes it from x.
+        reduce_amax: takes the largest over ranks, where x is a shard of a matrix's rows, of the amaxes that span other
+            ranks' rows too: the tensor's, and those of whole columns (the columnwise side of per-row scales).
+        region: place and random stream for stochastic rounding, needed if rule.stochastic.
+        running: where amax and non-finite count are recorded, too.
+
+    Raises:
+        ValueError: x's dtype is none of these.
+    """
+    x = in_memory(x).contiguous()
+    granularity = rule.granularity
+    wants_row, wants_column = direction != "columnwise", direction != "rowwise"
+    once = granularity.symmetric  # one cast serves both directions
+    # One cut of x into blocks (0: not cut) for each cast that is needed: blocks along columns, blocks along rows.
+    cuts = [(granularity.rows, granularity.cols)] if wants_row or once else []
+    if wants_column and not once:
+        cuts.append((granularity.cols, granularity.rows))
+    amaxes, nonfinite = codes.block_amaxes(x, cuts)  # of each cut [blocks down, blocks across]
+    amax = amaxes[0].amax() if amaxes[0].numel() else torch.zeros((), device=x.device, dtype=torch.float32)
+
+    def coded(cut: tuple[int, int], block_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes [rows, cols], scale_inv [blocks down, blocks across], or [] of a tensor): both as x lies."""
+        if granularity.is_tensor:
+            block_amax = amax  # [], not [1, 1]
+            if scale is None and reduce_amax is not None:
+                block_amax = amax.clone()
+                reduce_amax(block_amax)
+        elif cut[0] == 0 and reduce_amax is not None:  # whole columns, of which a shard of rows holds a part
+            reduce_amax(block_amax)
+        block_scale, scale_inv = (
+            block_scales(block_amax, rule) if scale is None else (scale, compute_scale_inv(scale))
+        )
+        # A scale made from x's own amax lets nothing saturate but an Inf. Of other ranks' it may be 1: theirs may be Inf.
+        bounded = scale is None and nonfinite is None and reduce_amax is None
+        return cast_blocks(x, block_scale, cut, rule, bounded, region), scale_inv
+
+    rowwise = columnwise = None
+    pow2, finite = rule.scale != "fp32", nonfinite is None
+    made, scale_inv = coded(cuts[0], amaxes[0])
+    if wants_row:
+        rowwise = QuantizedSide(made, scale_inv, granularity, pow2, finite)
+    if wants_column:
+        if wants_row and not once:
+            made, scale_inv = coded(cuts[1], amaxes[1])
+        turned_scale = scale_inv if granularity.is_tensor else scale_inv.t()
+        columnwise = QuantizedSide(made.t(), turned_scale, granularity, pow2, finite)  # [cols, rows]
+    if running is not None:
+        running.record(amax, nonfinite)
+    return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, nonfinite)
+
+
+def block_scales(amax: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float32 scale, stored scale_inv) of the rule's kind."""
+    if rule.scale == "e8m0":
+        exponent = codes.compute_e8m0(amax, rule.fmt)
+        return codes.e8m0_to_scale(exponent), exponent.view(torch.float8_e8m0fnu)
+    scale = compute_scale(amax, rule.fmt, margin=rule.margin, epsilon=rule.epsilon, pow2=rule.scale == "pow2")
+    return scale, compute_scale_inv(scale)
+
+
+def cast_blocks(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    cut: tuple[int, int],
+    rule: Rule,
+    bounded: bool,
+    region: Region | None,
+) -> torch.Tensor:
+    """Codes [rows, cols] of x under one scale for every block of ``cut`` (rows, cols; 0: the whole extent)."""
+    if rule.stochastic:
+        assert region is not None, "stochastic rounding needs a region to draw its bits from"
+        per_element = _expand_any(scale, Granularity(*cut), x.shape)
+        index = region.index(x.shape[0], x.shape[1], x.device)
+        return cast_stochastic(x, per_element, rule.fmt, region.key, index=index)
+    if rule.granularity.is_tensor:
+        return codes.cast(x, scale, rule.fmt, bounded=bounded)
+    return codes.cast_blocks(x, scale, cut[0], cut[1], rule.fmt, bounded=bounded)
+
+
+def _expand_any(scale: torch.Tensor, granularity: Granularity, shape: torch.Size) -> torch.Tensor:
+    """expand_scale for either orientation of blocks (whole rows or whole columns too)."""
+    if granularity.rows == 0 and not granularity.is_tensor:
+        return expand_scale(scale.t(), Granularity(granularity.cols, 0), (shape[1], shape[0])).t()
+    return expand_scale(scale, granularity, shape)

@@ -1,0 +1,331 @@
+"""`megatron-fp8 bench`: measurements, tables and the file for fp8_size_filter (`--tune`)."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import sys
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..backends import choose_backend, warn_slow_backend
+from ..files.terminal import printable
+from ..kernels.cpu.emulation import MAX_THREADS
+from ..kernels.torch_products import is_replaced, replace_slow
+from ..numerics.formats import parse_format
+from ..plan.settings import RecipeSettings, from_settings
+from ..plan.size_table import FORMAT, Gemm, load_table, roles_of
+from ..plan.timing import LEAST_FOR_SPREAD, device_label, table
+from ..recipe import RECIPES, Recipe, check_recipe_name, recipe_name
+from ..state.collectives import own_device
+from ..study.bench import peers, versus
+from ..study.bench.cells import Bench
+from ..study.bench.sections import SECTIONS
+from ..train.exit_codes import EXIT_FAILED
+from .cli_common import refuse, warn_in_lines
+
+_CPU_SHAPES = [Gemm(512, 1024, 512)]
+_GPU_SHAPES = [Gemm(4096, 6144, 8192), Gemm(4096, 28672, 8192), Gemm(8192, 8192, 8192)]
+_CPU_GRID = [Gemm(k, n, t) for t in (256, 1024) for k in (256, 1024) for n in (256, 1024)]
+_GPU_GRID = [
+    Gemm(k, n, t)
+    for t in (1024, 4096, 16384)
+    for k in (512, 1024, 2048, 4096, 8192)
+    for n in (512, 1024, 2048, 4096, 8192)
+]
+_PACKAGES = ("torch", "triton", "torchao", "megatron_fp8")
+
+
+@dataclass
+class _Wanted:
+    """Recipes, shapes and backend from the command line, with names resolved."""
+
+    recipes: list[Recipe]
+    shapes: list[Gemm]
+    backend: str | None
+
+
+def work(options: argparse.Namespace, run_options: list[str]) -> int:
+    """Measure, print and write results; return 0, 1 if a result was wrong, 2 for bad input."""
+    warn_in_lines()
+    old: dict[str, Any] | None = None
+    device = own_device()
+    try:
+        _check(options, run_options)
+        request = _from_config(options, run_options) if options.config else _from_options(options, device)
+        backends = [choose_backend(request.backend, device, recipe) for recipe in request.recipes]
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        replace_slow()
+        record = _environment(device)
+        if options.compare:
+            old = versus.read(options.compare)
+            versus.check_comparable(old, record, options.compare)
+    except ValueError as error:
+        return refuse(error)
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        bench = _measure(options, request, backends, record, device)
+        if old is not None:
+            print(printable(versus.as_table(versus.changes(old["rows"], bench.rows))))
+    if bench.wrong:
+        wrong = ValueError(f"{len(bench.wrong)} results were wrong; nothing is written")
+        return refuse(wrong, code=EXIT_FAILED)
+    result = {**record, "rows": bench.rows}
+    if options.json:
+        print(json.dumps(result, indent=1))
+    try:
+        if options.tune:
+            _write_table(options.out, record, request.recipes[0], backends[0][0].name, bench.rows)
+        elif options.out:
+            _write(options.out, result)
+    except OSError as error:  # such as a full disk
+        lost = ValueError(
+            f"--out={options.out} cannot be written ({error.strerror}): what was measured is lost"
+        )
+        return refuse(lost, code=EXIT_FAILED)
+    return 0
+
+
+def _measure(
+    options: argparse.Namespace,
+    request: _Wanted,
+    backends: list[Any],
+    record: dict[str, Any],
+    device: torch.device,
+) -> Bench:
+    """Measure every cell; print the environment first and the table last."""
+    print(", ".join(f"{key} {value}" for key, value in _flat(record)), flush=True)
+    if options.repetitions < LEAST_FOR_SPREAD:
+        print(
+            f"--repetitions={options.repetitions} shows no spread: --compare will not take these results (at least"
+            f" {LEAST_FOR_SPREAD})",
+            flush=True,
+        )
+    bench = Bench(device, options.repetitions)
+    sections = ["linear"] if options.tune else _sections(options.only)
+    for recipe, (backend, why) in zip(request.recipes, backends, strict=True):
+        print(f"{recipe_name(recipe)}: backend {backend.name} ({why})", flush=True)
+        warn_slow_backend(backend.name, device, recipe, "--fp8 e4m3")
+        for shape in request.shapes:
+            for section in sections:
+                SECTIONS[section](bench, shape, recipe, backend)
+    if options.peers and (reason := peers.missing()):
+        print(f"torchao: not measured: {reason}", flush=True)
+    elif options.peers:
+        for shape in request.shapes:
+            peers.linear(bench, shape)
+    print(_as_table(bench.rows))
+    if conclusion := verdict(bench.rows):
+        print(conclusion)
+    return bench
+
+
+def _sections(only: str) -> list[str]:
+    return list(SECTIONS) if only == "all" else only.split(",")
+
+
+def _check(options: argparse.Namespace, run_options: list[str]) -> None:
+    if run_options and not options.config:
+        raise ValueError(
+            f"{run_options[0]!r} is not an option of bench; a run's options need --config FILE. See --help."
+        )
+    for section in _sections(options.only):
+        if section not in SECTIONS:
+            raise ValueError(f"--only has {section!r}: sections are {', '.join(SECTIONS)}, or all")
+    if options.repetitions < 1:
+        raise ValueError(f"--repetitions={options.repetitions} must be at least 1")
+    if options.threads < 0:
+        raise ValueError(f"--threads={options.threads} must be at least 1, or 0 for torch's own number")
+    if options.threads > MAX_THREADS:
+        raise ValueError(
+            f"--threads={options.threads} must be at most {MAX_THREADS}: torch crashes with more"
+        )
+    if options.config and (options.recipe or options.shape or options.backend):
+        raise ValueError(
+            "--config gives recipe, shapes and backend: drop --recipe, --shape and --backend, and change them there"
+            " (--model.fp8_recipe=..., --model.fp8_backend=...)"
+        )
+    by_spread = [f"--{name}" for name in ("tune", "compare") if getattr(options, name)]
+    if by_spread and options.repetitions < LEAST_FOR_SPREAD:
+        raise ValueError(
+            f"--repetitions={options.repetitions} shows no spread, by which {by_spread[0]} tells noise: give at least"
+            f" {LEAST_FOR_SPREAD}"
+        )
+    if options.tune and (options.json or options.compare or options.peers):
+        raise ValueError(
+            "--tune writes a table for fp8_size_filter: give --json, --compare and --peers without it"
+        )
+    if options.tune and not options.out:
+        raise ValueError("--tune writes a table and needs a place for it: add --out FILE")
+    if options.out:
+        _check_place(options.out)
+
+
+def _check_place(out: str) -> None:
+    """Raise ValueError if results cannot be written, as far as is known before the measurement."""
+    try:
+        path = Path(out).resolve()
+        in_folder, is_folder = path.parent.is_dir(), path.is_dir()
+    except OSError as error:
+        raise ValueError(f"--out={out} cannot be written ({error.strerror}): give another file") from error
+    if not in_folder:
+        raise ValueError(f"--out={out}: there is no such folder; make it first")
+    if is_folder:
+        raise ValueError(f"--out={out} is a folder: give a file in it")
+
+
+def _from_options(options: argparse.Namespace, device: torch.device) -> _Wanted:
+    names = (
+        [check_recipe_name(name) for name in options.recipe.split(",")]
+        if options.recipe
+        else ["tensorwise"]
+        if options.tune
+        else [name for name in RECIPES if name != "custom"]
+    )
+    if options.tune and len(names) > 1:
+        raise ValueError(f"--tune with {len(names)} recipes: a table is of one recipe; give one --recipe")
+    if "custom" in names:
+        raise ValueError("--recipe=custom: what it does is in a run's config; give --config FILE")
+    cpu = device.type == "cpu"
+    shapes = [_shape(text) for text in options.shape or ()]
+    if not shapes:
+        shapes = (_CPU_GRID if cpu else _GPU_GRID) if options.tune else (_CPU_SHAPES if cpu else _GPU_SHAPES)
+    settings = RecipeSettings(fp8_format=parse_format(options.fp8))
+    return _Wanted([from_settings(name, settings) for name in names], _distinct(shapes), options.backend)
+
+
+def _shape(text: str) -> Gemm:
+    parts = text.lower().split("x")
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(
+            f"--shape={text} must be three positive integers, KxNxTOKENS, such as 4096x14336x8192"
+        )
+    return Gemm(*map(int, parts))
+
+
+def _from_config(options: argparse.Namespace, run_options: list[str]) -> _Wanted:
+    """The GEMMs of one layer on one rank, in the run's recipe."""
+    from ..fp8_utils import get_fp8_recipe
+    from ..mcore.sizes import gemm_shapes
+    from ..train.config import run_config
+    from ..train.config.model_section import transformer_config
+
+    # This command creates the table, so a run's config may name one that does not exist yet.
+    run = run_config.load(options.config, *run_options, "--model.fp8_size_filter=null")
+    config = transformer_config(run.model)
+    if not config.fp8:
+        raise ValueError(
+            f"--config={options.config} trains in BF16: add --model.fp8=hybrid to measure FP8 against it"
+        )
+    shapes = gemm_shapes(config, run_config.tokens_of_microbatch(run)).values()
+    return _Wanted([get_fp8_recipe(config)], _distinct(shapes), config.fp8_backend)
+
+
+def _distinct(shapes: Any) -> list[Gemm]:
+    return list(dict.fromkeys(shapes))
+
+
+def _environment(device: torch.device) -> dict[str, Any]:
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            # torch's own version: a wheel's metadata do not contain its CUDA version.
+            versions[name] = torch.__version__ if name == "torch" else metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "device": device_label(device),
+        "memory_gb": round(_memory(device) / 1e9, 1),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "threads": torch.get_num_threads(),
+        "torch_bf16": "in float32, without instructions for it" if is_replaced(torch.bfloat16) else None,
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "versions": versions,
+    }
+
+
+def _memory(device: torch.device) -> int:
+    """Size of the GPU's memory in bytes, or of this machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _flat(record: dict[str, Any]) -> list[tuple[str, Any]]:
+    plain = [(key, value) for key, value in record.items() if key != "versions" and value is not None]
+    return [*plain, *record["versions"].items()]
+
+
+def _as_table(rows: list[dict[str, Any]]) -> str:
+    cells = [
+        (
+            row["section"],
+            f"{row['k']} x {row['n']} x {row['tokens']}",
+            row["contender"],
+            f"{row['fp8_ms']:.3g}",
+            f"{row['bf16_ms']:.3g}",
+            f"{row['ratio']:.2f}",
+            "" if row["spread"] is None else f"{row['spread']:.0%}",
+        )
+        for row in rows
+    ]
+    return table(
+        ("section", "K x N x tokens", "recipe", "FP8 ms", "BF16 ms (quantise: copy)", "x BF16", "spread"),
+        cells,
+    )
+
+
+_WHOLE = ("step", "layer", "linear", "inference", "gemm")
+"""Sections that show whether FP8 pays, the most conclusive first."""
+
+
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """Whether FP8 pays here, for each recipe, by the most conclusive section; '' if none of those has a spread.
+
+    A recipe is faster or slower if it is so in every shape, by more than half the ratio's spread. Otherwise the shapes
+    differ, or the spread is too large.
+    """
+    with_spread = {row["section"] for row in rows if row["spread"] is not None}
+    section = next((name for name in _WHOLE if name in with_spread), None)
+    by_recipe: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["section"] == section:
+            by_recipe.setdefault(row["contender"], []).append(row)
+    groups: dict[str, list[str]] = {"faster": [], "slower": [], "mixed": [], "too noisy to tell": []}
+    for contender, recipe_rows in by_recipe.items():
+        ratios = [row["ratio"] for row in recipe_rows]
+        sure = [abs(1 - row["ratio"]) > row["spread"] * row["ratio"] / 2 for row in recipe_rows]
+        word = "faster" if max(ratios) < 1 else "slower" if min(ratios) > 1 else "mixed"
+        span = f"{min(ratios):.2f}" + (f" to {max(ratios):.2f}" if len(ratios) > 1 else "")
+        spread = "" if all(sure) else f", spread up to {max(row['spread'] for row in recipe_rows):.0%}"
+        groups[word if all(sure) else "too noisy to tell"].append(f"{contender} ({span} x{spread})")
+    parts = [f"{word}: {', '.join(names)}" for word, names in groups.items() if names]
+    return f"FP8 against BF16 here, by {section}: {'; '.join(parts)}." if parts else ""
+
+
+def _write_table(
+    path: str, record: dict[str, Any], recipe: Recipe, backend: str, rows: list[dict[str, Any]]
+) -> None:
+    columns = ("k", "n", "tokens", "fp8_ms", "bf16_ms", "ratio", "spread")
+    entries = [{key: row[key] for key in columns} for row in rows]
+    described = {"backend": backend, "recipe": recipe_name(recipe), "roles": roles_of(recipe)}
+    _write(path, {"format": FORMAT, **record, **described, "rows": entries})
+    pays = sum(ratio.pays for ratio in load_table(path).ratios.values())
+    print(f"FP8 pays for {pays} of {len(entries)} shapes (it is faster by more than half the spread).")
+    if pays:
+        print(printable(f"Use it: megatron-fp8 train ... --model.fp8_size_filter={path}"))
+    else:
+        print("A run that asks for this table is refused: no GEMM would be left in FP8.")
+
+
+def _write(path: str, content: dict[str, Any]) -> None:
+    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(printable(f"wrote {path}"))

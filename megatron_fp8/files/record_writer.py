@@ -1,0 +1,166 @@
+"""Append-only files of records; a full disk does not end the training.
+
+Data that cannot be written stays in memory and is written before the next record, from the byte at which writing
+stopped. One warning reports the first failure, and ``close`` returns what is lost for good, for a warning at the run's
+end. A killed process leaves at most one incomplete record, the last.
+
+Before each record the file's path is checked: if the file was removed, moved or replaced (`mv`, logrotate, an editor),
+later records go to the new file, and the loss is reported at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from .jsonl import records_until
+
+
+class RecordFile:
+    """A file to which each record is appended at once. Raises OSError only when it is made."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._waiting = path, b""
+        self._told, self._moved = False, False
+        self._lost = 0
+        self._file: int | None = self._open_file()
+        self._length = os.fstat(self._file).st_size
+
+    def write(self, record: bytes) -> int:
+        """Append a record, after data that is still pending; return its length."""
+        assert self._file is not None, "it was closed"
+        self._waiting += record
+        try:
+            self._follow(self._file)
+            while self._waiting:
+                count = os.write(self._file, self._waiting)
+                self._waiting, self._length = self._waiting[count:], self._length + count
+        except OSError as error:
+            self._warn(error)
+        return len(record)
+
+    def _open_file(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def _follow(self, file: int) -> None:
+        """Switch to the file at the path, if that is another file, is missing, or was truncated."""
+        own = os.fstat(file)
+        try:
+            current = os.stat(self._path)
+        except FileNotFoundError:
+            current = None
+        same = current is not None and (current.st_dev, current.st_ino) == (own.st_dev, own.st_ino)
+        if same and own.st_size >= self._length:
+            return
+        if not self._moved:
+            warnings.warn(
+                f"{str(self._path)!r} was removed, replaced or cut while it was written: records go on in what is there"
+                " now.",
+                stacklevel=4,
+            )
+        self._moved = True
+        length = current.st_size if current else 0
+        self._lost, self._length = self._lost + max(0, self._length - length), length
+        if not same:
+            self._file = self._open_file()
+            os.close(file)
+
+    def close(self) -> list[str]:
+        """Try once more to write pending data, and close; return a line for each loss."""
+        if self._file is None:
+            return []
+        self.write(b"")
+        file, self._file = self._file, None
+        try:
+            os.close(file)
+        except OSError as error:
+            self._warn(error)
+        lacks = {"its last": len(self._waiting), "what was removed from it,": self._lost}
+        return [f"{str(self._path)!r} lacks {what} {size} bytes" for what, size in lacks.items() if size]
+
+    def _warn(self, error: OSError) -> None:
+        if not self._told:
+            warnings.warn(
+                f"{str(self._path)!r} cannot be written ({error.strerror}): training goes on, and what is missing is"
+                " added when it can be.",
+                stacklevel=3,
+            )
+        self._told = True
+
+
+class EventFile:
+    """Scalars for TensorBoard, in an event file of its own.
+
+    TensorBoard's own writer is a thread that dies with a traceback when the disk is full.
+
+    Args:
+        folder: created if it does not exist.
+        first: the first step to be written: TensorBoard hides earlier files' values from there on. 0: hides none.
+    """
+
+    def __init__(self, folder: Path, first: int = 0) -> None:
+        from tensorboard.compat.proto import event_pb2
+
+        from .tfevents import framed
+
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{socket.gethostname()}.{os.getpid()}"
+        number = sum(1 for _ in folder.glob(f"{name}.*"))
+        self._file = RecordFile(folder / f"{name}.{number}")
+        self._framed, self._event = framed, event_pb2.Event
+        self._add(file_version="brain.Event:2")
+        if first:
+            self._add(step=first, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Record named values of a step."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        entries = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._add(step=step, summary=Summary(value=entries))
+
+    def close(self) -> list[str]:
+        """Close the file; return a line for each loss."""
+        return self._file.close()
+
+    def _add(self, **fields: Any) -> None:
+        self._file.write(self._framed(self._event(wall_time=time.time(), **fields).SerializeToString()))
+
+
+def warn_missing(lacking: list[str]) -> None:
+    """Warn in one line of what closed files lack, if anything."""
+    if lacking:
+        warnings.warn(f"records are lost: {', '.join(lacking)}. Checkpoints do not need them.", stacklevel=3)
+
+
+def continued(path: Path, finished: int, first: int = 0, each: range = range(0)) -> RecordFile:
+    """Open a .jsonl file after its records of iterations ``first`` to ``finished``; the rest of its content is dropped.
+
+    Invalid lines, such as a full disk leaves, are dropped with a warning. Another warning follows if an iteration in
+    ``each``, which should have a record, has none. Raises OSError.
+    """
+    lines, wrong = records_until(path, finished, first)
+    if wrong:
+        more = f", and so are {len(wrong) - 1} more that are no records" if wrong[1:] else ""
+        warnings.warn(f"{wrong[0]}: it is dropped{more}.", stacklevel=2)
+    if missing := sorted(set(each).difference(record["iteration"] for _, record in lines)):
+        warnings.warn(
+            f"{str(path)!r} has no record of {len(missing)} of the iterations {each[0]} to {each[-1]}, which are done,"
+            f" the first of them {missing[0]}: if it was cut, replaced or removed, put it back and start again.",
+            stacklevel=2,
+        )
+    if path.is_symlink():
+        warnings.warn(
+            f"{str(path)!r} is a link to {os.readlink(path)!r}: the run goes on in a file of its own, and what the link"
+            " leads to stays as it is.",
+            stacklevel=2,
+        )
+    # Atomic: a run that is killed here has the old file or the new one.
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_bytes(b"".join(line + b"\n" for line, _ in lines))
+    temporary.replace(path)
+    return RecordFile(path)

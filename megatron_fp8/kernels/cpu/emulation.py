@@ -1,0 +1,450 @@
+"""Inner loops of emulated FP8 in C: cast, decode, product. They take a third to a tenth of torch's time.
+
+The C sources are compiled by the machine's own C compiler when the first large tensor needs them (library.py). Where
+that fails, ``reason()`` says why and callers keep to torch operations: the same codes, the same values, and GEMMs that
+differ by their order of summation.
+
+C trusts what it is handed, so every tensor's address goes through ``address``, which checks the tensor first, but for
+those that lie as others did, which were checked (``Repeated``); and every tensor made here names its dtype and device:
+torch's defaults for both may be anything.
+
+Products (gemm.c) decode codes while the GEMM packs its panels. Of the inner loops those are compiled for which the
+processor has instructions: AMX, AVX512-BF16, and float32 (AVX2, AVX512, Arm; gemm_float32.c). The first of these is
+taken, but not AMX where ``ONEDNN_MAX_CPU_ISA``, by which users keep torch's products off it, names a lesser one.
+
+Rejected: torch.utils.cpp_extension (needs ninja, a C++ compiler and a minute). Rejected: wheels with binaries, which
+would have to guess the vector width. Rejected: products in a file of their own, which a reader of a linear would have
+to open too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from . import library, mkl
+
+_FILES = """emulation blocks casts gemm gemm_float32 grouped skinny_gemm skinny_gemm_float32
+    decode_linear stats decode_attention"""
+SOURCES = [Path(__file__).with_name(f"{name}.c") for name in _FILES.split()]
+# No -ffast-math: only what changes no result. Compilers vectorise selects of float products without trapping math.
+FLAGS = (
+    "-std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared"
+)
+MIN_ELEMENTS = 1 << 10
+"""Elements. Smaller tensors are left to torch: C need not be compiled for them."""
+MIN_PRODUCT = 1 << 14
+"""Elements of both operands. Packing smaller ones for the GEMM takes longer than torch's product."""
+MAX_THREADS = 1024
+"""Threads at most. Asked for many more, torch's thread pool and OpenMP end the process."""
+_THREAD_ELEMENTS = 1 << 15
+FLOATS = {
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+}
+"""The dtypes that are cast -> the integer dtype of their size, and the bits of Inf."""
+NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+
+
+_TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int32, "u": ctypes.c_uint32}
+_ARGUMENTS = {"cast": "ppqqpqqi", "decode": "ppqqpqqi", "quantize": "ppquppppi", "finish": "ppqqpppi"}
+"""What the functions take that there are for several dtypes."""
+
+
+def usable(x: torch.Tensor) -> bool:
+    """Whether x is for these kernels: ``plain`` and large, on a machine that could compile them."""
+    return x.numel() >= MIN_ELEMENTS and plain(x) and reason() is None
+
+
+def plain(x: torch.Tensor) -> bool:
+    """Whether C can read x from end to end: ``readable``, and contiguous."""
+    return readable(x) and x.is_contiguous()
+
+
+def reason() -> str | None:
+    """Why there are no compiled kernels on this machine; None if there are. Compiles them if nobody has."""
+    return _load()[1]
+
+
+def cast(
+    x: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Codes of x times the scale of its block, as ``numerics.cast.cast`` gives them.
+
+    Args:
+        x: contiguous; float32, bfloat16 or float16; [rows, cols], or any shape under one scale.
+        scale: float32, one for each block, row-major; None means 1.
+        block: (rows, cols) that share a scale, 0 meaning the whole extent.
+        dtype: float8_e4m3fn or float8_e5m2.
+    """
+    codes = torch.empty(x.shape, dtype=dtype, device="cpu")
+    _elementwise(function_of("cast", dtype, x.dtype), x, codes, scale, block)
+    return codes
+
+
+def decode(
+    codes: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """codes times the scale of their block, the product in float32, rounded once to dtype: bfloat16 or float32.
+
+    Args as in ``cast``. A NaN code gives the canonical quiet NaN of dtype, Inf codes give Inf.
+    """
+    values = torch.empty(codes.shape, dtype=dtype, device="cpu")
+    _elementwise(function_of("decode", codes.dtype, dtype), codes, values, scale, block)
+    return values
+
+
+def _elementwise(
+    function: Callable[..., None],
+    x: torch.Tensor,
+    out: torch.Tensor,
+    scale: torch.Tensor | None,
+    block: tuple[int, int],
+) -> None:
+    if x.numel() == 0:
+        return
+    rows, cols = x.shape if x.ndim == 2 else (1, x.numel())
+    block_rows, block_cols = block[0] or rows, block[1] or cols
+    scales = None
+    if scale is not None:
+        scale = scale.contiguous()
+        scales = address(scale, torch.float32, -(-rows // block_rows) * -(-cols // block_cols))
+    to = address(out, out.dtype, rows * cols)
+    threads = thread_count(x.numel())
+    function(address(x, x.dtype, rows * cols), to, rows, cols, scales, block_rows, block_cols, threads)
+
+
+def quantize(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, running: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """A tensor under a scale that was there before it, in one pass over memory.
+
+    Args:
+        x: contiguous; float32, bfloat16 or float16; not empty.
+        scale: float32 [], finite and positive.
+        dtype: float8_e4m3fn or float8_e5m2.
+        running: float32 [], where the amax is put if it is larger.
+
+    Returns:
+        codes as of ``cast``; float32 [], the scale's inverse; float32 [], the amax (NaN ignored, Inf kept); and how many
+        elements are NaN or Inf.
+    """
+    codes = torch.empty(x.shape, dtype=dtype, device="cpu")
+    inverse, amax = (torch.empty((), dtype=torch.float32, device="cpu") for _ in range(2))
+    n = x.numel()
+    nonfinite = function_of("quantize", dtype, x.dtype)(
+        address(x, x.dtype, n),
+        address(codes, dtype, n),
+        n,
+        FLOATS[x.dtype][1],
+        address(scale, torch.float32, 1),
+        address(inverse, torch.float32, 1),
+        address(amax, torch.float32, 1),
+        None if running is None else address(running, torch.float32, 1),
+        thread_count(n),
+    )
+    return codes, inverse, amax, nonfinite
+
+
+# ----------------------------------------------------------------------------------------------------------- products
+
+AVX512, AMX, FLOAT32 = 1, 2, 4
+"""What gemm.c calls its inner loops."""
+# fmt: off
+_BELOW_AMX = frozenset({
+    "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2",
+    "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512",
+})
+# fmt: on
+FORMATS = {torch.bfloat16: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+"""What C calls what an operand holds."""
+_SQUARE = 32
+"""Of k: those that gemm.c packs together, under one scale."""
+
+
+class Operand(NamedTuple):
+    """One side of a product, [rows, k].
+
+    Attributes:
+        values: float8_e4m3fn, float8_e5m2 or bfloat16, of any strides.
+        scale: float32 or float8_e8m0fnu, one for each block, of any strides; None: 1.
+        block: (rows, k) that share a scale, 0 meaning the whole extent.
+        pow2: every scale is a power of two.
+        finite: known to hold no NaN and no Inf, which then need not be looked for; False: not known.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor | None = None
+    block: tuple[int, int] = (0, 0)
+    pow2: bool = False
+    finite: bool = False
+
+
+class Side(ctypes.Structure):
+    """gemm.h's."""
+
+    _fields_ = (
+        ("at", ctypes.c_void_p),
+        ("row_step", ctypes.c_int64),
+        ("k_step", ctypes.c_int64),
+        ("format", ctypes.c_int32),
+        ("e8m0", ctypes.c_int32),
+        ("finite", ctypes.c_int32),
+        ("scale", ctypes.c_void_p),
+        ("block_rows", ctypes.c_int64),
+        ("block_k", ctypes.c_int64),
+        ("scale_row_step", ctypes.c_int64),
+        ("scale_k_step", ctypes.c_int64),
+    )
+
+
+class Out(ctypes.Structure):
+    """gemm.h's."""
+
+    _fields_ = (
+        ("at", ctypes.c_void_p),
+        ("bfloat16", ctypes.c_int32),
+        ("add", ctypes.c_int32),
+        ("bias", ctypes.c_void_p),
+    )
+
+
+@cache
+def inner_loops() -> tuple[int, ...]:
+    """The inner loops of this processor, fastest first; none without its instructions or without a C compiler."""
+    if reason() is not None:
+        return ()
+    found = compiled().has_gemm()
+    return tuple(loop for loop in (AMX, AVX512, FLOAT32) if found & loop)
+
+
+@cache
+def inner_loop() -> int | None:
+    """The one that products take; None: there is none. Like oneDNN it looks at the environment once."""
+    found = inner_loops()
+    names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+    limit = next((os.environ[name] for name in names if name in os.environ), "").upper()
+    if limit in _BELOW_AMX:
+        found = tuple(loop for loop in found if loop != AMX)
+    return found[0] if found else None
+
+
+def multiplies(a: Operand, b: Operand) -> bool:
+    """Whether ``multiply`` takes these: plain CPU tensors, large enough to pay for packing, and scales along k that are
+    powers of two, each for a multiple of 32."""
+    return fits(a, b) and inner_loop() is not None
+
+
+def fits(a: Operand, b: Operand) -> bool:
+    """``multiplies``, where there is an ``inner_loop``."""
+    return a.values.numel() + b.values.numel() >= MIN_PRODUCT and _taken(a) and _taken(b)
+
+
+def _taken(of: Operand) -> bool:
+    if of.values.dtype not in FORMATS or not (readable(of.values) and of.values.numel()):
+        return False
+    if of.scale is None:
+        return True
+    return readable(of.scale) and (of.block[1] == 0 or (of.pow2 and of.block[1] % _SQUARE == 0))
+
+
+def readable(x: torch.Tensor) -> bool:
+    """Whether C can read x at its address: a plain CPU tensor whose numbers are in its memory."""
+    return (
+        x.is_cpu and type(x) in (torch.Tensor, torch.nn.Parameter) and not (x.is_neg() or x._is_zerotensor())
+    )
+
+
+def multiply(
+    a: Operand,
+    b: Operand,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    *,
+    into: torch.Tensor | None = None,
+    loop: int | None = None,
+) -> torch.Tensor | None:
+    """a [M, K] @ b [N, K]^T, scaled: sums * (scale_a * scale_b) + bias in float32, rounded once to dtype.
+
+    Args:
+        dtype: float32 or bfloat16.
+        bias: float32 [N], contiguous.
+        into: float32 [M, N], contiguous, to which the product is added (dtype float32, no bias); it is what is
+            returned.
+        loop: one of ``inner_loops``; None: ``inner_loop``.
+
+    Returns:
+        [M, N], or None where scales are so small or large that numbers or sums could leave bfloat16's normal range. An
+        element depends on its row and column alone: the order of its sum is the same for any M, N and number of
+        threads. NaN and Inf go where IEEE has them; subnormal numbers of bfloat16 operands may count as zero.
+    """
+    (m, k), n = a.values.shape, b.values.shape[0]
+    out = torch.empty(m, n, dtype=dtype, device="cpu") if into is None else into
+    assert b.values.shape[1] == k and out.shape == (m, n), (a.values.shape, b.values.shape, out.shape)
+    if into is not None and not (m and n and k):
+        return into
+    if not (m and n and k):
+        return out.zero_() if bias is None else out.copy_(bias.expand(m, n))
+    to = out_of(out, bias, add=into is not None)
+    values_a, values_b = dense(a.values), dense(b.values)
+    done = compiled().gemm(
+        ctypes.byref(side_of(a, values_a)),
+        ctypes.byref(side_of(b, values_b)),
+        ctypes.byref(to),
+        ctypes.c_int64(m),
+        ctypes.c_int64(n),
+        ctypes.c_int64(k),
+        loop or inner_loop(),
+        thread_count(max(values_a.numel(), values_b.numel(), out.numel())),
+    )
+    if done < 0:
+        raise MemoryError(f"no memory to pack matrices of {m} x {k} and {n} x {k}")
+    return None if done else out
+
+
+class Repeated:
+    """``multiply`` of one pair of operands after another that lie alike: C is told once of all but addresses.
+
+    Args:
+        a, b: one such pair, [M, K] and [N, K], not empty; ``multiplies`` takes them, and of each one stride is 1.
+        dtype: of the result: float32 or bfloat16.
+    """
+
+    def __init__(self, a: Operand, b: Operand, dtype: torch.dtype):
+        (m, k), n = a.values.shape, b.values.shape[0]
+        assert b.values.shape[1] == k and m and n and k, (a.values.shape, b.values.shape)
+        self._a, self._b = side_of(a, a.values), side_of(b, b.values)
+        self._shape, self._dtype = (m, n), dtype
+        self._sizes, self._loop, self._largest = (m, n, k), inner_loop(), max(m * k, n * k, m * n)
+        self._call = compiled().gemm
+        self._call.argtypes = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3, *[ctypes.c_int32] * 2)
+
+    def __call__(
+        self, given: Sequence[torch.Tensor], bias: torch.Tensor | None, into: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """As ``multiply`` gives it; given: values and scales of both, which lie as the first pair's (whoever keeps this
+        has seen to that: they are not looked at)."""
+        out = torch.empty(self._shape, dtype=self._dtype, device="cpu") if into is None else into
+        left, right = Side.from_buffer_copy(self._a), Side.from_buffer_copy(self._b)
+        left.at, left.scale, right.at, right.scale = (t.data_ptr() for t in given)
+        to = out_of(out, bias, add=into is not None)
+        sides = ctypes.byref(left), ctypes.byref(right), ctypes.byref(to)
+        done = self._call(*sides, *self._sizes, self._loop, thread_count(self._largest))
+        if done < 0:
+            raise MemoryError(f"no memory to pack matrices of which {self._sizes} are M, N and K")
+        return None if done else out
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy if neither its rows nor its columns are dense."""
+    return x if 1 in x.stride() else x.clone(memory_format=torch.contiguous_format)
+
+
+def side_of(of: Operand, values: torch.Tensor) -> Side:
+    """What C is told. A dimension of one element may have any stride."""
+    row_step, k_step = values.stride()
+    if values.shape[1] == 1:
+        k_step = 1
+    scale, (block_rows, block_k) = of.scale, of.block
+    steps = (0, 0) if scale is None else _scale_steps(scale, of)
+    return Side(
+        values.data_ptr(),
+        row_step,
+        k_step,
+        FORMATS[values.dtype],
+        int(scale is not None and scale.dtype != torch.float32),
+        int(of.finite),
+        None if scale is None else scale.data_ptr(),
+        block_rows,
+        block_k,
+        *steps,
+    )
+
+
+def _scale_steps(scale: torch.Tensor, of: Operand) -> tuple[int, ...]:
+    """From one row of scales to the next, and from one of k to the next; AssertionError unless there is one for each
+    block."""
+    (rows, k), (block_rows, block_k) = of.values.shape, of.block
+    wanted = (-(-rows // block_rows) if block_rows else 1, -(-k // block_k) if block_k else 1)
+    fits = scale.shape == wanted or (wanted == (1, 1) and scale.numel() == 1)
+    if not fits or scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
+        raise AssertionError(f"scales {list(wanted)} of float32 or E8M0 are needed, got {described(scale)}")
+    return scale.stride() if scale.ndim == 2 else (0, 0)
+
+
+def out_of(out: torch.Tensor, bias: torch.Tensor | None, *, add: bool) -> Out:
+    """What C is told of the result, float32 or bfloat16 [m, n]; add: to the float32 that is there."""
+    assert not add or out.dtype == torch.float32, "C adds to float32 alone"
+    return Out(
+        address(out, out.dtype, out.numel()),
+        int(out.dtype == torch.bfloat16),
+        int(add),
+        None if bias is None else address(bias, torch.float32, out.shape[1]),
+    )
+
+
+def has_matmul() -> bool:
+    """Whether this processor has a GEMM for bfloat16 that pays: gemm.c, or MKL's with AMX where nothing compiles C."""
+    return has_own_matmul() or mkl.has_matmul()
+
+
+def has_own_matmul() -> bool:
+    """Whether this processor has the instructions for which gemm.c is written, and the kernels could be compiled."""
+    return inner_loop() is not None
+
+
+# -------------------------------------------------------------------------------------------------------- the library
+
+
+def address(x: torch.Tensor, dtype: torch.dtype, elements: int) -> ctypes.c_void_p:
+    """Where x lies, for C, which trusts it; AssertionError unless it is so many elements of dtype, dense, on the CPU."""
+    if x.dtype != dtype or x.numel() != elements or not x.is_cpu or not x.is_contiguous():
+        raise AssertionError(
+            f"{elements} contiguous elements of {dtype} on the CPU are needed, got {described(x)}"
+        )
+    return ctypes.c_void_p(x.data_ptr())
+
+
+def described(x: torch.Tensor) -> str:
+    """What a message says of a tensor."""
+    return f"{list(x.shape)}, strides {list(x.stride())}, {x.dtype} on {x.device}"
+
+
+def thread_count(elements: int) -> int:
+    """How many threads so many elements are worth."""
+    return max(1, min(torch.get_num_threads(), MAX_THREADS, elements // _THREAD_ELEMENTS))
+
+
+def compiled() -> ctypes.CDLL:
+    """The kernels; only where ``reason()`` is None."""
+    loaded, why = _load()
+    assert loaded is not None, why
+    return loaded
+
+
+@cache
+def function_of(kind: str, *dtypes: torch.dtype) -> Callable[..., Any]:
+    """The one of a kind that is for these dtypes; looked up once."""
+    function = getattr(compiled(), "_".join([kind, *(NAMES[dtype] for dtype in dtypes)]))
+    function.argtypes = [_TYPES[argument] for argument in _ARGUMENTS[kind]]
+    function.restype = ctypes.c_int64 if kind == "quantize" else None
+    return function
+
+
+@cache
+def _load() -> tuple[ctypes.CDLL | None, str | None]:
+    """(the library, None), or (None, why there is none)."""
+    return library.load(SOURCES, FLAGS)

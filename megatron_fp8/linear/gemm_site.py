@@ -1,0 +1,222 @@
+"""A GEMM site at run time: quantizers of the plan's entry, and three GEMMs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+
+from ..backends import BACKENDS, emulated
+from ..backends.base import RESULTS
+from ..backends.native import backend as native
+from ..kernels.gemms import add_matmul_fp32, matmul_high_precision
+from ..params.fp8_parameter import Fp8Parameter
+from ..plan.autocast_state import WatchedForwards
+from ..plan.cast_spec import READERS, CastSpec
+from ..plan.site_plan import SitePlan
+from ..quantizer import Casts, Quantizer
+from ..state.arena import Group
+from ..state.fp8_state import Fp8State
+from ..state.observer import SeenProduct
+from ..tensor import Operand, QuantizedSide
+from .compile_handles import register
+from .gradient_stream import GradientStream
+from .saved_tensor_layout import SideLayout
+from .weight_cache import WeightCache
+
+
+class GemmSite:
+    """Quantises a linear layer's operands and multiplies them, as its plan says.
+
+    Args:
+        plan: the site's entry.
+        state: the model's FP8 state.
+        group: the amax reduction group of its slots (None: this process alone).
+        seed: of stochastic rounding.
+        stream: distinguishes data-parallel ranks, whose tokens differ, in stochastic rounding.
+        casts: what quantises each role, where another site's quantizers are to serve; None: quantizers of its own.
+
+    Attributes:
+        casts: role -> its quantizers.
+        backend: what they and the GEMMs run on; None if nothing is in FP8.
+        weights: quantises the weight and keeps it.
+        gradients: names the random bits by which grad_output is rounded.
+        forwards: whether calls go as one operator, and recomputations as their forwards.
+        traced: what compiled code knows the site by.
+        notes: what the report says of how the site ran.
+        has_run: whether a forward came here.
+    """
+
+    @torch.inference_mode(False)  # slots and handle must be writable and savable in training later
+    def __init__(
+        self,
+        plan: SitePlan,
+        state: Fp8State,
+        group: Group,
+        *,
+        seed: int = 0,
+        stream: int = 0,
+        casts: Mapping[str, Casts] | None = None,
+    ):
+        self.plan, self.state = plan, state
+        self.notes: set[str] = set()
+        self.backend: ModuleType | None = None if plan.backend is None else BACKENDS[plan.backend]
+        self.casts = {role: self._casts(role, group) for role in READERS} if casts is None else dict(casts)
+        kept = self.casts["input"].columnwise
+        layout = "" if kept is None else str(SideLayout.of(kept.rule, kept.backend.turns_codes(kept.rule)))
+        self.traced = register(self, layout)
+        self.weights = WeightCache(self.casts["weight"], state)
+        self.seed, self.stream = seed, stream
+        stochastic = any(quantizer.rule.stochastic for quantizer in self.casts["grad_output"].quantizers)
+        self.gradients = GradientStream(plan.name, state, stochastic=stochastic, seed=seed, rank=stream)
+        self.forwards = WatchedForwards(state)
+        self.has_run = False
+        self._stand_in: GemmSite | None = None
+
+    def _casts(self, role: str, group: Group) -> Casts:
+        """What quantises a role: one quantizer where one serves both GEMMs that read it. ``group``: of its slots."""
+        one, other = (self.plan.operands[gemm][role] for gemm in READERS[role])
+        name = f"{self.plan.name}.{role}"
+        row = self._quantizer(one, name, group)
+        if one == other:
+            return Casts(row, row)
+        return Casts(
+            row, self._quantizer(other, name if row is None else f"{name}.{READERS[role][1]}", group)
+        )
+
+    def _quantizer(self, cast: CastSpec | None, name: str, group: Group) -> Quantizer | None:
+        if cast is None:
+            return None
+        assert self.backend is not None
+        slot = self.state.arena(group).add(cast.delayed, cast.rule.fmt)
+        slot.name = name
+        return Quantizer(cast.rule, slot, self.backend)
+
+    @property
+    def acting(self) -> GemmSite:
+        """The site that calls of this layer run: itself, but for experiments (``replaced_by``)."""
+        return self if self._stand_in is None else self._stand_in
+
+    @contextmanager
+    def replaced_by(self, stand_in: GemmSite) -> Iterator[None]:
+        """Inside, calls of this layer run another site, in any thread and in recomputations too."""
+        before, self._stand_in = self._stand_in, stand_in
+        try:
+            yield
+        finally:
+            self._stand_in = before
+
+    @property
+    def quantizers(self) -> dict[str, Quantizer | None]:
+        """By role; what a role is cast by a second time, for its second GEMM, as 'role.gemm'."""
+        found: dict[str, Quantizer | None] = {}
+        for role, casts in self.casts.items():
+            found[role] = casts.columnwise if casts.rowwise is None else casts.rowwise
+            if casts.twice:
+                found[f"{role}.{READERS[role][1]}"] = casts.columnwise
+        return found
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether any GEMM of this site runs in FP8, as planned."""
+        return self.plan.precision == "fp8"
+
+    @property
+    def has_histories(self) -> bool:
+        """Whether scales of some operand are delayed."""
+        return any(q.slot.delayed is not None for casts in self.casts.values() for q in casts.quantizers)
+
+    def computes(self, role: str) -> bool:
+        """Whether this operand is only ever quantised, by kernels that can compute it: all its GEMMs are FP8."""
+        in_fp8 = all(self.plan.gemms[gemm] == "fp8" for gemm in READERS[role])
+        return in_fp8 and all(quantizer.computes for quantizer in self.casts[role].quantizers)
+
+    def note_forward(self) -> None:
+        """A forward came here."""
+        self.has_run = True
+
+    def multiply(
+        self,
+        gemm: str,
+        a: Operand,
+        b: Operand,
+        out_dtype: torch.dtype,
+        bias: torch.Tensor | None = None,
+        *,
+        record: bool = True,
+    ) -> torch.Tensor:
+        """a [M, K] @ b [N, K]^T (+ bias [N]) = [M, N] as the plan has it for 'fprop', 'dgrad' or 'wgrad'; counted.
+
+        ``record`` False: a forward of evaluation, or again in a recomputation.
+        """
+        y = self._multiply(gemm, a, b, out_dtype, bias)
+        if (observer := self.state.observer) is not None:
+            observer.product(SeenProduct(self.plan.name, gemm, a, b, y, record))
+        return y
+
+    def multiply_few_tokens(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """fprop of x [..., K], cast and multiplied in one call, with the bits of doing both; None where that cannot be.
+
+        It is for inference: a weight that lives as FP8, few tokens on a CPU, nothing recorded nor counted and nobody
+        watching.
+        """
+        quantizer = self.casts["input"].rowwise
+        if quantizer is None or self.backend is not emulated or not isinstance(weight, Fp8Parameter):
+            return None
+        side = weight.quantized.rowwise
+        if side is None or self.plan.gemms["fprop"] != "fp8" or self.state.observer is not None:
+            return None
+        return emulated.quantize_and_multiply(x, *quantizer.way(), side, bias)
+
+    def wgrad_dtype(self, wanted: torch.dtype) -> torch.dtype:
+        """What wgrad's product is asked for, where its float32 sums are handed on in the wanted dtype: that itself of a
+        scaled product, which rounds once; float32 of 16-bit GEMMs, whose partial sums torch may round."""
+        scaled = self.plan.gemms["wgrad"] == "fp8" and self.backend is native
+        return wanted if scaled and wanted in RESULTS else torch.float32
+
+    def accumulate(
+        self, gemm: str, a: Operand, b: Operand, into: torch.Tensor, *, record: bool = True
+    ) -> None:
+        """Add to ``into`` [M, N], float32, what ``multiply`` gives: in the product where it is this package's own, in C
+        or by Triton, or in high precision on a GPU; torch's scaled products cannot, nor can one that is observed."""
+        in_fp8 = self.plan.gemms[gemm] == "fp8" and self.state.observer is None
+        if in_fp8 and self._accumulates(a, b, into):
+            self.state.counts.fp8_gemms += 1
+            return
+        if self.plan.gemms[gemm] == "fp8" or self.state.observer is not None:
+            into.add_(self.multiply(gemm, a, b, torch.float32, record=record))
+            return
+        self.state.counts.hp_gemms += 1
+        add_matmul_fp32(into, *_plain(a, b))
+
+    def _accumulates(self, a: Operand, b: Operand, into: torch.Tensor) -> bool:
+        """Whether the backend has added the product."""
+        if self.backend is emulated:
+            return emulated.accumulate(a, b, into)
+        if self.backend is not native or not isinstance(a, QuantizedSide) or not isinstance(b, QuantizedSide):
+            return False
+        return native.accumulate(a, b, into)
+
+    def _multiply(
+        self, gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        if self.plan.gemms[gemm] == "fp8":
+            assert isinstance(a, QuantizedSide) and isinstance(b, QuantizedSide)
+            assert self.backend is not None
+            self.state.counts.fp8_gemms += 1
+            fast = gemm == "fprop"  # tensor cores may keep partial sums at their own precision
+            y: torch.Tensor = self.backend.gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accumulation=fast)
+            return y
+        self.state.counts.hp_gemms += 1
+        return matmul_high_precision(*_plain(a, b), out_dtype, bias)
+
+
+def _plain(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both operands of a product in high precision: what is quantised is decoded to the other's dtype."""
+    dtype = next((o.dtype for o in (a, b) if isinstance(o, torch.Tensor)), torch.bfloat16)
+    first, second = (o if isinstance(o, torch.Tensor) else o.dequantize(dtype) for o in (a, b))
+    return first, second

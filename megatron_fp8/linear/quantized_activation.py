@@ -1,0 +1,225 @@
+"""Quantised tokens between ranks: a tensor subclass of codes and scales.
+
+A row is one token: its codes, a byte a value, and behind them its scales as they lie in memory. So whatever moves rows,
+Megatron-Core's token dispatchers with their permutations and collectives, moves tokens in FP8 without knowing it, and
+autograd sees an ordinary differentiable matrix [..., features] of the values' dtype: gradients have that shape. It needs
+scales that belong to one token each: rows, or blocks of 1 x n.
+
+It never computes. An operation that does more than move rows is an error, so that nothing is decoded behind anybody's
+back; ``dequantize`` gives the values. What the experts' products read (``side``) are the codes as they were sent.
+
+wgrad reads the other direction, blocks along the tokens, which no rank can have made: an expert's tokens come from many.
+Its codes are derived (``derived``): decoded, exactly, and quantised by the rule that wgrad has, one rounding more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..backends.native.layout import BLOCK_ROWS, round_up
+from ..numerics.rule import Rule
+from ..plan.dispatch import is_by_token
+from ..tensor import QuantizedSide
+
+aten = torch.ops.aten
+
+
+class QuantizedActivation(torch.Tensor):
+    """Tokens [..., features] of nominal ``dtype``, in codes; made by ``of_side``.
+
+    Attributes:
+        rows: uint8 [..., features + bytes of a token's scales].
+        rule: how they were quantised.
+
+    Raises:
+        RuntimeError: an operation would compute with it.
+    """
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    rows: torch.Tensor
+    rule: Rule
+
+    @staticmethod
+    def __new__(
+        cls, rows: torch.Tensor, features: int, rule: Rule, dtype: torch.dtype
+    ) -> QuantizedActivation:
+        shape = (*rows.shape[:-1], features)
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=rows.device)
+        self.rows, self.rule = rows, rule
+        return self
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def of_side(
+        cls, side: QuantizedSide, rule: Rule, shape: Sequence[int], dtype: torch.dtype
+    ) -> QuantizedActivation:
+        """The tokens [*shape] whose rowwise side, [tokens, features], this is. ValueError: a scale spans tokens."""
+        if not is_by_token(rule):
+            raise ValueError(
+                f"a scale per {rule.granularity} is not one token's: tokens travel with scales of rows or 1xN blocks"
+            )
+        side = side.plain()
+        # Not ``contiguous()``, which keeps whatever step one column of scales has.
+        scales = side.scale_inv.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        rows = torch.cat([side.codes.view(torch.uint8), scales], dim=1)
+        return cls(rows.view(*shape[:-1], rows.shape[1]), side.codes.shape[1], rule, dtype)
+
+    @property
+    def side(self) -> QuantizedSide:
+        """Codes [tokens, features] and scales, for a product that sums over the features: copies, the codes' with room
+        for whole 4s of tokens."""
+        features, rows = self.shape[-1], self.rows.reshape(-1, self.rows.shape[-1])
+        room = rows.new_empty(round_up(len(rows), BLOCK_ROWS), features)
+        codes, scales = room[: len(rows)].copy_(rows[:, :features]), rows[:, features:].contiguous()
+        kind = torch.float8_e8m0fnu if self.rule.scale == "e8m0" else torch.float32
+        return QuantizedSide(
+            codes.view(self.rule.fmt.dtype),
+            scales.view(kind),
+            self.rule.granularity,
+            self.rule.scale != "fp32",
+        )
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Their values as an ordinary tensor, rounded once to dtype (default: the nominal one; in float32 exact)."""
+        return self.side.dequantize(dtype or self.dtype).view(self.shape)
+
+    def sent_by(self, send: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedActivation:
+        """What arrives of the rows, as bytes, by a function that moves rows."""
+        return self._with(send(self.rows))
+
+    def _with(self, rows: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedActivation:
+        return QuantizedActivation(rows, self.shape[-1], self.rule, dtype or self.dtype)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"QuantizedActivation({list(self.shape)} of {self.dtype}, {self.rule}, {self.device})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        move = _MOVES.get(func)
+        if move is None:
+            raise RuntimeError(
+                f"{func} on tokens that were dispatched in FP8: they are moved, and only the experts' products read them."
+                " Take tokens.dequantize(), or set moe_fp8_dispatch=False"
+            )
+        return move(*args, **(kwargs or {}))
+
+
+def _leading(tokens: QuantizedActivation, dim: int) -> int:
+    """A dimension of tokens, from 0. RuntimeError if it is that of the features, which stay together."""
+    dim %= tokens.ndim
+    if dim == tokens.ndim - 1:
+        raise RuntimeError(
+            "tokens that were dispatched in FP8 are moved whole: their features cannot be taken apart"
+        )
+    return dim
+
+
+def _same(tokens: QuantizedActivation, *_: Any, **__: Any) -> QuantizedActivation:
+    return tokens._with(tokens.rows)
+
+
+def _copied(tokens: QuantizedActivation, **_: Any) -> QuantizedActivation:
+    return tokens._with(tokens.rows.clone(memory_format=torch.contiguous_format))
+
+
+def _to_copy(
+    tokens: QuantizedActivation, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+) -> QuantizedActivation:
+    """Of another nominal dtype: the codes mean what they mean."""
+    rows = tokens.rows if device is None else tokens.rows.to(device)
+    return tokens._with(rows, dtype)
+
+
+def _viewed(tokens: QuantizedActivation, size: Sequence[int]) -> QuantizedActivation:
+    features = tokens.shape[-1]
+    if not size or size[-1] not in (features, -1):
+        raise RuntimeError(
+            f"tokens [..., {features}] that were dispatched in FP8 cannot be seen as {list(size)}"
+        )
+    count = tokens.numel() // max(features, 1)
+    known = 1
+    for n in size[:-1]:
+        known *= n if n != -1 else 1
+    leading = [count // max(known, 1) if n == -1 else n for n in size[:-1]]
+    return tokens._with(tokens.rows.reshape(*leading, tokens.rows.shape[-1]))
+
+
+def _expanded(tokens: QuantizedActivation, size: Sequence[int], **_: Any) -> QuantizedActivation:
+    if list(size) != list(tokens.shape):
+        raise RuntimeError(
+            f"tokens {list(tokens.shape)} that were dispatched in FP8 cannot be expanded to {list(size)}"
+        )
+    return _same(tokens)
+
+
+def _transposed(tokens: QuantizedActivation, one: int, other: int) -> QuantizedActivation:
+    return tokens._with(tokens.rows.transpose(_leading(tokens, one), _leading(tokens, other)))
+
+
+def _selected(tokens: QuantizedActivation, dim: int, index: torch.Tensor) -> QuantizedActivation:
+    return tokens._with(tokens.rows.index_select(_leading(tokens, dim), index))
+
+
+def _gathered(tokens: QuantizedActivation, dim: int, index: torch.Tensor, **_: Any) -> QuantizedActivation:
+    """Rows by one number each, which is expanded over the features: how the gradient of scatter_add reads them."""
+    if tokens.ndim != 2 or index.stride(1) != 0:
+        raise RuntimeError("tokens that were dispatched in FP8 are gathered whole, by one number a row")
+    return _selected(tokens, dim, index[:, 0])
+
+
+def _split(tokens: QuantizedActivation, sizes: Any, dim: int = 0) -> list[QuantizedActivation]:
+    return [tokens._with(part) for part in tokens.rows.split(sizes, _leading(tokens, dim))]
+
+
+def _sliced(
+    tokens: QuantizedActivation, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> QuantizedActivation:
+    return tokens._with(aten.slice.Tensor(tokens.rows, _leading(tokens, dim), start, end, step))
+
+
+def _unsliced(
+    grad: QuantizedActivation, size: Sequence[int], dim: int, start: int, end: int, step: int
+) -> QuantizedActivation:
+    """The gradient of a slice that took everything."""
+    return _expanded(grad, size)
+
+
+def _joined(parts: Sequence[Any], dim: int = 0) -> QuantizedActivation:
+    first = next(part for part in parts if isinstance(part, QuantizedActivation))
+    for part in parts:
+        if (
+            not isinstance(part, QuantizedActivation)
+            or part.rule != first.rule
+            or part.shape[-1] != first.shape[-1]
+        ):
+            raise RuntimeError(
+                f"{first!r} cannot be joined with {part!r}: tokens dispatched in FP8 join their like"
+            )
+    return first._with(torch.cat([part.rows for part in parts], _leading(first, dim)))
+
+
+_MOVES: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+    aten.view.default: _viewed,
+    aten._unsafe_view.default: _viewed,
+    aten.expand.default: _expanded,
+    aten.clone.default: _copied,
+    aten._to_copy.default: _to_copy,
+    aten.transpose.int: _transposed,
+    aten.index_select.default: _selected,
+    aten.gather.default: _gathered,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.slice.Tensor: _sliced,
+    aten.slice_backward.default: _unsliced,
+    aten.cat.default: _joined,
+}
+"""What moves rows, in dispatchers and in their gradients."""

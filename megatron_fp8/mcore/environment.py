@@ -1,0 +1,266 @@
+"""The installed Megatron-Core, and the patches that depend on its environment.
+
+Importing this module imports neither Megatron-Core nor Transformer Engine; only the version check imports Megatron-Core.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib import util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .patches.patching import Patch
+
+SUPPORTED = "0.16"
+HOW_TO_GET = (
+    f"pip install megatron-core=={SUPPORTED}.1, which has wheels for Linux and Python 3.10 to 3.13;"
+    " convert_to_fp8 and all of megatron_fp8.nn work without it, on every platform"
+)
+
+
+def installed_megatron() -> str:
+    """Returns 'megatron-core 0.16.1 in <path>' of the copy that Python imports, or 'megatron-core is not installed'.
+
+    pip's metadata may describe another copy: a checkout of Megatron-LM on PYTHONPATH has none and is imported first.
+    """
+    try:
+        package = importlib.import_module("megatron.core.package_info")
+    except ModuleNotFoundError as error:
+        if error.name is None or not "megatron.core.package_info".startswith(error.name):
+            raise  # megatron-core is installed, but a dependency of it is missing
+        return "megatron-core is not installed"
+    return f"megatron-core {package.__version__} in {Path(str(package.__file__)).parent}"
+
+
+def require_megatron() -> None:
+    """Raises RuntimeError unless Python imports a Megatron-Core of the supported series."""
+    found = installed_megatron()
+    if not found.startswith(f"megatron-core {SUPPORTED}."):
+        raise RuntimeError(
+            f"this part of megatron_fp8 needs megatron-core {SUPPORTED}.x, found: {found}. To get it: {HOW_TO_GET}."
+            " Another copy on PYTHONPATH or in the working directory is imported first"
+        )
+
+
+def require_whole_te() -> None:
+    """Raises RuntimeError if an installed Transformer Engine does not import, for example after torch was replaced."""
+    if has_te():
+        from ..backends.transformer_engine import import_failure
+
+        if (reason := import_failure()) is not None:
+            raise RuntimeError(
+                f"{reason}. Megatron-Core imports it wherever it is found: repair it, or pip uninstall transformer-engine"
+            )
+
+
+@functools.cache
+def has_te() -> bool:
+    """Whether Transformer Engine can be imported (found, not imported)."""
+    return util.find_spec("transformer_engine") is not None
+
+
+@functools.cache
+def has_apex() -> bool:
+    """Whether NVIDIA's apex can be imported (found, not imported)."""
+    return util.find_spec("apex") is not None
+
+
+def uses_apex(extension: str) -> bool:
+    """Whether a part of apex works here: on a GPU, with the CUDA extension that it needs.
+
+    Args:
+        extension: 'amp_C' for Adam and clipping, 'fused_layer_norm_cuda', 'fused_weight_gradient_mlp_cuda'. apex can
+            be installed without any.
+    """
+    return has_apex() and has_cuda() and util.find_spec(extension) is not None
+
+
+def has_cuda() -> bool:
+    """Whether this process sees a CUDA device. Not cached: tests hide it."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def patches() -> list[Patch]:
+    """Returns the patches that Megatron-Core 0.16 needs on every machine, with or without a GPU."""
+    from .patches.patching import Patch
+
+    found = [
+        Patch(
+            "megatron.core.tensor_parallel.random",
+            "checkpoint",
+            _alias_returned_parameters,
+            "recompute_modules=['mlp'] with biases returns a bias from the region: endless recursion",
+            wrap=True,
+            everywhere=True,
+        ),
+        Patch(
+            "megatron.core.tensor_parallel.mappings",
+            "reduce_from_tensor_model_parallel_region",
+            _return_no_view,
+            "experts with biases add them in place to its output, which autograd forbids for the view that it is",
+            wrap=True,
+            everywhere=True,
+        ),
+        Patch(
+            "megatron.core.fp8_utils",
+            "prepare_model_for_fp8_inference",
+            _dispatch_prepare_for_inference,
+            "it knows Transformer Engine's linears only, and without Transformer Engine it raises",
+            wrap=True,
+            everywhere=True,
+        ),
+    ]
+    return found if has_te() else found + _without_te()
+
+
+def _dispatch_prepare_for_inference(megatrons: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wraps Megatron-Core's function for Transformer Engine models; all other models get this package's."""
+    from .. import fp8_utils
+    from ..inference.calibration import fp8_modules
+
+    def prepare_model_for_fp8_inference(model: Any) -> Any:
+        ours = any(module.fp8_site.quantizers["weight"] for module in fp8_modules(model))
+        return (fp8_utils.prepare_model_for_fp8_inference if ours or not has_te() else megatrons)(model)
+
+    return prepare_model_for_fp8_inference
+
+
+def _without_te() -> list[Patch]:
+    """Patches for names that Megatron-Core uses without checking for Transformer Engine."""
+    from packaging.version import Version
+
+    from .patches.patching import Patch
+
+    return [
+        Patch(
+            "megatron.core.utils",
+            "_te_version",
+            Version("0.0"),
+            "without Transformer Engine it is None, and is_te_min_version() compares None: a TypeError",
+        ),
+        Patch(
+            "megatron.core.transformer.moe.moe_utils",
+            "te_general_gemm",
+            None,
+            "the router asks `te_general_gemm is not None`, a name that only Transformer Engine defines",
+            create=True,
+        ),
+        *(
+            Patch(
+                "megatron.core.tensor_parallel.random",
+                name,
+                stand_in,
+                "recompute_modules=['layernorm'] and ['moe_act'] use Transformer Engine's name, FP8 or not",
+                create=True,
+            )
+            for name, stand_in in {
+                "FP8GlobalStateManager": _NoFp8State,
+                "fp8_autocast": _null_context,
+                "activation_recompute_forward": _null_context,
+            }.items()
+        ),
+    ]
+
+
+class _NoFp8State:
+    """Replaces Transformer Engine's global FP8 state when a norm or an activation is recomputed."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        """False: no GEMM runs inside a norm or an activation function."""
+        return False
+
+
+def _null_context(**kwargs: Any) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _alias_returned_parameters(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps Megatron-Core's activation checkpoint for functions that also return a parameter (an MLP: its bias).
+
+    An autograd function that returns a parameter makes it its own output: recomputing the region would differentiate
+    through the region again, in endless recursion. An alias of the parameter is an ordinary output.
+    """
+
+    @functools.wraps(checkpoint)
+    def safe(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+        def region(*inputs: Any) -> Any:
+            outputs = function(*inputs)
+            return tuple(map(_alias, outputs)) if isinstance(outputs, tuple) else _alias(outputs)
+
+        return checkpoint(region, distribute_saved_activations, *args)
+
+    return safe
+
+
+def _return_no_view(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the all-reduce: its result can be changed in place, as a new tensor with the same memory."""
+
+    @functools.wraps(reduce)
+    def reduced(*args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        y = reduce(*args, **kwargs)
+        return torch.ops.aten._unsafe_view(y, y.shape)
+
+    return reduced
+
+
+def _alias(value: Any) -> Any:
+    import torch
+
+    return value.view_as(value) if isinstance(value, torch.nn.Parameter) else value
+
+
+def amax_group(config: Any, *, expert: bool) -> Any:
+    """Returns the group that reduces the amaxes of one GEMM site: TP x DP x CP within a pipeline stage.
+
+    TP x CP with tp_only_amax_red; for experts expert TP x expert DP, the ranks that hold (parts of) the same experts.
+    The first call for experts with tensor parallelism is collective over these ranks: Megatron-Core makes no such group.
+    """
+    from megatron.core import parallel_state
+
+    if not expert:
+        return parallel_state.get_amax_reduction_group(
+            with_context_parallel=True, tp_only_amax_red=config.tp_only_amax_red
+        )
+    tensor, data = (
+        parallel_state.get_expert_tensor_parallel_group(),
+        parallel_state.get_expert_data_parallel_group(),
+    )
+    if tensor.size() == 1:
+        return data
+    return tensor if data.size() == 1 else _product(tensor, data)
+
+
+@functools.cache
+def _product(tensor: Any, data: Any) -> Any:
+    """Creates the group that spans this rank's two groups. Collective over its ranks."""
+    from torch import distributed as dist
+
+    columns, rows = dist.get_process_group_ranks(tensor), dist.get_process_group_ranks(data)
+    members = product_ranks(columns, rows, dist.get_rank())
+    return dist.new_group(members, timeout=_timeout_of(data), use_local_synchronization=True)
+
+
+def _timeout_of(group: Any) -> Any:
+    """Returns the timeout of a group's collectives as a timedelta; None (torch's default) if its backend has none."""
+    from ..state.collectives import device_of
+
+    options = getattr(group._get_backend(device_of(group)), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def product_ranks(columns: Sequence[int], rows: Sequence[int], rank: int) -> list[int]:
+    """Returns the sorted ranks of the grid that two groups span; ``rank`` is in both groups.
+
+    Megatron-Core numbers ranks in mixed radix, so offsets within a group are the same in every group of the same kind.
+    """
+    return sorted(row + column - rank for row in rows for column in columns)

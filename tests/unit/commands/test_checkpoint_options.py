@@ -1,0 +1,62 @@
+"""What the commands of one or several ranks share."""
+
+from __future__ import annotations
+
+import errno
+import warnings
+
+import pytest
+
+from megatron_fp8.commands.checkpoint_options import _of_this_process, run_command
+from megatron_fp8.commands.cli_common import CommandParser
+from megatron_fp8.train.launch.environment import find_launch
+
+BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7", "HOME": "/home"}
+
+
+def test_a_batch_script_is_one_process_and_its_steps_are_several():
+    """SLURM tells a batch script of all tasks, which only srun starts."""
+    assert find_launch(_of_this_process(BATCH)).world_size == 1
+    assert find_launch(_of_this_process({**BATCH, "SLURM_STEP_NUM_TASKS": "4"})).world_size == 4
+    assert (
+        find_launch(_of_this_process({**BATCH, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})).rank == 1
+    )
+    assert _of_this_process(BATCH)["HOME"] == "/home"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (FileNotFoundError(errno.ENOENT, "No such file", "model.safetensors"), 2),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "long"), 2),
+        (OSError(errno.ENOSPC, "No space left on device", "out"), 1),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), 1),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_files_and_ranks_do_while_a_command_works_is_one_line(capsys, error, code):
+    """2 where what was asked for is at fault, 1 where another attempt may work."""
+
+    def work(_):
+        raise error
+
+    assert run_command(CommandParser("import", "help"), [], lambda *_: None, work) == code
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"error: {error}"]
+
+
+def test_own_warnings_are_lines_and_those_of_libraries_are_left_out(monkeypatch):
+    """Of a checkpoint that `latest` names and that is gone, say, which another one stands in for."""
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back what the command sets
+
+    def warn(*_):
+        for module in ("megatron_fp8.files.checkpoint", "megatron.core.utils", "torch.storage", "megatron"):
+            warnings.warn_explicit(f"of {module}", UserWarning, "a file", 1, module)
+
+    with warnings.catch_warnings(record=True) as met:
+        warnings.simplefilter("always")
+        assert run_command(CommandParser("import", "help"), [], warn, lambda _: None) == 0
+        assert [str(each.message) for each in met] == ["of megatron_fp8.files.checkpoint"]
+        assert (
+            warnings.formatwarning(met[0].message, UserWarning, "a file", 1) == f"warning: {met[0].message}\n"
+        )

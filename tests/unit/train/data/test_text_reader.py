@@ -1,0 +1,189 @@
+"""Text files: what is cut, and what of them is lost and said."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import io
+import lzma
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_fp8.train.data import corpus, text_reader
+from megatron_fp8.train.data.tokenizers import ByteTokenizer, JsonTokenizer
+
+
+def words(path: Path, kind: str) -> JsonTokenizer:
+    """A tokenizer that knows three words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocab = ["<unk>", "one", "two", "three"]
+    if kind == "Unigram":
+        model = models.Unigram([(word, -1.0) for word in vocab], unk_id=0)
+    else:
+        numbered = {word: number for number, word in enumerate(vocab)}
+        model = models.WordLevel(numbered, unk_token="<unk>")
+    made = Tokenizer(model)
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(path))
+    return JsonTokenizer(path)
+
+
+@pytest.mark.parametrize("letter", ["a", "é", "語", "😀"])
+def test_a_long_line_is_cut_between_two_characters(letter):
+    for before in range(4):
+        text = b"x" * before + letter.encode() * (text_reader.PIECE_BYTES // 2)
+        found = list(text_reader.pieces(io.BytesIO(text)))
+        assert b"".join(found) == text
+        assert all("\ufffd" not in piece.decode("utf-8", errors="replace") for piece in found)
+        assert all(
+            text_reader.PIECE_BYTES - 4 < len(piece) <= text_reader.PIECE_BYTES for piece in found[:-1]
+        )
+
+
+def test_bytes_that_are_no_text_are_cut_too():
+    text = bytes([0x80]) * (text_reader.PIECE_BYTES + 9)
+    assert [len(piece) for piece in text_reader.pieces(io.BytesIO(text))] == [text_reader.PIECE_BYTES, 9]
+
+
+@pytest.mark.parametrize("kind", ["WordLevel", "Unigram"])
+def test_what_a_tokenizer_does_not_know_is_counted_and_said_from_the_cache_too(tmp_path, kind):
+    tokenizer = words(tmp_path / "tokenizer.json", kind)
+    text = tmp_path / "text.txt"
+    text.write_text("one two zzz three\n")
+    assert tokenizer.unknown == 0
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"no token for 1 of 4 pieces of the text"):
+            corpus.prepare([text], tokenizer, tmp_path / "cache")
+    text.write_text("one two three\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        corpus.prepare([text], tokenizer, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "fallback", "counted"), [(0, False, 4), (128, True, 4), (256, True, 0), (0, None, 0)]
+)
+def test_what_bpe_passes_over_is_counted_and_said(tmp_path, bytes_, fallback, counted):
+    """Without a token for the unknown it leaves out what it lacks; None: the alphabet of all bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    if fallback is None:
+        letters = {letter: number for number, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+        made = Tokenizer(models.BPE(letters, []))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        vocab = {"a": 0, "b": 1, "ab": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(bytes_)}
+        made = Tokenizer(models.BPE(vocab, [("a", "b")], byte_fallback=fallback))
+        made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, text = JsonTokenizer(tmp_path / "tokenizer.json"), tmp_path / "text.txt"
+    text.write_text("ab \u0178\u0178 ab\na\U0001f600b\u0178\n")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):  # from the cache too
+            corpus.prepare([text], tokenizer, tmp_path / "cache")
+    words = f"data: the tokenizer has no token for {counted} characters of the text, nor an unknown token"
+    assert [str(one.message).startswith(words) for one in said] == [True] * (2 if counted else 0)
+
+
+@pytest.mark.parametrize("kind", ["Unigram", "WordLevel", "WordPiece"])
+def test_what_no_token_says_is_refused_where_a_tokenizer_raises(tmp_path, kind):
+    from tokenizers import Tokenizer, models
+
+    vocab = {"one": 0}
+    model = models.Unigram([("one", -1.0)]) if kind == "Unigram" else getattr(models, kind)(vocab)
+    Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    tokenizer, text = JsonTokenizer(tmp_path / "tokenizer.json"), tmp_path / "text.txt"
+    text.write_text("zzz")
+    with pytest.raises(
+        ValueError,
+        match=r"data\.tokenizer='.*tokenizer\.json' cannot say all of the text \(.*for the unknown",
+    ):
+        corpus.prepare([text], tokenizer, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "place", [0, 1, text_reader._READ_BYTES - 1, text_reader._READ_BYTES, text_reader._READ_BYTES + 5]
+)
+@pytest.mark.parametrize(
+    ("bad", "why"), [(b"\0", "NUL"), (b"\xe9", "not UTF-8"), (b"\xed\xa0\x80", "not UTF-8")]
+)
+def test_what_is_no_text_is_refused_by_name_and_place(tmp_path, place, bad, why):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"x" * place + bad + b"y" * 9)
+    match = rf"text\.txt', which is no text \(byte {place} is {why}\): leave it out; .* UTF-8 \(iconv"
+    with pytest.raises(ValueError, match=match):
+        corpus.prepare([path], ByteTokenizer(), tmp_path / "cache")
+    path.write_bytes(b"x" * place + "é\n".encode())
+    corpus.prepare([path], ByteTokenizer(), tmp_path / "cache")
+
+
+def test_a_character_that_the_files_end_cuts_is_no_text(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"abc" + "語".encode()[:2])
+    with pytest.raises(ValueError, match=r"byte 3 is not UTF-8"):
+        text_reader.content_digest(tmp_path / "text.txt")
+
+
+def test_a_digest_is_of_all_bytes(tmp_path):
+    (tmp_path / "long.txt").write_bytes("aé".encode() * text_reader._READ_BYTES)
+    expected = hashlib.sha256((tmp_path / "long.txt").read_bytes()).digest()
+    assert text_reader.content_digest(tmp_path / "long.txt") == expected
+    (tmp_path / "table.parquet").write_bytes(b"PAR1\0")
+    assert (
+        text_reader.content_digest(tmp_path / "table.parquet", is_text=False)
+        == hashlib.sha256(b"PAR1\0").digest()
+    )
+
+
+def test_a_record_that_is_something_else_says_nothing():
+    for record in (
+        None,
+        3,
+        {},
+        {"tokens": "x"},
+        {"tokens": 1, "unknown": True, "left_out": 0},
+    ):
+        assert text_reader.lost_of(record) == text_reader.Lost()
+    assert text_reader.lost_of({"tokens": 9, "unknown": 2, "undecodable": 1}) == text_reader.Lost(9, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("gzip", gzip.compress(b"text")),
+        ("bzip2", bz2.compress(b"text")),
+        ("xz", lzma.compress(b"text")),
+        ("zip", b"PK\x03\x04\x14\x00"),
+        ("zstandard", b"\x28\xb5\x2f\xfd\x04"),
+    ],
+)
+def test_a_packed_file_is_refused(tmp_path, name, content):
+    packed = tmp_path / "packed"
+    packed.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"packed', which is packed \({name}\): unpack it"):
+        corpus.prepare([packed], ByteTokenizer(), tmp_path / "cache")
+
+
+def test_a_text_that_begins_as_packed_ones_do_is_text(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("BZhang, PKW and others\n")
+    assert text_reader.content_digest(text) == hashlib.sha256(text.read_bytes()).digest()
+
+
+def test_empty_files_are_said(tmp_path):
+    (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.warns(UserWarning, match="1 empty files, such as"):
+        text_reader.look_at([tmp_path / name for name in ("text.txt", "empty.txt")])
+
+
+def test_counting_does_not_change_the_ids():
+    lost, ids = text_reader.Lost(), np.array([0, 1, 0])
+    tokenizer = ByteTokenizer()
+    lost.add(b"abc", ids, tokenizer)
+    assert lost == text_reader.Lost(3) and ids.tolist() == [0, 1, 0]
