@@ -55,7 +55,7 @@ class LinearSites:
         also: other names under which overrides match the linear.
 
     Attributes:
-        made: (device, label) -> site. The label is '' for the linear's own recipe, else Switch.label.
+        made: (device, label) -> site. The label is '' for the linear's own recipe, else AutocastState.label.
         ready_on: device on which a call needs no preparation: its site exists, and no history is waiting to
             move.
         forwards: autocast switches of the linear's forwards, for recomputation.

@@ -69,7 +69,7 @@ class Fp8Trainer:
         scaler: loss scaler, needed for float16 activations and gradients; None: no scaling. With or without
             it, a step with NaN or Inf in a gradient or an FP8 cast is skipped.
         clip_grad: largest norm of the whole gradient; None: no clipping.
-        warmup, healing: first and last fraction of the training in high precision (phases.py).
+        warmup, healing: first and last fraction of the training in high precision (precision_schedule.py).
         length: steps of the whole training; needed with ``warmup`` or ``healing``.
         group: the ranks that train this model; None: all, if torch.distributed is initialised.
 

@@ -3,7 +3,7 @@
 A site is one linear layer, named by its fully qualified module name. Its SitePlan is frozen. All that changes the
 precision (first and last layers in BF16, overrides by name, ``fp8_wgrad=False``, a role left in high precision) is
 applied when the plan is made, which records the reason. Nothing else decides precision, so the report cannot disagree
-with what runs; only phases.py says in which iterations a plan applies.
+with what runs; only precision_schedule.py says in which iterations a plan applies.
 
 Rejected: an ambient context that layers query at run time, as Transformer Engine has it. Recompute, pipelines and a
 module that is called twice each run under the wrong context, silently.

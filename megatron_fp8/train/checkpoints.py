@@ -43,7 +43,7 @@ class Start:
     """Where training starts: finished iterations, skipped iterations, consumed samples, and lines to print.
 
     ``accepted``: changes that `--checkpoint.accept` allowed, now and in earlier runs; later manifests store them too.
-    ``left_out``: records of excluded samples (skipped_samples.py); ``liveness``: the result of Liveness.memory();
+    ``left_out``: records of excluded samples (skipped_samples.py); ``liveness``: the result of LossMonitor.memory();
     ``before``: number of earlier iterations whose records belong to another run.
     """
 

@@ -35,7 +35,7 @@ def test_processes_that_compile_at_once_and_machines_that_cannot(tmp_path):
     """Two ranks share one empty cache; one has a compiler that fails, one has none. All codes are equal."""
     broken = tmp_path / "cc"
     broken.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "loops.c:1: error: broken" >&2\nexit 1\n'
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "emulation.c:1: error: broken" >&2\nexit 1\n'
     )
     broken.chmod(0o755)
     (tmp_path / "quantise.py").write_text(QUANTISE)
@@ -51,7 +51,7 @@ def test_processes_that_compile_at_once_and_machines_that_cannot(tmp_path):
     assert [why for _, why in results[:2]] == ["None", "None"]
     assert "false --version exits with 1" in results[2][1]
     assert "/not/there/cc is not there; install one or set CC" in results[3][1]
-    assert "cannot compile the kernels: loops.c:1: error: broken" in results[4][1]
+    assert "cannot compile the kernels: emulation.c:1: error: broken" in results[4][1]
     left = [path.name for path in (tmp_path / "shared" / "megatron_fp8" / "kernels").iterdir()]
     assert len(left) == 1 and left[0].startswith("cpu-") and left[0].endswith(".so"), left
 

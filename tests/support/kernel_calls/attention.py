@@ -1,4 +1,4 @@
-"""Drawn calls of one query's attention (one_query.c), and sums in float64 that they have to be near."""
+"""Drawn calls of one query's attention (decode_attention.c), and sums in float64 that they have to be near."""
 
 from __future__ import annotations
 

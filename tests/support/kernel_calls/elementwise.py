@@ -1,4 +1,4 @@
-"""Drawn calls of what touches every element (loops.c, blocks.c, figures.c), and what numerics/ says they give."""
+"""Drawn calls of what touches every element (emulation.c, blocks.c, stats.c), and what numerics/ says they give."""
 
 from __future__ import annotations
 

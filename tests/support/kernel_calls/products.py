@@ -1,4 +1,4 @@
-"""Drawn products (gemm.c, grouped.c, few_rows.c, few_tokens.c), and how far they may be from those of float64."""
+"""Drawn products (gemm.c, grouped.c, skinny_gemm.c, decode_linear.c), and how far they may be from those of float64."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def gemm_each_call(draw: Draw, most: int, loop: int) -> Call:
 
 
 def _weight(draw: Draw, n: int, k: int, e5m2: bool, finite: bool):
-    """(codes, scale_inv, its block or None, float64 values): what few_rows.c multiplies by."""
+    """(codes, scale_inv, its block or None, float64 values): what skinny_gemm.c multiplies by."""
     fmt = "e5m2" if e5m2 else "e4m3"
     codes = of.coded(draw, n, k, fmt, not finite)
     block = [None, None, (1, 32), (128, 128), (32, 32), (32, 96)][draw.integers(6 if finite else 2)]
