@@ -227,7 +227,7 @@ def test_the_first_scales_are_read_back():
 @pytest.mark.parametrize("square", [False, True], ids=["recipes", "square"])
 @pytest.mark.parametrize("backend", [native, emulated], ids=lambda backend: backend.name)
 def test_what_compiled_code_saves_lies_as_it_was_promised(backend, square):
-    """The layouts that saved_tensor_layout.py foretells are those of both backends: else each would be copied once more."""
+    """Both backends have the layouts that saved_tensor_layout.py expects: else each side would be copied once more."""
     rules = [RECIPES["blockwise"].rule("weight")] if square else [r.rule("input") for r in RECIPES.values()]
     with gpu_without_values() if backend is native else nullcontext():
         for rule in rules:
