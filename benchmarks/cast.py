@@ -29,7 +29,7 @@ from benchmarks.common import (
     write_results,
 )
 from megatron_fp8 import quantize
-from megatron_fp8.kernels.codes import cast, decode
+from megatron_fp8.kernels.cast_dispatch import cast, decode
 from megatron_fp8.numerics.formats import E4M3, E5M2, FloatFormat
 from megatron_fp8.recipe import MXFP8BlockScaling
 

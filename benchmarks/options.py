@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from benchmarks.common import put_between
 from megatron_fp8.commands.cli_common import CommandParser
 from megatron_fp8.commands.main import COMMANDS, USAGE
-from megatron_fp8.mcore.config.table import FIELDS
+from megatron_fp8.mcore.config.field_table import FIELDS
 from megatron_fp8.train.config.key_help import key_help
 from megatron_fp8.train.config.model_section import GPTOptions
 from megatron_fp8.train.config.run_config import RunConfig

@@ -32,7 +32,7 @@ from benchmarks.common import (
 )
 from benchmarks.one_rank import one_rank
 from benchmarks.step import BATCH, SEQUENCE, Contender, build
-from megatron_fp8.state.observer import Observer
+from megatron_fp8.state.observer_protocol import Observer
 from megatron_fp8.telemetry import Telemetry
 
 EVERY, GOAL, RECIPE = 10, 0.03, "tensorwise"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import moved
 
 if TYPE_CHECKING:
-    from .mcore.config.latent import MLATransformerConfig
+    from .mcore.config.mla_config import MLATransformerConfig
     from .mcore.config.transformer_config import TransformerConfig
     from .nn import (
         Fp8Config,
@@ -34,7 +34,7 @@ __version__ = "0.1.0"
 _LATER = {
     "Float8Tensor": ".tensor",
     "Format": ".numerics.formats",
-    "MLATransformerConfig": ".mcore.config.latent",
+    "MLATransformerConfig": ".mcore.config.mla_config",
     "TransformerConfig": ".mcore.config.transformer_config",
     "Fp8Config": ".nn",
     "Fp8Linear": ".nn",

@@ -14,13 +14,13 @@ from .backends import cpu_cast, emulated, reference
 from .backends.base import AmaxReduction, CastRequest, Quantized, Region, RunningAmax, check_matrix
 from .backends.native import backend as native
 from .files.argument_check import check_tensor
-from .kernels.codes import block_amaxes, in_memory
+from .kernels.cast_dispatch import block_amaxes, in_memory
 from .kernels.cpu import emulation
 from .numerics.cast import RandomKey
 from .numerics.rule import Direction, Rule
 from .recipe import Recipe, recipe_name
 from .state.arena import Slot
-from .state.observer import SeenCast
+from .state.observer_protocol import SeenCast
 from .tensor import Float8Tensor
 
 _MOST = 64

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..kernels.cpu import block_amax, blocks, emulation
+from ..kernels.cpu import block_amax, emulation, matrix_quantize
 from ..numerics.rule import ROW, TENSOR, Granularity
 from ..tensor import Float8Tensor, QuantizedSide
 from . import reference
@@ -25,17 +25,19 @@ def quantize(
         return _as_specified(asked, reduce_amax, region)
     wanted = _wanted(asked)
     if reduce_amax is None or asked.scale is not None or all(rows for rows, _ in wanted.cuts):
-        (made,) = blocks.quantize([wanted])
+        (made,) = matrix_quantize.quantize([wanted])
         return _quantized(asked, made)
     wanted, amax, special = _with_other_ranks(wanted, reduce_amax)
-    (made,) = blocks.quantize([wanted])
+    (made,) = matrix_quantize.quantize([wanted])
     return _quantized(asked, made._replace(amax=amax, special=special))
 
 
 def quantize_each(asked: Sequence[CastRequest]) -> list[Quantized]:
     """``quantize`` of each, of which no amax is reduced and none is rounded stochastically."""
     inside = [takes(one) for one in asked]
-    made = iter(blocks.quantize([_wanted(one) for one, taken in zip(asked, inside, strict=True) if taken]))
+    made = iter(
+        matrix_quantize.quantize([_wanted(one) for one, taken in zip(asked, inside, strict=True) if taken])
+    )
     found = []
     for one, taken in zip(asked, inside, strict=True):
         if taken:
@@ -54,7 +56,7 @@ class Repeated:
 
     def __init__(self, asked: CastRequest):
         rule, direction = asked.rule, asked.direction
-        self._cast = blocks.Repeated(_wanted(asked))
+        self._cast = matrix_quantize.Repeated(_wanted(asked))
         self._row, self._column = direction != "columnwise", direction != "rowwise"
         self._running, self._dtype = asked.running, asked.x.dtype
         self._granularity, self._pow2 = rule.granularity, rule.scale != "fp32"
@@ -76,7 +78,7 @@ def takes(asked: CastRequest) -> bool:
         return False
     if asked.scale is not None or (rule.scale != "e8m0" and rule.granularity in (TENSOR, ROW)):
         return True
-    return all(map(blocks.divides, _cuts(asked)))
+    return all(map(matrix_quantize.divides, _cuts(asked)))
 
 
 def _as_specified(asked: CastRequest, reduce_amax: AmaxReduction | None, region: Region | None) -> Quantized:
@@ -95,14 +97,14 @@ def _cuts(asked: CastRequest) -> list[tuple[int, int]]:
     return [(wide, high)] if direction == "columnwise" else [(high, wide), (wide, high)]
 
 
-def _wanted(asked: CastRequest) -> blocks.Wanted:
+def _wanted(asked: CastRequest) -> matrix_quantize.Wanted:
     running = None if asked.running is None else asked.running.amax
-    return blocks.Wanted(asked.x, asked.rule, _cuts(asked), running, asked.scale)
+    return matrix_quantize.Wanted(asked.x, asked.rule, _cuts(asked), running, asked.scale)
 
 
 def _with_other_ranks(
-    wanted: blocks.Wanted, reduce_amax: AmaxReduction
-) -> tuple[blocks.Wanted, torch.Tensor, int]:
+    wanted: matrix_quantize.Wanted, reduce_amax: AmaxReduction
+) -> tuple[matrix_quantize.Wanted, torch.Tensor, int]:
     """The same with amaxes that were found and reduced; this rank's own amax, and how many elements are NaN or Inf."""
     amaxes, special = block_amax.block_amaxes(wanted.x, wanted.cuts)
     bits = amaxes[0].view(torch.int32).amax()  # which sort like the numbers, and no mode flushes them
@@ -118,7 +120,7 @@ def _with_other_ranks(
     return wanted._replace(amaxes=amaxes, finite=not special), amax, special
 
 
-def _quantized(asked: CastRequest, done: blocks.Made) -> Quantized:
+def _quantized(asked: CastRequest, done: matrix_quantize.Made) -> Quantized:
     """What codes and scales of each cut are the sides of; both lie as x does."""
     x, rule, direction, _, running = asked
     made, amax, special = done
@@ -133,7 +135,7 @@ def _quantized(asked: CastRequest, done: blocks.Made) -> Quantized:
 
 
 def _tensor(
-    made: Sequence[blocks.Coded],
+    made: Sequence[matrix_quantize.Coded],
     row: bool,
     column: bool,
     facts: tuple[Granularity, bool, bool],

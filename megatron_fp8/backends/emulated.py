@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 
 from ..kernels import gemms
-from ..kernels.codes import decode
+from ..kernels.cast_dispatch import decode
 from ..kernels.cpu import emulation, grouped, products
 from ..kernels.cpu.skinny_gemm import MOST as FEW_ROWS
 from ..kernels.gemms import finish, keeps_float32, matmul_fp32

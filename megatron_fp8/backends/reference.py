@@ -1,7 +1,7 @@
 """The reference quantiser on any device: amaxes, scales and codes, one or both directions.
 
 The emulated backend has nothing else; the native one has it for what no Triton kernel does. Elements go through
-kernels/codes.py, in C where that is faster.
+kernels/cast_dispatch.py, in C where that is faster.
 
 A columnwise side is kept as the transposed view of codes in the original layout: nothing is copied to transpose, and
 shards gathered along the rows need no permutation.
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels import codes
-from ..kernels.codes import in_memory
+from ..kernels import cast_dispatch
+from ..kernels.cast_dispatch import in_memory
 from ..numerics.cast import cast_stochastic
 from ..numerics.rule import Direction, Granularity, Rule
 from ..numerics.scaling import compute_scale, compute_scale_inv
@@ -56,7 +56,7 @@ def quantize(
     cuts = [(granularity.rows, granularity.cols)] if wants_row or once else []
     if wants_column and not once:
         cuts.append((granularity.cols, granularity.rows))
-    amaxes, nonfinite = codes.block_amaxes(x, cuts)  # of each cut [blocks down, blocks across]
+    amaxes, nonfinite = cast_dispatch.block_amaxes(x, cuts)  # of each cut [blocks down, blocks across]
     amax = amaxes[0].amax() if amaxes[0].numel() else torch.zeros((), device=x.device, dtype=torch.float32)
 
     def coded(cut: tuple[int, int], block_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,8 +93,8 @@ def quantize(
 def block_scales(amax: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
     """(float32 scale, stored scale_inv) of the rule's kind."""
     if rule.scale == "e8m0":
-        exponent = codes.compute_e8m0(amax, rule.fmt)
-        return codes.e8m0_to_scale(exponent), exponent.view(torch.float8_e8m0fnu)
+        exponent = cast_dispatch.compute_e8m0(amax, rule.fmt)
+        return cast_dispatch.e8m0_to_scale(exponent), exponent.view(torch.float8_e8m0fnu)
     scale = compute_scale(amax, rule.fmt, margin=rule.margin, epsilon=rule.epsilon, pow2=rule.scale == "pow2")
     return scale, compute_scale_inv(scale)
 
@@ -114,8 +114,8 @@ def cast_blocks(
         index = region.index(x.shape[0], x.shape[1], x.device)
         return cast_stochastic(x, per_element, rule.fmt, region.key, index=index)
     if rule.granularity.is_tensor:
-        return codes.cast(x, scale, rule.fmt, bounded=bounded)
-    return codes.cast_blocks(x, scale, cut[0], cut[1], rule.fmt, bounded=bounded)
+        return cast_dispatch.cast(x, scale, rule.fmt, bounded=bounded)
+    return cast_dispatch.cast_blocks(x, scale, cut[0], cut[1], rule.fmt, bounded=bounded)
 
 
 def _expand_any(scale: torch.Tensor, granularity: Granularity, shape: torch.Size) -> torch.Tensor:

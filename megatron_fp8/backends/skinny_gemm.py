@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.codes import decode
+from ..kernels.cast_dispatch import decode
 from ..kernels.cpu import decode_linear, skinny_gemm
 from ..kernels.cpu.emulation import plain
 from ..numerics.rule import BLOCK_1X32, BLOCK_128X128, Rule

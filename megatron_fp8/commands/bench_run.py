@@ -26,8 +26,8 @@ from ..plan.size_table import FORMAT, Gemm, load_table, roles_of
 from ..plan.timing import LEAST_FOR_SPREAD, device_label, table
 from ..recipe import RECIPES, Recipe, check_recipe_name, recipe_name
 from ..state.collectives import own_device
-from ..study.bench import peers, versus
-from ..study.bench.cells import Bench
+from ..study.bench import bench_diff, torchao_bench
+from ..study.bench.gemm_bench import Bench
 from ..study.bench.sections import SECTIONS
 from ..train.exit_codes import EXIT_FAILED
 from .cli_common import refuse, warn_in_lines
@@ -67,14 +67,14 @@ def work(options: argparse.Namespace, run_options: list[str]) -> int:
         replace_slow()
         record = _environment(device)
         if options.compare:
-            old = versus.read(options.compare)
-            versus.check_comparable(old, record, options.compare)
+            old = bench_diff.read(options.compare)
+            bench_diff.check_comparable(old, record, options.compare)
     except ValueError as error:
         return refuse(error)
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         bench = _measure(options, request, backends, record, device)
         if old is not None:
-            print(printable(versus.as_table(versus.changes(old["rows"], bench.rows))))
+            print(printable(bench_diff.as_table(bench_diff.changes(old["rows"], bench.rows))))
     if bench.wrong:
         wrong = ValueError(f"{len(bench.wrong)} results were wrong; nothing is written")
         return refuse(wrong, code=EXIT_FAILED)
@@ -117,11 +117,11 @@ def _measure(
         for shape in request.shapes:
             for section in sections:
                 SECTIONS[section](bench, shape, recipe, backend)
-    if options.peers and (reason := peers.missing()):
+    if options.peers and (reason := torchao_bench.missing()):
         print(f"torchao: not measured: {reason}", flush=True)
     elif options.peers:
         for shape in request.shapes:
-            peers.linear(bench, shape)
+            torchao_bench.linear(bench, shape)
     print(_as_table(bench.rows))
     if conclusion := verdict(bench.rows):
         print(conclusion)
@@ -214,7 +214,7 @@ def _shape(text: str) -> Gemm:
 def _from_config(options: argparse.Namespace, run_options: list[str]) -> _Wanted:
     """The GEMMs of one layer on one rank, in the run's recipe."""
     from ..fp8_utils import get_fp8_recipe
-    from ..mcore.sizes import gemm_shapes
+    from ..mcore.gemm_size_filter import gemm_shapes
     from ..train.config import run_config
     from ..train.config.model_section import transformer_config
 

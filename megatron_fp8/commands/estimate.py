@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> None:
     from ..estimate.settings import LayoutError, joined, read
     from ..estimate.sites import Plans
     from ..estimate.text import shown, unsure
-    from ..study.doctor.other_devices import asked_of
+    from ..study.doctor.device_support import asked_of
 
     reserve = RESERVE if options.reserve is None else options.reserve
     if not 0 <= reserve < 1:

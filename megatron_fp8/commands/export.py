@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.terminal import printable
-from ..huggingface.names import FP8_FORMATS
+from ..huggingface.export_formats import FP8_FORMATS
 from .cli_common import CommandParser, run, tensors_shown
 
 HELP = """\
@@ -62,9 +62,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _export(options: argparse.Namespace) -> None:
+    from ..huggingface.checkpoint_reader import open_source
     from ..huggingface.exporter import Wanted, export
     from ..huggingface.formats import FORMATS
-    from ..huggingface.source import open_source
     from ..inference.calibration import load_calibration
 
     form = FORMATS.get(options.format)

@@ -72,7 +72,7 @@ def _sharing(launch: Any, source: Path, options: argparse.Namespace) -> Any:
 
     from ..files.checkpoint import digest
     from ..huggingface.directory import CONFIG, INDEX
-    from ..huggingface.sharing import Sharing
+    from ..huggingface.import_ranks import Sharing
 
     if launch.world_size == 1:
         return Sharing()

@@ -363,7 +363,7 @@ def _watchdog(run: Any, launch: Any) -> Any:
 
 def _add_site_notes(report: dict[str, Any], chunks: list[Any], folder: Path, first: bool) -> None:
     """Add the sites' notes from their first iteration (such as a gather in high precision) to the report. Collective."""
-    from ..mcore.guard import guard_moves
+    from ..mcore.guard_plans import guard_moves
     from ..mcore.report import site_report
     from ..train.report import format_notes, write_report
 

@@ -2,7 +2,7 @@
 
 Each term is a tensor that autograd saves, found by inspecting a GPT of this package. If a tensor is a view,
 the larger base tensor counts. tests/functional/test_estimate.py checks the sums to within 2 % of measured
-values. Weights and their codes are not activations (state.py).
+values. Weights and their codes are not activations (model_state_bytes.py).
 """
 
 from __future__ import annotations

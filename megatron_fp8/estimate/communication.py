@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from ..params.fp8_parameter import granularities
 from ..plan.cast_spec import CastSpec
-from ..plan.dispatch import sent_as
 from ..plan.site_plan import SitePlan
+from ..plan.token_format import sent_as
 from .activations import probability_bytes
 from .attention import Projection, projections
 from .buffers import Buffer, group_size, is_apart, of_chunk_buffers
@@ -245,7 +245,7 @@ def of_layer(settings: Settings, layer: Layer, plans: Plans) -> Iterator[Traffic
 
 
 def _latent(settings: Settings, down: Projection) -> Iterator[Traffic]:
-    """Exchange of latent parts, so that each rank has all columns of its tokens (mcore/patches/latent.py)."""
+    """Exchange of latent parts, so that each rank has all columns of its tokens (mcore/patches/mla.py)."""
     model, tokens = settings.model, settings.tokens
     tp, size = model.tensor_model_parallel_size, model.activation_bytes
     if not model.sequence_parallel:

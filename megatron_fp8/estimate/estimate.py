@@ -12,13 +12,13 @@ from .activations import of_chunk, working_set
 from .communication import of_stage as wire_of_stage
 from .communication_linear import Traffic
 from .iteration_time import StepTime, step_time
+from .model_state_bytes import StateBytes, of_stage
 from .parameters import Totals, totals
 from .peaks import Device
 from .pipeline import peak
 from .saved_tensors import CPU, GPU
 from .settings import Settings
 from .sites import Plans
-from .state import StateBytes, of_stage
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..mcore.config.latent_fields import LATENT_FIELDS
+from ..mcore.config.mla_field_rules import LATENT_FIELDS
 from ..mcore.config.rules import (
     COUNT,
     FLAG,

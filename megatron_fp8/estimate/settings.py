@@ -21,7 +21,7 @@ from typing import Any
 from ..files.data_option import data_as_paths
 from ..files.example_configs import config_hint, find_config
 from ..files.strict_yaml import load_yaml
-from ..mcore.config.latent_fields import LATENT_RELATIONS
+from ..mcore.config.mla_field_rules import LATENT_RELATIONS
 from ..mcore.config.relations import RELATIONS
 from ..mcore.config.rules import check, check_relation, shown
 from ..plan.key_hint import nearest_key

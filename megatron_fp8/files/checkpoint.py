@@ -37,11 +37,11 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 import torch
 
 from .atomic_io import in_words, ordinary, read_ordinary, refuse_link_out
+from .box_overlap import overlap
 from .checkpoint_pointer import note_checkpoint_folder
 from .folder_kind import what_to_give
 from .gc_pause import gc_paused
 from .manifest import LARGEST, MANIFEST, Manifest, NotAManifest, is_plain_name, parse
-from .shard_overlap import overlap
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ..train.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
+from .checkpoint_reader import Source
 from .config import hf_config, model_section
 from .directory import CONFIG, GENERATION, TOKENIZER_FILES, find_file, read_json, write_json
 from .rotary import stretched_length
-from .source import Source
 
 
 def describe(

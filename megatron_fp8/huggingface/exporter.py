@@ -27,12 +27,12 @@ from ..recipe import Float8CurrentScaling
 from .architectures import Entry, entries, fused_latents, gemms, never_fp8
 from .aux_files import describe, write_companions
 from .block_scales import as_it_came, came_as_blocks, came_in_high_precision
+from .checkpoint_reader import Source
 from .config import exported_architecture, heads_of
 from .directory import CONFIG, new_directory, read_json, write_tensors
 from .formats import WeightFormat, encode, quantization_config, weight_recipe, with_what_it_says
 from .layout import split_qkv
 from .shapes import megatron_shape
-from .source import Source
 
 
 @dataclass(frozen=True)

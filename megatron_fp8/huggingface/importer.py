@@ -7,7 +7,7 @@
         text
 
 Tensors are read, converted and written one by one (import_plan.py), so memory holds a few times the largest
-tensor, not the model. Several ranks share the tensors (sharing.py). Training makes float32 masters from them,
+tensor, not the model. Several ranks share the tensors (import_ranks.py). Training makes float32 masters from them,
 and BF16 or FP8 weights from the masters.
 """
 
@@ -41,9 +41,9 @@ from .directory import (
 )
 from .formats import check_readable, is_companion, is_of_cache, left_out, scale_name
 from .import_plan import ImportPlan, high_precision
+from .import_ranks import Sharing
 from .preflight import check_buildable
 from .shapes import part_shapes
-from .sharing import Sharing
 from .source_metadata import FACT, SourceMetadata, floats_of, some
 
 LONGEST_SEQUENCE = 4096

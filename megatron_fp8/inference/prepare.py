@@ -5,7 +5,7 @@
     model = prepare_for_inference(model, calibration=calibration)    # ... with static scales
 
 Every linear keeps its module, name and GEMM site. Its weight becomes codes (weights.py), and with static
-scales its input's quantizer changes (static.py). Training forward and inference share one code path, so their
+scales its input's quantizer changes (static_scales.py). Training forward and inference share one code path, so their
 logits are bit-identical.
 
 Rejected: separate modules for inference. Code that checks a module's class (parallel layouts, checkpoints,
@@ -33,7 +33,7 @@ from .calibration import Calibration, fp8_modules
 from .memory import model_bytes
 from .padding import Padding
 from .saving import save_in_high_precision
-from .static import StaticQuantizer, StaticScale, why_not_static
+from .static_scales import StaticQuantizer, StaticScale, why_not_static
 from .weights import inference_weight
 
 Model = TypeVar("Model", bound=torch.nn.Module)

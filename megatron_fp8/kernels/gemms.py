@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .codes import in_memory
+from .cast_dispatch import in_memory
 from .cpu import emulation, products
 
 

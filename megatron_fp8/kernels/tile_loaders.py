@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .codes import in_memory
+from .cast_dispatch import in_memory
 from .device_math import COMPILED, narrow, widen, zero_outside
 from .tiles import Tile, grid_of, place, rows_of
 

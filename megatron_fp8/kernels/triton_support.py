@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .caches import TRITON, settle_triton
+from .compiler_cache import TRITON, settle_triton
 
 
 @cache

@@ -4,7 +4,7 @@
     linear_backward  dx, dw, dbias  =  dy, (x | codes, scales), weight, stamp, scale, measured, counted, site
 
 codes and scales are what backward keeps of x, stamp and scale tell it how the weight was quantised, measured and counted
-what it has to record of a forward in evaluation mode (recording.py).
+what it has to record of a forward in evaluation mode (amax_recorder.py).
 
 A cast records into a slot, a weight is quantised once an iteration, kernels are launched by pointer, stochastic rounding
 counts its calls: state that a tracer would have to guard on, or would bake in. So all of it stays inside, eager, and the
@@ -55,13 +55,13 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..state.iteration import LATER, in_backward, recorded
 from ..tensor import Operand, QuantizedSide
+from .amax_recorder import DeferredRecord, came_back, counted_forward
 from .compile_handles import site_by_handle
+from .dgrad_weight import columnwise_of, stamp_of, was_training
 from .gemm_site import GemmSite
 from .linear_ops import Call, backward, forward, keeps_codes
-from .recording import DeferredRecord, came_back, counted_forward
 from .saved_tensor_layout import SideLayout
 from .tensor_parallel import TensorParallel
-from .weight_requantize import columnwise_of, stamp_of, was_training
 
 # The first versions of torch that this runs on lack the tag.
 _KEPT_OUT_OF_GRAPHS = hasattr(torch.Tag, "cudagraph_unsafe")

@@ -25,7 +25,8 @@ from torch.utils.flop_counter import register_flop_formula
 from ..plan.autocast_state import without_autocast
 from ..state.iteration import LATER, in_backward, recorded
 from ..tensor import Operand
-from . import uniform_experts
+from . import cpu_expert_batch
+from .amax_recorder import DeferredRecord, came_back, counted_forward
 from .compiled import (
     TAGS,
     beside,
@@ -36,14 +37,13 @@ from .compiled import (
     saved_record,
     site_of,
 )
+from .dgrad_weight import columnwise_of, stamps_of, was_training
 from .gemm_site import GemmSite
 from .grouped_ops import Each, Forward, Group, check_numbers, forward, gradients
 from .linear_ops import Call
-from .recording import DeferredRecord, came_back, counted_forward
 from .saved_expert_activations import SavedExperts, SavedExpertsLayout
 from .saved_tensor_layout import SideLayout
 from .tensor_parallel import ALONE
-from .weight_requantize import columnwise_of, stamps_of, was_training
 
 
 def traced_grouped_linear(
@@ -126,8 +126,8 @@ def _nothing(x: Tensor) -> SavedExperts:
 
 
 def _packed(done: Forward, x: Tensor, tokens: Sequence[int], layout: str) -> SavedExperts:
-    if isinstance(done.x, uniform_experts.Operands):
-        return uniform_experts.packed(done.x)
+    if isinstance(done.x, cpu_expert_batch.Operands):
+        return cpu_expert_batch.packed(done.x)
     sides: Any = done.x
     return SavedExpertsLayout(SideLayout.parse(layout), x.shape[1]).pack(sides, tokens, x.device)
 
@@ -220,8 +220,8 @@ def grouped_linear_backward(
     if len(counted):
         DeferredRecord.restored(measured, counted).record(found)
     with without_autocast(dy.device):
-        as_one = len(set(needs_wgrad)) == 1 and uniform_experts.alike(calls)
-        held = uniform_experts.weights_held(weights, stamps, calls) if as_one and needs_dgrad else None
+        as_one = len(set(needs_wgrad)) == 1 and cpu_expert_batch.alike(calls)
+        held = cpu_expert_batch.weights_held(weights, stamps, calls) if as_one and needs_dgrad else None
         saved_w: Each | None = held
         if needs_dgrad and held is None:
             as_one, saved_w = False, _weights_again(group, weights, stamps, weight_scales)
@@ -248,7 +248,7 @@ def _saved_tokens(
         return [part.t() if len(part) else None for part in parts] or None
     whole = packed.checked(SavedExperts(*kept), group.tokens)
     if as_one:
-        return uniform_experts.unpacked(whole, packed.features, group.tokens, dtype, group.calls)
+        return cpu_expert_batch.unpacked(whole, packed.features, group.tokens, dtype, group.calls)
     return packed.unpack(whole, group.tokens)
 
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ..quantizer import measure
+from .amax_recorder import came_back
 from .compile_handles import site_by_handle
 from .compiled import TAGS, handle_for, next_call
 from .gemm_site import GemmSite
 from .high_precision import observe_backward as record_gradient
 from .high_precision import observe_forward
-from .recording import came_back
 
 
 def traced_observation(x: Tensor, weight: Tensor, y: Tensor, site: GemmSite, *, training: bool) -> Tensor:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backends.base import Quantized
-from ..kernels.codes import block_amaxes, in_memory
+from ..kernels.cast_dispatch import block_amaxes, in_memory
 from ..numerics.rule import Direction
 from ..numerics.scaling import compute_scale
 from ..quantizer import Casts, Quantizer

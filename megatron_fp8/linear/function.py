@@ -21,14 +21,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.autocast_state import is_watched, without_autocast
 from ..state.iteration import NOW, recorded
+from .amax_recorder import DeferredRecord, came_back, counted_forward
+from .dgrad_weight import columnwise_of, stamp_of
 from .double_backward_guard import guard
 from .gemm_site import GemmSite
 from .linear_ops import Call, backward, for_gradient, forward
 from .quantized_activation import QuantizedActivation
-from .recording import DeferredRecord, came_back, counted_forward
 from .saved_operands import AGAIN, Facts, SavedOperand, Spec, check_given_back, facts_of
 from .tensor_parallel import ALONE, TensorParallel
-from .weight_requantize import columnwise_of, stamp_of
 
 
 def fp8_linear(

@@ -19,10 +19,10 @@ from ..plan.site_plan import SitePlan
 from ..quantizer import Casts, Quantizer
 from ..state.arena import Group
 from ..state.fp8_state import Fp8State
-from ..state.observer import SeenProduct
+from ..state.observer_protocol import SeenProduct
 from ..tensor import Operand, QuantizedSide
 from .compile_handles import register
-from .gradient_stream import GradientStream
+from .rounding_rng import GradientStream
 from .saved_tensor_layout import SideLayout
 from .weight_cache import WeightCache
 

@@ -9,7 +9,7 @@ as a linear that is called alone. So no amax is shared between experts, no block
 histories, checkpoints and reports are those of the experts called one after the other, to the bit. What is gained are
 the calls: a backend's ``grouped_gemm`` multiplies all experts in one, and the emulated one casts what is cast in a
 forward, and in a backward, in one (``cast_each``). Where nothing sets an expert apart, Python does little for each
-(uniform_experts.py). Of an expert without tokens nothing is cast but the weight, whose amax a history may want, and
+(cpu_expert_batch.py). Of an expert without tokens nothing is cast but the weight, whose amax a history may want, and
 nothing is multiplied. Experts that a plan or an experiment treats in another way (one of them in BF16, a gradient in high
 precision) are multiplied alone, beside the others.
 
@@ -34,17 +34,17 @@ from ..params.fp8_parameter import Fp8Parameter
 from ..plan.autocast_state import without_autocast
 from ..state.iteration import recorded
 from ..tensor import Operand, Sides
-from . import uniform_experts
+from . import cpu_expert_batch
+from .amax_recorder import DeferredRecord, came_back, counted_forward
+from .dgrad_weight import columnwise_of, stamp_of
 from .double_backward_guard import first_derivative_only
 from .function import check_devices, refuse_tangents, refuse_tracers
 from .gemm_site import GemmSite
 from .grouped_ops import Group, check_numbers, forward, gradients
 from .linear_ops import Call, for_gradient
 from .quantized_activation import QuantizedActivation
-from .recording import DeferredRecord, came_back, counted_forward
 from .saved_operands import AGAIN, SavedOperand, given_back, save
 from .tensor_parallel import ALONE
-from .weight_requantize import columnwise_of, stamp_of
 
 Tokens = Sequence[int] | torch.Tensor
 """Each expert's number of tokens: whole numbers, or an integer tensor [experts], best on the CPU: there it is read."""
@@ -208,8 +208,8 @@ class _GroupedFunction(torch.autograd.Function):
         ctx.group, ctx.weights, ctx.stacked = way.group, [for_gradient(weight) for weight in weights], None
         ctx.late = way.late
         done = forward(x, weights, way.group, needs_wgrad)
-        if isinstance(done.weights, uniform_experts.Operands):
-            ctx.stacked, tensors = uniform_experts.Saved(done.x, done.weights).taken_apart()  # type: ignore[arg-type]
+        if isinstance(done.weights, cpu_expert_batch.Operands):
+            ctx.stacked, tensors = cpu_expert_batch.Saved(done.x, done.weights).taken_apart()  # type: ignore[arg-type]
             save(ctx, tensors)
             return done.y
         assert isinstance(done.x, list)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..quantizer import Wanted, cast_each
-from ..state.observer import SeenProduct
+from ..state.observer_protocol import SeenProduct
 from ..tensor import Operand, Sides
-from . import uniform_experts
+from . import cpu_expert_batch
 from .gemm_site import GemmSite
 from .linear_ops import (
     Call,
@@ -30,7 +30,7 @@ from .linear_ops import (
 from .quantized_activation import QuantizedActivation
 from .weight_gradients import each_weight_gradient
 
-Each = uniform_experts.Operands | list[Operand | None]
+Each = cpu_expert_batch.Operands | list[Operand | None]
 """An operand of all experts: as one, or each expert's, None of one that has none."""
 
 
@@ -70,7 +70,7 @@ class Forward(NamedTuple):
 
     y: torch.Tensor
     x: Each | None
-    weights: uniform_experts.Operands | list[Sides]
+    weights: cpu_expert_batch.Operands | list[Sides]
 
 
 def forward(
@@ -81,10 +81,10 @@ def forward(
     Codes of weights that were cast stay with their sites, of stacks only where weights are kept or the group ``holds``.
     """
     calls, tokens = group.calls, list(group.tokens)
-    if kept := uniform_experts.weights_of(x, weights, calls, needs_wgrad):
+    if kept := cpu_expert_batch.weights_of(x, weights, calls, needs_wgrad):
         wanted = needs_wgrad[0]
         return Forward(
-            *uniform_experts.forward(x, weights, calls, tokens, kept, needs_wgrad=wanted, holds=group.holds)
+            *cpu_expert_batch.forward(x, weights, calls, tokens, kept, needs_wgrad=wanted, holds=group.holds)
         )
     done = _cast(x.split(tokens), weights, group, needs_wgrad)
     operands: list[Operand] = []
@@ -157,9 +157,11 @@ def gradients(
         saved_x, saved_w: the columnwise operands; None where no GEMM needs them.
     """
     calls, tokens = group.calls, list(group.tokens)
-    if uniform_experts.can_go_back(grad_output, (saved_x, saved_w), calls):
-        saved: Any = uniform_experts.Saved(saved_x, saved_w)  # type: ignore[arg-type]
-        return uniform_experts.gradients(grad_output, saved, weights, calls, tokens, needs_dgrad, needs_wgrad)
+    if cpu_expert_batch.can_go_back(grad_output, (saved_x, saved_w), calls):
+        saved: Any = cpu_expert_batch.Saved(saved_x, saved_w)  # type: ignore[arg-type]
+        return cpu_expert_batch.gradients(
+            grad_output, saved, weights, calls, tokens, needs_dgrad, needs_wgrad
+        )
     of_x, of_w = (_of_experts(saved, len(calls)) for saved in (saved_x, saved_w))
     operands = _cast_gradients(grad_output.split(tokens), calls, needs_dgrad, needs_wgrad)
     rowwise, columnwise = [row for row, _ in operands], [column for _, column in operands]
@@ -182,7 +184,7 @@ def gradients(
 
 
 def _of_experts(saved: Each | None, count: int) -> list[Operand | None]:
-    if isinstance(saved, uniform_experts.Operands):
+    if isinstance(saved, cpu_expert_batch.Operands):
         return [saved.side(saved.columnwise, e) for e in range(count)]
     return [None] * count if saved is None else [*saved]
 

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..quantizer import measure
 from ..state.fp8_state import Fp8State
 from ..state.iteration import NEVER, in_backward, recorded
-from ..state.observer import SeenLinear
+from ..state.observer_protocol import SeenLinear
+from .amax_recorder import came_back
 from .gemm_site import GemmSite
-from .recording import came_back
 
 
 def record_high_precision(

@@ -5,7 +5,7 @@ So the experts' codes lie one behind the other, and so do their scales, each exp
 linear. Blocks along the tokens begin anew with each expert: there is room for a block more of each, and what is left at
 the end is not read.
 
-Experts that are computed as one (uniform_experts.py) have their codes like this anyway. Others' are copied, a byte a
+Experts that are computed as one (cpu_expert_batch.py) have their codes like this anyway. Others' are copied, a byte a
 value. Rejected: a tensor for each expert. Its size would be a symbol that nothing is known of, and each graph would begin
 by reading all of them on the host.
 """

@@ -103,7 +103,7 @@ class WeightCache:
         """The weight [N, K], and [K, N] columnwise: each quantised, or as it is where the plan has high precision.
 
         It is quantised once an iteration if the state ``keeps_weights``, else at each call. The columnwise side is None
-        where backward makes it again (weight_requantize.py).
+        where backward makes it again (dgrad_weight.py).
 
         Args:
             fresh: quantise again whatever is kept (Megatron's is_first_microbatch).

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ..files.rank0_print import print_rank_0
-from ..state.counts import IterationCounts
 from ..state.fp8_state import Fp8State
 from ..state.graph import CapturedStep
+from ..state.iteration_counters import IterationCounts
 from . import is_installed
-from .guard import move_unhealthy_sites
+from .guard_plans import move_unhealthy_sites
 from .runtime import find_runtime, set_length, state_of, unwrap
 from .sites import check_plan, is_checked
 

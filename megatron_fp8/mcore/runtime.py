@@ -90,7 +90,7 @@ class Fp8Runtime:
 
 
 _living: weakref.WeakSet[Fp8Runtime] = weakref.WeakSet()
-"""All runtimes of this process. Megatron-Core's optimizers have no config, so ``optimizer/optimizer_scope.py`` searches
+"""All runtimes of this process. Megatron-Core's optimizers have no config, so ``optimizer/optimizer_models.py`` searches
 here."""
 
 

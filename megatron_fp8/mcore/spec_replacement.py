@@ -29,9 +29,9 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from . import environment as compat
 from .layers.attention import CoreAttention
-from .layers.dispatch import Fp8MoELayer
-from .layers.grouped import Fp8GroupedMLP
+from .layers.grouped_mlp import Fp8GroupedMLP
 from .layers.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+from .layers.moe_layer import Fp8MoELayer
 from .patches.apex import norm_class
 
 _LINEARS: dict[Any, type] = {

@@ -31,12 +31,12 @@ from torch.optim.optimizer import (
 )
 
 from ..plan.overrides import check_overrides_match
-from ..state.counts import IterationCounts
 from ..state.fp8_state import Fp8State
 from ..state.iteration import trains
+from ..state.iteration_counters import IterationCounts
 from ..state.precision_schedule import PrecisionSchedule
 from .config import Fp8Config
-from .conversion_audit import Unused
+from .linear_usage_check import Unused
 from .sites import LONE, LinearSites, Preparation
 from .weight_provenance import TrainedWeights
 

@@ -25,8 +25,8 @@ from ..plan.autocast_state import AutocastState, autocasts, current_autocast_sta
 from ..recipe import Recipe
 from .config import Fp8Config, make_config
 from .group import UNTRAINABLE, Fp8Group
-from .input_checks import call_in_graph, call_on_values, check_input, refuse_script
 from .sites import LONE, LinearSites, rank
+from .special_inputs import call_in_graph, call_on_values, check_input, refuse_script
 
 COMPUTED = ("_orig", "_g", "_v")
 """Suffixes of parameters from which hooks compute a weight: spectral_norm and prune; weight_norm."""

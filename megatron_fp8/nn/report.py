@@ -1,6 +1,6 @@
 """The report of a conversion, by module, as data and as a table.
 
-Training updates it: see conversion_audit.py.
+Training updates it: see linear_usage_check.py.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..files.argument_check import check_optimizer
 from ..state.collectives import checked_group
-from ..state.counts import IterationCounts
 from ..state.iteration import in_backward, trains
-from .conversion_audit import note_replaced
+from ..state.iteration_counters import IterationCounts
+from .linear_usage_check import note_replaced
 from .module_lookup import fp8_linears, groups_of
 
 families_of = groups_of

@@ -36,7 +36,7 @@ from .. import kernels
 from ..backends.base import Quantized
 from ..backends.native import backend as native
 from ..backends.reference import block_scales
-from ..numerics import waiting
+from ..numerics import host_sync
 from ..numerics.rule import BLOCK_128X128, TENSOR, Granularity, Rule
 from ..numerics.scaling import compute_scale_inv
 from ..quantizer import Quantizer
@@ -409,5 +409,5 @@ def broadcast(parameter: Fp8Parameter, source: int, group: Any) -> None:
     for number in (stored.amax, count):
         dist.broadcast(number, src=source, group=group)
     # Products skip the NaN check if there is no count; on a GPU it is kept unread, since reading it would wait.
-    stored.nonfinite = count if waiting.looking_waits(device) or count else None
+    stored.nonfinite = count if host_sync.looking_waits(device) or count else None
     parameter.refresh()

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from ..backends.reference import block_scales, cast_blocks
-from ..kernels.codes import block_amaxes
-from ..numerics import waiting
+from ..kernels.cast_dispatch import block_amaxes
+from ..numerics import host_sync
 from ..numerics.rule import Granularity, Rule
 from ..numerics.scaling import compute_scale_inv
 from ..numerics.subnormals import keeping_subnormals
@@ -165,7 +165,7 @@ class _Piece:
         first = self.amaxes[0]
         amax = first.amax() if first.numel() else torch.zeros((), device=param.device, dtype=torch.float32)
         # On a GPU the count is kept even if it is 0: reading it would wait for the GPU.
-        keep_count = self.by_kernel or waiting.looking_waits(param.device)
+        keep_count = self.by_kernel or host_sync.looking_waits(param.device)
         count = self.nonfinite if keep_count or self.nonfinite else None
         param.set_scales([inverse for _, inverse in self.scales], amax, count)
 

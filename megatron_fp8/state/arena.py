@@ -28,9 +28,9 @@ from ..numerics.scaling import compute_scale
 from ..numerics.subnormals import keeping_subnormals
 from ..recipe import DelayedScaling
 from .collectives import collected, from_rank, same_everywhere
-from .counts import Counter, IterationCounts
 from .history import History
-from .observer import Observer
+from .iteration_counters import Counter, IterationCounts
+from .observer_protocol import Observer
 
 Group = Any
 """A torch.distributed process group, or None for a single process."""

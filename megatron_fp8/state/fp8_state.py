@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from .arena import Arena, Group, Slot
-from .counts import Counter, IterationCounts
 from .guard import Finding, Guard
 from .iteration import in_backward
-from .observer import Observer
+from .iteration_counters import Counter, IterationCounts
+from .observer_protocol import Observer
 from .precision_schedule import Phase, PrecisionSchedule
 
 

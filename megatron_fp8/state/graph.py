@@ -35,8 +35,8 @@ from typing import Any
 import torch
 
 from .arena import Arena
-from .counts import IterationCounts
 from .fp8_state import Fp8State
+from .iteration_counters import IterationCounts
 
 
 class CapturedStep:

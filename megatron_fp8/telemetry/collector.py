@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..kernels.codes import in_memory
+from ..kernels.cast_dispatch import in_memory
 from ..linear.gemm_site import GemmSite
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.cast_spec import READERS
 from ..state.fp8_state import Fp8State
-from ..state.observer import SeenCast, SeenLinear, SeenProduct
+from ..state.observer_protocol import SeenCast, SeenLinear, SeenProduct
 from ..tensor import Float8Tensor, Operand
 from .autograd import show_gradients
 from .dedup import Agreed

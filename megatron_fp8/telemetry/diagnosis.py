@@ -12,7 +12,7 @@ from .attribution import Attribution, Finding, Limits, attribute
 from .experiments import LEAST_BATCHES, Experiments, Progress
 from .measures import Measured
 from .model_runner import ModelRunner, ModuleRunner, as_it_was
-from .search import Cure, cure
+from .override_search import Cure, cure
 from .verdict import bad_in_high_precision, far_off, verdict
 
 BUDGET = 1500

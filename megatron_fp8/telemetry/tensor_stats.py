@@ -25,15 +25,15 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.codes import in_memory
+from ..kernels.cast_dispatch import in_memory
 from ..kernels.cpu import stats
 from ..kernels.cpu.stats import Side
 from ..numerics.cast import check_float
 from ..numerics.rule import Direction
 from ..tensor import Float8Tensor
-from .codes import measure_codes, side_of
+from .quantization_stats import measure_codes, side_of
 from .stat_registry import Blocks, Variant, Wanted, parse_all
-from .values import measure_values, tiles
+from .value_stats import measure_values, tiles
 
 _ROUNDING = 2.0**-50
 """Error bound of a float64 sum of many numbers, relative to the sum of their magnitudes."""

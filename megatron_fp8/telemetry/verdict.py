@@ -6,7 +6,7 @@ import math
 from statistics import fmean, stdev
 
 from .attribution import Attribution, Finding, Limits
-from .search import Cure
+from .override_search import Cure
 
 
 def bad_in_high_precision(what: str) -> str:

@@ -17,7 +17,7 @@ import torch
 
 from ..mcore.names import named_parameters
 from ..mcore.optimizer.compact_moments import Moment
-from ..mcore.optimizer.optimizer_scope import parts_of
+from ..mcore.optimizer.optimizer_models import parts_of
 from ..mcore.runtime import state_of, unwrap
 from ..state.amax_ring_buffer import AmaxRingBuffer
 from ..state.collectives import own_device

@@ -28,7 +28,7 @@ from ..mcore.spec import get_gpt_decoder_block_fp8_spec, get_gpt_mtp_block_fp8_s
 from ..state.collectives import own_device
 from .config.model_section import what_failed
 from .config.run_config import RunConfig
-from .initial import draw_weights, is_expert
+from .initial_weights import draw_weights, is_expert
 from .launch.parallel import PASSING
 
 

@@ -32,7 +32,7 @@ from ..files.checkpoint import (
 from ..files.manifest import LARGEST
 from ..files.strict_json import load_json
 from ..linear.gemm_site import GemmSite
-from ..mcore.checkpoint.moments import load_moments
+from ..mcore.checkpoint.moment_loader import load_moments
 from ..mcore.checkpoint.training import load_weights
 from ..mcore.names import named_parameters
 from ..mcore.patches.router import settle_biases

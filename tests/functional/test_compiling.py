@@ -12,7 +12,7 @@ from benchmarks.support.forked import python
 QUANTISE = """
 import hashlib
 import torch
-from megatron_fp8.kernels.codes import cast
+from megatron_fp8.kernels.cast_dispatch import cast
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.kernels.cpu import loops as cpu
 from megatron_fp8.kernels.cpu import products

@@ -14,11 +14,11 @@ from benchmarks.support.ranks import RankPool
 from megatron_fp8.estimate.activations import of_chunk as saved_by_chunk
 from megatron_fp8.estimate.communication import of_stage as of_stage_wire
 from megatron_fp8.estimate.model import Chunk
+from megatron_fp8.estimate.model_state_bytes import of_stage
 from megatron_fp8.estimate.parameters import of_chunk, totals
 from megatron_fp8.estimate.saved_tensors import CPU
 from megatron_fp8.estimate.settings import Settings, read
 from megatron_fp8.estimate.sites import Plans
-from megatron_fp8.estimate.state import of_stage
 from megatron_fp8.estimate.status_allreduce import of_step
 from tests.support.estimate_cases import (
     BIASED,

@@ -102,7 +102,7 @@ def test_what_is_set_changes_the_loss_or_is_spoken_of(ranks: RankPool, base: str
 def losses_at_the_edges(rope: str) -> dict[tuple[str, float], float]:
     """A rank case: (field, value) -> the loss, for the least and the largest values that latent attention's numbers may
     have; those that are refused together with others are left out."""
-    from megatron_fp8.mcore.config.latent_fields import LATENT_FIELDS
+    from megatron_fp8.mcore.config.mla_field_rules import LATENT_FIELDS
     from megatron_fp8.mcore.config.rules import SIZE
 
     found = {}

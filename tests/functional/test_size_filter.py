@@ -119,7 +119,7 @@ def test_foreign_tables_and_settings_that_do_not_fit_are_errors(ranks: RankPool,
 
 def shapes(fields: dict[str, Any], layout: Layout) -> tuple[dict[str, tuple[int, int]], Any]:
     """Of each linear of a model, [K, N] by name; and what the config's shapes are said to be."""
-    from megatron_fp8.mcore.sizes import gemm_shapes
+    from megatron_fp8.mcore.gemm_size_filter import gemm_shapes
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     with model_parallel(layout):
@@ -150,7 +150,7 @@ def test_the_shapes_of_a_config_are_the_models(ranks: RankPool, fields: dict[str
 def test_an_experts_share_of_the_tokens() -> None:
     from types import SimpleNamespace
 
-    from megatron_fp8.mcore.sizes import expert_tokens
+    from megatron_fp8.mcore.gemm_size_filter import expert_tokens
 
     config = SimpleNamespace(
         expert_model_parallel_size=1, expert_tensor_parallel_size=None, moe_router_topk=2,

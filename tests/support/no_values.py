@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.layout import Refusal
-from megatron_fp8.numerics import waiting
+from megatron_fp8.numerics import host_sync
 from megatron_fp8.state.fp8_state import Fp8State
 
 
@@ -75,7 +75,7 @@ def gpu_without_values(refusal: Refusal = lambda request: None) -> Iterator[Laun
     patches = [mock.patch.object(module, name, launches.kernel(name)) for module, name in kernels]
     patches.append(mock.patch.object(native, "refusals", lambda *_: refusal))
     patches.append(mock.patch.object(dispatch, "run_on", lambda _: True))
-    patches.append(mock.patch.object(waiting, "looking_waits", lambda _: True))
+    patches.append(mock.patch.object(host_sync, "looking_waits", lambda _: True))
     patches.append(mock.patch.object(native_layout, "_has_kernels", lambda _: True))
     with FakeTensorMode():
         for patch in patches:

@@ -55,7 +55,7 @@ def _ours(file: str) -> bool:
 @contextmanager
 def waits(hidden: bool = True) -> Iterator[Waits]:
     """Notes each look inside; ``hidden``: torch's own too, which its profiler takes a second to tell."""
-    from megatron_fp8.numerics import waiting
+    from megatron_fp8.numerics import host_sync
 
     seen = Waits()
 
@@ -77,7 +77,7 @@ def waits(hidden: bool = True) -> Iterator[Waits]:
         return tensor
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(waiting, "looking_waits", lambda device: True))
+        stack.enter_context(mock.patch.object(host_sync, "looking_waits", lambda device: True))
         profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
         if hidden:
             stack.enter_context(profile)

@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 
 from ... import kernels
-from ...kernels.codes import decode
+from ...kernels.cast_dispatch import decode
 from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity
 from ...tensor import QuantizedSide
 from .layout import Mode, Operand, ProductPlan, Request, plan

@@ -1,6 +1,6 @@
 """Casts and products of equal matrices in one call of C, as experts have them.
 
-Each is as ``blocks.quantize`` and ``grouped.multiply_each`` make it.
+Each is as ``matrix_quantize.quantize`` and ``grouped.multiply_each`` make it.
 
 What C is told of a matrix takes Python longer than C takes with a small expert, so what all share is told once and
 copied, and an expert adds its addresses. Codes of all lie in one tensor, one behind the other, and so do scales.
@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 
 from ...numerics.rule import Direction, Rule
-from . import blocks, emulation, grouped
-from .blocks import DTYPES, CastStruct, CutStruct
+from . import emulation, grouped, matrix_quantize
 from .grouped import ProductStruct
+from .matrix_quantize import DTYPES, CastStruct, CutStruct
 
 _CAST, _PRODUCT = ctypes.sizeof(CastStruct), ctypes.sizeof(ProductStruct)
 
@@ -77,7 +77,7 @@ class Cast(NamedTuple):
 def in_c(rule: Rule, direction: Direction) -> bool:
     """Whether parts can be cast by this rule here: not by random bits, and in blocks that fill tiles or span a matrix."""
     spans = rule.scale != "e8m0" and 0 in (rule.granularity.rows, rule.granularity.cols)
-    return not rule.stochastic and (spans or all(map(blocks.divides, _cuts(rule, direction))))
+    return not rule.stochastic and (spans or all(map(matrix_quantize.divides, _cuts(rule, direction))))
 
 
 def _cuts(rule: Rule, direction: Direction) -> list[tuple[int, int]]:
@@ -88,7 +88,7 @@ def _cuts(rule: Rule, direction: Direction) -> list[tuple[int, int]]:
 
 
 def quantize(wanted: Sequence[Parts]) -> list[Cast]:
-    """Codes and scales of all parts, with the bits of ``blocks.quantize`` of each; one call of C."""
+    """Codes and scales of all parts, with the bits of ``matrix_quantize.quantize`` of each; one call of C."""
     told = (CastStruct * sum(rows > 0 for parts in wanted for rows in parts.rows))()
     to = iter(told)
     kept = [_told(parts, to) for parts in wanted]
@@ -105,7 +105,9 @@ def _told(parts: Parts, told: Iterator[CastStruct]) -> tuple[list[Stack], torch.
     """Tells C of the next parts; (what their codes and scales will be, memory for their amaxes)."""
     rule, cols, rows = parts.rule, parts.cols, tuple(parts.rows)
     amaxes = torch.empty(max(len(rows), 1), dtype=torch.float32, device="cpu")
-    common = CastStruct(cols=cols, rule=blocks.scale_rule(rule), from_dtype=DTYPES[parts.dtype], finite=1)
+    common = CastStruct(
+        cols=cols, rule=matrix_quantize.scale_rule(rule), from_dtype=DTYPES[parts.dtype], finite=1
+    )
     common.to_e5m2 = rule.fmt.name == "e5m2"
     made = [_stack(parts, rows, cut) for cut in _cuts(rule, parts.direction)]
     common.count = len(made)

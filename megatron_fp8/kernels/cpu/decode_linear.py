@@ -1,7 +1,7 @@
 """A linear of few tokens in one call of C (decode_linear.c): quantise, decode, multiply.
 
-Each step is a call of its own elsewhere (blocks.py, emulation.py, skinny_gemm.py), with tensors for what it gives. For
-one token those take longer than the steps. The bits are theirs.
+Each step is a call of its own elsewhere (matrix_quantize.py, emulation.py, skinny_gemm.py), with tensors for what it
+gives. For one token those take longer than the steps. The bits are theirs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from ...numerics.formats import E5M2
 from ...numerics.rule import Rule
-from . import blocks, skinny_gemm
+from . import matrix_quantize, skinny_gemm
 from .emulation import address, compiled, inner_loop, plain, thread_count
 
 
@@ -23,7 +23,7 @@ class _Linear(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "given", "blocks_b")),
         *((name, ctypes.c_double) for name in ("smallest_b", "largest_b", "smallest", "largest")),
         ("block", ctypes.c_int64),
-        ("rule", blocks.ScaleRule),
+        ("rule", matrix_quantize.ScaleRule),
         *((name, ctypes.c_int32) for name in ("bfloat16", "e5m2", "each", "e8m0_b")),
     )
 
@@ -49,7 +49,7 @@ def takes(x: torch.Tensor, rule: Rule, scale: torch.Tensor | None) -> bool:
     """Whether x [..., K] is for ``multiply``, so quantised; skinny_gemm.takes says it of the product."""
     block = rule.granularity.rows, rule.granularity.cols
     whole = block[1] == 0 and rule.scale != "e8m0"
-    in_blocks = block[0] == 1 and rule.scale != "fp32" and scale is None and blocks.divides(block)
+    in_blocks = block[0] == 1 and rule.scale != "fp32" and scale is None and matrix_quantize.divides(block)
     return (
         x.dtype in (torch.bfloat16, torch.float32)
         and plain(x)
@@ -97,7 +97,7 @@ def multiply(
         product,
         *(x.data_ptr(), None if scale is None else address(scale, torch.float32, 1)),
         scale_inv if in_blocks else None,
-        *(weight.smallest, weight.largest, *fold, rule.granularity.cols, blocks.scale_rule(rule)),
+        *(weight.smallest, weight.largest, *fold, rule.granularity.cols, matrix_quantize.scale_rule(rule)),
         *(short, rule.fmt is E5M2, rule.granularity.rows == 1, e8m0),
     )
     failed = compiled().few_tokens(ctypes.byref(linear), inner_loop(), thread_count(n * k))

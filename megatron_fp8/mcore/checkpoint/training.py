@@ -35,7 +35,7 @@ from ...plan.overrides import matching
 from ...state.collectives import anywhere, first_rank_with, largest, union
 from ...state.guard import Move, saved_moves
 from ...state.state_dict import PREFIX, is_slot_key
-from ..guard import take
+from ..guard_plans import take
 from ..names import of_key
 from ..optimizer.loss_scaler import scalers
 from ..optimizer.sharded_state import own_weights

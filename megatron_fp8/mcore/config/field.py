@@ -1,4 +1,4 @@
-"""Kinds of entries of mcore/config/table.py: how a Megatron-Core field is handled."""
+"""Kinds of entries of mcore/config/field_table.py: how a Megatron-Core field is handled."""
 
 from __future__ import annotations
 

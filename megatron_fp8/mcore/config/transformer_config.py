@@ -23,7 +23,7 @@ from megatron.core.transformer import transformer_config as megatron_config
 from ...plan.settings import DEFAULT_RECIPE, FP8_FORMATS, field_meant
 from ...recipe import RECIPES
 from ..runtime import find_runtime, runtime_of
-from .checks import announce_settings, check_fp8_settings, one_of, plain
+from .fp8_checks import announce_settings, check_fp8_settings, one_of, plain
 
 # Versions of Transformer Engine that Megatron-Core requires only for FP8. This package needs none of them.
 _FP8_TE_VERSIONS = frozenset({"1.7.0.dev0", "1.11.0", "2.6.0dev0"})

@@ -8,7 +8,7 @@ In Megatron-Core's layer
 each arrow is a tensor with one reader. If the reader makes codes of it by kernels (native backend, input in FP8 in fprop
 and wgrad), a LazyTensor takes its place (kernels/lazy_tensor.py); in backward, another one from SwiGLU to linear_fc1.
 Which linear reads which norm is set when a layer is built. Whether that linear makes codes is checked at every call,
-since warm-up, overrides and disabled regions change it. Experts that are called as one (grouped.py) are one such MLP.
+since warm-up, overrides and disabled regions change it. Experts that are called as one (grouped_mlp.py) are one such MLP.
 
 Still written to memory: the result of a norm that Megatron recomputes separately, since it frees the storage of that
 result and a LazyTensor has none (recognised by the reader's save_original_input, which Megatron sets); of a norm

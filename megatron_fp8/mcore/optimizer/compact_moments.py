@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from ...backends.reference import quantize
-from ...kernels.codes import block_amaxes
+from ...kernels.cast_dispatch import block_amaxes
 from ...numerics.formats import E4M3
 from ...numerics.rule import Granularity, Rule
 from ...numerics.scaling import FLT_MIN, round_down_to_power_of_two

@@ -29,7 +29,7 @@ from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from ...state.loss_scaler import LossScaler, agree
 from ..patches.patching import Patch
 from ..patches.router import settle_biases
-from .optimizer_scope import parts_of, runtimes_stepped_by
+from .optimizer_models import parts_of, runtimes_stepped_by
 
 MAX_SCALE = 2.0**32
 """The upper bound, for which Megatron-Core has no option; it is Megatron-Core's own initial scale."""

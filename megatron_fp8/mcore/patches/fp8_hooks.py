@@ -18,14 +18,21 @@ def patches() -> list[Patch]:
     """Returns all FP8 hooks of Megatron-Core 0.16."""
     from .. import params
     from ..layers import fusion, rotary
-    from ..layers import latent as latent_cache
+    from ..layers import mla as latent_cache
     from ..layers.activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
     from ..layers.output import output_layer_in_fp8
     from ..optimizer import fp8_params as param_optimizer
-    from ..optimizer import grad_norm, grad_norm_sync, loss_scaler, optimizer_scope, options, sharded_state
+    from ..optimizer import (
+        grad_norm,
+        grad_norm_sync,
+        loss_scaler,
+        optimizer_models,
+        option_checks,
+        sharded_state,
+    )
     from ..spec_replacement import build_own_modules, final_norm_of_the_layers
     from ..te import context as te_context
-    from . import buckets, dispatch, experts, latent, mtp, router
+    from . import buckets, experts, mla, mtp, router, token_dispatchers
 
     core = "megatron.core"
     checkpoint_why = "with fp8 Megatron recomputes through Transformer Engine's checkpoint"
@@ -149,10 +156,10 @@ def patches() -> list[Patch]:
         *rotary.patches(),
         *latent_cache.patches(),
         *loss_scaler.patches(),
-        *optimizer_scope.patches(),
-        *options.patches(),
-        *latent.patches(),
-        *dispatch.patches(),
+        *optimizer_models.patches(),
+        *option_checks.patches(),
+        *mla.patches(),
+        *token_dispatchers.patches(),
         *sharded_state.patches(),
         *buckets.patches(),
         *experts.patches(),

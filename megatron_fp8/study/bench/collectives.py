@@ -27,7 +27,7 @@ from ...backends import BACKENDS
 from ...plan.size_table import Gemm
 from ...plan.timing import Timing, interleave_on
 from ...recipe import Recipe, recipe_name
-from .cells import Bench
+from .gemm_bench import Bench
 
 
 def collectives(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None:

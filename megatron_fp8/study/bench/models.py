@@ -22,7 +22,7 @@ from ...inference import prepare_for_inference
 from ...nn import Fp8Config, convert_to_fp8, fp8_step
 from ...plan.size_table import Gemm
 from ...recipe import Recipe, recipe_name
-from .cells import Bench
+from .gemm_bench import Bench
 
 _FAR = 0.25
 """Relative root mean square difference from BF16, for several consecutive linears in E4M3 and E5M2."""

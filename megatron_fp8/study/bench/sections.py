@@ -7,8 +7,8 @@ from types import ModuleType
 
 from ...plan.size_table import Gemm
 from ...recipe import Recipe
-from .cells import Bench, gemm, linear, quantise
 from .collectives import collectives
+from .gemm_bench import Bench, gemm, linear, quantise
 from .models import inference, layer, step
 
 SECTIONS: dict[str, Callable[[Bench, Gemm, Recipe, ModuleType], None]] = {

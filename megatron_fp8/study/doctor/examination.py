@@ -23,7 +23,7 @@ from ...plan.timing import unused_gpu
 from ...train.report import device_name
 from .generations import Generation, here
 from .matrix import Cell, matrix
-from .needs import NOT_LOOKED_AT, Need, missing
+from .requirements import NOT_LOOKED_AT, Need, missing
 from .trials import Trial, trials
 from .versions import Conflict, Part, conflicts, facts, parts
 

@@ -2,7 +2,7 @@
 
 The backends' own checks are called with another device's properties: `capability_reason`,
 `architecture_reason`, `lacking` and `by_kernel` of the native backend, `unmapped` and `device_reason` of
-Transformer Engine's. Only what a library would answer there is written down (documented.py). Trials replace
+Transformer Engine's. Only what a library would answer there is written down (gpu_rules.py). Trials replace
 the cells of this machine.
 
 Rejected: a table written by hand. The one in docs/backends.md had to be corrected whenever the rules changed.
@@ -20,8 +20,8 @@ from ...backends import BACKENDS, LAYER_BACKENDS, emulated, transformer_engine
 from ...backends.native.backend import by_kernel, by_mx, lacking
 from ...backends.native.probe import NOT_A_GPU, architecture_reason, capability_reason
 from ...recipe import RECIPES, Recipe
-from .documented import SOURCES, te_refusal, torch_refusal
 from .generations import GENERATIONS, Generation
+from .gpu_rules import SOURCES, te_refusal, torch_refusal
 from .trials import Trial
 
 Known = Literal["tried here", "documentation", "not known"]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from .examination import Examination
 from .generations import GENERATIONS
 from .matrix import OURS, RECIPE_NAMES, Cell
-from .needs import NOT_LOOKED_AT
+from .requirements import NOT_LOOKED_AT
 from .trials import Trial
 
 WIDTH = 80

@@ -1,6 +1,6 @@
 """Rules for every option of a run, and for combinations, as data.
 
-Rules of Megatron-Core's own model fields are in mcore/config/table.py.
+Rules of Megatron-Core's own model fields are in mcore/config/field_table.py.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 
-from ...mcore.config.fields import DEFAULTS, KNOWN, announce_fields, check_fields
-from ...mcore.config.latent import MLATransformerConfig
-from ...mcore.config.latent_fields import LATENT_FIELDS
+from ...mcore.config.field_checks import DEFAULTS, KNOWN, announce_fields, check_fields
+from ...mcore.config.field_table import FIELDS
+from ...mcore.config.mla_config import MLATransformerConfig
+from ...mcore.config.mla_field_rules import LATENT_FIELDS
 from ...mcore.config.rules import Rule, check, one_of, optional
-from ...mcore.config.table import FIELDS
 from ...mcore.config.transformer_config import TransformerConfig
 from .field_rules import check_training_fields
 from .position_fields import POSITION_FIELDS, ROTARY, check_positions
@@ -178,7 +178,7 @@ def transformer_config(section: Any) -> TransformerConfig:
     fields["fp8"] = section.fp8
     fields.setdefault("pipeline_dtype", DTYPES[section.params_dtype])
     if section.virtual_pipeline_model_parallel_size and section.pipeline_model_parallel_size == 2:
-        # The only correct setting: each of two stages is the other's next and previous one (mcore/config/checks.py).
+        # The only correct setting: each of two stages is the other's next and previous one (mcore/config/fp8_checks.py).
         fields.update(overlap_p2p_comm=True, batch_p2p_comm=False)
     positions = {name: getattr(section, name) for name in POSITION_FIELDS}
     settings = types.SimpleNamespace(**{**DEFAULTS, **positions, **fields})

@@ -22,9 +22,9 @@ from jsonargparse import ArgumentParser
 
 from ...files.data_option import data_as_paths
 from ...files.example_configs import config_hint, find_config
-from ...mcore.config.fields import KNOWN
+from ...mcore.config.field_checks import KNOWN
+from ...mcore.config.field_table import OWN_RULES
 from ...mcore.config.rules import Rule, shown
-from ...mcore.config.table import OWN_RULES
 from ...plan.key_hint import nearest_key
 from ...plan.settings import DEFAULT_RECIPE, field_meant, refuse_recipe_alone
 from .config_file import by_dotted_key, read_config

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ...telemetry.output import require_wandb
 from ...telemetry.settings import Selection, TelemetrySettings
 from ...telemetry.stat_registry import DEFAULT, TENSORS
-from ...telemetry.te_config import te_settings
+from ...telemetry.te_config_reader import te_settings
 from .model_fields import kind_of
 
 

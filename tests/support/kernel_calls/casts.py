@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from megatron_fp8.kernels.cpu import blocks
+from megatron_fp8.kernels.cpu import matrix_quantize
 from megatron_fp8.numerics.cast import cast
 from megatron_fp8.numerics.scaling import block_amaxes, compute_amax, compute_scale_inv
 
@@ -22,9 +22,9 @@ SPANNING = ([(0, 0)], [(1, 0)], [(0, 1)], [(1, 0), (0, 1)])
 def cast_each_call(draw: Draw, most: int) -> Call:
     """Up to three: in blocks; by amaxes of rows, columns or the matrix, also found before; under given scales."""
     count = int(draw.integers(1, 4))
-    told = Buffer((blocks.CastStruct * count)(), out=True)
-    size = ctypes.sizeof(blocks.CastStruct)
-    structs = (blocks.CastStruct * count)()
+    told = Buffer((matrix_quantize.CastStruct * count)(), out=True)
+    size = ctypes.sizeof(matrix_quantize.CastStruct)
+    structs = (matrix_quantize.CastStruct * count)()
     expected, bad, words = [], [], []
     for i in range(count):
         special, what, parts = _cast(draw, most, structs[i], told, i * size)
@@ -34,7 +34,7 @@ def cast_each_call(draw: Draw, most: int) -> Call:
     told.bytes = bytes(structs)
 
     def check(returned: int, outs: list[bytearray]) -> str | None:
-        after = (blocks.CastStruct * count).from_buffer_copy(outs[0])
+        after = (matrix_quantize.CastStruct * count).from_buffer_copy(outs[0])
         specials = [one.special for one in after]
         faults = [
             differs(f"part {i}", out, one)
@@ -47,7 +47,7 @@ def cast_each_call(draw: Draw, most: int) -> Call:
 
 
 def _cast(
-    draw: Draw, most: int, to: blocks.CastStruct, told: Buffer, at: int
+    draw: Draw, most: int, to: matrix_quantize.CastStruct, told: Buffer, at: int
 ) -> tuple[int, str, list[torch.Tensor]]:
     """Tells of one matrix; (how many elements are NaN or Inf, in words, what its buffers have to hold)"""
     (fmt_name, fmt), (dtype_name, dtype) = named(FORMATS, draw), named(of.DTYPES, draw)
@@ -69,7 +69,7 @@ def _cast(
     to.rows, to.cols, to.rule, to.count = rows, cols, rule, len(cuts)
     to.from_dtype, to.to_e5m2 = list(of.DTYPES).index(dtype_name), fmt_name == "e5m2"
     to.finite = int(found and bad == 0 and bool(draw.integers(2)))
-    fields, cut_fields = blocks.CastStruct, blocks.CutStruct
+    fields, cut_fields = matrix_quantize.CastStruct, matrix_quantize.CutStruct
     told.pointers[at + fields.x.offset] = Buffer(x)
     told.pointers[at + fields.amax.offset] = empty((1,), torch.float32)
     expected = [torch.zeros(1) if found else amax]
@@ -77,7 +77,7 @@ def _cast(
         told.pointers[at + fields.running.offset] = Buffer(there, out=True)
         expected.append(there if found else torch.maximum(there, amax))
     for c, ((high, wide), of_blocks) in enumerate(zip(cuts, amaxes, strict=True)):
-        to.cuts[c] = blocks.CutStruct(high, wide, None, None, None, None)
+        to.cuts[c] = matrix_quantize.CutStruct(high, wide, None, None, None, None)
         start = at + fields.cuts.offset + c * ctypes.sizeof(cut_fields)
         scale, inverse = scales_by(of_blocks, fmt_name, kind, margin, epsilon)
         if given:

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import torch
 
-from megatron_fp8.kernels.cpu import block_amax, blocks, stats
+from megatron_fp8.kernels.cpu import block_amax, matrix_quantize, stats
 from megatron_fp8.kernels.cpu.emulation import FLOATS
 from megatron_fp8.numerics.cast import cast, decode
 from megatron_fp8.numerics.formats import E4M3, E5M2
@@ -225,13 +225,18 @@ def power_call(draw: Draw, most: int) -> Call:
     )
 
 
-def drawn_rule(draw: Draw, fmt_name: str) -> tuple[str, int, float, blocks.ScaleRule]:
+def drawn_rule(draw: Draw, fmt_name: str) -> tuple[str, int, float, matrix_quantize.ScaleRule]:
     """(kind of scale, margin, epsilon, blocks.c's Rule)"""
     fmt, kind = FORMATS[fmt_name], ("fp32", "pow2", "e8m0")[draw.integers(3)]
     margin, epsilon = int(draw.choice([0, 0, 1, 200])), float(draw.choice([0.0, 0.0, 1e-4]))
     largest = fmt.max * 2.0**-margin
     epsilon = ctypes.c_float(epsilon).value
-    return kind, margin, epsilon, blocks.ScaleRule(largest, epsilon, blocks._KINDS[kind], fmt.max_exponent)
+    return (
+        kind,
+        margin,
+        epsilon,
+        matrix_quantize.ScaleRule(largest, epsilon, matrix_quantize._KINDS[kind], fmt.max_exponent),
+    )
 
 
 def scales_by(amax: torch.Tensor, fmt_name: str, kind: str, margin: int, epsilon: float):
@@ -273,7 +278,7 @@ def blocks_call(draw: Draw, most: int) -> Call:
         cuts = [(1, 32), (32, 1)] if draw.random() < 0.5 else [(1, 128), (128, 1)]
     x = of.matrix(draw, rows, cols, dtype, finite=None if draw.random() < 0.5 else True)
     bad = int((~x.isfinite()).sum())
-    told = (blocks.CutStruct * len(cuts))(
+    told = (matrix_quantize.CutStruct * len(cuts))(
         *[(high or rows, wide or cols, None, None, None, None) for high, wide in cuts]
     )
     structs, expected = Buffer(told), []
@@ -282,13 +287,13 @@ def blocks_call(draw: Draw, most: int) -> Call:
         scale, inverse = scales_by(amax, fmt_name, kind, margin, epsilon)
         codes = cast(x, of.spread(scale, (high or rows, wide or cols), rows, cols), fmt).view(torch.uint8)
         expected.append(codes)
-        start = i * ctypes.sizeof(blocks.CutStruct)
-        structs.pointers[start + blocks.CutStruct.codes.offset] = empty((rows, cols), torch.uint8)
+        start = i * ctypes.sizeof(matrix_quantize.CutStruct)
+        structs.pointers[start + matrix_quantize.CutStruct.codes.offset] = empty((rows, cols), torch.uint8)
         if given:
-            structs.pointers[start + blocks.CutStruct.scale.offset] = Buffer(scale)
+            structs.pointers[start + matrix_quantize.CutStruct.scale.offset] = Buffer(scale)
         else:
             expected.append(inverse)
-            structs.pointers[start + blocks.CutStruct.scale_inv.offset] = empty(
+            structs.pointers[start + matrix_quantize.CutStruct.scale_inv.offset] = empty(
                 tuple(inverse.shape), inverse.dtype
             )
     amax = torch.zeros(1) if given else compute_amax(x).view(1)

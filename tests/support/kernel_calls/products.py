@@ -8,7 +8,7 @@ import torch
 
 from megatron_fp8.backends import reference
 from megatron_fp8.backends.emulated import values64
-from megatron_fp8.kernels.cpu import blocks, decode_linear, emulation, grouped, skinny_gemm
+from megatron_fp8.kernels.cpu import decode_linear, emulation, grouped, matrix_quantize, skinny_gemm
 from megatron_fp8.numerics.cast import decode
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, ROW, TENSOR, Rule
 
@@ -298,7 +298,12 @@ def few_tokens_call(draw: Draw, most: int, loop: int) -> Call:
     linear = Buffer(
         decode_linear._Linear(
             *(product, None, None, None, float(scale.min()), float(scale.max()), 2.0**-100, 2.0**80),
-            *(granularity.cols, blocks.scale_rule(rule), dtype == torch.bfloat16, fmt is FORMATS["e5m2"]),
+            *(
+                granularity.cols,
+                matrix_quantize.scale_rule(rule),
+                dtype == torch.bfloat16,
+                fmt is FORMATS["e5m2"],
+            ),
             *(granularity.rows == 1, e8m0_b),
         )
     )

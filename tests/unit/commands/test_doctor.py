@@ -13,7 +13,7 @@ from megatron_fp8 import mcore
 from megatron_fp8.commands.doctor import HELP
 from megatron_fp8.commands.main import main
 from megatron_fp8.commands.train import settings
-from megatron_fp8.study.doctor import examination, needs
+from megatron_fp8.study.doctor import examination, requirements
 from megatron_fp8.study.doctor.trials import Trial
 from megatron_fp8.study.doctor.versions import RULES
 
@@ -90,7 +90,7 @@ def test_what_was_not_looked_at_is_said_and_data_may_follow(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(examination, "trials", lambda: iter(()))
-    monkeypatch.setattr(needs, "megatron", lambda: "0.16.1")
+    monkeypatch.setattr(requirements, "megatron", lambda: "0.16.1")
     code, out, _ = run(capsys, "--config=llama3_70b", "--data.tokenizer=bytes", "--data", __file__)
     said = " ".join(out.split())
     assert (
@@ -108,7 +108,7 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     monkeypatch.setattr(examination, "trials", lambda: iter(()))
     code, out, _ = run(capsys)
     assert code == 0 and out.startswith("FP8 cannot run here") and "What runs where" not in out
-    monkeypatch.setattr(needs, "megatron", lambda: None)
+    monkeypatch.setattr(requirements, "megatron", lambda: None)
     code, out, _ = run(capsys, "--config=tiny_gpt_cpu")
     assert code == 1 and "megatron-core 0.16: it is not installed ->" in out
     for bad in (

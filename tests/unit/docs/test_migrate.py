@@ -11,7 +11,7 @@ import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig as Megatrons
 
 from megatron_fp8 import TransformerConfig, fp8_autocast, fp8_step, recipe
-from megatron_fp8.mcore.config.table import FIELDS
+from megatron_fp8.mcore.config.field_table import FIELDS
 from tests.support.te.signatures import recorded
 
 PAGE = (Path(__file__).parents[3] / "docs" / "migrate.md").read_text()

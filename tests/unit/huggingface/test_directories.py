@@ -22,8 +22,8 @@ from megatron_fp8.files.checkpoint import (
     read_metadata,
     read_tensor,
 )
+from megatron_fp8.huggingface.checkpoint_reader import Source
 from megatron_fp8.huggingface.directory import Tensors, new_directory, write_tensors
-from megatron_fp8.huggingface.source import Source
 from megatron_fp8.inference.calibration import Calibration, Range
 from tests.support.hf_small import tensors, write
 from tests.support.manifests import edit

@@ -10,9 +10,9 @@ import torch
 
 from megatron_fp8.huggingface.architectures import entries, layers_of_experts
 from megatron_fp8.huggingface.aux_files import describe
+from megatron_fp8.huggingface.checkpoint_reader import Source
 from megatron_fp8.huggingface.config import exported_architecture, hf_config, model_section
 from megatron_fp8.huggingface.shapes import part_shapes
-from megatron_fp8.huggingface.source import Source
 from tests.support.hf_experts import DEEPSEEK, FAMILIES
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.inference import prepare_for_inference
 from megatron_fp8.inference.calibration import RECORD, TENSORS, Seen, calibrate, load_calibration
-from megatron_fp8.kernels.codes import cast
+from megatron_fp8.kernels.cast_dispatch import cast
 from megatron_fp8.nn import Fp8Linear, convert_to_fp8, fp8_step
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.numerics.scaling import compute_scale

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.kernels import device_math
-from megatron_fp8.kernels.codes import cast, compute_e8m0, e8m0_to_scale
+from megatron_fp8.kernels.cast_dispatch import cast, compute_e8m0, e8m0_to_scale
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import compute_scale, compute_scale_inv
 from tests.support.matrices import DEVICE

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import emulated
 from megatron_fp8.kernels.cpu import emulation
-from megatron_fp8.linear import uniform_experts
+from megatron_fp8.linear import cpu_expert_batch
 from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.recipe import Float8CurrentScaling, Recipe
@@ -108,7 +108,7 @@ def test_one_call_of_the_backend_for_each_gemm(monkeypatch: pytest.MonkeyPatch) 
         real(a, b, outs, add=add, **options)
 
     monkeypatch.setattr(emulated, "grouped_gemm", counted)
-    monkeypatch.setattr(uniform_experts, "weights_of", lambda *args: False)
+    monkeypatch.setattr(cpu_expert_batch, "weights_of", lambda *args: False)
     train(grouped_linear, "blockwise", main_grad=torch.float32, iterations=1)
     assert calls == [(5, False), (5, False), (5, True)]
     calls.clear()

@@ -8,7 +8,7 @@ import torch
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import reference
 from megatron_fp8.kernels.cpu import emulation
-from megatron_fp8.linear import uniform_experts
+from megatron_fp8.linear import cpu_expert_batch
 from megatron_fp8.linear.linear_ops import Call
 from megatron_fp8.linear.saved_expert_activations import SavedExperts, SavedExpertsLayout
 from megatron_fp8.linear.saved_tensor_layout import SideLayout
@@ -71,12 +71,12 @@ def test_a_stack_lies_as_if_it_were_packed(name: str) -> None:
         for _ in numbers
     ]
     x, weights = randn(sum(numbers), K, seed=1), [randn(96, K, seed=e) for e in range(len(numbers))]
-    kept = uniform_experts.weights_of(x, weights, calls, [True])
-    _, operands, _ = uniform_experts.forward(x, weights, calls, numbers, kept, needs_wgrad=True)
+    kept = cpu_expert_batch.weights_of(x, weights, calls, [True])
+    _, operands, _ = cpu_expert_batch.forward(x, weights, calls, numbers, kept, needs_wgrad=True)
     assert kept and operands is not None
     each = [operands.side(operands.columnwise, e) for e in range(len(numbers))]
     wanted = SavedExpertsLayout(SideLayout.of(operands.rule, True), K).pack(each, numbers, CPU)
-    for found, one in zip(uniform_experts.packed(operands), wanted, strict=True):
+    for found, one in zip(cpu_expert_batch.packed(operands), wanted, strict=True):
         assert_same_bytes(found, one)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.kernels.cpu import emulation
-from megatron_fp8.linear import uniform_experts
+from megatron_fp8.linear import cpu_expert_batch
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.linear.grouped import grouped_linear
@@ -61,7 +61,7 @@ def experts(recipe: str, unpack: Unpack) -> list[torch.Tensor]:
 def one_by_one(recipe: str, unpack: Unpack) -> list[torch.Tensor]:
     """Experts that are not stacked."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(uniform_experts, "weights_of", lambda *args: False)
+        patch.setattr(cpu_expert_batch, "weights_of", lambda *args: False)
         return experts(recipe, unpack)
 
 

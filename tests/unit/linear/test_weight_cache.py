@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.support.compare import assert_same_bytes
+from megatron_fp8.linear.dgrad_weight import columnwise_of, stamp_of
 from megatron_fp8.linear.weight_cache import WeightCache
-from megatron_fp8.linear.weight_requantize import columnwise_of, stamp_of
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.sites import ALL_RECIPES, make_site, randn
 

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from benchmarks.support import reference
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8.kernels.codes import cast
+from megatron_fp8.kernels.cast_dispatch import cast
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from tests.support.draws import draws
 

@@ -11,7 +11,7 @@ import torch
 from benchmarks.support import reference
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
-from megatron_fp8.kernels.codes import cast, decode
+from megatron_fp8.kernels.cast_dispatch import cast, decode
 from megatron_fp8.numerics.cast import RandomKey, cast_stochastic, philox_bits
 from megatron_fp8.numerics.formats import E4M3, E5M2, Format
 from megatron_fp8.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling

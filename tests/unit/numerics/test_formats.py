@@ -15,7 +15,7 @@ from gfloat.formats import format_info_ocp_e4m3, format_info_ocp_e5m2, format_in
 
 from benchmarks.support import reference
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8.kernels.codes import decode
+from megatron_fp8.kernels.cast_dispatch import decode
 from megatron_fp8.numerics.formats import E4M3, E5M2, E8M0, Format
 
 ELEMENTS = [

@@ -14,7 +14,7 @@ from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 
 from benchmarks.support import reference
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8.kernels.codes import compute_e8m0
+from megatron_fp8.kernels.cast_dispatch import compute_e8m0
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import compute_amax, compute_scale, compute_scale_inv
 from tests.support.draws import draws

@@ -13,7 +13,7 @@ import torch
 from megatron_fp8 import quantize
 from megatron_fp8.backends import reference
 from megatron_fp8.kernels.cpu import stats
-from megatron_fp8.numerics import cast, waiting
+from megatron_fp8.numerics import cast, host_sync
 from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.recipe import (
@@ -271,7 +271,7 @@ def test_c_and_torch_agree_on_large_tensors_and_threads(monkeypatch):
     monkeypatch.setattr(stats, "usable", lambda x: False)
     monkeypatch.setattr(cast, "CHUNK", 50_000)  # several
     for waits in (False, True):  # as on a GPU, where nobody looks whether all is finite
-        monkeypatch.setattr(waiting, "looking_waits", lambda device, waits=waits: waits)
+        monkeypatch.setattr(host_sync, "looking_waits", lambda device, waits=waits: waits)
         slow = measure(x, layout, {"": quantized})
         assert torch.equal(slow.extremes, found[0].extremes)
         torch.testing.assert_close(slow.sums, found[0].sums, rtol=1e-12, atol=0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8.kernels.cpu import batched_cast, blocks, emulation
+from megatron_fp8.kernels.cpu import batched_cast, emulation, matrix_quantize
 from megatron_fp8.kernels.cpu.batched_cast import Parts, Side
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Direction, Rule
@@ -47,7 +47,9 @@ def test_each_part_is_cast_as_alone(rule: Rule, direction: Direction) -> None:
                 codes, scale_inv = stack.part(i)
                 assert codes.shape == part.shape
                 if len(part):
-                    (alone,) = blocks.quantize([blocks.Wanted(part, rule, [(high, wide)], scale=scale)])
+                    (alone,) = matrix_quantize.quantize(
+                        [matrix_quantize.Wanted(part, rule, [(high, wide)], scale=scale)]
+                    )
                     assert_same_bytes(codes, alone.sides[0].codes)
                     assert_same_bytes(scale_inv.flatten(), alone.sides[0].scale_inv.flatten())
 

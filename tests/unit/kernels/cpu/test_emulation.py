@@ -12,7 +12,7 @@ import torch
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
-from megatron_fp8.kernels.codes import (
+from megatron_fp8.kernels.cast_dispatch import (
     block_amaxes,
     cast,
     compute_e8m0,

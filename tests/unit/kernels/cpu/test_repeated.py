@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8.kernels.cpu import blocks, emulation
+from megatron_fp8.kernels.cpu import emulation, matrix_quantize
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_128X128, ROW, TENSOR, Rule
 
@@ -36,10 +36,12 @@ def test_casts(name: str, given: bool) -> None:
     rule, cuts = CUTS[name]
     scale = torch.tensor(3.5) if given else None
     one, other = (torch.zeros(()) for _ in range(2))
-    cast = blocks.Repeated(blocks.Wanted(matrix(0), rule, cuts, one, scale))
+    cast = matrix_quantize.Repeated(matrix_quantize.Wanted(matrix(0), rule, cuts, one, scale))
     for seed in (1, 2, 3):
         found, special = cast(matrix(seed))
-        (expected,) = blocks.quantize([blocks.Wanted(matrix(seed), rule, cuts, other, scale)])
+        (expected,) = matrix_quantize.quantize(
+            [matrix_quantize.Wanted(matrix(seed), rule, cuts, other, scale)]
+        )
         assert special == expected.special == (2 if seed == 2 else 0)
         for side, wanted in zip(found, expected.sides, strict=True):
             assert_same_bytes(side.codes, wanted.codes)
@@ -50,7 +52,7 @@ def test_casts(name: str, given: bool) -> None:
 def test_casts_keep_what_they_gave() -> None:
     """A second call writes into memory of its own."""
     rule, cuts = CUTS["mx"]
-    cast = blocks.Repeated(blocks.Wanted(matrix(0), rule, cuts))
+    cast = matrix_quantize.Repeated(matrix_quantize.Wanted(matrix(0), rule, cuts))
     first, _ = cast(matrix(1))
     before = [(side.codes.clone(), side.scale_inv.clone()) for side in first]
     cast(matrix(4))
@@ -68,7 +70,7 @@ def test_products(dtype: torch.dtype) -> None:
         rule, cuts = CUTS["mx"]
         made = []
         for x in (matrix(seed) * large, matrix(seed + 1, 170)):
-            (one,) = blocks.quantize([blocks.Wanted(x, rule, cuts[:1])])
+            (one,) = matrix_quantize.quantize([matrix_quantize.Wanted(x, rule, cuts[:1])])
             made.append(emulation.Operand(*one.sides[0], (1, 32), True))
         return made
 

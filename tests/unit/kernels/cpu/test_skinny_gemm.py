@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import emulated
-from megatron_fp8.kernels.codes import cast, decode, decode_blocks
+from megatron_fp8.kernels.cast_dispatch import cast, decode, decode_blocks
 from megatron_fp8.kernels.cpu import emulation, skinny_gemm
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_128X128, ROW, TENSOR

@@ -282,7 +282,7 @@ def test_last_queries_on_a_gpu(groups: int, monkeypatch: pytest.MonkeyPatch) -> 
     from torch.nn.attention.bias import CausalBias
 
     from megatron_fp8.mcore.layers import attention
-    from megatron_fp8.numerics import waiting
+    from megatron_fp8.numerics import host_sync
 
     q, k, v, _ = inputs(24, groups, torch.float32)
     written = attention._sdpa(q[16:], k, v, 0.25, **attention._causal_mask(q[16:], k, True))
@@ -293,7 +293,7 @@ def test_last_queries_on_a_gpu(groups: int, monkeypatch: pytest.MonkeyPatch) -> 
         asked.append(torch.backends.cuda.cudnn_sdp_enabled())
         return dispatch(*args, **kwargs)
 
-    monkeypatch.setattr(waiting, "looking_waits", lambda device: True)
+    monkeypatch.setattr(host_sync, "looking_waits", lambda device: True)
     monkeypatch.setattr(CausalBias, "_dispatch", staticmethod(asking))
     mask = attention._causal_mask(q[16:], k, True)
     told = attention._sdpa(q[16:], k, v, 0.25, **mask)

@@ -10,8 +10,8 @@ from benchmarks.support.ranks import RankPool
 from megatron_fp8.backends import emulated
 from megatron_fp8.plan.size_table import Gemm
 from megatron_fp8.recipe import RECIPES
-from megatron_fp8.study.bench.cells import Bench
 from megatron_fp8.study.bench.collectives import collectives, measure
+from megatron_fp8.study.bench.gemm_bench import Bench
 
 SHAPE = Gemm(64, 8, 10)
 

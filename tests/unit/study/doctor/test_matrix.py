@@ -14,8 +14,8 @@ from megatron_fp8.backends.native import probe
 from megatron_fp8.kernels.cpu import emulation, mkl, products
 from megatron_fp8.recipe import RECIPES
 from megatron_fp8.study.doctor import generations
-from megatron_fp8.study.doctor.documented import torch_refusal
 from megatron_fp8.study.doctor.generations import GENERATIONS, Generation
+from megatron_fp8.study.doctor.gpu_rules import torch_refusal
 from megatron_fp8.study.doctor.matrix import RECIPE_NAMES, cpu_product, documented, matrix
 from megatron_fp8.study.doctor.trials import Trial
 from tests.support.architecture import PACKAGE

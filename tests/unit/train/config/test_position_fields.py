@@ -7,7 +7,7 @@ from pathlib import Path
 import megatron.core
 import pytest
 
-from megatron_fp8.mcore.config.fields import KNOWN
+from megatron_fp8.mcore.config.field_checks import KNOWN
 from megatron_fp8.train.config.model_section import TURNED, GPTOptions, ModelSection, transformer_config
 from megatron_fp8.train.config.position_fields import POSITION_FIELDS
 

@@ -3,7 +3,7 @@
 Results are checked before timing: codes against the quantised values, products against the float64 product of
 the same codes, a linear's output and gradients against BF16's. A wrong result is never timed. Contenders run
 alternately, and ratios are taken per pair of runs. The command line is `megatron-fp8 bench`; larger cells are
-in models.py, other libraries in peers.py.
+in models.py, other libraries in torchao_bench.py.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..params.fp8_parameter import Fp8Parameter
 from ..quantizer import measure
-from ..state.counts import IterationCounts
 from ..state.fp8_state import Fp8State
 from ..state.iteration import LATER, NEVER, NOW, in_backward
+from ..state.iteration_counters import IterationCounts
 from .gemm_site import GemmSite
 from .quantized_activation import QuantizedActivation
 

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.kernels.cpu import batched_cast, emulation, grouped
-from megatron_fp8.linear import uniform_experts
+from megatron_fp8.linear import cpu_expert_batch
 from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.recipe import Float8CurrentScaling, Recipe
@@ -61,7 +61,7 @@ def test_weights_that_are_kept_are_cast_once(recipe: str, casts: list[int], monk
     """In the second microbatch only tokens and gradients are; it has the bits of experts one by one."""
     found = steps(experts(recipe)[1], parameters(), 2)
     assert casts == [2, 1, 1, 1]
-    monkeypatch.setattr(uniform_experts, "weights_of", lambda *args: False)
+    monkeypatch.setattr(cpu_expert_batch, "weights_of", lambda *args: False)
     for one, other in zip(found, steps(experts(recipe)[1], parameters(), 2), strict=True):
         assert_same_bytes(one, other)
     assert len(casts) == 4
@@ -96,7 +96,7 @@ def test_some_of_the_experts_whose_weights_one_cast_made(casts: list[int]) -> No
 def test_a_backward_that_is_watched_is_that_of_each_expert(casts: list[int], monkeypatch: Any) -> None:
     found = steps(experts("blockwise")[1], parameters(), 1)
     casts.clear()
-    monkeypatch.setattr(uniform_experts, "can_go_back", lambda *args: False)
+    monkeypatch.setattr(cpu_expert_batch, "can_go_back", lambda *args: False)
     for one, other in zip(found, steps(experts("blockwise")[1], parameters(), 1), strict=True):
         assert_same_bytes(one, other)
     assert casts == [2]
@@ -128,7 +128,7 @@ def test_a_main_grad_of_another_shape_is_refused() -> None:
 def test_experts_that_share_a_weight_add_to_its_gradient_in_turn(as_one: bool, monkeypatch: Any) -> None:
     """Threads that added to the same memory at once would lose what another adds."""
     if not as_one:
-        monkeypatch.setattr(uniform_experts, "weights_of", lambda *args: False)
+        monkeypatch.setattr(cpu_expert_batch, "weights_of", lambda *args: False)
     met: list[list[int]] = []
     real = grouped.make
     monkeypatch.setattr(

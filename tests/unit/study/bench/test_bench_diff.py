@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_fp8.study.bench.versus import Change, as_table, changes, check_comparable, read
+from megatron_fp8.study.bench.bench_diff import Change, as_table, changes, check_comparable, read
 
 ROW = {"section": "gemm", "k": 4, "n": 8, "tokens": 2, "contender": "mxfp8", "ratio": 0.8, "spread": 0.1}
 

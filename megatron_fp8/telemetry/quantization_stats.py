@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from ..kernels.codes import decode
+from ..kernels.cast_dispatch import decode
 from ..kernels.cpu.stats import Side
 from ..numerics.cast import chunks
 from ..numerics.rule import Granularity

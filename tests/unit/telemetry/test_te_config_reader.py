@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megatron_fp8.telemetry.stat_registry import Blocks
-from megatron_fp8.telemetry.te_config import te_settings
+from megatron_fp8.telemetry.te_config_reader import te_settings
 
 EXAMPLE = """
 tensor_stats:

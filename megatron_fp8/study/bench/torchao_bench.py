@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...plan.size_table import Gemm
-from .cells import LINEAR_BOUND, Bench
+from .gemm_bench import LINEAR_BOUND, Bench
 
 
 def missing() -> str | None:

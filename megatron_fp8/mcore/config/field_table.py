@@ -1,8 +1,8 @@
 """The table of all TransformerConfig fields: rules, and their effect here.
 
 A field has its effect (`where` is the file that reads it), has it only together with another field, has no effect
-(setting it gives a warning), or is unavailable (setting it is an error). mcore/config/fields.py reads the table. A
-test compares it with the dataclass, and fields.py refuses a set field that is not in it.
+(setting it gives a warning), or is unavailable (setting it is an error). mcore/config/field_checks.py reads the table. A
+test compares it with the dataclass, and field_checks.py refuses a set field that is not in it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .rules import (
     optional,
     text,
 )
-from .values import DTYPE, FUNCTION, LAYOUT, PATTERN, RECIPE, SCOPE
+from .special_fields import DTYPE, FUNCTION, LAYOUT, PATTERN, RECIPE, SCOPE
 
 _HALF = 65504.0  # float16's largest number: torch raises for a larger one if it computes in float16
 _CP_COMM = one_of("p2p", "all_gather", "a2a", "a2a+p2p")

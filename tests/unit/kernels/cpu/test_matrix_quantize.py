@@ -12,7 +12,7 @@ import torch
 
 from megatron_fp8.backends import emulated, reference
 from megatron_fp8.backends.base import CastRequest, RunningAmax
-from megatron_fp8.kernels.cpu import blocks, emulation
+from megatron_fp8.kernels.cpu import emulation, matrix_quantize
 from megatron_fp8.numerics.cast import cast
 from megatron_fp8.numerics.formats import E4M3, E5M2, FloatFormat
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Rule
@@ -97,9 +97,11 @@ def test_one_direction_makes_what_both_make():
 def test_it_is_one_call(monkeypatch: pytest.MonkeyPatch):
     """Both directions, and many matrices; a silent return to calls of their own would give the same bytes."""
     calls = []
-    quantize = blocks.quantize
+    quantize = matrix_quantize.quantize
     monkeypatch.setattr(
-        blocks, "quantize", lambda wanted: calls.append([len(of.cuts) for of in wanted]) or quantize(wanted)
+        matrix_quantize,
+        "quantize",
+        lambda wanted: calls.append([len(of.cuts) for of in wanted]) or quantize(wanted),
     )
     x = matrix((256, 256), torch.bfloat16, "normal")
     rules = [RULES[0], RULES[1], Rule(E4M3, ROW, "pow2"), Rule(E4M3, TENSOR, "fp32")]
@@ -188,7 +190,7 @@ def test_each_bfloat16_number_under_scales(fmt: FloatFormat, cut: tuple[int, int
         amax = torch.tensor(fmt.max / value, dtype=torch.float32)
         x = every.where(every.abs().float() <= amax, 0).view(256, 256)
         amaxes = amax.expand(256 if any(cut) else 1).contiguous()
-        (made,) = blocks.quantize([blocks.Wanted(x, rule, [cut], amaxes=[amaxes])])
+        (made,) = matrix_quantize.quantize([matrix_quantize.Wanted(x, rule, [cut], amaxes=[amaxes])])
         scale = compute_scale(amax, fmt, pow2=rule.scale == "pow2")
         assert same(made.sides[0].codes, cast(x, scale, fmt)), value
 
@@ -202,7 +204,7 @@ def test_threads_with_small_stacks(whose, tmp_path):
         "from megatron_fp8.numerics.formats import E4M3",
         "from megatron_fp8.numerics.rule import TENSOR, Rule",
         "rule, x = Rule(E4M3, TENSOR, 'pow2'), torch.randn(1280, 256)",
-        "call = lambda: blocks.quantize([blocks.Wanted(x, rule, [(1, 1), (1, 1)])])",
+        "call = lambda: matrix_quantize.quantize([matrix_quantize.Wanted(x, rule, [(1, 1), (1, 1)])])",
     ]
     if whose == "openmp's":
         lines += ["torch.set_num_threads(2)", "call()"]

@@ -9,8 +9,8 @@ import pytest
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_find_correction_range
 from megatron.core.transformer import transformer_config as megatron_config
 
-from megatron_fp8.mcore.config.latent import MLATransformerConfig
-from megatron_fp8.mcore.config.latent_fields import stretched_from_and_to
+from megatron_fp8.mcore.config.mla_config import MLATransformerConfig
+from megatron_fp8.mcore.config.mla_field_rules import stretched_from_and_to
 from megatron_fp8.mcore.config.transformer_config import TransformerConfig
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}

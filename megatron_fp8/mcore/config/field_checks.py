@@ -16,10 +16,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig as
 from megatron.core.transformer.transformer_config import TransformerConfig as MegatronConfig
 
 from .field import Field
-from .latent_fields import LATENT_FIELDS, LATENT_RELATIONS
+from .field_table import FIELDS
+from .mla_field_rules import LATENT_FIELDS, LATENT_RELATIONS
 from .relations import RELATIONS, SILENT
 from .rules import check, check_relation, shown
-from .table import FIELDS
 
 
 def default_of(field: Any) -> Any:

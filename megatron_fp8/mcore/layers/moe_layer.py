@@ -8,7 +8,8 @@
 Each token is cast once, however many experts it goes to, by the rule that all experts' linears have for this operand;
 the experts do not cast it again. wgrad's codes are derived from the received codes (linear/quantized_activation.py).
 Megatron-Core's MoELayer is hooked at two places: `preprocess`, which passes tokens to the dispatcher, and `postprocess`,
-which receives the sum. The dispatchers themselves are Megatron-Core's own (patches/dispatch.py has the replaced parts).
+which receives the sum. The dispatchers themselves are Megatron-Core's own (patches/token_dispatchers.py has the replaced
+parts).
 
 A layer sends BF16 if its experts do not all read codes with scales per token: its linears run in BF16, by plan, phase
 or context; they have several rules; scales span tokens; or wgrad needs values that were never quantised. The sites'
@@ -30,16 +31,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
+from ...linear.amax_recorder import counted_forward
 from ...linear.double_backward_guard import first_derivative_only
 from ...linear.gemm_site import GemmSite
 from ...linear.quantized_activation import QuantizedActivation
-from ...linear.recording import counted_forward
 from ...linear.shard import ShardInfo
 from ...numerics.rule import Rule
 from ...plan.autocast_state import layer_being_built
 from ...plan.cast_spec import READERS, CastSpec
-from ...plan.dispatch import refusal, sent_as
 from ...plan.site_plan import SitePlan, bf16_site
+from ...plan.token_format import refusal, sent_as
 from ...recipe import GEMM_OPERANDS
 from ...state.fp8_state import Fp8State
 from ...state.iteration import recorded

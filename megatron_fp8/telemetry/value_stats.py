@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..numerics import waiting
+from ..numerics import host_sync
 from ..numerics.cast import chunks
 from ..numerics.scaling import blocked
 from ..numerics.subnormals import keeping_subnormals
@@ -50,7 +50,7 @@ def _chunk(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = part.to(torch.float64)
     finite = x.isfinite()
     count = finite.sum(dtype=torch.float64)
-    if waiting.looking_waits(x.device) or float(count) != x.numel():
+    if host_sync.looking_waits(x.device) or float(count) != x.numel():
         lowest, highest = (
             torch.where(finite, x, math.inf).amin(),
             torch.where(finite, x, -math.inf).amax(),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_fp8.mcore.optimizer.optimizer_scope import noted, runtimes_stepped_by
+from megatron_fp8.mcore.optimizer.optimizer_models import noted, runtimes_stepped_by
 from megatron_fp8.mcore.runtime import Fp8Runtime, runtime_of
 
 

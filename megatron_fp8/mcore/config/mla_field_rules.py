@@ -69,7 +69,7 @@ def _rotated_channels(c: Any) -> int:
 LATENT_RELATIONS: tuple[Relation, ...] = (
     Relation(
         ("multi_latent_attention",),
-        "its sizes are fields of megatron_fp8.mcore.config.latent.MLATransformerConfig, and TransformerConfig has none:"
+        "its sizes are fields of megatron_fp8.MLATransformerConfig, and TransformerConfig has none:"
         " make the config of that class",
         lambda c: not c.multi_latent_attention or hasattr(c, "kv_lora_rank"),
     ),

@@ -9,9 +9,9 @@ import torch
 
 from megatron_fp8.backends import transformer_engine as engine
 from megatron_fp8.mcore import environment
-from megatron_fp8.mcore.config.table import FIELDS
-from megatron_fp8.study.doctor import needs
-from megatron_fp8.study.doctor.needs import TE_FUNCTIONS, missing, recipes_of
+from megatron_fp8.mcore.config.field_table import FIELDS
+from megatron_fp8.study.doctor import requirements
+from megatron_fp8.study.doctor.requirements import TE_FUNCTIONS, missing, recipes_of
 
 TINY = "--config=tiny_gpt_cpu"
 
@@ -19,7 +19,7 @@ TINY = "--config=tiny_gpt_cpu"
 @pytest.fixture(autouse=True)
 def a_cpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(needs, "megatron", lambda: "0.16.1")
+    monkeypatch.setattr(requirements, "megatron", lambda: "0.16.1")
 
 
 def named(*options: str) -> list[str]:
@@ -33,7 +33,7 @@ def test_the_tiny_config_needs_nothing_more():
 
 @pytest.mark.parametrize("version", [None, "0.17.0", "installed, version unknown"])
 def test_megatron(version: str | None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(needs, "megatron", lambda: version)
+    monkeypatch.setattr(requirements, "megatron", lambda: version)
     (need,) = missing([TINY])
     assert need.what == "megatron-core 0.16" and (version or "not installed") in need.reason
     assert need.cure.startswith("pip install megatron-core==0.16.1")
@@ -79,10 +79,10 @@ def test_recipes():
 def test_functions_of_transformer_engine_s(monkeypatch: pytest.MonkeyPatch):
     known = {name for name, field in FIELDS.items() if field.here is environment.has_te and field.where}
     assert set(TE_FUNCTIONS) == known
-    monkeypatch.setattr(needs, "has_te", lambda: False)
+    monkeypatch.setattr(requirements, "has_te", lambda: False)
     assert named("--model.moe_router_fusion=true") == ["model.moe_router_fusion"]
     assert named("--model.gradient_accumulation_fusion=true") == ["model.gradient_accumulation_fusion"]
-    monkeypatch.setattr(needs, "has_te", lambda: True)
+    monkeypatch.setattr(requirements, "has_te", lambda: True)
     assert named("--model.moe_router_fusion=true") == []
 
 
@@ -96,7 +96,7 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert named(f"--data.tokenizer={tmp_path}/none.json") == [f"data.tokenizer={tmp_path}/none.json"]
     assert named(f"--run_dir={tmp_path}/runs/new", f"--telemetry.te_config={text}") == []
     assert named(f"--run_dir={text}/below") == [f"run_dir={text}/below"], "a file is in the way"
-    monkeypatch.setattr(needs.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(requirements.util, "find_spec", lambda name: None)
     assert named(f"--data.tokenizer={text}", "--telemetry.wandb=true") == [
         "data.tokenizer",
         "telemetry.wandb",

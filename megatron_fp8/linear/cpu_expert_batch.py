@@ -23,13 +23,13 @@ from ..kernels.cpu.skinny_gemm import MOST as FEW_ROWS
 from ..numerics.rule import Direction, Rule
 from ..quantizer import Quantizer
 from ..tensor import Float8Tensor, QuantizedSide
+from .dgrad_weight import still_held
 from .gemm_site import GemmSite
 from .linear_ops import Call
 from .saved_expert_activations import SavedExperts, SavedExpertsLayout
 from .saved_tensor_layout import SideLayout
 from .weight_cache import CachedWeight
 from .weight_gradients import each_weight_gradient
-from .weight_requantize import still_held
 
 
 class Operands(NamedTuple):

@@ -17,10 +17,10 @@ from ...plan.settings import DEFAULT_RECIPE, FP8_FORMATS, exchanged, import_fact
 from ...plan.size_table import load_table
 from ...recipe import RECIPES
 from ..te.checks import check_te_settings
-from .dispatch import check_dispatch
-from .fields import announce_fields, announce_unavailable, check_fields
+from .field_checks import announce_fields, announce_unavailable, check_fields
+from .field_table import OWN_RULES
 from .rules import check, integer
-from .table import OWN_RULES
+from .token_dispatch_checks import check_dispatch
 
 if TYPE_CHECKING:
     from .transformer_config import TransformerConfig

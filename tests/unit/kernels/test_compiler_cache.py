@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8.kernels import caches
-from megatron_fp8.kernels.caches import INDUCTOR, TRITON, settle_inductor, settle_triton
+from megatron_fp8.kernels import compiler_cache
+from megatron_fp8.kernels.compiler_cache import INDUCTOR, TRITON, settle_inductor, settle_triton
 from megatron_fp8.kernels.cpu import library
 
 SETTLED = {TRITON: settle_triton, INDUCTOR: settle_inductor}
@@ -31,7 +31,7 @@ def defaults(ours: Path) -> dict[str, Path]:
     base = ours.parents[2]
     return {
         TRITON: base / "home" / ".triton" / "cache",
-        INDUCTOR: base / "tmp" / f"torchinductor_{caches._user()}",
+        INDUCTOR: base / "tmp" / f"torchinductor_{compiler_cache._user()}",
     }
 
 

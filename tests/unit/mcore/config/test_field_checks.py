@@ -16,10 +16,10 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import transformer_config as megatron_config
 
 import megatron_fp8
-from megatron_fp8.mcore.config import fields
-from megatron_fp8.mcore.config.fields import DEFAULTS, KNOWN, announce_fields, check_fields
-from megatron_fp8.mcore.config.latent_fields import LATENT_FIELDS
-from megatron_fp8.mcore.config.table import FIELDS, OWN_RULES
+from megatron_fp8.mcore.config import field_checks
+from megatron_fp8.mcore.config.field_checks import DEFAULTS, KNOWN, announce_fields, check_fields
+from megatron_fp8.mcore.config.field_table import FIELDS, OWN_RULES
+from megatron_fp8.mcore.config.mla_field_rules import LATENT_FIELDS
 from megatron_fp8.mcore.config.transformer_config import TransformerConfig
 from megatron_fp8.train import model
 from megatron_fp8.train.config.sections import OptimizerSection
@@ -87,7 +87,7 @@ def test_a_field_that_a_newer_megatron_adds_cannot_slip_through(monkeypatch):
         check_fields(config)
 
 
-@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if fields._is_refused(field)])
+@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field_checks._is_refused(field)])
 def test_what_cannot_be_had_is_refused_with_fp8(name):
     with pytest.raises(ValueError) as error:
         make(**{"fp8": "hybrid", name: set_to(name)})
