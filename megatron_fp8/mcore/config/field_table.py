@@ -55,7 +55,7 @@ _ATTENTION, _SDPA, _MLP = "transformer/attention", "transformer/dot_product_atte
 _ROUTER, _EXPERTS, _MOE = "transformer/moe/router", "transformer/moe/experts", "transformer/moe/moe_layer"
 _DISPATCHER = "transformer/moe/token_dispatcher"
 _PP, _P2P = "pipeline_parallel/schedules", "pipeline_parallel/p2p_communication"
-_OURS = "megatron_fp8/mcore/config/checks"
+_OURS = "megatron_fp8/mcore/config/fp8_checks"
 
 _TE_OVERLAP = "an overlap of tensor parallel communication inside Transformer Engine's linears"
 _FOR_MOE = ("num_moe_experts",)
@@ -170,7 +170,7 @@ FIELDS: dict[str, Field] = {
     "num_layers_at_end_in_bf16": works(integer(0, 2**16, "layers"), _OURS),
     "fp8_dot_product_attention": refused(_ATTENTION_IN_BF16, here=lambda: False),
     "fp8_multi_head_attention": refused(_ATTENTION_IN_BF16, here=lambda: False),
-    "tp_only_amax_red": works(FLAG, "megatron_fp8/mcore/installed"),
+    "tp_only_amax_red": works(FLAG, "megatron_fp8/mcore/environment"),
     # ---- tensor, sequence, context and expert parallelism
     "tensor_model_parallel_size": works(RANKS, "transformer/transformer_config"),
     "sequence_parallel": works(FLAG, "tensor_parallel/layers"),

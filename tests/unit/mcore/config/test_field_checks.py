@@ -173,7 +173,7 @@ def test_what_a_run_sets_of_the_optimizer_and_of_ddp_is_megatrons():
     assert options - ours - schedule <= names
     read = inspect.getsource(model)
     for name in options:
-        assert f"wanted.{name}" in read or f"run.optimizer.{name}" in read, name
+        assert f"section.{name}" in read or f"run.optimizer.{name}" in read, name
 
 
 @pytest.mark.parametrize("field", [f for f in FIELDS if FIELDS[f].rule.edges])

@@ -71,7 +71,7 @@ def test_what_cannot_be_is_one_line_before_a_model_is_built(fields, said):
 
 
 def test_a_config_without_the_sizes_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"latent\.MLATransformerConfig"):
+    with pytest.raises(ValueError, match=r"megatron_fp8\.MLATransformerConfig"):
         TransformerConfig(**SIZES, **FP8, multi_latent_attention=True)
 
 
