@@ -81,7 +81,7 @@ def _versions(source: Any) -> list[int]:
 
 
 class LazyTensor(torch.Tensor):
-    """What a kernels.sources.TileSource computes, as a tensor [..., cols] of the TileSource's dtype.
+    """What a kernels.tile_loaders.TileSource computes, as a tensor [..., cols] of the TileSource's dtype.
 
     Leading dimensions are the TileSource's rows; views that keep the last dimension are other names for the same matrix,
     and what ``split`` by a list of rows makes of [rows, cols] are names for parts of it.

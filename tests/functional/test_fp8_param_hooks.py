@@ -140,7 +140,7 @@ def _memory(recipe: str, ddp: dict[str, Any], message: str | None) -> None:
 
     shared = {"reuse_grad_buf_for_mxfp8_param_ag": "reuse_grad_buf_for_mxfp8_param_ag" in ddp}
     said: list[str] = []
-    with model_parallel(), mock.patch.object(params, "say", lambda text, **_: said.append(text)):
+    with model_parallel(), mock.patch.object(params, "print_rank_0", lambda text, **_: said.append(text)):
         _, chunks, _ = built(recipe, ddp=ddp, optim=shared)
         counted = params.parameter_bytes(chunks)
         saves_nothing = message is not None and "nothing" in message

@@ -72,7 +72,7 @@ def test_what_makes_a_linear_another_is_seen() -> None:
 
 
 def test_each_linear_is_told_that_it_falls_back() -> None:
-    with mock.patch.object(resolver, "say_fallback") as said:
+    with mock.patch.object(resolver, "warn_fallback") as said:
         linears, _ = planned(fp8_backend="native", fp8_fallback="warn")
     names = [call.args[0] for call in said.call_args_list]
     for linear in linears:

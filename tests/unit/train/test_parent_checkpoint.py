@@ -91,7 +91,7 @@ def chosen(monkeypatch):
     monkeypatch.setattr(checkpoints, "on_first_rank", lambda work: work())
     for name in ("_check_state", "check_together"):
         monkeypatch.setattr(checkpoints, name, lambda *_: None)
-    monkeypatch.setattr(checkpoints.binding, "check", lambda *_: [])
+    monkeypatch.setattr(checkpoints.checkpoint_compat, "check", lambda *_: [])
 
     def choose(run: Any) -> Path | None:
         found = checkpoints.choose(run, None)
