@@ -63,11 +63,11 @@ mcore.install()
 stage("import Megatron-Core, patch it", since)
 since = now()
 import megatron_fp8.commands.train as app
-from megatron_fp8.mcore import report as _, guard as _, iteration as _, sites as _
-from megatron_fp8.train import binding, checkpoints, loop, metrics, model, report, run_folder, step
+from megatron_fp8.mcore import report as _, guard_plans as _, iteration as _, sites as _
+from megatron_fp8.train import checkpoint_compat, checkpoints, loop, metrics, model, report, run_folder, step
 from megatron_fp8.train.config import model_section, run_config
 from megatron_fp8.train.data import datasets, tokenizers
-from megatron_fp8.train.launch import facts, parallel
+from megatron_fp8.train.launch import config_consistency, parallel
 from megatron_fp8 import telemetry
 from megatron_fp8.kernels.cpu import library
 stage("import the app", since)

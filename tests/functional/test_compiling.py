@@ -14,7 +14,7 @@ import hashlib
 import torch
 from megatron_fp8.kernels.cast_dispatch import cast
 from megatron_fp8.numerics.formats import E4M3
-from megatron_fp8.kernels.cpu import loops as cpu
+from megatron_fp8.kernels.cpu import emulation as cpu
 from megatron_fp8.kernels.cpu import products
 cpu.FLAGS = cpu.FLAGS.replace("-O3", "-O1")  # it is not the compiler that is tried
 codes = cast(torch.linspace(-500, 500, 1 << 15), None, E4M3).view(torch.uint8)
@@ -57,7 +57,7 @@ def test_processes_that_compile_at_once_and_machines_that_cannot(tmp_path):
 
 
 def test_importing_compiles_nothing():
-    code = "import megatron_fp8; from megatron_fp8.kernels.cpu import loops; print(loops._load.cache_info().currsize)"
+    code = "import megatron_fp8; from megatron_fp8.kernels.cpu import emulation; print(emulation._load.cache_info().currsize)"
     out = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -10,9 +10,9 @@ from tests.support.command import ROOT
 
 SCRIPT = """
 import os, sys
-from megatron_fp8.commands.stdio import open_closed
+from megatron_fp8.commands.stdio import open_closed_streams
 first = os.open("/", os.O_RDONLY) if "late" in sys.argv else None
-open_closed()
+open_closed_streams()
 names = [os.readlink(f"/proc/self/fd/{number}") for number in range(3)]
 print("said"), print("said", file=sys.stderr), sys.stdin.read()
 assert not sys.stdout.isatty() and sys.__stdout__ is sys.stdout

@@ -285,7 +285,7 @@ def test_other_dtypes_are_refused():
 ALONE = """
 import torch, megatron_fp8, megatron_fp8.mcore.spec
 from megatron_fp8.kernels import torch_products
-from megatron_fp8.kernels.cpu import loops
+from megatron_fp8.kernels.cpu import emulation
 assert not torch_products._replaced
 torch_products.cpu_multiplies = lambda dtype: False
 assert torch_products.replace_slow()

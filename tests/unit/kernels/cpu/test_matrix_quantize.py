@@ -200,7 +200,7 @@ def test_threads_with_small_stacks(whose, tmp_path):
     """256 KB: what is kept of a tile is larger. In a process of its own, which would end."""
     lines = [
         "import threading, torch",
-        "from megatron_fp8.kernels.cpu import blocks",
+        "from megatron_fp8.kernels.cpu import matrix_quantize",
         "from megatron_fp8.numerics.formats import E4M3",
         "from megatron_fp8.numerics.rule import TENSOR, Rule",
         "rule, x = Rule(E4M3, TENSOR, 'pow2'), torch.randn(1280, 256)",

@@ -45,8 +45,8 @@ def prepare(text, cache):
 def _killed(folder, *, elsewhere=False):
     """What a process leaves that was killed while it filled `folder`."""
     code = (
-        "import os, sys; from pathlib import Path; from megatron_fp8.train.data.cache_lock import filling\n"
-        "with filling(Path(sys.argv[1]), 'data.cache_dir') as (_, unfinished):\n"
+        "import os, sys; from pathlib import Path; from megatron_fp8.train.data.cache_lock import cache_writer\n"
+        "with cache_writer(Path(sys.argv[1]), 'data.cache_dir') as (_, unfinished):\n"
         "    (unfinished / 'corpus.bin').write_bytes(b'half')\n"
         "    os._exit(9)"
     )
