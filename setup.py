@@ -109,7 +109,7 @@ setup(
         PACKAGE: ["py.typed"],
         f"{PACKAGE}.kernels.cpu": ["*.c", "*.h"],
         f"{PACKAGE}.report": ["templates/*"],
-        f"{PACKAGE}.estimate": ["devices.yaml", "off.yaml"],
+        f"{PACKAGE}.estimate": ["devices.yaml", "calibration.yaml"],
     },
     cmdclass={"build_py": BuildWithConfigs},
     install_requires=RUNTIME,

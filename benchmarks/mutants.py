@@ -46,8 +46,10 @@ def changes(tree: ast.Module, source: str) -> Iterator[tuple[ast.expr, str]]:
         for inner in ast.walk(part)
     }
 
-    def text(node: ast.AST) -> str:
-        return ast.get_source_segment(source, node) or ""
+    lines = [line.encode() for line in source.splitlines()]
+
+    def text(node: ast.expr) -> str:
+        return lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
 
     for node in ast.walk(tree):
         if node in left_out or getattr(node, "lineno", 0) != getattr(node, "end_lineno", 0):

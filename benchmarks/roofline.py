@@ -25,7 +25,7 @@ from megatron_fp8.estimate.device import device
 from megatron_fp8.estimate.estimate import estimate
 from megatron_fp8.estimate.settings import read
 
-OFF = Path(__file__).parents[1] / "megatron_fp8" / "estimate" / "off.yaml"
+OFF = Path(__file__).parents[1] / "megatron_fp8" / "estimate" / "calibration.yaml"
 PAGE = Path(__file__).parents[1] / "docs" / "estimates.md"
 BEGIN, END = "<!-- python -m benchmarks.roofline --write: from here -->", "<!-- to here: roofline -->"
 MODEL = ["--config=tiny_gpt_cpu", "--model.tensor_model_parallel_size=1", "--model.sequence_parallel=false"]
@@ -93,7 +93,7 @@ def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="(default %(default)s)")
-    parser.add_argument("--write", action="store_true", help="write off.yaml and the result files")
+    parser.add_argument("--write", action="store_true", help="write calibration.yaml and the result files")
     options = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1")  # CPU time adds up over threads
     with tempfile.TemporaryDirectory() as folder:

@@ -104,17 +104,12 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """A file of tests that leaves something changed in this process fails by its name, not the file after it."""
     before = state()
     yield
+    if accelerate := sys.modules.get("accelerate.state"):
+        # A Trainer leaves its mixed precision and its open DataLoader to every later Accelerator of the process.
+        accelerate.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.GradientState._reset_state()
     if left := left_behind(before):
         pytest.fail(f"{request.node.nodeid} leaves changed behind:\n" + "\n".join(left), pytrace=False)
-
-
-@pytest.fixture(autouse=True)
-def no_open_dataloader() -> Iterator[None]:
-    """A Trainer that stops at max_steps leaves its data open for every Accelerator of the process, which then steps
-    without accumulation."""
-    yield
-    if accelerate := sys.modules.get("accelerate.state"):
-        accelerate.GradientState().dataloader_references = [None]
 
 
 @pytest.fixture(scope="session")

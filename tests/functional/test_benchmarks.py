@@ -60,6 +60,7 @@ ELSEWHERE = {
     "gpu_variants": "tests/functional/test_gpu_variants.py",
     "instructions": "tests/unit/benchmarks/test_instructions.py",
     "kills": "tests/functional/test_kills.py",
+    "mutants": "tests/unit/benchmarks/test_mutants.py",
     "options": "tests/unit/docs/test_options.py",
     "watchdog": "tests/unit/benchmarks/test_watchdog.py",
     "soak": "tests/functional/test_soak.py",
