@@ -36,10 +36,10 @@ from ..state.fp8_state import Fp8State
 from ..state.observer_protocol import SeenCast, SeenLinear, SeenProduct
 from ..tensor import Float8Tensor, Operand
 from .autograd import show_gradients
-from .dedup import Agreed
 from .fp8_weight_stats import held
 from .histories import Histories
 from .missing_stats import MissingStats
+from .replica_dedup import Agreed
 from .settings import TelemetrySettings
 from .stat_registry import TENSORS
 from .tensor_stats import Layout, Measured, finish, measure

@@ -26,9 +26,9 @@ from ..linear.shard import ShardInfo, device_of
 from ..state.collectives import checked_group
 from ..state.fp8_state import Fp8State
 from .collector import Collector
-from .dedup import agree
 from .health import FirstBad, in_words
 from .output import Lines, Output, Scalars, WandbRun, read_records
+from .replica_dedup import agree
 from .settings import Selection, TelemetrySettings
 
 

@@ -28,10 +28,10 @@ from ..files.run_lock import job_name
 from ..mcore.checkpoint import training as checkpoint
 from ..mcore.checkpoint.saver import SaveError, Saver
 from . import checkpoint_compat, parent_checkpoint, skipped_samples
-from .backup import is_inside, own_name, same_place
 from .config.run_config import RunConfig
 from .launch.parallel import on_first_rank, seed_streams
 from .report import versions
+from .run_backup import is_inside, own_name, same_place
 from .run_folder import RunFolders, checkpoint_folder
 from .verify_files import check_together
 

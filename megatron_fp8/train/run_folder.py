@@ -26,10 +26,10 @@ from ..files.atomic_io import discard, remedy, unseen, write_file
 from ..files.run_lock import RunLock
 from ..files.terminal import printable
 from ..state.collectives import first_rank_with, total
-from . import backup, parent_checkpoint
-from .backup import own_name, same_place
+from . import parent_checkpoint, run_backup
 from .launch.parallel import on_first_rank, until_leave
 from .launch.startup_barrier import FIRST_LINE_S
+from .run_backup import own_name, same_place
 
 PATIENCE_S = 60.0
 """How long ranks wait to see each other's files: NFS clients cache a folder's contents for up to 60 s."""
@@ -73,7 +73,7 @@ class RunFolders:
 
         def move() -> list[str]:
             with naming("run_dir", self.run_dir):
-                return backup.back_up_earlier(self.run_dir, self.checkpoints, start, stacks)
+                return run_backup.back_up_earlier(self.run_dir, self.checkpoints, start, stacks)
 
         return on_first_rank(move)
 
@@ -88,7 +88,7 @@ class RunFolders:
 
         def write() -> bool:
             nonlocal before
-            if start is None or self.has(start) or backup.stands(self.run_dir, self.checkpoints):
+            if start is None or self.has(start) or run_backup.stands(self.run_dir, self.checkpoints):
                 return False
             with naming(self._option, self._path()):
                 before = parent_checkpoint.content(self.checkpoints)
@@ -113,7 +113,7 @@ class RunFolders:
             with naming("run_dir", self.run_dir):
                 name = own_name(start, self.checkpoints)
                 assert name is not None, start
-                return backup.back_up_newer(self.run_dir, self.checkpoints, name)
+                return run_backup.back_up_newer(self.run_dir, self.checkpoints, name)
 
         return on_first_rank(move)
 

@@ -94,7 +94,7 @@ def once(name: str, world: int, rank: int, folder: Path) -> dict[str, dict[str, 
     from megatron_fp8.mcore.checkpoint.training import sharded_state
     from megatron_fp8.mcore.report import site_report
     from megatron_fp8.mcore.sites import check_plan, fp8_linears
-    from megatron_fp8.telemetry.dedup import agree
+    from megatron_fp8.telemetry.replica_dedup import agree
     from megatron_fp8.train.failure import first_not_finite
 
     parts: dict[str, dict[str, Count]] = {}
@@ -134,7 +134,7 @@ def test_nothing_that_is_asked_once_grows_with_the_ranks(tmp_path: Path, rank: i
         assert everybody <= {"all-reduce", "broadcast", *(["send"] if what == "save" else [])}, what
         for call in everybody:
             assert found[call].calls == few[what][call].calls, (what, call)
-            # Data parallel ranks have a number each, of which the first is looked for (telemetry/dedup.py).
+            # Data parallel ranks have a number each, of which the first is looked for (telemetry/replica_dedup.py).
             more = 8 * (512 - 64) if what == "telemetry" else 64
             assert found[call].largest <= few[what][call].largest + more, (what, call)
 

@@ -75,7 +75,7 @@ def gpu_without_values(refusal: Refusal = lambda request: None) -> Iterator[Laun
     patches = [mock.patch.object(module, name, launches.kernel(name)) for module, name in kernels]
     patches.append(mock.patch.object(native, "refusals", lambda *_: refusal))
     patches.append(mock.patch.object(dispatch, "run_on", lambda _: True))
-    patches.append(mock.patch.object(host_sync, "looking_waits", lambda _: True))
+    patches.append(mock.patch.object(host_sync, "reading_syncs", lambda _: True))
     patches.append(mock.patch.object(native_layout, "_has_kernels", lambda _: True))
     with FakeTensorMode():
         for patch in patches:

@@ -141,7 +141,7 @@ def _last_queries_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     On a GPU it is a CausalBias without data, which torch passes to flash attention. A mask in memory has quadratic
     size, runs the slower kernels, and in cuDNN gives NaN gradients (pytorch#196678).
     """
-    if host_sync.looking_waits(device):
+    if host_sync.reading_syncs(device):
         # Not with torch's constructor, which allocates the whole mask.
         mask = torch.empty(0, dtype=torch.float32, device="cpu").as_subclass(CausalBias)
         mask.variant, mask.seq_len_q, mask.seq_len_kv = CausalVariant.LOWER_RIGHT, queries, keys
@@ -159,7 +159,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask: Any) -> Tensor:
     if plain and q.is_cpu and len(q) == 1 < len(k) and not torch.is_grad_enabled():
         return _one_query(q, k, v, scale)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    masked = "attn_mask" in mask and host_sync.looking_waits(q.device)
+    masked = "attn_mask" in mask and host_sync.reading_syncs(q.device)
     with sdpa_kernel(_NOT_CUDNN) if masked else nullcontext():
         context = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True, **mask)
     return context.permute(2, 0, 1, 3).contiguous()

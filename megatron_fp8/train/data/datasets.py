@@ -27,7 +27,7 @@ from .index_cache import index_folder, index_name, keep_indices
 from .indexed_dataset import CorpusDataset, MaskedDataset
 from .records import files_of
 from .text_reader import PIECE_BYTES, DocumentRules, look_at
-from .token_check import check_ids
+from .token_id_check import check_ids
 from .tokenizers import ByteTokenizer, Tokenizer
 
 _SPLITS = ("training", "validation", "test")

@@ -363,7 +363,7 @@ def test_weights_that_live_as_fp8_break_the_graph_and_keep_their_bits():
 def test_operators_are_what_their_descriptions_say(name, training, when):
     """Shapes, strides and dtypes before there are values; no aliases; nothing written that the schema does not name."""
     from megatron_fp8.linear import compiled as linear_op
-    from megatron_fp8.linear import compiled_high_precision
+    from megatron_fp8.linear import compiled_amax
 
     x, w, dy = leaves(*data(40, 64, 48))
     site = make_site(name)[0]
@@ -387,7 +387,7 @@ def test_operators_are_what_their_descriptions_say(name, training, when):
             dy.dtype,
         )
         torch.library.opcheck(linear_op.linear_backward, arguments)
-    torch.library.opcheck(compiled_high_precision.observe, (x, w, dy, site.traced.handle, training, 0))
+    torch.library.opcheck(compiled_amax.observe, (x, w, dy, site.traced.handle, training, 0))
 
 
 def test_graphs_of_a_torch_that_would_capture_operators_are_refused(monkeypatch):

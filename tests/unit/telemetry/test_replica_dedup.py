@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_fp8.linear.shard import ShardInfo
-from megatron_fp8.telemetry.dedup import Counts, agree
+from megatron_fp8.telemetry.replica_dedup import Counts, agree
 
 
 def shared(kind, tp):

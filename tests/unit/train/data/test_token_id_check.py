@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_fp8.train.data import corpus, token_check
+from megatron_fp8.train.data import corpus, token_id_check
 
 PART = 1000
 
@@ -21,30 +21,30 @@ def write(prefix, values):
 def test_ids_outside_the_vocabulary_are_another_tokenizers(alone, tmp_path):
     prefix = str(tmp_path / "data")
     write(prefix, np.arange(257, dtype=np.int32))
-    token_check.check_ids([prefix], 257, tmp_path / "ids")
+    token_id_check.check_ids([prefix], 257, tmp_path / "ids")
     with pytest.raises(ValueError, match="token id 256, and the vocabulary has 256"):
-        token_check.check_ids([prefix], 256, tmp_path / "ids")
+        token_id_check.check_ids([prefix], 256, tmp_path / "ids")
     write(prefix, np.arange(-1, 200, dtype=np.int32))
     with pytest.raises(ValueError, match="token id -1, and the vocabulary has 256"):
-        token_check.check_ids([prefix], 256, tmp_path / "ids")
+        token_id_check.check_ids([prefix], 256, tmp_path / "ids")
 
 
 def test_ids_are_read_once_for_each_content(alone, tmp_path, monkeypatch):
     """What was seen of a data set is kept; any write to it, and any damage to the note, has it read again."""
     prefix, kept = str(tmp_path / "large"), tmp_path / "ids"
     write(prefix, np.arange(200_000, dtype=np.int32) % 1000)
-    reads, read = [], token_check._extremes
-    monkeypatch.setattr(token_check, "_extremes", lambda *args: reads.append(1) or read(*args))
+    reads, read = [], token_id_check._extremes
+    monkeypatch.setattr(token_id_check, "_extremes", lambda *args: reads.append(1) or read(*args))
 
     def check(vocab_size=1000):
         reads.clear()
-        token_check.check_ids([prefix], vocab_size, kept)
+        token_id_check.check_ids([prefix], vocab_size, kept)
         return len(reads)
 
     assert check() == 1 and check() == 1, (
         "the file is too new: another write might leave its times as they are"
     )
-    monkeypatch.setattr(token_check, "_TICK_NS", -1)
+    monkeypatch.setattr(token_id_check, "_TICK_NS", -1)
     assert check() == 1 and check() == 0 and check(2000) == 0
     with pytest.raises(ValueError, match="token id 999, and the vocabulary has 999"):
         check(999)
@@ -72,8 +72,8 @@ def test_a_reading_that_is_cut_short_goes_on_where_it_was(alone, tmp_path, monke
     prefix, kept = str(tmp_path / "large"), tmp_path / "ids"
     write(prefix, np.arange(5 * PART, dtype=np.int32))
     for name, value in (("_TICK_NS", -1), ("_PART", PART), ("_KEEP_S", -1.0)):
-        monkeypatch.setattr(token_check, name, value)
-    starts, read = [], token_check._extremes
+        monkeypatch.setattr(token_id_check, name, value)
+    starts, read = [], token_id_check._extremes
 
     def extremes(prefix, info, start):
         starts.append(start)
@@ -81,10 +81,10 @@ def test_a_reading_that_is_cut_short_goes_on_where_it_was(alone, tmp_path, monke
             raise KeyboardInterrupt
         return read(prefix, info, start)
 
-    monkeypatch.setattr(token_check, "_extremes", extremes)
+    monkeypatch.setattr(token_id_check, "_extremes", extremes)
     with pytest.raises(KeyboardInterrupt):
-        token_check.check_ids([prefix], 5 * PART, kept)
-    token_check.check_ids([prefix], 5 * PART, kept)
+        token_id_check.check_ids([prefix], 5 * PART, kept)
+    token_id_check.check_ids([prefix], 5 * PART, kept)
     assert starts == [0, PART, 2 * PART, 3 * PART, 3 * PART, 4 * PART]
     (record,) = kept.iterdir()
     about = json.loads(record.read_text())
@@ -93,7 +93,7 @@ def test_a_reading_that_is_cut_short_goes_on_where_it_was(alone, tmp_path, monke
 
 def reads_a_part(prefix, vocab_size, kept, gone=()):
     """A rank case: where this rank began to read, and what it was told."""
-    starts, read, part = [], token_check._extremes, token_check._PART
+    starts, read, part = [], token_id_check._extremes, token_id_check._PART
 
     def extremes(prefix, info, start):
         starts.append(start)
@@ -101,14 +101,14 @@ def reads_a_part(prefix, vocab_size, kept, gone=()):
             prefix = prefix + "-not-here"
         return read(prefix, info, start)
 
-    token_check._PART, token_check._extremes = PART, extremes
+    token_id_check._PART, token_id_check._extremes = PART, extremes
     try:
-        token_check.check_ids([prefix], vocab_size, Path(kept))
+        token_id_check.check_ids([prefix], vocab_size, Path(kept))
         return starts, ""
     except ValueError as error:
         return starts, str(error)
     finally:
-        token_check._PART, token_check._extremes = part, read
+        token_id_check._PART, token_id_check._extremes = part, read
 
 
 def test_each_rank_reads_a_part_and_all_know_what_one_finds(ranks, tmp_path):
