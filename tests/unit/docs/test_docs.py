@@ -28,6 +28,16 @@ def test_the_numbers_of_the_readme_run():
     assert names["qx"].rowwise.scale_inv.dtype == torch.float8_e8m0fnu
 
 
+def test_the_readme_has_the_commands_that_set_up_everything():
+    """They are make's, and the second one is what the checks of a change run."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    targets = (ROOT / "Makefile").read_text()
+    for command in ("make train", "make test"):
+        assert any(line.partition("#")[0].strip() == command for line in lines), command
+        assert f"\n{command.removeprefix('make ')}:" in targets, command
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "make test"
+
+
 PAGES = [
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
