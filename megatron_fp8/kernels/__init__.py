@@ -15,18 +15,18 @@ Result = TypeVar("Result")
 
 
 def run_on(device: torch.device) -> bool:
-    """Whether Triton kernels run on tensors of this device: an NVIDIA GPU, where Triton can compile and launch.
+    """Whether Triton kernels run on this device: an NVIDIA GPU on which Triton can compile and launch.
 
-    False in code that torch.compile traces: it generates its own kernels. Kernels that make codes also need compute
-    capability 8.9, which the native backend checks.
+    False under torch.compile, which generates its own kernels. Quantisation kernels also need compute capability 8.9;
+    the native backend checks that.
     """
     return device.type == "cuda" and not torch.compiler.is_compiling() and refusal(device) is None
 
 
 def on_its_device(launches: Callable[P, Result]) -> Callable[P, Result]:
-    """A function that launches Triton kernels, on the device of its first argument, a tensor or a TileSource.
+    """Decorator: launch Triton kernels on the device of the first argument, a tensor or a TileSource.
 
-    Triton launches on the current device and its stream, and a model's layers may be spread over GPUs.
+    Triton launches on the current device and its stream; a model's layers may lie on several GPUs.
     """
 
     @wraps(launches)
@@ -39,7 +39,7 @@ def on_its_device(launches: Callable[P, Result]) -> Callable[P, Result]:
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """What torch raises for a product that it does not have, and Triton for a kernel that does not compile or fit."""
+    """The exceptions of torch for an unsupported product and of Triton for a kernel that does not compile or fit."""
     try:
         from triton.errors import TritonError
     except ImportError:

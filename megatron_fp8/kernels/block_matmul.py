@@ -1,11 +1,11 @@
-"""Block-scaled FP8 GEMM: for devices and torch versions whose scaled product has no blockwise mode.
+"""Block-scaled FP8 GEMM where torch's scaled GEMM has no blockwise mode.
 
-Each program accumulates one tile of the result. For every 128 columns of the contraction, one block of scales, the tensor
-cores sum codes times codes from zero; that partial sum is multiplied by scale_inv_a * scale_inv_b and added to a float32
-accumulator in registers (one fused operation, whatever Triton's default is). So Hopper's accumulation, which keeps about
-14 bits, never spans more than 128 products (the promotion interval of DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+Each program accumulates one tile of the result. For every 128 columns of the contraction (one block of scales) the tensor
+cores sum code products from zero. That partial sum times scale_inv_a * scale_inv_b is added to a float32 accumulator in
+registers, in one fused multiply-add, whatever Triton's default is. So Hopper's accumulation, which keeps about 14 bits,
+spans at most 128 products (the promotion interval of DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 
-The interpreter has no FP8 product: codes are decoded to float32 before the dot there, the one branch.
+The interpreter has no FP8 dot: it decodes codes to float32 first. That is the only branch.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def block_matmul(
     bias: torch.Tensor | None = None,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a @ b^T of block-quantised matrices: float32 accumulation, + bias in float32, one rounding.
+    """a [M, K] @ b [N, K]^T of block-quantised matrices: float32 accumulation and bias, one rounding.
 
     Args:
-        a: codes [M, K]; b: codes [N, K]; E4M3 or E5M2 (not both E5M2), contiguous. No size need be a multiple of
-            anything; a multiple of 16 in K is fast.
+        a: codes [M, K]; b: codes [N, K]; E4M3 or E5M2 (not both E5M2), contiguous. Any sizes; a K that is a multiple of
+            16 is fast.
         a_scale_inv: float32 [ceil(M / a_height), ceil(K / 128)], any strides; b_scale_inv likewise.
         a_height, b_height: rows that share a scale: 1 (1x128 blocks) or 128 (128x128).
         bias: [N] or None.
-        into: float32 [M, N], contiguous: the float32 result is added to it, with the bits of ``into.add_``.
+        into: float32 [M, N], contiguous: adds the float32 result to it, with the bits of ``into.add_``.
 
     Returns:
-        [M, N], out_dtype, or ``into``. NaN codes give NaN in their row or column; K = 0 gives zeros and the bias.
+        [M, N], out_dtype, or ``into``. NaN codes give NaN in their row or column; K = 0 gives the bias, or zeros.
     """
     (m, k), n = a.shape, b.shape[0]
     assert b.shape[1] == k and a.is_contiguous() and b.is_contiguous(), "codes [M, K] and [N, K], contiguous"
@@ -62,7 +62,7 @@ def block_matmul(
     assert into is None or (into.dtype == torch.float32 and into.shape == (m, n) and into.is_contiguous())
 
     def launch(stages: int) -> None:
-        # 128 x 128 results of float32 are 64 registers for each of 8 warps' threads, twice: partial sum and accumulator.
+        # A 128 x 128 float32 tile takes 64 registers per thread of 8 warps, twice: partial sum and accumulator.
         grid = (triton.cdiv(m, 128) * triton.cdiv(n, 128),)
         _block_matmul[grid](
             a.view(torch.uint8), a_scale_inv, *a_scale_inv.stride(),
@@ -79,13 +79,14 @@ def block_matmul(
 
 
 _stages: dict[torch.device, int] = {}
-"""Loads under way at once that fit the shared memory of a device; the most until a launch has said otherwise."""
+"""Pipeline stages that fit each device's shared memory; the maximum until a launch fails."""
 
 
 def launch_with_room(launch: Callable[[int], None], device: torch.device) -> None:
-    """Launch with as many stages as the device has shared memory for: an RTX 40 has half of an H100's.
+    """Launch with as many pipeline stages as fit in shared memory: an RTX 40 has half of an H100's.
 
-    RuntimeError, in one line, where not even one has room.
+    Raises:
+        RuntimeError: not even one stage fits.
     """
     for stages in range(_stages.get(device, 4), 0, -1):
         try:
@@ -116,7 +117,7 @@ def multiply_tile(
     A_E4M3: tl.constexpr, B_E4M3: tl.constexpr, A_HEIGHT: tl.constexpr, B_HEIGHT: tl.constexpr, BIAS: tl.constexpr,
     ADD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """One tile, by number, of out [m, n] (ADD: added to what is there)."""
+    """Compute tile number ``tile`` of out [m, n] (ADD: add to out)."""
     # Programs go down BAND tiles before they go right, so that those that run together share operands in L2.
     tiles_down, tiles_across = tl.cdiv(m, ROWS), tl.cdiv(n, COLS)
     band = tile // (BAND * tiles_across)

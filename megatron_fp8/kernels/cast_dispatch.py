@@ -1,8 +1,8 @@
 """Codes, amaxes and scales on any device, in C or in torch.
 
-Here it is chosen for elements. What C does in one call of more than these (a whole cast, a product of codes, a layer's
-experts, statistics) is chosen where it is asked for; docs/architecture.md lists by whom. Both ways give the same bytes
-(tested on every path), so nobody who calls these has to know which was taken; numerics/ is what they are held against.
+This module chooses between C and torch for elementwise operations. Callers choose for larger C calls (a whole cast, a
+GEMM, a layer's experts, statistics); docs/architecture.md lists them. C and torch give the same bytes; tests compare
+both with numerics/ on every path.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .cpu import block_amax, emulation
 
 
 def in_memory(x: torch.Tensor) -> torch.Tensor:
-    """x outside autograd, its values written out in memory, where kernels read them.
+    """x [...], detached, with its values materialised in memory for kernels.
 
-    torch keeps some negations (``z.conj().imag``) and some zeros (``torch._efficientzerotensor``) as a mark on a tensor.
+    torch stores some negations (``z.conj().imag``) and zeros (``torch._efficientzerotensor``) as a flag of the tensor.
     """
     x = x.detach().resolve_neg()
     return torch.zeros_like(x) if x._is_zerotensor() else x
@@ -29,7 +29,7 @@ def in_memory(x: torch.Tensor) -> torch.Tensor:
 def cast(
     x: torch.Tensor, scale: torch.Tensor | None, fmt: FloatFormat, *, bounded: bool = False
 ) -> torch.Tensor:
-    """Codes of ``x * scale``: arguments, result and errors as of ``numerics.cast.cast``."""
+    """Codes of ``x * scale``: arguments, result and errors as in ``numerics.cast.cast``."""
     if (scale is None or scale.numel() == 1) and x.dtype in emulation.FLOATS and emulation.usable(x):
         return emulation.cast(x, scale, (0, 0), fmt.dtype)
     return reference.cast(x, scale, fmt, bounded=bounded)
@@ -38,7 +38,7 @@ def cast(
 def cast_blocks(
     x: torch.Tensor, scale: torch.Tensor, rows: int, cols: int, fmt: FloatFormat, *, bounded: bool = False
 ) -> torch.Tensor:
-    """Codes [M, N] of a matrix under one scale for every block of rows x cols (0: the whole extent of that dimension).
+    """Codes [M, N] of x [M, N], one scale per block of rows x cols (0: the whole extent of that dimension).
 
     Args:
         scale: float32 [ceil(M / rows), ceil(N / cols)], finite and positive.
@@ -50,12 +50,12 @@ def cast_blocks(
     codes = reference.cast(blocks, scale[:, None, :, None], fmt, bounded=bounded)
     padded = (blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
     codes = codes.view(padded)[: x.shape[0], : x.shape[1]]  # [M, N] of the padded matrix
-    # A copy even where only rows are cut: a view would keep the padding in memory.
+    # Copies even where only rows are cut: a view would keep the padding in memory.
     return codes if padded == tuple(x.shape) else codes.clone(memory_format=torch.contiguous_format)
 
 
 def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32, *, finite: bool = False) -> torch.Tensor:
-    """The real numbers that codes stand for: as ``numerics.cast.decode``."""
+    """Values of codes [...] in dtype: as ``numerics.cast.decode``."""
     if codes.ndim == 2 and not codes.is_contiguous() and codes.t().is_contiguous():
         return decode(codes.t(), dtype, finite=finite).t()
     if emulation.usable(codes):
@@ -67,7 +67,10 @@ def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32, *, finite: b
 def decode_blocks(
     codes: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """Codes times the scale (float32 or E8M0) of their block, rounded once to dtype; None where C does not do it."""
+    """codes [M, N] times their block's scale (float32 or E8M0), rounded once to dtype; None where C does not support it.
+
+    scale_inv: [ceil(M / block rows), ceil(N / block cols)].
+    """
     if dtype not in (torch.bfloat16, torch.float32) or not emulation.usable(codes):
         return None
     scale = scale_inv if scale_inv.dtype == torch.float32 else e8m0_to_scale_inv(scale_inv.view(torch.uint8))
@@ -77,7 +80,7 @@ def decode_blocks(
 def block_amaxes(
     x: torch.Tensor, blocks: Sequence[tuple[int, int]]
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """The amax of every block, and how many elements are NaN or Inf: as ``numerics.scaling.block_amaxes``."""
+    """Amaxes of x [M, N] per block, and the count of NaN and Inf: as ``numerics.scaling.block_amaxes``."""
     if x.numel() and x.dtype in emulation.FLOATS and emulation.usable(x):
         amaxes, total = block_amax.block_amaxes(x, blocks)
         return amaxes, torch.tensor(total, dtype=torch.int64, device="cpu") if total else None

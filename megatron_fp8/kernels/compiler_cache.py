@@ -1,11 +1,10 @@
 """Private cache folders for the compilers of Triton and torch.
 
-Code is loaded only from folders that nobody but this user can have filled.
+Both load and run code from their cache folder, so only this user may be able to write to it. torch's default is
+``torchinductor_NAME`` under the system's temporary folder; torch does not check an existing folder, so another user who
+creates it first can have code run.
 
-What lies in such a folder is loaded and run. torch's own choice is ``torchinductor_NAME`` under the system's temporary
-folder, which it makes if it is not there and does not look at if it is: whoever makes it first has code of his run.
-
-A folder that the environment names is the user's choice, and left alone.
+A folder named in the environment is the user's choice and is not checked.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ TRITON, INDUCTOR = "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"
 
 
 def settle_triton(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Have Triton keep its kernels in a folder of this user alone: its own, or another one, which is said."""
+    """Give Triton a private cache folder: its default if that is safe, else another one with a warning."""
     home = environ.get("TRITON_HOME")
     _settle(environ, TRITON, "Triton", lambda: Path(home or Path.home(), ".triton", "cache"))
 
 
 def settle_inductor(environ: MutableMapping[str, str] = os.environ) -> None:
-    """The same for what torch.compile makes. To be called before anything is compiled."""
+    """``settle_triton`` for torch.compile. Call it before anything is compiled."""
     _settle(environ, INDUCTOR, "torch", lambda: Path(tempfile.gettempdir(), f"torchinductor_{_user()}"))
 
 
@@ -44,7 +43,7 @@ def _settle(environ: MutableMapping[str, str], name: str, whose: str, default: C
     except (
         OSError,
         RuntimeError,
-    ) as error:  # a read-only disk; no HOME, and a user that the system does not know
+    ) as error:  # a read-only disk, or no HOME and a user unknown to the system
         why = f"its own folder cannot be made ({error})"
     if why is None:
         return
@@ -60,7 +59,7 @@ def _writable(folder: Path) -> bool:
 
 
 def _user() -> str:
-    """As torch names its folder."""
+    """The user's name as torch writes it in its folder name."""
     try:
         name = getpass.getuser()
     except (KeyError, ModuleNotFoundError, OSError):

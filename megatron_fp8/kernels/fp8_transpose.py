@@ -1,7 +1,7 @@
 """Transposition of codes: gathered shards and parameters needed in the other direction.
 
-torch's copy of a transposed byte matrix writes single bytes. Here a tile is turned on chip, and both sides of it are
-accessed in whole sectors.
+torch's copy of a transposed byte matrix writes single bytes. This kernel transposes each tile on chip and reads and
+writes whole sectors.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ TILE = Tile(128, 128, 8)
 
 @on_its_device
 def transpose(codes: torch.Tensor, *, tile: Tile = TILE) -> torch.Tensor:
-    """Codes [rows, cols] of any one-byte dtype as a contiguous [cols, rows]. Rows may be strided; may be empty.
+    """Contiguous transpose [cols, rows] of codes [rows, cols], any one-byte dtype. Rows may be strided; may be empty.
 
     Raises:
-        ValueError: not a matrix of bytes.
+        ValueError: codes is not a matrix of bytes.
     """
     if codes.ndim != 2 or codes.element_size() != 1:
         raise ValueError(

@@ -1,16 +1,16 @@
-"""Products with float32 sums on any device, then scales, bias, one rounding.
+"""GEMMs with float32 accumulation on any device, then scales, bias, one rounding.
 
-Which GEMM multiplies 16-bit operands (float32 sums, rounded once) depends on the processor:
+The GEMM of 16-bit operands (float32 sums, rounded once) depends on the processor:
 
 | processor | GEMM |
 |---|---|
 | NVIDIA GPU | torch's, on tensor cores; float16 too |
 | with AVX512-BF16 or AMX, and a C compiler | cpu/gemm.c |
-| with AVX2 or Arm's, and a C compiler | cpu/gemm_float32.c, in float32, which is as exact |
+| with AVX2 or Arm, and a C compiler | cpu/gemm_float32.c, in float32, which is as exact |
 | with AMX, and MKL in torch | MKL's (cpu/mkl.py) |
-| any other | none: operands are multiplied in float32; CPUs without BF16 lose no time by it |
+| any other | none: float32 GEMM, as fast on CPUs without BF16 |
 
-On a GPU the difference is large: float32 operands are multiplied outside the tensor cores.
+GPUs multiply float32 operands outside the tensor cores, which is much slower.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .cpu import emulation, products
 
 
 def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether there is a GEMM for bfloat16 operands that lie like these: on a GPU, or not small on a CPU that has one."""
+    """Whether a bfloat16 GEMM takes a [M, K] and b [N, K]: on a GPU, or large ones on a CPU that has one."""
     if a.is_cuda and b.is_cuda:
         return not vars(torch.version).get("hip")
-    # Other classes, such as fake tensors, have no memory of their own.
+    # Subclasses, such as fake tensors, have no memory of their own.
     if {type(a), type(b)} - {torch.Tensor, torch.nn.Parameter}:
         return False
     large = a.numel() + b.numel() >= emulation.MIN_PRODUCT
@@ -37,16 +37,18 @@ def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @cache
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Whether torch's own products of bfloat16 or float16 matrices on this CPU have instructions for them, or oneDNN's
-    code for AVX512; all others take at least six times as long as in float32."""
+    """Whether torch's bfloat16 or float16 GEMM is fast on this CPU: native instructions, or oneDNN's AVX512 code.
+
+    Without them it takes at least six times as long as float32.
+    """
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
     return bool(torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, name)())
 
 
 def matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """float32 [M, N] = a [M, K] @ b [N, K]^T of matrices of any strides.
+    """float32 [M, N] = a [M, K] @ b [N, K]^T; any strides.
 
-    It changes no setting of the process: other threads multiply meanwhile.
+    Changes no process-wide setting: other threads may multiply at the same time.
     """
     short = a.dtype == torch.bfloat16 or (a.dtype == torch.float16 and a.is_cuda)
     if not (short and a.dtype == b.dtype and multiplies(a, b)):
@@ -57,14 +59,14 @@ def matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def add_matmul_fp32(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """into [M, N] += a [M, K] @ b [N, K]^T: inside the product on a GPU (float32 ``into``), else by a pass of its own."""
+    """into [M, N] += a [M, K] @ b [N, K]^T: fused on a GPU with a float32 ``into``, else by a separate addition."""
     if into.is_cuda and multiplies(a, b) and add_in_product(into, a, b):
         return
     into.add_(matmul_fp32(a, b))
 
 
 def add_in_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
-    """The same by torch's product with beta = 1; False, and nothing done, of dtypes for which it has none."""
+    """``add_matmul_fp32`` by torch.addmm (beta = 1). Returns False, and does nothing, for unsupported dtypes."""
     short = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
     if not short or into.dtype != torch.float32:
         return False
@@ -75,7 +77,7 @@ def add_in_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool
 def matmul_high_precision(
     a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """a [M, K] @ b [N, K]^T (+ bias [N]) of unquantised matrices, for GEMMs that a plan keeps out of FP8."""
+    """a [M, K] @ b [N, K]^T (+ bias [N]) without quantisation, for GEMMs that stay in high precision."""
     slow = a.is_cpu and a.dtype in (torch.bfloat16, torch.float16) and not cpu_multiplies(a.dtype)
     if bias is None and out_dtype == a.dtype == b.dtype and not slow:
         return a @ b.t()
@@ -85,7 +87,10 @@ def matmul_high_precision(
 def finish(
     acc: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """(acc [M, N] * scale + bias) rounded once to out_dtype; acc's memory is used."""
+    """(acc [M, N] * scale [] + bias [N]) rounded once to out_dtype; overwrites acc.
+
+    scale broadcasts to [M, N].
+    """
     if scale is not None:
         acc = acc.mul_(scale)
     if bias is not None:
@@ -94,9 +99,9 @@ def finish(
 
 
 def keeps_float32(device: torch.device) -> bool:
-    """Whether float32 products keep all bits of their operands: users may let torch round them, to TF32 or bfloat16.
+    """Whether float32 GEMMs use all operand bits; torch settings may allow TF32 or bfloat16.
 
-    bfloat16 operands lose nothing by that.
+    bfloat16 operands lose nothing by those settings.
     """
     matmul: Any = (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul
     setting = getattr(matmul, "fp32_precision", None)

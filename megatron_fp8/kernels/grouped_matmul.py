@@ -1,10 +1,10 @@
 """Block-scaled FP8 GEMMs of a layer's experts in one Triton launch.
 
-Experts have operands of their own, wherever they lie, and numbers of rows that differ. A table in the device's memory has
-one line for each product: addresses, strides of scales, sizes. A second one names, for each program, its product and
-which of that product's tiles it computes; there is no program without a tile. The tile is kernels/block_matmul.py's.
+Experts have separate operands and different numbers of rows. A table in device memory has one line per GEMM: addresses,
+scale strides, sizes. A second table maps each program to its GEMM and tile, so no program is idle. The tile code is
+block_matmul.multiply_tile.
 
-The host makes both tables from sizes that it knows, and sends them in one copy that nobody waits for.
+The host builds both tables from sizes it knows and sends them in one asynchronous copy.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from .block_matmul import BLOCK, launch_with_room, multiply_tile
 from .tiles import is_e4m3
 
 _TILE = 128
-_LINE = 12  # numbers of a product in the table
+_LINE = 12  # numbers per GEMM in the table
 
 
 class Product(NamedTuple):
-    """a [M, K] @ b [N, K]^T; codes and scales as of ``block_matmul``, none of M, N and K being 0.
+    """out [M, N] = a [M, K] @ b [N, K]^T; M, N and K are not 0.
 
     Attributes:
+        a, a_scale_inv, b, b_scale_inv: shapes and dtypes as in ``block_matmul``.
         out: [M, N], contiguous; float32, bfloat16 or float16.
     """
 
@@ -43,11 +44,11 @@ class Product(NamedTuple):
 def grouped_block_matmul(
     first: torch.Tensor, products: Sequence[Product], *, a_height: int, b_height: int, add: bool = False
 ) -> None:
-    """Make all products: formats, heights of scales (1 or 128) and the result's dtype are those of all.
+    """Compute all GEMMs; they share formats, scale heights (1 or 128) and the dtype of ``out``.
 
     Args:
-        first: the first product's a, which says on which device this runs.
-        add: to what is in ``out``, in float32 before the one rounding.
+        first: the first GEMM's a [M, K]; it selects the device.
+        add: add to ``out``, in float32 before the one rounding.
     """
     lines, tiles = [], []
     for a, a_scale, b, b_scale, out in products:
@@ -71,7 +72,7 @@ def grouped_block_matmul(
         told = told.pin_memory().to(first.device, non_blocking=True)
     whole = bool(
         (table[:, [0, 4, 8, 10, 11]] % 16 == 0).all()
-    )  # addresses, N and K: 16 codes may be read at once
+    )  # addresses, N and K: reads of 16 codes are aligned
 
     def launch(stages: int) -> None:
         _grouped_block_matmul[(sum(tiles),)](
@@ -85,7 +86,7 @@ def grouped_block_matmul(
 
 
 def _places(tiles: list[int]) -> torch.Tensor:
-    """int64 [all tiles, 2]: the product of each, and its number there."""
+    """int64 [all tiles, 2]: each tile's GEMM and its index in that GEMM."""
     counts = torch.tensor(tiles, dtype=torch.int64, device="cpu")
     product = torch.arange(len(tiles), dtype=torch.int64, device="cpu").repeat_interleave(counts)
     tile = torch.arange(len(product), dtype=torch.int64, device="cpu") - (counts.cumsum(0) - counts)[product]

@@ -1,18 +1,18 @@
 """Launches of Triton kernels through a cache of compiled kernels.
 
-Triton's own launch binds arguments by name, asks of each what the code is specialised on, makes texts of the options, and
-compares every global constant of the kernel's source with what it was: 100 us of a core for the 26 arguments of a cast,
-more than a GPU takes for a small one. Here the key is made of the same facts, read faster:
+Triton's own launch binds arguments by name, computes each one's specialisation, converts options to text and compares
+every global constant of the kernel's source with its earlier value: 100 us of CPU time for a cast's 26 arguments, more
+than a GPU takes for a small cast. This cache builds its key from the same facts, faster:
 
-    a tensor       its dtype, and whether it lies on 16 bytes
-    a number       its type; of an int whether it is 1, a multiple of 16, or beyond 32 bits: Triton's specialisation
-    the rest       its value: constants of the kernel's code, and options such as num_warps
+    a tensor       its dtype, and whether its address is 16-byte aligned
+    a number       its type; for an int whether it is 1, a multiple of 16, or beyond 32 bits: Triton's specialisation
+    the rest       its value: compile-time constants, and options such as num_warps
 
-The first launch of a key is Triton's, which compiles; later ones start what it compiled, with pointers in place of
-tensors. Hooks of the launcher (profilers) are called as ever. Kernels that are interpreted, or have hooks of their own
-that come before a launch, go through Triton each time.
+Triton compiles and runs the first launch of a key; later launches start the compiled kernel, with pointers in place of
+tensors. Launcher hooks (profilers) still run. Interpreted kernels and kernels with pre-run hooks go through Triton
+every time.
 
-Rejected: kernels written in C and loaded by ourselves: Triton's launcher is C already.
+Rejected: kernels in C with our own loader. Triton's launcher is already C.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from triton.runtime import driver
 
 
 def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
-    """``kernel[grid](**arguments)`` on the device of the first tensor and its current stream; codes are bytes there."""
+    """``kernel[grid](**arguments)`` on the first tensor's device and its current stream; passes codes as bytes."""
     if not isinstance(kernel, triton.JITFunction) or kernel.pre_run_hooks:
         _by_triton(kernel, grid, arguments)
         return
@@ -38,10 +38,10 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
 
 
 class _LaunchCache:
-    """What Triton compiled of one kernel.
+    """Compiled variants of one kernel.
 
     Args:
-        kernel: a triton.JITFunction. A reference is held, so that its id stays its own.
+        kernel: a triton.JITFunction. The reference keeps its id unique.
     """
 
     def __init__(self, kernel: Any):
@@ -50,7 +50,7 @@ class _LaunchCache:
         self._orders: dict[tuple[str, ...], _Order] = {}
 
     def launch(self, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
-        """Start what is compiled for such arguments; the first time let Triton compile and start it."""
+        """Start the variant compiled for these arguments; on a miss, Triton compiles and starts it."""
         names, values, device = tuple(arguments), list(arguments.values()), -1
         if (order := self._orders.get(names)) is None:
             order = self._orders[names] = _Order.of(self._kernel, names)
@@ -68,7 +68,7 @@ class _LaunchCache:
         key.append(device)
         if (compiled := self._compiled.get(tuple(key))) is None:
             compiled = _by_triton(self._kernel, grid, arguments)
-            if compiled is not None:  # None: a hook of the compiler's had it compile and launch nothing
+            if compiled is not None:  # None: a compiler hook skipped compilation and launch
                 self._compiled[tuple(key)] = compiled
             return
         active, start = driver.active, compiled[(*grid, 1, 1)[:3]]
@@ -80,12 +80,12 @@ class _LaunchCache:
 
 
 class _Order(NamedTuple):
-    """Positions of arguments in the order of a call.
+    """Argument positions for one order of keyword names.
 
     Attributes:
-        constants: picks the values that are constants of the code, or options.
-        varying: of the others.
-        signature: puts values in the order of the kernel's signature, without the options.
+        constants: picks compile-time constants and options.
+        varying: positions of all other arguments.
+        signature: reorders values to the kernel's signature, without the options.
     """
 
     constants: Callable[[list[Any]], Any]
@@ -97,7 +97,7 @@ class _Order(NamedTuple):
         varies = {p.name for p in kernel.params if not p.is_constexpr}
         constants = [index for index, name in enumerate(names) if name not in varies]
         varying = [index for index, name in enumerate(names) if name in varies]
-        # Of a single index an itemgetter gives no tuple.
+        # The index appears twice because itemgetter of one index returns no tuple.
         return _Order(
             itemgetter(*constants, constants[0]),
             varying,
@@ -109,7 +109,7 @@ _caches: dict[int, _LaunchCache] = {}
 
 
 def _by_triton(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> Any:
-    """Triton's own launch, and what it compiled."""
+    """Launch through Triton; returns the compiled kernel."""
     codes = torch.float8_e4m3fn, torch.float8_e5m2
     tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     as_bytes = {name: t.view(torch.uint8) for name, t in tensors.items() if t.dtype in codes}

@@ -1,22 +1,18 @@
-"""A matrix that is computed on demand: the result of a norm or of SwiGLU.
+"""Lazy tensor: the result of a norm or SwiGLU, computed on demand.
 
-The FP8 linear behind it computes and quantises it in one kernel.
+A quantisation kernel can compute the norm or SwiGLU while it reads (kernels/tile_loaders.TileSource). So on GPUs these
+operations return a ``LazyTensor``. Autograd and Megatron pass it on as a tensor; the native backend reads its TileSource
+and computes and quantises it in one kernel. The BF16 result is then never written or read back.
 
-An FP8 linear wants codes, and a kernel that makes codes can compute the norm, or SwiGLU, as it reads
-(kernels/tile_loaders.TileSource). So on GPUs these return a ``LazyTensor``: a tensor to autograd and to Megatron, which
-pass it on, and a TileSource to the native backend, which quantises it. The BF16 result is then never written, nor read
-back.
+Any other operation (a hook, a NaN check, a BF16 GEMM) gets an ordinary tensor: the first one computes and stores the
+values, with the bits that the codes are made from. So every use is correct and costs at most what an unfused norm costs.
 
-Whoever else looks (a hook, a check for NaN, a BF16 GEMM) sees an ordinary tensor: the first operation on it writes the
-values, the same bits that the codes are made of, and from then on it is what was written. Whatever a model or user
-does with it is right; it only costs what an unfused norm costs.
+The consumer chooses the quantisation: it knows the recipe, history, directions and communication, and may quantise after
+a gather. The producer only gets a flag to defer, from code that knows that the consumer takes a TileSource.
 
-The reader decides how to quantise: it knows the recipe, the history, the directions and the communication, and is free to
-do so after a gather. The producer only has to be told to defer, by code that knows that the reader takes codes.
-
-Rejected: one module for norm and linear, as Transformer Engine has it. The norm's parameters change their names, hooks
-and recomputation of the norm alone have nothing to hold on to, and every pair of producer and reader is another module.
-Rejected: a producer that returns codes. It would have to know everything the reader knows.
+Rejected: one module for norm and linear, as in Transformer Engine. The norm's parameters would be renamed, hooks and
+recomputation of the norm alone would be impossible, and each pair of producer and consumer would need its own module.
+Rejected: a producer that returns codes. It would need all the information of the consumer.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ aten = torch.ops.aten
 
 
 class _Cell:
-    """The matrix, shared by all names of it: its TileSource until it is written, its values from then on."""
+    """Storage shared by all views: the TileSource until it is computed, then the values [rows, cols]."""
 
     def __init__(self, source: Any):
         self._source: Any | None = source
@@ -41,7 +37,7 @@ class _Cell:
 
     @property
     def source(self) -> Any | None:
-        """None once it is written. RuntimeError if what it reads has changed meanwhile, as autograd's saved tensors."""
+        """The TileSource; None once computed. RuntimeError if an input was changed in place, as for saved tensors."""
         if self._source is not None and _versions(self._source) != self._versions:
             raise RuntimeError(
                 f"a {self._source.kind} was left to be computed by its reader, and one of its inputs was changed in place"
@@ -59,7 +55,7 @@ class _Cell:
 
 
 class _Rows(NamedTuple):
-    """Some rows of a matrix: computed without the others by a kernel that reads them, written with all of it."""
+    """A row slice of a matrix. Kernels compute the slice alone; ``write`` computes the whole matrix."""
 
     whole: _Cell | _Rows
     start: int
@@ -67,7 +63,7 @@ class _Rows(NamedTuple):
 
     @property
     def source(self) -> Any | None:
-        """As of ``_Cell``."""
+        """As ``_Cell.source``."""
         source = self.whole.source
         return None if source is None else source.part(self.start, self.rows)
 
@@ -76,16 +72,15 @@ class _Rows(NamedTuple):
 
 
 def _versions(source: Any) -> list[int]:
-    """How often each input was written; tensors made in inference mode do not count."""
+    """Each input's version counter; 0 for inference tensors, which have none."""
     return [0 if t.is_inference() else t._version for t in source.inputs]
 
 
 class LazyTensor(torch.Tensor):
-    """What a kernels.tile_loaders.TileSource computes, as a tensor [..., cols] of the TileSource's dtype.
+    """The matrix of a kernels.tile_loaders.TileSource as a tensor [..., cols] of its dtype.
 
-    Leading dimensions are the TileSource's rows; views that keep the last dimension are other names for the same matrix,
-    and what ``split`` by a list of rows makes of [rows, cols] are names for parts of it.
-    Reading one after an input of it was changed in place is a RuntimeError.
+    Leading dimensions flatten to the TileSource's rows. Views that keep the last dimension, and ``split`` of [rows, cols]
+    by a list of row counts, stay lazy. Reading it after an input was changed in place raises RuntimeError.
     """
 
     _cell: _Cell | _Rows
@@ -97,19 +92,19 @@ class LazyTensor(torch.Tensor):
 
     @property
     def source(self) -> Any | None:
-        """The TileSource that computes it, None once it is written. RuntimeError if its inputs were changed in place."""
+        """The TileSource; None once computed. RuntimeError if an input was changed in place."""
         return self._cell.source
 
     def written(self) -> torch.Tensor:
-        """The values, an ordinary contiguous tensor; computed at the first call."""
+        """The values [..., cols], an ordinary contiguous tensor; the first call computes them."""
         return self._cell.write().view(self.shape)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as its values."""
+        """Pickles the values."""
         return self.written().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of its values."""
+        """Copies the values."""
         return memo.setdefault(id(self), self.written().clone())
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -133,8 +128,8 @@ class LazyTensor(torch.Tensor):
 
 
 def _split(x: LazyTensor, counts: Sequence[int]) -> list[LazyTensor]:
-    """x [rows, cols] in parts of so many rows."""
-    # What is wrong with the counts, this says.
+    """x [rows, cols] split into parts of ``counts`` rows."""
+    # Raises torch's own error for wrong counts.
     torch.empty(x.shape, device="meta", dtype=torch.float32).split_with_sizes(counts)
     starts = accumulate(counts, initial=0)
     parts = [_Rows(x._cell, start, rows) for start, rows in zip(starts, counts, strict=False)]
@@ -150,11 +145,11 @@ def _named(cell: _Cell | _Rows, shape: Sequence[int], dtype: torch.dtype, device
 
 
 def written(x: Any) -> Any:
-    """A LazyTensor's values; anything else as it is."""
+    """A LazyTensor's values [..., cols]; anything else unchanged."""
     return x.written() if isinstance(x, LazyTensor) else x
 
 
 def source_of(x: torch.Tensor) -> Any:
-    """What a kernel is to read: the TileSource of a matrix that is not written, else an ordinary tensor."""
+    """Kernel input for x [..., cols]: the TileSource if it is not computed yet, else an ordinary tensor."""
     source = x.source if isinstance(x, LazyTensor) else None
     return written(x) if source is None else source

@@ -1,8 +1,8 @@
 """The delayed-scaling update of an arena in one Triton launch.
 
-The same bits as state/arena.py's dozen torch operations. Nothing is read back, and nothing that outlives the call is
-allocated, so a CUDA graph may hold the update of a step. (Whether it is due, with an interval above 1, is decided
-on the host: such a step cannot be one graph.)
+It gives the same bits as state/arena.py's dozen torch operations. It neither synchronises with the host nor allocates
+memory that outlives the call, so a CUDA graph can capture it. (With an interval above 1 the host decides whether the
+update is due, so such a step cannot be one graph.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from . import on_its_device
 from .device_math import FLT_MAX, as_bits, scale_of
 
 NUMBERS = 2048
-"""So many entries of blocks one program reads, of 16 to 64 slots."""
+"""Block entries that one program reads, from 16 to 64 slots."""
 
 
 @on_its_device
@@ -34,23 +34,25 @@ def update_delayed(
     most_recent: bool = False,
     due: bool = True,
 ) -> torch.Tensor:
-    """Update k slots from their running amaxes (docs/numerics.md, delayed scaling). scale, head, history and
-    maxima change.
+    """Update k slots from their running amaxes (docs/numerics.md, delayed scaling).
+
+    Changes scale, head, history and maxima in place.
 
     Args:
         running: float32 [n], the arena's reduced amaxes; not cleared here.
         scale: float32 [n].
-        index: int64 [k], where in running and scale each slot is.
-        head: int64 [k], where in its history each slot's running entry is.
-        history: float32 [blocks, k, block], maxima: float32 [blocks, k], contiguous: a ring a slot
-        (state/amax_ring_buffer.py). fp8_max: float32 [k], each slot's largest code, so that formats may share a launch.
-        length: entries of a ring.
+        index: int64 [k], each slot's index in running and scale.
+        head: int64 [k], the index of each slot's running entry in its history.
+        history: float32 [blocks, k, block], contiguous: a ring buffer per slot (state/amax_ring_buffer.py).
+        maxima: float32 [blocks, k], contiguous: the maximum of each block of history.
+        fp8_max: float32 [k], the largest value of each slot's format; formats may share a launch.
+        length: entries per ring buffer.
         margin, epsilon: as in scaling.compute_scale.
-        most_recent: the scale is made of the running amax alone, else of the largest in the history.
-        due: whether scales are recomputed this iteration (histories roll all the same).
+        most_recent: compute the scale from the running amax alone, else from the history's maximum.
+        due: recompute scales in this iteration; histories roll in any case.
 
     Returns:
-        bool [k]: which slots saw a finite amax that is not 0; all others keep their scale and do not roll.
+        bool [k]: slots with a finite, non-zero amax; all others keep their scale and do not roll.
     """
     blocks, slots, block = history.shape
     seen = torch.empty(slots, dtype=torch.uint8, device=history.device)

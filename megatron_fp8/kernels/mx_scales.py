@@ -1,9 +1,10 @@
-"""E8M0 scales in the layout of Blackwell's tensor cores. Tiles are of 128 rows by 4 blocks, 512 bytes each.
+"""E8M0 scales in the layout of Blackwell's tensor cores.
 
-Scale (i, j) lies at byte ((i // 128) * tiles_across + j // 4) * 512 + (i % 32) * 16 + (i % 128 // 32) * 4 + j % 4, and
-2^0 around the matrix: a NaN there would meet codes of zero. The cast of a linear's operand writes its scales so
-(quantize_kernels.quantize_tiles, ``tiled_at``). ``tile_scales`` is for all others: gathered shards, FP8 parameters, and
-scales of 128-wide blocks, which are those of four 1x32 blocks each.
+A tile holds 128 rows by 4 blocks, 512 bytes. Scale (i, j) is at byte
+((i // 128) * tiles_across + j // 4) * 512 + (i % 32) * 16 + (i % 128 // 32) * 4 + j % 4. Padding is 2^0: a NaN there
+would be multiplied by zero codes. The cast of a linear's operand writes this layout directly
+(quantize_kernels.quantize_tiles, ``tiled_at``). ``tile_scales`` converts all others: gathered shards, FP8 parameters, and
+scales of 128-wide blocks, each of which counts for four 1x32 blocks.
 
 Source: NVIDIA cuBLAS documentation, "Scaling factors layouts".
 """
@@ -23,7 +24,7 @@ _PROGRAM = 4096
 
 
 def tiled_size(rows: int, cols: int) -> int:
-    """Bytes of the scales of codes [rows, cols]."""
+    """Bytes of the tiled scales of codes [rows, cols]."""
     return -(-rows // 128) * -(-cols // (4 * WIDTH)) * 512  # triton.cdiv takes 2 us
 
 
@@ -31,11 +32,11 @@ def tiled_size(rows: int, cols: int) -> int:
 def tile_scales(
     scale: torch.Tensor, rows: int, cols: int, *, height: int = 1, width: int = WIDTH
 ) -> torch.Tensor:
-    """The tiles, float8_e8m0fnu [tiled_size], of codes [rows, cols] with a scale_inv for each ``height`` x ``width``.
+    """Tiled scales, float8_e8m0fnu [tiled_size], of codes [rows, cols] with one scale_inv per height x width block.
 
     Args:
         scale: [ceil(rows / height), ceil(cols / width)], any strides; float8_e8m0fnu, or float32 powers of two from
-            2^-127 to 2^127 (NaN and Inf become NaN): more than a scale made as specified can be.
+            2^-127 to 2^127, a wider range than specified scales have (NaN and Inf become NaN).
         width: a multiple of 32.
     """
     assert scale.shape == (triton.cdiv(rows, height), triton.cdiv(cols, width)), "one scale a block"
@@ -61,7 +62,7 @@ def tile_scales(
 
 @triton.jit
 def tiled_at(row, block, major):
-    """Where the scale of a row and block of codes lies; ``major``: bytes from a row of tiles to the next."""
+    """Byte offset of the scale of (row, block) of the codes; ``major``: bytes per row of tiles."""
     inside = (row % 32) * 16 + (row % 128 // 32) * 4 + block % 4
     return (row // 128).to(tl.int64) * major + ((block // 4) * 512 + inside)
 

@@ -1,13 +1,13 @@
 """RMSNorm fused with quantisation: the norm's result is never written in BF16.
 
-Two launches: the statistic of every row, then any of quantize.py's passes over the ``Normalized`` source made of it. The
-input is read twice and codes are written once; norm and quantisation apart read it once, write the result and read that
-again. One launch would have a program hold 128 whole rows, which no on-chip memory does at hidden 4096.
+Two launches: the first computes every row's statistic, the second is any quantize.py pass over the ``Normalized``
+source. The fused pair reads the input twice and writes codes once; separate kernels read the input, write the result and
+read it again. A single launch would need 128 whole rows on chip, which does not fit at hidden 4096.
 
-What is promised. Given rstd, the norm's result is that of mcore/layers/norm.py in all bits, and so are the codes: two
-float32 products and one rounding. rstd itself is a sum of ``hidden`` squares, whose order differs between devices and
-from torch's (which, besides, squares a rounded root): it agrees to a few units in the last place, not in bits. So
-mcore/layers/norm.py takes it from here wherever kernels run, fused or not, and hands the same one to backward.
+Guarantee: given rstd, the norm's result and the codes have the bits of mcore/layers/norm.py (two float32 products and
+one rounding). rstd is a sum of ``hidden`` squares; its order differs between devices and from torch (which also squares a
+rounded root), so rstd agrees to a few units in the last place only. Wherever kernels run, fused or not,
+mcore/layers/norm.py therefore takes rstd from here and passes the same rstd to backward.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .tile_loaders import TileSource, unit_stride
 
 
 class Normalized(TileSource):
-    """RMSNorm, given its statistic: x * rstd * (weight + offset), two float32 products and one rounding to x's dtype.
+    """RMSNorm of a known rstd: x * rstd * (weight + offset), two float32 products, one rounding to x's dtype.
 
     Args:
-        x: [rows, hidden], float32, bfloat16 or float16. A row with a NaN is NaN throughout; one with an Inf is NaN there
-            and 0 elsewhere.
+        x: [rows, hidden], float32, bfloat16 or float16. A NaN makes its whole row NaN; an Inf gives NaN at its position
+            and 0 in the rest of the row.
         rstd: float32 [rows], contiguous (``row_rstd``).
         weight: [hidden], any of these dtypes.
     """
@@ -45,7 +45,7 @@ def row_rstd(x: torch.Tensor, eps: float) -> torch.Tensor:
     rows, cols = x.shape
     rstd = torch.empty(rows, device=x.device, dtype=torch.float32)
     if rows:
-        # A float, since Triton turns an int argument of 1 into a constant, which cannot be converted.
+        # A float: Triton turns an int argument of 1 into a constant, which cannot be converted.
         _row_rstd[(triton.cdiv(rows, 8),)](
             x, x.stride(0), rstd, rows, cols, float(cols), eps,
             ROWS=8, COLS=512, num_warps=4, enable_fp_fusion=False,

@@ -1,13 +1,13 @@
-"""The largest magnitudes of a tile, two 16-bit numbers at a time.
+"""Amaxes of a tile, two 16-bit numbers at a time.
 
-An amax of BF16 or FP16 numbers is one of them, so nothing need be widened to find it. Two neighbours of a row share a
-register as they were loaded. One instruction, ``max.NaN.xorsign.abs``, takes the larger magnitude of each of two pairs:
-an amax costs half an instruction a value where widening, clearing the sign and comparing cost three. The result's sign is
-of no use (that of both multiplied) and is cleared at the end. NaN wins, as the canonical NaN, which is above Inf as bits
-are compared: whoever asks sees that the tile has one, and asks again with the instruction in which NaN loses.
+The amax of BF16 or FP16 numbers is one of them, so no widening is needed. Two neighbours of a row are loaded into one
+register. The instruction ``max.NaN.xorsign.abs`` takes the larger magnitude in each half of two registers: half an
+instruction per value, where widening, clearing the sign and comparing take three. The result's sign (the product of both
+signs) is meaningless and is cleared at the end. NaN wins as the canonical NaN, whose bits compare above Inf; the caller
+sees that the tile has a NaN and repeats the reduction with the instruction that ignores NaN.
 
-Interpreted, the pairs' halves are compared as integers: the same for numbers, and NaN wins too, with other bits of a NaN.
-float32 tiles are compared as integers, one by one.
+The interpreter compares the halves as integers: same result for numbers, and NaN wins too, with other NaN bits.
+float32 tiles are compared as integers, one value at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .device_math import COMPILED, as_bits, count_nonfinite, magnitudes, without
 
 @triton.jit
 def pairs(tile):
-    """int32 [ROWS, COLS / 2] of a 16-bit tile [ROWS, COLS]: the left one of two neighbours is the lower half."""
+    """int32 [ROWS, COLS / 2] of a 16-bit tile [ROWS, COLS]: the left neighbour is the lower half."""
     ROWS: tl.constexpr = tile.shape[0]
     COLS: tl.constexpr = tile.shape[1]
     left, right = tl.split(tl.reshape(tile, (ROWS, COLS // 2, 2)))
@@ -35,7 +35,7 @@ def pairs(tile):
 
 @triton.jit
 def _larger_bfloat16(a, b):
-    """The larger magnitude of each half, with some sign; NaN wins."""
+    """The larger magnitude of each half, with a meaningless sign; NaN wins."""
     return tl.inline_asm_elementwise(
         "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -50,7 +50,7 @@ def _larger_float16(a, b):
 
 @triton.jit
 def _larger_number_bfloat16(a, b):
-    """The same, but NaN loses."""
+    """``_larger_bfloat16``, but ignores NaN."""
     return tl.inline_asm_elementwise(
         "max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -65,7 +65,7 @@ def _larger_number_float16(a, b):
 
 @triton.jit
 def _largest_pairs(words, axis: tl.constexpr, DTYPE: tl.constexpr, NAN: tl.constexpr):
-    """The largest magnitudes of pairs along an axis, still pairs; signs are to be cleared (``_halves``)."""
+    """Largest magnitudes of pairs along an axis, as pairs; ``_halves`` clears the signs."""
     if COMPILED:
         if tl.bfloat16 == DTYPE:
             if NAN:
@@ -89,7 +89,7 @@ def _largest_pairs(words, axis: tl.constexpr, DTYPE: tl.constexpr, NAN: tl.const
 
 @triton.jit
 def _halves(words, DTYPE: tl.constexpr, NAN: tl.constexpr):
-    """(int32 float32 bits of the left, of the right) magnitudes of pairs. NaN is above INF, or 0 if not NAN."""
+    """(left, right) magnitudes of pairs as float32 bits in int32. NaN is above INF, or 0 if not NAN."""
     if tl.bfloat16 == DTYPE:
         left = (words & 0x7FFF) << 16
         right = words & 0x7FFF0000
@@ -117,9 +117,9 @@ def _float32_bits(tile, NAN: tl.constexpr):
 
 @triton.jit
 def row_tops(tile, WIDTH: tl.constexpr, NAN: tl.constexpr):
-    """Largest magnitude bits (float32's, int32) [ROWS, COLS / WIDTH] of each 1 x WIDTH block of a tile [ROWS, COLS].
+    """int32 [ROWS, COLS / WIDTH]: amax, as float32 bits, of each 1 x WIDTH block of a tile [ROWS, COLS].
 
-    With NAN a block that has a NaN has bits above INF; else NaN does not count, and a block of NaN has 0.
+    NAN: a block with a NaN has bits above INF; otherwise NaN is ignored, and a block of NaN alone has 0.
     """
     ROWS: tl.constexpr = tile.shape[0]
     COLS: tl.constexpr = tile.shape[1]
@@ -133,8 +133,10 @@ def row_tops(tile, WIDTH: tl.constexpr, NAN: tl.constexpr):
 
 @triton.jit
 def col_tops(tile, HEIGHT: tl.constexpr, NAN: tl.constexpr):
-    """Largest magnitude bits [ROWS / HEIGHT, COLS] of each HEIGHT x 1 block of a tile whose rows lie as tiles.rows_of;
-    NAN as in ``row_tops``."""
+    """int32 [ROWS / HEIGHT, COLS]: amax bits of each HEIGHT x 1 block of a tile with rows in tiles.rows_of order.
+
+    NAN as in ``row_tops``.
+    """
     ROWS: tl.constexpr = tile.shape[0]
     COLS: tl.constexpr = tile.shape[1]
     DOWN: tl.constexpr = ROWS // HEIGHT
@@ -149,7 +151,7 @@ def col_tops(tile, HEIGHT: tl.constexpr, NAN: tl.constexpr):
 
 @triton.jit
 def top_of(tile, NAN: tl.constexpr):
-    """Largest magnitude bits [] of a tile; NAN as in ``row_tops``."""
+    """int32 []: amax bits of a tile; NAN as in ``row_tops``."""
     if tile.dtype == tl.float32:
         return tl.max(_float32_bits(tile, NAN))
     else:
@@ -159,7 +161,7 @@ def top_of(tile, NAN: tl.constexpr):
 
 @triton.jit
 def nonfinite_in(tile):
-    """int32 [] number of NaN and Inf in a tile."""
+    """int32 []: count of NaN and Inf in a tile."""
     if tile.dtype == tl.float32:
         return count_nonfinite(magnitudes(tile))
     else:

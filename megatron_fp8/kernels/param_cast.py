@@ -1,9 +1,8 @@
-"""Casts of pieces of a float32 master into FP8 codes, for the distributed optimizer.
+"""FP8 casts of float32 master weight shards, for the distributed optimizer.
 
 A rank owns the elements offset .. offset + n of the flattened weight [rows, cols]. Both passes round them to the model's
-dtype as they read, so no rounded copy is written. Tiles are those of the whole matrix, masked to the piece, so blocks are
-those of the whole matrix too. Between the passes ranks max-reduce the amaxes (params/shards.py says why that gives the
-codes of the whole).
+dtype while reading, so no rounded copy is written. Tiles and blocks are those of the whole matrix, masked to the shard.
+Between the passes ranks max-reduce the amaxes (params/shards.py explains why this gives the codes of the whole weight).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from .device_math import INF, count_nonfinite, encode, magnitudes, narrow, recor
 from .tiles import Tile, grid_of, is_e4m3, place
 
 SIDE = 128
-"""Rows and columns of a tile: the square block of blockwise weights."""
+"""Rows and columns of a tile, equal to the square block of blockwise weights."""
 _TILE = Tile(SIDE, SIDE, 8)
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -32,15 +31,16 @@ def piece_amax(
     amax: torch.Tensor,
     nonfinite: torch.Tensor,
 ) -> None:
-    """Max the amaxes of a piece into ``amax``, and add its number of NaN and Inf elements to ``nonfinite`` (float32 []).
+    """Max a shard's amaxes into ``amax`` and add its count of NaN and Inf to ``nonfinite``.
 
     Args:
         master: float32 [n], contiguous.
-        offset: where in the flattened weight it starts.
+        offset: its start in the flattened weight.
         shape: [rows, cols] of the whole weight.
-        dtype: the model's, to which elements are rounded first.
-        amax: float32, contiguous, >= 0: [] for one scale a tensor, [ceil(rows / 128), ceil(cols / 128)] for square
+        dtype: the model's; elements are rounded to it first.
+        amax: float32, contiguous, >= 0: [] for one scale per tensor, [ceil(rows / 128), ceil(cols / 128)] for square
             blocks.
+        nonfinite: float32 [].
     """
     if master.numel():
         grid, first = _grid(master, offset, shape)
@@ -60,12 +60,12 @@ def piece_cast(
     codes: torch.Tensor,
     fmt: FloatFormat,
 ) -> None:
-    """Write the codes of a piece under the whole's scales.
+    """Write a shard's codes under the whole weight's scales.
 
     Args:
         master, offset, shape, dtype: as in piece_amax.
         scale: float32, contiguous, shaped as piece_amax's amax.
-        codes: fmt.dtype or uint8 [n], contiguous: the piece's own.
+        codes: fmt.dtype or uint8 [n], contiguous; the output.
     """
     if master.numel():
         grid, first = _grid(master, offset, shape)
@@ -77,7 +77,7 @@ def piece_cast(
 
 
 def _grid(master: torch.Tensor, offset: int, shape: tuple[int, int]) -> tuple[tuple[int], int]:
-    """Programs for the rows of tiles that hold some of the piece, and the first of those rows."""
+    """(grid, first row of tiles) of the rows of tiles that overlap the shard."""
     assert master.is_contiguous() and master.dtype == torch.float32, "a flat float32 piece"
     rows, cols = shape
     assert offset >= 0 and offset + master.numel() <= rows * cols, "the piece lies inside the weight"
@@ -97,7 +97,7 @@ def _per_block(per_block: torch.Tensor, shape: tuple[int, int]) -> bool:
 
 @triton.jit
 def _place(offset, cols, n, first, SIDE: tl.constexpr):
-    """(where this tile's corner is in the piece, element offsets from it, which are in the piece, the block's number)."""
+    """(offset of this tile's corner in the shard, element offsets from it, mask of the shard, the block's index)."""
     down, across_tile = place(cols, SIDE)
     tile_row = first + down
     corner = tile_row.to(tl.int64) * SIDE * cols + across_tile * SIDE - offset

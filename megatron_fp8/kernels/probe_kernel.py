@@ -1,4 +1,4 @@
-"""The least kernel, launched to see whether Triton can compile and launch here."""
+"""Minimal kernel that tests whether Triton can compile and launch here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import on_its_device
 
 @on_its_device
 def launch(out: torch.Tensor) -> None:
-    """Write 1 into the first element of ``out``. Raises whatever Triton, its compiler or its cache raise."""
+    """Write 1 into the first element of ``out`` [n]. Raises any error of Triton, its compiler or its cache."""
     _write_one[(1,)](out, enable_fp_fusion=False)
 
 

@@ -1,25 +1,25 @@
-"""Quantisation kernels: high precision is read once a reduction, both directions are written.
+"""Quantisation kernels: one read per reduction, and both directions are written.
 
 | recipe | passes over the matrix | functions |
 |---|---|---|
-| delayed | one: cast under the given scale, amax recorded on the way | quantize_tensor(scale=) |
-| tensorwise | two, since the scale needs the amax first | measure, quantize_tensor(amax=) |
-| rowwise | two: rows' and columns' amaxes in one read, casts in the next | measure, quantize_rows |
+| delayed | one: cast under the given scale and record the amax | quantize_tensor(scale=) |
+| tensorwise | two: the scale needs the amax first | measure, quantize_tensor(amax=) |
+| rowwise | two: row and column amaxes in one read, then casts | measure, quantize_rows |
 | blockwise, MXFP8 | one: blocks of both directions lie inside the tile | quantize_blocks |
 
 Every function takes a matrix x [rows, cols] (float32, bfloat16 or float16; rows may be strided; may be empty) or a
-TileSource that computes one, and returns ``Sides``: codes and inverse scales of the directions asked for. The columnwise
-side holds codes [cols, rows], contiguous; with ``pad_to``, a divisor of the tile's rows, [cols, rows up to a multiple of
-it], with zeros behind the last row. Scales are those without it. NaN becomes 0x7F, Inf saturates, neither makes a scale
-non-finite; both are counted in the ``Record``, with the amax over all elements that are not NaN. Codes, scales and
-records equal the emulated backend's.
+TileSource that computes one, and returns ``Sides``: codes and inverse scales of the requested directions. Columnwise
+codes are [cols, rows], contiguous; ``pad_to``, a divisor of the tile's rows, rounds that number of rows up to a multiple
+and fills the padding with zeros. Scales are not padded. NaN becomes 0x7F, Inf saturates, and neither makes a scale
+non-finite; the ``Record`` counts both and holds the amax over all elements that are not NaN. Codes, scales and records
+equal the emulated backend's.
 
-Tiles are fixed, not autotuned. A tuner would run at the first call of every shape, cannot run inside a captured graph,
-and has little to find where memory is the limit. They were chosen from what the compiler makes of them for an H100
-(benchmarks/instructions.py): transposed rows of 64 to 128 bytes are whole sectors, accesses of 16 bytes a thread, no
-spills, and two programs or more on a multiprocessor, so that one loads while another computes. A thread has 64 values:
-what it does once for all is then little for each, and rows that share a word are its own (tiles.rows_of). ``tile=`` is
-there for whoever wants to try.
+Tiles are fixed, not autotuned. An autotuner would run at the first call of every shape, cannot run inside a captured
+graph, and gains little where memory bandwidth is the limit. The tiles were chosen from the code compiled for an H100
+(benchmarks/instructions.py): transposed rows of 64 to 128 bytes are whole sectors, each thread accesses 16 bytes at once,
+no registers spill, and at least two programs fit on a multiprocessor, so one loads while another computes. A thread has
+64 values, which amortises per-thread work and gives it all rows that share a word (tiles.rows_of). ``tile=`` is for
+experiments.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ TENSOR_TILE = Tile(128, 64, 4)
 BLOCK_TILE = Tile(128, 128, 8, registers=128)
 SQUARE_TILE = Tile(128, 128, 8)
 MX_TILE = Tile(64, 128, 4)
-# Sources that compute hold more at once, and are dear to make a second time.
+# Computed sources need more registers and are expensive to compute twice.
 SWIGLU_TILE = Tile(128, 64, 4)
 COMPUTED_BLOCK_TILE = Tile(128, 128, 8, registers=128)
 
 
 class Side(NamedTuple):
-    """codes of fmt.dtype, contraction last; scale_inv as the function says."""
+    """One direction: codes of fmt.dtype, contraction dimension last; scale_inv as the function documents."""
 
     codes: torch.Tensor
     scale_inv: torch.Tensor
 
 
 class Sides(NamedTuple):
-    """The directions that were asked for."""
+    """The requested directions; the other one is None."""
 
     rowwise: Side | None
     columnwise: Side | None
@@ -71,10 +71,10 @@ class Sides(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """Where a cast writes its amax (maxed in) and its count of NaN and Inf elements (added): float32 [] each.
+    """Amax (updated by max) and count of NaN and Inf (added) of a cast: float32 [] each.
 
-    Views of an arena's slot, or ``Record.new``. Counts are exact up to 2^24. ``running``: where ``measure`` maxes the
-    amax in as well, since a scale is made from that of one matrix alone.
+    Views of an arena's slot, or ``Record.new``. Counts are exact up to 2^24. ``measure`` also maxes the amax into
+    ``running`` (float32 []), because a scale is made from one matrix's amax alone.
     """
 
     amax: torch.Tensor
@@ -96,11 +96,14 @@ def measure(
     record: Record | None = None,
     tile: Tile | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """amaxes of a matrix in one read: per row (float32 [rows]), per column ([cols]), and of all, into ``record``."""
+    """Amaxes of x [rows, cols] in one read: (per row, float32 [rows]; per column, float32 [cols]).
+
+    The amax of the whole matrix goes into ``record``.
+    """
     source = _source(x)
     tile = tile or _tile(source)
     device = source.device
-    # One fill for both; columns' begin where a multiple of 16 bytes does, as memory of their own would.
+    # One fill for both; the columns' part is 16-byte aligned, as a separate allocation would be.
     start = round_up(source.rows, 4) if rows else 0
     amaxes = (
         torch.zeros(start + source.cols * cols, device=device, dtype=torch.float32) if rows or cols else None
@@ -140,11 +143,11 @@ def quantize_tensor(
     record: Record | None = None,
     tile: Tile | None = None,
 ) -> Sides:
-    """One scale for the matrix, given (delayed) or made from ``amax`` (tensorwise: what ``measure`` recorded).
+    """Quantise x [rows, cols] with one scale: given (delayed), or computed from ``measure``'s ``amax`` (tensorwise).
 
     Args:
-        scale, amax: float32 []; exactly one of them. A given scale ignores pow2, margin and epsilon.
-        record: where amax and non-finite count go; None records nothing.
+        scale, amax: float32 []; exactly one of them. With ``scale``, pow2, margin and epsilon are ignored.
+        record: receives amax and non-finite count; None records nothing.
 
     Returns:
         Sides; scale_inv is float32 [], the same tensor in both.
@@ -154,7 +157,7 @@ def quantize_tensor(
     tile = tile or _tile(source)
     out = _Outputs(source, fmt, direction, tile, pad_to)
     scale_inv = torch.empty((), device=source.device, dtype=torch.float32)
-    # One program writes scale_inv, so an empty matrix takes one too: all its elements are masked off.
+    # The first program writes scale_inv, so an empty matrix needs one too; all its elements are masked.
     launch(
         cast_tensor,
         source.grid(tile),
@@ -184,10 +187,10 @@ def quantize_rows(
     pad_to: int = 1,
     tile: Tile | None = None,
 ) -> Sides:
-    """One scale for each row of each direction, from amaxes that ``measure`` gave (and somebody may have reduced).
+    """Quantise x [rows, cols] with one scale per row of each direction, from ``measure``'s amaxes (reduced or not).
 
     Args:
-        row_amax, col_amax: float32 [rows] and [cols]; None leaves that direction out.
+        row_amax, col_amax: float32 [rows] and [cols]; None skips that direction.
 
     Returns:
         Sides; scale_inv float32 [rows, 1] and [cols, 1].
@@ -199,7 +202,7 @@ def quantize_rows(
     device = source.device
     row_scale = None if row_amax is None else torch.empty(source.rows, 1, device=device, dtype=torch.float32)
     col_scale = None if col_amax is None else torch.empty(source.cols, 1, device=device, dtype=torch.float32)
-    # An empty matrix still has the scales of its rows or columns to be written.
+    # An empty matrix may still have row or column scales to write.
     launch(
         cast_rows,
         source.grid(tile),
@@ -234,20 +237,22 @@ def quantize_blocks(
     record: Record | None = None,
     tile: Tile | None = None,
 ) -> Sides:
-    """One scale for each block along the contraction of each direction, or for each square block. Partial blocks count.
+    """Quantise x [rows, cols] with one scale per block along the contraction, or per square block.
+
+    Partial blocks have scales too.
 
     Args:
         block: elements along the contraction that share a scale: 128 (blockwise) or 32 (MXFP8).
-        square: blocks of block x block; block is then the tile's side (128).
+        square: blocks of block x block; block must equal the tile's side (128).
         kind: 'fp32', 'pow2', or 'e8m0', which ignores margin and epsilon.
-        tiled: 'e8m0': scales in tiles, as the product reads them (mx_scales.py), and not [R, ceil(C / 32)].
-        room: memory of codes and of 1-wide float32 scales goes on for rows up to a multiple of it, which nobody writes.
+        tiled: 'e8m0' alone: scales in the GEMM's tiled layout (mx_scales.py) instead of [R, ceil(C / 32)].
+        room: allocate codes and 1-wide float32 scales for rows up to a multiple of it; the extra rows are not written.
         record: as in quantize_tensor.
 
     Returns:
-        Sides. scale_inv, of a side with codes [R, C], is logically [R, ceil(C / block)], or [ceil(R / block), ...] if
-        square. In memory 1-wide float32 blocks have stride [1, R]; square ones stride [ceil4(ceil(C / block)), 1], with
-        zeros in the padding: what torch's blockwise scaled product takes. 'e8m0' is float8_e8m0fnu, contiguous.
+        Sides. For codes [R, C], scale_inv is [R, ceil(C / block)], or [ceil(R / block), ceil(C / block)] if square.
+        float32 strides are those of torch's blockwise scaled GEMM: [1, R] for 1-wide blocks;
+        [ceil4(ceil(C / block)), 1], with zeros in the padding, for square ones. 'e8m0' is float8_e8m0fnu, contiguous.
     """
     source = _source(x)
     tile = tile or _block_tile(source, block, square)
@@ -267,7 +272,7 @@ def quantize_blocks(
     if out.columnwise is not None:
         col_scale = _block_scales(source.cols, source.rows, *of)
     if source.rows and source.cols:
-        # Tiles of scales are 128 rows high, whatever the matrix is: programs beyond it fill them.
+        # Scale tiles are always 128 rows high: extra programs fill the padding.
         grid = grid_of(round_up(source.rows, 128), source.cols, tile) if tiled else source.grid(tile)
         row_major, row_minor = _strides(row_scale, source.cols)
         col_major, col_minor = _strides(col_scale, source.rows)
@@ -300,7 +305,7 @@ def quantize_blocks(
 
 
 def write(source: TileSource) -> torch.Tensor:
-    """The matrix that a TileSource computes, [rows, cols] in its dtype, contiguous: the values that codes are made of."""
+    """The matrix of a TileSource, [rows, cols] in its dtype, contiguous: the values that the casts quantise."""
     tile = _tile(source)
     values = torch.empty(source.rows, source.cols, dtype=source.dtype, device=source.device)
     if values.numel():
@@ -309,7 +314,7 @@ def write(source: TileSource) -> torch.Tensor:
 
 
 def _tile(source: TileSource) -> Tile:
-    """For passes without blocks."""
+    """The default tile of passes without blocks."""
     return SWIGLU_TILE if isinstance(source, (Swiglu, SwigluGradient)) else TENSOR_TILE
 
 
@@ -322,12 +327,12 @@ def _block_tile(source: TileSource, block: int, square: bool) -> Tile:
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The smallest multiple that is size or more."""
+    """size rounded up to a multiple."""
     return -(-size // multiple) * multiple
 
 
 def _strides(scale: torch.Tensor | None, cols: int) -> tuple[int, int]:
-    """Of scales of codes with that many columns, or of none; in tiles: bytes from a row of them to the next, and 1."""
+    """Strides of a scale [R, blocks] of codes with ``cols`` columns; (0, 0) of None; (bytes per row of tiles, 1) if tiled."""
     if scale is None:
         return 0, 0
     return (scale.stride(0), scale.stride(1)) if scale.ndim == 2 else (tiled_size(1, cols), 1)
@@ -343,7 +348,7 @@ def _block_scales(
     room: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """Uninitialised scales of a side with codes [rows, cols], in the layout that quantize_blocks promises."""
+    """Uninitialised scales for codes [rows, cols], in the layout that quantize_blocks documents."""
     across = -(-cols // block)
     if tiled:
         return torch.empty(tiled_size(rows, cols), dtype=torch.uint8, device=device)
@@ -356,7 +361,7 @@ def _block_scales(
 
 
 class _Outputs:
-    """Codes of the directions asked for, to be written."""
+    """Uninitialised codes of the requested directions: [rows, cols] and [cols, padded rows]."""
 
     def __init__(
         self,
@@ -403,7 +408,7 @@ def _source(x: torch.Tensor | TileSource) -> TileSource:
 
 
 def _as_int(amax: torch.Tensor | None) -> torch.Tensor | None:
-    """Floats that are not negative sort like their bits, which atomics and reductions take."""
+    """int32 view of an amax [...]: non-negative floats sort like their bits, which atomics and reductions use."""
     return None if amax is None else amax.view(torch.int32)
 
 
