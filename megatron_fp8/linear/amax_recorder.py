@@ -17,16 +17,16 @@ from .gemm_site import GemmSite
 from .quantized_activation import QuantizedActivation
 
 _restored: set[StorageWeakRef] = set()
-"""Memory of restored records that were made: a retained graph gives a second backward the same tensors."""
+"""Records already made: a second backward over a retained graph restores the same tensors."""
 
 
 class DeferredRecord:
-    """What the backward of an evaluation-mode forward records of that forward.
+    """The record of an evaluation-mode forward, made once its backward runs.
 
     Attributes:
         measured: float32 [sites, 2, 2], ``measure`` of each site's input and weight.
-        counts: what the forwards counted.
-        after_step: an optimizer had stepped before the forward, and the iteration was not ended.
+        counts: the forward's GEMM and cast counts.
+        after_step: an optimizer stepped before the forward, and nothing ended the iteration.
     """
 
     def __init__(self, measured: torch.Tensor, counts: IterationCounts, after_step: bool):
@@ -43,13 +43,13 @@ class DeferredRecord:
         return cls(torch.stack(measured).view(-1, 2, 2), IterationCounts(), sites[0].state.must_end_first)
 
     def saved(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the record as tensors for a graph: ``measured``, and int64 [7] on the CPU."""
+        """Returns the record as tensors for a graph: ``measured``; counts and ``after_step``, int64 [7] on the CPU."""
         numbers = [*vars(self.counts).values(), int(self.after_step)]
         return self.measured, torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     @classmethod
     def restored(cls, measured: torch.Tensor, numbers: torch.Tensor) -> DeferredRecord:
-        """Returns the record that ``saved`` took apart."""
+        """Rebuilds the record from ``saved``: measured float32 [sites, 2, 2], numbers int64 [7]."""
         *counts, after_step = numbers.tolist()
         record = cls(measured, IterationCounts(*counts), bool(after_step))
         record._memory = StorageWeakRef(numbers.untyped_storage())
@@ -57,9 +57,9 @@ class DeferredRecord:
         return record
 
     def record(self, sites: Sequence[GemmSite]) -> None:
-        """Record the forward; the backward calls this. A second backward of the same forward records nothing.
+        """Records the forward. Backward calls this; a second backward of the same forward records nothing.
 
-        RuntimeError: an optimizer stepped before the forward, and the iteration was not ended.
+        RuntimeError: an optimizer stepped before the forward, and nothing ended the iteration.
         """
         if self._done:
             return
@@ -78,7 +78,10 @@ class DeferredRecord:
 
 
 def _measure(x: torch.Tensor) -> torch.Tensor:
-    """``measure`` of a tensor; tokens in codes are decoded first, and an FP8 parameter knows what its cast measured."""
+    """``measure`` of a tensor [..., K]: float32 [2].
+
+    Quantised activations are decoded first; an FP8 parameter returns what its cast measured.
+    """
     if isinstance(x, Fp8Parameter):
         return x.measured
     return measure(x.side.dequantize(torch.float32) if isinstance(x, QuantizedActivation) else x)
@@ -93,15 +96,15 @@ def counted_forward(
     training: bool,
     when: str,
 ) -> Iterator[tuple[bool, DeferredRecord | None]]:
-    """A context around the forward of one linear, or of a layer's experts, that counts it by the rules.
+    """Context around the forward of a linear or of a layer's experts: counts its GEMMs and casts.
 
     Args:
-        sites, inputs, weights: of each; inputs [..., K], weights [N, K].
+        sites, inputs, weights: one per linear; inputs [..., K], weights [N, K].
         training: the layer's mode.
-        when: the forward is recorded: NOW, LATER or NEVER.
+        when: when to record the forward: NOW, LATER or NEVER.
 
     Yields:
-        Whether casts record in slots, and what the backward records later; its counts are set on leaving.
+        Whether casts record in slots; the record for the backward, or None. Its counts are set on exit.
     """
     late = DeferredRecord.of(sites, inputs, weights) if when == LATER else None
     with _observed_once(sites, training, when) as record:
@@ -117,10 +120,10 @@ def counted_forward(
 
 @contextmanager
 def _observed_once(sites: Sequence[GemmSite], training: bool, when: str) -> Iterator[bool]:
-    """Yields whether casts record in slots, and lets an observer see each training forward once.
+    """Yields whether casts record in slots. An observer sees each training forward once.
 
-    The observer sees a training forward under no_grad, since its recomputation is hidden. Such a forward records in slots
-    while it is seen, and this restores them.
+    It sees a training forward under no_grad and not its recomputation. Such a forward records in slots for the
+    observer; this restores the slots on exit.
     """
     state, now = sites[0].state, when == NOW
     if state.observer is None:
@@ -130,7 +133,7 @@ def _observed_once(sites: Sequence[GemmSite], training: bool, when: str) -> Iter
             yield now
     elif (
         now or not training
-    ):  # nobody knows yet whether an evaluation's backward comes: no observer counts it
+    ):  # whether an evaluation's backward comes is not known yet: the observer skips it
         yield now
     else:
         slots = [
@@ -147,5 +150,5 @@ def _observed_once(sites: Sequence[GemmSite], training: bool, when: str) -> Iter
 
 
 def came_back(state: Fp8State) -> None:
-    """Count a backward that reached a site."""
+    """Counts a backward that reached a site."""
     state.activity.backwards += 1

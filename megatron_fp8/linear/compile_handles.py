@@ -1,4 +1,4 @@
-"""Numbers by which compiled code finds GEMM sites. A graph can hold a number as a tensor."""
+"""Integer handles of GEMM sites for compiled code. A graph holds a handle as a tensor."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _numbers = itertools.count()
 
 
 class CompileHandle:
-    """A site's part for compiled code.
+    """What compiled code needs of a site.
 
     Attributes:
         handle: int64 [] on the CPU, the site's number.
-        saved_layout: how its input's codes and scales lie (a SideLayout as text); empty without FP8.
-        owner: gives the layer whose site it is, while that lives: no tensor of it is referred to.
+        saved_layout: memory layout of the saved input's codes and scales (a SideLayout as text); empty without FP8.
+        owner: returns the site's layer, or None once that is deleted. It refers to no tensor.
     """
 
     def __init__(self, handle: torch.Tensor, saved_layout: str):
@@ -31,11 +31,11 @@ class CompileHandle:
         self._multiplied: int | None = None
 
     def multiplied_by(self, weight: torch.Tensor) -> None:
-        """A forward has used this weight."""
+        """Remembers the weight [N, K] that a forward used."""
         self._multiplied = id(weight) if hasattr(weight, "main_grad") else None
 
     def parameter(self, weight: torch.Tensor) -> torch.Tensor:
-        """The parameter with a main_grad whose values a backward was given: those may be a copy, made by offloading."""
+        """The layer's parameter [N, K] with a main_grad, for a weight [N, K] that may be an offloaded copy of it."""
         layer = self.owner()
         if layer is None or self._multiplied is None:
             return weight
@@ -45,14 +45,14 @@ class CompileHandle:
 
 
 def register(site: GemmSite, saved_layout: str) -> CompileHandle:
-    """Make the site known, for as long as it lives."""
+    """Registers the site under a new handle, for the site's lifetime."""
     number = next(_numbers)
     _sites[number] = site
     return CompileHandle(torch.tensor(number, dtype=torch.int64, device="cpu"), saved_layout)
 
 
 def site_by_handle(handle: torch.Tensor) -> GemmSite:
-    """The site that has this handle. RuntimeError if it is gone."""
+    """The site with this handle, int64 []. RuntimeError if the site was deleted."""
     site = _sites.get(int(handle))
     if site is None:
         raise RuntimeError("the FP8 layer whose compiled code runs is gone: compile the model that is there")

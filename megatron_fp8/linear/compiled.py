@@ -3,38 +3,37 @@
     linear           y, codes, scales, stamp, scale, measured, counted  =  x, weight, bias, site
     linear_backward  dx, dw, dbias  =  dy, (x | codes, scales), weight, stamp, scale, measured, counted, site
 
-codes and scales are what backward keeps of x, stamp and scale tell it how the weight was quantised, measured and counted
-what it has to record of a forward in evaluation mode (amax_recorder.py).
+Backward reads codes and scales, the saved input. stamp and scale say how the forward quantised the weight; measured and
+counted are the deferred record of an evaluation-mode forward (amax_recorder.py).
 
 A cast records into a slot, a weight is quantised once an iteration, kernels are launched by pointer, stochastic rounding
-counts its calls: state that a tracer would have to guard on, or would bake in. So all of it stays inside, eager, and the
-graph sees tensors only: what is saved for backward is an output like any other (one byte a value), and compilers may
-plan its memory, offload it and fuse around it. The native kernels fuse amax, cast and transpose themselves; little is
-left that a compiler could add inside.
+counts its calls. A tracer would have to guard on this state or bake it in. So the operators run eagerly and keep it; the
+graph sees tensors only. What backward needs is an output like any other (one byte a value): a compiler may plan its
+memory, offload it and fuse around it. The native kernels already fuse amax, cast and transpose.
 
-What crosses as an argument, and why so:
+Arguments, and why they have this form:
 
 * the site, as a number in an int64 tensor on the CPU. A Python number would be a constant of the graph, and each layer of
-  a model compiled block by block would be compiled anew;
-* its ``saved_layout``, a string with all that the outputs' layouts depend on: guarded, so that layers of one recipe
-  share a graph and layers of another do not;
-* the number of this call in the trace. Two calls of one layer on one input may look equal, and are not: each adds to
-  the gradient. No compiler may merge them. Numbers begin elsewhere for each state of this folder's sources: Inductor
-  keeps graphs on disk by their code, and operators of other sources may return other layouts for the same code.
+  a model compiled block by block would be compiled again;
+* its ``saved_layout``, a string that determines the outputs' layouts. Dynamo guards on it, so layers of one recipe share
+  a graph and layers of another recipe do not;
+* the number of this call in the trace. Two calls of one layer on one input look equal, but each adds to the gradient, so
+  no compiler may merge them. The first number depends on this folder's sources: Inductor caches graphs on disk by their
+  code, and operators of other sources may return other layouts for the same code.
 
-Effects that the graph does not see: slots (a maximum and a sum, in any order), counters, the kept weight, main_grad. No
-result in the graph reads them. The weight's codes stay with the site between forward and backward, and are made again
-from the same weight, with the same scale, if others took their place.
+Side effects outside the graph: slots (a maximum and a sum, in any order), counters, the cached weight, main_grad. No
+result in the graph reads them. The site caches the weight's codes between forward and backward; if they were replaced,
+backward quantises the same weight again with the same scale.
 
 Rejected: tracing through, as torchao does, with everything in torch operations. It suits tensors that carry their
 state; here slots, caches and Triton launches would each need a functional twin, and bits would differ from eager mode's.
-Rejected: an effect token through the graph (torch's effectful operators): it orders what needs no order, and versions of
-torch in use split backward effects wrongly (pytorch#172248). Rejected: disabling compilation around the layer, a graph
-break in each linear (Transformer Engine's way for years).
+Rejected: an effect token through the graph (torch's effectful operators): it orders what needs no order, and current
+versions of torch split backward effects wrongly (pytorch#172248). Rejected: disabling compilation around the layer, as
+Transformer Engine did for years: each linear breaks the graph.
 
 CUDA graphs: an operator with Python state must not be replayed alone, so both are tagged ``cudagraph_unsafe``: with
-mode="reduce-overhead" the rest of a graph is captured, and they run between. To capture all, capture the step
-(docs/performance.md).
+mode="reduce-overhead" the rest of a graph is captured, and the operators run in between. To capture everything, capture
+the step (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -63,13 +62,13 @@ from .linear_ops import Call, backward, forward, keeps_codes
 from .saved_tensor_layout import SideLayout
 from .tensor_parallel import TensorParallel
 
-# The first versions of torch that this runs on lack the tag.
+# The oldest supported versions of torch lack the tag.
 _KEPT_OUT_OF_GRAPHS = hasattr(torch.Tag, "cudagraph_unsafe")
 TAGS = [torch.Tag.needs_exact_strides] + ([torch.Tag.cudagraph_unsafe] if _KEPT_OUT_OF_GRAPHS else [])
 
 
 def first_call(sources: Path) -> int:
-    """The number of a process's first call: from a checksum of the modules in this folder."""
+    """The number of a process's first call, from a checksum of the modules in this folder."""
     texts = b"".join(path.read_bytes() for path in sorted(sources.glob("*.py")))
     return zlib.crc32(texts) << 24
 
@@ -79,7 +78,7 @@ _calls = itertools.count(first_call(Path(__file__).parent))
 
 @torch.compiler.assume_constant_result
 def next_call() -> int:
-    """The number of a call; the tracer runs this, and the graph has its result as a constant."""
+    """The number of a call. The tracer runs this; the graph holds the result as a constant."""
     return next(_calls)
 
 
@@ -93,10 +92,10 @@ def traced_linear(
     training: bool,
     save_original_input: bool,
 ) -> Tensor:
-    """fp8_linear while torch.compile traces, or under a dispatch mode.
+    """fp8_linear while torch.compile traces, or under a dispatch mode: y [..., N] of x [..., K], weight [N, K], bias [N].
 
-    In training the weight is quantised once an iteration if the state ``keeps_weights``, else at each call; in evaluation
-    at each call. Megatron's ``is_first_microbatch`` is not asked: there would be a graph for each of its values.
+    Training quantises the weight once an iteration if the state ``keeps_weights``, else at each call; evaluation does so
+    at each call. It ignores Megatron's ``is_first_microbatch``, each value of which would need its own graph.
     """
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
     call = Call(site, tp, training, True, False, save_original_input)
@@ -117,12 +116,12 @@ def traced_linear(
 
 
 def handle_for(site: GemmSite, *given: Tensor) -> Tensor:
-    """The site's handle, for a call with what is given."""
+    """The site's handle, int64 [], as an argument beside these tensors of any shape."""
     return beside(site.traced.handle, *given)
 
 
 def beside(real: Tensor, *given: Tensor) -> Tensor:
-    """A tensor to be given with others. A fake mode that refuses real ones gets a fake one: nothing is computed there."""
+    """``real``, of any shape, as an argument beside other tensors: a fake copy where their fake mode rejects real ones."""
     if torch.compiler.is_compiling():
         return real
     mode = detect_fake_mode(given)
@@ -136,7 +135,7 @@ def beside(real: Tensor, *given: Tensor) -> Tensor:
     " compile without fullgraph, or use weights in BF16, moe_fp8_dispatch=False, experts alike, and Fp8Linear"
 )
 def break_graph(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The function, outside any graph."""
+    """Calls the function outside any graph."""
     return function(*args, **kwargs)
 
 
@@ -153,16 +152,18 @@ def linear(
     when: str,
     number: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y [..., N] of x [..., K] and weight [N, K]; codes [K, tokens] and scales of x's columnwise side if ``keeps``, else
-    empty; what ``stamp_of`` gives; and what ``DeferredRecord.saved`` does, or empty ones.
+    """Returns y [..., N]; x's columnwise codes [K, tokens] and scales (empty unless ``keeps``); the tensors of
+    ``stamp_of``; the tensors of ``DeferredRecord.saved`` (empty unless ``when`` is LATER).
 
     Args:
+        x, weight, bias: [..., K], [N, K], [N] or None.
         site: int64 [] on the CPU, a GemmSite's handle.
-        layout: its saved_layout (compile_handles.CompileHandle).
+        layout: the site's saved_layout (compile_handles.CompileHandle).
         tp: the communication, from ``_describe``.
+        keeps: return x's codes for wgrad.
         training: the layer's mode.
-        when: the forward is recorded: NOW, LATER or NEVER.
-        number: tells this call from others; not used.
+        when: when to record the forward: NOW, LATER or NEVER.
+        number: distinguishes calls; not read.
     """
     found = site_of(site)
     if in_backward():
@@ -196,12 +197,12 @@ def _(x, weight, bias, site, layout, tp, keeps, training, when, number):
 
 
 def saved_record(late: DeferredRecord | None, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns ``late.saved()``; empty tensors where there is no late record."""
+    """Returns ``late.saved()``, or empty tensors on the device of x (any shape) without a deferred record."""
     return empty_record(x, 0) if late is None else late.saved()
 
 
 def empty_record(x: Tensor, sites: int) -> tuple[Tensor, Tensor]:
-    """Returns uninitialised tensors in the shapes of ``DeferredRecord.saved`` for this many sites."""
+    """Uninitialised tensors in the shapes of ``DeferredRecord.saved`` for this many sites, on x's device (any shape)."""
     measured = x.new_empty((sites, 2, 2), dtype=torch.float32)
     return measured, torch.empty(7 if sites else 0, dtype=torch.int64, device="cpu")
 
@@ -260,14 +261,15 @@ def linear_backward(
     needs_wgrad: bool,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx [..., K], dw [N, K] and dbias [N]; what was not asked for is empty.
+    """Returns dx [..., K], dw [N, K] and dbias [N]; gradients that are not needed are empty.
 
     Args:
         dy: [..., N].
-        kept: codes and scales, or the input itself, or nothing where there is no dw.
-        stamp, weight_scale: how forward quantised the weight, and whether it was in training.
-        measured, counted: what is to be recorded of forward, or empty.
-        bias_dtype: None if dbias is not wanted.
+        kept: the saved input: codes [K, tokens] and scales, or x [..., K]; empty without dw.
+        weight: [N, K].
+        stamp, weight_scale: int64 [2] and float32 [] of ``stamp_of``: how forward quantised the weight.
+        measured, counted: float32 [1, 2, 2] and int64 [7], forward's deferred record, or empty.
+        bias_dtype: None if dbias is not needed.
         site, layout, tp, number: as in ``linear``.
     """
     found = site_of(site)
@@ -304,7 +306,7 @@ def _(dy, kept, weight, stamp, scale, measured, counted, site, layout, tp, numbe
 
 @register_flop_formula(torch.ops.megatron_fp8.linear)
 def _(x_shape, weight_shape, *_, **__):
-    """For torch.utils.flop_counter: one product."""
+    """For torch.utils.flop_counter: the FLOPs of one GEMM."""
     return 2 * math.prod(x_shape) * weight_shape[0]
 
 
@@ -326,7 +328,7 @@ def _(
     *_,
     **__,
 ):
-    """One product for each gradient that is wanted."""
+    """The FLOPs of one GEMM for dx and one for dw, where needed."""
     return 2 * math.prod(dy_shape) * weight_shape[1] * (needs_dgrad + needs_wgrad)
 
 
@@ -335,10 +337,10 @@ def _(
 
 @torch.compiler.assume_constant_result
 def prepare_layer(layer: Any) -> bool:
-    """layer.make_sites(), which the tracer runs and does not look into; if it made any, it traces from the beginning.
+    """Calls layer.make_sites() during tracing, untraced; restarts the trace if that made any site.
 
-    The trace so far has read that there are no sites. Dynamo traces a function again where its graph breaks, and fails
-    if what it reads then is something else; and a graph that begins with sites is shared by all layers that are alike.
+    The trace so far has read that there are no sites. At a graph break Dynamo traces the function again and fails if it
+    reads something else. A graph that starts with sites is shared by all layers of one structure.
     """
     if layer.make_sites():
         raise UnspecializeRestartAnalysis(restart_reason="FP8 layers were prepared")
@@ -346,7 +348,7 @@ def prepare_layer(layer: Any) -> bool:
 
 
 def site_of(handle: Tensor) -> GemmSite:
-    """The site. RuntimeError where this torch captures the operator: a replay would leave out what it does in Python."""
+    """The site of a handle, int64 []. RuntimeError if this torch captures the operator: a replay would skip its Python."""
     site = site_by_handle(handle)
     captured = (
         not _KEPT_OUT_OF_GRAPHS and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -360,7 +362,7 @@ def site_of(handle: Tensor) -> GemmSite:
 
 
 def check_recomputed(site: GemmSite) -> None:
-    """RuntimeError where a forward that is recomputed was none of this site."""
+    """RuntimeError if a recomputation reaches a site whose forward never ran."""
     if not site.has_run:
         raise RuntimeError(
             f"{site.plan.name}: FP8 was switched off, or to another recipe, around a compiled forward, and its"
@@ -370,7 +372,7 @@ def check_recomputed(site: GemmSite) -> None:
 
 
 def _dx_shape(dy: Tensor, tp: TensorParallel) -> list[int]:
-    """Leading dimensions of dx: dy's, times or over the group's size where one side of the layer has shards of tokens."""
+    """Leading dimensions of dx for dy [..., N]; sequence parallelism multiplies or divides the first by the group's size."""
     shape = list(dy.shape[:-1])
     if tp.sequence_parallel:
         shape[0] = shape[0] // tp.size if tp.kind == "column" else shape[0] * tp.size
@@ -381,7 +383,7 @@ def _dx_shape(dy: Tensor, tp: TensorParallel) -> list[int]:
 
 
 def _describe(tp: TensorParallel) -> str:
-    """A TensorParallel as a constant that a graph can hold: '' is none."""
+    """A TensorParallel as a string, a constant of the graph; '' without communication."""
     if tp.kind == "none":
         return ""
     flags = f"{int(tp.sequence_parallel)} {int(tp.reduce_dgrad)}"
@@ -389,7 +391,7 @@ def _describe(tp: TensorParallel) -> str:
 
 
 def _parallel(described: str) -> TensorParallel:
-    """The TensorParallel that was described. Its group is looked up each time: names are given to other groups later."""
+    """Parses ``_describe``'s string. It looks the group up each time: torch reuses group names."""
     if not described:
         return TensorParallel()
     kind: Any

@@ -1,7 +1,7 @@
 """A linear's amaxes in high precision as two operators, for torch.compile and dispatch modes.
 
-Delayed scaling records them while FP8 is off (high_precision.py). The operators copy the result, so that no graph can
-have it without the recording; compiled.py says what crosses as an argument, and why.
+Delayed scaling records them while FP8 is off (high_precision.py). The operators return a copy of the result, so that no
+compiler drops the recording. compiled.py explains the arguments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .high_precision import observe_forward
 
 
 def traced_observation(x: Tensor, weight: Tensor, y: Tensor, site: GemmSite, *, training: bool) -> Tensor:
-    """observe_high_precision while torch.compile traces: a copy of y that cannot be had without the recording."""
+    """observe_high_precision while torch.compile traces: records x [..., K], weight [N, K]; returns a copy of y [..., N]."""
     handle = handle_for(site, x, weight)
     seen: Tensor = torch.ops.megatron_fp8.observe(x, weight, y, handle, training, next_call())[0]
     return seen
@@ -31,7 +31,10 @@ def traced_observation(x: Tensor, weight: Tensor, y: Tensor, site: GemmSite, *, 
 def observe(
     x: Tensor, weight: Tensor, y: Tensor, site: Tensor, training: bool, number: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns a copy of y, and the amax of x (float32 []). In training it records the amaxes of x and weight."""
+    """Returns a copy of y [..., N], and the amax of x [..., K] (float32 []).
+
+    In training it records the amaxes of x and weight [N, K].
+    """
     amax = measure(x)[0].clone()
     if training:
         observe_forward(site_by_handle(site), amax, weight)
@@ -47,7 +50,7 @@ def _(x, weight, y, site, training, number):
 def observe_backward(
     dy: Tensor, weight: Tensor, amax: Tensor, site: Tensor, training: bool, number: int
 ) -> Tensor:
-    """Returns a copy of dy and records its amax; in evaluation also the amaxes of x and weight."""
+    """Returns a copy of dy [..., N] and records its amax; in evaluation also ``amax`` (float32 [], x's) and weight's."""
     found = site_by_handle(site)
     came_back(found.state)
     if not training:

@@ -3,13 +3,12 @@
     grouped_linear           y, codes, scales, stamps, scale, ...  =  x, weights, counts, sites
     grouped_linear_backward  dx, dw of each weight            =  dy, (x | codes, scales), weights, counts, stamps, ...
 
-How many tokens each expert gets is a tensor on the CPU, which is read as an operator runs: a graph holds for all numbers,
-and knows only how many tokens there are together. So what is saved of them lies in two tensors of known sizes
-(saved_expert_activations.py). All else is as compiled.py says: what crosses as an argument, what a graph does not see,
-what was rejected.
+The tokens per expert are a tensor on the CPU that an operator reads as it runs, so one graph serves all counts: it knows
+only the total number of tokens. The saved activations are two tensors whose sizes depend on that total alone
+(saved_expert_activations.py). Arguments, side effects and rejected designs are compiled.py's.
 
-Experts that save by other layouts than each other, one of them with another recipe or with wgrad in high precision, save
-the tokens themselves, from which wgrad's codes are made in the backward.
+Where experts' saved layouts differ (another recipe, or wgrad in high precision), the operator saves the tokens in high
+precision, and backward quantises them for wgrad.
 """
 
 from __future__ import annotations
@@ -54,7 +53,10 @@ def traced_grouped_linear(
     training: bool,
     save_original_input: bool,
 ) -> Tensor:
-    """grouped_linear while torch.compile traces, or under a dispatch mode; weights are quantised as by traced_linear."""
+    """grouped_linear while torch.compile traces, or under a dispatch mode: y [T, N] of x [T, K] and weights [N, K].
+
+    ``tokens``: per expert, also as an integer tensor [experts]. Weights are quantised as in traced_linear.
+    """
     layouts = {site.traced.saved_layout for site in sites}
     layout = layouts.pop() if len(layouts) == 1 else ""
     needs_wgrad = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
@@ -86,14 +88,16 @@ def grouped_linear(
     when: str,
     number: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y [T, N] of x [T, K] and weights [N, K]; codes and scales of x's columnwise sides as SavedExpertsLayout has them,
-    if ``keeps``, else empty; what ``stamps_of`` gives; and what ``DeferredRecord.saved`` does, or empty ones.
+    """Returns y [T, N]; flat codes and scales of x's columnwise sides (SavedExpertsLayout; empty unless ``keeps``); the
+    tensors of ``stamps_of``; the tensors of ``DeferredRecord.saved`` (empty unless ``when`` is LATER).
 
     Args:
-        counts: whole numbers [experts] on the CPU, the tokens of each.
-        sites: int64 [] each, their handles.
-        layout: their saved_layout, if they have one in common.
-        training, when, number: as of ``linear``.
+        x: [T, K].
+        weights: [N, K] each.
+        counts: integers [experts] on the CPU, each expert's tokens.
+        sites: the experts' handles, int64 [] each.
+        layout: the experts' common saved_layout, or ''.
+        keeps, training, when, number: as in ``linear``.
     """
     found = [site_of(site) for site in sites]
     tokens = _numbers(found[0].plan.name, counts, len(x))
@@ -202,14 +206,15 @@ def grouped_linear_backward(
     needs_dgrad: bool,
     needs_wgrad: list[bool],
 ) -> list[Tensor]:
-    """[dx [T, K], dw [N, K] of each weight]; what was not asked for is empty.
+    """Returns [dx [T, K], dw [N, K] of each weight]; gradients that are not needed are empty.
 
     Args:
         dy: [T, N].
-        kept: codes and scales, or the tokens themselves, or nothing where there is no dw.
-        stamps, weight_scales: how forward quantised the weights, and whether it was in training.
-        measured, counted: what is to be recorded of forward, or empty.
-        counts, sites, layout, number: as of ``grouped_linear``.
+        kept: the saved input: flat codes and scales, or x [T, K]; empty without any dw.
+        weights: [N, K] each.
+        stamps, weight_scales: int64 [experts, 2] and float32 [experts] of ``stamps_of``.
+        measured, counted: float32 [experts, 2, 2] and int64 [7], forward's deferred record, or empty.
+        counts, sites, layout, number: as in ``grouped_linear``.
     """
     found = [site_of(site) for site in sites]
     training = was_training(stamps[0])
@@ -234,7 +239,7 @@ def grouped_linear_backward(
 def _weights_again(
     group: Group, weights: Sequence[Tensor], stamps: Tensor, weight_scales: Tensor
 ) -> list[Operand | None]:
-    """dgrad's operands of the weights, one by one."""
+    """dgrad's operands [K, N] of the weights [N, K], expert by expert; stamps [experts, 2], weight_scales [experts]."""
     parts = zip(group.sites, weights, stamps, weight_scales, strict=True)
     return [columnwise_of(site.weights, weight, stamp, scale) for site, weight, stamp, scale in parts]
 
@@ -242,7 +247,7 @@ def _weights_again(
 def _saved_tokens(
     group: Group, kept: list[Tensor], packed: SavedExpertsLayout | None, dtype: torch.dtype, *, as_one: bool
 ) -> Each | None:
-    """wgrad's operands of the tokens: None, the tokens themselves, or their codes; ``as_one`` these in a stack."""
+    """wgrad's operands [K, T_e] of the tokens: None, high-precision tokens, or codes (``as_one``: as one batch)."""
     if packed is None:
         parts = [part for x in kept for part in x.split(list(group.tokens))]
         return [part.t() if len(part) else None for part in parts] or None
@@ -265,7 +270,7 @@ def _(dy, kept, weights, *others):
 
 @register_flop_formula(torch.ops.megatron_fp8.grouped_linear)
 def _(x_shape, weight_shapes, *_, **__):
-    """For torch.utils.flop_counter: each token by one expert's weight."""
+    """For torch.utils.flop_counter: one weight per token."""
     return 2 * math.prod(x_shape) * weight_shapes[0][0]
 
 
@@ -287,5 +292,5 @@ def _(
     *_,
     **__,
 ):
-    """As much for each gradient that is wanted."""
+    """The FLOPs of one GEMM for dx and one for the dws, where needed."""
     return 2 * math.prod(dy_shape) * weight_shapes[0][1] * (needs_dgrad + any(needs_wgrad))

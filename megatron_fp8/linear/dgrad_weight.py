@@ -1,9 +1,9 @@
-"""dgrad's codes of a weight, made again in backward.
+"""Columnwise weight codes for dgrad, quantised again in backward.
 
-A forward that keeps no columnwise side, or whose side somebody else may replace before the backward runs (compiled
-code, offloading, another forward), saves a stamp: which state of the weight it quantised, and by which delayed scale.
-Rejected: an argument more of the backward's operator, which graphs that torch.compile has kept on the disk since an
-earlier version of this package would not give.
+A forward saves a stamp if it keeps no columnwise side, or if that may be replaced before backward (compiled code,
+offloading, another forward). The stamp names the weight's generation and the delayed scale.
+Rejected: one more argument of the backward operator. Graphs that torch.compile cached on disk under an earlier version
+of this package would not pass it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _DELAYED, _EVALUATED = 1, 2  # a stamp's flags
 def stamp_of(
     weights: WeightCache, device: torch.device, *, training: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What backward needs to know of a forward that has just quantised the weight, as tensors that a graph can save.
+    """The stamp of a forward that just quantised the weight, as tensors that a graph can save.
 
-    (int64 [2] on the CPU: the weight_generation, and flags: a delayed scale was used, it was in evaluation; float32 []:
-    that scale, or 1.)
+    Returns (int64 [2] on the CPU: weight_generation and flags for a delayed scale and evaluation; float32 []: the delayed
+    scale, or 1).
     """
     facts, scale = _facts(weights, training)
     stamp = torch.tensor(facts, dtype=torch.int64, device="cpu")
@@ -35,7 +35,7 @@ def stamp_of(
 def stamps_of(
     weights: Sequence[WeightCache], device: torch.device, *, training: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``stamp_of`` of each, in two tensors: int64 [experts, 2] on the CPU, float32 [experts]."""
+    """``stamp_of`` of each expert, stacked: int64 [experts, 2] on the CPU, float32 [experts]."""
     facts = [_facts(cache, training) for cache in weights]
     stamps = torch.tensor([stamp for stamp, _ in facts], dtype=torch.int64, device="cpu")
     used = torch.ones(len(facts), dtype=torch.float32, device=device)
@@ -48,28 +48,28 @@ def stamps_of(
 
 
 def _facts(weights: WeightCache, training: bool) -> tuple[list[int], torch.Tensor | None]:
-    """(a stamp, the delayed scale that was used)"""
+    """(stamp, delayed scale float32 [] or None)."""
     scale = None if weights.held is None else weights.held.scale
     flags = _DELAYED * (scale is not None) + _EVALUATED * (not training)
     return [weights.state.weight_generation, flags], scale
 
 
 def was_training(stamp: torch.Tensor) -> bool:
-    """Whether the forward that made this stamp was one of training."""
+    """Whether the forward of this stamp, int64 [2], ran in training mode."""
     return not int(stamp[1]) & _EVALUATED
 
 
 def columnwise_of(
     weights: WeightCache, weight: torch.Tensor, stamp: torch.Tensor, scale: torch.Tensor
 ) -> Operand:
-    """dgrad's operand [K, N] of the weight [N, K] that backward hands back.
+    """dgrad's operand [K, N] of the weight [N, K].
 
-    It is what forward made of the weight, if that is still here. Else it is made again, with the same bits: the state
-    keeps no columnwise sides, ``fp8_step`` or another forward came in between, or offloading brought the weight back
-    as another tensor.
+    Returns forward's codes while the site caches them. Otherwise quantises the weight again, with the same bits: the
+    state keeps no columnwise sides, ``fp8_step`` or another forward ran in between, or offloading returned the weight as
+    another tensor.
 
     Args:
-        stamp, scale: the forward's.
+        stamp, scale: int64 [2] and float32 [] of the forward's ``stamp_of``.
     """
     quantizer = weights.casts.columnwise
     if quantizer is None:
@@ -86,7 +86,7 @@ def columnwise_of(
 def still_held(
     weights: WeightCache, weight: torch.Tensor, generation: int, flags: int
 ) -> CachedWeight | None:
-    """What the forward with this stamp made of the weight, or another one with the same scale, if that is still here."""
+    """The cached codes of the weight [N, K] from the forward with this stamp, or from one with its scale; else None."""
     kept = weights.held
     if kept is None or kept.fitted != weights.fits(training=not flags & _EVALUATED):
         return None

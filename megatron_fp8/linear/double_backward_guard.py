@@ -1,4 +1,4 @@
-"""The end of differentiation: a backward whose result cannot be differentiated again says so."""
+"""Guard that rejects second derivatives and batched gradients of FP8 backwards."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ _NO_BATCHES = (
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For the backward of an autograd function, outermost but for staticmethod: differentiating it is a RuntimeError.
+    """Decorates an autograd function's backward, inside staticmethod: differentiating it raises RuntimeError.
 
-    torch's ``once_differentiable`` is not enough. It raises only where the incoming gradient itself requires a gradient.
-    That of a sum is a constant, but what the backward multiplies it by depends on weights: a gradient penalty would lack
-    that part without a word. And a second derivative by certain inputs (``hessian``) would be zeros, where the way to
-    them does not lead past the error.
+    torch's ``once_differentiable`` is not enough: it raises only if the incoming gradient itself requires a gradient. The
+    gradient of a sum is a constant, but backward multiplies it by weights: a gradient penalty would silently lack that
+    part. A second derivative by some inputs (``hessian``) would be zeros, since its graph misses the error.
     """
 
     @functools.wraps(backward)
@@ -38,9 +37,9 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def guard(backward: Callable[..., Any], ctx: Any, *grads: torch.Tensor) -> Any:
-    """backward(ctx, *grads), whose result has no derivative. RuntimeError where gradients come in a batch.
+    """Returns backward(ctx, *grads), for grads of any shape, as tensors without a second derivative.
 
-    Nothing is changed by it but where gradients are recorded (create_graph=True) or batched.
+    RuntimeError if the gradients are batched. Only create_graph=True and batched gradients are affected.
     """
     if any(is_batchedtensor(grad) or is_legacy_batchedtensor(grad) for grad in grads):
         raise RuntimeError(_NO_BATCHES)
@@ -55,7 +54,7 @@ def guard(backward: Callable[..., Any], ctx: Any, *grads: torch.Tensor) -> Any:
 
 
 def _leaves_behind(node: Any) -> list[torch.Tensor]:
-    """The leaves that a function's inputs were computed from."""
+    """The leaf tensors, of any shape, that a function's inputs depend on."""
     leaves, met, ahead = [], {node}, [node]
     while ahead:
         for function, _ in ahead.pop().next_functions:

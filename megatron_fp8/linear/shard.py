@@ -1,4 +1,4 @@
-"""This rank's part of a site: of its weight, and of its tokens. Sums over ranks ask for it."""
+"""The shard of a site's weight and tokens that this rank holds, for sums over ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """A rank's part of one site.
+    """A rank's shard of one site.
 
     Attributes:
         kind: 'column' or 'row' where the weight is split over tensor-parallel ranks, by output or by input features.
-        part: which part of the weight; ranks with the same number hold the same values.
-        tokens: which tokens; ranks with the same number see the same ones, or shards of the same.
+        part: the weight shard's number; ranks with the same number hold the same values.
+        tokens: the token set's number; ranks with the same number see the same tokens, or shards of them.
     """
 
     kind: Literal["none", "column", "row"] = "none"
@@ -25,13 +25,13 @@ class ShardInfo:
 
 
 def weight_of(linear: Any) -> torch.Tensor:
-    """The weight that a linear's site multiplies by: its own, or the one that it is tied to and given with each call."""
+    """A linear's weight [N, K]: its own, or the tied weight that each call passes."""
     own: torch.Tensor | None = linear.weight
     weight: torch.Tensor = linear.tied_weight if own is None else own
     return weight
 
 
 def device_of(linear: Any) -> torch.device:
-    """Where that weight is; nn's, which may be computed, say so without it."""
+    """The device of a linear's weight; ``fp8_device`` avoids computing a parametrised weight."""
     device: torch.device | None = getattr(linear, "fp8_device", None)
     return weight_of(linear).device if device is None else device

@@ -1,4 +1,4 @@
-"""The gradients of experts' weights: handed to autograd, or added to their main_grads."""
+"""The gradients of experts' weights: returned to autograd, or added to main_grad."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ def each_weight_gradient(
     wanted: list[int],
     multiply: Callable[[list[int], list[Any], bool], None],
 ) -> list[torch.Tensor | None]:
-    """The gradients of the wanted experts' weights; of one that was added to its main_grad, a dummy.
+    """Each weight's gradient [N, K]: None where not ``wanted``, a dummy where it was added to main_grad.
 
     Args:
-        multiply: writes the products of these experts to tensors [N, K], or adds them there.
+        weights: [N, K] each.
+        wanted: the experts whose gradients are needed.
+        multiply: writes these experts' wgrad products to tensors [N, K], or adds them there.
     """
     found: list[torch.Tensor | None] = [None] * len(weights)
     sums = {e: total for e in wanted if (total := main_grad_of(weights[e])) is not None}
@@ -37,7 +39,7 @@ def each_weight_gradient(
 
 
 def _apart(sums: Mapping[int, torch.Tensor]) -> list[list[int]]:
-    """Experts in turns, in none of which two add to the same memory, as those do that share a weight."""
+    """Splits experts into groups in which no two share a main_grad (float32 [N, K]), as experts with one weight do."""
     turns: list[dict[int, int]] = []
     for e, total in sums.items():
         at = total.data_ptr()
