@@ -121,7 +121,7 @@ def handle_for(site: GemmSite, *given: Tensor) -> Tensor:
 
 
 def beside(real: Tensor, *given: Tensor) -> Tensor:
-    """``real``, of any shape, as an argument beside other tensors: a fake copy where their fake mode rejects real ones."""
+    """``real``, of any shape, as an argument beside others: a fake copy where their fake mode rejects real ones."""
     if torch.compiler.is_compiling():
         return real
     mode = detect_fake_mode(given)
@@ -348,7 +348,7 @@ def prepare_layer(layer: Any) -> bool:
 
 
 def site_of(handle: Tensor) -> GemmSite:
-    """The site of a handle, int64 []. RuntimeError if this torch captures the operator: a replay would skip its Python."""
+    """The site of a handle, int64 []. RuntimeError if this torch captures the operator: a replay skips its Python."""
     site = site_by_handle(handle)
     captured = (
         not _KEPT_OUT_OF_GRAPHS and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -372,7 +372,7 @@ def check_recomputed(site: GemmSite) -> None:
 
 
 def _dx_shape(dy: Tensor, tp: TensorParallel) -> list[int]:
-    """Leading dimensions of dx for dy [..., N]; sequence parallelism multiplies or divides the first by the group's size."""
+    """Leading dimensions of dx for dy [..., N]; sequence parallelism scales the first by the group size."""
     shape = list(dy.shape[:-1])
     if tp.sequence_parallel:
         shape[0] = shape[0] // tp.size if tp.kind == "column" else shape[0] * tp.size

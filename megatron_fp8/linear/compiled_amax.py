@@ -21,7 +21,7 @@ from .high_precision import observe_forward
 
 
 def traced_observation(x: Tensor, weight: Tensor, y: Tensor, site: GemmSite, *, training: bool) -> Tensor:
-    """observe_high_precision while torch.compile traces: records x [..., K], weight [N, K]; returns a copy of y [..., N]."""
+    """observe_high_precision while traced: records x [..., K], weight [N, K]; returns a copy of y [..., N]."""
     handle = handle_for(site, x, weight)
     seen: Tensor = torch.ops.megatron_fp8.observe(x, weight, y, handle, training, next_call())[0]
     return seen
