@@ -332,7 +332,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def _strides(scale: torch.Tensor | None, cols: int) -> tuple[int, int]:
-    """Strides of a scale [R, blocks] of codes with ``cols`` columns; (0, 0) of None, (bytes per row of tiles, 1) if tiled."""
+    """Strides of a scale [R, blocks] of codes with ``cols`` columns; (0, 0) of None, (bytes a tile row, 1) if tiled."""
     if scale is None:
         return 0, 0
     return (scale.stride(0), scale.stride(1)) if scale.ndim == 2 else (tiled_size(1, cols), 1)
