@@ -1,4 +1,4 @@
-"""The shard of a site's weight and tokens that this rank holds, for sums over ranks."""
+"""The shard of a site's weight and tokens that this rank holds, for sums."""
 
 from __future__ import annotations
 
