@@ -22,12 +22,11 @@ help: ## this list
 train: $(VENV)/.train ## train a small GPT in FP8; options: ARGS="--model.fp8_format=mxfp8" CONFIG=... RANKS=...
 	$(VENV)/bin/megatron-fp8 launch --ranks $(RANKS) train --config $(CONFIG) $(ARGS)
 
-# Whole files go to one of several processes, the longest first (tests/support/order.py). They are forked from one that has
-# collected the tests (tests/support/workers.py). Each forks its own ranks.
-# One process more than cores, since ranks that start and launchers wait a fifth of the time; another has files that wait.
+# pytest-xdist: whole files go to one of several processes, the longest first (tests/support/order.py). Each has its own ranks.
+# More processes than cores, since ranks that start, launchers and SLURM wait much of their time.
 # Idle OpenMP threads do not spin.
 # Bytecode is written, whatever the environment says: else each process compiles all files of tests and of the package.
-SUITE := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest --workers $(WORKERS) --durations=20
+SUITE := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 START := $(shell date +%s)
 
 # mypy takes one core 40 seconds without its cache: beside the first tests; what it found is said after the last.

@@ -54,6 +54,7 @@ EXTRAS = {
         "peft>=0.17",
         "pytest",
         "pytest-timeout",
+        "pytest-xdist",
         "pytorch-lightning>=2.5",
         "ruff",
         "scikit-learn>=1.4",

@@ -23,13 +23,13 @@ import pytest
 
 from benchmarks.support import forking
 from benchmarks.support.ranks import RankPool
-from tests.support import order, workers
+from tests.support import order
 from tests.support.interpreter import lean_interpreter
 from tests.support.left_behind import left_behind, state
-from tests.support.time_limits import TimeLimits
 
 gc.disable()  # until tests are collected: what is imported and collected stays
 THREADS = torch.get_num_threads()
+IN_XDIST = "PYTEST_XDIST_WORKER" in os.environ
 torch.set_num_threads(1)  # until then too: what files compute when they are imported starts no thread
 lean_interpreter()
 
@@ -39,24 +39,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--write-seconds", action="store_true", help="keep how long files of tests and unit tests took"
     )
     parser.addoption("--quick", action="store_true", help="leave out the slowest unit tests")
-    parser.addoption(
-        "--workers", type=int, default=1, help="how many processes run tests (tests/support/workers.py)"
-    )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(TimeLimits())
     # Else Inductor takes graphs that operators of an earlier commit have left on disk.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(config._tmp_path_factory.getbasetemp() / "inductor")  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Several processes begin with the longest files; in one, files run in the order of their names."""
+    """pytest-xdist's processes begin with the longest files; in one process, files run in the order of their names."""
     if config.getoption("quick"):
         config.hook.pytest_deselected(items=order.leave_out_slow(items))
-    if config.getoption("workers") > 1:
+    if IN_XDIST:
         order.longest_first(items)
 
 
@@ -64,19 +60,8 @@ def pytest_collection_finish() -> None:
     """Cycles are looked for among what tests make: modules and 10,000 tests need not be gone through each time."""
     gc.freeze()
     gc.enable()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """In several processes, if so many are asked for; else pytest's own loop does it."""
-    count = session.config.getoption("workers")
-    if count < 2 or session.testsfailed or session.config.option.collectonly:
+    if not IN_XDIST:  # there, more processes than cores would wait for each other
         torch.set_num_threads(THREADS)
-        return None
-    workers.run(
-        session, count
-    )  # with one thread each: two in three processes on two cores wait for each other
-    return True
 
 
 atexit.register(gc.unfreeze)  # else libraries say at exit that their objects were leaked

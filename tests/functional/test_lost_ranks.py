@@ -15,7 +15,7 @@ import pytest
 from tests.support.command import MEASURED, ROOT, environment, lines
 from tests.support.ports import held_ports
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.waits]
+pytestmark = pytest.mark.timeout(600)
 
 TROUBLE = str(ROOT / "tests" / "support" / "trouble.py")
 ITERATIONS = 26

@@ -19,7 +19,7 @@ import yaml
 from megatron_fp8.files.checkpoint import complete_checkpoints, read_metadata, read_tensor
 from tests.support.slurm_cluster import SlurmCluster, missing, processes_naming
 
-pytestmark = [pytest.mark.slurm, pytest.mark.waits, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "slurm"

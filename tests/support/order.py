@@ -1,8 +1,8 @@
 """Which files of tests run first, and which tests `make test-quick` leaves to `make test`.
 
-Whole files are handed out in the order in which they were collected (workers.py): the longest first, so that none is left
-for the end, when other processes have nothing to do. `--quick` leaves out the slowest unit tests: one in a hundred takes
-two fifths of the time.
+pytest-xdist hands out whole files in the order in which they were collected (`--dist loadfile --no-loadscope-reorder`):
+the longest first, so that none is left for the end, when other processes have nothing to do. `--quick` leaves out the
+slowest unit tests: one in a hundred takes two fifths of the time.
 
 seconds.json has the files and the unit tests that take long, with what they took once; that they were measured on
 another machine is of no matter. `make test ARGS=--write-seconds` writes it anew.

@@ -77,15 +77,6 @@ def test_what_is_left_is_named_and_put_back(monkeypatch, tmp_path):
 # ------------------------------------------------------------------------------------------------------------ their order
 
 
-def test_the_table_names_files_that_are_there():
-    table = json.loads(order.TABLE.read_text())
-    for rows in table.values():
-        assert len(rows) > 40 and sorted(rows.values(), reverse=True) == list(rows.values())
-        gone = [name for name in rows if not (order.ROOT / order.file_of(name)).is_file()]
-        assert not gone, "make test ARGS=--write-seconds"
-    assert all(name.startswith(order.UNIT) for name in table["tests"])
-
-
 def table_of(monkeypatch, tmp_path, **rows: dict[str, float]) -> None:
     monkeypatch.setattr(order, "TABLE", tmp_path / "seconds.json")
     order.TABLE.write_text(json.dumps({"files": {}, "tests": {}} | rows))
