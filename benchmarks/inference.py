@@ -5,7 +5,7 @@ A Llama-like GPT on Megatron-Core with a KV cache, one rank, 6 layers whose larg
 
 * prefill: a prompt of 256 tokens at once; decode: one token after it, for 1 and for 8 sequences;
 * memory: the bytes of all parameters and buffers, each storage once, and of the linears of the layers alone;
-* BF16 as torch allocates it, to which all is compared, and in huge pages, in which FP8 weights lie.
+* BF16, to which all is compared.
 
 The gate before any time: logits are, byte for byte, those of the training forward of the same recipe; with static scales,
 which no training has, they are within twice the distance of the dynamic ones from BF16.
@@ -49,8 +49,7 @@ from benchmarks.small_gpt import VOCAB, small_gpt
 SIZES = {"layers": 6, "hidden": 2048, "heads": 16, "ffn": 5632}
 PROMPT, BATCHES = 256, (1, 8)
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
-HUGE_PAGES = "bf16, huge pages"
-CONTENDERS = ("bf16", HUGE_PAGES, *RECIPES, "tensorwise, static")
+CONTENDERS = ("bf16", *RECIPES, "tensorwise, static")
 
 
 @dataclass
@@ -89,7 +88,6 @@ def make_ready(name: str, bf16_logits: torch.Tensor | None) -> tuple[Contender, 
     """The contender, through the gate; and its logits."""
     from megatron_fp8.inference import model_bytes, prepare_for_inference, storage_bytes, tensors_of
     from megatron_fp8.inference.calibration import calibrate
-    from megatron_fp8.kernels.cpu.huge_pages import in_huge_pages
     from megatron_fp8.mcore.generation import Decoder
 
     in_fp8 = not name.startswith("bf16")
@@ -105,9 +103,6 @@ def make_ready(name: str, bf16_logits: torch.Tensor | None) -> tuple[Contender, 
     trained = forward(model, ids).detach()
     if not in_fp8:
         model.eval().requires_grad_(False)
-        if name == HUGE_PAGES:
-            for weight in model.parameters():
-                in_huge_pages(weight)
     else:
         static = calibration if name.endswith("static") else None
         assert len(prepare_for_inference(model, calibration=static).fp8_inference.sites) == len(linears)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from ..kernels.cpu.huge_pages import in_huge_pages
 from ..params.fp8_parameter import Fp8Parameter, _Stored
 from ..quantizer import Quantizer
 from ..tensor import Float8Tensor, QuantizedSide
@@ -79,8 +78,6 @@ def _from_fp8(weight: Fp8Parameter) -> Any:
 
 def _as_parameter(stored: _Stored, weight: torch.Tensor) -> Any:
     kind = RowwiseFp8Parameter if isinstance(stored, _StoredRows) else Fp8Parameter
-    for codes in stored.codes:
-        in_huge_pages(codes)
     parameter = torch.nn.Parameter(kind(stored), requires_grad=False)
     parameter.__dict__.update({k: v for k, v in vars(weight).items() if k not in ("_stored", "_is_param")})
     return parameter

@@ -7,7 +7,6 @@ The GEMM of 16-bit operands (float32 sums, rounded once) depends on the processo
 | NVIDIA GPU | torch's, on tensor cores; float16 too |
 | with AVX512-BF16 or AMX, and a C compiler | cpu/gemm.c |
 | with AVX2 or Arm, and a C compiler | cpu/gemm_float32.c, in float32, which is as exact |
-| with AMX, and MKL in torch | MKL's (cpu/mkl.py) |
 | any other | none: float32 GEMM, as fast on CPUs without BF16 |
 
 GPUs multiply float32 operands outside the tensor cores, which is much slower.

@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import library, mkl
+from . import library
 
 _FILES = """emulation blocks casts gemm gemm_float32 grouped skinny_gemm skinny_gemm_float32
-    decode_linear stats decode_attention"""
+    decode_linear stats"""
 SOURCES = [Path(__file__).with_name(f"{name}.c") for name in _FILES.split()]
 # No -ffast-math: only what changes no result. Compilers vectorise selects of float products without trapping math.
 FLAGS = (
@@ -397,11 +397,6 @@ def out_of(out: torch.Tensor, bias: torch.Tensor | None, *, add: bool) -> Out:
 
 
 def has_matmul() -> bool:
-    """Whether this processor has a GEMM for bfloat16 that pays: gemm.c, or MKL's with AMX where nothing compiles C."""
-    return has_own_matmul() or mkl.has_matmul()
-
-
-def has_own_matmul() -> bool:
     """Whether this processor has the instructions for which gemm.c is written, and the kernels could be compiled."""
     return inner_loop() is not None
 

@@ -28,10 +28,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...kernels.cpu import decode_attention
 from ...linear.double_backward_guard import first_derivative_only
 from ...numerics import host_sync
-from ...plan.autocast_state import is_watched
 from ..runtime import runtime_of
 
 _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -152,36 +150,13 @@ def _last_queries_mask(queries: int, keys: int, device: torch.device) -> Tensor:
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask: Any) -> Tensor:
     """Attention of q [sq, b, heads, d] to k [sk, b, groups, d], v [sk, b, groups, dv]: [sq, b, heads, dv], contiguous.
 
-    Grouped queries share their key and value head inside the kernel; nothing is repeated. A decoded token on a CPU,
-    one query with many keys, runs `_one_query`.
+    Grouped queries share their key and value head inside the kernel; nothing is repeated.
     """
-    plain = "attn_mask" not in mask and not mask.get("is_causal")
-    if plain and q.is_cpu and len(q) == 1 < len(k) and not torch.is_grad_enabled():
-        return _one_query(q, k, v, scale)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     masked = "attn_mask" in mask and host_sync.reading_syncs(q.device)
     with sdpa_kernel(_NOT_CUDNN) if masked else nullcontext():
         context = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True, **mask)
     return context.permute(2, 0, 1, 3).contiguous()
-
-
-def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """`_sdpa` for q [1, b, heads, d] without a mask: computed in float32 (float64 stays), rounded once.
-
-    In a KV cache a head's keys are a whole token apart, and torch's flash kernel for CPUs reads them one cache line at
-    a time. Copying a sequence's keys first takes a tenth of that time, and C that reads them in place a third to a
-    fifth of the copy. Without C one sequence is copied at a time, which bounds the memory.
-    """
-    if not (torch.compiler.is_compiling() or is_watched(q)) and decode_attention.takes(q, k, v):
-        return decode_attention.attend(q[0], k, v, scale).unsqueeze(0)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    outputs = []
-    for i in range(q.shape[1]):
-        keys, values = (x[:, i].transpose(0, 1).contiguous().to(wide) for x in (k, v))  # [groups, sk, d]
-        queries = q[0, i].to(wide).reshape(len(keys), -1, q.shape[-1])  # [groups, heads / groups, d]
-        weights = (queries @ keys.transpose(1, 2) * scale).softmax(-1)
-        outputs.append((weights @ values).flatten(0, 1))  # [heads, dv]
-    return torch.stack(outputs).to(q.dtype).unsqueeze(0)
 
 
 def _packed(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.cpu import emulation, mkl
+from ...kernels.cpu import emulation
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ GENERATIONS = (
 def here() -> Generation | None:
     """The column of the device that this process computes on; None for a GPU without a column."""
     if not torch.cuda.is_available():
-        amx, short = mkl.has_matmul(), emulation.AVX512 in emulation.inner_loops()
+        amx, short = torch.cpu._is_amx_tile_supported(), emulation.AVX512 in emulation.inner_loops()
         return next(
             g for g in reversed(GENERATIONS) if g.is_cpu and g.amx <= amx and g.avx512_bf16 <= (short or amx)
         )

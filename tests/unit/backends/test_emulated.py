@@ -19,7 +19,7 @@ from megatron_fp8 import Format, quantize
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.emulated import gemm
 from megatron_fp8.kernels import gemms
-from megatron_fp8.kernels.cpu import emulation, mkl
+from megatron_fp8.kernels.cpu import emulation
 from megatron_fp8.kernels.gemms import keeps_float32, matmul_high_precision
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.rule import TENSOR, Rule
@@ -331,7 +331,6 @@ def test_a_product_in_c_has_the_bits_of_torch(biased, out, short, monkeypatch):
     """Both orientations of codes, with this processor's GEMM or without one; NaN stays in its row."""
     if not short:
         monkeypatch.setattr(emulation, "inner_loop", lambda: None)
-        monkeypatch.setattr(mkl, "has_matmul", lambda: False)
     a, b = (torch.randn(LARGE, generator=torch.Generator().manual_seed(seed)) for seed in (2, 3))
     a[5, 6] = torch.nan
     bias = torch.randn(LARGE[0]).bfloat16() if biased else None

@@ -11,7 +11,7 @@ import torch
 
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
-from megatron_fp8.kernels.cpu import emulation, mkl, products
+from megatron_fp8.kernels.cpu import emulation, products
 from megatron_fp8.kernels.gemms import add_in_product, add_matmul_fp32, matmul_high_precision
 from megatron_fp8.recipe import MXFP8BlockScaling
 
@@ -47,13 +47,10 @@ def test_against_float64(monkeypatch, shape, layouts):
     exact = a.double() @ b.double().t()
     scale = a.double().abs() @ b.double().abs().t()
     of_float32 = ((a.float() @ b.float().t() - exact).abs() / scale).max()
-    found = [matmul_high_precision(a, b, torch.float32)]
-    if mkl.function() is not None:  # right everywhere, used where it is fast
-        found.append(products.mkl_matmul(a, b))
-    for c in found:
-        assert c.dtype is torch.float32 and c.shape == (m, n)
-        error = ((c - exact).abs() / scale).max()
-        assert error <= 4 * max(float(of_float32), 2**-24), (float(error), float(of_float32))
+    c = matmul_high_precision(a, b, torch.float32)
+    assert c.dtype is torch.float32 and c.shape == (m, n)
+    error = ((c - exact).abs() / scale).max()
+    assert error <= 4 * max(float(of_float32), 2**-24), (float(error), float(of_float32))
 
 
 def test_is_used_where_the_processor_has_it(monkeypatch):
@@ -63,12 +60,10 @@ def test_is_used_where_the_processor_has_it(monkeypatch):
     assert (emulation.AVX512 in emulation.inner_loops()) == ("avx512_bf16" in flags)
     float32 = {"avx2", "fma", "f16c"} <= flags or platform.machine() == "aarch64"
     assert (emulation.FLOAT32 in emulation.inner_loops()) == float32
-    assert emulation.has_own_matmul() == bool(emulation.inner_loops())
-    assert mkl.has_matmul() == ("amx_bf16" in flags and mkl.function() is not None)
-    used = "own_matmul" if emulation.has_own_matmul() else "mkl_matmul"
+    assert emulation.has_matmul() == bool(emulation.inner_loops())
     calls = []
-    matmul = getattr(products, used)
-    monkeypatch.setattr(products, used, lambda a, b: calls.append(a.shape) or matmul(a, b))
+    matmul = products.matmul
+    monkeypatch.setattr(products, "matmul", lambda a, b: calls.append(a.shape) or matmul(a, b))
     a, b = matrix(128, 128, "rowwise", 1), matrix(64, 128, "rowwise", 2)
     matmul_high_precision(a, b, torch.float32)
     assert calls == ([a.shape] if emulation.has_matmul() else [])
@@ -78,15 +73,15 @@ def test_is_used_where_the_processor_has_it(monkeypatch):
 
 def test_an_element_depends_on_its_row_and_column_alone():
     """Neither the other rows, nor threads, change a bit (a library's GEMM promises neither)."""
-    if not emulation.has_own_matmul():
+    if not emulation.has_matmul():
         return
     a, b = matrix(301, 1100, "rowwise", 3), matrix(97, 1100, "columnwise", 4)
-    whole = products.own_matmul(a, b)
+    whole = products.matmul(a, b)
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            assert torch.equal(products.own_matmul(a, b), whole)
+            assert torch.equal(products.matmul(a, b), whole)
     finally:
         torch.set_num_threads(before)
     for rows, cols in (
@@ -94,7 +89,7 @@ def test_an_element_depends_on_its_row_and_column_alone():
         (slice(100, 133), slice(40, 41)),
         (slice(300, 301), slice(96, 97)),
     ):
-        assert torch.equal(products.own_matmul(a[rows], b[cols]), whole[rows, cols])
+        assert torch.equal(products.matmul(a[rows], b[cols]), whole[rows, cols])
 
 
 def test_nan_and_inf_stay_in_their_row_and_column(monkeypatch):
@@ -157,15 +152,14 @@ def test_products_leave_the_process_alone(monkeypatch, compiled, rows):
 
 def test_what_cannot_be_multiplied_is_named():
     a, b = matrix(4, 8, "rowwise", 1), matrix(4, 8, "rowwise", 2)
-    for matmul in (products.own_matmul, products.mkl_matmul):
-        for x, y, said in (
-            (a.float(), b, "float32"),
-            (a[:, :4], b, "must be equal"),
-            (a.to("meta"), b, "meta"),
-            (a[0], b, r"\[8\]"),
-        ):
-            with pytest.raises(AssertionError, match=said):
-                matmul(x, y)
+    for x, y, said in (
+        (a.float(), b, "float32"),
+        (a[:, :4], b, "must be equal"),
+        (a.to("meta"), b, "meta"),
+        (a[0], b, r"\[8\]"),
+    ):
+        with pytest.raises(AssertionError, match=said):
+            products.matmul(x, y)
 
 
 def test_a_product_that_is_added(monkeypatch):

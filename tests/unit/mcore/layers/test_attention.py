@@ -302,23 +302,3 @@ def test_last_queries_on_a_gpu(groups: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert attention._causal_mask(q, k, True) == {"is_causal": True}, (
         "where there is no mask cuDNN is left alone"
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("groups", [1, 2, HEADS])
-def test_one_query_on_a_cpu(groups: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token that is decoded goes another way than torch's, and is as exact; training does not."""
-    from megatron_fp8.mcore.layers import attention
-
-    q, k, v, _ = inputs(40, groups, dtype)
-    exact = reference(q[-1:].double(), k.double(), v.double(), 0.3, causal=False)
-    by_torch = attention._sdpa(q[-1:], k, v, 0.3)
-    monkeypatch.delattr(torch.nn.functional, "scaled_dot_product_attention")
-    with torch.no_grad():
-        found = attention._sdpa(q[-1:], k, v, 0.3, is_causal=False)
-        for beyond in ((q[-1:], k[:1], v[:1], {}), (q[-1:], k, v, {"attn_mask": torch.ones(1, 40).bool()})):
-            with pytest.raises(AttributeError):
-                attention._sdpa(*beyond[:3], 0.3, **beyond[3])
-    assert found.dtype == dtype and found.shape == by_torch.shape
-    ours, torchs = errors([found.flatten(2), by_torch.flatten(2)], [exact, exact])
-    assert 0 < ours <= 1.1 * torchs + 1e-7

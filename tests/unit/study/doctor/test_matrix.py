@@ -11,7 +11,7 @@ from megatron_fp8.backends import BACKENDS, choose_backend
 from megatron_fp8.backends import transformer_engine as engine
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native import probe
-from megatron_fp8.kernels.cpu import emulation, mkl, products
+from megatron_fp8.kernels.cpu import emulation, products
 from megatron_fp8.recipe import RECIPES
 from megatron_fp8.study.doctor import generations
 from megatron_fp8.study.doctor.generations import GENERATIONS, Generation
@@ -108,12 +108,11 @@ def test_what_transformer_engine_asks_for_is_what_the_documentation_says():
 
 @pytest.mark.parametrize("generation", CPUS, ids=lambda g: g.key)
 def test_the_cpu_s_product_is_the_one_that_is_taken(generation: Generation, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mkl, "has_matmul", lambda: generation.amx)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: generation.amx)
     own = (emulation.AVX512,) if generation.avx512_bf16 else ()
     monkeypatch.setattr(emulation, "inner_loops", lambda: own)
-    monkeypatch.setattr(emulation, "has_own_matmul", lambda: bool(own))
-    monkeypatch.setattr(products, "mkl_matmul", lambda a, b: "MKL multiplies BF16")
-    monkeypatch.setattr(products, "own_matmul", lambda a, b: "gemm.c multiplies BF16")
+    monkeypatch.setattr(emulation, "has_matmul", lambda: bool(own))
+    monkeypatch.setattr(products, "matmul", lambda a, b: "gemm.c multiplies BF16")
     x = torch.ones(1, 1, dtype=torch.bfloat16)
     taken = products.matmul(x, x) if emulation.has_matmul() else "products in float32"
     assert cpu_product(generation).startswith(str(taken))
