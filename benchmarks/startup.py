@@ -64,7 +64,8 @@ stage("import Megatron-Core, patch it", since)
 since = now()
 import megatron_fp8.commands.train as app
 from megatron_fp8.mcore import report as _, guard_plans as _, iteration as _, sites as _
-from megatron_fp8.train import checkpoint_compat, checkpoints, loop, metrics, model, report, run_folder, step
+from megatron_fp8.train import loop, metrics, model, report, step
+from megatron_fp8.train.resume import checkpoint_compat, checkpoints, run_folder
 from megatron_fp8.train.config import model_section, run_config
 from megatron_fp8.train.data import datasets, tokenizers
 from megatron_fp8.train.launch import config_consistency, parallel

@@ -30,7 +30,7 @@ from benchmarks.common import (
     write_results,
 )
 from benchmarks.one_rank import one_rank
-from megatron_fp8.train.watchdog import Watchdog
+from megatron_fp8.train.health.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from benchmarks.step import Contender

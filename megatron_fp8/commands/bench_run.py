@@ -29,7 +29,7 @@ from ..state.collectives import own_device
 from ..study.bench import bench_diff, torchao_bench
 from ..study.bench.gemm_bench import Bench
 from ..study.bench.sections import SECTIONS
-from ..train.exit_codes import EXIT_FAILED
+from ..train.failure import EXIT_FAILED
 from .cli_common import refuse, warn_in_lines
 
 _CPU_SHAPES = [Gemm(512, 1024, 512)]

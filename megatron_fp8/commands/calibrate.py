@@ -73,7 +73,7 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
     from .. import mcore
 
     mcore.install()
-    from ..train.restore import restore
+    from ..train.resume.restore import restore
     from ..train.run_record import run_folder_of
 
     restored = restore(
@@ -98,10 +98,10 @@ def _batches(options: argparse.Namespace, restored: Any, launch: Any) -> list[to
     import numpy as np
     import torch
 
-    from ..train.checkpoint_compat import check_imported
     from ..train.data import corpus
     from ..train.data.datasets import check_data, check_tokenizer, find_data, holds_text
     from ..train.launch.config_consistency import agree_on_inputs
+    from ..train.resume.checkpoint_compat import check_imported
 
     section, length = restored.run.data, restored.run.train.seq_length
     if options.data:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..files.resource_limits import limit_reached
 from ..files.terminal import printable
-from ..train.exit_codes import EXIT_DONE, EXIT_FAILED
+from ..train.failure import EXIT_DONE, EXIT_FAILED
 from .cli_common import CommandParser, refuse, warn_in_lines
 
 

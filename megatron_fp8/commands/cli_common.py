@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ..files.resource_limits import limit_reached
 from ..files.terminal import printable
-from ..train.exit_codes import EXIT_BAD_INPUT, EXIT_DONE
+from ..train.failure import EXIT_BAD_INPUT, EXIT_DONE
 from .help_format import fit_help
 
 T = TypeVar("T")

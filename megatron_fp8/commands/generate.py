@@ -88,9 +88,9 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
     from .. import mcore
 
     mcore.install()
-    from ..train.checkpoint_compat import check_imported
     from ..train.launch.parallel import on_first_rank
-    from ..train.restore import restore
+    from ..train.resume.checkpoint_compat import check_imported
+    from ..train.resume.restore import restore
 
     restored = restore(
         options.checkpoint,

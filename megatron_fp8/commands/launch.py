@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from ..files.resource_limits import usable_cores
-from ..train.exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
+from ..train.failure import EXIT_BAD_INPUT, EXIT_FAILED
 from ..train.launch.hosts import is_host
 from .cli_common import CommandParser, refuse
 

@@ -20,7 +20,7 @@ from ..files.example_configs import example_configs
 from ..files.record_writer import warn_missing
 from ..files.resource_limits import limit_reached
 from ..files.terminal import printable
-from ..train.exit_codes import EXIT_DONE, EXIT_FAILED
+from ..train.failure import EXIT_DONE, EXIT_FAILED
 from ..train.stop import AGAIN_S
 from .cli_common import refuse, warn_in_lines
 from .help_format import fit_help
@@ -128,15 +128,15 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         lost = None
         if launch.world_size > 1:
-            from ..train.collective_errors import lost_before_training
+            from ..train.health.stack_dump import lost_before_training
 
             lost = lost_before_training(error)
         code = EXIT_FAILED if lost else exit_code(error)
         return refuse(lost or in_words_of_the_run(error), debug=debug, tell=launch.meeting.tell, code=code)
     from ..mcore.checkpoint.saver import SaveError
-    from ..train.checkpoints import checkpoint_before
-    from ..train.collective_errors import lost_rank
     from ..train.failure import TrainingFailed
+    from ..train.health.stack_dump import lost_rank
+    from ..train.resume.checkpoints import checkpoint_before
 
     try:
         if trainer is None:
@@ -199,18 +199,18 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     from ..mcore.iteration import set_training_length
     from ..mcore.sites import check_plan
     from ..telemetry import Telemetry
-    from ..train import checkpoint_compat, checkpoints, model
+    from ..train import model
     from ..train.config.run_config import tokens_of_microbatch
     from ..train.data import datasets as data
+    from ..train.health.loss_spikes import Rollbacks
     from ..train.launch import parallel
     from ..train.launch.config_consistency import agree_on_inputs, data_fact
     from ..train.loop import Trainer
     from ..train.metrics import Display, MetricsWriter, lacks_validation, model_flops_per_token
-    from ..train.report import build_report, format_report, write_report
-    from ..train.rollback import Rollbacks
-    from ..train.run_folder import RunFolders, naming
+    from ..train.report import build_report, format_report, nothing_left, write_report
+    from ..train.resume import checkpoint_compat, checkpoints
+    from ..train.resume.run_folder import RunFolders, naming
     from ..train.step import Stepper
-    from ..train.summary import nothing_left
 
     set_training_length(config, run.train.train_iters)
     if config.fp8_size_filter_tokens is None:
@@ -341,8 +341,8 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
 
 def _watchdog(run: Any, launch: Any) -> Any:
     """Start the watchdog. Collective: all ranks write into one folder, named by the first rank's time."""
+    from ..train.health.watchdog import START, Watchdog
     from ..train.launch import parallel
-    from ..train.watchdog import START, Watchdog
 
     start = parallel.on_first_rank(lambda: time.strftime("%Y%m%d-%H%M%S"))
     watchdog = Watchdog(
@@ -402,7 +402,7 @@ def _dry_run(stepper: Any, vocab_size: int, first: bool) -> None:
 def _train(trainer: Any) -> int:
     from ..train.failure import TrainingFailed
     from ..train.launch.parallel import on_first_rank
-    from ..train.summary import summary_line
+    from ..train.report import summary_line
 
     start = time.perf_counter()
     if sys.__stderr__ is not None:

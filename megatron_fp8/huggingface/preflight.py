@@ -45,7 +45,7 @@ def check_buildable(run: dict[str, Any], architecture: Architecture) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of libraries, and those that training will repeat
             from ..train.config.model_section import transformer_config
-            from ..train.restore import run_of_values
+            from ..train.resume.restore import run_of_values
 
             transformer_config(run_of_values(run, []).model)
     except ValueError as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..train.checkpoint_compat import IMPORTED
+from ..train.resume.checkpoint_compat import IMPORTED
 from .architectures import Entry
 from .directory import Tensors
 from .formats import scale_name

@@ -78,7 +78,7 @@ def differing(chunks: list[Any], optimizer: Any, *, redundant: bool = True) -> s
     """Describes replicated state that differs between ranks; '' if all of it is equal. Collective, the same on all
     ranks.
 
-    A tensor with NaN or Inf on some rank is skipped: train/finite_check.py checks for these.
+    A tensor with NaN or Inf on some rank is skipped: train/health/finite_check.py checks for these.
 
     Args:
         chunks: of the model, in DistributedDataParallel.

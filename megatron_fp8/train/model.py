@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,8 +19,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
+from torch import Tensor
 
 from ..mcore.config.transformer_config import TransformerConfig
+from ..mcore.names import named_parameters
 from ..mcore.optimizer.compact_moments import compact_state
 from ..mcore.optimizer.loss_scaler import set_max_scale
 from ..mcore.params import gather_settings
@@ -28,7 +31,6 @@ from ..mcore.spec import get_gpt_decoder_block_fp8_spec, get_gpt_mtp_block_fp8_s
 from ..state.collectives import own_device
 from .config.model_section import what_failed
 from .config.run_config import RunConfig
-from .initial_weights import draw_weights, is_expert
 from .launch.parallel import PASSING
 
 
@@ -242,3 +244,67 @@ def _named_parameters(chunks: list[Any]) -> Iterable[tuple[str, torch.nn.Paramet
 def _is_second_copy() -> bool:
     """Whether this stage has the copy of a tied embedding: the last stage, unless it is also the first."""
     return parallel_state.get_pipeline_model_parallel_rank() > 0
+
+
+_OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
+
+
+@torch.no_grad()
+def draw_weights(model: Any, config: Any, seed: int) -> None:
+    """Initialise every matrix of `model` (this rank's stage, not wrapped yet); vectors keep their constants.
+
+    The weights do not depend on the parallel layout. Megatron-Core draws them in the order in which each rank builds its
+    layers, so another number of pipeline stages gives another model, and expert-parallel ranks draw identical experts.
+    Here every matrix is drawn in full, with the standard deviation of Megatron-Core's config, from a generator seeded by
+    the run's seed and the matrix's global name. Each rank then copies its shard.
+    """
+    for name, parameter in named_parameters(model):
+        if parameter.dim() < 2:
+            continue
+        group = _tensor_parallel_group(name)
+        name = _seed_name(model, name)
+        whole = torch.empty(_whole_shape(parameter, group), dtype=torch.float32, device="cpu")
+        if "embedding" in name:
+            draw = config.embedding_init_method
+        else:
+            projects_out = name.endswith(_OUTPUT_PROJECTIONS)
+            draw = config.output_layer_init_method if projects_out else config.init_method
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            draw(whole)
+        parameter.copy_(_shard(whole, parameter, group))
+
+
+def _seed_name(model: Any, name: str) -> str:
+    """The parameter name that seeds the generator: a tied output layer is drawn as the embedding."""
+    if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
+    return name.replace(".experts.local_experts.", ".experts.")
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to an expert. Experts use other parallel groups than the other parameters."""
+    return ".experts.local_experts." in name
+
+
+def _tensor_parallel_group(name: str) -> Any:
+    """The tensor-parallel group of a matrix, named ``name`` on this rank."""
+    if is_expert(name):
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _whole_shape(parameter: Any, group: Any) -> list[int]:
+    shape = list(parameter.shape)
+    if getattr(parameter, "tensor_model_parallel", False):
+        shape[parameter.partition_dim] *= group.size()
+    return shape
+
+
+def _shard(whole: Tensor, parameter: Any, group: Any) -> Tensor:
+    """This tensor-parallel rank's shard; of a fused gate and up projection (stride 2) a shard of each."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return whole
+    dim = parameter.partition_dim
+    fused = whole.chunk(parameter.partition_stride, dim)
+    return torch.cat([part.chunk(group.size(), dim)[group.rank()] for part in fused], dim)

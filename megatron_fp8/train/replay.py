@@ -42,20 +42,20 @@ from ..plan.overrides import check_overrides_match
 from ..plan.site_plan import SitePlan
 from ..state.collectives import device_of, own_device, union
 from ..telemetry.model_runner import Pass, Table, adam_update, not_finite
-from . import checkpoint_compat
 from .config.model_section import padded_vocab_size, transformer_config
 from .config.run_config import RunConfig
 from .data import datasets
 from .data.tokenizers import load_tokenizer, tokenizer_file
+from .health.skipped_samples import Range, ranges_of
 from .launch import parallel
 from .launch.config_consistency import agree_on_inputs, run_facts
 from .model import build_chunks
 from .replay_check import OtherShards, other_shards, recorded_loss
-from .restore import choose_recipe, keep_layers, refuse_its_code, run_of
+from .resume import checkpoint_compat
+from .resume.checkpoints import check_together
+from .resume.restore import choose_recipe, keep_layers, refuse_its_code, run_of
 from .run_record import RunRecord, run_folder_of, trained_beyond
-from .skipped_samples import Range, ranges_of
 from .step import forward_step
-from .verify_files import check_together
 
 # Settings of a run's model section that concern training and do not change what a step computes.
 _FOR_EXPERIMENTS: dict[str, Any] = {

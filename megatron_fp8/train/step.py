@@ -10,6 +10,7 @@ of NaN and Inf together; and in the optimizer the NaN check with the gradient no
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,20 +18,19 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from ..mcore.replica_check import differing
 from ..mcore.runtime import state_of, unwrap
 from ..state.collectives import own_device
-from .activation_memory import ActivationMemory
 from .config.run_config import RunConfig
 from .data.datasets import batches
-from .finite_check import FiniteCheck
-from .mtp import take_mtp_loss
-from .skipped_samples import Range
+from .health.finite_check import FiniteCheck
+from .health.skipped_samples import Range
+from .health.watchdog import Watchdog
 from .stop import StopRequest
-from .watchdog import Watchdog
 
 
 class Stepper:
@@ -222,3 +222,61 @@ def mean_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
         dist.all_reduce(shared, group=parallel_state.get_context_parallel_group())
         return total / shared[1], sums
     return total / sums[1], sums
+
+
+def take_mtp_loss(microbatches: int, device: torch.device) -> float:
+    """Return the mean loss per token, in nats, over the iteration's micro-batches and the tokens ahead, and reset it.
+
+    Collective over all ranks, after the iteration's forward passes; some pipeline stage must have the layers. NaN and
+    Inf are passed through.
+
+    Args:
+        microbatches: number in one iteration on one rank.
+        device: device for collectives.
+    """
+    layer_sums = MTPLossLoggingHelper.tracker.get("values")
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    if layer_sums is not None:  # float32 [mtp_num_layers], the sums over micro-batches
+        sums[0], sums[1] = layer_sums.double().mean() / microbatches, 1.0
+        MTPLossLoggingHelper.tracker.clear()
+    dist.all_reduce(sums)
+    total, ranks = sums.tolist()
+    assert ranks, "mtp_num_layers without layers is refused before the first step"
+    return total / ranks
+
+
+class ActivationMemory:
+    """Counts what one micro-batch of each model chunk saves: autograd's storages, once each, no parameters.
+
+    Attributes:
+        bytes: sum over the chunks counted so far; None before the first. Under pipeline parallelism a rank holds this
+        much
+            for each micro-batch in flight.
+    """
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        self.bytes: int | None = None
+        self._counted: list[Any] = []
+        self._parameters = {
+            parameter.untyped_storage().data_ptr() for chunk in chunks for parameter in chunk.parameters()
+        }
+
+    @contextmanager
+    def counting(self, chunk: Any) -> Iterator[None]:
+        """Context: count what is saved inside, unless this chunk was counted before. Changes no result."""
+        if any(chunk is other for other in self._counted):
+            yield
+            return
+        self._counted.append(chunk)
+        # Referenced until the forward ends, so that no address is reused; a storage emptied meanwhile counts 0.
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._parameters:
+                storages[storage.data_ptr()] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        self.bytes = (self.bytes or 0) + sum(storage.nbytes() for storage in storages.values())

@@ -59,14 +59,14 @@ def small_run(layout: Layout, options: list[str]) -> Any:
     import torch.distributed as dist
 
     from megatron_fp8.train import model
-    from megatron_fp8.train.checkpoints import Start
     from megatron_fp8.train.config import run_config
     from megatron_fp8.train.config.model_section import transformer_config
+    from megatron_fp8.train.health.watchdog import Watchdog
     from megatron_fp8.train.loop import Trainer
     from megatron_fp8.train.metrics import Display
+    from megatron_fp8.train.resume.checkpoints import Start
     from megatron_fp8.train.step import Stepper
     from megatron_fp8.train.stop import StopRequest
-    from megatron_fp8.train.watchdog import Watchdog
 
     sizes = [
         f"--model.tensor_model_parallel_size={layout.tp}",

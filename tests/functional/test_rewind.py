@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.kills import differences
 from megatron_fp8.files.checkpoint import complete_checkpoints, iteration_of, read_manifest
-from megatron_fp8.train import skipped_samples
 from megatron_fp8.train.config import run_config
+from megatron_fp8.train.health import skipped_samples
 from tests.support.command import APP, run, torchrun
 
 REWIND = ["--train.rewind_on_spike=2", "--checkpoint.save_interval=2", "--checkpoint.keep_last=0"]

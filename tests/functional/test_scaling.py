@@ -95,7 +95,7 @@ def once(name: str, world: int, rank: int, folder: Path) -> dict[str, dict[str, 
     from megatron_fp8.mcore.report import site_report
     from megatron_fp8.mcore.sites import check_plan, fp8_linears
     from megatron_fp8.telemetry.replica_dedup import agree
-    from megatron_fp8.train.failure import first_not_finite
+    from megatron_fp8.train.health.finite_check import first_not_finite
 
     parts: dict[str, dict[str, Count]] = {}
 

@@ -195,10 +195,12 @@ def spike(words, arguments):
 
     install()
 
-    from megatron_fp8.train import loss_monitor, rollback, step
+    from megatron_fp8.train import step
 
     first, last = map(int, words.split(":")[:2])
-    back = rollback.Rollbacks.back
+    from megatron_fp8.train.health import loss_spikes
+
+    back = loss_spikes.Rollbacks.back
 
     def told(self, *given):
         if os.environ.get("RANK") == "1" and len(self.records) == 1:
@@ -206,7 +208,7 @@ def spike(words, arguments):
         return back(self, *given)
 
     if words.endswith("told"):
-        rollback.Rollbacks.back = told
+        loss_spikes.Rollbacks.back = told
 
     class Data:
         def __init__(self, real):
@@ -228,7 +230,7 @@ def spike(words, arguments):
     def batches(dataset, *args):
         return original(Data(dataset) if args[1:] else dataset, *args)
 
-    loss_monitor._FAR, loss_monitor._DEVIATIONS = 1.2, 0.1
+    loss_spikes._FAR, loss_spikes._DEVIATIONS = 1.2, 0.1
     step.batches = batches
     return main(arguments)
 

@@ -94,8 +94,8 @@ def hang_inside(parts):
     """The last rank hangs in parts of iterations."""
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_fp8.train.checkpoints import Checkpoints
     from megatron_fp8.train.data import datasets
+    from megatron_fp8.train.resume.checkpoints import Checkpoints
     from megatron_fp8.train.step import Stepper
 
     owners = {
@@ -125,12 +125,12 @@ def troubled(arguments):
     install()
     from megatron.core import parallel_state
 
-    from megatron_fp8.train import straggler
     from megatron_fp8.train.data import datasets
+    from megatron_fp8.train.health import watchdog
     from megatron_fp8.train.launch import parallel
     from megatron_fp8.train.loop import Trainer
 
-    straggler.WINDOW_S, straggler.WINDOW_ITERATIONS = 1.0, 4
+    watchdog.WINDOW_S, watchdog.WINDOW_ITERATIONS = 1.0, 4
     minute = TOLD.get("minute", 60)
     short = mock.patch.multiple  # both make their groups' timeouts of minutes
     step = Trainer._timed_step

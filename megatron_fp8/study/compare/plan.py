@@ -19,12 +19,12 @@ from ...files.checkpoint import complete_checkpoints
 from ...files.jsonl import read_lines
 from ...files.strict_yaml import read_yaml
 from ...recipe import check_recipe_name
-from ...train import parent_checkpoint
 from ...train.config import run_config
 from ...train.config.model_section import ModelSection, transformer_config
 from ...train.config.ranks import least_ranks
 from ...train.config.run_config import RunConfig
 from ...train.launch.parallel import check_layout
+from ...train.resume import parent_checkpoint
 
 BASELINE = "bf16"
 """The model without FP8: in its own dtype, BF16 unless the config says otherwise."""

@@ -19,8 +19,8 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from ...files.atomic_io import in_words, remedy
 from ...state.collectives import own_device
 from ..config.sections import DataSection, TrainSection
+from ..health.skipped_samples import Range, place
 from ..launch.parallel import on_first_rank, wait_for_all
-from ..skipped_samples import Range, place
 from . import corpus
 from .bigram import bigram_entropy
 from .index_cache import index_folder, index_name, keep_indices

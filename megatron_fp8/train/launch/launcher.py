@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
 
-from ..exit_codes import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
+from ..failure import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
 from ..stop import ASKED_BY, STOPPED_CODE
 from .node_rendezvous import FIRST_LINE_S, Nodes, said_after
 from .parent_death import ends_with_parent

@@ -23,7 +23,7 @@ from ...plan.timing import unused_gpu
 from ...state.collectives import first_rank_with
 from ..config.ranks import dense_ranks, expert_ranks, expert_tensor_ranks, least_ranks
 from ..config.sections import TrainSection
-from ..exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
+from ..failure import EXIT_BAD_INPUT, EXIT_FAILED
 from .deterministic import be_deterministic
 from .environment import Launch
 from .rendezvous import check_restarts

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..exit_codes import EXIT_FAILED
+from ..failure import EXIT_FAILED
 from .rendezvous import Rendezvous
 
 FIRST_LINE_S = 20.0

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megatron_fp8.commands.generate import _texts
-from megatron_fp8.train import restore
 from megatron_fp8.train.data.tokenizers import ByteTokenizer, JsonTokenizer, tokenizer_file
-from megatron_fp8.train.restore import choose_recipe
+from megatron_fp8.train.resume import restore
+from megatron_fp8.train.resume.restore import choose_recipe
 
 
 def streamed(prompt: list[int], ids: list[int], tokenizer) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron_fp8.train.activation_memory import ActivationMemory
+from megatron_fp8.train.step import ActivationMemory
 
 
 class Twice(nn.Module):

@@ -15,7 +15,7 @@ def iteration_with_mtp() -> tuple[float, bool]:
     with model_parallel(Layout(pp=2)):
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-        from megatron_fp8.train.mtp import take_mtp_loss
+        from megatron_fp8.train.step import take_mtp_loss
 
         if dist.get_rank() == 1:
             for losses in ((6.0, 7.0), (2.0, 3.0)):

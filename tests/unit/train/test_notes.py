@@ -8,9 +8,9 @@ import pytest
 from megatron_fp8.commands import report as show
 from megatron_fp8.commands import train as app
 from megatron_fp8.mcore import report as mcore_report
-from megatron_fp8.train.checkpoints import Start
 from megatron_fp8.train.loop import Trainer
 from megatron_fp8.train.report import format_notes
+from megatron_fp8.train.resume.checkpoints import Start
 from megatron_fp8.train.run_record import RunRecord
 
 NOTED = [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_fp8.train.straggler import WINDOW_ITERATIONS, WINDOW_S, StragglerMonitor
+from megatron_fp8.train.health.watchdog import WINDOW_ITERATIONS, WINDOW_S, StragglerMonitor
 
 
 def windows(own, count, extra=0.0):

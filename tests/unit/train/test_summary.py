@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_fp8.train.config.sections import CheckpointSection
-from megatron_fp8.train.summary import nothing_left, summary_line
+from megatron_fp8.train.report import nothing_left, summary_line
 
 
 def trainer(finished: int, folder: str | None = None, save_interval: Any = 0) -> Any:

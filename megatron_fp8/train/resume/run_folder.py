@@ -22,13 +22,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..files.atomic_io import discard, remedy, unseen, write_file
-from ..files.run_lock import RunLock
-from ..files.terminal import printable
-from ..state.collectives import first_rank_with, total
+from ...files.atomic_io import discard, remedy, unseen, write_file
+from ...files.run_lock import RunLock
+from ...files.terminal import printable
+from ...state.collectives import first_rank_with, total
+from ..launch.parallel import on_first_rank, until_leave
+from ..launch.startup_barrier import FIRST_LINE_S
 from . import parent_checkpoint, run_backup
-from .launch.parallel import on_first_rank, until_leave
-from .launch.startup_barrier import FIRST_LINE_S
 from .run_backup import own_name, same_place
 
 PATIENCE_S = 60.0

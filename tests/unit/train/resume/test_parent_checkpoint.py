@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_fp8.files.manifest import Manifest, checksum
-from megatron_fp8.train import checkpoints, parent_checkpoint
+from megatron_fp8.train.resume import checkpoints, parent_checkpoint
 
 FILES = {"x": {"bytes": 0, "sha256": "0" * 64}}
 

@@ -16,25 +16,25 @@ from typing import Any
 
 import yaml
 
-from ..files.atomic_io import remedy
-from ..files.checkpoint import find_checkpoint, read_manifest, without_checksum
-from ..files.manifest import Manifest
-from ..mcore.checkpoint.training import load_weights
-from ..mcore.sites import check_plan
-from ..plan.settings import DEFAULT_RECIPE
-from ..recipe import check_recipe_name
-from ..state.guard import as_overrides
+from ...files.atomic_io import remedy
+from ...files.checkpoint import find_checkpoint, read_manifest, without_checksum
+from ...files.manifest import Manifest
+from ...mcore.checkpoint.training import load_weights
+from ...mcore.sites import check_plan
+from ...plan.settings import DEFAULT_RECIPE
+from ...recipe import check_recipe_name
+from ...state.guard import as_overrides
+from ..config import run_config
+from ..config.model_fields import IMPORT_PATHS
+from ..config.model_section import padded_vocab_size, transformer_config
+from ..config.run_config import RunConfig, tokens_of_microbatch
+from ..data.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
+from ..launch import parallel
+from ..launch.config_consistency import agree_on_inputs, run_facts
+from ..model import LEFT_OUT, build_model
+from ..run_record import trained_beyond
 from . import checkpoint_compat
-from .config import run_config
-from .config.model_fields import IMPORT_PATHS
-from .config.model_section import padded_vocab_size, transformer_config
-from .config.run_config import RunConfig, tokens_of_microbatch
-from .data.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
-from .launch import parallel
-from .launch.config_consistency import agree_on_inputs, run_facts
-from .model import LEFT_OUT, build_model
-from .run_record import trained_beyond
-from .verify_files import check_together
+from .checkpoints import check_together
 
 # Settings of a run's model section that concern training and not the model.
 _FOR_INFERENCE: dict[str, Any] = {

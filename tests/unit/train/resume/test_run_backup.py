@@ -12,8 +12,9 @@ import pytest
 
 from megatron_fp8.files.checkpoint import complete_checkpoints, latest_checkpoint
 from megatron_fp8.files.manifest import Manifest
-from megatron_fp8.train import parent_checkpoint, run_backup, skipped_samples
-from megatron_fp8.train.run_backup import back_up_earlier, back_up_newer, own_name
+from megatron_fp8.train.health import skipped_samples
+from megatron_fp8.train.resume import parent_checkpoint, run_backup
+from megatron_fp8.train.resume.run_backup import back_up_earlier, back_up_newer, own_name
 
 FILES = {"x": {"bytes": 0, "sha256": "0" * 64}}
 

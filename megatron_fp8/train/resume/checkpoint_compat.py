@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..files.checkpoint import Manifest
-from ..plan.settings import without_fp8_format
-from .config.model_fields import differences, kind_of
-from .config.model_section import ModelSection
-from .config.run_config import RunConfig
-from .data.tokenizers import BYTES
-from .report import versions
+from ...files.checkpoint import Manifest
+from ...plan.settings import without_fp8_format
+from ..config.model_fields import differences, kind_of
+from ..config.model_section import ModelSection
+from ..config.run_config import RunConfig
+from ..data.tokenizers import BYTES
+from ..report import versions
 
 # Sections (beside the model) whose changes are reported, and settings whose changes are not: they change no numbers.
 _REPORTED = ("train", "optimizer", "data")

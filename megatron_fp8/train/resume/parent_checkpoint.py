@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files.atomic_io import in_words, read_ordinary, refuse_link_out, replace_file
-from ..files.checkpoint import read_manifest
-from ..files.manifest import LARGEST, MANIFEST, checksum
-from ..files.run_lock import job_name
-from ..files.strict_json import load_json
+from ...files.atomic_io import in_words, read_ordinary, refuse_link_out, replace_file
+from ...files.checkpoint import read_manifest
+from ...files.manifest import LARGEST, MANIFEST, checksum
+from ...files.run_lock import job_name
+from ...files.strict_json import load_json
 
 FILE = "started_from.json"
 _LARGEST = 1 << 16

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from megatron_fp8.files.checkpoint import iteration_of
 from megatron_fp8.files.manifest import Manifest
 from megatron_fp8.files.run_lock import RunLock
-from megatron_fp8.train import checkpoints, parent_checkpoint, rollback, run_folder
-from megatron_fp8.train.run_folder import RunFolders
+from megatron_fp8.train.health import loss_spikes
+from megatron_fp8.train.resume import checkpoints, parent_checkpoint, run_folder
+from megatron_fp8.train.resume.run_folder import RunFolders
 
 MIB = 1 << 20
 
@@ -163,9 +164,9 @@ def test_a_spike_goes_back_to_what_is_saved_at_regular_times(tmp_path, monkeypat
     """A run that was stopped, and saved then, goes back as far as one that was not."""
     for number in (4, 8, 9):
         (tmp_path / f"iter_{number:07d}").mkdir()
-    monkeypatch.setattr(rollback, "read_manifest", lambda *_: None)
+    monkeypatch.setattr(loss_spikes, "read_manifest", lambda *_: None)
     for every, iteration, name in ((4, 9, 8), (4, 8, 8), (4, 7, 4), (9, 12, 9), (5, 12, 9), (4, 3, None)):
-        found = rollback.Rollbacks(1, every, tmp_path, lambda _: None, lambda: None, [])._newest(iteration)
+        found = loss_spikes.Rollbacks(1, every, tmp_path, lambda _: None, lambda: None, [])._newest(iteration)
         assert (found and iteration_of(found[0])) == name
 
 

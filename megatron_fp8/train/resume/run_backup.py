@@ -19,8 +19,8 @@ import shutil
 import warnings
 from pathlib import Path
 
-from ..files.atomic_io import free_name, replace_file, sync
-from ..files.checkpoint import (
+from ...files.atomic_io import free_name, replace_file, sync
+from ...files.checkpoint import (
     LATEST,
     complete_checkpoints,
     has_usual_name,
@@ -28,8 +28,8 @@ from ..files.checkpoint import (
     latest_checkpoint,
     not_finite_checkpoints,
 )
+from ..health.skipped_samples import FILE as LEFT_OUT
 from . import parent_checkpoint
-from .skipped_samples import FILE as LEFT_OUT
 
 _RECORDS = (
     *("config.yaml", "report.json", "metrics.jsonl", "validation.jsonl", "events.jsonl", "tensorboard"),

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from megatron_fp8.train import watchdog as module
-from megatron_fp8.train.watchdog import Watchdog
+from megatron_fp8.train.health import watchdog as module
+from megatron_fp8.train.health.watchdog import Watchdog
 
 LEAST = 15.0
 

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ..files.checkpoint import (
+from ...files.checkpoint import (
     LATEST,
     Manifest,
+    check_files,
+    check_listed,
     complete_checkpoints,
     find_checkpoint,
     iteration_of,
@@ -24,16 +27,16 @@ from ..files.checkpoint import (
     read_manifest,
     without_checksum,
 )
-from ..files.run_lock import job_name
-from ..mcore.checkpoint import training as checkpoint
-from ..mcore.checkpoint.saver import SaveError, Saver
-from . import checkpoint_compat, parent_checkpoint, skipped_samples
-from .config.run_config import RunConfig
-from .launch.parallel import on_first_rank, seed_streams
-from .report import versions
+from ...files.run_lock import job_name
+from ...mcore.checkpoint import training as checkpoint
+from ...mcore.checkpoint.saver import SaveError, Saver
+from ..config.run_config import RunConfig
+from ..health import skipped_samples
+from ..launch.parallel import on_every_rank, on_first_rank, seed_streams
+from ..report import versions
+from . import checkpoint_compat, parent_checkpoint
 from .run_backup import is_inside, own_name, same_place
 from .run_folder import RunFolders, checkpoint_folder
-from .verify_files import check_together
 
 _ATTEMPTS = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"
 
@@ -95,6 +98,23 @@ def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
     if chosen is not None:
         check_together(*chosen)
     return chosen
+
+
+def check_together(folder: Path, manifest: Manifest) -> None:
+    """Raise ValueError on every rank if a checkpoint has changed since it was written. Collective.
+
+    Ranks share the files: if rank 0 alone read terabytes, the others would wait longer than a collective may take.
+    """
+    on_every_rank(
+        lambda: check_files(folder, manifest, share(manifest, dist.get_rank(), dist.get_world_size()))
+    )
+    on_first_rank(lambda: check_listed(folder, manifest))
+
+
+def share(manifest: Manifest, rank: int, ranks: int) -> list[str]:
+    """The files that `rank` reads; files are dealt out by size, the largest first."""
+    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name]["bytes"], name))
+    return by_size[rank::ranks]
 
 
 def _restarted_job() -> str:

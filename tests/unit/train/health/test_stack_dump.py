@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fp8.train.stack_dump import place, place_of, place_of_error, stacks, waits
+from megatron_fp8.train.health.stack_dump import place, place_of, place_of_error, stacks, waits
 
 
 class Handle:
@@ -34,7 +34,7 @@ def test_a_collective_is_called_by_its_name_and_its_caller():
     names["all_gather_object"](lambda: (place(sys._getframe(1)), waits(sys._getframe(1))))
     found, told = names["found"][0]
     assert told and found.kind == "waits"
-    assert found.text.startswith("all_gather_object, called in unit/train/test_stack_dump.py:")
+    assert found.text.startswith("all_gather_object, called in train/health/test_stack_dump.py:")
     assert found.text.endswith("(test_a_collective_is_called_by_its_name_and_its_caller)")
 
 
@@ -47,7 +47,7 @@ def test_a_collective_that_is_just_entered_or_decorated_has_a_caller():
     names["around"](lambda: place(sys._getframe(1)))
     (found,) = names["found"]
     assert found.kind == "waits" and found.text.startswith(
-        "a collective, called in unit/train/test_stack_dump.py:"
+        "a collective, called in train/health/test_stack_dump.py:"
     )
 
 

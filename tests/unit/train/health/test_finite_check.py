@@ -15,8 +15,8 @@ from megatron_fp8.mcore.optimizer.compact_moments import Moment
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.arena import Arena
-from megatron_fp8.train import finite_check
-from megatron_fp8.train.finite_check import PARTS, FiniteCheck
+from megatron_fp8.train.health import finite_check
+from megatron_fp8.train.health.finite_check import PARTS, FiniteCheck
 
 
 def watched(

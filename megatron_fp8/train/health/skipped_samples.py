@@ -19,9 +19,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files.atomic_io import read_ordinary, refuse_link_out, replace_file
-from ..files.manifest import checksum
-from ..files.strict_json import load_json
+from ...files.atomic_io import read_ordinary, refuse_link_out, replace_file
+from ...files.manifest import checksum
+from ...files.strict_json import load_json
 
 FILE = "left_out.json"
 _RECORDS, _LARGEST = "left_out", 1 << 24

@@ -16,7 +16,7 @@ SMALL = [
 def weights(layout, *options):
     """This rank's matrices by global name."""
     from megatron_fp8.mcore.names import named_parameters
-    from megatron_fp8.train import initial_weights, model
+    from megatron_fp8.train import model
     from megatron_fp8.train.config.model_section import transformer_config
 
     sizes = [
@@ -35,7 +35,7 @@ def weights(layout, *options):
             stage = chunk.module.module
             for name, parameter in named_parameters(stage):
                 if parameter.dim() > 1:
-                    found[initial_weights._seed_name(stage, name)] = parameter.detach().clone()
+                    found[model._seed_name(stage, name)] = parameter.detach().clone()
     return found
 
 

@@ -7,25 +7,25 @@ import pytest
 
 from megatron_fp8.files import checkpoint as files
 from megatron_fp8.files.manifest import Manifest
-from megatron_fp8.train import checkpoints, verify_files
-from megatron_fp8.train.checkpoints import Checkpoints
 from megatron_fp8.train.config.run_config import parse
 from megatron_fp8.train.failure import TrainingFailed
-from megatron_fp8.train.rollback import Rollbacks
+from megatron_fp8.train.health.loss_spikes import Rollbacks
+from megatron_fp8.train.resume import checkpoints
+from megatron_fp8.train.resume.checkpoints import Checkpoints
 
 
 def reads(folder, manifest):
     """A rank case: the names whose digests this rank has computed, and what it was told."""
-    names, digest, listed = [], files.digest, verify_files.check_listed
+    names, digest, listed = [], files.digest, checkpoints.check_listed
     files.digest = lambda path: names.append(path.name) or digest(path)
-    verify_files.check_listed = lambda *_: None
+    checkpoints.check_listed = lambda *_: None
     try:
-        verify_files.check_together(Path(folder), manifest)
+        checkpoints.check_together(Path(folder), manifest)
         return names, ""
     except ValueError as error:
         return names, str(error)
     finally:
-        files.digest, verify_files.check_listed = digest, listed
+        files.digest, checkpoints.check_listed = digest, listed
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_each_rank_reads_a_share(ranks, saved):
 
 def test_what_the_manifest_does_not_list_is_refused(alone, saved):
     with pytest.raises(ValueError, match=r"\.metadata is missing"):
-        verify_files.check_together(*saved)
+        checkpoints.check_together(*saved)
 
 
 def test_a_run_does_not_go_back_to_what_is_damaged(alone, saved):

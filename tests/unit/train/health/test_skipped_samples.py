@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from megatron_fp8.train import skipped_samples
-from megatron_fp8.train.loss_monitor import LossMonitor
+from megatron_fp8.train.health import skipped_samples
+from megatron_fp8.train.health.loss_spikes import LossMonitor
 
 
 @pytest.mark.parametrize("seed", range(5))

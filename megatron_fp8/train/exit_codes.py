@@ -1,7 +1,0 @@
-"""Exit codes. torchrun passes them on; batch scripts should restart only after 1."""
-
-EXIT_DONE = 0
-EXIT_FAILED = 1
-"""Training failed, here or on another rank: the same input may succeed later."""
-EXIT_BAD_INPUT = 2
-"""The input is wrong: another attempt would fail too."""

@@ -1,0 +1,1 @@
+"""A run's health: hangs, slow ranks, NaN and Inf, loss spikes."""
