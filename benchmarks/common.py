@@ -74,7 +74,7 @@ def describe(record: Mapping[str, Any]) -> str:
     """One line of an environment record."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     return (
-        f"{record['processor']}, {record['cores']} cores, {record['threads']} threads ({record['capability']}), "
+        f"{record['processor']}, {record['cores']} cores, {record['threads']} thread{'s'[: record['threads'] != 1]} ({record['capability']}), "
         f"Python {record['python']}, {versions}{_at(record)}, {record['date']}; {record['measured']}"
     )
 

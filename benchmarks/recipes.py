@@ -119,7 +119,7 @@ def verdict(content: dict[str, Any]) -> str:
     )
     for word, sign in (("Worse", 1), ("Better", -1)):
         names = [row["recipe"] for row in rows if all(sign * d > 0 for d in row["differences"])]
-        said += f" {word} with every seed: {', '.join(names)}." if names else ""
+        said += f" {word} with each seed, but by less than that: {', '.join(names)}." if names else ""
     return f"{said} On a CPU FP8 is emulated: these speeds say nothing about a GPU."
 
 
