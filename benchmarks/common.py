@@ -73,8 +73,9 @@ def environment(packages: Sequence[str]) -> dict[str, Any]:
 def describe(record: Mapping[str, Any]) -> str:
     """One line of an environment record."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    threads = "1 thread" if record["threads"] == 1 else f"{record['threads']} threads"
     return (
-        f"{record['processor']}, {record['cores']} cores, {record['threads']} thread{'s'[: record['threads'] != 1]} ({record['capability']}), "
+        f"{record['processor']}, {record['cores']} cores, {threads} ({record['capability']}), "
         f"Python {record['python']}, {versions}{_at(record)}, {record['date']}; {record['measured']}"
     )
 
