@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from benchmarks.common import put_between
 from megatron_fp8.commands.cli_common import CommandParser
 from megatron_fp8.commands.main import COMMANDS, USAGE
-from megatron_fp8.mcore.config.field_table import FIELDS
+from megatron_fp8.mcore.config.fields import REFUSED
 from megatron_fp8.train.config.key_help import key_help
 from megatron_fp8.train.config.model_section import GPTOptions
 from megatron_fp8.train.config.run_config import RunConfig
@@ -38,13 +38,8 @@ _OF_TRAIN = (
 
 THEIRS = "Section `model`: all other fields of Megatron-Core"
 _FOREWORD = "Each with its default. Their meaning is Megatron-Core's: `megatron-fp8 train --keys` prints a line on each."
-EFFECTS = {
-    "works": "Have their effect",
-    "needs": "Need a GPU, apex or Transformer Engine",
-    "ignored": "Have no effect here, which a line says",
-    "refused": "Refused, with the reason",
-}
-"""What becomes of a field of Megatron-Core -> its words on the page."""
+TAKEN, NOT_TAKEN = "Megatron-Core's, which validates them", "Refused, with the reason"
+"""What becomes of a field of Megatron-Core, in the page's words."""
 _ABOUT_PRECISION = {
     "fp16",
     "first_last_layers_bf16",
@@ -109,24 +104,13 @@ def sections() -> Iterator[str]:
 
 
 def _by_effect(rows: list[list[str]]) -> Iterator[str]:
-    """Keys of Megatron-Core, with their defaults: a paragraph for each thing that can become of them here."""
-    found: dict[str, list[str]] = {effect: [] for effect in EFFECTS}
+    """Keys of Megatron-Core, with their defaults: a paragraph of those that are taken, and one of the others."""
+    found: dict[str, list[str]] = {TAKEN: [], NOT_TAKEN: []}
     for key, default, _ in rows:
         name = key.strip("`").removeprefix("model.")
-        found[_effect(name)].append(f"`{name}={default.strip('`')}`")
+        found[NOT_TAKEN if name in REFUSED else TAKEN].append(f"`{name}={default.strip('`')}`")
     for effect, names in found.items():
-        yield f"{EFFECTS[effect]}: {', '.join(names)}."
-
-
-def _effect(name: str) -> str:
-    """A key of EFFECTS. What only goes with a field that is refused has no effect."""
-    field = FIELDS.get(name)  # none: of latent attention, and it works
-    if field is None:
-        return "works"
-    alone = field.only and not field.also and _effect(field.only[0]) == "refused"
-    if field.ignored or alone:
-        return "ignored"
-    return ("needs" if field.where else "refused") if field.refused else "works"
+        yield f"{effect}: {', '.join(names)}."
 
 
 def keys() -> dict[str, list[list[str]]]:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import moved
 
 if TYPE_CHECKING:
-    from .mcore.config.mla_config import MLATransformerConfig
-    from .mcore.config.transformer_config import TransformerConfig
+    from .mcore.config.transformer_config import MLATransformerConfig, TransformerConfig
     from .nn import (
         Fp8Config,
         Fp8Linear,
@@ -34,7 +33,7 @@ __version__ = "0.1.0"
 _LATER = {
     "Float8Tensor": ".tensor",
     "Format": ".numerics.formats",
-    "MLATransformerConfig": ".mcore.config.mla_config",
+    "MLATransformerConfig": ".mcore.config.transformer_config",
     "TransformerConfig": ".mcore.config.transformer_config",
     "Fp8Config": ".nn",
     "Fp8Linear": ".nn",

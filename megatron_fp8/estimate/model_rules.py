@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..mcore.config.mla_field_rules import LATENT_FIELDS
+from ..mcore.config.fields import FIELD_RULES
 from ..mcore.config.rules import (
     COUNT,
     FLAG,
@@ -75,7 +75,7 @@ MODEL_RULES: dict[str, Rule] = {
     "moe_router_load_balancing_type": either(one_of(*_BALANCING, "sinkhorn", "none"), list_of(one_of(*_BALANCING))),
     "moe_aux_loss_coeff": either(NOT_NEGATIVE, list_of(NOT_NEGATIVE)),
     "moe_z_loss_coeff": optional(NOT_NEGATIVE),
-    **{name: LATENT_FIELDS[name].rule for name in (
+    **{name: FIELD_RULES[name] for name in (
         "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
     )},
     **{name: RULES["model"][name] for name in (

@@ -21,8 +21,7 @@ from typing import Any
 from ..files.data_option import data_as_paths
 from ..files.example_configs import config_hint, find_config
 from ..files.strict_yaml import load_yaml
-from ..mcore.config.mla_field_rules import LATENT_RELATIONS
-from ..mcore.config.relations import RELATIONS
+from ..mcore.config.fields import RELATIONS
 from ..mcore.config.rules import check, check_relation, shown
 from ..plan.key_hint import nearest_key
 from ..plan.overrides import check_overrides, check_overrides_match
@@ -301,7 +300,7 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> tu
             f"model.fp8_param=True needs FP8 training, and model.fp8 is {model.fp8!r}. Set model.fp8=hybrid or e4m3, or"
             " drop it."
         )
-    for relation in (*RELATIONS, *LATENT_RELATIONS):
+    for relation in RELATIONS:
         if all(hasattr(model, name) for name in relation.names):
             check_relation(model, relation, "model.")
     notes = []

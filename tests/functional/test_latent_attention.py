@@ -27,7 +27,7 @@ SITES = ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linea
 
 
 def make(layout: Layout, fields: dict[str, Any]) -> Any:
-    from megatron_fp8.mcore.config.mla_config import MLATransformerConfig
+    from megatron_fp8.mcore.config.transformer_config import MLATransformerConfig
 
     if not fields.get("bf16", True) and layout.pp > 1:
         fields = {**fields, "pipeline_dtype": torch.float32}

@@ -44,7 +44,7 @@ def test_its_linears_are_sites_of_the_last_stage(ranks: RankPool) -> None:
 
 def deepseek(fields: dict[str, Any]) -> dict[str, Any]:
     """A rank case: latent attention, grouped experts and multi-token prediction on two stages: two steps."""
-    from megatron_fp8.mcore.config.mla_config import MLATransformerConfig
+    from megatron_fp8.mcore.config.transformer_config import MLATransformerConfig
     from megatron_fp8.mcore.report import site_report
     from megatron_fp8.mcore.spec import get_gpt_decoder_block_fp8_spec
     from megatron_fp8.telemetry import Telemetry

@@ -1,13 +1,16 @@
-"""Checks of a `TransformerConfig`'s FP8 settings."""
+"""Checks of a `TransformerConfig`: fields against their rules, and FP8 settings against each other."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import warnings
 from collections.abc import Iterable
-from dataclasses import fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
+
+from megatron.core.transformer.transformer_config import MLATransformerConfig as MegatronLatentConfig
+from megatron.core.transformer.transformer_config import TransformerConfig as MegatronConfig
 
 from ...backends import BACKENDS, LAYER_BACKENDS
 from ...fp8_utils import get_fp8_recipe
@@ -16,16 +19,55 @@ from ...plan.overrides import check_overrides
 from ...plan.settings import DEFAULT_RECIPE, FP8_FORMATS, exchanged, import_factory, takes
 from ...plan.size_table import load_table
 from ...recipe import RECIPES
-from ..te.checks import check_te_settings
-from .field_checks import announce_fields, announce_unavailable, check_fields
-from .field_table import OWN_RULES
-from .rules import check, integer
-from .token_dispatch_checks import check_dispatch
+from .fields import FIELD_RULES, OWN_RULES, REFUSED, RELATIONS, SILENT
+from .incompatible import check_dispatch, check_te_settings
+from .rules import check, check_relation, integer, shown
 
 if TYPE_CHECKING:
     from .transformer_config import TransformerConfig
 
 FALLBACKS = ("error", "warn")
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # their default, 0, is invalid
+
+
+def default_of(field: Any) -> Any:
+    """Returns a dataclass field's default; calls its factory if it has one."""
+    has_factory = field.default_factory is not dataclasses.MISSING
+    return field.default_factory() if has_factory else field.default
+
+
+DEFAULTS: dict[str, Any] = {
+    field.name: default_of(field)
+    for field in (*dataclasses.fields(MegatronLatentConfig), *dataclasses.fields(MegatronConfig))
+}
+"""Defaults of both of Megatron-Core's configs; where they differ, of the one without latent attention."""
+LATENT_FIELDS = frozenset(DEFAULTS) - {field.name for field in dataclasses.fields(MegatronConfig)}
+"""Fields that only Megatron-Core's config of latent attention has."""
+
+
+def check_fields(config: Any, before: str = "") -> None:
+    """Raises ValueError for a field that is out of range, in conflict with another, or unavailable here.
+
+    Args:
+        config: any object with Megatron-Core's fields as attributes.
+        before: prefix of names in messages, such as 'model.'.
+    """
+    for name in _NEEDED:
+        check(f"{before}{name}", getattr(config, name), FIELD_RULES[name], "give it")
+    for name in (*FIELD_RULES, *REFUSED):
+        default = DEFAULTS[name]
+        value = getattr(config, name, default)
+        if value is default or (type(value) is type(default) and value == default):
+            continue
+        if name in FIELD_RULES:
+            check(f"{before}{name}", value, FIELD_RULES[name], f"change it, or leave it {shown(default)}")
+        if name in REFUSED:
+            raise ValueError(
+                f"{before}{name}={shown(value)} is not available in this version: {REFUSED[name]}. Leave it"
+                f" {shown(default)}."
+            )
+    for relation in RELATIONS:
+        check_relation(config, relation, before)
 
 
 def check_fp8_settings(config: TransformerConfig) -> None:
@@ -63,11 +105,11 @@ def check_fp8_settings(config: TransformerConfig) -> None:
 
 
 def announce_settings(config: TransformerConfig) -> None:
-    """Warns of settings without effect, and with FP8 off of settings that do not work on this machine."""
-    if config.fp8:
-        announce_fields(config)
-    else:
-        announce_unavailable(config)
+    """Warns of settings without effect, and with FP8 off of relations that Megatron-Core violates silently."""
+    if not config.fp8:
+        for relation in SILENT:
+            if not relation.holds(config):
+                _warn(relation.words)
     _warn_without_effect(config)
 
 
@@ -215,7 +257,7 @@ def _check_margin(config: TransformerConfig) -> None:
 
 def _warn_without_effect(config: TransformerConfig) -> None:
     """Warns of settings that another setting switches off."""
-    default = {f.name: f.default for f in fields(config)}
+    default = {f.name: f.default for f in dataclasses.fields(config)}
 
     def is_set(name: str) -> bool:
         return getattr(config, name) != default[name]

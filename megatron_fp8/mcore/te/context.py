@@ -19,8 +19,8 @@ from ...backends import transformer_engine as engine
 from ...plan.autocast_state import current_autocast_state
 from ...state.collectives import own_device
 from .. import environment as compat
+from ..config.incompatible import wants_te
 from ..runtime import runtime_of
-from .checks import wants_te
 
 
 def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> AbstractContextManager[None]:

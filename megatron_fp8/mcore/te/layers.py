@@ -45,7 +45,7 @@ class _TeSiteLinear:
 
     config: Any
     training: bool
-    is_expert = False  # te/checks.py refuses experts
+    is_expert = False  # config/incompatible.py refuses experts
     weight: torch.Tensor
 
     def _init_site(self) -> None:

@@ -31,7 +31,7 @@ TE_FUNCTIONS = (
     "apply_rope_fusion", "fused_single_qkv_rope", "cpu_offloading", "fine_grained_activation_offloading",
     "moe_router_fusion", "moe_permute_fusion", "use_te_rng_tracker",
 )  # fmt: skip
-"""Fields that call functions of Transformer Engine, as in mcore/config/field_table.py (a test compares)."""
+"""Fields that call functions of Transformer Engine."""
 
 
 @dataclass(frozen=True)

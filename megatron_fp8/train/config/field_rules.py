@@ -1,6 +1,6 @@
 """Rules for every option of a run, and for combinations, as data.
 
-Rules of Megatron-Core's own model fields are in mcore/config/field_table.py.
+Rules of Megatron-Core's own model fields are in mcore/config/fields.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...mcore.config.rules import (
     text,
 )
 from ...telemetry.stat_registry import TENSORS
-from .position_fields import POSITION_FIELDS
+from .position_fields import POSITION_RULES
 
 _ITERATIONS = integer(1, 2**31 - 1, "iterations")
 _ITERATIONS_OR_0 = integer(0, 2**31 - 1, "iterations")
@@ -128,7 +128,7 @@ MODEL: dict[str, Rule] = {
     "vocab_size": optional(_ROWS),
     "make_vocab_size_divisible_by": _ROWS,
     "padded_vocab_size": optional(_ROWS),
-    **{name: field.rule for name, field in POSITION_FIELDS.items()},
+    **POSITION_RULES,
     "share_embeddings_and_output_weights": FLAG,
 }
 """The model's options outside its TransformerConfig."""

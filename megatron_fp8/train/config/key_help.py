@@ -12,7 +12,7 @@ from typing import Any
 
 from docstring_parser import parse_from_object
 
-from ...mcore.config.mla_config import MLATransformerConfig
+from ...mcore.config.transformer_config import MLATransformerConfig
 from .model_section import GPTOptions
 from .run_config import SECTIONS, RunConfig, known_keys
 

@@ -14,14 +14,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 
-from ...mcore.config.field_checks import DEFAULTS, KNOWN, announce_fields, check_fields
-from ...mcore.config.field_table import FIELDS
-from ...mcore.config.mla_config import MLATransformerConfig
-from ...mcore.config.mla_field_rules import LATENT_FIELDS
+from ...mcore.config.fields import FIELD_RULES
+from ...mcore.config.fp8_checks import DEFAULTS, LATENT_FIELDS, check_fields
 from ...mcore.config.rules import Rule, check, one_of, optional
-from ...mcore.config.transformer_config import TransformerConfig
+from ...mcore.config.transformer_config import MLATransformerConfig, TransformerConfig
 from .field_rules import check_training_fields
-from .position_fields import POSITION_FIELDS, ROTARY, check_positions
+from .position_fields import POSITION_RULES, check_positions
 from .ranks import AUTO, tensor_ranks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -109,8 +107,8 @@ def _model_fields() -> list[tuple[str, Any, dataclasses.Field]]:
         else:
             own = dataclasses.field(default=default)
         kind = _TYPES.get(field.name, hints[field.name])
-        known = KNOWN.get(field.name)
-        if known and known.rule.holds(None):  # even if Megatron-Core's annotation excludes None
+        rule = FIELD_RULES.get(field.name)
+        if rule and rule.holds(None):  # even if Megatron-Core's annotation excludes None
             kind = typing.Optional[kind]  # noqa: UP045
         result.append((field.name, kind, own))
     return result
@@ -180,12 +178,11 @@ def transformer_config(section: Any) -> TransformerConfig:
     if section.virtual_pipeline_model_parallel_size and section.pipeline_model_parallel_size == 2:
         # The only correct setting: each of two stages is the other's next and previous one (mcore/config/fp8_checks.py).
         fields.update(overlap_p2p_comm=True, batch_p2p_comm=False)
-    positions = {name: getattr(section, name) for name in POSITION_FIELDS}
+    positions = {name: getattr(section, name) for name in POSITION_RULES}
     settings = types.SimpleNamespace(**{**DEFAULTS, **positions, **fields})
     check_fields(settings, "model.")
     check_training_fields(settings, DEFAULTS)
     check_positions(section, settings)
-    _announce(settings, is_latent)
     kind = MLATransformerConfig if is_latent else TransformerConfig
     arguments = fields if is_latent else {name: fields[name] for name in fields if name not in LATENT_FIELDS}
     try:
@@ -225,21 +222,6 @@ def _set_fields(section: Any) -> dict[str, Any]:
         if name not in megatrons or value != megatrons[name]:
             given[name] = value
     return given
-
-
-TURNED = POSITION_FIELDS | {
-    name: dataclasses.replace(FIELDS[name], only=ROTARY) for name in ("rotary_interleaved", "no_rope_freq")
-}
-"""Fields that other kinds of positions than rotary ignore, unless latent attention uses its own fields."""
-
-
-def _announce(settings: Any, is_latent: bool) -> None:
-    """Warn of fields that are set without effect. With FP8 the config's constructor warns of its own fields."""
-    fields = {**TURNED, **KNOWN} if is_latent else {**KNOWN, **TURNED}
-    announced = (KNOWN if is_latent else FIELDS.keys() - TURNED.keys()) if settings.fp8 else ()
-    defaults = {field.name: field.default for field in dataclasses.fields(GPTOptions) if field.name in TURNED}
-    defaults = {name: value for name, value in {**defaults, **DEFAULTS}.items() if name not in announced}
-    announce_fields(settings, fields, defaults)
 
 
 _OF_ATTENTION = ("normalization", "rotary_base", "rotary_percent")

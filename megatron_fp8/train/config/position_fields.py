@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...mcore.config.field import Field, works
-from ...mcore.config.rules import FLAG, integer, number, one_of
+from ...mcore.config.rules import FLAG, Rule, integer, number, one_of
 
-_GPT = "models/gpt/gpt_model"
-ROTARY = ("position_embedding_type", "rope")
-
-POSITION_FIELDS: dict[str, Field] = {
-    "position_embedding_type": works(one_of("rope", "learned_absolute", "none"), _GPT),
-    "rotary_percent": works(number(0, 1, without=[0]), _GPT, *ROTARY),
-    "rotary_base": works(integer(2, 2**53), _GPT, *ROTARY),
-    "rope_scaling": works(FLAG, _GPT, *ROTARY, unless="multi_latent_attention"),
-    "rope_scaling_factor": works(number(1, 1e6), _GPT, "rope_scaling"),
+POSITION_RULES: dict[str, Rule] = {
+    "position_embedding_type": one_of("rope", "learned_absolute", "none"),
+    "rotary_percent": number(0, 1, without=[0]),
+    "rotary_base": integer(2, 2**53),
+    "rope_scaling": FLAG,
+    "rope_scaling_factor": number(1, 1e6),
 }
 
 

@@ -22,8 +22,7 @@ from jsonargparse import ArgumentParser
 
 from ...files.data_option import data_as_paths
 from ...files.example_configs import config_hint, find_config
-from ...mcore.config.field_checks import KNOWN
-from ...mcore.config.field_table import OWN_RULES
+from ...mcore.config.fields import FIELD_RULES, OWN_RULES
 from ...mcore.config.rules import Rule, shown
 from ...plan.key_hint import nearest_key
 from ...plan.settings import DEFAULT_RECIPE, field_meant, refuse_recipe_alone
@@ -226,13 +225,13 @@ _KEY = re.compile(r"[Kk]ey [\"']([\w.]+)")  # the key in jsonargparse's messages
 
 
 def rule_of(key: str) -> Rule | None:
-    """The rule of a dotted key; None if only its type is checked (this package's own model fields)."""
+    """The rule of a dotted key; None if only its type is checked."""
     section, _, name = key.rpartition(".")
     if name in RULES.get(section, {}):
         return RULES[section][name]
     if section == "model" and name in NAMES:
         return NAMES[name]
-    return KNOWN[name].rule if section == "model" and name in KNOWN else OWN_RULES.get(name)
+    return (FIELD_RULES | OWN_RULES).get(name) if section == "model" else None
 
 
 def load(path: str | Path, *overrides: str) -> RunConfig:

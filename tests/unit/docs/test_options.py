@@ -39,16 +39,3 @@ def test_every_key_is_on_the_page():
     assert sorted(listed) == sorted(rows)
     for title, others in options.keys().items():
         assert title == options.THEIRS or all(f"| {name} |" in page for name, *_ in others)
-
-
-def test_what_becomes_of_a_field_is_said():
-    of = {
-        line.partition(": ")[0]: line
-        for line in options.page().splitlines()
-        if line.startswith(tuple(options.EFFECTS.values()))
-    }
-    assert list(of) == list(options.EFFECTS.values())
-    assert "`hidden_size=" in of[options.EFFECTS["works"]]
-    assert "`moe_permute_fusion=" in of[options.EFFECTS["needs"]]
-    assert "`attention_backend=" in of[options.EFFECTS["ignored"]]
-    assert "`delay_wgrad_compute=" in of[options.EFFECTS["refused"]]
