@@ -186,6 +186,14 @@ def _rotated_channels(c: Any) -> int:
     return int(c.qk_pos_emb_head_dim * c.rotary_percent)
 
 
+def _has_equal_parts(name: str) -> Relation:
+    return Relation(
+        (name, "tensor_model_parallel_size"),
+        f"every tensor parallel rank has an equal part of {name}",
+        lambda c: (getattr(c, name) or 0) % c.tensor_model_parallel_size == 0,
+    )
+
+
 SILENT: tuple[Relation, ...] = (
     Relation(  # two stages are each other's next and previous one; batched messages are matched by order alone
         (
@@ -228,14 +236,7 @@ RELATIONS: tuple[Relation, ...] = (
         "num_attention_heads must be a multiple of num_query_groups",
         lambda c: c.num_query_groups is None or c.num_attention_heads % c.num_query_groups == 0,
     ),
-    *(
-        Relation(
-            (name, "tensor_model_parallel_size"),
-            f"every tensor parallel rank has an equal part of {name}",
-            lambda c, name=name: (getattr(c, name) or 0) % c.tensor_model_parallel_size == 0,
-        )
-        for name in ("hidden_size", "num_attention_heads", "ffn_hidden_size")
-    ),
+    *map(_has_equal_parts, ("hidden_size", "num_attention_heads", "ffn_hidden_size")),
     Relation(
         ("num_query_groups", "tensor_model_parallel_size"),
         "one must be a multiple of the other",
