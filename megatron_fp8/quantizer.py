@@ -6,25 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from .backends import cpu_cast, emulated, reference
+from .backends import emulated, reference
 from .backends.base import AmaxReduction, CastRequest, Quantized, Region, RunningAmax, check_matrix
 from .backends.native import backend as native
 from .files.argument_check import check_tensor
 from .kernels.cast_dispatch import block_amaxes, in_memory
-from .kernels.cpu import emulation
 from .numerics.cast import RandomKey
 from .numerics.rule import Direction, Rule
 from .recipe import Recipe, recipe_name
 from .state.arena import Slot
 from .state.observer_protocol import SeenCast
 from .tensor import Float8Tensor
-
-_MOST = 64
-"""Ways in which one quantizer's matrices lie: of experts, whose tokens vary, there may be many; then it starts anew."""
 
 
 def quantize(
@@ -94,7 +90,6 @@ class Quantizer:
     def __init__(self, rule: Rule, slot: Slot, backend: ModuleType):
         self.rule, self.slot, self.backend = rule, slot, backend
         self._place: _Place | None = None
-        self._repeats: dict[tuple[Any, ...], cpu_cast.Repeated | Literal["met", "no"]] = {}
         self._has_kernels = native.kernel_reason(rule) is None
 
     def __call__(
@@ -114,10 +109,6 @@ class Quantizer:
         observer = self.slot.arena.observer
         if observer is None and self.computes:  # its kernels record as they go
             return self._by_kernels(x, direction, record, reduce_amax, for_product)
-        if observer is None and reduce_amax is None and region is None and self.backend is emulated:
-            done = self._repeated(x, direction, record)
-            if done is not None:
-                return done
         # Where native kernels record as they go, they tell the slot's amax and not the cast's, which an observer wants.
         apart = observer is not None and self.backend is native
         running = self._in_arena().running if record and not apart else None
@@ -128,32 +119,6 @@ class Quantizer:
             shard = reduce_amax is not None
             observer.cast(SeenCast(self.slot.name, x, quantized, direction, record, shard))
         return quantized.tensor
-
-    def _repeated(self, x: torch.Tensor, direction: Direction, record: bool) -> Float8Tensor | None:
-        """The cast by what the emulated backend keeps for matrices that lie alike; None: the first such matrix, or none
-        such, or its scale is there before it: then a cast has little to decide."""
-        if type(self) is not Quantizer:
-            return None  # it casts in a way of its own
-        scale, running = self.where(record)
-        if scale is not None or not emulation.readable(x):
-            return None
-        key = x.shape, x.stride(), x.dtype, direction, record
-        cast = self._repeats.get(key)  # looked at once: another thread may empty it at any time
-        if cast is None:
-            if len(self._repeats) >= _MOST:
-                self._repeats.clear()
-            self._repeats[key] = (
-                "met"  # to make it takes as long as a cast: of what never comes again there is none
-            )
-            return None
-        if cast == "met":
-            asked = CastRequest(x, self.rule, direction, None, running)
-            made = emulated.repeated_cast(asked) if x.is_contiguous() else None
-            self._repeats[key] = cast = made or "no"
-        if isinstance(cast, str):
-            return None
-        self.slot.arena.counts.casts += 1
-        return cast(x)
 
     def where(self, record: bool) -> tuple[torch.Tensor | None, RunningAmax | None]:
         """The delayed scale, if that is there, and where kernels record."""
@@ -219,10 +184,6 @@ class Quantizer:
         running = self._in_arena().running if record else None
         return CastRequest(x.contiguous(), self.rule, direction, self._current_scale(), running)
 
-    def way(self) -> tuple[Rule, torch.Tensor | None]:
-        """By which rule ``quantize`` would cast now, and under which scale (None: the matrix's own)."""
-        return self.rule, self._current_scale()
-
     def record(self, amax: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
         """Max amax (float32 [], may be Inf, never NaN) into the slot's running one; add the non-finite count, if any."""
         self._in_arena().running.record(amax, nonfinite)
@@ -239,7 +200,6 @@ class Quantizer:
         arena, place = self.slot.arena, self._place
         if place is None or place.rows is not arena.rows or place.scales is not arena.scale:
             self._place = place = _Place.of(self.slot)
-            self._repeats.clear()
         return place
 
     def _current_scale(self) -> torch.Tensor | None:

@@ -47,30 +47,6 @@ def quantize_each(asked: Sequence[CastRequest]) -> list[Quantized]:
     return found
 
 
-class Repeated:
-    """``quantize``'s tensor of matrices that lie as the first one, which C ``takes``; no amax is reduced.
-
-    Args:
-        asked: of the first. Scale and ``running`` are where they are for all.
-    """
-
-    def __init__(self, asked: CastRequest):
-        rule, direction = asked.rule, asked.direction
-        self._cast = matrix_quantize.Repeated(_wanted(asked))
-        self._row, self._column = direction != "columnwise", direction != "rowwise"
-        self._running, self._dtype = asked.running, asked.x.dtype
-        self._granularity, self._pow2 = rule.granularity, rule.scale != "fp32"
-
-    def __call__(self, x: torch.Tensor) -> Float8Tensor:
-        """x, quantised."""
-        made, special = self._cast(x)
-        if special and self._running is not None:
-            self._running.nonfinite.add_(special)
-        return _tensor(
-            made, self._row, self._column, (self._granularity, self._pow2, not special), self._dtype
-        )
-
-
 def takes(asked: CastRequest) -> bool:
     """Whether C casts it."""
     x, rule = asked.x, asked.rule

@@ -22,21 +22,19 @@ are the same bits; products differ by the order of their sums.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
 
 import torch
 
 from ..kernels import gemms
 from ..kernels.cast_dispatch import decode
-from ..kernels.cpu import emulation, grouped, products
-from ..kernels.cpu.skinny_gemm import MOST as FEW_ROWS
+from ..kernels.cpu import emulation, grouped, skinny_gemm
 from ..kernels.gemms import finish, keeps_float32, matmul_fp32
 from ..numerics.formats import E5M2
-from ..numerics.rule import Direction, Rule
+from ..numerics.rule import BLOCK_1X32, BLOCK_128X128, Direction, Rule
 from ..numerics.subnormals import keeping_subnormals
 from ..recipe import Products, Recipe
 from ..tensor import Float8Tensor, Operand, QuantizedSide
-from . import cpu_cast, skinny_gemm
+from . import cpu_cast
 from .base import RESULTS, AmaxReduction, CastRequest, Quantized, Region, RunningAmax, gemm_in_turn, unfit
 
 name = "emulated"
@@ -89,11 +87,6 @@ def quantize(
 quantize_each = cpu_cast.quantize_each
 
 
-def repeated_cast(asked: CastRequest) -> cpu_cast.Repeated | None:
-    """What quantises matrices that lie as this one, with less to decide; None where ``quantize`` has to."""
-    return cpu_cast.Repeated(asked) if cpu_cast.takes(asked) else None
-
-
 # ---------------------------------------------------------------------------------------------------------------- GEMM
 
 # A code times its scale must be a normal bfloat16, and a product of two of them, like the sum of all, a normal float32.
@@ -129,23 +122,8 @@ def gemm(
             or dtype of the result.
     """
     _check(a, b, out_dtype, bias)
-    if not exact and _has_few_rows(a, b, out_dtype) and _foldable(a, b):
-        return skinny_gemm.multiply(a, b, bias, out_dtype)
-    if (
-        not exact
-        and out_dtype in RESULTS
-        and (done := _decoded_on_the_way(a, b, out_dtype, bias)) is not None
-    ):
-        return done
-    if not exact and _one_float32(a) and _one_float32(b) and out_dtype in _IN_C and _foldable(a, b):
-        large = a.codes.numel() + b.codes.numel() >= emulation.MIN_PRODUCT
-        values = torch.bfloat16 if large and emulation.has_matmul() else torch.float32
-        values_a, values_b = _decoded(a, values), _decoded(b, values)
-        fast = values == torch.bfloat16
-        sums = products.matmul(values_a, values_b) if fast else values_a @ values_b.t()
-        bias = None if bias is None else bias.to(torch.float32).contiguous()
-        return products.finish(sums, a.scale_inv, b.scale_inv, bias, out_dtype)
-    return _in_torch(a, b, out_dtype, bias, exact)
+    done = None if exact else _in_c(a, b, out_dtype, bias)
+    return _in_torch(a, b, out_dtype, bias, exact) if done is None else done
 
 
 def _check(
@@ -156,20 +134,70 @@ def _check(
         raise unfit(a, b, out_dtype, bias)
 
 
-def _has_few_rows(a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype) -> bool:
-    return a.codes.shape[0] <= FEW_ROWS and skinny_gemm.takes(a, b, out_dtype) and _is_short(a)
-
-
-def quantize_and_multiply(
-    x: torch.Tensor, rule: Rule, scale: torch.Tensor | None, b: QuantizedSide, bias: torch.Tensor | None
+def _in_c(
+    a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, bias: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """``gemm`` of x [..., K], quantised rowwise, and b, with few rows and in one call: [..., N] in x's dtype; None where
-    C does not take them. Nothing else of x is left: no codes, no amax, no count of NaN.
+    """``gemm`` in C: of few rows a's values by b's codes as they lie, of more the codes of both; None: by torch."""
+    if out_dtype not in RESULTS:
+        return None
+    bias = None if bias is None else bias.to(torch.float32).contiguous()
+    if _has_few_rows(a, b, out_dtype) and _foldable(a, b):
+        return _multiply_few_rows(a, b, bias, out_dtype)
+    left, right = _as_c_reads(a), _as_c_reads(b)
+    if not emulation.multiplies(left, right):
+        return None
+    done = emulation.multiply(left, right, out_dtype if out_dtype in _IN_C else torch.float32, bias)
+    return None if done is None else done.to(out_dtype)
 
-    Args:
-        scale: as of ``quantize``.
+
+def _has_few_rows(a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype) -> bool:
+    """Whether a @ b^T is for ``_multiply_few_rows``, as far as shapes, dtypes and kinds of scales say."""
+    return (
+        a.codes.shape[0] <= skinny_gemm.MOST
+        and skinny_gemm.takes(a.codes.shape[0], b.codes, out_dtype)
+        and (
+            b.granularity.cols == 0 or (b.pow2 and b.finite and b.granularity in (BLOCK_1X32, BLOCK_128X128))
+        )
+        and _is_short(a)
+    )
+
+
+def _multiply_few_rows(
+    a: QuantizedSide, b: QuantizedSide, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """``gemm`` of at most 16 rows, as of decoded tokens: b's codes are read once, as they lie. bias: float32 [N].
+
+    Powers of two along the contraction go into the numbers that are multiplied, all other scales into the sum: no bit
+    of the result depends on that.
     """
-    return skinny_gemm.quantize_and_multiply(x, rule, scale, b, bias, (_SMALLEST_SCALE, _LARGEST_SCALE))
+    one = torch.ones((), dtype=torch.float32, device="cpu")
+    if a.granularity.cols:
+        values, scale_a = a.dequantize(torch.bfloat16), one
+    else:
+        values, scale_a = decode(a.codes, torch.bfloat16, finite=a.finite), a.float_scale_inv().contiguous()
+    exponents, block, scale_b = None, (1, 32), one
+    if b.granularity.cols:
+        exponents, block = _exponents(b.scale_inv), (b.granularity.rows, b.granularity.cols)
+    else:
+        scale_b = b.float_scale_inv().contiguous()
+    return skinny_gemm.matmul(
+        values.contiguous(),
+        b.codes,
+        exponents=exponents,
+        block=block,
+        scale_a=scale_a,
+        scale_b=scale_b,
+        bias=bias,
+        dtype=out_dtype,
+        finite=b.finite,
+    )
+
+
+def _exponents(scale: torch.Tensor) -> torch.Tensor:
+    """uint8 [block rows, block cols] of scales that are powers of two and normal numbers."""
+    if scale.dtype != torch.float32:
+        return scale.view(torch.uint8).contiguous()
+    return (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
 
 
 def accumulate(a: Operand, b: Operand, into: torch.Tensor) -> bool:
@@ -188,10 +216,12 @@ def accumulate(a: Operand, b: Operand, into: torch.Tensor) -> bool:
         raise unfit(a, b, torch.float32, None)
     if into.shape != (rows_cols := (a.codes.shape[0], b.codes.shape[0])):
         raise ValueError(f"a product of shape {rows_cols} cannot be added to one of {tuple(into.shape)}")
-    few = a.codes.shape[0] <= FEW_ROWS and skinny_gemm.takes(a, b, torch.float32)
-    if few or not (into.dtype == torch.float32 and emulation.plain(into)):
+    if _has_few_rows(a, b, torch.float32) or into.dtype != torch.float32 or not emulation.plain(into):
         return False
-    return _decoded_on_the_way(a, b, torch.float32, None, into) is not None
+    left, right = _as_c_reads(a), _as_c_reads(b)
+    if not emulation.multiplies(left, right):
+        return False
+    return emulation.multiply(left, right, torch.float32, into=into) is not None
 
 
 def grouped_gemm(
@@ -224,77 +254,13 @@ def grouped_gemm(
     gemm_in_turn(gemm, [a[i] for i in rest], [b[i] for i in rest], [outs[i] for i in rest], add=add)
 
 
-def _lies(side: QuantizedSide) -> tuple[Any, ...]:
-    codes, scale = side.codes, side.scale_inv
-    lies = codes.shape, codes.stride(), codes.dtype, scale.shape, scale.stride(), scale.dtype
-    return *lies, side.granularity.rows, side.granularity.cols, side.pow2, side.finite
-
-
 def _as_c_reads(side: QuantizedSide) -> emulation.Operand:
     return emulation.Operand(
         side.codes, side.scale_inv, (side.granularity.rows, side.granularity.cols), side.pow2, side.finite
     )
 
 
-def _decoded_on_the_way(
-    a: QuantizedSide,
-    b: QuantizedSide,
-    out_dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    into: torch.Tensor | None = None,
-) -> torch.Tensor | None:
-    """``gemm`` where C decodes codes as it packs them (kernels/cpu/emulation.py); None where it does not take them."""
-    bias = None if bias is None else bias.to(torch.float32).contiguous()
-    dtype = torch.float32 if out_dtype == torch.float16 else out_dtype
-    if (product := _repeated_product(a, b, dtype)) is not None:
-        done = product((a.codes, a.scale_inv, b.codes, b.scale_inv), bias, into)
-    else:
-        left, right = _as_c_reads(a), _as_c_reads(b)
-        if not emulation.multiplies(left, right):
-            return None
-        done = emulation.multiply(left, right, dtype, bias, into=into)
-    return done.to(out_dtype) if done is not None and out_dtype == torch.float16 else done
-
-
-def _repeated_product(a: QuantizedSide, b: QuantizedSide, dtype: torch.dtype) -> emulation.Repeated | None:
-    """What multiplies sides that lie as these do, kept for others; None of the first such ones, and where C takes none
-    such as they lie."""
-    for x in (a.codes, a.scale_inv, b.codes, b.scale_inv):
-        if not emulation.readable(x):
-            return None
-    key = *_lies(a), *_lies(b), dtype, emulation.inner_loop()
-    product = _repeated_products.get(key)  # looked at once: another thread may empty it at any time
-    if product is None:
-        if len(_repeated_products) >= _MOST_PRODUCTS:
-            _repeated_products.clear()
-        _repeated_products[key] = "met"  # as Quantizer's casts: made for what comes again
-    elif product == "met":
-        left, right = _as_c_reads(a), _as_c_reads(b)
-        taken = 1 in a.codes.stride() and 1 in b.codes.stride() and emulation.multiplies(left, right)
-        _repeated_products[key] = product = emulation.Repeated(left, right, dtype) if taken else "no"
-    return None if product is None or isinstance(product, str) else product
-
-
-_repeated_products: dict[tuple[Any, ...], emulation.Repeated | Literal["met", "no"]] = {}
-_MOST_PRODUCTS = 4096
 _IN_C = (torch.bfloat16, torch.float32)
-
-
-def _one_float32(side: QuantizedSide) -> bool:
-    """Whether C takes a side as it lies, and its one scale can wait until after the product."""
-    codes = side.codes
-    return (
-        side.granularity.is_tensor
-        and not side.pow2
-        and emulation.usable(codes if codes.is_contiguous() else codes.t())
-    )
-
-
-def _decoded(side: QuantizedSide, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers that codes stand for, lying as the codes do."""
-    if side.codes.is_contiguous():
-        return emulation.decode(side.codes, None, (0, 0), dtype)
-    return emulation.decode(side.codes.t(), None, (0, 0), dtype).t()
 
 
 @keeping_subnormals

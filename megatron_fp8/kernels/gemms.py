@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .cast_dispatch import in_memory
-from .cpu import emulation, products
+from .cpu import emulation
 
 
 def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -54,7 +54,11 @@ def matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.to(torch.float32) @ b.to(torch.float32).t()
     if a.is_cuda:
         return torch.mm(a, b.t(), out_dtype=torch.float32)
-    return products.matmul(in_memory(a), in_memory(b))
+    product = emulation.multiply(
+        emulation.Operand(in_memory(a)), emulation.Operand(in_memory(b)), torch.float32
+    )
+    assert product is not None, "without scales there is no range to leave"
+    return product
 
 
 def add_matmul_fp32(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -140,8 +140,6 @@ def _eager_linear(
     save_original_input: bool,
     fresh_weight: bool,
 ) -> torch.Tensor:
-    if not training and (y := _few_tokens(x, weight, bias, site, tp)) is not None:
-        return y
     when = recorded(training, x, weight, bias)
     call = Call(site, tp, training, when == NOW, fresh_weight, save_original_input)
     if call.record and site.state.observer is None:
@@ -161,23 +159,6 @@ def _linear(
     y = forward(x, weight, bias, call, False).y
     if not call.site.state.keeps_weights:
         call.site.weights.forget()
-    return y
-
-
-def _few_tokens(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: GemmSite, tp: TensorParallel
-) -> torch.Tensor | None:
-    """y of few tokens in evaluation, in one call of C with the bits of ``forward``; None: C does not take them.
-
-    Nothing is counted nor recorded.
-    """
-    if not isinstance(weight, Fp8Parameter) or isinstance(x, QuantizedActivation) or tp.sequence_parallel:
-        return None
-    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-        return None
-    y = site.multiply_few_tokens(x, weight, bias)
-    if y is not None:
-        site.note_forward()
     return y
 
 

@@ -12,7 +12,6 @@ from ..backends import BACKENDS, emulated
 from ..backends.base import RESULTS
 from ..backends.native import backend as native
 from ..kernels.gemms import add_matmul_fp32, matmul_high_precision
-from ..params.fp8_parameter import Fp8Parameter
 from ..plan.autocast_state import WatchedForwards
 from ..plan.cast_spec import READERS, CastSpec
 from ..plan.site_plan import SitePlan
@@ -155,22 +154,6 @@ class GemmSite:
         if (observer := self.state.observer) is not None:
             observer.product(SeenProduct(self.plan.name, gemm, a, b, y, record))
         return y
-
-    def multiply_few_tokens(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """fprop of x [..., K], cast and multiplied in one call, with the bits of doing both; None where that cannot be.
-
-        It is for inference: a weight that lives as FP8, few tokens on a CPU, nothing recorded nor counted and nobody
-        watching.
-        """
-        quantizer = self.casts["input"].rowwise
-        if quantizer is None or self.backend is not emulated or not isinstance(weight, Fp8Parameter):
-            return None
-        side = weight.quantized.rowwise
-        if side is None or self.plan.gemms["fprop"] != "fp8" or self.state.observer is not None:
-            return None
-        return emulated.quantize_and_multiply(x, *quantizer.way(), side, bias)
 
     def wgrad_dtype(self, wanted: torch.dtype) -> torch.dtype:
         """What wgrad's product is asked for, where its float32 sums are handed on in the wanted dtype: that itself of a

@@ -13,7 +13,6 @@ import yaml
 from benchmarks.support.forked import python
 from megatron_fp8.files.checkpoint import latest_checkpoint
 from megatron_fp8.inference.calibration import load_calibration
-from megatron_fp8.kernels.cpu import skinny_gemm
 from tests.support.command import APP, MODEL, environment, torchrun
 from tests.support.command import run as command_run
 from tests.support.manifests import edit
@@ -175,18 +174,6 @@ def test_the_text_is_the_prompt_and_what_follows_it(heard):
     ):
         assert heard[name][2] == f"{(ALPHABET * 2)[:CONTEXT]}\n", name
     assert heard["greedy"][2] == heard["greedy again"][2] == heard["its config given"][2]
-
-
-def test_a_token_goes_the_short_way(heard, folder):
-    """Of the FP8 layer's matrices one is large enough: cast and multiplied in one call, prompt and tokens alike."""
-    if not skinny_gemm.inner_loops():
-        pytest.skip("this processor multiplies few rows as it does many")
-    path = folder / "tokens.json"
-    command = ["generate", folder / "run", "--prompt", "abcde", "--temperature", "0"]
-    done = python(APP, "tokens", str(path), *map(str, command), env=environment(), timeout=200)
-    assert done.returncode == 0 and done.stdout == heard["greedy"][2], done.stderr
-    taken = [rows for rows, short in json.loads(path.read_text()) if short]
-    assert taken == [5] + [1] * (CONTEXT - 5 - 1)
 
 
 def test_ranks_share_a_prompt_from_stdin(heard, folder, forking_python):

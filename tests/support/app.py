@@ -79,23 +79,6 @@ def poison(number, arguments):
     return main(arguments)
 
 
-def tokens(path, arguments):
-    """Note how many tokens each call of the linear's short way had, and whether it took them."""
-    from megatron_fp8.backends import emulated
-
-    asked, once = [], emulated.quantize_and_multiply
-
-    def noted(x, *given):
-        y = once(x, *given)
-        asked.append([x.shape[:-1].numel(), y is not None])
-        return y
-
-    with mock.patch.object(emulated, "quantize_and_multiply", noted):
-        code = main(arguments)
-    Path(path).write_text(json.dumps(asked))
-    return code
-
-
 def waited(path, arguments):
     """Where the host looks at values in the third iteration, and in the fourth, from its start to its line of metrics."""
     from megatron_fp8.mcore import install
@@ -293,7 +276,6 @@ if __name__ == "__main__":
             "outgrow": lambda n, a: after_iteration(int(n), outgrow, a),
             "poison": lambda n, a: poison(int(n), a),
             "ranks": by_rank,
-            "tokens": tokens,
             "waits": waited,
             "spoil": lambda n, a: after_iteration(int(n), spoil, a),
             "damage": damage,

@@ -10,10 +10,8 @@ import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
-from megatron_fp8 import quantizer as quantizers
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.base import Region
-from megatron_fp8.kernels.cpu import emulation
 from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.recipe import CustomRecipe, Float8RowwiseScaling, MXFP8BlockScaling
@@ -153,96 +151,8 @@ def test_quantize_says_what_it_cannot_do():
         quantize(x, Float8RowwiseScaling(), "activation")
 
 
-@pytest.mark.parametrize("role", ["input", "weight"])
-@pytest.mark.parametrize("name", RECIPES)
-def test_matrices_that_lie_alike(name, role, monkeypatch):
-    """What is kept for them changes nothing: whatever comes between, moves, or is special about one of them."""
-    recipe = RECIPES[name]
-    both = []
-    for keeps in (True, False):
-        state = Fp8State()
-        rule = recipe.rule(role)
-        slot = state.arena(None).add(recipe if rule.delayed else None, rule.fmt)
-        both.append((Quantizer(rule, slot, emulated), state))
-        if not keeps:
-            monkeypatch.setattr(both[-1][0], "_repeated", lambda *_: None)
-    special = randn(40, 50, seed=3)
-    special[0, 0], special[1, 1] = torch.nan, torch.inf
-    given = [randn(40, 50, seed=1), randn(40, 50, seed=2) * 8, special, randn(50, 40, seed=4).t()]
-    given += [torch._neg_view(randn(40, 50, seed=5)), randn(40, 50, seed=6).float(), randn(3, 5, seed=7)]
-    given += [randn(256, 160, seed=8), randn(40, 50, seed=9)]
-    for iteration in range(4):
-        for i, x in enumerate(given):
-            direction = ("both", "rowwise", "columnwise")[i * iteration % 3]
-            made = [quantizer(x, direction, record=i != 5) for quantizer, _ in both]  # type: ignore[arg-type]
-            for one, other in zip(*(each.sides for each in made), strict=True):
-                assert_same_side(one, other, f"{iteration}, {i}")
-                assert one is None or replace(one, codes=0, scale_inv=0) == replace(
-                    other, codes=0, scale_inv=0
-                )
-        rows = [state.arenas[0].rows[:, :1] for _, state in both]
-        assert_same_bytes(*rows)
-        assert both[0][1].counts == both[1][1].counts
-        for _, state in both:
-            if iteration == 2:  # it moves
-                for _ in range(200):
-                    state.arenas[0].add(None, recipe.rule(role).fmt)
-            elif iteration:
-                state.finish_iteration()
-    assert both[0][0]._repeats and not both[1][0]._repeats
-
-
-def test_ways_to_lie_are_forgotten_before_they_are_many(monkeypatch):
-    """As of experts, whose tokens are others in each microbatch."""
-    monkeypatch.setattr(quantizers, "_MOST", 3)
-    rule = MXFP8BlockScaling().rule("input")
-    quantizer = Quantizer(rule, Fp8State().arena(None).add(None, rule.fmt), emulated)
-    for rows in range(32, 32 * 9, 32):
-        quantizer(randn(rows, 64, seed=rows), "rowwise", record=True)
-        assert 0 < len(quantizer._repeats) <= 3
-
-
-def test_of_what_comes_once_nothing_is_kept(monkeypatch):
-    """To describe a matrix to C for others like it takes as long as to cast it, or to multiply it."""
-    told: list[Any] = []
-    cast, product = emulated.repeated_cast, emulation.Repeated
-    monkeypatch.setattr(emulated, "repeated_cast", lambda asked: told.append("cast") or cast(asked))
-    monkeypatch.setattr(emulation, "Repeated", lambda *given: told.append("product") or product(*given))
-    monkeypatch.setattr(emulated, "_repeated_products", {})
-    rule = MXFP8BlockScaling().rule("input")
-    quantizer = Quantizer(rule, Fp8State().arena(None).add(None, rule.fmt), emulated)
-    for turn in range(3):
-        for rows in range(32, 192, 32):
-            side = quantizer(randn(rows, 512, seed=rows), "rowwise", record=True).rowwise
-            emulated.gemm(side, side)
-        if turn == 0:
-            assert told == []
-    assert told.count("cast") == 5 and told.count("product") == (5 if emulation.inner_loop() else 0)
-
-
-class Emptied(dict[Any, Any]):
-    """By another thread, as soon as somebody has looked what is there."""
-
-    def __contains__(self, key: object) -> bool:
-        found = super().__contains__(key)
-        self.clear()
-        return found
-
-
-def test_another_thread_may_empty_what_is_kept(monkeypatch):
-    """A model that several threads evaluate, each with prompts of other lengths."""
-    rule = MXFP8BlockScaling().rule("input")
-    quantizer = Quantizer(rule, Fp8State().arena(None).add(None, rule.fmt), emulated)
-    quantizer._repeats = Emptied()
-    monkeypatch.setattr(emulated, "_repeated_products", Emptied())
-    for _ in range(3):
-        side = quantizer(randn(128, 128, seed=1), "rowwise", record=True).rowwise
-        assert emulated.gemm(side, side).isfinite().all()
-    assert quantizer._repeats, "nothing was kept"
-
-
 def test_a_quantizer_that_casts_in_a_way_of_its_own():
-    """It is asked each time, and nothing is kept for it."""
+    """A subclass's own ``quantize`` makes each cast."""
 
     class Doubled(Quantizer):
         def quantize(self, x: torch.Tensor, *args: Any, **options: Any) -> Any:

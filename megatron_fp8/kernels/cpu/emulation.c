@@ -134,35 +134,6 @@ QUANTIZE(quantize_e5m2_float32, float, uint32_t, magnitude_32, float_of, cast_e5
 QUANTIZE(quantize_e5m2_bfloat16, uint16_t, uint16_t, magnitude_16, load_bfloat16, cast_e5m2_bfloat16)
 QUANTIZE(quantize_e5m2_float16, uint16_t, uint16_t, magnitude_16, load_float16, cast_e5m2_float16)
 
-/* ---------------------------------------------------------------------------------------------- what follows a product */
-
-/* NAME(sums, to, rows, cols, scale_a, scale_b, bias, threads): to = sums * (scale_a * scale_b) + bias (float32 [cols], or
-   NULL), rounded once; `to` may be `sums`. */
-#define FINISH(NAME, TO, STORE)                                                                                      \
-    void NAME(const float *sums, TO *to, int64_t rows, int64_t cols, const float *scale_a, const float *scale_b,     \
-              const float *bias, int32_t threads) {                                                                  \
-        _Pragma("omp parallel num_threads(threads) if (threads > 1)") {                                              \
-            uint64_t before = use_ieee();                                                                            \
-            float scale = *scale_a * *scale_b;                                                                       \
-            _Pragma("omp for")                                                                                       \
-            for (int64_t row = 0; row < rows; row++) {                                                               \
-                const float *from = sums + row * cols;                                                               \
-                TO *out = to + row * cols;                                                                           \
-                if (bias) {                                                                                          \
-                    _Pragma("omp simd")                                                                              \
-                    for (int64_t i = 0; i < cols; i++) out[i] = STORE(from[i] * scale + bias[i]);                    \
-                } else {                                                                                             \
-                    _Pragma("omp simd")                                                                              \
-                    for (int64_t i = 0; i < cols; i++) out[i] = STORE(from[i] * scale);                              \
-                }                                                                                                    \
-            }                                                                                                        \
-            use_again(before);                                                                                       \
-        }                                                                                                            \
-    }
-
-FINISH(finish_float32, float, store_float32)
-FINISH(finish_bfloat16, uint16_t, store_sum)
-
 /* ---------------------------------------------------------------------------------------------------------- amax */
 
 /* One way to cut a matrix into blocks. rows == 0 means all rows: then each thread has a row of `largest` of its own. */

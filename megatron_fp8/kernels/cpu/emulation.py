@@ -4,9 +4,8 @@ The C sources are compiled by the machine's own C compiler when the first large 
 that fails, ``reason()`` says why and callers keep to torch operations: the same codes, the same values, and GEMMs that
 differ by their order of summation.
 
-C trusts what it is handed, so every tensor's address goes through ``address``, which checks the tensor first, but for
-those that lie as others did, which were checked (``Repeated``); and every tensor made here names its dtype and device:
-torch's defaults for both may be anything.
+C trusts what it is handed, so every tensor's address goes through ``address``, which checks the tensor first; and every
+tensor made here names its dtype and device: torch's defaults for both may be anything.
 
 Products (gemm.c) decode codes while the GEMM packs its panels. Of the inner loops those are compiled for which the
 processor has instructions: AMX, AVX512-BF16, and float32 (AVX2, AVX512, Arm; gemm_float32.c). The first of these is
@@ -21,7 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ import torch
 from . import library
 
 _FILES = """emulation blocks casts gemm gemm_float32 grouped skinny_gemm skinny_gemm_float32
-    decode_linear stats"""
+    stats"""
 SOURCES = [Path(__file__).with_name(f"{name}.c") for name in _FILES.split()]
 # No -ffast-math: only what changes no result. Compilers vectorise selects of float products without trapping math.
 FLAGS = (
@@ -60,7 +59,7 @@ NAMES = {
 
 
 _TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int32, "u": ctypes.c_uint32}
-_ARGUMENTS = {"cast": "ppqqpqqi", "decode": "ppqqpqqi", "quantize": "ppquppppi", "finish": "ppqqpppi"}
+_ARGUMENTS = {"cast": "ppqqpqqi", "decode": "ppqqpqqi", "quantize": "ppquppppi"}
 """What the functions take that there are for several dtypes."""
 
 
@@ -313,39 +312,6 @@ def multiply(
     if done < 0:
         raise MemoryError(f"no memory to pack matrices of {m} x {k} and {n} x {k}")
     return None if done else out
-
-
-class Repeated:
-    """``multiply`` of one pair of operands after another that lie alike: C is told once of all but addresses.
-
-    Args:
-        a, b: one such pair, [M, K] and [N, K], not empty; ``multiplies`` takes them, and of each one stride is 1.
-        dtype: of the result: float32 or bfloat16.
-    """
-
-    def __init__(self, a: Operand, b: Operand, dtype: torch.dtype):
-        (m, k), n = a.values.shape, b.values.shape[0]
-        assert b.values.shape[1] == k and m and n and k, (a.values.shape, b.values.shape)
-        self._a, self._b = side_of(a, a.values), side_of(b, b.values)
-        self._shape, self._dtype = (m, n), dtype
-        self._sizes, self._loop, self._largest = (m, n, k), inner_loop(), max(m * k, n * k, m * n)
-        self._call = compiled().gemm
-        self._call.argtypes = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3, *[ctypes.c_int32] * 2)
-
-    def __call__(
-        self, given: Sequence[torch.Tensor], bias: torch.Tensor | None, into: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """As ``multiply`` gives it; given: values and scales of both, which lie as the first pair's (whoever keeps this
-        has seen to that: they are not looked at)."""
-        out = torch.empty(self._shape, dtype=self._dtype, device="cpu") if into is None else into
-        left, right = Side.from_buffer_copy(self._a), Side.from_buffer_copy(self._b)
-        left.at, left.scale, right.at, right.scale = (t.data_ptr() for t in given)
-        to = out_of(out, bias, add=into is not None)
-        sides = ctypes.byref(left), ctypes.byref(right), ctypes.byref(to)
-        done = self._call(*sides, *self._sizes, self._loop, thread_count(self._largest))
-        if done < 0:
-            raise MemoryError(f"no memory to pack matrices of which {self._sizes} are M, N and K")
-        return None if done else out
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

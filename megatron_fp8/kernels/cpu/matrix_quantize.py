@@ -119,40 +119,6 @@ def quantize(wanted: Sequence[Wanted]) -> list[Made]:
     return [Made(*of, one.special) for of, one in zip(made, told, strict=True)]
 
 
-class Repeated:
-    """``quantize`` of one matrix after another that lie alike: C is told once of all but addresses.
-
-    Args:
-        first: one of them; no amaxes. What it says of ``running`` and ``scale`` holds for all.
-    """
-
-    def __init__(self, first: Wanted):
-        assert first.amaxes is None
-        self._told = CastStruct()
-        made, _ = _told(first, self._told)
-        self._lies = [(c.codes.shape, c.codes.dtype, c.scale_inv.shape, c.scale_inv.dtype) for c in made]
-        self._elements = first.x.numel()
-        self._held = first.running, first.scale  # their memory is what C was told of
-        self._call = emulation.compiled().cast_each
-        self._call.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
-
-    def __call__(self, x: torch.Tensor) -> tuple[list[Coded], int]:
-        """What each cut gave, and how many elements are NaN or Inf, of x, which lies as the first one."""
-        # A copy: a call may come from any thread, and others meanwhile.
-        told = CastStruct.from_buffer_copy(self._told)
-        amax = ctypes.c_float()
-        told.x, told.amax = x.data_ptr(), ctypes.addressof(amax)
-        made = []
-        for cut, (shape, dtype, blocks, kind) in zip(told.cuts, self._lies, strict=False):
-            codes = torch.empty(shape, dtype=dtype, device="cpu")
-            scale_inv = torch.empty(blocks, dtype=kind, device="cpu")
-            cut.codes, cut.scale_inv = codes.data_ptr(), scale_inv.data_ptr()
-            made.append(Coded(codes, scale_inv))
-        if self._call(ctypes.byref(told), 1, emulation.thread_count(self._elements)) or told.special < 0:
-            raise MemoryError("no memory for a tile of a matrix, 700 KB a thread")
-        return made, told.special
-
-
 def _told(of: Wanted, to: CastStruct) -> tuple[list[Coded], torch.Tensor]:
     """Tells C of a matrix; what its codes and scales will be, and its amax."""
     x, rule = of.x, of.rule

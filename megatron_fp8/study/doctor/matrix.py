@@ -90,7 +90,7 @@ def documented(backend: str, recipe: str, generation: Generation, made: Recipe |
 
 
 def cpu_product(generation: Generation) -> str:
-    """How a CPU multiplies: the rule of kernels/cpu/products.py `matmul`."""
+    """How a CPU multiplies: the rule of kernels/gemms.py."""
     if generation.avx512_bf16:
         return "gemm.c multiplies BF16 (with a C compiler)"
     return "products in float32, as exact"

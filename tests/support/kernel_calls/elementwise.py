@@ -139,29 +139,6 @@ def quantize_call(draw: Draw, most: int) -> Call:
     )
 
 
-def finish_call(draw: Draw, most: int) -> Call:
-    dtype_name = ("float32", "bfloat16")[draw.integers(2)]
-    rows, cols = _shape(draw, most)
-    sums = of.matrix(draw, rows, cols, torch.float32)
-    scales = of.positive(draw, 2, 1, draw.random() < 0.5, -60, 60)
-    bias = of.matrix(draw, 1, cols, torch.float32) if draw.random() < 0.5 else None
-    values = sums * (scales[0] * scales[1])
-    values = values if bias is None else values + bias
-    values = values.to(of.DTYPES[dtype_name])
-    if dtype_name == "bfloat16":
-        values = values.masked_fill(values.isnan(), math.nan)
-    told = None if bias is None else Buffer(bias)
-    same = dtype_name == "float32" and draw.random() < 0.5
-    out = empty((rows, cols), values.dtype)
-    to_sums = Buffer(sums, out=same)
-    return Call(
-        f"finish_{dtype_name}",
-        [to_sums, to_sums if same else out, rows, cols, Buffer(scales[0]), Buffer(scales[1]), told, 2],
-        lambda _, outs: differs("sums", outs[0], values, any_nan=True),
-        f"{rows} x {cols}, bias {bias is not None}",
-    )
-
-
 def amax_call(draw: Draw, most: int) -> Call:
     _, dtype = named(of.DTYPES, draw)
     rows, cols = _shape(draw, most, 1)
@@ -398,6 +375,6 @@ def ranges_call(draw: Draw, most: int) -> Call:
 
 
 KINDS = (
-    *(cast_call, decode_call, quantize_call, finish_call, amax_call, e8m0_call, power_call, scales_call),
+    *(cast_call, decode_call, quantize_call, amax_call, e8m0_call, power_call, scales_call),
     *(blocks_call, blocks_call, measure_call, ranges_call),
 )

@@ -1,4 +1,4 @@
-"""Drawn products (gemm.c, grouped.c, skinny_gemm.c, decode_linear.c), and how far they may be from those of float64."""
+"""Drawn products (gemm.c, grouped.c, skinny_gemm.c), and how far they may be from those of float64."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import ctypes
 
 import torch
 
-from megatron_fp8.backends import reference
-from megatron_fp8.backends.emulated import values64
-from megatron_fp8.kernels.cpu import decode_linear, emulation, grouped, matrix_quantize, skinny_gemm
+from megatron_fp8.kernels.cpu import emulation, grouped, skinny_gemm
 from megatron_fp8.numerics.cast import decode
-from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, ROW, TENSOR, Rule
 
 from . import numbers as of
 from .elementwise import FORMATS
@@ -251,87 +248,7 @@ def few_rows_call(draw: Draw, most: int, loop: int) -> Call:
     return Call("few_rows", [product, loop, int(draw.integers(1, 4))], check, what)
 
 
-RULES = (
-    *((TENSOR, "fp32"), (TENSOR, "pow2"), (ROW, "pow2"), (ROW, "fp32")),
-    *((BLOCK_1X128, "pow2"), (BLOCK_1X32, "e8m0"), (BLOCK_1X32, "pow2")),
-)
-
-
-def few_tokens_call(draw: Draw, most: int, loop: int) -> Call:
-    m, (_, n, k) = int(draw.integers(1, skinny_gemm.MOST + 1)), _sizes(draw, most)
-    e5m2_b = bool(draw.integers(2))
-    fmt = FORMATS["e4m3" if e5m2_b or draw.random() < 0.7 else "e5m2"]
-    finite = bool(draw.integers(2))
-    codes, scale, block, values = _weight(draw, n, k, e5m2_b, finite)
-    bias, dtype = _finished(draw, n)
-    granularity, kind = RULES[draw.integers(len(RULES))]
-    rule = Rule(fmt, granularity, kind)
-    x = torch.randn(m, k, generator=of.seeded(draw)).to(dtype)
-    if draw.random() < 0.3:
-        x[torch.rand(m, k, generator=of.seeded(draw)) < 0.02] = torch.nan
-    given = (
-        of.positive(draw, 1, 1, False, -6, 6).view([])
-        if granularity is TENSOR and draw.random() < 0.5
-        else None
-    )
-    side = reference.quantize(x, rule, "rowwise", scale=given).tensor.rowwise
-    assert side is not None
-    exact, size = _product(values64(side), values, bias)
-    e8m0_b = block is not None and bool(draw.integers(2))
-    kept = (scale.view(torch.int32) >> 23).to(torch.uint8) if e8m0_b else scale
-    high, wide = block or (1, k)
-    product = skinny_gemm.Product(
-        *[None] * 7,
-        *(
-            m,
-            n,
-            k,
-            high,
-            wide,
-            0,
-            block is None and scale.numel() > 1,
-            e5m2_b,
-            finite,
-            dtype == torch.bfloat16,
-        ),
-    )
-    linear = Buffer(
-        decode_linear._Linear(
-            *(product, None, None, None, float(scale.min()), float(scale.max()), 2.0**-100, 2.0**80),
-            *(
-                granularity.cols,
-                matrix_quantize.scale_rule(rule),
-                dtype == torch.bfloat16,
-                fmt is FORMATS["e5m2"],
-            ),
-            *(granularity.rows == 1, e8m0_b),
-        )
-    )
-    out = torch.empty(m, n, dtype=dtype)
-    out.view(torch.uint8).fill_(POISON)
-    fields, inner = decode_linear._Linear, skinny_gemm.Product
-    assert ctypes.sizeof(inner) and fields.product.offset == 0
-    linear.pointers[inner.b.offset] = Buffer(codes)
-    linear.pointers[inner.to.offset] = Buffer(out, out=True)
-    linear.pointers[fields.x.offset] = Buffer(x)
-    linear.pointers[fields.blocks_b.offset if block else inner.scale_b.offset] = Buffer(kept)
-    if bias is not None:
-        linear.pointers[inner.bias.offset] = Buffer(bias)
-    if given is not None:
-        linear.pointers[fields.given.offset] = Buffer(given)
-
-    tiny = side.scale_range[0] < 2.0**-100  # a block of NaN and zeros under MX's smallest scale
-
-    def check(returned: int, outs: list[bytearray]) -> str | None:
-        if of.int32(returned):
-            return None if tiny and of.int32(returned) == 1 else f"returned {of.int32(returned)}"
-        return _near(outs[0], exact, size, k, dtype)
-
-    what = f"{m} x {n} x {k}, loop {loop}, {rule}, given {given}, block {block}, {dtype}, e5m2_b {e5m2_b}, {e8m0_b=}"
-    return Call("few_tokens", [linear, loop, int(draw.integers(1, 4))], check, what)
-
-
-KINDS = (gemm_call, gemm_call, gemm_each_call, few_rows_call, few_tokens_call)
+KINDS = (gemm_call, gemm_call, gemm_each_call, few_rows_call)
 
 
 def loops_call(loops_of: int) -> Call:

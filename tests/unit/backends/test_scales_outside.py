@@ -28,14 +28,6 @@ def test_products_of_few_rows_take_them_too(right: Granularity, left: Granularit
 
 
 @pytest.mark.parametrize("granularity", [TENSOR, ROW])
-def test_the_one_call_for_few_tokens_leaves_e8m0_scales_to_others(granularity: Granularity) -> None:
-    rule = Rule(E4M3, granularity, "e8m0")
-    w = emulated.quantize(torch.ones(128, 256), rule, "rowwise").tensor.rowwise
-    assert w is not None
-    assert emulated.quantize_and_multiply(torch.ones(4, 256), Rule(E4M3, ROW), None, w, None) is None
-
-
-@pytest.mark.parametrize("granularity", [TENSOR, ROW])
 def test_weights_without_rows_give_results_without_columns(granularity: Granularity) -> None:
     x, w = (
         emulated.quantize(torch.ones(rows, 2048), Rule(E4M3, granularity), "rowwise").tensor.rowwise

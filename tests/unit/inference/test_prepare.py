@@ -6,7 +6,6 @@ import copy
 import gc
 import warnings
 import weakref
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,13 +13,11 @@ import torch
 from torch import nn
 
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8.backends import emulated
 from megatron_fp8.fp8_utils import prepare_model_for_fp8_inference
 from megatron_fp8.inference import model_bytes, prepare_for_inference, storage_bytes
 from megatron_fp8.inference.calibration import calibrate
 from megatron_fp8.inference.padding import Padding, pad_tokens
 from megatron_fp8.inference.weights import inference_weight
-from megatron_fp8.kernels.cpu import skinny_gemm
 from megatron_fp8.nn import Fp8Config, Fp8Linear, convert_to_fp8, fp8_autocast, fp8_step
 from megatron_fp8.params.fp8_parameter import Fp8Parameter
 from megatron_fp8.state.precision_schedule import PrecisionSchedule
@@ -59,35 +56,6 @@ def test_phases_of_the_training_do_not_follow_into_inference(iteration):
     assert state.phase != "fp8"
     prepare_for_inference(phased)
     assert_same_bytes(phased(activations(5)), plain(activations(5)))
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_token_is_cast_and_multiplied_in_one_call(recipe, monkeypatch):
-    """Where nobody watches, and no gradient is asked for: with the bytes of the steps, and nothing counted."""
-    if not skinny_gemm.inner_loops():
-        pytest.skip("this processor multiplies few rows as it does many")
-    calls = []
-    once = emulated.quantize_and_multiply
-
-    def counted(*given):
-        y = once(*given)
-        calls.append(y is not None)
-        return y
-
-    model, x = prepare_for_inference(converted(recipe)), activations(3)
-    monkeypatch.setattr(emulated, "quantize_and_multiply", counted)
-    stepwise = model(x)
-    state = model[0].fp8_site.state
-    before = replace(state.counts)
-    assert not calls, "autograd was on"
-    with torch.no_grad():
-        assert_same_bytes(model(x), stepwise)
-        assert calls == [True, True] and state.counts == before
-        model(activations(17))
-        assert calls == [True, True, False, False]
-        monkeypatch.setattr(state, "observer", SimpleNamespace(product=lambda seen: None))
-        assert_same_bytes(model(x), stepwise)
-    assert len(calls) == 4
 
 
 def test_compiled_it_runs_outside_the_graph():

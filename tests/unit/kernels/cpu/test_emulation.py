@@ -20,8 +20,9 @@ from megatron_fp8.kernels.cast_dispatch import (
     e8m0_to_scale,
     e8m0_to_scale_inv,
 )
-from megatron_fp8.kernels.cpu import block_amax, products
+from megatron_fp8.kernels.cpu import block_amax
 from megatron_fp8.kernels.cpu import emulation as cpu
+from megatron_fp8.kernels.gemms import matmul_fp32
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import (
     Float8BlockScaling,
@@ -308,7 +309,7 @@ def test_defaults_of_dtype_and_device_are_not_asked(dtype, both):
         found = []
         for recipe in RECIPES.values():
             a, b = quantize(x, recipe, "input"), quantize(w, recipe, "weight")
-            found += [a.rowwise.codes, a.rowwise.scale_inv, a.dequantize(), products.matmul(x, w)]
+            found += [a.rowwise.codes, a.rowwise.scale_inv, a.dequantize(), matmul_fp32(x, w)]
             found += [
                 emulated.gemm(a.rowwise, b.rowwise, out_dtype=t) for t in (torch.bfloat16, torch.float32)
             ]
