@@ -216,10 +216,10 @@ def emulated_functions() -> Functions:
 
 def kernel_functions() -> Functions:
     """The Triton kernels, compiled (or interpreted, if Triton was told so before it was imported)."""
-    from megatron_fp8.kernels import fp8_transpose, multi_amax, norm_quantize, quantize
+    from megatron_fp8.kernels import delayed_update, fused_quantize, gemm_layouts, quantize
 
     def normed(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, rule: Rule) -> Quantized:
-        source = norm_quantize.Normalized(x, rstd, weight)
+        source = fused_quantize.Normalized(x, rstd, weight)
         record = quantize.Record.new(x.device)
         sides = quantize.quantize_blocks(source, rule.fmt, block=rule.granularity.cols, record=record)
         rowwise, columnwise = (
@@ -237,7 +237,7 @@ def kernel_functions() -> Functions:
             AmaxRingBuffer(slots, recipe.amax_history_len, device),
         )
         for row in running:
-            multi_amax.update_delayed(
+            delayed_update.update_delayed(
                 row,
                 scale,
                 torch.arange(slots, device=device),
@@ -250,7 +250,7 @@ def kernel_functions() -> Functions:
             )
         return {"scale": scale, "history": rings.unrolled().t()}
 
-    return Functions(native.quantize, fp8_transpose.transpose, normed, updated)
+    return Functions(native.quantize, gemm_layouts.transpose, normed, updated)
 
 
 # -------------------------------------------------------------------------------------------------------- comparison

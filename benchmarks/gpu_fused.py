@@ -189,8 +189,7 @@ def _quantise(source: Callable[[], Any], rule: Any, scale: torch.Tensor | None, 
 
 def sources(machine: Machine, what: str, rows: int, cols: int) -> Callable[[], Any]:
     """What makes a TileSource [rows, cols] anew: the norm's statistic is part of the work."""
-    from megatron_fp8.kernels.norm_quantize import Normalized, row_rstd
-    from megatron_fp8.kernels.swiglu_quantize import Swiglu, SwigluGradient
+    from megatron_fp8.kernels.fused_quantize import Normalized, Swiglu, SwigluGradient, row_rstd
 
     if what == "norm":
         x, weight = random(machine, rows, cols, seed=1), random(machine, 1, cols, seed=2)[0]

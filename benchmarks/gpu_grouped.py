@@ -133,7 +133,7 @@ def by_kernel(machine: Machine, a: Sides, b: Sides) -> torch.Tensor:
     neither compiles nor interprets."""
     if machine.dry and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("dry run: needs a GPU")
-    from megatron_fp8.kernels.grouped_matmul import Product, grouped_block_matmul  # loads Triton
+    from megatron_fp8.kernels.block_matmul import Product, grouped_block_matmul  # loads Triton
 
     y, outs = _results(a, b)
     products = [

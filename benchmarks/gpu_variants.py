@@ -227,10 +227,15 @@ def _quantised() -> None:
 def _computed() -> None:
     """Norm, SwiGLU and its gradient, computed by who quantises them, and written."""
     from megatron_fp8.backends.native import backend as native
+    from megatron_fp8.kernels.fused_quantize import (
+        Normalized,
+        Swiglu,
+        SwigluGradient,
+        row_rstd,
+        swiglu_weight_grad,
+    )
     from megatron_fp8.kernels.lazy_tensor import LazyTensor
-    from megatron_fp8.kernels.norm_quantize import Normalized, row_rstd
     from megatron_fp8.kernels.quantize import write
-    from megatron_fp8.kernels.swiglu_quantize import Swiglu, SwigluGradient, swiglu_weight_grad
 
     scales, straight = empty(2), {"running": _running(), "for_product": True}
     for rows, cols in ((8192, 4096), (70, 200), (70, 202), (4096, 256)):
@@ -261,15 +266,13 @@ def _running() -> Any:
 
 
 def _updates() -> None:
-    """The first kernel of each process, the delayed update, pieces of masters, and codes turned."""
-    from megatron_fp8.kernels import probe_kernel
-    from megatron_fp8.kernels.fp8_transpose import transpose
-    from megatron_fp8.kernels.multi_amax import update_delayed
+    """The delayed update, pieces of masters, and codes turned."""
+    from megatron_fp8.kernels.delayed_update import update_delayed
+    from megatron_fp8.kernels.gemm_layouts import transpose
     from megatron_fp8.kernels.param_cast import piece_amax, piece_cast
     from megatron_fp8.numerics.formats import E4M3
     from megatron_fp8.state.amax_ring_buffer import AmaxRingBuffer
 
-    probe_kernel.launch(empty(1, dtype=torch.int32))
     for rows, cols in ((4096, 4096), (300, 257), (70, 200)):
         transpose(empty(rows, cols, dtype=torch.uint8))
     for slots in (1, 2, 21, 450, 7, 16):
@@ -292,7 +295,7 @@ def _updates() -> None:
 def _products() -> None:
     """The block-scaled product, for a torch that lacks one, and scales for the MX product in its place."""
     from megatron_fp8.kernels.block_matmul import block_matmul
-    from megatron_fp8.kernels.mx_scales import tile_scales
+    from megatron_fp8.kernels.gemm_layouts import tile_scales
 
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     for m, n, k in ((36, 144, 640), GEMMS[-1]):  # what is tried first, and an even one
@@ -325,7 +328,7 @@ def _products() -> None:
 
 def _grouped_products() -> None:
     """Experts' products: forward and dgrad, and wgrad added to main_grad, of even and of odd sizes."""
-    from megatron_fp8.kernels.grouped_matmul import Product, grouped_block_matmul
+    from megatron_fp8.kernels.block_matmul import Product, grouped_block_matmul
 
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     for m, n, k in ((36, 144, 640), (36, 145, 641)):

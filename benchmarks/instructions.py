@@ -121,13 +121,18 @@ class Count:
 
 def works() -> list[Work]:
     """Every kernel that training runs on BF16, at the shapes of an 8B model and 8192 tokens."""
-    from megatron_fp8.kernels.fp8_transpose import transpose
-    from megatron_fp8.kernels.multi_amax import update_delayed
-    from megatron_fp8.kernels.norm_quantize import Normalized, row_rstd
+    from megatron_fp8.kernels.delayed_update import update_delayed
+    from megatron_fp8.kernels.fused_quantize import (
+        Normalized,
+        Swiglu,
+        SwigluGradient,
+        row_rstd,
+        swiglu_weight_grad,
+    )
+    from megatron_fp8.kernels.gemm_layouts import transpose
     from megatron_fp8.kernels.param_cast import piece_amax, piece_cast
     from megatron_fp8.kernels.quantize import quantize_blocks
-    from megatron_fp8.kernels.swiglu_quantize import Swiglu, SwigluGradient, swiglu_weight_grad
-    from megatron_fp8.kernels.tile_loaders import Plain
+    from megatron_fp8.kernels.tiles import Plain
     from megatron_fp8.numerics.formats import E4M3, E5M2
     from megatron_fp8.state.amax_ring_buffer import AmaxRingBuffer
 

@@ -19,7 +19,7 @@ MOVED = {
     "checkpoint_files": "files.checkpoint",
     "context": "plan.autocast_state",
     "graph": "state.graph",
-    "kernels.caches": "kernels.compiler_cache",
+    "kernels.caches": "kernels.triton_support",
     "linear_op": "linear.compiled",
     "loss_scaler": "state.loss_scaler",
     "mcore.checkpoint_saver": "mcore.checkpoint.saver",

@@ -36,7 +36,7 @@ class QuantizedSide:
         pow2: every scale is a power of two, so that codes times scales are exact in bfloat16.
         finite: known to have no NaN or Inf code and no NaN scale (False: not known). Decoding and products then skip
             the check, and would turn such codes into numbers.
-        tiled: scale_inv is one row of bytes in the layout of Blackwell's GEMM (kernels/mx_scales.py). Only operands
+        tiled: scale_inv is one row of bytes in the layout of Blackwell's GEMM (kernels/gemm_layouts.py). Only operands
             that a linear casts for its GEMMs.
         padding: columns of zeros after the matrix, up to a whole block, for GEMMs that sum over them. Only operands
             that a linear casts for its GEMMs. ``plain`` restores the logical layout of both.

@@ -12,7 +12,7 @@ Two traps shape this file. Both are about subnormals, which nothing here may flu
 
 Three more things are instructions where they are compiled, and integers where they are interpreted: rounding two floats
 to 16 bits (``narrow``; Triton converts one by one, at an eighth of the rate), the larger of two pairs of 16-bit numbers
-(packed_amax.py), and four codes in a word, for sides that are written transposed (``encode_word``).
+(tile_amax.py), and four codes in a word, for sides that are written transposed (``encode_word``).
 
 ``COMPILED`` chooses; nothing else differs. Rejected: integer arithmetic everywhere, for that reason.
 Floating-point contraction (a * b + c in one rounding) is turned off at every launch: Triton's default for it changes

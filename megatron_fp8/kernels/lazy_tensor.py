@@ -1,6 +1,6 @@
 """Lazy tensor: the result of a norm or SwiGLU, computed on demand.
 
-A quantisation kernel can compute the norm or SwiGLU while it reads (kernels/tile_loaders.TileSource). So on GPUs these
+A quantisation kernel can compute the norm or SwiGLU while it reads (kernels/tiles.TileSource). So on GPUs these
 operations return a ``LazyTensor``. Autograd and Megatron pass it on as a tensor; the native backend reads its TileSource
 and computes and quantises it in one kernel. The BF16 result is then never written or read back.
 
@@ -77,7 +77,7 @@ def _versions(source: Any) -> list[int]:
 
 
 class LazyTensor(torch.Tensor):
-    """The matrix of a kernels.tile_loaders.TileSource as a tensor [..., cols] of its dtype.
+    """The matrix of a kernels.tiles.TileSource as a tensor [..., cols] of its dtype.
 
     Leading dimensions flatten to the TileSource's rows. Views that keep the last dimension, and ``split`` of [rows, cols]
     by a list of row counts, stay lazy. Reading it after an input was changed in place raises RuntimeError.

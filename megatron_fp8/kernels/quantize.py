@@ -32,8 +32,9 @@ import torch
 from ..numerics.formats import FloatFormat
 from ..numerics.rule import Direction, ScaleKind
 from .device_math import kind_for
+from .fused_quantize import Swiglu, SwigluGradient
+from .gemm_layouts import tiled_size
 from .launch_cache import launch
-from .mx_scales import tiled_size
 from .quantize_kernels import (
     cast_rows,
     cast_tensor,
@@ -42,9 +43,7 @@ from .quantize_kernels import (
     quantize_tiles,
     write_values,
 )
-from .swiglu_quantize import Swiglu, SwigluGradient
-from .tile_loaders import Plain, TileSource
-from .tiles import Tile, codes_like, grid_of, is_e4m3
+from .tiles import Plain, Tile, TileSource, codes_like, grid_of, is_e4m3
 
 TENSOR_TILE = Tile(128, 64, 4)
 BLOCK_TILE = Tile(128, 128, 8, registers=128)
@@ -245,7 +244,7 @@ def quantize_blocks(
         block: elements along the contraction that share a scale: 128 (blockwise) or 32 (MXFP8).
         square: blocks of block x block; block must equal the tile's side (128).
         kind: 'fp32', 'pow2', or 'e8m0', which ignores margin and epsilon.
-        tiled: 'e8m0' alone: scales in the GEMM's tiled layout (mx_scales.py) instead of [R, ceil(C / 32)].
+        tiled: 'e8m0' alone: scales in the GEMM's tiled layout (gemm_layouts.py) instead of [R, ceil(C / 32)].
         room: allocate codes and 1-wide float32 scales for rows up to a multiple of it; the extra rows are not written.
         record: as in quantize_tensor.
 

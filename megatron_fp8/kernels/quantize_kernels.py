@@ -1,6 +1,6 @@
 """The passes over a matrix, as Triton kernels. Each program takes one tile; quantize.py launches them.
 
-The first arguments are a TileSource's (tile_loaders.load). row_codes uint8 [rows, cols] and col_codes uint8 [cols,
+The first arguments are a TileSource's (tiles.load). row_codes uint8 [rows, cols] and col_codes uint8 [cols,
 col_stride] are contiguous; amaxes are int32 views of float32; a flag says which of them are there. A program's tile is
 tiles.place. Rows beyond the matrix are zeros in a tile, and so are their codes, up to col_stride, which is rows or more.
 
@@ -24,10 +24,9 @@ from .device_math import (
     scales,
     widen,
 )
-from .mx_scales import tiled_at
-from .packed_amax import col_tops, nonfinite_in, row_tops, top_of
-from .tile_loaders import load, load_halves
-from .tiles import place, quarters, rows_of, store_rows, store_turned
+from .gemm_layouts import tiled_at
+from .tile_amax import col_tops, nonfinite_in, row_tops, top_of
+from .tiles import load, load_halves, place, quarters, rows_of, store_rows, store_turned
 
 # Numbers of an arena lie at any index, on 16 bytes or not: one variant for both.
 _NUMBERS = ("given", "amax", "nonfinite", "running")
@@ -161,7 +160,7 @@ def quantize_tiles(
     BLOCK: tl.constexpr, SQUARE: tl.constexpr, TILED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """One scale a block, all of whose elements are in this tile. Scales have strides major (rows of codes), minor; with
-    TILED they lie as mx_scales.tiled_at has it. Of square blocks a row of scales is ``major`` long: zeros at its end."""
+    TILED they lie as gemm_layouts.tiled_at has it. A row of square blocks' scales is ``major`` long, zeros at its end."""
     tile = load(x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS)
     ALONG_ROWS: tl.constexpr = ROWWISE and not SQUARE
     ALONG_COLS: tl.constexpr = COLUMNWISE and not SQUARE

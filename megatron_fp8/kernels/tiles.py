@@ -1,4 +1,4 @@
-"""Tiling of matrices, and writing of codes, for all quantisation kernels.
+"""Tiles of matrices: how kernels read them, compute them and write their codes.
 
 Codes of the columnwise side are written transposed, [cols, rows] and contiguous, as Hopper's FP8 GEMM reads them. A
 tile is turned on chip, and is at least 64 rows high, so that each of its columns is written as whole 32-byte sectors.
@@ -6,18 +6,29 @@ tile is turned on chip, and is at least 64 rows high, so that each of its column
 Bytes are dear to turn: alone each is an access to shared memory. So four rows that follow each other in the matrix lie a
 quarter of the tile apart in it (``rows_of``), which gives them to one thread; it makes their four codes of a column one
 word, and words are turned.
+
+A kernel sees a matrix [rows, cols] as tiles of its dtype. A ``TileSource`` says what the matrix is made of, and ``load``
+makes a tile of it, rounded to the dtype that the unfused operation would write. So one set of kernels serves all
+producers, and a fused kernel gives the codes of the unfused pair.
+
+There is a class for each kind of matrix, in its operation's own words: ``Plain`` here; ``Normalized``, ``Swiglu`` and
+``SwigluGradient`` in fused_quantize.py. Kernels know them all by one list of arguments
+(x, first, second, offset), so that a new kind adds a class and a branch of ``load`` and changes no kernel's signature.
 """
 
 from __future__ import annotations
 
+from copy import copy
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ..numerics.formats import E4M3, FloatFormat
+from .cast_dispatch import in_memory
+from .device_math import COMPILED, narrow, widen, zero_outside
 
 
 class Tile(NamedTuple):
@@ -109,3 +120,273 @@ def store(out, tile, top, left, rows, cols, down=None):
     inside = (top + down < rows)[:, None] & (left + across < cols)[None, :]
     at = (out + top.to(tl.int64) * cols + left) + (down[:, None] * cols + across[None, :])
     tl.store(at, tile, mask=inside)
+
+
+class TileSource:
+    """A matrix [rows, cols] that kernels read, or compute as they read.
+
+    Attributes:
+        kind: the branch of ``load`` that makes its tiles, and its name in messages.
+        by_row: those of x, first and second that have a row, or a number, for each of its rows.
+        rows, cols: of the matrix, not of what it is made of.
+        dtype, device: the matrix's.
+
+    Raises:
+        ValueError: a side, or the step from row to row, of 2^24 or more.
+    """
+
+    kind: ClassVar[str]
+    by_row: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self,
+        rows: int,
+        cols: int,
+        x: torch.Tensor,
+        first: torch.Tensor | None = None,
+        second: torch.Tensor | None = None,
+        offset: float = 0.0,
+    ):
+        self.rows, self.cols = rows, cols
+        self.dtype, self.device = x.dtype, x.device
+        x_step, first_step = x.stride(0), 0 if first is None else first.stride(0)
+        # Offsets inside a tile of at most 128 rows (or columns, when turned) are 32-bit numbers.
+        if max(rows, cols, x_step, first_step) >= 1 << 24:
+            raise ValueError(
+                f"a matrix of {rows} x {cols} has a side or stride of 2^24 or more: quantise it in pieces"
+            )
+        self._arguments: dict[str, Any] = {
+            "x": x,
+            "x_stride": x_step,
+            "first": first,
+            "first_stride": first_step,
+            "second": second,
+            "offset": offset,
+            "rows": rows,
+            "cols": cols,
+            "SOURCE": self.kind,
+            "WEIGHTED": second is not None,
+        }
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that it is made of; the last dimension of each has stride 1."""
+        given = (self._arguments[name] for name in ("x", "first", "second"))
+        return tuple(tensor for tensor in given if tensor is not None)
+
+    def part(self, start: int, rows: int) -> TileSource:
+        """The matrix of so many of its rows, in the same memory."""
+        found = copy(self)
+        found.rows, found._arguments = rows, {**self._arguments, "rows": rows}
+        for name in self.by_row:
+            if (whole := self._arguments[name]) is not None:
+                found._arguments[name] = whole[start : start + rows]
+        return found
+
+    def arguments(self) -> dict[str, Any]:
+        """What every kernel here takes first."""
+        return self._arguments
+
+    def grid(self, tile: Tile) -> tuple[int]:
+        """Programs, one a tile (``place``); at least one row and one column of them."""
+        return grid_of(self.rows, self.cols, tile)
+
+
+class Plain(TileSource):
+    """A matrix as it is.
+
+    Args:
+        x: [rows, cols], float32, bfloat16 or float16; rows may be strided, columns are copied if they are.
+
+    Raises:
+        ValueError: another dtype, or not a matrix.
+    """
+
+    kind = "plain"
+    by_row = ("x",)
+
+    def __init__(self, x: torch.Tensor):
+        if x.ndim != 2:
+            raise ValueError(
+                f"a matrix [rows, cols] is needed, got shape {tuple(x.shape)}: flatten it to two dimensions"
+            )
+        super().__init__(x.shape[0], x.shape[1], unit_stride(x))
+
+
+def unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """x itself if its last dimension has stride 1, else a contiguous copy; ValueError for a dtype not quantised."""
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"cannot quantise a tensor of dtype {x.dtype}: float32, bfloat16 or float16 is needed; convert it first"
+        )
+    x = in_memory(x)
+    return x if x.stride(-1) == 1 or (x.shape[-1] == 1 and x.is_contiguous()) else x.contiguous()
+
+
+@triton.jit
+def load(
+    x,
+    x_stride,
+    first,
+    first_stride,
+    second,
+    offset,
+    rows,
+    cols,
+    SOURCE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """This program's tile [ROWS, COLS] of the source in x's dtype, its rows as tiles.rows_of; 0 outside of rows x cols,
+    whatever the row's statistic.
+
+    | SOURCE        | x            | first                | second                       |
+    | ------------- | ------------ | -------------------- | ---------------------------- |
+    | 'plain'       | the matrix   |                      |                              |
+    | 'norm'        | [rows, cols] | rstd [rows]          | weight [cols], plus offset   |
+    | 'swiglu'      | [gate, up]   |                      | weights [rows], if WEIGHTED  |
+    | 'swiglu_grad' | dy           | the forward's x      | weights [rows], if WEIGHTED  |
+
+    Each row has an address, from which its columns are constants away. Offsets inside a tile are 32-bit numbers.
+    """
+    down_tile, across_tile = place(cols, COLS)
+    top, left = down_tile * ROWS, across_tile * COLS
+    down = rows_of(ROWS)
+    across = tl.arange(0, COLS)
+    in_rows = top + down < rows
+    in_cols = left + across < cols
+    inside = in_rows[:, None] & in_cols[None, :]
+    x += top.to(tl.int64) * x_stride
+    x_at = (x + left + down * x_stride)[:, None] + across[None, :]
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    if SOURCE == "plain":
+        return tl.load(x_at, mask=inside, other=0.0)
+    elif SOURCE == "norm":
+        value = widen(tl.load(x_at, mask=inside, other=0.0))
+        rstd = tl.load(first + top + down, mask=in_rows, other=0.0)
+        weight = widen(tl.load(second + left + across, mask=in_cols, other=0.0)) + offset
+        value = (value * rstd[:, None]) * weight[None, :]
+        if (top + ROWS > rows) | (left + COLS > cols):  # 0 times a statistic that is NaN
+            value = zero_outside(value, inside)
+        return narrow(value, DTYPE)
+    elif SOURCE == "swiglu":
+        gate = widen(tl.load(x_at, mask=inside, other=0.0))
+        up = widen(tl.load(x_at + cols, mask=inside, other=0.0))
+        value = gate * sigmoid(gate) * up
+        if WEIGHTED:
+            value *= widen(tl.load(second + top + down, mask=in_rows, other=0.0))[:, None]
+            if left + COLS > cols:
+                value = zero_outside(value, inside)
+        return narrow(value, DTYPE)
+    else:
+        half = cols // 2
+        weight = 1.0
+        if WEIGHTED:
+            weight = widen(tl.load(second + top + down, mask=in_rows, other=0.0))[:, None]
+        # A tile that lies in one half, as all do where half is a multiple of COLS, computes that half only.
+        if left + COLS <= half:
+            first += top.to(tl.int64) * first_stride + left
+            first_at = (first + down * first_stride)[:, None] + across[None, :]
+            gate = widen(tl.load(first_at, mask=inside, other=0.0))
+            up = widen(tl.load(first_at + half, mask=inside, other=0.0))
+            dy = widen(tl.load(x_at, mask=inside, other=0.0))
+            value = narrow(gate_gradient(gate, up, dy * weight if WEIGHTED else dy), DTYPE)
+        elif left >= half:
+            first += top.to(tl.int64) * first_stride + (left - half)
+            first_at = (first + down * first_stride)[:, None] + across[None, :]
+            gate = widen(tl.load(first_at, mask=inside, other=0.0))
+            dy = widen(tl.load(x_at - half, mask=inside, other=0.0))
+            value = narrow(up_gradient(gate, dy * weight if WEIGHTED else dy), DTYPE)
+        else:
+            is_gate = left + across < half
+            pair = tl.where(is_gate, left + across, left + across - half)[None, :]
+            first_at = (first + top.to(tl.int64) * first_stride) + (down[:, None] * first_stride + pair)
+            gate = widen(tl.load(first_at, mask=inside, other=0.0))
+            up = widen(tl.load(first_at + half, mask=inside, other=0.0))
+            dy = widen(tl.load(x + (down[:, None] * x_stride + pair), mask=inside, other=0.0))
+            dy = dy * weight if WEIGHTED else dy
+            both = tl.where(is_gate[None, :], gate_gradient(gate, up, dy), up_gradient(gate, dy))
+            value = narrow(both, DTYPE)
+        if WEIGHTED and left + COLS > cols:  # 0 times a weight that is Inf or NaN
+            value = tl.where(inside, value, tl.zeros_like(value))
+        return value
+
+
+@triton.jit
+def load_halves(
+    x, x_stride, first, first_stride, second, rows, half,
+    WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """This program's tiles [ROWS, COLS] of both halves of SwiGLU's gradient (arguments as ``load``'s for 'swiglu_grad'):
+    dgate and dup of ``half`` columns each, from one sigmoid."""
+    down_tile, across_tile = place(half, COLS)
+    top, left = down_tile * ROWS, across_tile * COLS
+    down, across = rows_of(ROWS), tl.arange(0, COLS)
+    in_rows = top + down < rows
+    inside = in_rows[:, None] & (left + across < half)[None, :]
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    dy_at = (x + top.to(tl.int64) * x_stride + left) + (down[:, None] * x_stride + across[None, :])
+    at = (first + top.to(tl.int64) * first_stride + left) + (down[:, None] * first_stride + across[None, :])
+    gate = widen(tl.load(at, mask=inside, other=0.0))
+    up = widen(tl.load(at + half, mask=inside, other=0.0))
+    dy = widen(tl.load(dy_at, mask=inside, other=0.0))
+    if WEIGHTED:
+        dy *= widen(tl.load(second + top + down, mask=in_rows, other=0.0))[:, None]
+        if left + COLS > half:  # 0 times a weight that is Inf or NaN
+            dy = zero_outside(dy, inside)
+    s, rest = sigmoid_and_rest(gate)
+    return narrow(dy * up * s * (1 + gate * rest), DTYPE), narrow(dy * (gate * s), DTYPE)
+
+
+@triton.jit
+def gate_gradient(gate, up, dy):
+    """float32 gradient of silu(gate) * up by gate; the same operations as in ``load_halves``."""
+    s, rest = sigmoid_and_rest(gate)
+    return dy * up * s * (1 + gate * rest)
+
+
+@triton.jit
+def up_gradient(gate, dy):
+    """float32 gradient of silu(gate) * up by up."""
+    return dy * (gate * sigmoid(gate))
+
+
+@triton.jit
+def sigmoid(x):
+    """float32 1 / (1 + exp(-x)), to about |x| * 2^-23 of itself; subnormal results are kept. NaN: any number."""
+    s, _ = sigmoid_and_rest(x)
+    return s
+
+
+@triton.jit
+def sigmoid_and_rest(x):
+    """(sigmoid(x), 1 - sigmoid(x)), the latter no smaller than 2^-120.
+
+    exp(x) / (1 + exp(x)), where exp(x) is the square of a number that is not subnormal wherever the square is not 0, and
+    is cut off at 2^120, where the quotient is 1. So the fast instructions, which flush subnormals, find none.
+    """
+    root = _exp2(tl.minimum(x * 0.7213475204444817, 60.0))  # log2(e) / 2
+    power = root * root
+    rest = _inverse(1 + power)
+    return power * rest, rest
+
+
+@triton.jit
+def _exp2(x):
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def _inverse(x):
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x

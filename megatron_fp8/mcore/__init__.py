@@ -35,7 +35,7 @@ def install() -> None:
     global _installed
     if _installed is not None:
         return
-    from ..kernels.compiler_cache import settle_inductor
+    from ..kernels.triton_support import settle_inductor
     from . import environment as compat
     from .patches.disable_jit import plain_functions
     from .patches.patching import PatchSet

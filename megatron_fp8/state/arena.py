@@ -322,7 +322,7 @@ class Arena:
         histories.rings.roll(was_cast)
 
     def _update_in_one_launch(self, delayed: DelayedScaling, histories: History, due: bool) -> torch.Tensor:
-        from ..kernels.multi_amax import update_delayed  # loads Triton
+        from ..kernels.delayed_update import update_delayed  # loads Triton
 
         return update_delayed(
             self.rows[0],

@@ -17,11 +17,10 @@ import torch
 
 from benchmarks.support.compiled import Compiled, compiled
 from benchmarks.support.sass import blocks_of, disassembled, hot_path
-from megatron_fp8.kernels import probe_kernel
-from megatron_fp8.kernels.block_matmul import block_matmul
-from megatron_fp8.kernels.fp8_transpose import transpose
-from megatron_fp8.kernels.grouped_matmul import Product, grouped_block_matmul
-from megatron_fp8.kernels.multi_amax import update_delayed
+from megatron_fp8.kernels.block_matmul import Product, block_matmul, grouped_block_matmul
+from megatron_fp8.kernels.delayed_update import update_delayed
+from megatron_fp8.kernels.fused_quantize import Swiglu, SwigluGradient, swiglu_weight_grad
+from megatron_fp8.kernels.gemm_layouts import transpose
 from megatron_fp8.kernels.param_cast import piece_amax, piece_cast
 from megatron_fp8.kernels.quantize import (
     Record,
@@ -31,7 +30,6 @@ from megatron_fp8.kernels.quantize import (
     quantize_tensor,
     write,
 )
-from megatron_fp8.kernels.swiglu_quantize import Swiglu, SwigluGradient, swiglu_weight_grad
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from tests.support.matrices import normalized
 
@@ -127,7 +125,6 @@ def launches() -> dict[str, Callable[[], Any]]:
             empty(900),
             length=2,
         ),
-        "first": lambda: probe_kernel.launch(empty(1, dtype=torch.int32)),
         "matmul": lambda: block_matmul(codes, by_row, weight, square, b_height=128),
         "matmul-wgrad": lambda: block_matmul(grads, by_row, codes, by_row, out_dtype=torch.float32),
         "matmul-grouped": lambda: grouped_block_matmul(

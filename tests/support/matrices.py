@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends.base import Quantized
-from megatron_fp8.kernels.norm_quantize import Normalized, row_rstd
+from megatron_fp8.kernels.fused_quantize import Normalized, row_rstd
 from megatron_fp8.kernels.quantize import Record, Sides
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

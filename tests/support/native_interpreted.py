@@ -23,7 +23,7 @@ from megatron_fp8.backends import emulated, reference
 from megatron_fp8.backends.base import Region, RunningAmax
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native import layout as native_layout
-from megatron_fp8.kernels import block_matmul, fp8_transpose, grouped_matmul
+from megatron_fp8.kernels import block_matmul, gemm_layouts
 from megatron_fp8.kernels import quantize as kernels
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.gemm_site import GemmSite
@@ -186,7 +186,7 @@ def grouped_blocks() -> None:
     tokens, (x, _, dy) = (70, 0, 130), data(200, 150, 136)
     weights = [randn(136, 150, seed=e) for e in range(3)]
     launched: list[int] = []
-    original = grouped_matmul.grouped_block_matmul
+    original = block_matmul.grouped_block_matmul
 
     def counting(first, products, **options):
         launched.append(len(products))
@@ -201,7 +201,7 @@ def grouped_blocks() -> None:
         leaf, parameters = x.clone().requires_grad_(), [torch.nn.Parameter(w) for w in weights]
         for parameter in parameters:
             parameter.main_grad, parameter.grad_added_to_main_grad = torch.ones(136, 150), False
-        with fake_torch(refuse=refused), mock.patch.object(grouped_matmul, "grouped_block_matmul", counting):
+        with fake_torch(refuse=refused), mock.patch.object(block_matmul, "grouped_block_matmul", counting):
             if grouped:
                 y = grouped_linear(leaf, parameters, tokens, sites)
             else:
@@ -367,14 +367,14 @@ def transposed_views() -> None:
     """Codes that lie in the other order (gathered shards, FP8 parameters) are turned by the kernel, where kernels run."""
     codes = torch.arange(48 * 160).to(torch.uint8).view(48, 160).view(torch.float8_e4m3fn)
     calls: Counter[str] = Counter()
-    original = fp8_transpose.transpose
+    original = gemm_layouts.transpose
 
     def counting(turned):
         calls["transpose"] += 1
         return original(turned)
 
     everywhere = mock.patch.object(native_layout, "_has_kernels", return_value=True)
-    with mock.patch.object(fp8_transpose, "transpose", counting), everywhere:
+    with mock.patch.object(gemm_layouts, "transpose", counting), everywhere:
         for view, shape, count in (
             (codes.t(), (160, 48), 1),
             (codes, (48, 160), 0),

@@ -49,13 +49,11 @@ def gpu_without_values(refusal: Refusal = lambda request: None) -> Iterator[Laun
     from megatron_fp8.backends.native import layout as native_layout
     from megatron_fp8.kernels import (
         block_matmul,
-        fp8_transpose,
-        multi_amax,
-        mx_scales,
-        norm_quantize,
+        delayed_update,
+        fused_quantize,
+        gemm_layouts,
         param_cast,
         quantize,
-        swiglu_quantize,
     )
 
     launches = Launches()
@@ -65,11 +63,11 @@ def gpu_without_values(refusal: Refusal = lambda request: None) -> Iterator[Laun
             for name in ("find_amaxes", "cast_tensor", "cast_rows", "quantize_tiles", "write_values")
         ),
         *((param_cast, name) for name in ("_piece_amax", "_piece_cast")),
-        (norm_quantize, "_row_rstd"),
-        (swiglu_quantize, "_weight_grad"),
-        (multi_amax, "_update"),
-        (mx_scales, "_tile_scales"),
-        (fp8_transpose, "_transpose"),
+        (fused_quantize, "_row_rstd"),
+        (fused_quantize, "_weight_grad"),
+        (delayed_update, "_update"),
+        (gemm_layouts, "_tile_scales"),
+        (gemm_layouts, "_transpose"),
         (block_matmul, "_block_matmul"),
     ]
     patches = [mock.patch.object(module, name, launches.kernel(name)) for module, name in kernels]

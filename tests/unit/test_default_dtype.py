@@ -20,9 +20,8 @@ from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.inference.calibration import calibrate
 from megatron_fp8.kernels.cpu import emulation as cpu
-from megatron_fp8.kernels.norm_quantize import Normalized, row_rstd
+from megatron_fp8.kernels.fused_quantize import Normalized, Swiglu, row_rstd, swiglu_weight_grad
 from megatron_fp8.kernels.quantize import Record, measure, quantize_blocks, quantize_rows, quantize_tensor
-from megatron_fp8.kernels.swiglu_quantize import Swiglu, swiglu_weight_grad
 from megatron_fp8.nn import Fp8Linear, convert_to_fp8, fp8_matmul, fp8_state_dict, fp8_step
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.params.fp8_parameter import fp8_parameter

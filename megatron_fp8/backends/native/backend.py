@@ -352,7 +352,7 @@ def _is_by_kernel(a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, re
 def _multiply_blocks_grouped(
     products: Sequence[tuple[QuantizedSide, QuantizedSide, torch.Tensor]], add: bool
 ) -> None:
-    from ...kernels.grouped_matmul import Product, grouped_block_matmul  # loads Triton
+    from ...kernels.block_matmul import Product, grouped_block_matmul  # loads Triton
 
     told, heights = [], (1, 1)
     for a, b, out in products:

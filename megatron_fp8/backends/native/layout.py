@@ -320,7 +320,7 @@ def place_codes(codes: torch.Tensor, rows: int, k: int) -> torch.Tensor:
         padded[: byte.shape[0], : byte.shape[1]] = byte
         byte = padded
     elif byte.stride(0) == 1 and byte.stride(1) >= rows and _has_kernels(byte):
-        from ...kernels.fp8_transpose import transpose  # loads Triton
+        from ...kernels.gemm_layouts import transpose  # loads Triton
 
         byte = transpose(byte.t())
     elif byte.stride() != (k, 1):  # of one row or column too, where contiguous() looks away
@@ -397,7 +397,7 @@ def tiles_of(side: QuantizedSide) -> torch.Tensor:
         return side.scale_inv
     (rows, cols), granularity = side.codes.shape, side.granularity
     if _has_kernels(side.codes):
-        from ...kernels.mx_scales import tile_scales  # loads Triton
+        from ...kernels.gemm_layouts import tile_scales  # loads Triton
 
         return tile_scales(side.scale_inv, rows, cols, height=granularity.rows, width=granularity.cols)
     scale = side.scale_inv

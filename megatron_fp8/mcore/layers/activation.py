@@ -68,7 +68,7 @@ class _DeferredSwiGLU(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weights: torch.Tensor | None, store: bool, deferred_grad: bool
     ) -> torch.Tensor:
-        from ...kernels.swiglu_quantize import Swiglu  # loads Triton
+        from ...kernels.fused_quantize import Swiglu  # loads Triton
 
         x = written(x)
         tokens = x.reshape(-1, x.shape[-1])  # [tokens, 2 n]
@@ -84,7 +84,7 @@ class _DeferredSwiGLU(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        from ...kernels.swiglu_quantize import SwigluGradient, swiglu_weight_grad  # loads Triton
+        from ...kernels.fused_quantize import SwigluGradient, swiglu_weight_grad  # loads Triton
 
         weights, *saved = given_back(ctx, "SwiGLU")
         dy = written(grad_output).reshape(-1, ctx.x_shape[-1] // 2)  # [tokens, n]

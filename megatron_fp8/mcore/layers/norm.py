@@ -36,7 +36,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset = offset
         if deferred:
-            from ...kernels.norm_quantize import Normalized  # loads Triton
+            from ...kernels.fused_quantize import Normalized  # loads Triton
 
             return LazyTensor(Normalized(x.reshape(-1, x.shape[-1]), rstd.view(-1), weight, offset), x.shape)
         return _apply_scale(x, weight, rstd, offset)
@@ -64,7 +64,7 @@ def _apply_scale(x: Tensor, weight: Tensor, rstd: Tensor, offset: float) -> Tens
 def _rstd(x: Tensor, eps: float) -> Tensor:
     """Returns 1 / rms(x), [..., 1]; on GPUs with one kernel, so that the norm has the same bits fused or not."""
     if kernels.run_on(x.device) and x.dtype != torch.float64:
-        from ...kernels.norm_quantize import row_rstd  # loads Triton
+        from ...kernels.fused_quantize import row_rstd  # loads Triton
 
         return row_rstd(x.reshape(-1, x.shape[-1]), eps).view(*x.shape[:-1], 1)
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -11,7 +11,7 @@ import torch
 from benchmarks import gpu_grouped
 from benchmarks.gpu_common import Clock, Machine, NotRun
 from benchmarks.gpu_kernels import Bench
-from megatron_fp8.kernels import grouped_matmul
+from megatron_fp8.kernels import block_matmul
 from tests.support.scaled_mm import fake_torch
 
 
@@ -67,8 +67,8 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         real(first, products, **options)
         products[-1].out.mul_(0.5)
 
-    real = grouped_matmul.grouped_block_matmul
-    monkeypatch.setattr(grouped_matmul, "grouped_block_matmul", halved)
+    real = block_matmul.grouped_block_matmul
+    monkeypatch.setattr(block_matmul, "grouped_block_matmul", halved)
     with fake_torch():
         found, _, wrong = section()
     assert found == IN_TURN | BY_TORCH

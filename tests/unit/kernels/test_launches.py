@@ -54,7 +54,7 @@ def test_every_launch_is_on_its_tensors_device():
 def test_matrices_of_any_height_fit_the_grid(monkeypatch):
     """All programs lie on the first axis: the others end at 65,535, which is 4 million rows."""
     pytest.importorskip("triton")
-    from megatron_fp8.kernels import fp8_transpose, mx_scales, param_cast, quantize
+    from megatron_fp8.kernels import gemm_layouts, param_cast, quantize
     from megatron_fp8.numerics.formats import E4M3
 
     grids = []
@@ -67,8 +67,7 @@ def test_matrices_of_any_height_fit_the_grid(monkeypatch):
     for module, names in (
         (quantize, ("find_amaxes", "cast_tensor", "cast_rows", "quantize_tiles", "write_values")),
         (param_cast, ("_piece_amax", "_piece_cast")),
-        (fp8_transpose, ("_transpose",)),
-        (mx_scales, ("_tile_scales",)),
+        (gemm_layouts, ("_transpose", "_tile_scales")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, Kernel())
@@ -79,9 +78,9 @@ def test_matrices_of_any_height_fit_the_grid(monkeypatch):
     quantize.quantize_rows(x, E4M3, torch.empty(rows, device="meta"), None)
     quantize.quantize_blocks(x, E4M3, block=32, kind="e8m0")
     quantize.quantize_blocks(x, E4M3, block=32, kind="e8m0", tiled=True)
-    mx_scales.tile_scales(torch.empty(rows, 5, device="meta"), rows, 130 * 32, width=1024)
+    gemm_layouts.tile_scales(torch.empty(rows, 5, device="meta"), rows, 130 * 32, width=1024)
     quantize.write(quantize.Plain(x))
-    fp8_transpose.transpose(torch.empty(rows, 130, dtype=torch.float8_e4m3fn, device="meta"))
+    gemm_layouts.transpose(torch.empty(rows, 130, dtype=torch.float8_e4m3fn, device="meta"))
     master = torch.empty(rows * 130, device="meta")
     param_cast.piece_amax(master, 0, (rows, 130), torch.bfloat16, one, one)
     param_cast.piece_cast(master, 0, (rows, 130), torch.bfloat16, one, master.to(torch.uint8), E4M3)
@@ -92,7 +91,7 @@ def test_matrices_of_any_height_fit_the_grid(monkeypatch):
 def test_the_device_is_the_first_arguments(monkeypatch):
     pytest.importorskip("triton")
     from megatron_fp8.kernels.quantize import quantize_tensor
-    from megatron_fp8.kernels.tile_loaders import Plain
+    from megatron_fp8.kernels.tiles import Plain
     from megatron_fp8.numerics.formats import E4M3
 
     entered = []

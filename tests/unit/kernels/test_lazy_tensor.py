@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.support.compare import assert_same_bytes
 from benchmarks.support.launched import launched
 from megatron_fp8.backends.native import backend as native
+from megatron_fp8.kernels.fused_quantize import Swiglu, SwigluGradient
 from megatron_fp8.kernels.lazy_tensor import LazyTensor, source_of, written
 from megatron_fp8.kernels.quantize import write
-from megatron_fp8.kernels.swiglu_quantize import Swiglu, SwigluGradient
 from tests.support.matrices import DEVICE, normalized
 from tests.support.sites import RECIPES, randn
 

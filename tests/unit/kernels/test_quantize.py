@@ -16,8 +16,7 @@ from megatron_fp8.kernels.quantize import (
     quantize_tensor,
     write,
 )
-from megatron_fp8.kernels.tile_loaders import Plain
-from megatron_fp8.kernels.tiles import Tile
+from megatron_fp8.kernels.tiles import Plain, Tile
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import compute_scale_inv
 from megatron_fp8.recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Rule

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import emulated
-from megatron_fp8.kernels.norm_quantize import row_rstd
+from megatron_fp8.kernels.fused_quantize import Swiglu, SwigluGradient, row_rstd, swiglu_weight_grad
 from megatron_fp8.kernels.quantize import (
     Record,
     measure,
@@ -19,7 +19,6 @@ from megatron_fp8.kernels.quantize import (
     quantize_tensor,
     write,
 )
-from megatron_fp8.kernels.swiglu_quantize import Swiglu, SwigluGradient, swiglu_weight_grad
 from megatron_fp8.mcore.layers import norm
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import BLOCK_1X32, BLOCK_1X128, ROW, TENSOR, Rule

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_fp8.kernels import packed_amax, tiles
+from megatron_fp8.kernels import tile_amax, tiles
 from tests.support.matrices import DEVICE
 
 INF = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
@@ -20,13 +20,13 @@ def find(x, row_bits, col_bits, largest, count, NAN: tl.constexpr):
     row, col = tiles.rows_of(128), tl.arange(0, 64)
     tile = tl.load(x + row[:, None] * 64 + col[None, :])
     at = row[:, None] * 2 + tl.arange(0, 2)[None, :]
-    tl.store(row_bits + at, packed_amax.row_tops(tile, 32, NAN))
+    tl.store(row_bits + at, tile_amax.row_tops(tile, 32, NAN))
     tl.store(
         col_bits + tl.arange(0, 4)[:, None] * 64 + col[None, :],
-        packed_amax.col_tops(tile, 32, NAN),
+        tile_amax.col_tops(tile, 32, NAN),
     )
-    tl.store(largest, packed_amax.top_of(tile, NAN))
-    tl.store(count, packed_amax.nonfinite_in(tile))
+    tl.store(largest, tile_amax.top_of(tile, NAN))
+    tl.store(count, tile_amax.nonfinite_in(tile))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
