@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from ..backends.native import backend as native
-from ..backends.native.padding import padded_products
+from ..backends.native.backend import padded_products
 from ..files.rank0_print import print_rank_0
 from ..kernels.cpu.library import missing_compiler
 from .site_plan import SitePlan

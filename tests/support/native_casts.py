@@ -13,7 +13,7 @@ import torch
 from megatron_fp8.backends import reference
 from megatron_fp8.backends.base import Quantized
 from megatron_fp8.backends.native import backend as native
-from megatron_fp8.backends.native.k_padding import whole
+from megatron_fp8.backends.native.backend import padded_length
 from megatron_fp8.backends.native.layout import swizzle
 from megatron_fp8.numerics.rule import Direction, Granularity, Rule
 from megatron_fp8.tensor import Float8Tensor, QuantizedSide
@@ -37,7 +37,7 @@ def as_column_cast(side: QuantizedSide) -> QuantizedSide:
     """As they lay a columnwise side: with zeros behind the last row, to the end of a block."""
     side = as_cast(side)
     rows, cols = side.codes.shape
-    length = -(-cols // whole(side.granularity)) * whole(side.granularity)
+    length = -(-cols // padded_length(side.granularity)) * padded_length(side.granularity)
     codes = torch.zeros(rows, length, dtype=torch.uint8)
     codes[:, :cols] = side.codes.view(torch.uint8)
     return replace(side, codes=codes.view(side.codes.dtype), padding=length - cols)

@@ -245,7 +245,7 @@ def grouped_sizes_that_do_not_fit(name: str) -> None:
 def experts_of_any_number_of_tokens(name: str) -> None:
     """wgrad takes the experts' codes as they lie, with the bits of one expert after the other, whose codes end with the
     tokens and are copied. Random numbers of tokens, and those around a whole number of what the product sums over."""
-    whole = native.whole(RECIPES[name].rule("input").granularity)
+    whole = native.padded_length(RECIPES[name].rule("input").granularity)
     drawn = torch.randint(2, 2 * whole, (2,), generator=torch.Generator().manual_seed(5)).tolist()
     tokens = (whole - 1, 0, *drawn, whole + 1, 1, whole)
     x, _, dy = data(sum(tokens), 128, 128)

@@ -9,6 +9,12 @@ Where torch has no block-scaled product, the package's own Triton kernel (kernel
 says what to change if that is to be avoided. What neither can do is a reason in ``supports``, before a model is built:
 nothing is multiplied in BF16 instead.
 
+What wgrad sums over are tokens, of which an expert has any number, and torch's products sum over whole 16s or blocks. So
+casts for a product write zeros behind the last token of columnwise codes (``padded_length``), which costs no launch and
+no copy. Codes that were made otherwise (gathered, saved by compiled code, rounded at random) end with the matrix: beside
+codes that reach further they are copied among zeros (``of_one_length``); two such, as the product needs
+(layout.place_codes).
+
 NaN codes give NaN in their row or column. Empty operands give zeros (and the bias).
 """
 
@@ -22,26 +28,23 @@ import torch
 
 from ...kernels.lazy_tensor import source_of, written
 from ...numerics.formats import E4M3, E5M2, ROLES
-from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Direction, Rule
-from ...recipe import GEMM_OPERANDS, Products, Recipe, products_of
+from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Direction, Granularity, Rule
+from ...recipe import Products, Recipe
 from ...tensor import Float8Tensor, QuantizedSide
 from .. import reference
 from ..base import RESULTS, AmaxReduction, Quantized, Region, RunningAmax, gemm_in_turn, unfit
-from .k_padding import of_one_length, whole
 from .layout import (
     BLOCK_ROWS,
-    Mode,
     Operand,
     ProductPlan,
-    Refusal,
-    Request,
     arguments,
     block_scales,
+    padded_sizes,
     place_codes,
     plan,
     row_scales,
 )
-from .probe import device_reason, refusals
+from .probe import by_kernel, by_mx, device_reason, gemms_of, lacking, plan_for, refusals, requests, rules_of
 
 name = "native"
 
@@ -59,21 +62,6 @@ def supports(device: torch.device, recipe: Recipe | Products | None = None) -> s
     return reason if reason is not None or recipe is None else lacking(recipe, refusals(device, multiply))
 
 
-def lacking(recipe: Recipe | Products, refusal: Refusal) -> str | None:
-    """The first product that the recipe needs and a device has in no way, with the reasons; None: it has all.
-
-    Args:
-        refusal: why the device does not do a kind of product.
-    """
-    for which, (first, second) in _gemms(recipe).items():
-        for out, bias in _RESULTS:
-            try:
-                _plan_for(first, second, out, bias, refusal)
-            except ValueError as error:
-                return f"{which}: {error}"
-    return None
-
-
 def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
     """Which roles are quantised by the emulated backend on the same device, since no kernel does it, and why; and which
     GEMMs of blocks are this package's own kernel's, or the MX product's, since torch has no other. Of a recipe that
@@ -84,29 +72,11 @@ def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
         f"{which} by the MX product, each scale for four blocks of 32" for which in by_mx(recipe, refusal)
     ]
     for role in ROLES:
-        for rule in _rules(recipe, role):
+        for rule in rules_of(recipe, role):
             reason = kernel_reason(rule)
             if reason is not None:
                 found.append(f"{role} quantised without a kernel (the same codes, slower): {reason}")
     return found
-
-
-def by_kernel(recipe: Recipe | Products, refusal: Refusal) -> list[str]:
-    """The GEMMs that this package's own kernel multiplies, since a device has no such product of torch's."""
-    return [which for which, request in requests(recipe, refusal).items() if request.triton]
-
-
-def by_mx(recipe: Recipe | Products, refusal: Refusal) -> list[str]:
-    """The GEMMs of 128-wide blocks that run as the MX product, each scale that of four blocks of 32: the same numbers."""
-    found = requests(recipe, refusal).items()
-    mx = [which for which, request in found if request.mode is Mode.MX]
-    return [which for which in mx if BLOCK_1X32 not in {rule.granularity for rule in _gemms(recipe)[which]}]
-
-
-def requests(recipe: Recipe | Products, refusal: Refusal) -> dict[str, Request]:
-    """What each GEMM of a recipe asks a device for, where its result is 16-bit."""
-    gemms = _gemms(recipe).items()
-    return {gemm: _plan_for(a, b, torch.bfloat16, None, refusal).request for gemm, (a, b) in gemms}
 
 
 def advice(device: torch.device, recipe: Recipe | Products) -> tuple[str, Cure | None] | None:
@@ -120,45 +90,31 @@ def advice(device: torch.device, recipe: Recipe | Products) -> tuple[str, Cure |
     slow = by_kernel(recipe, refusal)
     if not slow:
         return None
-    pairs = [_gemms(recipe)[which] for which in slow]
-    asked = replace(_plan_for(*pairs[-1], torch.bfloat16, None, refusal).request, by="torch")
+    pairs = [gemms_of(recipe)[which] for which in slow]
+    asked = replace(plan_for(*pairs[-1], torch.bfloat16, None, refusal).request, by="torch")
     gemms = ", ".join(slow[:-1]) + (" and " if slow[:-1] else "") + slow[-1]
     what = f"{gemms} by this package's Triton kernel, probably slower than BF16: torch has no {asked} ({refusal(asked)})"
     changes: dict[Cure, dict[str, Any]] = {"e4m3": {"fmt": E4M3}, "pow2": {"scale": "pow2"}}
     for cure, change in changes.items():
         others = [(replace(a, **change), replace(b, **change)) for a, b in pairs]
-        if not any(_plan_for(a, b, torch.bfloat16, None, refusal).request.triton for a, b in others):
+        if not any(plan_for(a, b, torch.bfloat16, None, refusal).request.triton for a, b in others):
             return what, cure
     return what, None
 
 
-# Results and biases that a linear layer asks for.
-_RESULTS = [(torch.float32, None)] + [
-    (dtype, bias) for dtype in (torch.bfloat16, torch.float16) for bias in (None, dtype)
-]
+_FITS = 512
+"""Tokens that every product takes as they are."""
 
 
-def _gemms(recipe: Recipe | Products) -> dict[str, tuple[Rule, Rule]]:
-    """The rules of both operands of every GEMM that runs in FP8."""
-    products = products_of(recipe).items()
-    return {which: (a, b) for which, (a, b) in products if a is not None and b is not None}
-
-
-def _rules(recipe: Recipe | Products, role: str) -> list[Rule]:
-    """The rules that quantise a role, each once."""
-    products = products_of(recipe)
-    rules = [products[gemm][roles.index(role)] for gemm, roles in GEMM_OPERANDS.items() if role in roles]
-    return [rule for rule in dict.fromkeys(rules) if rule is not None]
-
-
-def _plan_for(a: Rule, b: Rule, out: torch.dtype, bias: torch.dtype | None, refusal: Refusal) -> ProductPlan:
-    return plan(_typical(a), _typical(b), out, bias, False, refusal)
-
-
-def _typical(rule: Rule) -> Operand:
-    """An operand of no particular size, quantised by the rule."""
-    e8m0, pow2 = rule.scale == "e8m0", rule.scale != "fp32"
-    return Operand(128, 128, rule.fmt.dtype, rule.granularity, e8m0, pow2)
+def padded_products(device: torch.device, recipe: Recipe | Products, n: int, k: int) -> list[str]:
+    """The GEMMs of a weight [N, K] whose operands are padded, whatever the number of tokens; this package's own kernel
+    pads nothing. Of a recipe that ``supports`` does not refuse."""
+    sizes = {"fprop": (_FITS, n, k), "dgrad": (_FITS, k, n), "wgrad": (n, k, _FITS)}  # M, N, K
+    found = []
+    for which, request in requests(recipe, refusals(device, multiply)).items():
+        if not request.triton and padded_sizes(request, *sizes[which]) != sizes[which]:
+            found.append(which)
+    return found
 
 
 _WITH_FLOAT_SCALES = frozenset((TENSOR, ROW, BLOCK_1X128, BLOCK_128X128))
@@ -220,7 +176,7 @@ def quantize(
         record = kernels.Record(running.amax, running.nonfinite)
     matrix = source_of(x)
     granularity, pow2 = rule.granularity, rule.scale != "fp32"
-    tiled, pad_to = for_product and rule.scale == "e8m0", whole(granularity) if for_product else 1
+    tiled, pad_to = for_product and rule.scale == "e8m0", padded_length(granularity) if for_product else 1
     how: dict[str, Any] = {"margin": rule.margin, "epsilon": rule.epsilon, "pad_to": pad_to}
     if scale is not None:
         sides = kernels.quantize_tensor(matrix, rule.fmt, direction, scale=scale, record=record, **how)
@@ -257,6 +213,26 @@ def quantize(
     columnwise = column and QuantizedSide(*column, granularity, pow2, tiled=tiled, padding=padding)
     amax = record.amax if running is None else running.amax
     return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, record.nonfinite)
+
+
+def padded_length(granularity: Granularity) -> int:
+    """What the length of codes is made a multiple of: a block, or 16 where scales are none of the contraction's."""
+    return max(granularity.cols, 16)
+
+
+def of_one_length(a: QuantizedSide, b: QuantizedSide) -> tuple[QuantizedSide, QuantizedSide]:
+    """Both operands of a product, their codes equally long; they themselves if they are, or are of other matrices."""
+    first, second = a.codes.shape[1], b.codes.shape[1]
+    if first == second or a.shape[1] != b.shape[1]:
+        return a, b
+    return _reaching(a, max(first, second)), _reaching(b, max(first, second))
+
+
+def _reaching(side: QuantizedSide, length: int) -> QuantizedSide:
+    rows, now = side.codes.shape
+    if now == length:
+        return side
+    return replace(side, codes=place_codes(side.codes, rows, length), padding=length - side.shape[1])
 
 
 def gemm(

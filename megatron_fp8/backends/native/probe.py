@@ -1,4 +1,4 @@
-"""FP8 products of this GPU and torch: tried once, checked against float64.
+"""FP8 products of this GPU and torch, tried once against float64; those that a recipe lacks.
 
 Which scaled products torch has depends on the GPU, on the CUDA libraries it was built with and on its own version, and
 tables of versions are wrong the day after (rowwise scales had no float32 result, 128x128 blocks gave wrong numbers unless
@@ -19,9 +19,10 @@ import torch
 
 from ... import kernels
 from ...kernels.cast_dispatch import decode
-from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity
+from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Rule
+from ...recipe import GEMM_OPERANDS, Products, Recipe, products_of
 from ...tensor import QuantizedSide
-from .layout import Mode, Operand, ProductPlan, Request, plan
+from .layout import Mode, Operand, ProductPlan, Refusal, Request, plan
 
 Run = Callable[[ProductPlan, QuantizedSide, QuantizedSide, torch.Tensor | None], torch.Tensor]
 
@@ -130,3 +131,67 @@ def sample(
             scale = scale.reshape(())
         sides.append(QuantizedSide(codes.to(device), scale.to(device), granularity, request.mode is Mode.MX))
     return sides[0], sides[1]
+
+
+# ------------------------------------------------------------------------------------------- what a recipe needs
+
+# Results and biases that a linear layer asks for.
+_RESULTS = [(torch.float32, None)] + [
+    (dtype, bias) for dtype in (torch.bfloat16, torch.float16) for bias in (None, dtype)
+]
+
+
+def lacking(recipe: Recipe | Products, refusal: Refusal) -> str | None:
+    """The first product that the recipe needs and a device has in no way, with the reasons; None: it has all.
+
+    Args:
+        refusal: why the device does not do a kind of product.
+    """
+    for which, (first, second) in gemms_of(recipe).items():
+        for out, bias in _RESULTS:
+            try:
+                plan_for(first, second, out, bias, refusal)
+            except ValueError as error:
+                return f"{which}: {error}"
+    return None
+
+
+def by_kernel(recipe: Recipe | Products, refusal: Refusal) -> list[str]:
+    """The GEMMs that this package's own kernel multiplies, since a device has no such product of torch's."""
+    return [which for which, request in requests(recipe, refusal).items() if request.triton]
+
+
+def by_mx(recipe: Recipe | Products, refusal: Refusal) -> list[str]:
+    """The GEMMs of 128-wide blocks that run as the MX product, each scale that of four blocks of 32: the same numbers."""
+    found = requests(recipe, refusal).items()
+    mx = [which for which, request in found if request.mode is Mode.MX]
+    return [which for which in mx if BLOCK_1X32 not in {rule.granularity for rule in gemms_of(recipe)[which]}]
+
+
+def requests(recipe: Recipe | Products, refusal: Refusal) -> dict[str, Request]:
+    """What each GEMM of a recipe asks a device for, where its result is 16-bit."""
+    gemms = gemms_of(recipe).items()
+    return {gemm: plan_for(a, b, torch.bfloat16, None, refusal).request for gemm, (a, b) in gemms}
+
+
+def gemms_of(recipe: Recipe | Products) -> dict[str, tuple[Rule, Rule]]:
+    """The rules of both operands of every GEMM that runs in FP8."""
+    products = products_of(recipe).items()
+    return {which: (a, b) for which, (a, b) in products if a is not None and b is not None}
+
+
+def rules_of(recipe: Recipe | Products, role: str) -> list[Rule]:
+    """The rules that quantise a role, each once."""
+    products = products_of(recipe)
+    rules = [products[gemm][roles.index(role)] for gemm, roles in GEMM_OPERANDS.items() if role in roles]
+    return [rule for rule in dict.fromkeys(rules) if rule is not None]
+
+
+def plan_for(a: Rule, b: Rule, out: torch.dtype, bias: torch.dtype | None, refusal: Refusal) -> ProductPlan:
+    return plan(_typical(a), _typical(b), out, bias, False, refusal)
+
+
+def _typical(rule: Rule) -> Operand:
+    """An operand of no particular size, quantised by the rule."""
+    e8m0, pow2 = rule.scale == "e8m0", rule.scale != "fp32"
+    return Operand(128, 128, rule.fmt.dtype, rule.granularity, e8m0, pow2)

@@ -17,8 +17,14 @@ from typing import Any, Literal
 import torch
 
 from ...backends import BACKENDS, LAYER_BACKENDS, emulated, transformer_engine
-from ...backends.native.backend import by_kernel, by_mx, lacking
-from ...backends.native.probe import NOT_A_GPU, architecture_reason, capability_reason
+from ...backends.native.probe import (
+    NOT_A_GPU,
+    architecture_reason,
+    by_kernel,
+    by_mx,
+    capability_reason,
+    lacking,
+)
 from ...recipe import RECIPES, Recipe
 from .generations import GENERATIONS, Generation
 from .gpu_rules import SOURCES, te_refusal, torch_refusal

@@ -76,8 +76,8 @@ KINDS = {
 
 def planned(recipe: Any, refusal: Any) -> list[Any]:
     """What native makes of a recipe's three GEMMs on a device that refuses what ``refusal`` gives a reason for."""
-    pairs = native._gemms(recipe).values()
-    return [native._plan_for(a, b, torch.bfloat16, None, refusal).request for a, b in pairs]
+    pairs = native.gemms_of(recipe).values()
+    return [native.plan_for(a, b, torch.bfloat16, None, refusal).request for a, b in pairs]
 
 
 def test_recipes():

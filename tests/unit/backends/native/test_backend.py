@@ -128,8 +128,8 @@ def test_blocks_of_e5m2_are_multiplied_by_the_older_product(tensor_cores):
     with fake_torch():
         assert native.notes(CPU, HYBRID) == [] and native.advice(CPU, HYBRID) is None
         plans = {
-            which: native._plan_for(*rules, torch.bfloat16, None, refusals(CPU, native.multiply))
-            for which, rules in native._gemms(HYBRID).items()
+            which: native.plan_for(*rules, torch.bfloat16, None, refusals(CPU, native.multiply))
+            for which, rules in native.gemms_of(HYBRID).items()
         }
         assert [made.request.by for made in plans.values()] == ["torch", "torch v1", "torch v1"]
 

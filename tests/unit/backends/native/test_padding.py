@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends.native import backend as native
-from megatron_fp8.backends.native import k_padding, layout
-from megatron_fp8.backends.native.k_padding import of_one_length, whole
+from megatron_fp8.backends.native import layout
+from megatron_fp8.backends.native.backend import of_one_length, padded_length
 from megatron_fp8.backends.native.layout import place_codes
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.recipe import CustomRecipe, Granularity, Rule
@@ -35,7 +35,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         found.append(placed.data_ptr() != codes.data_ptr())
         return placed
 
-    for module in (native, layout, k_padding):
+    for module in (native, layout):
         monkeypatch.setattr(module, "place_codes", watched)
     yield found
 
@@ -44,7 +44,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 def test_products_take_them_as_they_lie(name: str, copied: list[bool]) -> None:
     """Also this package's own, and those of experts; codes that end with the matrix are copied by torch's."""
     every = WHOLE[name]
-    assert all(whole(side.granularity) == every for side in operands("wgrad", RECIPES[name], 1, 4, 4))
+    assert all(padded_length(side.granularity) == every for side in operands("wgrad", RECIPES[name], 1, 4, 4))
     experts = [
         operands("wgrad", RECIPES[name], tokens, 48, 64) for tokens in (1, every - 1, every, every + 1)
     ]
