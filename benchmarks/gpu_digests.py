@@ -29,7 +29,7 @@ from megatron_fp8.backends.native import backend as native
 from megatron_fp8.numerics.cast import RandomKey, philox_bits
 from megatron_fp8.numerics.formats import E4M3, E5M2, FloatFormat
 from megatron_fp8.recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, DelayedScaling, Rule
-from megatron_fp8.state.amax_ring_buffer import AmaxRingBuffer
+from megatron_fp8.state.amax_history import AmaxRingBuffer
 from megatron_fp8.state.arena import Arena
 from megatron_fp8.tensor import Float8Tensor, QuantizedSide
 

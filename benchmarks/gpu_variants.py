@@ -271,7 +271,7 @@ def _updates() -> None:
     from megatron_fp8.kernels.gemm_layouts import transpose
     from megatron_fp8.kernels.param_cast import piece_amax, piece_cast
     from megatron_fp8.numerics.formats import E4M3
-    from megatron_fp8.state.amax_ring_buffer import AmaxRingBuffer
+    from megatron_fp8.state.amax_history import AmaxRingBuffer
 
     for rows, cols in ((4096, 4096), (300, 257), (70, 200)):
         transpose(empty(rows, cols, dtype=torch.uint8))

@@ -134,7 +134,7 @@ def works() -> list[Work]:
     from megatron_fp8.kernels.quantize import quantize_blocks
     from megatron_fp8.kernels.tiles import Plain
     from megatron_fp8.numerics.formats import E4M3, E5M2
-    from megatron_fp8.state.amax_ring_buffer import AmaxRingBuffer
+    from megatron_fp8.state.amax_history import AmaxRingBuffer
 
     x, dy = empty(TOKENS, HIDDEN, dtype=BF16), empty(TOKENS, FFN, dtype=BF16)
     wide, gamma = empty(TOKENS, 2 * FFN, dtype=BF16), empty(HIDDEN, dtype=BF16)

@@ -12,7 +12,7 @@ import torch
 from ..files.checkpoint import complete_checkpoints, read_metadata, read_tensor
 from ..files.strict_json import spelled_out
 from ..files.terminal import printable
-from ..state.state_dict import is_slot_key
+from ..state.arena import is_slot_key
 from ..telemetry.divergence import common_iterations, first_divergence, relative_difference
 from ..telemetry.output import FILE
 from ..train.run_record import PlaceNotKnown, RunRecord

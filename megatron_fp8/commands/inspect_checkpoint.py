@@ -104,7 +104,7 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def _kind(name: str) -> str:
-    from ..state.state_dict import is_slot_key
+    from ..state.arena import is_slot_key
 
     if is_slot_key(name):
         return "scales of FP8 weights" if name.endswith(".block_scale_inv") else "delayed scaling"
@@ -114,7 +114,7 @@ def _kind(name: str) -> str:
 def _not_finite(folder: Path) -> list[str]:
     """Names of tensors with forbidden NaN or Inf; reads all tensors."""
     from ..files.checkpoint import read_metadata, read_tensor
-    from ..state.state_dict import must_be_finite
+    from ..state.arena import must_be_finite
 
     metadata = read_metadata(folder)
     tensors = ((name, read_tensor(folder, metadata, name)) for name in sorted(metadata.state_dict_metadata))
@@ -123,7 +123,7 @@ def _not_finite(folder: Path) -> list[str]:
 
 def _delayed(folder: Path, metadata: Any) -> list[dict[str, Any]]:
     from ..files.checkpoint import read_tensor
-    from ..state.state_dict import PREFIX, is_slot_key
+    from ..state.arena import PREFIX, is_slot_key
 
     names = sorted(n for n in metadata.state_dict_metadata if is_slot_key(n) and n.endswith(".scale"))
     entries = []

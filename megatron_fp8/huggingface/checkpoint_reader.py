@@ -18,8 +18,8 @@ from ..files.checkpoint import (
     without_checksum,
 )
 from ..plan.overrides import check_overrides
+from ..state.arena import is_slot_key
 from ..state.guard import as_overrides
-from ..state.state_dict import is_slot_key
 from ..train.config.model_fields import differences, kind_of
 from ..train.run_record import trained_beyond
 from .source_metadata import FACT, SourceMetadata, source_metadata_of

@@ -43,7 +43,7 @@ def update_delayed(
         scale: float32 [n].
         index: int64 [k], each slot's index in running and scale.
         head: int64 [k], the index of each slot's running entry in its history.
-        history: float32 [blocks, k, block], contiguous: a ring buffer per slot (state/amax_ring_buffer.py).
+        history: float32 [blocks, k, block], contiguous: a ring buffer per slot (state/amax_history.py).
         maxima: float32 [blocks, k], contiguous: the maximum of each block of history.
         fp8_max: float32 [k], the largest value of each slot's format; formats may share a launch.
         length: entries per ring buffer.

@@ -11,8 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..params.fp8_parameter import Fp8Parameter
 from ..quantizer import measure
 from ..state.fp8_state import Fp8State
-from ..state.iteration import LATER, NEVER, NOW, in_backward
-from ..state.iteration_counters import IterationCounts
+from ..state.iteration import LATER, NEVER, NOW, IterationCounts, in_backward
 from .gemm_site import GemmSite
 from .quantized_activation import QuantizedActivation
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ..state.iteration_counters import IterationCounts
+from ..state.iteration import IterationCounts
 from ..tensor import QuantizedSide
 
 

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from ..files.rank0_print import print_rank_0
 from ..state.fp8_state import Fp8State
 from ..state.graph import CapturedStep
-from ..state.iteration_counters import IterationCounts
+from ..state.iteration import IterationCounts
 from . import is_installed
 from .guard_plans import move_unhealthy_sites
 from .runtime import find_runtime, set_length, state_of, unwrap

@@ -32,8 +32,7 @@ from torch.optim.optimizer import (
 
 from ..plan.overrides import check_overrides_match
 from ..state.fp8_state import Fp8State
-from ..state.iteration import trains
-from ..state.iteration_counters import IterationCounts
+from ..state.iteration import IterationCounts, trains
 from ..state.precision_schedule import PrecisionSchedule
 from .config import Fp8Config
 from .linear_usage_check import Unused

@@ -29,8 +29,7 @@ from ..plan.site_plan import SitePlan, bf16_site
 from ..plan.size_table import Gemm, load_table
 from ..plan.timing import device_label
 from ..recipe import Recipe, recipe_name
-from ..state.arena import Slot
-from ..state.state_dict import load_slots, saved_slots
+from ..state.arena import Slot, load_slots, saved_slots
 from .config import Fp8Config
 
 if TYPE_CHECKING:

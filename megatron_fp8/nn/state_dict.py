@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from ..numerics.scaling import compute_amax
-from ..state.arena import Slot
-from ..state.state_dict import SAVED_PARTS, check_saved, load_slots, saved_slots
+from ..state.arena import SAVED_PARTS, Slot, check_saved, load_slots, saved_slots
 from .linear import Fp8Layer
 from .module_lookup import fp8_linears, groups_of
 from .sites import delayed_slots

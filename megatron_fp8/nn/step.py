@@ -17,8 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..files.argument_check import check_optimizer
 from ..state.collectives import checked_group
-from ..state.iteration import in_backward, trains
-from ..state.iteration_counters import IterationCounts
+from ..state.iteration import IterationCounts, in_backward, trains
 from .linear_usage_check import note_replaced
 from .module_lookup import fp8_linears, groups_of
 

@@ -12,7 +12,7 @@ import torch
 
 from ..numerics.formats import E4M3
 from ..numerics.rule import BLOCK_128X128
-from ..state.state_dict import PREFIX
+from ..state.arena import PREFIX
 from ..tensor import expand_scale
 
 BLOCK = 128

@@ -14,8 +14,7 @@ import torch
 
 from .arena import Arena, Group, Slot
 from .guard import Finding, Guard
-from .iteration import in_backward
-from .iteration_counters import Counter, IterationCounts
+from .iteration import Counter, IterationCounts, in_backward
 from .observer_protocol import Observer
 from .precision_schedule import Phase, PrecisionSchedule
 

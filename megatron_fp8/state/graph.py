@@ -36,7 +36,7 @@ import torch
 
 from .arena import Arena
 from .fp8_state import Fp8State
-from .iteration_counters import IterationCounts
+from .iteration import IterationCounts
 
 
 class CapturedStep:

@@ -16,7 +16,7 @@ from ..numerics.rule import Direction, Rule
 from ..numerics.scaling import compute_scale
 from ..numerics.subnormals import keeping_subnormals
 from ..recipe import RECIPES, DelayedScaling
-from ..state.amax_ring_buffer import AmaxRingBuffer
+from ..state.amax_history import AmaxRingBuffer
 from ..tensor import Float8Tensor
 from .stat_registry import WHAT_IF
 

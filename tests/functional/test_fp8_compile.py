@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.support.fp8_gpt import MOE, fp8_config
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
-from megatron_fp8.state.iteration_counters import IterationCounts
+from megatron_fp8.state.iteration import IterationCounts
 
 TOKENS, HIDDEN = 128, 128
 SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "ffn_hidden_size": 256, "num_layers": 1}

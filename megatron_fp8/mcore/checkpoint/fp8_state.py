@@ -20,8 +20,7 @@ from ...numerics.scaling import compute_scale
 from ...params.fp8_parameter import Fp8Parameter
 from ...quantizer import Quantizer
 from ...recipe import recipe_name
-from ...state.arena import Arena, Slot
-from ...state.state_dict import PREFIX, SAVED_PARTS, is_slot_key
+from ...state.arena import PREFIX, SAVED_PARTS, Arena, Slot, is_slot_key
 
 
 def delayed_quantizers(linear: Any) -> dict[str, Quantizer]:

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from ...state.arena import Slot
-from ...state.state_dict import check_saved, load_slots, saved_slots
+from ...state.arena import Slot, check_saved, load_slots, saved_slots
 from ..names import numbered, split_expert
 from ..runtime import state_of, unwrap
 from ..sites import fp8_linears, prepare

@@ -40,8 +40,8 @@ from torch.futures import Future
 
 from ...files.checkpoint import LARGEST_METADATA, METADATA
 from ...files.gc_pause import gc_paused
+from ...state.arena import must_be_finite
 from ...state.collectives import first_rank_with
-from ...state.state_dict import must_be_finite
 
 _COMMON_FILE = "common.pt"
 _OPTIMIZER = "optimizer."

@@ -32,9 +32,9 @@ from ...files.gc_pause import gc_paused
 from ...fp8_utils import is_float8tensor
 from ...params.block_codes import is_scales_key
 from ...plan.overrides import matching
+from ...state.arena import PREFIX, is_slot_key
 from ...state.collectives import anywhere, first_rank_with, largest, union
 from ...state.guard import Move, saved_moves
-from ...state.state_dict import PREFIX, is_slot_key
 from ..guard_plans import take
 from ..names import of_key
 from ..optimizer.loss_scaler import scalers

@@ -20,7 +20,7 @@ from ...mcore.names import named_parameters
 from ...mcore.optimizer.compact_moments import Moment
 from ...mcore.optimizer.optimizer_models import parts_of
 from ...mcore.runtime import state_of, unwrap
-from ...state.amax_ring_buffer import AmaxRingBuffer
+from ...state.amax_history import AmaxRingBuffer
 from ...state.collectives import first_rank_with, own_device
 
 PARTS = 16

@@ -9,7 +9,7 @@ from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.kernels.delayed_update import update_delayed
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import DelayedScaling
-from megatron_fp8.state.amax_ring_buffer import AmaxRingBuffer
+from megatron_fp8.state.amax_history import AmaxRingBuffer
 from megatron_fp8.state.arena import Arena
 from tests.support.matrices import DEVICE
 

@@ -20,8 +20,7 @@ from megatron_fp8.linear.high_precision import observe_high_precision
 from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.plan.autocast_state import current_autocast_state, fp8_disabled, remember_fp8, runs_fp8
 from megatron_fp8.state.fp8_state import Fp8State
-from megatron_fp8.state.iteration import LATER, NOW
-from megatron_fp8.state.iteration_counters import IterationCounts
+from megatron_fp8.state.iteration import LATER, NOW, IterationCounts
 from megatron_fp8.state.precision_schedule import PrecisionSchedule
 from tests.support.kept_for_backward import saved
 from tests.support.sites import ALL_RECIPES, data, make_site, randn

@@ -18,8 +18,7 @@ from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.state.fp8_state import Fp8State
-from megatron_fp8.state.iteration import LATER, NOW
-from megatron_fp8.state.iteration_counters import IterationCounts
+from megatron_fp8.state.iteration import LATER, NOW, IterationCounts
 from tests.support.kept_for_backward import saved
 from tests.support.sites import make_site, randn
 

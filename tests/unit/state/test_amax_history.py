@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8.state import amax_ring_buffer as rings_file
-from megatron_fp8.state.amax_ring_buffer import AmaxRingBuffer
+from megatron_fp8.state import amax_history as rings_file
+from megatron_fp8.state.amax_history import AmaxRingBuffer
 
 CPU = torch.device("cpu")
 COUNT = 7

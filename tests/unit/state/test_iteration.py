@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, fields
 
-from megatron_fp8.state.iteration_counters import IterationCounts
+from megatron_fp8.state.iteration import IterationCounts
 
 
 def test_every_field_is_added():
