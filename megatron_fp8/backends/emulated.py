@@ -33,7 +33,7 @@ from ..numerics.formats import E5M2
 from ..numerics.rule import BLOCK_1X32, BLOCK_128X128, Direction, Rule
 from ..numerics.subnormals import keeping_subnormals
 from ..recipe import Products, Recipe
-from ..tensor import Float8Tensor, Operand, QuantizedSide
+from ..tensor import Operand, QuantizedSide
 from . import cpu_cast
 from .base import RESULTS, AmaxReduction, CastRequest, Quantized, Region, RunningAmax, gemm_in_turn, unfit
 
@@ -70,18 +70,9 @@ def quantize(
     Args:
         running: where amax and non-finite count are recorded, too.
     """
-    x = x.contiguous()
-    if scale is None or rule.stochastic or x.dtype not in emulation.FLOATS or not emulation.usable(x):
-        return cpu_cast.quantize(CastRequest(x, rule, direction, scale, running), reduce_amax, region)
-    recorded = None if running is None else running.amax
-    codes, scale_inv, amax, special = emulation.quantize(x, scale, rule.fmt.dtype, recorded)
-    nonfinite = torch.tensor(special, dtype=torch.int64, device="cpu") if special else None
-    if running is not None and nonfinite is not None:
-        running.nonfinite.add_(nonfinite)
-    facts = scale_inv, rule.granularity, False, nonfinite is None
-    rowwise = None if direction == "columnwise" else QuantizedSide(codes, *facts)
-    columnwise = None if direction == "rowwise" else QuantizedSide(codes.t(), *facts)  # [cols, rows]
-    return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, nonfinite)
+    return cpu_cast.quantize(
+        CastRequest(x.contiguous(), rule, direction, scale, running), reduce_amax, region
+    )
 
 
 quantize_each = cpu_cast.quantize_each

@@ -56,11 +56,11 @@ NAMES = {
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
 }
-
-
-_TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int32, "u": ctypes.c_uint32}
-_ARGUMENTS = {"cast": "ppqqpqqi", "decode": "ppqqpqqi", "quantize": "ppquppppi"}
-"""What the functions take that there are for several dtypes."""
+_ELEMENTWISE = (
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
+    *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32),
+)
+"""The arguments of casts and decodings."""
 
 
 def usable(x: torch.Tensor) -> bool:
@@ -124,38 +124,6 @@ def _elementwise(
     to = address(out, out.dtype, rows * cols)
     threads = thread_count(x.numel())
     function(address(x, x.dtype, rows * cols), to, rows, cols, scales, block_rows, block_cols, threads)
-
-
-def quantize(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, running: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """A tensor under a scale that was there before it, in one pass over memory.
-
-    Args:
-        x: contiguous; float32, bfloat16 or float16; not empty.
-        scale: float32 [], finite and positive.
-        dtype: float8_e4m3fn or float8_e5m2.
-        running: float32 [], where the amax is put if it is larger.
-
-    Returns:
-        codes as of ``cast``; float32 [], the scale's inverse; float32 [], the amax (NaN ignored, Inf kept); and how many
-        elements are NaN or Inf.
-    """
-    codes = torch.empty(x.shape, dtype=dtype, device="cpu")
-    inverse, amax = (torch.empty((), dtype=torch.float32, device="cpu") for _ in range(2))
-    n = x.numel()
-    nonfinite = function_of("quantize", dtype, x.dtype)(
-        address(x, x.dtype, n),
-        address(codes, dtype, n),
-        n,
-        FLOATS[x.dtype][1],
-        address(scale, torch.float32, 1),
-        address(inverse, torch.float32, 1),
-        address(amax, torch.float32, 1),
-        None if running is None else address(running, torch.float32, 1),
-        thread_count(n),
-    )
-    return codes, inverse, amax, nonfinite
 
 
 # ----------------------------------------------------------------------------------------------------------- products
@@ -400,8 +368,8 @@ def compiled() -> ctypes.CDLL:
 def function_of(kind: str, *dtypes: torch.dtype) -> Callable[..., Any]:
     """The one of a kind that is for these dtypes; looked up once."""
     function = getattr(compiled(), "_".join([kind, *(NAMES[dtype] for dtype in dtypes)]))
-    function.argtypes = [_TYPES[argument] for argument in _ARGUMENTS[kind]]
-    function.restype = ctypes.c_int64 if kind == "quantize" else None
+    function.argtypes = _ELEMENTWISE
+    function.restype = None
     return function
 
 
