@@ -399,9 +399,11 @@ def counting_blocks():
         yield calls
 
 
+BY_BLOCKS = ("delayed", "rowwise", "blockwise", "mxfp8")
+"""A recipe of each granularity."""
 CHECKS = {
     **{f"same bits: {name}": (same_bits, name) for name in RECIPES},
-    **{f"linear: {name}": (linear, name) for name in RECIPES if name != "tensorwise-pow2"},
+    **{f"linear: {name}": (linear, name) for name in BY_BLOCKS},
     **{f"recorded straight: {name}": (recorded_straight, name) for name in RECIPES},
     "given scale": (given_scale,),
     "shared amaxes": (shared_amaxes,),
@@ -409,8 +411,8 @@ CHECKS = {
     "rules without a kernel": (rules_without_a_kernel,),
     "blocks that torch lacks": (blocks_that_torch_lacks,),
     "grouped blocks": (grouped_blocks,),
-    **{f"grouped sizes: {name}": (grouped_sizes_that_do_not_fit, name) for name in RECIPES},
-    **{f"experts' tokens: {name}": (experts_of_any_number_of_tokens, name) for name in RECIPES},
+    **{f"grouped sizes: {name}": (grouped_sizes_that_do_not_fit, name) for name in BY_BLOCKS},
+    **{f"experts' tokens: {name}": (experts_of_any_number_of_tokens, name) for name in BY_BLOCKS},
     "blocks as mx": (blocks_as_mx,),
     "transposed views": (transposed_views,),
 }
