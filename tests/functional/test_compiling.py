@@ -15,7 +15,6 @@ import torch
 from megatron_fp8.kernels.cast_dispatch import cast
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.kernels.cpu import emulation as cpu
-from megatron_fp8.kernels.cpu import products
 cpu.FLAGS = cpu.FLAGS.replace("-O3", "-O1")  # it is not the compiler that is tried
 codes = cast(torch.linspace(-500, 500, 1 << 15), None, E4M3).view(torch.uint8)
 print(hashlib.sha256(codes.numpy()).hexdigest())

@@ -269,7 +269,7 @@ def experts_of_any_number_of_tokens(name: str) -> None:
         weights = [torch.nn.Parameter(randn(128, 128, seed=e)) for e in range(len(tokens))]
         for weight in weights if main_grad else ():
             weight.main_grad, weight.grad_added_to_main_grad = torch.ones(128, 128), False
-        ends_there = mock.patch.object(native, "whole", lambda granularity: 1)
+        ends_there = mock.patch.object(native, "padded_length", lambda granularity: 1)
         with fake_torch(), mock.patch.object(native_layout, "place_codes", watched):
             if grouped:
                 y = grouped_linear(leaf, weights, tokens, sites)
