@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU computed by the kernels that quantise their results, which are never written in BF16.
+"""RMSNorm and SwiGLU fused with quantisation: their results are never written in BF16.
 
 RMSNorm takes two launches: the first computes every row's statistic, the second is any quantize.py pass over the
 ``Normalized`` source. The fused pair reads the input twice and writes codes once; separate kernels read the input, write

@@ -1,4 +1,4 @@
-"""Kernels that lay codes and MX scales out as GEMMs read them: transposed, and in Blackwell's tiles.
+"""Codes and MX scales laid out as GEMMs read them: transposed, and in tiles.
 
 Codes are transposed for gathered shards and parameters needed in the other direction:
 torch's copy of a transposed byte matrix writes single bytes. This kernel transposes each tile on chip and reads and

@@ -1,4 +1,4 @@
-"""Whether Triton can run a kernel here, checked once a process; private cache folders for compilers.
+"""A check that Triton can run a kernel here; private cache folders for compilers.
 
 Triton needs more than its own package: a C compiler and Python's headers, for the part that talks to CUDA's driver, and a
 folder that it can write to. Where one is missing the first kernel would end a training in a traceback.

@@ -1,4 +1,4 @@
-"""FP8 products of this GPU and torch, tried once against float64; those that a recipe lacks.
+"""FP8 products of this GPU and torch, tried once against float64; those a recipe lacks.
 
 Which scaled products torch has depends on the GPU, on the CUDA libraries it was built with and on its own version, and
 tables of versions are wrong the day after (rowwise scales had no float32 result, 128x128 blocks gave wrong numbers unless
