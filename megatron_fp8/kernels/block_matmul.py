@@ -1,6 +1,8 @@
 """Block-scaled FP8 GEMMs in Triton: of one pair, or a layer's experts in one launch.
 
-They are for torch without a blockwise mode. Each program accumulates one tile of the result. For every 128 columns of the contraction (one block of scales) the tensor
+They are for torch without a blockwise mode.
+
+Each program accumulates one tile of the result. For every 128 columns of the contraction (one block of scales) the tensor
 cores sum code products from zero. That partial sum times scale_inv_a * scale_inv_b is added to a float32 accumulator in
 registers, in one fused multiply-add, whatever Triton's default is. So Hopper's accumulation, which keeps about 14 bits,
 spans at most 128 products (the promotion interval of DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
