@@ -124,7 +124,7 @@ GPU_PIP = $(PYTHON) -m pip download --quiet --disable-pip-version-check --no-dep
 	$(foreach libc,manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014,--platform $(libc)_$(GPU_ARCH))
 gpu-wheels: ## with network: download into wheels/ what a GPU machine without network lacks (GPU_TARGET, GPU_ARCH)
 	mkdir -p wheels
-	$(GPU_PIP) -c requirements/constraints.txt megatron-core einops jsonargparse docstring-parser typeshed-client torchao
+	$(GPU_PIP) -c requirements/constraints.txt megatron-core einops docstring-parser torchao
 	$(GPU_PIP) numpy packaging PyYAML # not by constraints: their markers ask this Python, not the other one
 	@ls -sh wheels
 

@@ -23,7 +23,7 @@ RUNTIME = [
     "bokeh>=3.9",
     "Jinja2>=3.1",
     "rich>=13",
-    "jsonargparse[signatures]>=4.40",
+    "docstring-parser>=0.16",
     "PyYAML>=6",
 ]
 

@@ -29,9 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CARRY = (
     ("megatron.core", "megatron-core==0.16.1", "training and steps"),
     ("einops", "einops>=0.8", "megatron-core"),
-    ("jsonargparse", "jsonargparse==4.53.0", "megatron-fp8 train"),
-    ("docstring_parser", "docstring-parser", "jsonargparse"),
-    ("typeshed_client", "typeshed-client", "jsonargparse"),
+    ("docstring_parser", "docstring-parser>=0.16", "megatron-fp8 train --keys"),
     ("torchao", "torchao==0.18.0", "the comparison with torchao"),
     (
         "transformer_engine",

@@ -66,7 +66,7 @@ class CommandParser(argparse.ArgumentParser):
 
 def warn_in_lines() -> None:
     """Print this package's warnings as one line each, and hide those of libraries."""
-    warnings.filterwarnings("ignore", module=r"(megatron|torch|jsonargparse)(\.|$)")
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)(\.|$)")
     warnings.formatwarning = lambda message, *_, **__: f"warning: {printable(str(message))}\n"
 
 

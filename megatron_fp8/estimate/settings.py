@@ -26,9 +26,9 @@ from ..mcore.config.rules import check, check_relation, shown
 from ..plan.key_hint import nearest_key
 from ..plan.overrides import check_overrides, check_overrides_match
 from ..plan.settings import field_meant, refuse_recipe_alone
-from ..train.config.config_file import by_dotted_key, read_config
 from ..train.config.field_rules import check_rules
 from ..train.config.model_fields import known_fields
+from ..train.config.options import by_dotted_key, read_config
 from ..train.config.ranks import AUTO, least_ranks, tensor_ranks
 from ..train.config.sections import (
     CheckpointSection,

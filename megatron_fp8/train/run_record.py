@@ -9,7 +9,7 @@ Rejected: each reader checks what it needs. The terminal refused what the page d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -33,29 +33,36 @@ _CONFIG_SECTIONS = ("train", "data", "checkpoint")
 
 _METRICS = [field.name for field in fields(IterationMetrics) if field.name != "iteration"]
 
-_REQUIRED: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
-    ("device", str, "a text"),
-    ("versions", dict, "an object"),
-    ("parallel", dict, "an object"),
-    ("parallel.world_size", int, "a whole number"),
-    ("parallel.launcher", str, "a text"),
-    ("parallel.backend", str, "a text"),
-    ("parallel.sequence_parallel", bool, "true or false"),
-    ("parallel.threads_per_rank", int, "a whole number"),
-    *(
-        (f"parallel.{name}", (int, type(None)), "a whole number or null")
-        for name in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "data")
-    ),
-    ("parameters", dict, "an object"),
-    ("parameters.total", int, "a whole number"),
-    ("parameters.non_embedding", int, "a whole number"),
-    ("precision", dict, "an object"),
-    ("precision.bf16", bool, "true or false"),
-    ("precision.fp8", (str, type(None)), "a text or null"),
-    ("precision.fp8_recipe", (str, type(None)), "a text or null"),
-    ("sites", list, "a list"),
-)
-"""Fields of report.json that readers require."""
+_PHASE = {"phase": str, "precision": str, "first": int, "last": int}
+_STORED = {"weights": int, "bytes": int, "values": int, "warning": (str, None)}
+_SITE = {"name": str, "precision": str, "recipe": (str, None), "roles?": (dict, None), "layer?": (int, None)}
+_GROUPS = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "data")
+_REPORT = {
+    "device": str,
+    "versions": dict,
+    "parallel": {
+        "world_size": int,
+        "launcher": str,
+        "backend": str,
+        "sequence_parallel": bool,
+        "threads_per_rank": int,
+        **dict.fromkeys(_GROUPS, (int, None)),
+    },
+    "parameters": {"total": int, "non_embedding": int},
+    "precision": {
+        "bf16": bool,
+        "fp8": (str, None),
+        "fp8_recipe": (str, None),
+        "phases?": [_PHASE],
+        "fp8_param?": (_STORED, None),
+    },
+    "sites": [_SITE],
+}
+"""The fields of report.json that readers use, with their types. A name with '?' may be missing."""
+
+_WORDS = {
+    str: "a text", int: "a whole number", bool: "true or false", dict: "an object", list: "a list", type(None): "null",
+}  # fmt: skip
 
 
 class PlaceNotKnown(ValueError):
@@ -80,20 +87,12 @@ class RunRecord:
         """report.json. Raises ValueError if it is missing or lacks a required field."""
         path = self.folder / "report.json"
         report = read_report(self.folder)
-        if not isinstance(report, dict):
+        try:
+            _check_shape(report, _REPORT, "")
+        except ValueError as error:
             raise ValueError(
-                f"{str(path)!r} is no run's report: it is no JSON object. Give the folder of a run."
-            )
-        for name, kind, words in _REQUIRED:
-            value = _field(report, name, path)
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise ValueError(
-                    f"{str(path)!r} is no run's report: {name} is {str(value)[:60]!r}, and that is {words}."
-                )
-        for number, site in enumerate(report["sites"], 1):
-            _check_site(site, number, path)
-        _check_phases(report["precision"].get("phases", []), path)
-        _check_stored(report["precision"].get("fp8_param"), path)
+                f"{str(path)!r} is no run's report: {error}. Give the folder of a run."
+            ) from error
         return report
 
     def config(self) -> dict[str, Any]:
@@ -215,51 +214,34 @@ def require_folder(folder: Path) -> None:
             )
 
 
-def _field(report: Mapping[str, Any], name: str, path: Path) -> Any:
-    value: Any = report
-    for part in name.split("."):
-        if part not in value:
-            raise ValueError(f"{str(path)!r} is no run's report: it has no {name}. Give the folder of a run.")
-        value = value[part]
-    return value
+def _check_shape(value: Any, shape: Any, name: str) -> None:
+    """Raise ValueError, which names the field, unless a value of JSON has this shape.
 
-
-def _check_site(site: Any, number: int, path: Path) -> None:
-    if not isinstance(site, dict) or not isinstance(site.get("name"), str):
-        raise ValueError(f"{str(path)!r} is no run's report: its site {number} has no name.")
-    for name, kinds, words in (
-        ("precision", str, "a text"),
-        ("recipe", (str, type(None)), "a text or null"),
-        ("roles", (dict, type(None)), "an object or null"),
-        ("layer", (int, type(None)), "a whole number or null"),
-    ):
-        if not isinstance(site.get(name), kinds) or (name == "recipe" and name not in site):
-            raise ValueError(
-                f"{str(path)!r} is no run's report: {name} of its site {site['name']!r} is"
-                f" {str(site.get(name))[:60]!r}, and that is {words}."
-            )
-
-
-def _check_phases(phases: Any, path: Path) -> None:
-    kinds = (("phase", str), ("precision", str), ("first", int), ("last", int))
-    for phase in phases if isinstance(phases, list) else [phases]:
-        if not isinstance(phase, dict) or not all(isinstance(phase.get(name), kind) for name, kind in kinds):
-            raise ValueError(
-                f"{str(path)!r} is no run's report: its phases cannot be understood ({str(phase)[:60]}), and each has"
-                " phase, precision, first and last."
-            )
-
-
-def _check_stored(entry: Any, path: Path) -> None:
-    kinds = (("weights", int), ("bytes", int), ("values", int), ("warning", (str, type(None))))
-    if entry is not None and not (
-        isinstance(entry, dict)
-        and all(name in entry and isinstance(entry[name], kind) for name, kind in kinds)
-    ):
-        raise ValueError(
-            f"{str(path)!r} is no run's report: precision.fp8_param is {str(entry)[:60]}, and that has weights, bytes,"
-            " values and warning."
-        )
+    Args:
+        shape: a type, None, an object's fields, a list of one shape, or a tuple of these of which one must fit.
+        name: the value's dotted name; '' for the whole report.
+    """
+    for kind in shape if isinstance(shape, tuple) else (shape,):
+        if isinstance(kind, dict) and isinstance(value, dict):
+            for key, inner in kind.items():
+                field, dotted = key.removesuffix("?"), f"{name}.{key}".strip(".?")
+                if field in value:
+                    _check_shape(value[field], inner, dotted)
+                elif field == key:
+                    raise ValueError(f"it has no {dotted}")
+            return
+        if isinstance(kind, list) and isinstance(value, list):
+            for number, item in enumerate(value, 1):
+                _check_shape(item, kind[0], f"{name}[{number}]")
+            return
+        if type(value) is kind or (value is None and kind is None):
+            return
+    kinds = [
+        kind if isinstance(kind, type) else type(kind)
+        for kind in (shape if isinstance(shape, tuple) else (shape,))
+    ]
+    words = " or ".join(_WORDS[kind] for kind in kinds)
+    raise ValueError(f"{name or 'it'} is {str(value)[:60]!r}, and that is {words}")
 
 
 def _metric(line: Line) -> Line:

@@ -37,11 +37,21 @@ def changed(folder, file, number, change):
         ("metrics.jsonl", {"skipped": "no"}, "skipped 'no'"),
     ],
 )
-def test_every_reader_refuses_a_line_with_its_number(tmp_path, capsys, file, change, said):
+def test_a_line_is_refused_with_its_number(tmp_path, file, change, said):
+    run = write_run(tmp_path / "run")
+    changed(run, file, 2, change)
+    record = record_of(run)
+    with pytest.raises(ValueError) as refused:
+        list(record.metrics() if file == "metrics.jsonl" else record.telemetry())
+    assert f"line 2 of '{run / file}'" in str(refused.value) and said in str(refused.value)
+
+
+@pytest.mark.parametrize("file", ["telemetry.jsonl", "metrics.jsonl"])
+def test_every_reader_refuses_such_a_line(tmp_path, capsys, file):
     run, other = write_run(tmp_path / "run"), write_run(tmp_path / "other")
     for folder in (run, other):
         (folder / "config.yaml").write_text("train: {seed: 1}\n")
-    changed(run, file, 2, change)
+    changed(run, file, 2, {"iteration": 0})
     for arguments in (
         ["report", run],
         ["report", run, "--html", tmp_path / "page.html"],
@@ -50,7 +60,7 @@ def test_every_reader_refuses_a_line_with_its_number(tmp_path, capsys, file, cha
     ):
         assert main([str(argument) for argument in arguments]) == 2, arguments
         out = capsys.readouterr()
-        assert f"line 2 of '{run / file}'" in out.err and said in out.err, arguments
+        assert f"line 2 of '{run / file}'" in out.err, arguments
         assert out.out == "" and out.err.count("\n") == 1
     assert not (tmp_path / "page.html").exists() and not (tmp_path / "advice.json").exists()
 
@@ -76,26 +86,27 @@ def test_events_are_checked_and_words_are_numbers(tmp_path):
     [
         ({"device": None}, "device is 'None', and that is a text"),
         ({"parallel": {"world_size": 1}}, "has no parallel.launcher"),
-        ({"precision": [], "sites": []}, "precision is"),
-        ({"sites": {}}, "sites is"),
-        ({"sites": ["a"]}, "site 1 has no name"),
-        (
-            {"sites": [{"name": "a", "precision": "fp8", "recipe": "mxfp8", "roles": 3}]},
-            "roles of its site 'a'",
-        ),
-        ({"phases": [3]}, "phases cannot be understood"),
+        ({"precision": []}, "precision is '[]', and that is an object"),
+        ({"sites": {}}, "sites is '{}', and that is a list"),
+        ({"sites": ["a"]}, "sites[1] is 'a', and that is an object"),
+        ({"sites": [{"name": "a", "precision": "fp8", "recipe": None, "roles": 3}]}, "an object or null"),
+        ({"sites": [{"name": "a", "precision": "fp8", "recipe": None, "layer": True}]}, "sites[1].layer is"),
+        ({"sites": [{"name": "a", "precision": "fp8"}]}, "has no sites[1].recipe"),
+        ({"phases": [3]}, "precision.phases[1] is '3'"),
+        ({"fp8_param": {"weights": 1}}, "has no precision.fp8_param.bytes"),
     ],
 )
-def test_a_report_that_lacks_something_is_refused_by_all(tmp_path, capsys, change, said):
+def test_a_report_that_lacks_something_is_refused(tmp_path, change, said):
     run = write_run(tmp_path / "run")
     path = run / "report.json"
     report = json.loads(path.read_text())
-    report["precision"]["phases"] = change.pop("phases", [])
+    for name in ("phases", "fp8_param"):
+        if name in change:
+            report["precision"][name] = change.pop(name)
     path.write_text(json.dumps(report | change))
-    for more in ([], ["--html", tmp_path / "page.html"], ["--advice", tmp_path / "advice.json"]):
-        assert main(["report", str(run), *map(str, more)]) == 2
-        out = capsys.readouterr()
-        assert str(path) in out.err and said in out.err and out.out == "", more
+    with pytest.raises(ValueError) as refused:
+        record_of(run).report()
+    assert f"{str(path)!r} is no run's report: " in str(refused.value) and said in str(refused.value)
 
 
 def test_an_unfinished_last_line_is_left_out_and_said(tmp_path, capsys):

@@ -1,0 +1,272 @@
+"""Config values from YAML files and dotted options, converted to their types.
+
+    megatron-fp8 train --config FILE --model.fp8=hybrid --train.train_iters=300
+
+Names may be written with '-' for '_'. A later option overrides an earlier one, and options override files, wherever
+they stand. Needs no Megatron-Core, so that `estimate` can read configs without it.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...files.data_option import data_as_paths
+from ...files.example_configs import config_hint, find_config, which_config
+from ...files.folder_kind import is_model_directory, what_to_give
+from ...files.strict_yaml import load_yaml, read_yaml
+from ...mcore.config.rules import Rule, shown
+from ...plan.key_hint import nearest_key
+from ...plan.settings import field_meant, without_fp8_format
+
+FREE_FORM = "model.fp8_overrides"
+"""The option whose keys users choose: `--model.fp8_overrides.PATTERN=VALUE` sets one."""
+_FREE_WORDS = 'a mapping, as \'{"*.linear_fc2": "bf16"}\' is, or {} for none'
+_COMMA_LISTS = (
+    "checkpoint.accept",
+    *(f"telemetry.{name}" for name in ("sites", "tensors", "statistics", "what_if")),
+)
+_FLAGS = ("dry_run", "debug")
+
+_OFFLOADED, _AWARE = (
+    "Megatron-Core's optimizer on the CPU is not offered here: its masters are no FP8 parameters', and nobody has run it"
+    " beside them",
+    "Megatron-Core's precision-aware optimizer is not offered here: it is Transformer Engine's FusedAdam",
+)
+_NOT_OFFERED = {
+    **dict.fromkeys(
+        (
+            "optimizer_cpu_offload", "optimizer_offload_fraction", "use_torch_optimizer_for_cpu_offload",
+            "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params",
+        ),
+        f"{_OFFLOADED}. optimizer.use_distributed_optimizer=true divides masters and moments over ranks",
+    ),
+    **dict.fromkeys(
+        (
+            "use_precision_aware_optimizer", "store_param_remainders", "main_grads_dtype", "main_params_dtype",
+            "exp_avg_dtype", "exp_avg_sq_dtype",
+        ),
+        f"{_AWARE}. optimizer.state_dtype=fp8 keeps moments in 3 bytes a parameter",
+    ),
+}  # fmt: skip
+"""Options of Megatron-Core's OptimizerConfig -> why they are not supported, and the alternative."""
+
+
+def read_options(
+    arguments: Iterable[str], kinds: Mapping[str, Any], rule_of: Callable[[str], Rule | None]
+) -> tuple[dict[str, Any], list[str]]:
+    """Key -> value for the keys that files and options set, and the names of the files.
+
+    Args:
+        arguments: a command line's words.
+        kinds: every dotted key -> its type; Any: the value is taken as YAML has it.
+        rule_of: the rule of a key, whose words an error message uses.
+
+    Raises ValueError in one line for an unknown key (with the nearest known one), for a value of the wrong type, and for
+    a file that is missing or not YAML.
+    """
+    values: dict[str, Any] = {}
+    sections = sections_of(kinds)
+
+    def take(key: str, value: Any, where: str) -> None:
+        check_text(key, value)
+        try:
+            values[key] = convert(value, kinds[key])
+        except ValueError as error:
+            rule = rule_of(key)
+            words = rule.words if rule else _FREE_WORDS if key == FREE_FORM else f"of the type {kinds[key]}"
+            raise ValueError(
+                f"{where}{key}={shown(value)} must be {words}: change it, or leave it out."
+            ) from error
+
+    options = list(_pairs(data_as_paths(arguments)))
+    files = [find_config(value) for name, value in options if name == "config"]
+    for file in files:
+        for key, value in by_dotted_key(read_config(file, sections), sections).items():
+            check_key(key, f"{file}: ", kinds, in_file=True)
+            take(key, value, f"{file}: ")
+    for name, value in options:
+        key = name.removesuffix("+")
+        if key == "config":
+            continue
+        check_key(key, "--", kinds)
+        if key.startswith(f"{FREE_FORM}."):
+            check_text(key, value)
+            values[FREE_FORM] = {**(values.get(FREE_FORM) or {}), key.removeprefix(f"{FREE_FORM}."): value}
+        elif key in _COMMA_LISTS and not value.startswith("["):
+            take(key, [*(values.get(key, []) if key == "checkpoint.accept" else []), *value.split(",")], "")
+        elif name.endswith("+"):
+            take(key, [*values.get(key, []), value], "")
+        else:
+            take(key, value, "")
+    return values, files
+
+
+def _pairs(arguments: Iterable[str]) -> Iterable[tuple[str, str]]:
+    """(name, value) of every `--name=value`, `--name value` and flag. Raises ValueError for a stray word."""
+    words = iter(arguments)
+    word = next(words, None)
+    while word is not None:
+        if not word.startswith("--"):
+            raise ValueError(
+                f"{word!r} is not an option: options are --config FILE and --section.key=value.{config_hint(word)}"
+            )
+        name, equals, value = word[2:].partition("=")
+        name, word = name.replace("-", "_"), next(words, None)
+        if not name:
+            raise ValueError("-- alone is not an option: leave it out, and write --section.key=value.")
+        if not equals and name in _FLAGS:
+            value = "true"
+        elif not equals:
+            if word is None or word.startswith("--"):
+                raise ValueError(f"--{name} has no value: write --{name}=VALUE.")
+            value, word = word, next(words, None)
+        yield (f"model.{field_meant(value)}" if name == "model.fp8_format" else name), value
+
+
+def sections_of(keys: Iterable[str]) -> tuple[str, ...]:
+    """The sections of dotted keys."""
+    return tuple(dict.fromkeys(key.partition(".")[0] for key in keys if "." in key))
+
+
+def check_key(key: str, where: str, known: Collection[str], *, in_file: bool = False) -> None:
+    """Raise ValueError for an unknown key. ``in_file``: from a file, whose indentation may be wrong."""
+    if key in known or key.startswith(f"{FREE_FORM}."):
+        return
+    sections = sections_of(known)
+    if key in sections:
+        raise ValueError(f"{where}{key} is a section: give its keys, --{key}.KEY=VALUE.")
+    section, _, name = key.rpartition(".")
+    if section == "optimizer" and name in _NOT_OFFERED:
+        raise ValueError(f"{where}{key}: {_NOT_OFFERED[name]}.")
+    near = nearest_key(key, known)
+    hint = f" Did you mean {near}?" if near else " Sections are " + ", ".join(sections) + "."
+    same_name = [other for other in known if other.rpartition(".")[2] == name]
+    owner = same_name[0].rpartition(".")[0] if same_name else ""
+    if in_file and name in sections:
+        hint = f" It is a section: is it indented too far, under {section}:?"
+    elif in_file and same_name:
+        hint += f" Is it indented under {owner}:?" if owner else f" Is it indented too far, under {section}:?"
+    raise ValueError(f"{where}{key} is not a known key.{hint}")
+
+
+def check_text(name: str, value: Any) -> None:
+    """Raise ValueError if a value holds text that config.yaml cannot."""
+    for part in (
+        value
+        if isinstance(value, list)
+        else [*value, *value.values()]
+        if isinstance(value, dict)
+        else [value]
+    ):
+        if isinstance(part, str) and "\0" in part:
+            raise ValueError(f"{name}={part!r} holds a NUL character: write it without.")
+        if isinstance(part, str) and part.encode("utf-8", "replace").decode("utf-8") != part:
+            raise ValueError(
+                f"{name}={part!r} holds bytes that are no UTF-8, and config.yaml could not hold them: choose another"
+                " name."
+            )
+
+
+def convert(value: Any, kind: Any) -> Any:
+    """A value, of YAML or a text of the command line, as a field's type. Raises ValueError."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        for part in sorted(parts, key=lambda part: part is str):  # text is what nothing else fits
+            try:
+                return convert(value, part)
+            except ValueError:
+                continue
+        raise ValueError("no type of the union fits")
+    if origin is typing.Literal:
+        if isinstance(value, str) and value in parts:
+            return value
+    elif kind is str:
+        if isinstance(value, str):
+            return value
+    elif isinstance(kind, type) and issubclass(kind, enum.Enum):
+        if isinstance(value, str) and value in kind.__members__:
+            return kind[value]
+    elif not isinstance(value, str) or value.strip():
+        parsed = load_yaml(value.encode()) if isinstance(value, str) else value
+        return _convert_parsed(parsed, origin or kind, parts)
+    raise ValueError("another type")
+
+
+def _convert_parsed(value: Any, kind: Any, parts: tuple[Any, ...]) -> Any:
+    """A value of YAML as a type that text does not have. ``parts``: the types in it. Raises ValueError."""
+    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        try:
+            return float(value)  # YAML reads 1e-4 as text
+        except OverflowError as error:
+            raise ValueError("beyond float64") from error
+    if kind is Any:
+        try:
+            return float(value) if isinstance(value, str) else value
+        except ValueError:
+            return value
+    if kind is list and isinstance(value, list):
+        return [convert(item, parts[0]) for item in value]
+    if kind is tuple and isinstance(value, (list, tuple)) and len(value) == len(parts):
+        return tuple(map(convert, value, parts))
+    if kind is dict and isinstance(value, dict):
+        return {convert(name, parts[0]): convert(item, parts[1]) for name, item in value.items()}
+    if kind is types.NoneType and value is None:
+        return None
+    if kind in (bool, int) and type(value) is kind:
+        return value
+    raise ValueError("another type")
+
+
+def read_config(path: str, sections: Collection[str]) -> dict[str, Any]:
+    """The content of a config file by name, with ``sections`` as dicts; `model.fp8_format` gets its current name.
+
+    Raises ValueError, with the file's name, if it is missing, too large, not YAML or empty, or has a value for a
+    section.
+    """
+    if not path.strip():
+        raise ValueError(f"--config={path!r} is empty: give a YAML file, or leave --config out.")
+    if os.path.isdir(path):
+        hint = what_to_give(Path(path)) if is_model_directory(Path(path)) else ""
+        hint = hint or f"give a YAML file, such as {path.rstrip('/')}/config.yaml"
+        raise ValueError(f"--config={path} is a folder: {hint}.")
+    try:
+        content = read_yaml(Path(path))
+    except OSError as error:
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise ValueError(f"--config={path!r}: {reason}. {which_config(path)}") from error
+    except ValueError as error:
+        raise ValueError(f"--config={path} is not YAML: {error}") from error
+    if content is None:
+        raise ValueError(f"--config={path} is empty: it needs keys such as model and train.")
+    if not isinstance(content, dict):
+        raise ValueError(f"--config={path} holds no sections: it needs keys such as model and train.")
+    for name, section in content.items():
+        if name in sections and not isinstance(section, dict):
+            remedy = f"write {name}: {{KEY: VALUE}}"
+            if section is None:
+                remedy = f"and it is empty: are the lines below it indented under {name}:?"
+            raise ValueError(
+                f"--config={path}: {name}={shown(section)} must be a section: {remedy}, or leave it out."
+            )
+    if "model" in content and "model" in sections:
+        try:
+            content["model"] = without_fp8_format(content["model"])
+        except ValueError as error:
+            raise ValueError(f"--config={path}: model.{error}") from error
+    return content
+
+
+def by_dotted_key(content: dict[str, Any], sections: Collection[str]) -> dict[str, Any]:
+    """The values of a config file; keys in a section become SECTION.KEY."""
+    result = {}
+    for name, value in content.items():
+        result.update(
+            {f"{name}.{key}": item for key, item in value.items()} if name in sections else {name: value}
+        )
+    return result
