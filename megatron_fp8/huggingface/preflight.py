@@ -45,9 +45,9 @@ def check_buildable(run: dict[str, Any], architecture: Architecture) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of libraries, and those that training will repeat
             from ..train.config.model_section import transformer_config
-            from ..train.resume.restore import run_of_values
+            from ..train.config.run_config import parse
 
-            transformer_config(run_of_values(run, []).model)
+            transformer_config(parse([], base=run).model)
     except ValueError as error:
         message = _with_config_json_names(str(error), architecture)
         raise ValueError(

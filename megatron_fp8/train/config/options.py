@@ -58,7 +58,10 @@ _NOT_OFFERED = {
 
 
 def read_options(
-    arguments: Iterable[str], kinds: Mapping[str, Any], rule_of: Callable[[str], Rule | None]
+    arguments: Iterable[str],
+    kinds: Mapping[str, Any],
+    rule_of: Callable[[str], Rule | None],
+    base: dict[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Key -> value for the keys that files and options set, and the names of the files.
 
@@ -66,6 +69,7 @@ def read_options(
         arguments: a command line's words.
         kinds: every dotted key -> its type; Any: the value is taken as YAML has it.
         rule_of: the rule of a key, whose words an error message uses.
+        base: a config's content, which files and options override.
 
     Raises ValueError in one line for an unknown key (with the nearest known one), for a value of the wrong type, and for
     a file that is missing or not YAML.
@@ -79,17 +83,19 @@ def read_options(
             values[key] = convert(value, kinds[key])
         except ValueError as error:
             rule = rule_of(key)
-            words = rule.words if rule else _FREE_WORDS if key == FREE_FORM else f"of the type {kinds[key]}"
+            kind = getattr(kinds[key], "__name__", kinds[key])
+            words = rule.words if rule else _FREE_WORDS if key == FREE_FORM else f"of the type {kind}"
             raise ValueError(
                 f"{where}{key}={shown(value)} must be {words}: change it, or leave it out."
             ) from error
 
     options = list(_pairs(data_as_paths(arguments)))
     files = [find_config(value) for name, value in options if name == "config"]
-    for file in files:
-        for key, value in by_dotted_key(read_config(file, sections), sections).items():
-            check_key(key, f"{file}: ", kinds, in_file=True)
-            take(key, value, f"{file}: ")
+    contents = [] if base is None else [("its config", _checked(base, "its config", sections))]
+    for where, content in [*contents, *((file, read_config(file, sections)) for file in files)]:
+        for key, value in by_dotted_key(content, sections).items():
+            check_key(key, f"{where}: ", kinds, in_file=True)
+            take(key, value, f"{where}: ")
     for name, value in options:
         key = name.removesuffix("+")
         if key == "config":
@@ -246,20 +252,23 @@ def read_config(path: str, sections: Collection[str]) -> dict[str, Any]:
         raise ValueError(f"--config={path} is empty: it needs keys such as model and train.")
     if not isinstance(content, dict):
         raise ValueError(f"--config={path} holds no sections: it needs keys such as model and train.")
+    return _checked(content, f"--config={path}", sections)
+
+
+def _checked(content: dict[str, Any], where: str, sections: Collection[str]) -> dict[str, Any]:
+    """A config's content, whose sections are dicts. Raises ValueError if a section has another value."""
     for name, section in content.items():
         if name in sections and not isinstance(section, dict):
-            remedy = f"write {name}: {{KEY: VALUE}}"
+            remedy = f": write {name}: {{KEY: VALUE}}, or leave it out."
             if section is None:
-                remedy = f"and it is empty: are the lines below it indented under {name}:?"
-            raise ValueError(
-                f"--config={path}: {name}={shown(section)} must be a section: {remedy}, or leave it out."
-            )
-    if "model" in content and "model" in sections:
-        try:
-            content["model"] = without_fp8_format(content["model"])
-        except ValueError as error:
-            raise ValueError(f"--config={path}: model.{error}") from error
-    return content
+                remedy = f", and it is empty: are the lines below it indented under {name}:? Or leave it out."
+            raise ValueError(f"{where}: {name}={shown(section)} must be a section{remedy}")
+    if "model" not in content or "model" not in sections:
+        return content
+    try:
+        return {**content, "model": without_fp8_format(content["model"])}
+    except ValueError as error:
+        raise ValueError(f"{where}: model.{error}") from error
 
 
 def by_dotted_key(content: dict[str, Any], sections: Collection[str]) -> dict[str, Any]:

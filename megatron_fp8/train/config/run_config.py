@@ -80,15 +80,17 @@ def _plain(value: Any) -> Any:
     return value.name if isinstance(value, enum.Enum) else value
 
 
-def parse(arguments: list[str], ranks: int = 1) -> RunConfig:
+def parse(arguments: list[str], ranks: int = 1, base: dict[str, Any] | None = None) -> RunConfig:
     """The run config of a command line. Its options override its files, in any order.
 
-    ``ranks``: number of ranks of the run, for a tensor parallel size of 'auto'.
+    Args:
+        ranks: number of ranks of the run, for a tensor parallel size of 'auto'.
+        base: plain values by section, as of a checkpoint's run; files and options override them.
 
     Raises ValueError in one line for an unknown key (with the nearest known one), for a value of the wrong type or out
     of range, and for a file that is missing or not YAML.
     """
-    values, files = read_options(arguments, _kinds(), rule_of)
+    values, files = read_options(arguments, _kinds(), rule_of, base)
     given: dict[str, dict[str, Any]] = {name: {} for name in ("", *SECTIONS)}
     for key, value in values.items():
         section, _, name = key.rpartition(".")

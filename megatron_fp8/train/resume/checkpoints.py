@@ -35,7 +35,7 @@ from ..health import skipped_samples
 from ..launch.parallel import on_every_rank, on_first_rank, seed_streams
 from ..report import versions
 from . import checkpoint_compat, parent_checkpoint
-from .run_backup import is_inside, own_name, same_place
+from .run_backup import own_name, same_place
 from .run_folder import RunFolders, checkpoint_folder
 
 _ATTEMPTS = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"
@@ -233,7 +233,6 @@ def resume(
     before = 0
     if own_name(folder, checkpoint_folder(run)) is not None:
         before = on_first_rank(lambda: parent_checkpoint.iterations_before(checkpoint_folder(run)))
-        lines += map(_note, _of_another_run(run, manifest))
     elif run.resume == "auto":
         lines.append(
             _note(f"no checkpoint of this run is there, and its {parent_checkpoint.FILE} names that one")
@@ -273,22 +272,6 @@ def resume(
         state.get("liveness", {}),
         before,
     )
-
-
-def _of_another_run(run: RunConfig, manifest: Manifest) -> list[str]:
-    """A line for a checkpoint that was saved with another run_dir in a shared checkpoint.folder.
-
-    It may be the same run under another path, or another run.
-    """
-    there = manifest.facts.get("run", {}).get("run_dir")
-    if is_inside(checkpoint_folder(run), Path(run.run_dir)) or not isinstance(there, str):
-        return []
-    if same_place(Path(there), Path(run.run_dir)):
-        return []
-    return [
-        f"it was saved with run_dir={there!r}, and this is {run.run_dir!r}: if that is another run and not another path"
-        " to the same one, give this one a checkpoint.folder of its own"
-    ]
 
 
 def _ranges(records: list[dict[str, Any]]) -> str:

@@ -7,16 +7,10 @@ not depend on the layout that wrote them.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from ...files.atomic_io import remedy
 from ...files.checkpoint import find_checkpoint, read_manifest, without_checksum
 from ...files.manifest import Manifest
 from ...mcore.checkpoint.training import load_weights
@@ -177,21 +171,11 @@ def run_of(folder: Path, saved: dict[str, Any] | None, config: str | None, optio
     for section, name in _NOT_FROM_A_CHECKPOINT:
         sections.get(section, {}).pop(name, None)
     try:
-        return run_of_values(sections, options)
+        return run_config.parse(options, base=sections)
     except ValueError as error:
         raise ValueError(
             f"the run of the checkpoint {str(folder)!r} cannot be built here: {error}"
         ) from error
-
-
-def run_of_values(sections: dict[str, Any], options: list[str]) -> RunConfig:
-    """The run config from plain values by section, with ``options`` applied. Raises ValueError as for a config file."""
-    with _as_file(sections) as path:
-        try:
-            return run_config.load(path, *options)
-        except ValueError as error:
-            message = str(error).replace(f"--config={path}", "its config").replace(path, "its config")
-            raise ValueError(message) from error
 
 
 # Code to import, output paths and accepted changes count only from the user's own config or command line.
@@ -213,17 +197,3 @@ def refuse_its_code(folder: Path, saved: dict[str, Any], section: Any) -> None:
             f" is not imported: if you know it, add --model.fp8_quantizer_factory={path}; or choose a recipe"
             " with --recipe."
         )
-
-
-@contextmanager
-def _as_file(values: dict[str, Any]) -> Iterator[str]:
-    """Context: a run's values as a temporary config file, since the parser checks every key and type."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "config.yaml")
-        try:
-            path.write_text(yaml.safe_dump(values), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(
-                f"{str(path)!r} cannot be written ({error.strerror}): {remedy(error)}, or set TMPDIR to another folder."
-            ) from error
-        yield str(path)

@@ -12,8 +12,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import sys
-import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +25,6 @@ from ...files.run_lock import RunLock
 from ...files.terminal import printable
 from ...state.collectives import first_rank_with, total
 from ..launch.parallel import on_first_rank, until_leave
-from ..launch.startup_barrier import FIRST_LINE_S
 from . import parent_checkpoint, run_backup
 from .run_backup import own_name, same_place
 
@@ -51,9 +48,8 @@ class RunFolders:
         Raises ValueError on every rank if a folder cannot be made or written, is locked by another run, or is not
         shared.
         """
-        with self._report_slow_folders():
-            on_first_rank(self._lock_folders)
-            self._test_shared()
+        on_first_rank(self._lock_folders)
+        self._test_shared()
 
     def still_ours(self) -> None:
         """On rank 0: raise OSError if another run has locked the checkpoints' folder."""
@@ -149,23 +145,6 @@ class RunFolders:
                 for leftover in folder.glob(f"{_TRIAL}*"):
                     discard(leftover)
                 _test_write(folder)
-
-    @contextmanager
-    def _report_slow_folders(self) -> Iterator[None]:
-        """Context: rank 0 reports a long wait. All ranks have arrived, so the start-up check reports none."""
-        text = (
-            f"waiting     {FIRST_LINE_S:.0f} s so far: the file system of {str(self.run_dir)!r} is slow to answer, or"
-            f" ranks do not see each other's files in {str(self.checkpoints)!r}, which may take a network file system"
-            f" {PATIENCE_S:.0f} s"
-        )
-        line = threading.Timer(FIRST_LINE_S, print, (text,), {"file": sys.stderr, "flush": True})
-        line.daemon = True
-        if dist.get_rank() == 0:
-            line.start()
-        try:
-            yield
-        finally:
-            line.cancel()
 
     def _test_shared(self) -> None:
         """Check that each rank sees rank 0's test file, and that rank 0 sees every rank's."""

@@ -190,20 +190,3 @@ def test_before_its_first_save_a_run_that_fails_goes_back_to_where_it_began(base
     shutil.rmtree(base)
     assert checkpoints.checkpoint_before(run, 5, base) is None
     assert checkpoints.checkpoint_before(run, 5, None) is None
-
-
-def test_a_checkpoint_that_another_run_dir_saved_into_this_folder_is_said(own, tmp_path, monkeypatch):
-    """A line, and no refusal: a requeued job may see the same folder under another path."""
-    monkeypatch.chdir(tmp_path)
-    shared = tmp_path / "shared"
-    for there, folder, said in (
-        ("run", shared, 1),
-        ("other", shared, 1),
-        ("other", None, 0),  # RUN_DIR was moved, and its checkpoints in it
-    ):
-        manifest = Manifest(4, facts={"run": {"run_dir": there}})
-        lines = checkpoints._of_another_run(run_of(own, folder), manifest)
-        said -= there == "run"  # this one, relative
-        assert len(lines) == said
-        assert all(f"saved with run_dir={there!r}, and this is {str(own.parent)!r}" in line for line in lines)
-    assert not checkpoints._of_another_run(run_of(own, shared), Manifest(4))  # saved from Python
