@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import sys
 import warnings
 from contextlib import nullcontext
 
@@ -13,15 +14,17 @@ from megatron_fp8.mcore.patches.disable_jit import plain_functions
 # As mcore.install() does; device_count() asks NVML: CUDA itself, once asked, works in no forked process.
 with warnings.catch_warnings(), nullcontext() if torch.cuda.device_count() else plain_functions():
     warnings.simplefilter("ignore")  # of each command and rank, its own imports would warn
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
     import megatron_fp8.commands.train
     import megatron_fp8.mcore.spec
     import megatron_fp8.train.loop
     import megatron_fp8.train.model  # noqa: F401
     from megatron_fp8.mcore.patches import cpu_engine
     from megatron_fp8.train.config.run_config import parse
-    from megatron_fp8.train.launch.node_rendezvous import name_methods_at_once
 
-    name_methods_at_once()  # for torchrun too
+    # Torch reads the source of all frames for the names in its records: half a second for each launch.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     cpu_engine.factories()  # kept too: 20 ms
     parse([])  # the parser of options is kept: each command would make it in 0.2 s
 

@@ -7,10 +7,11 @@ import difflib
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 from ..files.resource_limits import usable_cores
 from ..train.failure import EXIT_BAD_INPUT, EXIT_FAILED
-from ..train.launch.hosts import is_host
+from ..train.launch.environment import is_host
 from .cli_common import CommandParser, refuse
 
 HELP = """\
@@ -27,7 +28,7 @@ On several nodes, the same line on each but for --node-rank; HOST is node 0 as t
   megatron-fp8 launch --nodes 2 --node-rank 1 --master HOST:29500 --ranks 8 train ...
 
 Ctrl-C, SIGTERM and SIGHUP make a training finish its iteration, save and end; Ctrl-C again, a second later, ends it at
-once. Bad input is one line, said once, and is not tried again. A rank that dies is named, with its last line and its log.
+once. Bad input is one line, said once, and is not tried again. A rank that dies is named.
 Underneath is torch's elastic agent, which torchrun has too: ranks find the same environment variables.
 
 Exit codes are the command's: 0 done, or stopped and saved; 1 failed; 2 bad input. 130 (Ctrl-C) and 143 (SIGTERM): ended
@@ -82,7 +83,7 @@ def _parser() -> CommandParser:
         "--logs",
         metavar="DIR",
         type=Path,
-        help="keep what each rank says (default: only of a launch that fails)",
+        help="also copy what each rank prints into files (default: no files)",
     )
     add("--nodes", metavar="N", type=int, default=1, help="each with a launch of its own (default 1)")
     add("--node-rank", metavar="R", type=int, help="of several nodes, which one this is: 0 to N - 1")
@@ -188,25 +189,25 @@ def _address(master: str) -> tuple[str, int]:
 def _launch(options: argparse.Namespace, program: list[str]) -> int:
     import torch
 
-    from ..train.launch.launcher import Launching, launch, say
-    from ..train.launch.node_rendezvous import Nodes
+    from ..train.launch.launcher import LaunchSpec, launch, say
 
-    nodes = Nodes()
+    place: dict[str, Any] = {}
     if options.nodes > 1:
-        nodes = Nodes(options.nodes, options.node_rank, *_address(options.master))
+        host, port = _address(options.master)
+        place = {"nodes": options.nodes, "node": options.node_rank, "host": host, "port": port}
     gpus = torch.cuda.device_count()
     ranks, cores = options.ranks or gpus or 1, usable_cores()
     if not gpus and ranks > cores:
         say(f"note: {ranks} ranks share {cores} CPU cores and wait for each other: --ranks {cores} is faster")
-    launching = Launching(
+    spec = LaunchSpec(
         [sys.executable, "-u", *program],
         ranks,
-        nodes,
-        options.max_restarts,
-        options.logs,
-        options.stopped_code,
+        **place,
+        max_restarts=options.max_restarts,
+        logs=options.logs,
+        stopped_code=options.stopped_code,
     )
     try:
-        return launch(launching, debug=options.debug)
+        return launch(spec, debug=options.debug)
     except torch.distributed.DistError as error:
         return refuse(error, debug=options.debug, code=EXIT_FAILED)

@@ -9,7 +9,7 @@ Rejected: saving inside the handler. It runs on one rank, at any point of a step
 between two steps. Rejected: a rank that decides alone. Its peers would wait for it in the next collective.
 
     SIGTERM                SLURM's first signal when it preempts or cancels a job; torchrun forwards it to its ranks;
-                           from `launch` it stands for the signal that `launch` received
+                           `launch` sends it for Ctrl-C and SIGHUP too
     SIGINT                 Ctrl-C, which torchrun forwards to its ranks; again, AGAIN_S later, it ends the process unsaved
     SIGHUP                 sent by a terminal that closes; a process started by nohup continues
     SIGUSR1                sent by `sbatch --signal=USR1@300` 300 s before the job's time limit
@@ -33,7 +33,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 
 _LIMIT = "the job's time limit"
@@ -47,15 +46,13 @@ LEAD_S = 120.0
 """Least time in seconds before the job's limit at which a run stops; in a short job a tenth of its time."""
 STOPPED_CODE = "MEGATRON_FP8_STOPPED_CODE"
 """The environment variable with the exit code, if not 0, of a run that was stopped and saved."""
-ASKED_BY = "MEGATRON_FP8_ASKED_BY_PATH"
-"""The environment variable with the path of a file. `launch` writes its signal's name there before SIGTERM."""
 
 
 class StopRequest:
     """Records this rank's reasons to stop, and the reason that all ranks agreed on.
 
     Args:
-        environ: has SLURM_JOB_START_TIME and SLURM_JOB_END_TIME (seconds since 1970), STOPPED_CODE and ASKED_BY.
+        environ: has SLURM_JOB_START_TIME and SLURM_JOB_END_TIME (seconds since 1970), STOPPED_CODE.
         clock: seconds since 1970, read once: a clock that is set later does not move the time limit.
         steady: seconds of a clock that is never set.
     """
@@ -73,7 +70,6 @@ class StopRequest:
         self._lead = min(LEAD_S, self._length / 10)
         self.exit_code = _stopped_code(environ)
         """Exit code of a run that was stopped."""
-        self._asked_by = environ.get(ASKED_BY)
         self._interrupted: float | None = None
         self.reason: str | None = None
         """The reason, from REASONS, for which all ranks stop; None: continue."""
@@ -110,20 +106,10 @@ class StopRequest:
             self._interrupted = now if self._interrupted is None else self._interrupted
             if now - self._interrupted >= AGAIN_S:
                 raise KeyboardInterrupt
-        self._noted[self._reason_of(signal.Signals(number).name)] = True
+        self._noted[signal.Signals(number).name] = True
         if say := self._says.pop(number, ""):
             with suppress(OSError):  # its terminal has closed; print may be what was interrupted
                 os.write(2, f"\n{say}\n".encode())
-
-    def _reason_of(self, name: str) -> str:
-        """The reason for a signal: `launch` sends SIGTERM for any signal to end, and writes its name to a file."""
-        if name != "SIGTERM" or self._asked_by is None:
-            return name
-        try:
-            reason = Path(self._asked_by).read_text()
-        except OSError:  # the launcher has ended
-            return name
-        return reason if reason in self._noted else name  # '': only this process got the signal
 
     def votes(self) -> list[float]:
         """One number for each of REASONS, 1.0 if this rank has recorded it, for a sum over all ranks."""

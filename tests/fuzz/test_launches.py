@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fp8.train.launch import launcher
-from megatron_fp8.train.launch.environment import find_launch
-from megatron_fp8.train.launch.hosts import is_host
+from megatron_fp8.train.launch.environment import find_launch, is_host
 from tests.support.draws import draws
 from tests.support.heard import Heard, done_or_refused
 from tests.support.nonsense import WRITTEN

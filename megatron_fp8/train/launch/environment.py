@@ -10,10 +10,9 @@ import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from .hosts import is_host
-from .startup_barrier import ALONE, StartupBarrier
-
+ALONE = "to run alone, unset these variables"
 _DEFAULT_PORT = 29500
 
 
@@ -28,8 +27,8 @@ class Launch:
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = _DEFAULT_PORT
-    meeting: StartupBarrier | None = field(default=None, compare=False, repr=False)
-    """Watches the ranks until training starts; None before `parallel.meet`."""
+    meeting: Any = field(default=None, compare=False, repr=False)
+    """The `StartupBarrier` of the ranks; None before `parallel.meet`."""
     told: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """The environment variables used, which may be left over from another launch: 'RANK=0', 'WORLD_SIZE=2'."""
 
@@ -93,6 +92,17 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
             f"MASTER_ADDR={launch.master_addr[:256]!r} is no host's name: give the name or address of rank 0's node."
         )
     return launch
+
+
+def is_host(text: str) -> bool:
+    """Whether a name server accepts it: not empty, no blanks, no label that is empty or too long."""
+    if not text or not text.isprintable() or " " in text or "/" in text:
+        return False
+    try:
+        text.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

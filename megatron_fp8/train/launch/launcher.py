@@ -1,7 +1,13 @@
 """Starts and watches this node's ranks by torch's elastic agent.
 
-Differences from torchrun: bad input (exit code 2) is not retried; a signal to end makes the ranks save; the exit code
-is the ranks' own; a dead rank is reported with its last line and its log; no rank outlives the launcher.
+Differences from torchrun: bad input (exit code 2) is not retried; a signal makes the ranks save, without a time limit;
+the exit code is the ranks' own; node 0 has the first ranks; no rank outlives the launcher.
+
+    SIGINT (Ctrl-C), SIGTERM, SIGHUP    the ranks get SIGTERM: a training finishes its iteration, saves and ends
+    SIGINT again, a second later        the ranks are killed
+    SIGUSR1                             is passed on, as SLURM expects
+
+A signal that was ignored when the launcher started (nohup, `&` in a script) stays ignored.
 """
 
 from __future__ import annotations
@@ -11,139 +17,158 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+    registry,
+)
 
 from ..failure import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
-from ..stop import ASKED_BY, STOPPED_CODE
-from .node_rendezvous import FIRST_LINE_S, Nodes, said_after
-from .parent_death import ends_with_parent
-from .rank_logs import RankLogs
-from .signals import Signals, Stopped
+from ..stop import AGAIN_S, STOPPED_CODE
 
-_SETTLE_S = 10.0
-"""After a rank has ended, a line says that the launcher waits for the others. Torch kills them after 30 s."""
+JOIN_S = 600
+"""Longest time in seconds between the first node to join and the last."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
-class Launching:
+class LaunchSpec:
     """What to start.
 
     Attributes:
         command: a program's path and its arguments.
         ranks: number of ranks on this node.
+        nodes: number of nodes, each with a launcher.
+        node: this node's number, from 0.
+        host, port: where the launcher of node 0 listens; port 0, for one node: any free port.
         max_restarts: how often all ranks start again after one died.
-        logs: folder for the ranks' output; None: a temporary folder, which stays if the launch fails.
+        logs: folder for copies of the ranks' output.
         stopped_code: exit code on every node, in place of 0, of a training that was stopped and saved.
     """
 
     command: list[str]
     ranks: int
-    nodes: Nodes = field(default_factory=Nodes)
+    nodes: int = 1
+    node: int = 0
+    host: str = "127.0.0.1"
+    port: int = 0
     max_restarts: int = 0
     logs: Path | None = None
     stopped_code: int = EXIT_DONE
 
 
 def say(text: str) -> None:
-    """Print a line of the launcher to stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a line of the launcher to stderr, if it still has a reader."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
-def launch(launching: Launching, *, debug: bool = False) -> int:
+def launch(spec: LaunchSpec, *, debug: bool = False) -> int:
     """Start the ranks, wait for all, return their exit code; 128 + the number of a signal that ended them.
 
     Args:
         debug: also show torch's messages.
 
     Raises:
-        ValueError: the nodes' addresses or numbers do not work, or the folder of logs cannot be made.
+        ValueError: this node cannot listen at its address, or the folder of logs cannot be made.
         DistError: other nodes did not join, or left.
     """
     if not debug:
         quiet = logging.getLogger("torch.distributed.elastic")
         quiet.addHandler(logging.NullHandler())
         quiet.propagate = False
-    if launching.ranks > 1:
+    if spec.ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks share the cores
-    # Ranks of several nodes make their own store (node_rendezvous.py).
-    if launching.nodes.count > 1:
+    if spec.nodes > 1:
+        # Ranks of several nodes make their own store: nodes count their own ranks' restarts (startup_barrier.py).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    if launching.stopped_code:
-        os.environ[STOPPED_CODE] = str(launching.stopped_code)
-    os.environ["PYTHONUNBUFFERED"] = "1"  # show lines without delay
-    folder = _folder(launching.logs)
-    asked_by = folder.absolute() / f".asked_by_{uuid.uuid4().hex}"  # several nodes may share the folder
-    os.environ[ASKED_BY] = str(asked_by)
-    signals = Signals(say, asked_by)
-    code = EXIT_FAILED
+    if spec.stopped_code:
+        os.environ[STOPPED_CODE] = str(spec.stopped_code)
+    logs = _logs(spec.logs)
+    handled = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    for (
+        number
+    ) in handled:  # nothing to save yet; torch's waits for other nodes would delay a handler in Python
+        signal.signal(number, signal.SIG_DFL)
+    agent = None
     try:
-        with signals.heard():
-            code = _run(launching, RankLogs(folder, terminal=sys.stdout.isatty()), signals)
+        agent = _Agent(spec, logs, _rendezvous(spec), handled)
+        return agent.exit_code(agent.run())
+    except SignalException as error:  # SIGQUIT, or a signal while the ranks start
+        return 128 + error.sigval
+    except RendezvousError as error:
+        raise DistError(_rendezvous_message(error, spec)) from error
     finally:
-        with suppress(OSError):
-            asked_by.unlink(missing_ok=True)
-        if launching.logs is None and code != EXIT_FAILED:
-            shutil.rmtree(folder, ignore_errors=True)
-    return code
+        if agent is not None and agent.stop is None:
+            agent.handler.shutdown()
 
 
-def _folder(logs: Path | None) -> Path:
+def _logs(folder: Path | None) -> DefaultLogsSpecs:
+    if folder is None:
+        return DefaultLogsSpecs(os.devnull)
     try:
-        if logs is None:
-            return Path(tempfile.mkdtemp(prefix="megatron_fp8_logs_"))
-        logs.mkdir(parents=True, exist_ok=True)
-        if not os.access(logs, os.W_OK):
+        specs = DefaultLogsSpecs(str(folder), tee=Std.ALL)
+        if not os.access(folder, os.W_OK):
             raise PermissionError(0, "not writable")
     except OSError as error:
-        where = f"--logs={logs}" if logs else f"the temporary folder {tempfile.gettempdir()}"
         raise ValueError(
-            f"{where} cannot be used ({error.strerror}): give another folder by --logs."
+            f"--logs={folder} cannot be used ({error.strerror or error}): give another folder by --logs."
         ) from error
-    return logs
+    return specs
 
 
-def _run(launching: Launching, logs: RankLogs, signals: Signals) -> int:
+def _rendezvous(spec: LaunchSpec) -> RendezvousHandler:
+    """Torch's rendezvous of the nodes, which sorts them by their names. On other nodes, waits for node 0."""
+    first = spec.node == 0
+    parameters = RendezvousParameters(
+        "c10d",
+        f"{spec.host}:{spec.port}",
+        run_id=uuid.uuid4().hex if spec.nodes == 1 else "megatron_fp8",  # the same on all nodes
+        min_nodes=spec.nodes,
+        max_nodes=spec.nodes,
+        local_addr=spec.host
+        if first
+        else f"~{spec.node:06}",  # ~ sorts behind any name; only node 0's is used
+        is_host=first,
+        join_timeout=JOIN_S,
+        read_timeout=60 if first else JOIN_S,
+    )
+    if spec.nodes > 1:
+        say(f"waiting     for {spec.nodes} nodes at {spec.host}:{spec.port}, at most {JOIN_S // 60} minutes")
     try:
-        rendezvous = launching.nodes.rendezvous(say)
-        agent = _Agent(launching, rendezvous, logs, signals)
-        try:
-            return agent.end(agent.run())
-        finally:
-            logs.show(ended=True)
-            if signals.stop is None:
-                rendezvous.shutdown()
-    except Stopped as stopped:
-        say(f"{stopped}: ended before any rank had started")
-        return 128 + signal.Signals[str(stopped)]
-    except SignalException as ended:
-        number = signals.stop or ended.sigval
-        say(f"{number.name}: the ranks were ended, unsaved")
-        return 128 + number
+        return registry.get_rendezvous_handler(parameters)
     except RendezvousError as error:
-        raise DistError(_rendezvous_message(error, launching.nodes)) from error
-    except BrokenPipeError:
+        reason = " ".join(str(error.__cause__ or error).split("Exception raised from")[0].split())[:200]
+        if first:
+            raise ValueError(
+                f"this node cannot listen at --master {spec.host}:{spec.port} ({reason}): give an address of this node"
+                " and a free port."
+            ) from error
         raise DistError(
-            "the reader of the output has ended, as `| head` does: the ranks were signalled to save and end."
-        ) from None
+            f"no launcher answers at --master {spec.host}:{spec.port} ({reason}): is node 0 there, and is that its"
+            " address and a port that this node may reach?"
+        ) from error
 
 
-def _rendezvous_message(error: RendezvousError, nodes: Nodes) -> str:
+def _rendezvous_message(error: RendezvousError, spec: LaunchSpec) -> str:
     kind = type(error).__name__
-    where = f"the launchers of {nodes.count} nodes, which meet at {nodes.host}:{nodes.port}"
+    where = f"the launchers of {spec.nodes} nodes, which meet at {spec.host}:{spec.port}"
     if "Timeout" in kind:
         return f"{where}, did not all start: look at the other nodes."
     if "Closed" in kind:
@@ -152,96 +177,114 @@ def _rendezvous_message(error: RendezvousError, nodes: Nodes) -> str:
 
 
 class _Agent(LocalElasticAgent):
-    """Torch's agent, which also shows the ranks' output, forwards signals and does not retry bad input."""
+    """Torch's agent, with this package's signals and exit codes."""
 
     def __init__(
-        self, launching: Launching, rendezvous: RendezvousHandler, logs: RankLogs, signals: Signals
+        self,
+        spec: LaunchSpec,
+        logs: DefaultLogsSpecs,
+        handler: RendezvousHandler,
+        handled: Iterable[signal.Signals],
     ) -> None:
-        program, *arguments = ends_with_parent(launching.command)
-        spec = WorkerSpec(
+        program, *arguments = _ended_with_parent(spec.command)
+        worker = WorkerSpec(
             role="rank",
-            local_world_size=launching.ranks,
-            rdzv_handler=rendezvous,
+            local_world_size=spec.ranks,
+            rdzv_handler=handler,
             entrypoint=program,
             args=tuple(arguments),
-            max_restarts=launching.max_restarts,
+            max_restarts=spec.max_restarts,
             monitor_interval=0.1,
         )
-        super().__init__(spec, logs)
-        self._launching, self._logs, self._signals = launching, logs, signals
+        super().__init__(worker, logs, log_line_prefix_template="[rank${rank}]:")
+        self.handler = handler
+        self.stop: signal.Signals | None = None
+        """The first signal to end; None if there was none."""
+        self._stopped_at, self._killed = 0.0, False
+        self._spec, self._handled, self._job = spec, handled, handler.get_run_id()
+        handler.get_run_id = lambda: self._job  # type: ignore[method-assign]
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self._signals.listen(ranks_run=False)
-        others = f"{self._launching.nodes.count} nodes to connect at --master"
-        with said_after(FIRST_LINE_S, say, others):
-            super()._rendezvous(worker_group)
+        super()._rendezvous(worker_group)
+        if self._spec.nodes > 1:  # locks of a run's folder contain an id that no other launch has
+            if worker_group.group_rank == 0:
+                self._job = uuid.uuid4().hex if self._job == "megatron_fp8" else self._job
+                worker_group.store.set("job", self._job)
+            self._job = worker_group.store.get("job").decode()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         workers: dict[int, Any] = super()._start_workers(worker_group)
-        self._signals.listen(ranks_run=True)  # torch has installed handlers of its own
+        for number in _SIGNALS:  # torch has installed handlers of its own
+            signal.signal(number, self._pass_on if number in self._handled else signal.SIG_IGN)
         return workers
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal to the launcher."""
         assert self._pcontext is not None
-        self._signals.hand_on(self._pcontext.pids().values())
-        with said_after(_SETTLE_S, say, "the other ranks to end after one did; they are killed after 30 s"):
-            result = super()._monitor_workers(worker_group)
-        self._logs.show()
-        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            self._handle_failure(result)
+        ranks = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
+        if number != signal.SIGUSR1:
+            first, now = self.stop is None, time.monotonic()
+            if first:
+                self.stop, self._stopped_at = signal.Signals(number), now
+            if all(rank.poll() is not None for rank in ranks):
+                raise SystemExit(128 + number)
+            if first:
+                again = f"; again, after {AGAIN_S:g} s or later: they end at once, unsaved"
+                say(
+                    f"{self.stop.name}: asked the ranks to finish their iteration, save and end"
+                    f"{again if number == signal.SIGINT else ''}"
+                )
+            if number == self.stop == signal.SIGINT and now - self._stopped_at > AGAIN_S:
+                number, self._killed = signal.SIGKILL, True
+        for rank in ranks:
+            rank.send_signal(number if number in (signal.SIGUSR1, signal.SIGKILL) else signal.SIGTERM)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.FAILED:
+            codes = {failure.exitcode for failure in result.failures.values()}
+            if self.stop is not None or {EXIT_BAD_INPUT, self._spec.stopped_code} & codes:
+                self._remaining_restarts = 0
+            if tries := self._remaining_restarts:
+                most = self._spec.max_restarts
+                restart = f"All ranks start again: restart {most - tries + 1} of {most}."
+                say(f"restart     {self._death(result.failures)} {restart}")
         return result
 
-    def _handle_failure(self, result: RunResult) -> None:
-        """Decide whether the ranks start again, and report it."""
-        codes = [failure.exitcode for failure in result.failures.values()]
-        if self._signals.stop is not None or {EXIT_BAD_INPUT, self._launching.stopped_code} & set(codes):
-            self._remaining_restarts = 0
-        if (tries := self._remaining_restarts) > 0:
-            most = self._worker_group.spec.max_restarts
-            say(
-                f"restart     {self._death(result.failures)} All ranks start again: restart {most - tries + 1} of {most}."
-            )
-
-    def end(self, result: RunResult | None) -> int:
+    def exit_code(self, result: RunResult) -> int:
         """Report why the ranks failed, if they did; return the exit code."""
-        stop = self._signals.stop
-        if result is None or not result.is_failed():
-            return EXIT_DONE if stop is None else self._launching.stopped_code
-        failure = result.failures[_root(result.failures)] if result.failures else None
-        if failure is not None and failure.exitcode == self._launching.stopped_code:
-            return failure.exitcode
-        if stop is not None and failure is not None and failure.exitcode in (-signal.SIGTERM, -stop):
-            say(f"{stop.name}: the ranks ended before there was anything to save")
-            return 128 + stop
-        errors = self._logs.errors()
-        bad_input = failure is not None and failure.exitcode == EXIT_BAD_INPUT
-        if errors and not bad_input:
-            say(self._death(result.failures))
-        reported = (
-            bad_input and self._logs.said_errors
-        )  # on a busy machine ranks end some time after they report bad input
-        for line in errors or ([] if reported else [f"error: {self._death(result.failures)}"]):
-            say(line)
-        return failure.exitcode if failure is not None and failure.exitcode > 0 else EXIT_FAILED
+        if not result.is_failed():
+            return EXIT_DONE if self.stop is None else self._spec.stopped_code
+        if not result.failures:
+            say("error: a rank hangs in the kernel and cannot be ended.")
+            return EXIT_FAILED
+        code = result.failures[_first_failure(result.failures)].exitcode
+        if code in (EXIT_BAD_INPUT, self._spec.stopped_code):  # the ranks have printed why
+            return code
+        if self.stop is not None and (self._killed or code == -signal.SIGTERM):
+            early = "the ranks ended before there was anything to save"
+            say(f"{self.stop.name}: {'the ranks were ended, unsaved' if self._killed else early}")
+            return 128 + self.stop
+        say(f"error: {self._death(result.failures)}")
+        return code if code > 0 else EXIT_FAILED
 
     def _death(self, failures: Mapping[int, ProcessFailure]) -> str:
-        """A line: which rank died and how, its last line of output, and its log."""
-        if not failures:
-            return "a rank hangs in the kernel and cannot be ended."
-        rank = _root(failures)
-        code = failures[rank].exitcode
-        how = f"ended with exit code {code}"
-        if code < 0:
+        """A line: which rank died, how, and where its output is."""
+        rank = _first_failure(failures)
+        failure = failures[rank]
+        how = f"ended with exit code {failure.exitcode}"
+        if failure.exitcode < 0:
             with suppress(ValueError):
-                how = f"was killed by {signal.Signals(-code).name}"
-            if code == -signal.SIGKILL:
+                how = f"was killed by {signal.Signals(-failure.exitcode).name}"
+            if failure.exitcode == -signal.SIGKILL:
                 how += " (the system does that when memory runs out)"
-        line, path = self._logs.last_line(rank)
-        last = f" Its last line: {line[:300].rstrip('.')}." if line else " It said nothing."
-        return f"rank {rank} {how}.{last}" + (f" Its log: {path}." if path else "")
+        logs = ""
+        if self._spec.logs and self._pcontext is not None:
+            logs = f" Its output is in {Path(self._pcontext.error_files[failure.local_rank]).parent}."
+        return f"rank {rank} {how}.{logs}"
 
 
-def _root(failures: Mapping[int, ProcessFailure]) -> int:
+def _first_failure(failures: Mapping[int, ProcessFailure]) -> int:
     """The rank whose end caused the end of the others.
 
     Order: bad input, then death by a signal, then the earliest; last, ranks that the agent ended.
@@ -252,3 +295,12 @@ def _root(failures: Mapping[int, ProcessFailure]) -> int:
         return code != EXIT_BAD_INPUT, code == -signal.SIGTERM, code > 0, failures[rank].timestamp, rank
 
     return min(failures, key=order)
+
+
+def _ended_with_parent(command: list[str]) -> list[str]:
+    """A command line that runs `command`, and ends it by SIGTERM when this process dies, even of SIGKILL.
+
+    util-linux has the program for it; without it `command` runs unchanged.
+    """
+    program = shutil.which("setpriv")
+    return [program, "--pdeathsig", "TERM", "--", *command] if program else command

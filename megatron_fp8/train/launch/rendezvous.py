@@ -18,8 +18,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .hosts import leads_here
-
 _ANSWER = timedelta(seconds=60)  # limit for an answer of a store that exists
 _NAMED_S = 60.0  # limit for a name to resolve: some clusters start a node before its name is known
 
@@ -74,11 +72,6 @@ class Rendezvous:
         return dist.PrefixStore(self._attempt, store)
 
     def _serve(self) -> dist.Store:
-        if not leads_here(self.address, self.port):
-            raise ValueError(
-                f"MASTER_ADDR={self.address} with MASTER_PORT={self.port} does not lead to this machine"
-                f" ({socket.gethostname()}), which has rank 0: give its address, as all nodes know it, and a free port."
-            )
         try:
             return dist.TCPStore(
                 self.address, self.port, is_master=True, wait_for_workers=False, timeout=_ANSWER

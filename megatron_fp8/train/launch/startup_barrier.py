@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..failure import EXIT_FAILED
+from .environment import ALONE
 from .rendezvous import Rendezvous
 
 FIRST_LINE_S = 20.0
@@ -33,7 +34,6 @@ _GRACE_S = 2.0  # for messages from other ranks that are still to come
 _ANSWER_S = 10.0  # limit for one answer of the store
 _GIVE_UP_S = 1800.0  # limit for a store that does not answer
 _CONNECT_S = 60.0  # limit to connect to a store that exists; all ranks connect at once
-ALONE = "to run alone, unset these variables"
 _SHOWN = 8  # most ranks, or settings, in one line
 _STORE_LOST = (
     "the ranks' start-up store is lost: rank 0 ended before the first step, and its own message has the cause"
