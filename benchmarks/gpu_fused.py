@@ -31,7 +31,7 @@ from megatron_fp8.params.shards import quantize_shards
 from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.state.arena import Arena
 from megatron_fp8.state.fp8_state import Fp8State
-from megatron_fp8.train.launch.deterministic import be_deterministic
+from megatron_fp8.train.launch.parallel import be_deterministic
 
 HOST = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu_common import Machine, supported
 from benchmarks.gpu_models import DRY, TINY, Training
-from megatron_fp8.train.launch.deterministic import be_deterministic
+from megatron_fp8.train.launch.parallel import be_deterministic
 
 
 def checks() -> dict[str, Callable[[Machine], str]]:

@@ -75,29 +75,29 @@ def run_command(
     warn_in_lines()
     debug = "--debug" in arguments
     try:
-        launch = parallel.meet(find_launch(_of_this_process(os.environ)))
+        launch = parallel.connect(find_launch(_of_this_process(os.environ)))
     except ValueError as error:
         return refuse(error, debug=debug)
     if launch.rank:  # rank 0 prints the same warnings
         warnings.filterwarnings("ignore", module="megatron_fp8")
-    meeting = launch.meeting
-    assert meeting is not None
+    barrier = launch.barrier
+    assert barrier is not None
     try:
-        with meeting:
+        with barrier:
             try:
                 try:
                     options, run_options = parser.parse(arguments)
                     prepared = prepare(options, run_options, launch)
                 except (RuntimeError, OSError, MemoryError) as error:
-                    return refuse(error, debug=debug, tell=meeting.tell, code=parallel.exit_code(error))
-                meeting.close()
+                    return refuse(error, debug=debug, tell=barrier.tell, code=parallel.exit_code(error))
+                barrier.close()
                 work(prepared)
             except BrokenPipeError:  # the reader of the output has ended
                 raise
             except (ValueError, OSError) as error:
                 disk_error = isinstance(error, OSError) and error.errno in _DISK_ERRORS
                 code = EXIT_FAILED if disk_error else parallel.exit_code(error)
-                return refuse(error, debug=debug, tell=meeting.tell, code=code)
+                return refuse(error, debug=debug, tell=barrier.tell, code=code)
         return EXIT_DONE
     except BrokenPipeError:
         raise

@@ -79,8 +79,8 @@ def _sharing(launch: Any, source: Path, options: argparse.Namespace) -> Any:
     signal.signal(signal.SIGTERM, _end)
     torch.set_num_threads(max(1, usable_cores() // launch.local_world_size))
     digests = {name: digest(source / name) if (source / name).is_file() else None for name in (CONFIG, INDEX)}
-    launch.meeting.agree("the import", {"DIR": options.source, "RUN_DIR": options.run_dir, **digests})
-    store = launch.meeting.group_store(_LONGEST.total_seconds())
+    launch.barrier.agree("the import", {"DIR": options.source, "RUN_DIR": options.run_dir, **digests})
+    store = launch.barrier.group_store(_LONGEST.total_seconds())
     dist.init_process_group(
         "gloo", rank=launch.rank, world_size=launch.world_size, store=store, timeout=_LONGEST
     )

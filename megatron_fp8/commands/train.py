@@ -103,14 +103,14 @@ def main(arguments: list[str]) -> int:
         print("\n".join(key_lines(shutil.get_terminal_size().columns)))
         return EXIT_DONE
     try:
-        launch = parallel.meet(find_launch())
+        launch = parallel.connect(find_launch())
     except ValueError as error:
         return refuse(error, debug=debug)
     if launch.rank:  # rank 0 prints the same warnings
         warnings.filterwarnings("ignore", module="megatron_fp8")
     try:
-        assert launch.meeting is not None
-        with launch.meeting:
+        assert launch.barrier is not None
+        with launch.barrier:
             return _run(arguments, launch, stop, debug)
     finally:
         parallel.leave()
@@ -118,13 +118,12 @@ def main(arguments: list[str]) -> int:
 
 def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
     """Prepare and train; return the exit code. One rank reports bad input or a failed save."""
-    from ..train.launch.deterministic import in_words_of_the_run
-    from ..train.launch.parallel import exit_code
+    from ..train.launch.parallel import exit_code, name_deterministic_setting
 
     try:
         trainer = prepare(arguments, launch, stop)
     except BrokenPipeError:
-        return refuse(_READER_LEFT, tell=launch.meeting.tell, code=EXIT_FAILED)
+        return refuse(_READER_LEFT, tell=launch.barrier.tell, code=EXIT_FAILED)
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         lost = None
         if launch.world_size > 1:
@@ -132,7 +131,9 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
 
             lost = lost_before_training(error)
         code = EXIT_FAILED if lost else exit_code(error)
-        return refuse(lost or in_words_of_the_run(error), debug=debug, tell=launch.meeting.tell, code=code)
+        return refuse(
+            lost or name_deterministic_setting(error), debug=debug, tell=launch.barrier.tell, code=code
+        )
     from ..mcore.checkpoint.saver import SaveError
     from ..train.failure import TrainingFailed
     from ..train.health.stack_dump import lost_rank
@@ -143,17 +144,17 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
             return EXIT_DONE
         return _train(trainer)
     except (SaveError, TrainingFailed) as error:
-        return refuse(error, debug=debug, tell=launch.meeting.tell, code=EXIT_FAILED)
+        return refuse(error, debug=debug, tell=launch.barrier.tell, code=EXIT_FAILED)
     except Exception as error:
-        explained = in_words_of_the_run(error)
+        explained = name_deterministic_setting(error)
         if explained is error:
             watchdog, run = trainer.stepper.watchdog, trainer.run
             saved = checkpoint_before(run, 2**31, trainer.started)
             explained = lost_rank(error, watchdog.doing, watchdog.who(), saved) or error
         if explained is not error or limit_reached(error):
-            return refuse(explained, debug=debug, tell=launch.meeting.tell, code=EXIT_FAILED)
+            return refuse(explained, debug=debug, tell=launch.barrier.tell, code=EXIT_FAILED)
         traceback.print_exc()
-        launch.meeting.tell(EXIT_FAILED, f"rank {launch.rank} failed: {type(error).__name__}: {error}")
+        launch.barrier.tell(EXIT_FAILED, f"rank {launch.rank} failed: {type(error).__name__}: {error}")
         return EXIT_FAILED
 
 
@@ -185,8 +186,8 @@ def prepare(arguments: list[str], launch: Any, stop: Any) -> Any:
     from ..train.launch import parallel
     from ..train.launch.config_consistency import run_facts
 
-    parallel.check_layout(run.model, run.train, launch.world_size, launch.told)
-    launch.meeting.agree(
+    parallel.check_layout(run.model, run.train, launch.world_size, launch.variables)
+    launch.barrier.agree(
         "settings", run_facts(run, tokenizer, launch.world_size), run.train.distributed_timeout_minutes * 60
     )
     parallel.join(launch, run.model, run.train)
@@ -265,7 +266,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     folder = Path(run.run_dir)
 
     def after_first_step() -> None:
-        launch.meeting.close()
+        launch.barrier.close()
         if stepper.saved is not None:
             report["saved_bytes"] = stepper.saved.bytes
         _add_site_notes(report, chunks, folder, first)

@@ -9,10 +9,13 @@ import re
 import resource
 import sys
 import threading
+from contextlib import suppress
 
 RAISE_FILES = "limits.conf, LimitNOFILE of a service, --ulimit nofile of a container"
 """Places, beside the shell, that set a process's limit of open files."""
 
+_OTHER_FILES = 128
+"""A lower bound for files, libraries, devices and NCCL's connections: a refused run could not have worked."""
 _FILES, _FILES_OF_ALL = os.strerror(errno.EMFILE), os.strerror(errno.ENFILE)
 _MEMORY = re.compile("[Cc]an(no|')t allocate memory|std::bad_alloc|failed to map segment")
 _THREADS = re.compile(rf"can't start new thread|{os.strerror(errno.EAGAIN)}$")
@@ -45,6 +48,33 @@ def limit_reached(error: BaseException | None) -> str | None:
             return words
         error = error.__cause__ or error.__context__
     return None
+
+
+def raise_files() -> int:
+    """Raise this process's limit of open files as far as allowed; return the new limit."""
+    allowed, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS reports a higher limit than it grants
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+        allowed = hard_limit
+    return allowed if allowed != resource.RLIM_INFINITY else 2**62
+
+
+def check_files(ranks: int, *, hosts_store: bool, over_gloo: bool) -> None:
+    """Raise the limit of open files; ValueError if this process cannot connect to `ranks` ranks.
+
+    Each connection uses a file. Over gloo each rank connects to every other rank of its group, and checkpoints use a gloo
+    group of all ranks. The host of the start-up store has two connections to each rank.
+
+    Args:
+        hosts_store: this process hosts the ranks' store.
+        over_gloo: training's groups use gloo too.
+    """
+    allowed, needed = raise_files(), ranks * (1 + 2 * hosts_store + over_gloo) + _OTHER_FILES
+    if ranks > 1 and allowed < needed:
+        raise ValueError(
+            f"this process may open {allowed} files (`ulimit -Hn`), and {ranks} ranks need at least {needed}, as each is"
+            f" connected to all others: raise the limit where ranks are started ({RAISE_FILES}), or launch fewer."
+        )
 
 
 def _allowed(limit: int, unit: int = 1) -> str:

@@ -149,9 +149,9 @@ def replay(
         check_overrides_match(run.model.fp8_overrides, folder_sites)  # before a large model is built
     vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
     settings = transformer_config(run.model)
-    parallel.check_layout(run.model, run.train, launch.world_size, launch.told)
+    parallel.check_layout(run.model, run.train, launch.world_size, launch.variables)
     datasets.check_tokenizer(run.data, tokenizer, run.model.vocab_size or run.model.padded_vocab_size or 0)
-    launch.meeting.agree("settings", run_facts(run, tokenizer, launch.world_size))
+    launch.barrier.agree("settings", run_facts(run, tokenizer, launch.world_size))
     agree_on_inputs("checkpoint", launch, [], (folder, manifest))
     parallel.join(launch, run.model, run.train)
     check_together(folder, manifest)

@@ -121,9 +121,9 @@ def train(folder: Path, arguments: list[str]) -> None:
 
     rank, size = dist.get_rank(), dist.get_world_size()
     met: Any = SimpleNamespace(
-        agree=lambda *_, **__: None, close=lambda: None, keeps_store=False
+        agree=lambda *_, **__: None, close=lambda: None, hosts_store=False
     )  # the case's ranks are together
-    launch = Launch("test", rank, size, rank, size, meeting=met)
+    launch = Launch("test", rank, size, rank, size, barrier=met)
     threads = torch.get_num_threads()
     reset_megatron()
     with _in(folder):

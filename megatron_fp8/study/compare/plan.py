@@ -21,9 +21,8 @@ from ...files.strict_yaml import read_yaml
 from ...recipe import check_recipe_name
 from ...train.config import run_config
 from ...train.config.model_section import ModelSection, transformer_config
-from ...train.config.ranks import least_ranks
+from ...train.config.ranks import check_layout, least_ranks
 from ...train.config.run_config import RunConfig
-from ...train.launch.parallel import check_layout
 from ...train.resume import parent_checkpoint
 
 BASELINE = "bf16"

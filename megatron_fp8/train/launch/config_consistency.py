@@ -86,11 +86,11 @@ def agree_on_inputs(
 
     Each rank looks for the newest checkpoint itself, and a running training may save one meanwhile.
 
-    Raises ValueError and RanksMissing as Meeting.agree. ``what`` is the name of the call there.
+    Raises ValueError and RanksMissing as StartupBarrier.agree. ``what`` is the name of the call there.
     """
     first_here = launch.local_rank == 0
     facts = input_facts(prefixes, chosen, first_here)
-    launch.meeting.agree(what, facts, timeout_s, partial=not first_here)
+    launch.barrier.agree(what, facts, timeout_s, partial=not first_here)
 
 
 def input_facts(prefixes: list[str], chosen: tuple[Path, Any] | None, first_here: bool) -> dict[str, Any]:

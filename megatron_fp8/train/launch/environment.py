@@ -27,9 +27,9 @@ class Launch:
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = _DEFAULT_PORT
-    meeting: Any = field(default=None, compare=False, repr=False)
-    """The `StartupBarrier` of the ranks; None before `parallel.meet`."""
-    told: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    barrier: Any = field(default=None, compare=False, repr=False)
+    """The `StartupBarrier` of the ranks; None before `parallel.connect`."""
+    variables: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """The environment variables used, which may be left over from another launch: 'RANK=0', 'WORLD_SIZE=2'."""
 
 
@@ -49,7 +49,7 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
             local_world_size=_number(environ, "LOCAL_WORLD_SIZE", max(local_rank, 0) + 1),
             master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
             master_port=_number(environ, "MASTER_PORT", _DEFAULT_PORT),
-            told=_variables(environ, "RANK", "WORLD_SIZE"),
+            variables=_variables(environ, "RANK", "WORLD_SIZE"),
         )
     elif "SLURM_PROCID" in environ:
         size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
@@ -61,7 +61,7 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
             local_world_size=_slurm_local_size(environ),
             master_addr=environ.get("MASTER_ADDR") or _slurm_first_host(environ),
             master_port=_number(environ, "MASTER_PORT", _slurm_port(environ)),
-            told=_variables(environ, "SLURM_PROCID", size),
+            variables=_variables(environ, "SLURM_PROCID", size),
         )
     else:
         present = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environ]
@@ -75,13 +75,13 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
         return Launch("one process")
     if not 0 <= launch.rank < launch.world_size:
         raise ValueError(
-            f"the environment has {', '.join(launch.told)}, rank {launch.rank} of {launch.world_size} processes: ranks"
-            f" go from 0 up and are fewer than the processes. Check the launch line; {ALONE}."
+            f"the environment has {', '.join(launch.variables)}, rank {launch.rank} of {launch.world_size} processes:"
+            f" ranks go from 0 up and are fewer than the processes. Check the launch line; {ALONE}."
         )
     if not 0 <= launch.local_rank < launch.local_world_size:
         local = _variables(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID")
         raise ValueError(
-            f"the environment has {', '.join((*launch.told, *local))}, local rank"
+            f"the environment has {', '.join((*launch.variables, *local))}, local rank"
             f" {launch.local_rank} of {launch.local_world_size} processes on this node: local ranks go from 0 up and are"
             f" fewer than the processes. Check the launch line; {ALONE}."
         )

@@ -168,7 +168,7 @@ def _rendezvous(spec: LaunchSpec) -> RendezvousHandler:
 
 def _rendezvous_message(error: RendezvousError, spec: LaunchSpec) -> str:
     kind = type(error).__name__
-    where = f"the launchers of {spec.nodes} nodes, which meet at {spec.host}:{spec.port}"
+    where = f"the launchers of {spec.nodes} nodes at {spec.host}:{spec.port}"
     if "Timeout" in kind:
         return f"{where}, did not all start: look at the other nodes."
     if "Closed" in kind:

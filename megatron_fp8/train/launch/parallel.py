@@ -6,7 +6,7 @@ import os
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -17,18 +17,15 @@ import torch
 import torch.distributed as dist
 
 from ... import kernels
-from ...files.resource_limits import check_threads, usable_cores
+from ...files.resource_limits import check_files, check_threads, raise_files, usable_cores
 from ...kernels.torch_products import replace_slow
 from ...plan.timing import unused_gpu
 from ...state.collectives import first_rank_with
-from ..config.ranks import dense_ranks, expert_ranks, expert_tensor_ranks, least_ranks
+from ..config.ranks import check_layout
 from ..config.sections import TrainSection
 from ..failure import EXIT_BAD_INPUT, EXIT_FAILED
-from .deterministic import be_deterministic
 from .environment import Launch
-from .rendezvous import check_restarts
-from .rlimit import check_limit, raise_limit
-from .startup_barrier import StartupBarrier
+from .startup_barrier import StartupBarrier, check_restarts
 
 Result = TypeVar("Result")
 
@@ -40,6 +37,8 @@ PASSING: tuple[type[BaseException], ...] = (
 """Errors of a network, a GPU or another rank: the input is fine, and another attempt may work."""
 
 
+_WORKSPACES = (":4096:8", ":16:8")
+_NO_IMPLEMENTATION = "does not have a deterministic implementation"
 _THREADS = 60
 """Threads of gloo's groups: one process makes 19 groups, with three threads each."""
 
@@ -49,90 +48,14 @@ def exit_code(error: BaseException) -> int:
     return EXIT_FAILED if isinstance(error, PASSING) else EXIT_BAD_INPUT
 
 
-def meet(launch: Launch, environ: Mapping[str, str] = os.environ) -> Launch:
-    """Return `launch` with a new Meeting. Raises ValueError if torchrun's restarts cannot work."""
+def connect(launch: Launch, environ: Mapping[str, str] = os.environ) -> Launch:
+    """Return `launch` with a new StartupBarrier. Raises ValueError if torchrun's restarts cannot work."""
     check_restarts(environ)
-    raise_limit()  # the host of the store has connections from all ranks
-    return replace(launch, meeting=StartupBarrier(launch, environ))
+    raise_files()  # the host of the store has connections from all ranks
+    return replace(launch, barrier=StartupBarrier(launch, environ))
 
 
 # -------------------------------------------------------------------------------------------- joining
-
-
-def check_layout(model: Any, train: TrainSection, world_size: int, told: Sequence[str] = ()) -> int:
-    """The data-parallel size of `world_size` ranks. Raises ValueError if the layout does not fit.
-
-    ``told``: as Launch.told.
-    """
-    ranks = f"the world size {world_size}{''.join(f' ({variable})' for variable in told[1:])}"
-    sizes = {
-        "tensor": model.tensor_model_parallel_size,
-        "pipeline": model.pipeline_model_parallel_size,
-        "context": model.context_parallel_size,
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"the {name} parallel size is {size}: it must be at least 1.")
-    if world_size % (product := dense_ranks(model)):
-        parts = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        raise ValueError(
-            f"{ranks} does not divide by {parts} = {product}: launch a multiple of "
-            f"{product} processes, or change model.tensor_model_parallel_size, "
-            "model.pipeline_model_parallel_size or model.context_parallel_size."
-        )
-    if world_size % (experts := expert_ranks(model)):
-        raise ValueError(
-            f"{ranks} does not divide by pipeline {sizes['pipeline']} x expert"
-            f" {model.expert_model_parallel_size} x expert tensor"
-            f" {expert_tensor_ranks(model)} = {experts}: launch a multiple of"
-            f" {least_ranks(model)} processes, or change model.expert_model_parallel_size or"
-            " model.expert_tensor_parallel_size."
-        )
-    data = world_size // product
-    step = data * train.micro_batch_size
-    if train.global_batch_size % step:
-        raise ValueError(
-            f"train.global_batch_size={train.global_batch_size} does not divide by train.micro_batch_size="
-            f"{train.micro_batch_size} x {data} data-parallel ranks = {step}: give a multiple of {step}."
-        )
-    _check_interleaving(model, train.global_batch_size // step)
-    _check_experts(model)
-    tokens, cuts = train.seq_length, 2 * sizes["context"] if sizes["context"] > 1 else 1
-    if tokens % cuts or (model.sequence_parallel and (tokens // sizes["context"]) % sizes["tensor"]):
-        raise ValueError(
-            f"train.seq_length={tokens} does not divide among the ranks (context parallel "
-            f"{sizes['context']}, tensor parallel {sizes['tensor']} with "
-            f"sequence_parallel={model.sequence_parallel}): give a multiple of {cuts * sizes['tensor']}."
-        )
-    return data
-
-
-def _check_interleaving(model: Any, microbatches: int) -> None:
-    """ValueError if interleaved stages cannot divide the micro-batches; Megatron-Core checks at the first iteration."""
-    stages = model.pipeline_model_parallel_size
-    if (model.virtual_pipeline_model_parallel_size or 1) == 1 or stages == 1:
-        return
-    group = model.microbatch_group_size_per_vp_stage or stages
-    if not stages <= group <= microbatches or 0 < microbatches % group < stages:
-        raise ValueError(
-            f"train.global_batch_size gives {microbatches} micro-batches a data-parallel rank, and interleaved stages"
-            f" take them {group} at a time (model.microbatch_group_size_per_vp_stage, by default the"
-            f" {stages} pipeline stages, and no fewer): give a multiple of {group} micro-batches, by a larger"
-            " train.global_batch_size or a smaller train.micro_batch_size."
-        )
-
-
-def _check_experts(model: Any) -> None:
-    """ValueError if experts would gather tokens in parts of different sizes, which gloo does not support."""
-    tensor = expert_tensor_ranks(model)
-    both = model.num_moe_experts and tensor > 1 and model.expert_model_parallel_size > 1
-    if both and model.moe_token_dispatcher_type != "allgather" and backend() == "gloo":
-        raise ValueError(
-            f"model.expert_model_parallel_size={model.expert_model_parallel_size} with expert tensor parallelism {tensor}"
-            f" and model.moe_token_dispatcher_type={model.moe_token_dispatcher_type!r} gathers parts of different sizes,"
-            " which gloo, the backend of CPUs, cannot: set model.expert_tensor_parallel_size=1, or"
-            " model.moe_token_dispatcher_type=allgather."
-        )
 
 
 def gpu_of(launch: Launch, visible: int) -> int:
@@ -143,30 +66,10 @@ def gpu_of(launch: Launch, visible: int) -> int:
     if visible > 1 and launch.local_rank >= visible:
         raise ValueError(
             f"local rank {launch.local_rank} has no GPU: this node has {launch.local_world_size} processes and shows"
-            f" {visible} GPUs (LOCAL_RANK or SLURM_LOCALID says so). {_ONE_EACH}."
+            f" {visible} GPUs (LOCAL_RANK or SLURM_LOCALID says so). Launch one process for each GPU (torchrun"
+            " --nproc-per-node, srun --ntasks-per-node)."
         )
     return launch.local_rank if visible > 1 else 0
-
-
-_ONE_EACH = "Launch one process for each GPU (torchrun --nproc-per-node, srun --ntasks-per-node)"
-
-
-def check_own_gpu(launch: Launch, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ValueError if another rank has claimed the current GPU, which NCCL would report as a duplicate.
-
-    Does nothing where NCCL is configured for several ranks on a GPU.
-    """
-    if environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0":
-        return
-    assert launch.meeting is not None
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    first, visible = launch.meeting.first_to_say(f"GPU {gpu}"), torch.cuda.device_count()
-    if first != launch.rank:
-        raise ValueError(
-            f"ranks {first} and {launch.rank} have the same GPU, {gpu}: this node has {launch.local_world_size}"
-            f" processes, and this one sees {visible} GPU{'s' * (visible > 1)}. {_ONE_EACH}, or have each shown its own"
-            " (srun --gpus-per-task=1)."
-        )
 
 
 def backend() -> str:
@@ -182,9 +85,9 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
     Raises ValueError if the layout does not fit the world size, the environment does not allow train.deterministic, the
     processes do not fit the GPUs, or the limit of open files is too low for the ranks.
     """
-    check_layout(model, train, launch.world_size, launch.told)
-    keeps_store = launch.meeting is not None and launch.meeting.keeps_store
-    check_limit(raise_limit(), launch.world_size, keeps_store=keeps_store, over_gloo=backend() == "gloo")
+    check_layout(model, train, launch.world_size, launch.variables)
+    hosts_store = launch.barrier is not None and launch.barrier.hosts_store
+    check_files(launch.world_size, hosts_store=hosts_store, over_gloo=backend() == "gloo")
     if train.deterministic:
         be_deterministic()
     cuda = torch.cuda.is_available()
@@ -198,16 +101,14 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
     if not dist.is_initialized():
         if backend() == "gloo":
             check_threads(_THREADS)
-        assert launch.meeting is not None
-        launch.meeting.arrive("the process group")
-        if cuda:
-            check_own_gpu(launch)
+        assert launch.barrier is not None
         timeout = timedelta(minutes=train.distributed_timeout_minutes)
+        launch.barrier.agree("the process group", {}, timeout.total_seconds())
         dist.init_process_group(
             backend(),
             rank=launch.rank,
             world_size=launch.world_size,
-            store=launch.meeting.group_store(timeout.total_seconds()),
+            store=launch.barrier.group_store(timeout.total_seconds()),
             timeout=timeout,
         )
     from megatron.core import parallel_state
@@ -223,6 +124,47 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
         create_gloo_process_groups=False,  # used by save and load formats that this package does not use
     )
     seed_streams(train.seed)
+
+
+def be_deterministic() -> None:
+    """Make this process compute deterministically. Call before any GPU work and before the process group exists.
+
+    * Torch's operations: the deterministic version, where one exists (flash attention's backward, scatter and index_add
+      have one). An operation without one raises an error that names it; users tend to filter warnings.
+    * Attention: cuDNN's is off, as its backward adds in no fixed order. Newer versions of torch exclude it themselves.
+    * cuBLAS: one workspace per stream, set by an environment variable that cuBLAS reads once.
+    * NCCL: no reduction inside the switch (NVLS, and NVLSTree over several nodes), whose order is not documented; a
+      NCCL_ALGO that is set already stays.
+
+    This package's kernels combine the results of their programs by maxima and integer counts only. Their order does not
+    change the result.
+
+    Raises:
+        ValueError: CUBLAS_WORKSPACE_CONFIG has a value with which cuBLAS is not deterministic.
+    """
+    if torch.cuda.is_available():
+        workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _WORKSPACES[0])
+        if workspace not in _WORKSPACES:
+            raise ValueError(
+                f"CUBLAS_WORKSPACE_CONFIG={workspace!r}: train.deterministic needs {' or '.join(map(repr, _WORKSPACES))};"
+                " unset it, or train with --train.deterministic=false"
+            )
+        os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.use_deterministic_algorithms(True)
+    # Torch would also fill every new tensor: that costs time and changes no result here.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def name_deterministic_setting(error: Exception) -> Exception:
+    """Return torch's refusal of an operation with the setting that allows it; return other errors unchanged."""
+    operation, refused, _ = str(error).partition(_NO_IMPLEMENTATION)
+    if not refused:
+        return error
+    return RuntimeError(
+        f"training failed: {operation.strip()} {_NO_IMPLEMENTATION}, which train.deterministic asks for: train with"
+        " --train.deterministic=false, and the same losses are not promised to the bit"
+    )
 
 
 def _threads(launch: Launch, environ: Mapping[str, str] = os.environ) -> int:

@@ -1,10 +1,15 @@
 """Start-up checks of ranks: missing ranks, equal settings, joint termination.
 
-Ranks connect to a store before they make a process group, because a process group that fails to form reports no cause.
-A rank that refuses its input, or fails, writes a message to the store. The others then end within about two seconds
-with its exit code, even inside a collective, and the message is printed once. In the store the ranks also compare what
-must be equal before the first step, and missing ranks are found. A thread of each rank polls the store until training
-starts. Later, torchrun or SLURM must notice a rank that dies.
+Ranks connect to a store before they make a process group, because a process group that fails to form reports no cause:
+gloo's monitored barrier needs a group of all ranks. A rank that refuses its input, or fails, writes that to the store.
+The others then end within about two seconds with its exit code, even in a collective, and the message is printed once.
+In the store the ranks also compare what must be equal before the first step, and missing ranks are found. A thread of
+each rank polls the store until training starts. Later, torchrun or SLURM must notice a rank that dies.
+
+The store is torchrun's, or one that rank 0 makes. torchrun uses one store in every attempt (torch 2.13). A restarted
+rank would read the addresses of dead ranks there: gloo's connection is refused, or waits. So the keys of each attempt
+get their own prefix. The attempt's number is known on one node only, as with several nodes each torchrun counts the
+restarts of its own ranks. Then torchrun must not share its store; the ranks make one on a new port each time.
 """
 
 from __future__ import annotations
@@ -12,10 +17,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -25,7 +31,6 @@ import torch.distributed as dist
 
 from ..failure import EXIT_FAILED
 from .environment import ALONE
-from .rendezvous import Rendezvous
 
 FIRST_LINE_S = 20.0
 """Missing ranks are reported after this wait in seconds, and again after each doubling of it."""
@@ -38,10 +43,23 @@ _SHOWN = 8  # most ranks, or settings, in one line
 _STORE_LOST = (
     "the ranks' start-up store is lost: rank 0 ended before the first step, and its own message has the cause"
 )
+_SAME = "Start every rank with the same command, files and packages."
 
 
 class RanksMissing(dist.DistError):
     """Ranks did not start in time, or stopped answering. Another attempt may succeed."""
+
+
+def check_restarts(environ: Mapping[str, str]) -> None:
+    """Raise ValueError if torchrun may restart ranks of several nodes, which would then find addresses of dead ranks."""
+    shared = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if shared and environ.get("GROUP_WORLD_SIZE", "1") != "1" and restarts != "0":
+        raise ValueError(
+            f"torchrun with --max-restarts={restarts} on several nodes would give restarted ranks the addresses of dead "
+            "ones: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started, with --rdzv-backend=c10d, or "
+            "--max-restarts=0."
+        )
 
 
 def _end_process(code: int) -> None:
@@ -65,13 +83,27 @@ def _answered(question: Callable[[], str], seconds: float) -> str | None:
     return answer[0] if answer else None
 
 
+class _Intervals:
+    """When a line about a wait is due: after FIRST_LINE_S, and at each doubling."""
+
+    def __init__(self) -> None:
+        self.lines = 0
+
+    def due(self, waited: float) -> bool:
+        """Whether the next line is due; counts it."""
+        if waited < FIRST_LINE_S * 2**self.lines:
+            return False
+        self.lines += 1
+        return True
+
+
 class StartupBarrier:
     """Connects the ranks of one launch until the first step. A context: an exception that leaves it ends all ranks.
 
     One rank waits for nothing.
 
     Args:
-        launch: provides rank, world_size, local_rank, master_addr, master_port and told.
+        launch: provides rank, world_size, local_rank, master_addr, master_port and variables.
         environ: holds torchrun's variables.
         end: ends this process after another rank's message; takes the exit code.
     """
@@ -83,20 +115,22 @@ class StartupBarrier:
         end: Callable[[int], None] = _end_process,
     ) -> None:
         self.rank, self.world_size = launch.rank, launch.world_size
+        self._address = launch.master_addr, launch.master_port
+        self._from_torchrun = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.hosts_store = launch.world_size > 1 and launch.rank == 0 and not self._from_torchrun
+        """Whether this process hosts the store, so that all ranks connect to it."""
+        restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._prefix = f"attempt {restarts}" if self._from_torchrun else "ranks"
         self._first_here = launch.local_rank == (1 if launch.rank == launch.local_rank else 0)
-        self._told = f" ({', '.join(launch.told)}; {ALONE})" if launch.told else ""
-        self._place = Rendezvous(launch.rank, launch.master_addr, launch.master_port, environ)
+        self._variables = f" ({', '.join(launch.variables)}; {ALONE})" if launch.variables else ""
         self._end = end
         self._store: dist.Store | None = None
         self._problem: ValueError | None = None
         self._connected, self._over = threading.Event(), threading.Event()
-        self._stage = self._wait_name = "start"
-        self._since = self._answered = time.monotonic()
-        self._thread: threading.Thread | None = None
+        self._answered = time.monotonic()
+        self._thread = threading.Thread(target=self._watch, name="start-up", daemon=True)
         if self.world_size > 1:
-            self._thread = threading.Thread(target=self._watch, name="meeting", daemon=True)
             self._thread.start()
-            threading.Thread(target=self._watch_store, name="store", daemon=True).start()
 
     def __enter__(self) -> StartupBarrier:
         return self
@@ -113,13 +147,8 @@ class StartupBarrier:
     def close(self) -> None:
         """Stop watching, once training has started. May be called again."""
         self._over.set()
-        if self._thread is not None:
+        if self._connected.is_set():
             self._thread.join(timeout=10)
-
-    @property
-    def keeps_store(self) -> bool:
-        """Whether this process hosts the store, so that all ranks connect to it."""
-        return self.world_size > 1 and self._place.hosted
 
     # ------------------------------------------------------------------------------------------ ending together
 
@@ -133,33 +162,20 @@ class StartupBarrier:
             return
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all once one has ended
-        hosting, watched = self._place.hosted, not self._over.is_set()
+        watched = not self._over.is_set()
         self._over.set()
-        message_json = json.dumps([code, self.rank, message])
-        store = self._store
-        answer = _answered(lambda: store.compare_set("end", "", message_json).decode(), _ANSWER_S)
-        if answer is None or answer == message_json:
+        end, store = json.dumps([code, self.rank, message]), self._store
+        answer = _answered(lambda: store.compare_set("end", "", end).decode(), _ANSWER_S)
+        if answer is None or answer == end:
             say()
         if answer is None:
             return
         # The host of the store stays for some seconds, so that the others can read the message.
-        seconds = (10.0 if hosting else 3.0) if watched else 1.0
+        seconds = (10.0 if self.hosts_store else 3.0) if watched else 1.0
         with suppress(RuntimeError, TimeoutError):  # store lost; rank suspended or not started
-            self._store.add("told", 1)
-            required = self.world_size if hosting else self._count("come")
-            self._poll(lambda: self._count("told") >= required, seconds)
-
-    def _poll_end(self) -> None:
-        """End this process if another rank has written that all must end."""
-        assert self._store is not None
-        if not self._store.check(["end"]):
-            return
-        code, rank, _ = json.loads(self._store.get("end"))
-        if rank == self.rank or self._over.is_set():
-            return
-        self._store.add("told", 1)
-        self._over.set()
-        self._end(code)
+            store.add("told", 1)
+            required = self.world_size if self.hosts_store else store.add("come", 0)
+            self._poll(lambda: store.add("told", 0) >= required, seconds)
 
     # ------------------------------------------------------------------------------------------ the same run
 
@@ -171,97 +187,65 @@ class StartupBarrier:
         partial: this rank has only some of the facts; the others are taken from rank 0, which has all.
 
         Raises ValueError on rank 0 that names ranks, keys and values that differ; the other ranks end with it. Raises
-        RanksMissing on any rank after `timeout_s`.
+        RanksMissing on any rank after `timeout_s`, and ValueError where ranks cannot connect.
         """
         if self.world_size == 1:
             return
-        self.arrive(what, timeout_s)
-        store, own = self._store, json.loads(json.dumps(facts))
+        self._wait(what, self._connected.is_set, timeout_s)
+        if self._problem is not None:
+            raise self._problem
+        store = self._store
         assert store is not None
-        if self.rank == 0:
-            store.set(what, json.dumps(own))
-        self._wait(lambda: bool(store.check([what])), timeout_s)
-        first = json.loads(store.get(what))
-        own = {**first, **own} if partial else own
-        pairs = {key: [first.get(key), own.get(key)] for key in {**first, **own}}
-        different = {key: pair for key, pair in pairs.items() if json.dumps(pair[0]) != json.dumps(pair[1])}
-        if different:
-            number = store.add(f"{what} different", 1)
-            store.set(f"{what} different {number}", json.dumps([self.rank, different]))
-        else:
-            store.add(f"{what} same", 1)
+        store.set(f"{what} {self.rank}", json.dumps([partial, facts]))
         if self.rank != 0:
-            self._wait(lambda: bool(store.check([f"{what} agreed"])), timeout_s)
+            self._wait(what, lambda: bool(store.check([f"{what} agreed"])), timeout_s)
             return
-        self._wait(lambda: self._compared(what) >= self.world_size or self._differ(what), timeout_s)
-        if self._differ(what):
-            time.sleep(_GRACE_S)  # other ranks may differ too
-            raise ValueError(_describe(self._all_different(what)))
+        keys = [f"{what} {rank}" for rank in range(self.world_size)]
+        self._wait(what, lambda: bool(store.check(keys)), timeout_s)
+        (_, first), *others = map(json.loads, store.multi_get(keys))
+        different = []
+        for rank, (some, own) in enumerate(others, 1):
+            own = {**first, **own} if some else own
+            pairs = {key: (first.get(key), own.get(key)) for key in {**first, **own}}
+            unequal = {key: pair for key, pair in pairs.items() if json.dumps(pair[0]) != json.dumps(pair[1])}
+            if unequal:
+                different.append((rank, unequal))
+        if different:
+            raise ValueError(_describe(different))
         store.set(f"{what} agreed", "1")
 
-    def _compared(self, what: str) -> int:
-        return self._count(f"{what} same") + self._count(f"{what} different")
-
-    def _differ(self, what: str) -> bool:
-        return self._count(f"{what} different") > 0
-
-    def _all_different(self, what: str) -> list[tuple[int, dict[str, list[Any]]]]:
-        assert self._store is not None
-        numbers = range(1, self._count(f"{what} different") + 1)
-        return sorted(json.loads(self._store.get(f"{what} different {number}")) for number in numbers)
-
     def group_store(self, timeout_s: float = 1800.0) -> dist.Store:
-        """A store for the process group, with its own connection. Returns once all ranks have arrived.
+        """A store for the process group, with its own connection, after the first `agree`.
 
         `timeout_s` is the group's. NCCL makes a communicator at its first use. A rank that arrives there early waits in
         the store for a rank that still compiles kernels, or that waits for its pipeline's first batch.
         """
         if self.world_size == 1:  # needs no port, so no other run can interfere
             return dist.HashStore()
-        stores: list[dist.Store] = []
-
-        def connects() -> bool:
-            stores.extend(store for store in [self._place.connect()] if store is not None)
-            return bool(stores)
-
-        try:
-            self._poll(connects, _CONNECT_S)
-        except TimeoutError:
-            raise dist.DistNetworkError(_STORE_LOST) from None
-        stores[0].set_timeout(timedelta(seconds=timeout_s))
-        return dist.PrefixStore("group", stores[0])
-
-    def arrive(self, stage: str, timeout_s: float = 0.0) -> None:
-        """Record that this rank has reached `stage`, where it will wait for all ranks.
-
-        Raises RanksMissing as `agree`, and ValueError where ranks cannot connect (`Rendezvous.connect`).
-        """
-        if self.world_size == 1:
-            return
-        if self._stage != "start":  # a rank that is still in "start" has waited since then
-            self._wait_name, self._since = stage, time.monotonic()
-        self._stage = stage
-        self._wait(self._connected.is_set, timeout_s)
-        if self._problem is not None:
-            raise self._problem
-        assert self._store is not None
-        self._store.set(f"at {stage} {self.rank}", "1")
-
-    def first_to_say(self, what: str) -> int:
-        """The first rank that claimed `what`; this rank, if none had. Call it after `arrive`."""
-        if self.world_size == 1:
-            return self.rank
-        assert self._store is not None
-        return int(self._store.compare_set(what, "", str(self.rank)))
+        store = self._connection()
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return dist.PrefixStore("group", dist.PrefixStore(self._prefix, store))
 
     # ------------------------------------------------------------------------------------------ waiting
 
-    def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
+    def _wait(self, what: str, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Return when `condition` holds. Says who is missing meanwhile."""
+        begun, intervals = time.monotonic(), _Intervals()
+
+        def holds() -> bool:
+            if condition():
+                return True
+            if intervals.due(waited := time.monotonic() - begun) and self._reports(what, intervals.lines):
+                print(
+                    f"waiting     {waited:.0f} s so far: {self._missing(what)}", file=sys.stderr, flush=True
+                )
+            return False
+
         try:
-            self._poll(condition, timeout_s)
+            self._poll(holds, timeout_s)
         except TimeoutError:
             raise RanksMissing(
-                f"{self._missing()} after {timeout_s / 60:.3g} minutes: look at their logs and nodes, or raise "
+                f"{self._missing(what)} after {timeout_s / 60:.3g} minutes: look at their logs and nodes, or raise "
                 "train.distributed_timeout_minutes."
             ) from None
 
@@ -274,134 +258,123 @@ class StartupBarrier:
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
 
-    def _count(self, key: str) -> int:
-        assert self._store is not None
-        return self._store.add(key, 0)
+    def _reports(self, what: str, line: int) -> bool:
+        """Whether this rank prints a line: one rank of a node while there is no store, one of all ranks later."""
+        if self._store is None:
+            return self._first_here
+        return self._store.add(f"line {line} of {what}", 1) == 1
 
-    # ------------------------------------------------------------------------------------------ the thread
+    def _missing(self, what: str) -> str:
+        """Describe the ranks that have not called `agree` with `what`."""
+        if self._store is None:
+            where = "{}:{}".format(*self._address)
+            agent = (
+                ", where torchrun should (TORCHELASTIC_USE_AGENT_STORE=True)" if self._from_torchrun else ""
+            )
+            return f"rank 0 has not started: nothing listens at {where}{agent}{self._variables}"
+        for key, words in (("rank", "have not started"), (what, "have not come")):
+            absent = [rank for rank in range(self.world_size) if not self._store.check([f"{key} {rank}"])]
+            if absent:
+                shown = ", ".join(map(str, absent[:_SHOWN])) + (", ..." if len(absent) > _SHOWN else "")
+                alone = self._variables if len(absent) == self.world_size - 1 else ""
+                return f"{len(absent)} of {self.world_size} ranks {words}: {shown}{alone}"
+        return "rank 0 still compares what the ranks have found"
+
+    # ------------------------------------------------------------------------------------------ the threads
 
     def _watch(self) -> None:
-        beats, lines, since, pause = 0, 0, self._since, 0.0
-        while not self._over.wait(pause):
-            self._answered = time.monotonic()
+        """Connect; then, until training starts, end this process if another rank has written that all must end."""
+        try:
+            self._store = self._connect()
+        except ValueError as error:
+            self._problem = error
+        self._answered = time.monotonic()
+        self._connected.set()
+        if self._store is None:
+            return
+        threading.Thread(target=self._watch_store, name="store", daemon=True).start()
+        while not self._over.wait(_LOOK_S):
             try:
-                if self._store is None:
-                    self._connect()
-                    pause = min(2 * pause + 0.02, _LOOK_S) if self._store is None else _LOOK_S
-                else:
-                    beats += 1
-                    self._store.set(f"beat {self.rank}", str(beats))
-                    self._poll_end()
+                if self._store.check(["end"]):
+                    code, rank, _ = json.loads(self._store.get("end"))
+                    if rank != self.rank and not self._over.is_set():
+                        self._store.add("told", 1)
+                        self._over.set()
+                        self._end(code)
             except RuntimeError:  # the connection is lost
                 if not self._over.wait(_GRACE_S):
-                    print(f"error: {_STORE_LOST}", file=sys.stderr, flush=True)
-                    self._over.set()
-                    self._end(EXIT_FAILED)
+                    self._fail(_STORE_LOST)
                 return
-            if since != self._since:
-                since, lines = self._since, 0
-            if time.monotonic() - since >= FIRST_LINE_S * 2**lines:
-                lines += 1
-                self._report_missing(lines, FIRST_LINE_S * 2 ** (lines - 1))
+            self._answered = time.monotonic()
 
     def _watch_store(self) -> None:
         """Report a store that does not answer: calls to a store of a suspended process never return."""
-        lines = 0
+        intervals = _Intervals()
+        what = "the store at {}:{} does not answer: its host, rank 0 or torchrun, is suspended or cut off".format(
+            *self._address
+        )
         while not self._over.wait(_LOOK_S):
             silent = time.monotonic() - self._answered
-            lines = lines if silent > FIRST_LINE_S else 0
-            what = (
-                f"the store at {self._place.address}:{self._place.port} does not answer: its host, rank 0 or"
-                " torchrun, is suspended or cut off"
-            )
             if silent >= _GIVE_UP_S:
-                print(f"error: {what}, for {silent / 60:.3g} minutes", file=sys.stderr, flush=True)
-                self._over.set()
-                self._end(EXIT_FAILED)
-            elif silent >= FIRST_LINE_S * 2**lines:
-                lines += 1
-                if self._first_here:
-                    print(f"waiting     {silent:.0f} s so far: {what}", file=sys.stderr, flush=True)
+                self._fail(f"{what}, for {silent / 60:.3g} minutes")
+            elif intervals.due(silent) and self._first_here:
+                print(f"waiting     {silent:.0f} s so far: {what}", file=sys.stderr, flush=True)
 
-    def _connect(self) -> None:
-        try:
-            store = self._place.connect()
-        except ValueError as error:
-            self._problem = error
-            self._connected.set()
-            self._over.set()
-            return
-        if store is None:
-            return
+    def _fail(self, text: str) -> None:
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        self._over.set()
+        self._end(EXIT_FAILED)
+
+    def _connection(self, host: bool = False) -> dist.TCPStore:
+        """A new connection. torch retries, and warns of an unknown address."""
+        limit = timedelta(seconds=_CONNECT_S)
+        return dist.TCPStore(*self._address, is_master=host, wait_for_workers=False, timeout=limit)
+
+    def _connect(self) -> dist.Store | None:
+        """The store of this attempt; None if training has ended before.
+
+        Raises ValueError if the address is unknown, if this process should host the store and cannot, or if ranks have
+        another world size or the same number.
+        """
+        address, port = self._address
+        tcp: dist.TCPStore | None = None
+        while tcp is None and not self._over.is_set():
+            try:
+                tcp = self._connection(self.hosts_store)
+            except RuntimeError as error:
+                reason = " ".join(str(error).split("Exception raised from")[0].split())
+                if self.hosts_store:
+                    raise ValueError(
+                        f"rank 0 cannot listen at MASTER_ADDR={address} with MASTER_PORT={port} ({reason}): another run,"
+                        " or a second rank 0, may be there, or it is another machine's address. Give all ranks the"
+                        " address of rank 0's node and a free port."
+                    ) from error
+                try:
+                    socket.getaddrinfo(address, port)
+                except OSError as unknown:
+                    raise ValueError(
+                        f"MASTER_ADDR={address!r} is not known on {socket.gethostname()} ({unknown.strerror}): give the"
+                        " name or address of rank 0's node, as all nodes know it."
+                    ) from unknown
+        if tcp is None:
+            return None
+        store = dist.PrefixStore(self._prefix, tcp)
         store.add("come", 1)
         if store.add(f"rank {self.rank}", 1) > 1:
             self._problem = ValueError(
                 f"two processes of this launch are rank {self.rank}: check RANK, or SLURM_PROCID, of the launch line."
             )
-        self._store = store
-        self._connected.set()
-
-    def _report_missing(self, line: int, seconds: float) -> None:
-        """Print which ranks are missing, from one rank alone; only that rank searches for them."""
-        if self._store is None:
-            reports = self._first_here
-        else:
-            reports = self._store.add(f"line {line} of {self._wait_name}", 1) == 1
-        if reports and (missing := self._missing()):
-            print(f"waiting     {seconds:.0f} s so far: {missing}", file=sys.stderr, flush=True)
-
-    def _missing(self) -> str:
-        """Describe the ranks that have not reached this rank's stage or do not answer; empty if there are none."""
-        store, stage = self._store, self._stage
-        if store is None:
-            where = f"{self._place.address}:{self._place.port}"
-            agent = ", where torchrun should (TORCHELASTIC_USE_AGENT_STORE=True)" if self._place.agent else ""
-            return f"rank 0 has not started: nothing listens at {where}{agent}{self._told}"
-        ranks = range(self.world_size)
-        not_started = self._absent("rank", ranks)
-        alone = self._told if len(not_started) == self.world_size - 1 else ""
-        if stage == "start":
-            return _named("have not started", not_started, self.world_size) + alone
-        before = self._heartbeats()
-        time.sleep(2 * _LOOK_S + _GRACE_S)
-        absent, now = self._absent(f"at {stage}", ranks), self._heartbeats()
-        absent_or_own = {*absent, self.rank}
-        silent = [rank for rank in ranks if rank not in absent_or_own and now.get(rank) == before.get(rank)]
-        parts = [
-            _named("have not come", absent, self.world_size),
-            _named("do not answer", silent, self.world_size),
-        ]
-        return "; ".join(part for part in parts if part) + alone
-
-    def _absent(self, what: str, ranks: Sequence[int]) -> list[int]:
-        """The `ranks` without a key in the store. Searches by halves, since few ranks are missing."""
-        assert self._store is not None
-        if self._store.check([f"{what} {rank}" for rank in ranks]):
-            return []
-        if len(ranks) == 1:
-            return list(ranks)
-        middle = len(ranks) // 2
-        return self._absent(what, ranks[:middle]) + self._absent(what, ranks[middle:])
-
-    def _heartbeats(self) -> dict[int, bytes]:
-        """The latest heartbeat of every rank that has sent one."""
-        assert self._store is not None
-        ranks = range(self.world_size)
-        absent = set(self._absent("beat", ranks))
-        beating = [rank for rank in ranks if rank not in absent]
-        return dict(zip(beating, self._store.multi_get([f"beat {rank}" for rank in beating]), strict=True))
+        size = store.compare_set("world size", "", str(self.world_size)).decode()
+        if size != str(self.world_size):
+            self._problem = ValueError(
+                f"the ranks differ: the world size is {self.world_size} on rank {self.rank} and {size} on another."
+                f" {_SAME}"
+            )
+        return store
 
 
-def _named(what: str, ranks: list[int], world_size: int) -> str:
-    """'2 of 8 ranks have not come: 3, 5'; empty without ranks."""
-    if not ranks:
-        return ""
-    shown = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
-    return f"{len(ranks)} of {world_size} ranks {what}: {shown}"
-
-
-def _describe(different: list[tuple[int, dict[str, list[Any]]]]) -> str:
-    """One line for all differences: (rank, {key: [rank 0's value, its own]}); a missing value is None."""
+def _describe(different: list[tuple[int, dict[str, tuple[Any, Any]]]]) -> str:
+    """One line for all differences: (rank, {key: (rank 0's value, its own)}); a missing value is None."""
     keys = list(dict.fromkeys(key for _, found in different for key in found))
     parts = []
     for key in keys[:_SHOWN]:
@@ -413,7 +386,7 @@ def _describe(different: list[tuple[int, dict[str, list[Any]]]]) -> str:
         others = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
         parts.append(f"{key} is {_shown(first)} on rank 0 and {others}")
     more = f"; and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return f"the ranks differ: {'; '.join(parts)}{more}. Start every rank with the same command, files and packages."
+    return f"the ranks differ: {'; '.join(parts)}{more}. {_SAME}"
 
 
 def _ranks(ranks: list[int]) -> str:

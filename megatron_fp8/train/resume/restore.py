@@ -131,7 +131,7 @@ def restore(
     if vocab_size % launch.world_size:
         raise ValueError(
             f"the vocabulary of {vocab_size} does not divide among {launch.world_size} ranks"
-            f" ({', '.join(launch.told[1:])}): launch fewer"
+            f" ({', '.join(launch.variables[1:])}): launch fewer"
         )
     keep_layers(run, manifest)
     choose_recipe(run.model, recipe, fp8)
@@ -142,7 +142,7 @@ def restore(
     run.model.tensor_model_parallel_size = launch.world_size
     run.train.micro_batch_size = run.train.global_batch_size = 1
     settings = transformer_config(run.model)
-    launch.meeting.agree("settings", run_facts(run, tokenizer, launch.world_size))
+    launch.barrier.agree("settings", run_facts(run, tokenizer, launch.world_size))
     agree_on_inputs("checkpoint", launch, [], (folder, manifest))
     parallel.join(launch, run.model, run.train)
     check_together(folder, manifest)

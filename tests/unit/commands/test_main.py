@@ -64,7 +64,7 @@ def test_a_reader_that_leaves_before_the_first_step_ends_a_training_as_failed_an
     from megatron_fp8.commands import train as app
 
     launch = mock.Mock(rank=0)
-    launch.meeting.tell = lambda code, line, say: say()
+    launch.barrier.tell = lambda code, line, say: say()
     with mock.patch.object(app, "prepare", side_effect=BrokenPipeError):
         assert app._run([], launch, None, False) == 1
     assert capsys.readouterr().err.startswith("error: training failed: whoever read its output has left")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 
 import pytest
 
+from megatron_fp8.files import resource_limits
 from megatron_fp8.files.atomic_io import remedy
-from megatron_fp8.files.resource_limits import limit_reached, locale_limit
+from megatron_fp8.files.resource_limits import check_files, limit_reached, locale_limit
 
 HELD = """
 import os, resource, sys
@@ -82,3 +84,30 @@ def test_a_locale_that_has_utf8_stands_in_no_ones_way(monkeypatch):
     monkeypatch.setenv("LC_ALL", "C")
     assert "The locale (LC_ALL=C" in str(locale_limit("é".encode()))
     assert locale_limit(b"\xff") is None
+
+
+RAISED = """\
+import resource
+from megatron_fp8.files.resource_limits import raise_files
+print(raise_files(), resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_allowed():
+    def low():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))
+
+    done = subprocess.run(
+        [sys.executable, "-c", RAISED], preexec_fn=low, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "512 (512, 512)\n"
+
+
+def test_more_ranks_than_files_are_refused_in_words(monkeypatch):
+    monkeypatch.setattr(resource_limits, "raise_files", lambda: 1024)
+    check_files(512, hosts_store=False, over_gloo=False)
+    check_files(1, hosts_store=True, over_gloo=True)  # nobody to be connected to
+    for ranks, hosts_store, over_gloo, needed in ((1024, True, False, 3200), (512, False, True, 1152)):
+        said = rf"may open 1024 files \(`ulimit -Hn`\), and {ranks} ranks need at least {needed}, .*raise the limit"
+        with pytest.raises(ValueError, match=said):
+            check_files(ranks, hosts_store=hosts_store, over_gloo=over_gloo)

@@ -46,12 +46,12 @@ def test_a_local_rank_counts_where_nobody_says_how_many_there_are():
 
 
 def test_the_variables_that_tell_of_others_are_named_where_these_do_not_come():
-    assert find_launch(TORCHRUN).told == ("RANK=3", "WORLD_SIZE=4")
-    assert find_launch({**SLURM, "SLURM_STEP_NUM_TASKS": "8"}).told == (
+    assert find_launch(TORCHRUN).variables == ("RANK=3", "WORLD_SIZE=4")
+    assert find_launch({**SLURM, "SLURM_STEP_NUM_TASKS": "8"}).variables == (
         "SLURM_PROCID=5",
         "SLURM_STEP_NUM_TASKS=8",
     )
-    assert find_launch({}).told == ()
+    assert find_launch({}).variables == ()
 
 
 def test_the_first_host_of_a_node_list_comes_from_scontrol(tmp_path, monkeypatch):

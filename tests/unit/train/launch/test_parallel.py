@@ -4,7 +4,6 @@ import os
 import re
 import time
 import warnings
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,13 +15,13 @@ from megatron_fp8.commands import train as app
 from megatron_fp8.train.config.run_config import parse
 from megatron_fp8.train.launch import parallel
 from megatron_fp8.train.launch.environment import Launch
-from megatron_fp8.train.launch.parallel import check_layout, check_own_gpu, gpu_of
+from megatron_fp8.train.launch.parallel import check_layout, gpu_of
 from tests.support.left_behind import put_back
 
 
 def test_the_variable_that_gave_the_world_size_is_named():
     with pytest.raises(ValueError, match=r"^the world size 3 \(WORLD_SIZE=3\) does not divide by tensor 2 "):
-        layout(3, "model.tensor_model_parallel_size=2", told=("RANK=0", "WORLD_SIZE=3"))
+        layout(3, "model.tensor_model_parallel_size=2", variables=("RANK=0", "WORLD_SIZE=3"))
 
 
 def on_node(rank, processes):
@@ -36,31 +35,6 @@ def test_each_process_has_a_gpu():
         ValueError, match="local rank 4 has no GPU: this node has 8 processes and shows 4 GPUs"
     ):
         gpu_of(on_node(4, 8), 4)
-
-
-def test_a_gpu_that_another_rank_has_is_told_before_nccl_starts(monkeypatch):
-    """Processes that see one GPU each may see the same: the launcher's way to show each its own goes on working."""
-    said: dict[str, int] = {}
-
-    def ranks(gpus, **environ):
-        for rank, gpu in enumerate(gpus):
-            monkeypatch.setattr(
-                torch.cuda, "get_device_properties", lambda at, gpu=gpu: SimpleNamespace(uuid=gpu)
-            )
-            meeting = SimpleNamespace(first_to_say=lambda what, rank=rank: said.setdefault(what, rank))
-            check_own_gpu(replace(on_node(rank, 3), meeting=meeting), environ)
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    ranks(["a", "b", "c"])
-    said.clear()
-    wanted = (
-        "ranks 0 and 2 have the same GPU, a: this node has 3 processes, and this one sees 1 GPU. Launch one"
-    )
-    with pytest.raises(ValueError, match=re.escape(wanted)):
-        ranks(["a", "b", "a"])
-    said.clear()
-    ranks(["a", "a"], NCCL_MULTI_RANK_GPU_ENABLE="1")
 
 
 @pytest.mark.parametrize(
@@ -81,14 +55,14 @@ def test_what_another_attempt_may_not_meet_is_no_bad_input(error, code, monkeypa
 
     monkeypatch.setattr(app, "prepare", prepare)
     told = []
-    meeting = SimpleNamespace(tell=lambda code, line, say: (told.append(code), say()))
-    assert app._run([], SimpleNamespace(meeting=meeting, world_size=2), None, False) == code
+    barrier = SimpleNamespace(tell=lambda code, line, say: (told.append(code), say()))
+    assert app._run([], SimpleNamespace(barrier=barrier, world_size=2), None, False) == code
     assert told == [code] and capsys.readouterr().err == f"error: {error}\n"
 
 
-def layout(world_size, *options, told=()):
+def layout(world_size, *options, variables=()):
     run = parse([f"--{option}" for option in options])
-    return check_layout(run.model, run.train, world_size, told)
+    return check_layout(run.model, run.train, world_size, variables)
 
 
 def test_the_data_parallel_size_is_what_is_left():
@@ -232,16 +206,6 @@ def test_joining_makes_no_groups_for_ways_to_save_that_are_not_taken(monkeypatch
     assert replaced == [torch.bfloat16]
 
 
-@pytest.mark.parametrize("keeps_store", [False, True])
-def test_too_few_open_files_are_refused_before_the_ranks_are_connected(monkeypatch, keeps_store):
-    monkeypatch.setattr(parallel, "check_layout", lambda *_: None)
-    monkeypatch.setattr(parallel, "raise_limit", lambda: 1024)
-    run, meeting = parse([]), SimpleNamespace(keeps_store=keeps_store, arrive=None)
-    launch = Launch("torchrun", 0, 2000, 0, 1, meeting=meeting)
-    with pytest.raises(ValueError, match=rf"2000 ranks need at least {8128 if keeps_store else 4128}"):
-        parallel.join(launch, run.model, run.train)
-
-
 def works_long(beat_s, error):
     """A rank case: what rank 0's long work gave, and how often the ranks met for it."""
     met, broadcast = [], dist.broadcast_object_list
@@ -268,9 +232,8 @@ def works_long(beat_s, error):
 
 def test_of_long_work_the_other_ranks_hear_meanwhile(ranks):
     """A collective gives up after its time, and the work may take longer: each wait is a short one."""
-    for error, said in ((False, "done"), (True, "it does not fit")):
-        first, second = ranks(2).run(works_long, 0.05, error)
-        assert first == second and first[0] == said and first[1] >= 4
+    first, second = ranks(2).run(works_long, 0.05, True)
+    assert first == second and first[0] == "it does not fit" and first[1] >= 4
     assert ranks(2).run(works_long, None, False) == [("done", 1)] * 2
 
 
@@ -293,6 +256,68 @@ def test_each_rank_has_its_own_result_or_all_the_same_error(ranks):
     assert ranks(2).run(finds, ()) == [0, 1]
     assert ranks(2).run(finds, (0, 1)) == ["rank 0 cannot"] * 2
     assert ranks(2).run(finds, (1,)) == ["rank 1 cannot"] * 2
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A machine with GPUs whose settings are put back."""
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+        monkeypatch.setenv(name, "")  # so that it is put back as it was
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+
+
+def test_settings_of_a_deterministic_process(gpus, monkeypatch):
+    parallel.be_deterministic()
+    assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cuda.cudnn_sdp_enabled()
+    # Flash attention obeys errors, not warnings.
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and os.environ["NCCL_ALGO"] == "^NVLS,NVLSTree"
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    parallel.be_deterministic()
+    assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_ALGO"]) == (":16:8", "Ring")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(ValueError, match=r"CUBLAS_WORKSPACE_CONFIG=':0:0'.*unset it, or train with"):
+        parallel.be_deterministic()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_determinism_is_set_before_the_first_use_of_a_gpu(gpus, monkeypatch, deterministic):
+    """join, up to the process group."""
+    calls = []
+
+    def stop(*_):
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append("set_device"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(parallel, "check_layout", lambda *_: None)
+    monkeypatch.setattr(parallel, "be_deterministic", lambda: calls.append("deterministic"))
+    monkeypatch.setattr(parallel, "look_at_gpu_machine", stop)
+    with pytest.raises(InterruptedError):
+        parallel.join(Launch("one process"), None, SimpleNamespace(deterministic=deterministic))
+    assert calls == ["deterministic"] * deterministic + ["set_device"]
+
+
+def test_an_operation_that_is_not_deterministic_is_one_line(monkeypatch, capsys):
+    launch = SimpleNamespace(rank=0, barrier=SimpleNamespace(tell=lambda code, line, say: say()))
+
+    def fail(*_):
+        raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation, but you set it")
+
+    monkeypatch.setattr(app, "prepare", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(app, "_train", fail)
+    assert app._run([], launch, None, False) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "Traceback" not in said
+    assert "cumsum_cuda_kernel does not have" in said and "--train.deterministic=false" in said
 
 
 @pytest.mark.parametrize(

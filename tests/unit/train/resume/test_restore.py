@@ -146,7 +146,7 @@ def test_ranks_agree_on_the_checkpoint_before_it_is_read(tmp_path, monkeypatch, 
             raise ValueError("another one")
 
     monkeypatch.setattr(parallel, "join", lambda *_: pytest.fail("it goes on"))
-    launch = Launch("one process", meeting=SimpleNamespace(agree=agree))
+    launch = Launch("one process", barrier=SimpleNamespace(agree=agree))
     work = {"restore": restore, "replay": replay}[command]
     with pytest.raises(ValueError, match="another one"):
         work(str(tmp_path), launch, [])
