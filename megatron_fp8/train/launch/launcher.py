@@ -206,11 +206,12 @@ class _Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         super()._rendezvous(worker_group)
+        store: Any = worker_group.store
         if self._spec.nodes > 1:  # locks of a run's folder contain an id that no other launch has
             if worker_group.group_rank == 0:
                 self._job = uuid.uuid4().hex if self._job == "megatron_fp8" else self._job
-                worker_group.store.set("job", self._job)
-            self._job = worker_group.store.get("job").decode()
+                store.set("job", self._job)
+            self._job = store.get("job").decode()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         workers: dict[int, Any] = super()._start_workers(worker_group)
@@ -220,8 +221,8 @@ class _Agent(LocalElasticAgent):
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal to the launcher."""
-        assert self._pcontext is not None
-        ranks = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
+        context: Any = self._pcontext
+        ranks = [handler.proc for handler in context.subprocess_handlers.values()]
         if number != signal.SIGUSR1:
             first, now = self.stop is None, time.monotonic()
             if first:
@@ -231,7 +232,7 @@ class _Agent(LocalElasticAgent):
             if first:
                 again = f"; again, after {AGAIN_S:g} s or later: they end at once, unsaved"
                 say(
-                    f"{self.stop.name}: asked the ranks to finish their iteration, save and end"
+                    f"{signal.Signals(number).name}: asked the ranks to finish their iteration, save and end"
                     f"{again if number == signal.SIGINT else ''}"
                 )
             if number == self.stop == signal.SIGINT and now - self._stopped_at > AGAIN_S:
