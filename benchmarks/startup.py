@@ -84,7 +84,7 @@ def timed(owner, attribute, name):
     setattr(owner, attribute, call)
 
 timed(run_config, "parse", "read the config")
-timed(parallel, "meet", "process group")
+timed(parallel, "connect", "process group")
 timed(parallel, "join", "process group")
 timed(datasets, "find_data", "data")
 timed(datasets, "check_data", "data")
