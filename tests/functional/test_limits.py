@@ -31,7 +31,6 @@ def started(folder, shell: str, *words: str, **environ: str) -> subprocess.Compl
 @pytest.mark.parametrize(
     "shell, words",
     [
-        ("ulimit -n 40", "This process may open 40 files (`ulimit -n`)"),
         ("ulimit -n 80", "This process may open 80 files (`ulimit -n`)"),
         ("ulimit -v 1200000", "`ulimit -v` allows 1,171 MiB"),  # where gloo would hang for ever
     ],
@@ -42,10 +41,9 @@ def test_a_limit_of_the_shell_is_named(tmp_path, shell, words):
     assert done.returncode == 2 and words in said and "another rank" not in said, said
 
 
-@pytest.mark.parametrize("words", [["--data=été.txt"], ["--run_dir=été"], ["--config=été.yaml"]])
-def test_names_of_utf8_in_a_locale_of_ascii(tmp_path, words):
+def test_names_of_utf8_in_a_locale_of_ascii(tmp_path):
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = started(tmp_path, "true", *words, **ascii_only)
+    done = started(tmp_path, "true", "--data=été.txt", **ascii_only)
     said = done.stderr.decode()
     assert done.returncode == 2 and "The locale (LC_ALL=C" in said and "no UTF-8" not in said, said
     assert "LC_ALL=C.UTF-8 or PYTHONUTF8=1" in said
