@@ -5,7 +5,7 @@
     logits = decoder(token)                    # then one at a time
 
 ``StaticInferenceContext`` holds keys and values of all layers. Attention writes rotated keys into it, so each key is
-rotated once (layers/rotary.py). Multi-latent attention stores its latents instead of keys and values
+rotated once (layers/attention.py). Multi-latent attention stores its latents instead of keys and values
 (layers/mla.py). The CPU runs it through the engine's patches (``mcore.install()``), with or without FP8.
 Megatron-Core's dynamic-batching context needs flash attention and a GPU, and is not used.
 
@@ -27,7 +27,7 @@ from megatron.core import parallel_state
 
 from ..inference import Sampler
 from ..inference.memory import storage_bytes
-from .layers.rotary import RotatedKeys
+from .layers.attention import RotatedKeys
 from .runtime import unwrap
 
 

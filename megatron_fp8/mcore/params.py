@@ -30,7 +30,7 @@ from ..fp8_utils import get_fp8_recipe
 from ..params.fp8_parameter import Fp8Parameter, TwoWayFp8Parameter, broadcast, fp8_parameter
 from ..plan.overrides import Override
 from ..recipe import RECIPES
-from .layers.output import Fp8OutputLayer
+from .layers.linear import Fp8OutputLayer
 from .patches.patching import Patch
 from .runtime import runtime_of, unwrap
 from .sites import fp8_linears, prepare

@@ -37,7 +37,7 @@ from ..params.fp8_parameter import Fp8Parameter
 from ..state.collectives import device_of, first_rank_with, same_everywhere, size
 from .names import in_whole_model, named_parameters
 from .optimizer.compact_moments import Moment
-from .optimizer.optimizer_models import parts_of
+from .optimizer.optimizer_setup import parts_of
 from .runtime import state_of, unwrap
 
 _ROW = 4096

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..state.collectives import own_device
@@ -44,7 +45,7 @@ class Fp8Runtime:
         fp8_params: models whose weights were made FP8 parameters, where the plan has FP8.
         optimizers: Megatron-Core's optimizers that step these models.
         moved_biases: experts' biases that were updated after the last batch, with their earlier values
-            (patches/router.py).
+            (patches/megatron_fixes.py).
         sequence_ends: values of integer tensors that layers have read, with the tensor's version (layers/attention.py).
     """
 
@@ -90,7 +91,7 @@ class Fp8Runtime:
 
 
 _living: weakref.WeakSet[Fp8Runtime] = weakref.WeakSet()
-"""All runtimes of this process. Megatron-Core's optimizers have no config, so ``optimizer/optimizer_models.py`` searches
+"""All runtimes of this process. Megatron-Core's optimizers have no config, so ``optimizer/optimizer_setup.py`` searches
 here."""
 
 
@@ -158,3 +159,31 @@ def unwrap(chunk: Any) -> Any:
 
 def _in_another_process(frozen: bool) -> Fp8Runtime:
     return Fp8Runtime(frozen=frozen)
+
+
+def watch(runtime: Fp8Runtime) -> None:
+    """Detects, by a hook on all optimizers, a step of these models without ``finish_iteration``. Once a runtime.
+
+    Megatron-Core's schedules call it after ``finalize_model_grads_func``; a training loop of its own may forget it, and
+    delayed scaling would use its first scales forever. After such a step the next forward in training mode raises.
+    """
+    reference = weakref.ref(runtime)  # the hook is global and must not keep the models' state alive
+
+    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        runtime = reference()
+        if runtime is None:
+            return
+        state = runtime.state
+        due = state.counts.fp8_gemms and state.came_back and not state.capturing and not state.missing_end
+        if due and runtime.is_stepped_by(optimizer):
+            state.miss_end(_MISSING_END)
+
+    hook = register_optimizer_step_post_hook(after_step)
+    weakref.finalize(runtime, hook.remove).atexit = False
+
+
+_MISSING_END = (
+    "the optimizer stepped and the FP8 iteration was not ended: scales and histories would never be updated. Call"
+    " megatron_fp8.mcore.iteration.finish_iteration([model]) once an iteration, after the last backward, or train"
+    " by Megatron-Core's schedules, which do"
+)

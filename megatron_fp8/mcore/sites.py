@@ -32,10 +32,9 @@ from ..state.fp8_state import Fp8State
 from ..state.guard import Move
 from . import environment as compat
 from .gemm_size_filter import announce, filtered
-from .missing_step_check import watch
 from .names import named_modules
-from .runtime import runtime_of, state_of, unwrap
-from .te.te_site import TeSite
+from .runtime import runtime_of, state_of, unwrap, watch
+from .te.context import TeSite
 from .unsupported_linears import (
     is_te_linear,
     refuse_unsupported_layers,

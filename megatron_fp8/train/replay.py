@@ -35,7 +35,7 @@ from ..linear.gemm_site import GemmSite
 from ..mcore.checkpoint.moment_loader import load_moments
 from ..mcore.checkpoint.training import load_weights
 from ..mcore.names import named_parameters
-from ..mcore.patches.router import settle_biases
+from ..mcore.patches.megatron_fixes import settle_biases
 from ..mcore.runtime import runtime_of
 from ..mcore.sites import check_plan, fp8_linears, state_of, unwrap
 from ..plan.overrides import check_overrides_match

@@ -90,7 +90,7 @@ def test_overrides_and_first_and_last_layers(ranks: RankPool) -> None:
 def around(tied: bool) -> dict[str, Any]:
     """A rank case, one step of delayed scaling with FP8 weights, sharded: whether a cold weight is warmed; what
     telemetry, state dicts and the report know of the output layer; the FP8 weights."""
-    from megatron_fp8.mcore.checkpoint.fp8_state import warm_from_weights
+    from megatron_fp8.mcore.checkpoint.state_dict import warm_from_weights
     from megatron_fp8.mcore.report import site_report
     from megatron_fp8.mcore.sites import fp8_linears
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec

@@ -75,7 +75,7 @@ PARTS = {
 
 def parted() -> tuple[Watched, list[str], list[bool]]:
     """(what was seen, names of the histories in a checkpoint, whether they came back)."""
-    from megatron_fp8.mcore.checkpoint.fp8_state import sharded_slots, take_slots
+    from megatron_fp8.mcore.checkpoint.state_dict import sharded_slots, take_slots
     from megatron_fp8.mcore.iteration import iteration_counts
     from megatron_fp8.mcore.report import site_report
     from megatron_fp8.mcore.sites import fp8_linears

@@ -142,7 +142,7 @@ def test_the_host_of_a_gpu_would_wait_twice_an_iteration(folder, config):
     for places, hidden in found:
         assert [place for place in places if place not in ON_CPUS] == [
             "fp8_state.py _read tolist",
-            "grad_norm_sync.py unscale_and_check tolist",
+            "grad_norm.py unscale_and_check tolist",
         ]
         assert not [read for read in hidden if read.startswith(("aten::nonzero", "aten::equal"))]
 

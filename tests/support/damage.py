@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fp8.mcore.optimizer.optimizer_models import parts_of
+from megatron_fp8.mcore.optimizer.optimizer_setup import parts_of
 from megatron_fp8.mcore.sites import fp8_linears
 
 SITE = "layers.1.mlp.linear_fc1"

@@ -43,8 +43,8 @@ from ..report import parallel_layout
 from ..runtime import state_of, unwrap
 from ..sites import fp8_linears, prepare
 from .block_codes import take_codes
-from .fp8_state import fit_to_checkpoint, recipes_of, warm_from_weights
 from .rng import fit_here, put_back, sharded_streams
+from .state_dict import fit_to_checkpoint, recipes_of, warm_from_weights
 from .store import load_shards
 from .weights import has_optimizer, start_optimizer
 

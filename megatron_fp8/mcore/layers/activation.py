@@ -1,16 +1,33 @@
-"""SwiGLU that saves its input for backward in scaled FP8 (``activation_func_fp8_input_store``).
+"""SwiGLU and norms beside FP8 linears: fused into the linear's quantisation, or with their input saved in FP8.
 
-Megatron-Core's version stores ``input.to(float8_e4m3fn)`` without a scale: values under 2^-10 become zero. Here each
-1x128 block has a power-of-two scale: one byte a value and 3 % for scales.
+**Fused.** In Megatron-Core's layer
 
-On GPUs, between two linears that make codes by kernels (fusion.py), SwiGLU writes neither its result nor its
-gradient: both are DeferredTensors, which the linears' kernels compute in float32 with one rounding, whether the input
-is saved in FP8 or not.
+    input_layernorm -> self_attention.linear_qkv
+    pre_mlp_layernorm -> mlp.linear_fc1 -> SwiGLU -> mlp.linear_fc2
+
+each arrow is a tensor with one reader. If the reader makes codes of it by kernels (native backend, input in FP8 in fprop
+and wgrad), a LazyTensor takes its place (kernels/lazy_tensor.py); in backward, another one from SwiGLU to linear_fc1. The
+kernels compute it in float32 with one rounding. Which linear reads which norm is set when a layer is built. Whether that
+linear makes codes is checked at every call, since warm-up, overrides and disabled regions change it. Experts that are
+called as one (grouped_mlp.py) are one such MLP.
+
+Still written to memory: the result of a norm that Megatron recomputes separately, since it frees the storage of that
+result and a LazyTensor has none (recognised by the reader's save_original_input, which Megatron sets); of a norm
+before experts, since the router reads it too; and of LayerNorm, which has no kernel.
+
+Rejected: fused modules in the layer spec. The model would have other parameter names, and a layer in BF16, or in its
+warm-up, other modules than one in FP8.
+
+**Saved in FP8** (``activation_func_fp8_input_store``). Megatron-Core's version stores ``input.to(float8_e4m3fn)`` without
+a scale: values under 2^-10 become zero. Here each 1x128 block has a power-of-two scale: one byte a value and 3 % for
+scales.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,7 +40,8 @@ from ...linear.saved_operands import given_back, save
 from ...numerics.formats import E4M3
 from ...numerics.rule import BLOCK_1X128, Rule
 from ...tensor import QuantizedSide
-from . import fusion
+from ..patches.patching import Patch
+from .norm import Norm
 
 _STORE = Rule(E4M3, BLOCK_1X128, "pow2")
 
@@ -100,7 +118,7 @@ class _DeferredSwiGLU(torch.autograd.Function):
 
 def _deferred_swiglu(x: torch.Tensor, weights: torch.Tensor | None, store: bool) -> torch.Tensor | None:
     """SwiGLU in an MLP whose second linear makes codes of the result; returns None elsewhere."""
-    mlp = fusion.running_mlp()
+    mlp = running_mlp()
     if mlp is None or not mlp.linear_fc2.makes_codes_of("input"):
         return None
     return _DeferredSwiGLU.apply(x, weights, store, mlp.linear_fc1.makes_codes_of("grad_output"))
@@ -149,3 +167,70 @@ def store_expert_swiglu_input_in_fp8(original: Callable[..., torch.Tensor]) -> C
         return _swiglu_with_fp8_store(input, bias, weights)
 
     return weighted_bias_swiglu_impl
+
+
+_mlp: ContextVar[Any] = ContextVar("mlp", default=None)
+
+
+def connect(layer: Any) -> None:
+    """Sets the linear that reads each norm of a TransformerLayer."""
+    for norm, reader in (
+        (layer.input_layernorm, getattr(layer.self_attention, "linear_qkv", None)),
+        (layer.pre_mlp_layernorm, getattr(layer.mlp, "linear_fc1", None)),
+    ):
+        if isinstance(norm, Norm) and norm.kind == "RMSNorm" and reader is not None and _is_ours(reader):
+            norm.reader_takes_codes = functools.partial(reader.makes_codes_of, "input")
+
+
+def running_mlp() -> Any:
+    """Returns the MLP whose forward is running, if its linears are this package's; else, and in compiled code, None."""
+    return None if torch.compiler.is_compiling() else _mlp.get()
+
+
+def computes_activation(mlp: Any) -> bool:
+    """Whether an MLP called now defers its activation to its second linear's kernels, where they exist."""
+    reader = mlp.linear_fc2
+    return _is_ours(reader) and reader.makes_codes_of("input") and _is_ours(mlp.linear_fc1)
+
+
+def _is_ours(linear: Any) -> bool:
+    return hasattr(linear, "makes_codes_of")
+
+
+def connected(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps TransformerLayer.__init__: connects norms to their readers."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        connect(self)
+
+    return __init__
+
+
+def known_to_activation(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps MLP.forward: the activation function can find the linears on both sides."""
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # not in compiled code: the compiler fuses by itself
+            return original(self, *args, **kwargs)
+        token = _mlp.set(self if _is_ours(self.linear_fc1) and _is_ours(self.linear_fc2) else None)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _mlp.reset(token)
+
+    return forward
+
+
+def patches() -> list[Patch]:
+    """Returns the patches that connect norms, activations and linears."""
+    core, why = (
+        "megatron.core.transformer",
+        "norms and SwiGLU before an FP8 linear are computed by its kernel",
+    )
+    return [
+        Patch(f"{core}.transformer_layer.TransformerLayer", "__init__", connected, why, wrap=True),
+        Patch(f"{core}.mlp.MLP", "forward", known_to_activation, why, wrap=True),
+    ]

@@ -7,7 +7,7 @@ names as with ``moe_grouped_gemm=False``, and a run may switch between the two. 
 tensors of sequential and grouped experts alike, so those of its GroupedMLP can be loaded too.
 
 Between the two grouped linears Megatron-Core's MLP.forward itself runs, once for all tokens: SwiGLU, or any other
-activation, with the router's probabilities; or the casts of each expert's rows compute it (fusion.py). Tokens are not
+activation, with the router's probabilities; or the casts of each expert's rows compute it (activation.py). Tokens are not
 padded: casts have the boundaries of the experts.
 """
 
@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch.nn.modules.module import _has_any_global_hook
 
 from ...linear.grouped import Tokens, grouped_linear, on_host, some_together
-from .fusion import computes_activation
+from .activation import computes_activation
 from .linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
 
 
@@ -109,7 +109,7 @@ class _Linears(NamedTuple):
 
     Attributes:
         tokens: of each expert, int [experts] on the CPU.
-        computed: whether experts called one after the other defer activations to linear_fc2 (fusion.py).
+        computed: whether experts called one after the other defer activations to linear_fc2 (activation.py).
     """
 
     linears: list[Any]

@@ -23,7 +23,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from ..patches.patching import Patch
-from .rotary import RotatedKeys
+from .attention import RotatedKeys
 
 _MODULE = "megatron.core.transformer.multi_latent_attention"
 

@@ -4,7 +4,7 @@ They compute in float32, return the input's dtype, and save for backward only th
 row. Their parameters have `sequence_parallel`, so Megatron-Core sums their gradients over the tensor-parallel group.
 LayerNorm is PyTorch's; PyTorch's unfused RMSNorm saves four times as much (float32 copies).
 
-An RMSNorm whose only reader is an FP8 linear on a GPU (fusion.py sets it) does not write its result: it returns a
+An RMSNorm whose only reader is an FP8 linear on a GPU (activation.py sets it) does not write its result: it returns a
 LazyTensor, which the linear's quantising kernel computes. Both forwards save the same x, weight and statistic, so
 backward is the same.
 """
@@ -117,7 +117,7 @@ class Norm(torch.nn.Module):
         super().__init__()
         # As in Megatron-Core's own norms the config decides, not the arguments; layers pass the config's values.
         self.kind = kind = config.normalization
-        self.reader_takes_codes: Callable[[], bool] | None = None  # set by fusion.connect
+        self.reader_takes_codes: Callable[[], bool] | None = None  # set by activation.connect
         if kind not in ("RMSNorm", "LayerNorm"):
             raise ValueError(f"normalization={kind!r} is not supported; use 'RMSNorm' or 'LayerNorm'")
         self.hidden_size, self.eps = hidden_size, eps

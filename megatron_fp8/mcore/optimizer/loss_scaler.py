@@ -27,9 +27,9 @@ import torch
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 
 from ...state.loss_scaler import LossScaler, agree
+from ..patches.megatron_fixes import settle_biases
 from ..patches.patching import Patch
-from ..patches.router import settle_biases
-from .optimizer_models import parts_of, runtimes_stepped_by
+from .optimizer_setup import parts_of, runtimes_stepped_by
 
 MAX_SCALE = 2.0**32
 """The upper bound, for which Megatron-Core has no option; it is Megatron-Core's own initial scale."""

@@ -17,22 +17,20 @@ from .patching import Patch
 def patches() -> list[Patch]:
     """Returns all FP8 hooks of Megatron-Core 0.16."""
     from .. import params
-    from ..layers import fusion, rotary
+    from ..layers import activation, attention
     from ..layers import mla as latent_cache
     from ..layers.activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
-    from ..layers.output import output_layer_in_fp8
+    from ..layers.linear import output_layer_in_fp8
     from ..optimizer import fp8_params as param_optimizer
     from ..optimizer import (
         grad_norm,
-        grad_norm_sync,
         loss_scaler,
-        optimizer_models,
-        option_checks,
+        optimizer_setup,
         sharded_state,
     )
     from ..spec_replacement import build_own_modules, final_norm_of_the_layers
     from ..te import context as te_context
-    from . import buckets, experts, mla, mtp, router, token_dispatchers
+    from . import megatron_fixes, mla, token_dispatchers
 
     core = "megatron.core"
     checkpoint_why = "with fp8 Megatron recomputes through Transformer Engine's checkpoint"
@@ -151,20 +149,15 @@ def patches() -> list[Patch]:
         *params.patches(),
         *param_optimizer.patches(),
         *grad_norm.patches(),
-        *grad_norm_sync.patches(),
-        *fusion.patches(),
-        *rotary.patches(),
+        *activation.patches(),
+        *attention.patches(),
         *latent_cache.patches(),
         *loss_scaler.patches(),
-        *optimizer_models.patches(),
-        *option_checks.patches(),
+        *optimizer_setup.patches(),
         *mla.patches(),
         *token_dispatchers.patches(),
         *sharded_state.patches(),
-        *buckets.patches(),
-        *experts.patches(),
-        *mtp.patches(),
-        *router.patches(),
+        *megatron_fixes.patches(),
     ]
 
 

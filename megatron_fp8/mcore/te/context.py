@@ -1,4 +1,4 @@
-"""FP8 contexts for Transformer Engine's layers.
+"""FP8 contexts and plan entries for Transformer Engine's layers.
 
 Megatron-Core enters the context once around all layers with delayed scaling, else around each layer. TE updates delayed
 scales when its outermost context is left, so entering it once a layer would be wrong. Layers that stay in BF16 leave the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core import parallel_state
@@ -16,8 +17,12 @@ from megatron.core import parallel_state
 from ... import fp8_utils
 from ...backends import choose_backend
 from ...backends import transformer_engine as engine
+from ...numerics.formats import ROLES
 from ...plan.autocast_state import current_autocast_state
+from ...plan.site_plan import SitePlan
+from ...quantizer import Casts
 from ...state.collectives import own_device
+from ...state.fp8_state import Fp8State
 from .. import environment as compat
 from ..config.incompatible import wants_te
 from ..runtime import runtime_of
@@ -92,3 +97,29 @@ def checkpoint(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable
         return (theirs if engine.is_enabled() else ours)(*args, **kwargs)
 
     return te_checkpoint
+
+
+@dataclass
+class TeSite:
+    """The attributes of a site (site.GemmSite) that reports, checkpoints and iterations read, for a layer that does
+    its own casts.
+
+    Attributes:
+        plan: the site's entry.
+        state: the model's FP8 state: its iteration and counts. There are no slots: TE does not expose amaxes and health.
+        notes: for the report, made while it ran.
+        verified: whether TE's quantizers were checked against the recipe.
+        quantizers, casts: none, for every role.
+    """
+
+    plan: SitePlan
+    state: Fp8State
+    notes: set[str] = field(default_factory=set)
+    verified: bool = False
+    quantizers: dict[str, None] = field(default_factory=lambda: dict.fromkeys(ROLES))
+    casts: dict[str, Casts] = field(default_factory=lambda: {role: Casts(None, None) for role in ROLES})
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether this site is planned in FP8."""
+        return self.plan.precision == "fp8"

@@ -32,8 +32,7 @@ from ...recipe import DelayedScaling
 from ..layers.attention import CoreAttention
 from ..patches.patching import Patch, PatchSet
 from ..sites import make_site
-from .context import recipe_of
-from .te_site import TeSite
+from .context import TeSite, recipe_of
 
 _NOT_SAVED = (
     "delayed scaling's history is Transformer Engine's and is not in checkpoints: on a resume it starts anew"

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 
 from ...mcore.names import named_parameters
 from ...mcore.optimizer.compact_moments import Moment
-from ...mcore.optimizer.optimizer_models import parts_of
+from ...mcore.optimizer.optimizer_setup import parts_of
 from ...mcore.runtime import state_of, unwrap
 from ...state.amax_history import AmaxRingBuffer
 from ...state.collectives import first_rank_with, own_device

@@ -318,7 +318,7 @@ def test_training_a_prepared_model_is_answered_in_our_words(recipe):
 
 
 def test_transformer_engines_linears_are_not_ours_to_prepare():
-    from megatron_fp8.mcore.te.te_site import TeSite
+    from megatron_fp8.mcore.te.context import TeSite
 
     class Linear(nn.Linear):
         fp8_site = TeSite(SimpleNamespace(precision="fp8", backend="transformer_engine"), None)

@@ -14,8 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig as Me
 
 from megatron_fp8 import TransformerConfig
 from megatron_fp8.mcore.iteration import iteration_counts, set_training_length
-from megatron_fp8.mcore.missing_step_check import watch
-from megatron_fp8.mcore.runtime import Fp8Runtime, find_runtime, living_runtimes, runtime_of, state_of
+from megatron_fp8.mcore.runtime import Fp8Runtime, find_runtime, living_runtimes, runtime_of, state_of, watch
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.recipe import DelayedScaling
 from tests.support.slots import make_slots, observe

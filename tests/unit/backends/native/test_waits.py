@@ -14,7 +14,7 @@ from megatron_fp8.backends.native import backend as native
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.linear.high_precision import observe
-from megatron_fp8.mcore.layers import activation, attention, fusion
+from megatron_fp8.mcore.layers import activation, attention
 from megatron_fp8.mcore.layers.norm import rms_norm
 from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.params.fp8_parameter import Fp8Parameter, fp8_parameter
@@ -78,7 +78,7 @@ def test_linear_that_is_observed() -> None:
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
 def test_swiglu_that_stores_its_input(weighted: bool, between: bool) -> None:
     linear = SimpleNamespace(makes_codes_of=lambda role: True)
-    token = fusion._mlp.set(SimpleNamespace(linear_fc1=linear, linear_fc2=linear) if between else None)
+    token = activation._mlp.set(SimpleNamespace(linear_fc1=linear, linear_fc2=linear) if between else None)
     try:
         with gpu_without_values():
             x, weights = leaf(256, 512), leaf(256, 1, dtype=torch.float32)
@@ -89,7 +89,7 @@ def test_swiglu_that_stores_its_input(weighted: bool, between: bool) -> None:
             (y * 1).sum().backward()
             assert x.grad is not None and (weights.grad is not None) == weighted
     finally:
-        fusion._mlp.reset(token)
+        activation._mlp.reset(token)
 
 
 def _never(*_: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ from benchmarks.support.fp8_gpt import MOE, training
 from benchmarks.support.launched import launched
 from benchmarks.support.ranks import Layout, RankPool
 from megatron_fp8.kernels.lazy_tensor import LazyTensor
-from megatron_fp8.mcore.layers import fusion
+from megatron_fp8.mcore.layers import activation
 from megatron_fp8.mcore.layers.activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.quantizer import quantize
@@ -64,11 +64,11 @@ def test_forward_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, weigh
 def between_fp8_linears() -> Iterator[None]:
     """As in an MLP both linears of which make codes by kernels."""
     linear = SimpleNamespace(makes_codes_of=lambda role: True)
-    token = fusion._mlp.set(SimpleNamespace(linear_fc1=linear, linear_fc2=linear))
+    token = activation._mlp.set(SimpleNamespace(linear_fc1=linear, linear_fc2=linear))
     try:
         yield
     finally:
-        fusion._mlp.reset(token)
+        activation._mlp.reset(token)
 
 
 @pytest.mark.parametrize("store", [False, True], ids=["kept", "stored"])
@@ -96,7 +96,7 @@ def test_what_is_not_computed_by_the_next_linear() -> None:
                 swiglu(*arguments)
         with pytest.raises(AssertionError, match="Megatron-Core's own"):
             expert_swiglu(x, torch.zeros(4), torch.ones(2, 1))
-        fusion.running_mlp().linear_fc2.makes_codes_of = lambda role: False
+        activation.running_mlp().linear_fc2.makes_codes_of = lambda role: False
         with pytest.raises(AssertionError, match="Megatron-Core's own"):
             swiglu(x, None)
 

@@ -11,7 +11,7 @@ from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_
 
 from benchmarks.support.compare import assert_same_bytes
 from benchmarks.support.gpt import gpt_config
-from megatron_fp8.mcore.layers.rotary import RotatedKeys, rotated_once
+from megatron_fp8.mcore.layers.attention import RotatedKeys, rotated_once
 
 SEEN, NEW = 5, 3
 

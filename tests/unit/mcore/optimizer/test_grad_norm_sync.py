@@ -32,7 +32,7 @@ class Seen:
 
 def stepped(kind: str, recipe: str | None, together: bool, clip: float) -> Seen:
     """A rank case: steps with gradients that are made, not computed."""
-    from megatron_fp8.mcore.optimizer import grad_norm_sync
+    from megatron_fp8.mcore.optimizer import grad_norm
     from megatron_fp8.mcore.patches.gpu_engine import norm_without_waiting
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
@@ -47,7 +47,7 @@ def stepped(kind: str, recipe: str | None, together: bool, clip: float) -> Seen:
         optim = {"loss_scale": 1.0, "clip_grad": clip}
         optimizer = build_optimizer(config, chunks, ddp=ddp, optim=optim)
         seen.kind = type(optimizer.chained_optimizers[0]).__name__
-        separate = mock.patch.object(grad_norm_sync, "_reads_together", lambda chain: False)
+        separate = mock.patch.object(grad_norm, "_reads_together", lambda chain: False)
         for number, value in enumerate(GRADIENTS.values()):
             generator = torch.Generator().manual_seed(number)
             for param in chunks[0].parameters():
@@ -78,5 +78,5 @@ def test_same_steps_and_one_look(ranks, kind, recipe, clip):
     assert [name for name, (done, _) in taken.items() if not done] == ["nan", "inf"]
     float64 = kind == SHARDED and recipe
     assert taken["overflow"][1] == ("inf" if not float64 else taken["overflow"][1]) != "nan"
-    assert together.looks == [["grad_norm_sync.py unscale_and_check tolist"]] * len(GRADIENTS)
+    assert together.looks == [["grad_norm.py unscale_and_check tolist"]] * len(GRADIENTS)
     assert [len(looks) for looks in apart.looks] == [2 if done else 1 for done, _ in apart.steps]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_fp8.mcore.optimizer.optimizer_models import noted, runtimes_stepped_by
+from megatron_fp8.mcore.optimizer.optimizer_setup import checked_and_recorded, runtimes_stepped_by
 from megatron_fp8.mcore.runtime import Fp8Runtime, runtime_of
 
 
@@ -36,11 +36,15 @@ def test_the_models_that_it_was_made_for():
     def make(config: Any, model_chunks: list[Any], param_groups: Any = None) -> Optimizer:
         return Optimizer()
 
-    for optimizer in (noted(make)(None, [model]), noted(make)(None, model_chunks=[model])):
+    make, config = (
+        checked_and_recorded(make),
+        SimpleNamespace(optimizer_cpu_offload=False, use_precision_aware_optimizer=False),
+    )
+    for optimizer in (make(config, [model]), make(config, model_chunks=[model])):
         assert runtimes_stepped_by(optimizer) == [its], "without a parameter too"
         chain = SimpleNamespace(chained_optimizers=[optimizer, Optimizer()])
         assert runtimes_stepped_by(chain) == [its]
-    assert runtimes_stepped_by(noted(make)(None, [torch.nn.Linear(1, 1)])) == []
+    assert runtimes_stepped_by(make(config, [torch.nn.Linear(1, 1)])) == []
 
 
 def test_the_models_whose_parameters_it_holds():

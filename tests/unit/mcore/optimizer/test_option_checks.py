@@ -33,14 +33,14 @@ def refused(
     """A rank case: what get_megatron_optimizer says ('': nothing), and whether it made an Adam before."""
     from megatron.core import optimizer as theirs
 
-    from megatron_fp8.mcore.optimizer import option_checks
+    from megatron_fp8.mcore.optimizer import optimizer_setup
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     with model_parallel(Layout()):
         config = fp8_config(Layout(), recipe, **{**NARROW, "num_layers": 1, "fp8_param": fp8_param})
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, ddp=ddp, sequence=32)
         with (
-            mock.patch.object(option_checks.compat, "has_cuda", lambda: cuda),
+            mock.patch.object(optimizer_setup.compat, "has_cuda", lambda: cuda),
             mock.patch.object(theirs, "Adam", wraps=theirs.Adam) as adam,
         ):
             try:
@@ -63,7 +63,7 @@ def aware(param_dtype: str, fp8_recipe: str | None, fp8_param: bool) -> str:
     import torch
     from megatron.core.optimizer import OptimizerConfig
 
-    from megatron_fp8.mcore.optimizer.option_checks import check_options
+    from megatron_fp8.mcore.optimizer.optimizer_setup import check_options
 
     with model_parallel(Layout()):
         config = fp8_config(Layout(), "mxfp8", **{**NARROW, "num_layers": 1, "fp8_param": fp8_param})

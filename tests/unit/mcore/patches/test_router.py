@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.support.fp8_gpt import DEEPSEEK, fp8_config
 from benchmarks.support.ranks import Layout, model_parallel
-from megatron_fp8.mcore.patches.router import settle_biases
+from megatron_fp8.mcore.patches.megatron_fixes import settle_biases
 from megatron_fp8.mcore.runtime import Fp8Runtime
 
 

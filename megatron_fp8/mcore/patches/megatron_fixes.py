@@ -1,0 +1,204 @@
+"""Patches of Megatron-Core functions that compute wrongly in any precision.
+
+**Checkpoints of the distributed optimizer as ``fully_reshardable``** (``train`` does not save in that format). The
+weights of a bucket are followed by padding, so that each rank's shard has the same size. For a save, Megatron-Core
+joins a buffer's buckets without the padding, but then looks up a weight by its position with the padding. From the
+second bucket on, master weights and moments are those of other weights, and the last ones zeros, if earlier buckets
+have padding. There are several buckets with overlap_grad_reduce, and with an embedding that two pipeline stages
+share; there is padding if the size of a bucket's weights is no multiple of 128 and of the number of data parallel
+ranks. The only sign is a warning for the last weights. Here buckets are joined with their padding.
+
+**Experts with a different tensor parallel size, without expert parallelism.** With expert parallelism above 1
+Megatron-Core holds experts' weights in separate buffers, which experts' own data parallel ranks reduce. With 1, and
+experts split over more or fewer tensor parallel ranks than dense layers, the ranks that share an expert's weight also
+differ from a dense layer's. With TP=2 and ETP=1 each rank has the gradient of its own tokens, and Megatron-Core does
+not sum them. With TP=1 and ETP=2 it broadcasts one rank's part of a weight over the other's. Both are silent.
+
+**Multi-token prediction.** Its loss is the mean over the tokens of all ranks. Megatron-Core divides the sum of a
+rank's losses by the number of tokens that the rank predicts, and takes the mean over ranks. The rank with the end of
+the sequence predicts fewer, so its tokens have more weight, and gradients depend on the layout. And a last stage that
+predicts several tokens has the embedding's table: a tied output layer gets that table, and needs no weight of its
+own; Megatron-Core makes one nevertheless, and then fails at the first save, which expects none.
+
+**Routers with expert biases.** After each batch Megatron-Core raises an expert's bias if it got fewer tokens than the
+mean, and lowers it if it got more (DeepSeek-V3's balance without a loss, arXiv:2408.15664). It updates biases while
+gradients are finalised, before it is known whether the step will run; here those of a step that the optimizer skips
+are restored (optimizer/loss_scaler.py). And it counts tokens in a buffer that Float16Module rounds to the model's
+dtype: from 256 on BF16 loses odd counts, from 512 on a single token, and the result depends on micro-batches and
+ranks. Here counts are float32, exact to 2^24 tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from ..runtime import Fp8Runtime, runtime_of
+from .patching import Patch
+
+
+def patches() -> list[Patch]:
+    """Returns the patches for state of the distributed optimizer, experts, multi-token prediction and routers."""
+    core = "megatron.core"
+    return [
+        Patch(
+            f"{core}.optimizer.distrib_optimizer.DistributedOptimizer",
+            "sharded_param_state_fully_reshardable",
+            joined_with_padding,
+            "buckets are joined without their padding, but weights are looked up by positions with it",
+            wrap=True,
+        ),
+        *(
+            Patch(
+                f"{core}.tensor_parallel.layers.{kind}ParallelLinear",
+                "__init__",
+                reduced_by_experts_ranks,
+                "experts' gradients are reduced over the dense layers' ranks where expert parallelism is 1",
+                wrap=True,
+            )
+            for kind in ("Column", "Row")
+        ),
+        Patch(
+            f"{core}.models.gpt.gpt_model",
+            "roll_tensor",
+            count_of_all_ranks,
+            "context parallel ranks predict different numbers of tokens, and each divides by its own",
+            wrap=True,
+        ),
+        Patch(
+            f"{core}.models.common.language_module.language_module.LanguageModule",
+            "setup_embeddings_and_output_layer",
+            tied_without_a_weight,
+            "a last stage that predicts several tokens cannot be saved with a weight of its tied output layer",
+            wrap=True,
+        ),
+        Patch(
+            f"{core}.distributed.finalize_model_grads",
+            "_update_router_expert_bias",
+            remember_biases,
+            "experts' biases are updated before it is known whether the step is skipped",
+            wrap=True,
+        ),
+        Patch(
+            f"{core}.transformer.moe.router.TopKRouter",
+            "_maintain_float32_expert_bias",
+            count_in_float32,
+            "tokens are counted in the model's dtype, which loses some of them",
+            wrap=True,
+        ),
+    ]
+
+
+def joined_with_padding(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps sharded_param_state_fully_reshardable: buckets keep their padding."""
+
+    @functools.wraps(original)
+    def sharded_param_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _with_padding(self.buffers):
+            return original(self, *args, **kwargs)
+
+    return sharded_param_state
+
+
+@contextmanager
+def _with_padding(buffers: list[Any]) -> Iterator[None]:
+    parts = [part for buffer in buffers for part in (buffer, *buffer.buckets)]
+    unpadded = [part.numel_unpadded for part in parts]
+    for part in parts:
+        part.numel_unpadded = part.grad_data.numel()
+    try:
+        yield
+    finally:
+        for part, number in zip(parts, unpadded, strict=True):
+            part.numel_unpadded = number
+
+
+def reduced_by_experts_ranks(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps a linear's __init__: marks an expert's parameters if experts have their own data parallel ranks."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.is_expert and (
+            parallel_state.get_expert_tensor_parallel_world_size()
+            != parallel_state.get_tensor_model_parallel_world_size()
+        ):
+            for parameter in (self.weight, self.bias):
+                if parameter is not None:
+                    parameter.allreduce = False
+
+    return __init__
+
+
+def count_of_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps roll_tensor: the sum of a mask becomes the mean over context parallel ranks, not this rank's."""
+
+    @functools.wraps(original)
+    def roll_tensor(tensor: torch.Tensor, *args: Any, cp_group: Any = None, **kwargs: Any) -> Any:
+        rolled, count = original(tensor, *args, cp_group=cp_group, **kwargs)
+        if cp_group is None or cp_group.size() == 1:
+            return rolled, count
+        dist.all_reduce(count, group=cp_group)
+        return rolled, count / cp_group.size()
+
+    return roll_tensor
+
+
+def tied_without_a_weight(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wraps LanguageModule.setup_embeddings_and_output_layer: removes the weight of a tied output layer first."""
+
+    @functools.wraps(original)
+    def setup_embeddings_and_output_layer(self: Any) -> None:
+        has_table = getattr(self, "mtp_process", False) and not self.pre_process
+        if has_table and self.post_process and self.share_embeddings_and_output_weights:
+            self.output_layer.weight = None
+        original(self)
+
+    return setup_embeddings_and_output_layer
+
+
+_COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
+
+
+def remember_biases(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps _update_router_expert_bias: saves the old biases until the optimizer decides whether it steps."""
+
+    @functools.wraps(original)
+    def update(model: list[Any], config: Any) -> None:
+        biases = [
+            bias
+            for chunk in model
+            for module in chunk.modules()
+            if (bias := getattr(module, "expert_bias", None)) is not None
+        ]
+        runtime_of(config).moved_biases = [(bias, bias.clone()) for bias in biases]
+        original(model, config)
+
+    return update
+
+
+def settle_biases(runtime: Fp8Runtime, *, skipped: bool) -> None:
+    """Restores the biases of a runtime's models if the step after their update was skipped."""
+    saved, runtime.moved_biases = runtime.moved_biases, []
+    for bias, before in saved if skipped else []:
+        bias.copy_(before)
+
+
+def count_in_float32(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wraps _maintain_float32_expert_bias: makes the token counts float32 too."""
+
+    @functools.wraps(original)
+    def maintain(self: Any) -> None:
+        original(self)
+        for name in _COUNTS:
+            counts = getattr(self, name, None)
+            if counts is not None and counts.dtype != torch.float32:
+                counts.data = counts.data.float()
+
+    return maintain
