@@ -46,8 +46,3 @@ def test_settings_that_te_honours_are_accepted():
         first_last_layers_bf16=True, num_layers_at_end_in_bf16=0,
     )  # fmt: skip
     assert config.fp8_backend == "transformer_engine"
-
-
-def test_fused_weight_gradients_without_apex_are_refused():
-    with pytest.raises(ValueError, match="it needs a GPU and apex with fused_weight_gradient_mlp_cuda"):
-        TransformerConfig(**{**CONFIG, "fp8_backend": None, "gradient_accumulation_fusion": True})
