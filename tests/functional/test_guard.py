@@ -76,10 +76,9 @@ GUARD: dict[str, Any] = {"fp8_guard": True, "fp8_guard_patience": 2}
     [
         (Layout(tp=2, sp=True), {}),
         (Layout(pp=2), {}),
-        (Layout(), {}),
         (Layout(ep=2), {**MOE, "add_bias_linear": False}),
     ],
-    ids=["tp2-sp", "pp2", "dp2", "ep2"],
+    ids=["tp2-sp", "pp2", "ep2"],
 )
 def test_an_outgrown_scale_leaves_fp8_on_all_ranks_together(
     ranks: RankPool, layout: Layout, fields: Any

@@ -17,7 +17,6 @@ from tests.support.sick import made_sick, masters
 
 FP32 = {"bf16": False, "params_dtype": torch.float32, "pipeline_dtype": torch.float32}
 KINDS: dict[str, tuple[int, Layout, dict[str, Any], dict[str, Any]]] = {
-    "plain": (1, Layout(), {}, {}),
     "float32": (1, Layout(), FP32, {}),
     "distributed": (2, Layout(), {}, {"use_distributed_optimizer": True}),
     "pipeline": (2, Layout(pp=2), {}, {}),
