@@ -1,4 +1,4 @@
-"""Delayed-scaling state in checkpoints: of one rank beside ``model.state_dict()``, or sharded for any layout.
+"""Delayed-scaling state in checkpoints: of one rank, or sharded for any layout.
 
 A model's ``state_dict()`` has its weights, under Megatron-Core's keys in any precision. ``fp8_state_dict`` is for
 training loops of one's own: it is one rank's, for the same rank of the same layout, and works like nn/state_dict.py.

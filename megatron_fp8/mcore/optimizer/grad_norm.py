@@ -1,4 +1,4 @@
-"""The gradient norm: independent of the order of shards, and read together with the check for NaN.
+"""The gradient norm, for any order of shards, and the check for NaN.
 
 **Shards.** Megatron-Core sums squares in float32, shard by shard, in the order of its buffers. Buffers are made by
 dtype, so FP8 weights have a separate one, shards are split elsewhere, and the sum's last bits differ from the same

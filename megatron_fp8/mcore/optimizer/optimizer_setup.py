@@ -1,4 +1,4 @@
-"""What happens when an optimizer is made: its options are checked, and its models recorded.
+"""Checks an optimizer's options, and records its models, when it is made.
 
 An optimizer skips a step by the health of its own models alone. Megatron-Core passes the model's chunks to the
 function that makes each optimizer, and most optimizers do not store them. So that function records them: on a rank
