@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..kernels.cpu import block_amax, emulation, matrix_quantize
+from ..kernels.cpu import emulation, matrix_quantize
 from ..numerics.rule import ROW, TENSOR, Granularity
 from ..tensor import Float8Tensor, QuantizedSide
 from . import reference
@@ -82,7 +82,7 @@ def _with_other_ranks(
     wanted: matrix_quantize.Wanted, reduce_amax: AmaxReduction
 ) -> tuple[matrix_quantize.Wanted, torch.Tensor, int]:
     """The same with amaxes that were found and reduced; this rank's own amax, and how many elements are NaN or Inf."""
-    amaxes, special = block_amax.block_amaxes(wanted.x, wanted.cuts)
+    amaxes, special = matrix_quantize.block_amaxes(wanted.x, wanted.cuts)
     bits = amaxes[0].view(torch.int32).amax()  # which sort like the numbers, and no mode flushes them
     amax = bits.view(torch.float32)
     if wanted.running is not None:

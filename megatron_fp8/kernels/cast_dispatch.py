@@ -14,7 +14,7 @@ import torch
 from ..numerics import cast as reference
 from ..numerics import scaling
 from ..numerics.formats import FloatFormat
-from .cpu import block_amax, emulation
+from .cpu import emulation, matrix_quantize
 
 
 def in_memory(x: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def block_amaxes(
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """Amaxes of x [M, N] per block, and the count of NaN and Inf: as ``numerics.scaling.block_amaxes``."""
     if x.numel() and x.dtype in emulation.FLOATS and emulation.usable(x):
-        amaxes, total = block_amax.block_amaxes(x, blocks)
+        amaxes, total = matrix_quantize.block_amaxes(x, blocks)
         return amaxes, torch.tensor(total, dtype=torch.int64, device="cpu") if total else None
     return scaling.block_amaxes(x, blocks)
 
@@ -90,7 +90,7 @@ def block_amaxes(
 def compute_e8m0(amax: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """MX block scales: as ``numerics.scaling.compute_e8m0``."""
     return (
-        block_amax.e8m0_of_amax(amax, fmt.max_exponent)
+        matrix_quantize.e8m0_of_amax(amax, fmt.max_exponent)
         if emulation.usable(amax)
         else scaling.compute_e8m0(amax, fmt)
     )
@@ -99,10 +99,14 @@ def compute_e8m0(amax: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
 def e8m0_to_scale_inv(e8m0: torch.Tensor) -> torch.Tensor:
     """float32 2^(e8m0 - 127): as ``numerics.scaling.e8m0_to_scale_inv``."""
     return (
-        block_amax.power_of_e8m0(e8m0, False) if emulation.usable(e8m0) else scaling.e8m0_to_scale_inv(e8m0)
+        matrix_quantize.power_of_e8m0(e8m0, False)
+        if emulation.usable(e8m0)
+        else scaling.e8m0_to_scale_inv(e8m0)
     )
 
 
 def e8m0_to_scale(e8m0: torch.Tensor) -> torch.Tensor:
     """float32 2^(127 - e8m0): as ``numerics.scaling.e8m0_to_scale``."""
-    return block_amax.power_of_e8m0(e8m0, True) if emulation.usable(e8m0) else scaling.e8m0_to_scale(e8m0)
+    return (
+        matrix_quantize.power_of_e8m0(e8m0, True) if emulation.usable(e8m0) else scaling.e8m0_to_scale(e8m0)
+    )

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import torch
 
-from megatron_fp8.kernels.cpu import block_amax, matrix_quantize, stats
+from megatron_fp8.kernels.cpu import matrix_quantize, stats
 from megatron_fp8.kernels.cpu.emulation import FLOATS
 from megatron_fp8.numerics.cast import cast, decode
 from megatron_fp8.numerics.formats import E4M3, E5M2
@@ -148,13 +148,13 @@ def amax_call(draw: Draw, most: int) -> Call:
         [BLOCKS[i] for i in draw.integers(len(BLOCKS), size=draw.integers(1, 3))],
     )
     integer, inf = FLOATS[dtype]
-    told = (block_amax._Cut * len(cuts))(*[(high, wide or cols, None) for high, wide in cuts])
+    told = (matrix_quantize._Cut * len(cuts))(*[(high, wide or cols, None) for high, wide in cuts])
     structs, largest = Buffer(told), []
     for i, (high, wide) in enumerate(cuts):
         down = of.blocks(rows, high) if high else threads
         largest.append(torch.zeros(down, of.blocks(cols, wide or cols), dtype=integer))
-        structs.pointers[i * ctypes.sizeof(block_amax._Cut) + block_amax._Cut.largest.offset] = Buffer(
-            largest[i], out=True
+        structs.pointers[i * ctypes.sizeof(matrix_quantize._Cut) + matrix_quantize._Cut.largest.offset] = (
+            Buffer(largest[i], out=True)
         )
     expected, count = block_amaxes(x, cuts)
     bad = 0 if count is None else int(count)

@@ -20,8 +20,8 @@ from megatron_fp8.kernels.cast_dispatch import (
     e8m0_to_scale,
     e8m0_to_scale_inv,
 )
-from megatron_fp8.kernels.cpu import block_amax
 from megatron_fp8.kernels.cpu import emulation as cpu
+from megatron_fp8.kernels.cpu import matrix_quantize
 from megatron_fp8.kernels.gemms import matmul_fp32
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import (
@@ -244,7 +244,7 @@ def test_empty_tensors():
         codes = cpu.cast(torch.empty(shape), torch.ones(5), (1, 32), torch.float8_e4m3fn)
         assert codes.shape == shape
         assert cpu.decode(codes, None, (0, 0), torch.bfloat16).shape == shape
-        amaxes, nonfinite = block_amax.block_amaxes(torch.empty(shape), [(1, 0), (0, 1)])
+        amaxes, nonfinite = matrix_quantize.block_amaxes(torch.empty(shape), [(1, 0), (0, 1)])
         assert nonfinite == 0 and not any(a.any() for a in amaxes)
 
 
@@ -292,9 +292,9 @@ def test_what_does_not_fit_is_named_before_c_sees_it():
         (lambda: cpu.cast(x, scale.double(), (1, 32), torch.float8_e4m3fn), "float64"),
         (lambda: cpu.cast(x, scale[:3], (1, 32), torch.float8_e4m3fn), "8 contiguous elements"),
         (lambda: cpu.cast(x, scale.to("meta"), (1, 32), torch.float8_e4m3fn), "meta"),
-        (lambda: block_amax.block_amaxes(x[:, :7], [(0, 0)]), "contiguous"),
-        (lambda: block_amax.e8m0_of_amax(scale.bfloat16(), 8), "bfloat16"),
-        (lambda: block_amax.power_of_e8m0(scale, True), "torch.uint8"),
+        (lambda: matrix_quantize.block_amaxes(x[:, :7], [(0, 0)]), "contiguous"),
+        (lambda: matrix_quantize.e8m0_of_amax(scale.bfloat16(), 8), "bfloat16"),
+        (lambda: matrix_quantize.power_of_e8m0(scale, True), "torch.uint8"),
     ]
     for call, said in wrong:
         with pytest.raises(AssertionError, match=said):
