@@ -97,13 +97,13 @@ def warn_slow_backend(
     )
     if found is None:
         return
-    what, cure = found
-    cures = {
+    what, remedy_kind = found
+    remedies = {
         "e4m3": f"{remedy} gives it to torch",
         "pow2": "scales that are powers of two (fp8_pow2_scales=true) give it to torch's MX product",
         None: "another recipe, such as rowwise, has torch's product",
     }
-    print_rank_0(f"megatron_fp8: {what}; {cures[cure]}", once=True)
+    print_rank_0(f"megatron_fp8: {what}; {remedies[remedy_kind]}", once=True)
 
 
 def _notes(backend: ModuleType, device: torch.device, recipe: Recipe | Products | None) -> list[str]:

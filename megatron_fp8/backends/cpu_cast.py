@@ -18,28 +18,30 @@ from .base import AmaxReduction, CastRequest, Quantized, Region
 
 
 def quantize(
-    asked: CastRequest, reduce_amax: AmaxReduction | None = None, region: Region | None = None
+    request: CastRequest, reduce_amax: AmaxReduction | None = None, region: Region | None = None
 ) -> Quantized:
     """``reference.quantize``, by C where it takes the matrix."""
-    if not takes(asked):
-        return _as_specified(asked, reduce_amax, region)
-    wanted = _wanted(asked)
-    if reduce_amax is None or asked.scale is not None or all(rows for rows, _ in wanted.cuts):
+    if not takes(request):
+        return _as_specified(request, reduce_amax, region)
+    wanted = _cast_input(request)
+    if reduce_amax is None or request.scale is not None or all(rows for rows, _ in wanted.cuts):
         (made,) = matrix_quantize.quantize([wanted])
-        return _quantized(asked, made)
+        return _quantized(request, made)
     wanted, amax, special = _with_other_ranks(wanted, reduce_amax)
     (made,) = matrix_quantize.quantize([wanted])
-    return _quantized(asked, made._replace(amax=amax, special=special))
+    return _quantized(request, made._replace(amax=amax, special=special))
 
 
-def quantize_each(asked: Sequence[CastRequest]) -> list[Quantized]:
+def quantize_each(requests: Sequence[CastRequest]) -> list[Quantized]:
     """``quantize`` of each, of which no amax is reduced and none is rounded stochastically."""
-    inside = [takes(one) for one in asked]
+    inside = [takes(one) for one in requests]
     made = iter(
-        matrix_quantize.quantize([_wanted(one) for one, taken in zip(asked, inside, strict=True) if taken])
+        matrix_quantize.quantize(
+            [_cast_input(one) for one, taken in zip(requests, inside, strict=True) if taken]
+        )
     )
     found = []
-    for one, taken in zip(asked, inside, strict=True):
+    for one, taken in zip(requests, inside, strict=True):
         if taken:
             found.append(_quantized(one, next(made)))
         else:
@@ -47,40 +49,42 @@ def quantize_each(asked: Sequence[CastRequest]) -> list[Quantized]:
     return found
 
 
-def takes(asked: CastRequest) -> bool:
+def takes(request: CastRequest) -> bool:
     """Whether C casts it."""
-    x, rule = asked.x, asked.rule
+    x, rule = request.x, request.rule
     if rule.stochastic or x.dtype not in emulation.FLOATS or not emulation.usable(x):
         return False
-    if asked.scale is not None or (rule.scale != "e8m0" and rule.granularity in (TENSOR, ROW)):
+    if request.scale is not None or (rule.scale != "e8m0" and rule.granularity in (TENSOR, ROW)):
         return True
-    return all(map(matrix_quantize.divides, _cuts(asked)))
+    return all(map(matrix_quantize.divides, _cuts(request)))
 
 
-def _as_specified(asked: CastRequest, reduce_amax: AmaxReduction | None, region: Region | None) -> Quantized:
-    x, rule, direction, scale, running = asked
+def _as_specified(
+    request: CastRequest, reduce_amax: AmaxReduction | None, region: Region | None
+) -> Quantized:
+    x, rule, direction, scale, running = request
     return reference.quantize(
         x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region, running=running
     )
 
 
-def _cuts(asked: CastRequest) -> list[tuple[int, int]]:
+def _cuts(request: CastRequest) -> list[tuple[int, int]]:
     """Rows and columns of the blocks of each cast that is needed, as the matrix lies."""
-    granularity, direction = asked.rule.granularity, asked.direction
+    granularity, direction = request.rule.granularity, request.direction
     high, wide = granularity.rows, granularity.cols
     if high == wide or direction == "rowwise":
         return [(high, wide)]
     return [(wide, high)] if direction == "columnwise" else [(high, wide), (wide, high)]
 
 
-def _wanted(asked: CastRequest) -> matrix_quantize.Wanted:
-    running = None if asked.running is None else asked.running.amax
-    return matrix_quantize.Wanted(asked.x, asked.rule, _cuts(asked), running, asked.scale)
+def _cast_input(request: CastRequest) -> matrix_quantize.CastInput:
+    running = None if request.running is None else request.running.amax
+    return matrix_quantize.CastInput(request.x, request.rule, _cuts(request), running, request.scale)
 
 
 def _with_other_ranks(
-    wanted: matrix_quantize.Wanted, reduce_amax: AmaxReduction
-) -> tuple[matrix_quantize.Wanted, torch.Tensor, int]:
+    wanted: matrix_quantize.CastInput, reduce_amax: AmaxReduction
+) -> tuple[matrix_quantize.CastInput, torch.Tensor, int]:
     """The same with amaxes that were found and reduced; this rank's own amax, and how many elements are NaN or Inf."""
     amaxes, special = matrix_quantize.block_amaxes(wanted.x, wanted.cuts)
     bits = amaxes[0].view(torch.int32).amax()  # which sort like the numbers, and no mode flushes them
@@ -96,9 +100,9 @@ def _with_other_ranks(
     return wanted._replace(amaxes=amaxes, finite=not special), amax, special
 
 
-def _quantized(asked: CastRequest, done: matrix_quantize.Made) -> Quantized:
+def _quantized(request: CastRequest, done: matrix_quantize.CastOutput) -> Quantized:
     """What codes and scales of each cut are the sides of; both lie as x does."""
-    x, rule, direction, _, running = asked
+    x, rule, direction, _, running = request
     made, amax, special = done
     nonfinite = None
     if special:
@@ -111,13 +115,13 @@ def _quantized(asked: CastRequest, done: matrix_quantize.Made) -> Quantized:
 
 
 def _tensor(
-    made: Sequence[matrix_quantize.Coded],
+    made: Sequence[matrix_quantize.CodesAndScale],
     row: bool,
     column: bool,
     facts: tuple[Granularity, bool, bool],
     dtype: torch.dtype,
 ) -> Float8Tensor:
-    """What was made of each cut as the sides that are asked for; facts: of both (tensor.QuantizedSide)."""
+    """What was made of each cut as the sides that are requested; facts: of both (tensor.QuantizedSide)."""
     rowwise = QuantizedSide(made[0].codes, made[0].scale_inv, *facts) if row else None
     if not column:
         return Float8Tensor(rowwise, None, dtype)

@@ -48,7 +48,7 @@ from .probe import by_kernel, by_mx, device_reason, gemms_of, lacking, plan_for,
 
 name = "native"
 
-Cure = Literal["e4m3", "pow2"]
+Remedy = Literal["e4m3", "pow2"]
 """What of a recipe can be changed for a product of torch's."""
 
 
@@ -79,7 +79,7 @@ def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
     return found
 
 
-def advice(device: torch.device, recipe: Recipe | Products) -> tuple[str, Cure | None] | None:
+def advice(device: torch.device, recipe: Recipe | Products) -> tuple[str, Remedy | None] | None:
     """What of a recipe, that ``supports`` does not refuse, will be slow for want of a product of torch's; None: nothing.
 
     Returns:
@@ -94,11 +94,11 @@ def advice(device: torch.device, recipe: Recipe | Products) -> tuple[str, Cure |
     asked = replace(plan_for(*pairs[-1], torch.bfloat16, None, refusal).request, by="torch")
     gemms = ", ".join(slow[:-1]) + (" and " if slow[:-1] else "") + slow[-1]
     what = f"{gemms} by this package's Triton kernel, probably slower than BF16: torch has no {asked} ({refusal(asked)})"
-    changes: dict[Cure, dict[str, Any]] = {"e4m3": {"fmt": E4M3}, "pow2": {"scale": "pow2"}}
-    for cure, change in changes.items():
+    changes: dict[Remedy, dict[str, Any]] = {"e4m3": {"fmt": E4M3}, "pow2": {"scale": "pow2"}}
+    for remedy, change in changes.items():
         others = [(replace(a, **change), replace(b, **change)) for a, b in pairs]
         if not any(plan_for(a, b, torch.bfloat16, None, refusal).request.triton for a, b in others):
-            return what, cure
+            return what, remedy
     return what, None
 
 

@@ -22,7 +22,7 @@ _KINDS = {"fp32": 0, "pow2": 1, "e8m0": 2}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # in casts.c
 
 
-class Wanted(NamedTuple):
+class CastInput(NamedTuple):
     """A matrix to be cast.
 
     Attributes:
@@ -46,7 +46,7 @@ class Wanted(NamedTuple):
     finite: bool = True
 
 
-class Coded(NamedTuple):
+class CodesAndScale(NamedTuple):
     """codes [rows, cols]; scale_inv [row blocks, column blocks], or [] of a matrix, float32 or float8_e8m0fnu: both as
     the matrix lies."""
 
@@ -54,11 +54,11 @@ class Coded(NamedTuple):
     scale_inv: torch.Tensor
 
 
-class Made(NamedTuple):
+class CastOutput(NamedTuple):
     """What each cut of a matrix gave; the amax, float32 [] (NaN ignored, Inf kept), and how many elements are NaN or Inf:
     both 0 where amaxes were given."""
 
-    sides: list[Coded]
+    sides: list[CodesAndScale]
     amax: torch.Tensor
     special: int
 
@@ -108,20 +108,20 @@ def divides(cut: tuple[int, int]) -> bool:
     return rows > 0 and cols > 0 and _TALL % rows == 0 and _WIDE % cols == 0
 
 
-def quantize(wanted: Sequence[Wanted]) -> list[Made]:
+def quantize(inputs: Sequence[CastInput]) -> list[CastOutput]:
     """Codes and scales of matrices for each way to cut them into blocks; those of one do not depend on the others."""
-    if not wanted:
+    if not inputs:
         return []  # and C need not be there
-    told = (CastStruct * len(wanted))()
-    made = [_told(one, to) for one, to in zip(wanted, told, strict=True)]
-    elements = sum(one.x.numel() for one in wanted)
+    told = (CastStruct * len(inputs))()
+    made = [_told(one, to) for one, to in zip(inputs, told, strict=True)]
+    elements = sum(one.x.numel() for one in inputs)
     failed = emulation.compiled().cast_each(told, ctypes.c_int64(len(told)), emulation.thread_count(elements))
     if failed or any(one.special < 0 for one in told):
         raise MemoryError("no memory for a tile of a matrix, 700 KB a thread")
-    return [Made(*of, one.special) for of, one in zip(made, told, strict=True)]
+    return [CastOutput(*of, one.special) for of, one in zip(made, told, strict=True)]
 
 
-def _told(of: Wanted, to: CastStruct) -> tuple[list[Coded], torch.Tensor]:
+def _told(of: CastInput, to: CastStruct) -> tuple[list[CodesAndScale], torch.Tensor]:
     """Tells C of a matrix; what its codes and scales will be, and its amax."""
     x, rule = of.x, of.rule
     rows, cols = x.shape
@@ -140,7 +140,9 @@ def _told(of: Wanted, to: CastStruct) -> tuple[list[Coded], torch.Tensor]:
         inverse = torch.empty(blocks if high or wide else (), dtype=kind, device="cpu")
         amax = None if of.amaxes is None else emulation.address(of.amaxes[i], torch.float32, inverse.numel())
         to.cuts[i] = CutStruct(high, wide, codes.data_ptr(), inverse.data_ptr(), None, amax)
-        made.append(Coded(codes, inverse.view(torch.float8_e8m0fnu) if kind == torch.uint8 else inverse))
+        made.append(
+            CodesAndScale(codes, inverse.view(torch.float8_e8m0fnu) if kind == torch.uint8 else inverse)
+        )
     return made, largest
 
 

@@ -48,7 +48,7 @@ def test_each_part_is_cast_as_alone(rule: Rule, direction: Direction) -> None:
                 assert codes.shape == part.shape
                 if len(part):
                     (alone,) = matrix_quantize.quantize(
-                        [matrix_quantize.Wanted(part, rule, [(high, wide)], scale=scale)]
+                        [matrix_quantize.CastInput(part, rule, [(high, wide)], scale=scale)]
                     )
                     assert_same_bytes(codes, alone.sides[0].codes)
                     assert_same_bytes(scale_inv.flatten(), alone.sides[0].scale_inv.flatten())

@@ -190,7 +190,7 @@ def test_each_bfloat16_number_under_scales(fmt: FloatFormat, cut: tuple[int, int
         amax = torch.tensor(fmt.max / value, dtype=torch.float32)
         x = every.where(every.abs().float() <= amax, 0).view(256, 256)
         amaxes = amax.expand(256 if any(cut) else 1).contiguous()
-        (made,) = matrix_quantize.quantize([matrix_quantize.Wanted(x, rule, [cut], amaxes=[amaxes])])
+        (made,) = matrix_quantize.quantize([matrix_quantize.CastInput(x, rule, [cut], amaxes=[amaxes])])
         scale = compute_scale(amax, fmt, pow2=rule.scale == "pow2")
         assert same(made.sides[0].codes, cast(x, scale, fmt)), value
 
@@ -204,7 +204,7 @@ def test_threads_with_small_stacks(whose, tmp_path):
         "from megatron_fp8.numerics.formats import E4M3",
         "from megatron_fp8.numerics.rule import TENSOR, Rule",
         "rule, x = Rule(E4M3, TENSOR, 'pow2'), torch.randn(1280, 256)",
-        "call = lambda: matrix_quantize.quantize([matrix_quantize.Wanted(x, rule, [(1, 1), (1, 1)])])",
+        "call = lambda: matrix_quantize.quantize([matrix_quantize.CastInput(x, rule, [(1, 1), (1, 1)])])",
     ]
     if whose == "openmp's":
         lines += ["torch.set_num_threads(2)", "call()"]
