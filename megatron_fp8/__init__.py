@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import moved
 
 if TYPE_CHECKING:
+    from .diagnosis.diagnosis import diagnose
     from .mcore.config.transformer_config import MLATransformerConfig, TransformerConfig
     from .nn import (
         Fp8Config,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from .numerics.formats import Format
     from .quantizer import quantize
     from .state.loss_scaler import LossScaler
-    from .telemetry.diagnosis import diagnose
     from .tensor import Float8Tensor
 
 __version__ = "0.1.0"
@@ -41,7 +41,7 @@ _LATER = {
     "LossScaler": ".state.loss_scaler",
     "convert_from_fp8": ".nn",
     "convert_to_fp8": ".nn",
-    "diagnose": ".telemetry.diagnosis",
+    "diagnose": ".diagnosis.diagnosis",
     "fp8_autocast": ".nn",
     "fp8_matmul": ".nn",
     "fp8_step": ".nn",

@@ -26,6 +26,8 @@ MOVED = {
     "mcore.copies": "mcore.model_copies",
     "nn.find": "nn.module_lookup",
     "plan.switch": "plan.autocast_state",
+    "telemetry.attribution": "diagnosis.attribution",
+    "telemetry.diagnosis": "diagnosis.diagnosis",
     "trainer": "nn.trainer",
 }
 """Old module -> today's, both relative to the package."""

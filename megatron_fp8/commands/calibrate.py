@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint_options import Parser, run_command, say
+from .cli_common import CheckpointParser, run_command, say
 
 if TYPE_CHECKING:
     import torch
@@ -31,24 +31,13 @@ Exit codes: 0 done; 1 failed; 2 bad input.
 """
 
 
-@dataclass
-class _Prepared:
-    """A model and its input batches: int64 [batch, sequence] each."""
-
-    options: argparse.Namespace
-    launch: Any
-    restored: Any
-    batches: list[torch.Tensor]
-    out: Path
-
-
 def main(arguments: list[str]) -> int:
     """Run `megatron-fp8 calibrate`; returns the exit code."""
-    return run_command(_parser(), arguments, _prepare, _calibrate)
+    return run_command(_parser(), arguments, _prepare)
 
 
-def _parser() -> Parser:
-    parser = Parser("calibrate", HELP)
+def _parser() -> CheckpointParser:
+    parser = CheckpointParser("calibrate", HELP)
     add = parser.add_argument
     add(
         "--data", nargs="+", metavar="FILE", help="files or folders, as train takes them (default: the run's)"
@@ -60,7 +49,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -> _Prepared:
+def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -> Callable[[], None]:
     for name in ("batches", "batch_size"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
@@ -90,11 +79,11 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
         raise ValueError(
             f"--out {str(out)!r} cannot be written ({error.strerror}): give another folder"
         ) from error
-    return _Prepared(options, launch, restored, batches, out)
+    return partial(_calibrate, options, launch, restored, batches, out)
 
 
 def _batches(options: argparse.Namespace, restored: Any, launch: Any) -> list[torch.Tensor]:
-    """Sequences from evenly spaced positions of the data. Raises ValueError if it is shorter than one."""
+    """int64 [batch, sequence] each, from evenly spaced positions of the data. Raises ValueError if it is too short."""
     import numpy as np
     import torch
 
@@ -134,13 +123,13 @@ def _batches(options: argparse.Namespace, restored: Any, launch: Any) -> list[to
 _MOST_TOKENS = 2**28
 
 
-def _calibrate(prepared: _Prepared) -> None:
+def _calibrate(
+    options: argparse.Namespace, launch: Any, restored: Any, batches: list[torch.Tensor], out: Path
+) -> None:
     import torch
     import torch.distributed as dist
 
     from ..inference.calibration import calibrate
-
-    restored, options = prepared.restored, prepared.options
 
     def forward(tokens: torch.Tensor) -> None:
         positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64).expand_as(tokens)
@@ -148,7 +137,7 @@ def _calibrate(prepared: _Prepared) -> None:
 
     calibration = calibrate(
         restored.model,
-        _with_progress(prepared.batches, prepared.launch),
+        _with_progress(batches, launch),
         forward,
         percentile=options.percentile,
         group=dist.group.WORLD,
@@ -157,12 +146,12 @@ def _calibrate(prepared: _Prepared) -> None:
         checkpoint=str(restored.folder),
         iteration=restored.iteration,
         sequences=options.batches * options.batch_size,
-        tokens=sum(batch.numel() for batch in prepared.batches),
-        tensor_parallel=prepared.launch.world_size,
+        tokens=sum(batch.numel() for batch in batches),
+        tensor_parallel=launch.world_size,
     )
-    if prepared.launch.rank == 0:
+    if launch.rank == 0:
         print(format_ranges(calibration), flush=True)
-        print(f"written     {calibration.save(prepared.out)}", flush=True)
+        print(f"written     {calibration.save(out)}", flush=True)
 
 
 def _with_progress(batches: list[torch.Tensor], launch: Any) -> Iterator[torch.Tensor]:

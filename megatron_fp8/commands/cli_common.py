@@ -1,10 +1,14 @@
-"""Shared by all commands: a parser, and errors as one line on stderr."""
+"""Shared by all commands: parsers, help text, errors on stderr, the start of ranks."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import errno
+import os
+import re
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,8 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ..files.resource_limits import limit_reached
 from ..files.terminal import printable
-from ..train.failure import EXIT_BAD_INPUT, EXIT_DONE
-from .help_format import fit_help
+from ..train.failure import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
 
 T = TypeVar("T")
 _LONGEST = 1500
@@ -62,6 +65,40 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}{'' if message.endswith('?') else '.'} {self.prog} --help says more.")
+
+
+def element_formats(text: str) -> str:
+    """Check the value of --fp8."""
+    from ..plan.settings import FP8_FORMATS
+    from ..recipe import RECIPES
+
+    if text not in FP8_FORMATS:
+        hint = f"; {text!r} is a recipe: give it as --recipe" if text in RECIPES else ""
+        raise argparse.ArgumentTypeError(f"{text!r} must be one of {', '.join(FP8_FORMATS)}{hint}")
+    return text
+
+
+class CheckpointParser(CommandParser):
+    """The options of every command that reads a checkpoint."""
+
+    def __init__(self, command: str, description: str):
+        super().__init__(command, description)
+        self.add_argument("checkpoint", help="a run's folder, a folder of checkpoints, or a checkpoint")
+        self.add_argument("--config", metavar="FILE", help="the run's config, where the checkpoint has none")
+        self.add_argument("--recipe", help="FP8 recipe, or bf16 (default: the one it was trained with)")
+        formats = "element formats, hybrid or e4m3 (default: the run's)"
+        self.add_argument("--fp8", type=element_formats, metavar="FORMATS", help=formats)
+
+    def parse(self, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """(options, options of the run's model section such as --model.fp8_pow2_scales=true)."""
+        options, rest = self.parse_known_args(arguments)
+        for argument in rest:
+            if not argument.startswith(("--model.", "--checkpoint.accept")) or "=" not in argument:
+                self.error(
+                    f"{argument} is not an option (of the run's config --model.NAME=VALUE and --checkpoint.accept=NAME"
+                    f" may be given){self.near(argument)}"
+                )
+        return options, rest
 
 
 def warn_in_lines() -> None:
@@ -119,3 +156,137 @@ def tensors_shown(items: Iterable[T], count: int) -> Iterator[T]:
     from rich.console import Console
 
     return iter(track(items, total=count, console=Console(stderr=True), description="tensors"))
+
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Disk errors during a command, which are no fault of its input."""
+
+
+def run_command(
+    parser: CommandParser,
+    arguments: list[str],
+    prepare: Callable[[argparse.Namespace, list[str], Any], Callable[[], None]],
+) -> int:
+    """Parse, call ``prepare(options, run options, launch)`` and the function that it returns; return the exit code.
+
+    Bad input (2): ValueError and OSError, and RuntimeError of prepare. Failed (1): other exceptions, and errors that
+    another attempt may avoid (network, GPU, missing ranks).
+    """
+    if {"-h", "--help"} & set(arguments):  # before the ranks connect, which takes seconds
+        parser.print_help()
+        return EXIT_DONE
+    from ..train.launch import parallel
+    from ..train.launch.environment import find_launch
+
+    warn_in_lines()
+    debug = "--debug" in arguments
+    try:
+        launch = parallel.connect(find_launch(_of_this_process(os.environ)))
+    except ValueError as error:
+        return refuse(error, debug=debug)
+    if launch.rank:  # rank 0 prints the same warnings
+        warnings.filterwarnings("ignore", module="megatron_fp8")
+    barrier = launch.barrier
+    assert barrier is not None
+    try:
+        with barrier:
+            try:
+                try:
+                    options, run_options = parser.parse(arguments)
+                    work = prepare(options, run_options, launch)
+                except (RuntimeError, OSError, MemoryError) as error:
+                    return refuse(error, debug=debug, tell=barrier.tell, code=parallel.exit_code(error))
+                barrier.close()
+                work()
+            except BrokenPipeError:  # the reader of the output has ended
+                raise
+            except (ValueError, OSError) as error:
+                disk_error = isinstance(error, OSError) and error.errno in _DISK_ERRORS
+                code = EXIT_FAILED if disk_error else parallel.exit_code(error)
+                return refuse(error, debug=debug, tell=barrier.tell, code=code)
+        return EXIT_DONE
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        if limit_reached(error):
+            return refuse(error, debug=debug, code=EXIT_FAILED)
+        traceback.print_exc()
+        return EXIT_FAILED
+    finally:
+        parallel.leave()
+
+
+def _of_this_process(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Drop SLURM's variables if srun did not start this process: a batch script has those of all its tasks."""
+    if "SLURM_STEP_NUM_TASKS" in environ:
+        return environ
+    return {name: value for name, value in environ.items() if not name.startswith("SLURM_")}
+
+
+def say(text: str, launch: Any) -> None:
+    """Print a line to stderr, on the first rank."""
+    if launch.rank == 0:
+        print(printable(text), file=sys.stderr, flush=True)
+
+
+# -------------------------------------------------------------------------------------------------------------- help
+
+WIDTH = 80
+_SECOND_COLUMN = re.compile(r"^(\s*\S.*?\s{2,})(\S.*)$")
+_MOST_LEFT = 40  # a longer first column has its explanation below it
+
+
+def fit_help(text: str, width: int = WIDTH) -> str:
+    """The text with no line longer than ``width``, except for single long words.
+
+    Prose is rewrapped. Indented lines stay unchanged if they fit. If they do not, a second column continues below
+    itself, or below the first column if that is long; a command continues after a backslash.
+    """
+    lines: list[str] = []
+    prose: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        if line and not line.startswith(" "):
+            prose.append(line)
+            continue
+        if prose:
+            lines += textwrap.wrap(" ".join(prose), width, break_on_hyphens=False, break_long_words=False)
+            prose = []
+        lines += [line] if len(line) <= width else _wrap_indented(line, width)
+    return "\n".join(lines[:-1])
+
+
+def _wrap_indented(line: str, width: int) -> list[str]:
+    columns = _SECOND_COLUMN.match(line)
+    if columns is None:
+        return _wrap_command(line, width)
+    label, explanation = columns.groups()
+    if len(label) > _MOST_LEFT:
+        first = label.rstrip()
+        head = [first] if len(first) <= width else _wrap_command(first, width)
+        return [*head, *_wrap(explanation, " " * 6, " " * 6, width)]
+    return _wrap(explanation, label, " " * len(label), width)
+
+
+def _wrap_command(line: str, width: int) -> list[str]:
+    """A command over several lines; options stay on the line of their values."""
+    indent = " " * (len(line) - len(line.lstrip()))
+    parts = re.split(r" (?=--|&&)", line.strip())
+    lines, now = [], indent + parts[0]
+    for part in parts[1:]:
+        if len(now) + len(part) + 3 > width:
+            lines.append(f"{now} \\")
+            now = f"{indent}    {part}"
+        else:
+            now = f"{now} {part}"
+    return [*lines, now]
+
+
+def _wrap(text: str, first: str, other: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=other,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shlex
-import shutil
-import statistics
 import sys
-import textwrap
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..files.atomic_io import replace_file
-from .checkpoint_options import Parser, run_command, say
+from ..files.terminal import printable
+from .cli_common import CheckpointParser, run, run_command, say
+
+if TYPE_CHECKING:
+    from ..diagnosis.diagnosis import Diagnosis
+    from ..diagnosis.experiments import Progress
+    from ..diagnosis.replay import Replay
 
 HELP = """\
 Measures what FP8 costs at a checkpoint, on the batches that training reads next: all layers in high precision, all as
@@ -36,8 +39,7 @@ overrides.yaml takes out of FP8 the sites that lose more than rounding explains:
   megatron-fp8 train --config FILE --model.fp8_overrides="$(cat overrides.yaml)"
 
 `error` is the relative error of the gradient against high precision, `beyond rounding` the part of it that rounding to
-FP8's significant bits does not explain, `loss` the change of the loss by this site alone, +- its noise. On a narrow
-terminal a star marks the sites that stand out.
+FP8's significant bits does not explain, `loss` the change of the loss by this site alone, +- its noise.
 
 Exit codes: 0 done; 1 failed; 2 bad input.
 """
@@ -52,27 +54,15 @@ class _Files:
     plot: Path | None
 
 
-@dataclass
-class _Prepared:
-    options: argparse.Namespace
-    launch: Any
-    replay: Any
-    files: _Files
-    good_loss: float | None
-
-
 def main(arguments: list[str]) -> int:
     """Run `megatron-fp8 diagnose`; returns the exit code."""
     if any(argument.partition("=")[0] == "--against" for argument in arguments):
-        from .cli_common import run
-        from .divergence import compare
-
-        return run(_parser(), arguments, compare)
-    return run_command(_parser(), arguments, partial(_prepare, arguments), _diagnose)
+        return run(_parser(), arguments, _compare)
+    return run_command(_parser(), arguments, partial(_prepare, arguments))
 
 
-def _parser() -> Parser:
-    parser = Parser("diagnose", HELP)
+def _parser() -> CheckpointParser:
+    parser = CheckpointParser("diagnose", HELP)
     add = parser.add_argument
     add(
         "--iteration",
@@ -90,35 +80,46 @@ def _parser() -> Parser:
     return parser
 
 
+_DIAGNOSIS_OPTIONS = (
+    *("iteration", "batches", "share", "budget", "out", "plot"),
+    *("recipe", "fp8", "config"),
+)
+"""Options that do not apply to a comparison."""
+
+
+def _compare(options: argparse.Namespace) -> None:
+    """Print where two runs diverge, and write it to --json."""
+    from ..diagnosis.run_comparison import compare_runs
+    from ..files.strict_json import spelled_out
+
+    for name in _DIAGNOSIS_OPTIONS:
+        if getattr(options, name) is not None:
+            raise ValueError(f"--against compares two finished runs: leave out --{name}")
+    lines, report = compare_runs(Path(options.checkpoint), Path(options.against))
+    print(printable("\n".join(lines)), flush=True)
+    if options.json:
+        _write(Path(options.json), json.dumps(spelled_out(report), indent=1, allow_nan=False) + "\n")
+
+
 def _prepare(
     arguments: list[str], options: argparse.Namespace, run_options: list[str], launch: Any
-) -> _Prepared:
+) -> Callable[[], None]:
+    from ..diagnosis.diagnosis import BUDGET, check_request
+
     options.batches = 4 if options.batches is None else options.batches
     options.share = 0.9 if options.share is None else options.share
-    if options.batches < 4:
-        raise ValueError(
-            f"--batches {options.batches} are too few: differences are judged by their spread over batches, give 4"
-        )
-    if not 0 < options.share <= 1:
-        raise ValueError(f"--share {options.share:g} must be above 0 and at most 1")
+    options.budget = BUDGET if options.budget is None else options.budget
+    check_request(options.batches, options.share, options.budget, "--{} {}")
     if options.recipe == "bf16":
         raise ValueError("--recipe bf16 has nothing in FP8 to diagnose: leave it out, or give a recipe")
     _check_files(options)
-    from ..telemetry.diagnosis import BUDGET
-
-    options.budget = BUDGET if options.budget is None else options.budget
-    if options.budget < 8 * options.batches:
-        raise ValueError(
-            f"--budget {options.budget} passes are too few: {options.batches} batches need {8 * options.batches} to"
-            " measure a thing"
-        )
     from .. import mcore
 
     mcore.install()
-    from ..train.replay import replay
+    from ..diagnosis.replay import replay
     from ..train.run_record import run_folder_of
 
-    checkpoint_replay = replay(
+    replayed = replay(
         options.checkpoint,
         launch,
         run_options,
@@ -128,30 +129,32 @@ def _prepare(
         iteration=options.iteration,
         batches=options.batches,
     )
-    _check_shards(checkpoint_replay, shlex.join(arguments))
-    run_folder = run_folder_of(checkpoint_replay.folder)
-    files = _files(options, run_folder / "diagnosis")
-    say(f"checkpoint  {checkpoint_replay.folder}, iteration {checkpoint_replay.iteration}", launch)
-    say(f"batches     {options.batches}, from that of iteration {checkpoint_replay.first} on", launch)
-    for line in checkpoint_replay.lines:
+    replayed.check_shards(shlex.join(arguments))
+    files = _files(options, run_folder_of(replayed.folder) / "diagnosis")
+    say(f"checkpoint  {replayed.folder}, iteration {replayed.iteration}", launch)
+    say(f"batches     {options.batches}, from that of iteration {replayed.first} on", launch)
+    for line in replayed.lines:
         say(f"            {line}", launch)
-    return _Prepared(
-        options, launch, checkpoint_replay, files, _good_loss(run_folder, checkpoint_replay.iteration)
-    )
+    return partial(_diagnose, options, launch, replayed, files, replayed.good_loss())
 
 
 def _check_files(options: argparse.Namespace) -> None:
     """Raise ValueError if an output file cannot be written, as far as is known before the measurement."""
     for name in filter(None, (options.json, options.out, options.plot)):
-        folder = Path(name).absolute().parent
-        if not folder.is_dir():
-            raise ValueError(f"there is no folder {str(folder)!r} for {name!r}: make it first")
+        if not Path(name).absolute().parent.is_dir():
+            raise ValueError(
+                f"there is no folder {str(Path(name).absolute().parent)!r} for {name!r}: make it first"
+            )
         if Path(name).is_dir():
             raise ValueError(f"{name!r} is a folder: give the name of a file to write")
     if options.plot is not None:
-        from .diagnosis_plot import check_ending
+        from matplotlib.backend_bases import FigureCanvasBase
 
-        check_ending(Path(options.plot))
+        kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+        if Path(options.plot).suffix[1:].lower() not in kinds:
+            raise ValueError(
+                f"--plot {options.plot!r} ends in no kind of picture: give one of .{', .'.join(kinds)}"
+            )
 
 
 def _files(options: argparse.Namespace, folder: Path) -> _Files:
@@ -168,86 +171,59 @@ def _files(options: argparse.Namespace, folder: Path) -> _Files:
     return _Files(folder / "diagnosis.json", folder / "overrides.yaml", folder / "diagnosis.png")
 
 
-def _check_shards(replay: Any, arguments: str) -> None:
-    """Raise ValueError if scales belong to other shards than the run's, unless requested or known to be harmless."""
-    from ..train.replay_check import is_near
+def _diagnose(
+    options: argparse.Namespace, launch: Any, replayed: Replay, files: _Files, good_loss: float | None
+) -> None:
+    from ..diagnosis.attribution import Limits
+    from ..diagnosis.diagnosis import diagnose_runner
+    from ..diagnosis.output import format_table
 
-    shards, recorded = replay.shards, replay.recorded
-    if shards is None or shards.asked:
-        return
-    difference = ""
-    if recorded is not None:
-        with replay.subject.unrecorded():
-            loss = replay.subject.run(0).loss
-        if is_near(loss, recorded):
-            return
-        difference = (
-            f"; the loss of iteration {replay.first} is {loss:.4g} here, and was {recorded:.4g} in the run"
+    progress: Callable[[Progress], None] = _progress() if launch.rank == 0 else lambda _: None
+    with replayed.runner.unrecorded():
+        diagnosis = diagnose_runner(
+            replayed.runner, options.share, options.budget, good_loss, Limits(), progress
         )
-    raise shards.refusal(arguments, difference)
-
-
-def _good_loss(run_folder: Path, iteration: int) -> float | None:
-    """The run's lowest mean loss over ten iterations, up to the checkpoint; None if there are fewer."""
-    from ..train.run_record import RunRecord
-
-    lines = [line.content for line in RunRecord(run_folder).metrics() if line.iteration() <= iteration]
-    losses = [row["lm_loss"] for row in lines if row["lm_loss"] is not None and math.isfinite(row["lm_loss"])]
-    if len(losses) < 10:
-        return None
-    return min(sum(losses[i : i + 10]) / 10 for i in range(len(losses) - 9))
-
-
-def _diagnose(prepared: _Prepared) -> None:
-    from ..telemetry.attribution import Limits
-    from ..telemetry.diagnosis import diagnose_subject
-
-    options, replay, first = prepared.options, prepared.replay, prepared.launch.rank == 0
-    subject = replay.subject
-    with subject.unrecorded():
-        diagnosis = diagnose_subject(
-            subject,
-            options.share,
-            options.budget,
-            prepared.good_loss,
-            Limits(),
-            _progress() if first else _ignore,
-        )
-    if not first:
+    if launch.rank:
         return
-    diagnosis = _with_recorded_loss(diagnosis, replay)
+    diagnosis = replayed.with_recorded_loss(diagnosis)
+    print(diagnosis.verdict, end="\n\n", flush=True)
+    print(format_table(diagnosis.ranking), flush=True)
     facts = {
-        "run": str(replay.folder),
-        "iteration": replay.iteration,
-        "first_batch_of_iteration": replay.first,
-        "batches": subject.batches,
-        "recipe": replay.run.model.fp8_recipe,
-        "world_size": prepared.launch.world_size,
-        "recorded_loss": replay.recorded,
+        "run": str(replayed.folder),
+        "iteration": replayed.iteration,
+        "first_batch_of_iteration": replayed.first,
+        "batches": options.batches,
+        "recipe": replayed.run.model.fp8_recipe,
+        "world_size": launch.world_size,
+        "recorded_loss": replayed.recorded,
     }
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    print(textwrap.fill(diagnosis.verdict, width) if width else diagnosis.verdict, end="\n\n", flush=True)
-    print(format_table(diagnosis, width=width), flush=True)
-    _write_all(prepared, diagnosis, facts)
+    _write_all(files, replayed, diagnosis, facts)
 
 
-def _write_all(prepared: _Prepared, diagnosis: Any, facts: dict[str, Any]) -> None:
+def _write_all(files: _Files, replayed: Replay, diagnosis: Diagnosis, facts: dict[str, Any]) -> None:
     """Write all files, after removing files of an earlier diagnosis that this one does not replace."""
-    files, replay = prepared.files, prepared.replay
+    from ..diagnosis.output import draw, overrides_text
+
     if not diagnosis.overrides:
         _remove(files.overrides, "nothing is to be taken out of FP8")
     if not diagnosis.ranking:
         _remove(files.plot, "nothing could be measured")
+    written = []
     if files.figures is not None:
         _write(files.figures, json.dumps({**facts, **diagnosis.as_dict()}, indent=1) + "\n")
+        written.append(files.figures)
     if diagnosis.overrides and files.overrides is not None:
-        run_overrides = dict(replay.run.model.fp8_overrides or {})
-        _write(files.overrides, overrides_text(run_overrides | diagnosis.overrides, diagnosis))
+        overrides = dict(replayed.run.model.fp8_overrides or {}) | diagnosis.overrides
+        _write(files.overrides, overrides_text(overrides, diagnosis.cure))
+        written.append(files.overrides)
     if diagnosis.ranking and files.plot is not None:
-        from .diagnosis_plot import draw
-
-        draw(diagnosis, files.plot, f"{replay.folder}, iteration {replay.iteration}")
-        print(f"written     {files.plot}", flush=True)
+        try:
+            draw(diagnosis, files.plot, f"{replayed.folder}, iteration {replayed.iteration}")
+        except OSError as error:
+            raise _not_written(files.plot, error) from error
+        written.append(files.plot)
+    for path in written:
+        print(f"written     {path}", flush=True)
 
 
 def _remove(path: Path | None, why: str) -> None:
@@ -263,82 +239,6 @@ def _remove(path: Path | None, why: str) -> None:
     print(f"removed     {path} of an earlier diagnosis: {why}", flush=True)
 
 
-def _with_recorded_loss(diagnosis: Any, replay: Any) -> Any:
-    """The diagnosis; its verdict begins with a note if the run recorded another loss for the first batch."""
-    from ..train.replay_check import unlike
-
-    if diagnosis.attribution is None or replay.recorded is None:
-        return diagnosis
-    note = unlike(
-        diagnosis.attribution.planned.losses[0],
-        replay.recorded,
-        replay.first,
-        statistics.stdev(diagnosis.losses),
-    )
-    return replace(diagnosis, verdict=f"{note} {diagnosis.verdict}", clean=False) if note else diagnosis
-
-
-def overrides_text(overrides: dict[str, Any], found: Any) -> str:
-    """YAML of overrides, with a comment."""
-    import yaml
-
-    recovered = (
-        ""
-        if found.cure.given_back is None
-        else (f" They give back {found.cure.given_back:.0%} of that at this checkpoint.")
-    )
-    head = f"# Costs more in FP8 than it has to, by megatron-fp8 diagnose.{recovered}\n"
-    return head + yaml.safe_dump(overrides, sort_keys=False, width=1000)
-
-
-def format_table(found: Any, most: int = 24, width: int = 0) -> str:
-    """The ranking, worst first, with fewer figures if it is wider than ``width`` columns (0: unlimited)."""
-    from ..plan.timing import table
-
-    findings = found.ranking[:most]
-    if not findings:
-        return "nothing could be measured"
-    header = ["in FP8 alone", "error", "distance", "beyond rounding", "loss", "stands out by"]
-    text = table(header, [[*_figures(finding), finding.why] for finding in findings])
-    if 0 < width < len(text.partition("\n")[0]):
-        text = _narrow(findings, width)
-    hidden = len(found.ranking) - most
-    return text + (f"\n... and {hidden} more, in the figures" if hidden > 0 else "")
-
-
-def _figures(finding: Any) -> list[str]:
-    return [
-        finding.key,
-        f"{finding.gradient_error:.2%}",
-        f"{finding.distance:.4f}",
-        f"{finding.excess:.4f}",
-        _change(finding.loss_change, finding.loss_spread),
-    ]
-
-
-def _narrow(findings: list[Any], width: int) -> str:
-    """Three figures for each part, names shortened at their start, and a star for each outlier."""
-    from ..plan.timing import table
-
-    rows = []
-    for finding in findings:
-        change = f"{finding.loss_change:+.4f}" if math.isfinite(finding.loss_change) else "not finite"
-        rows.append([f"{finding.gradient_error:.0%}", f"{finding.excess:.3f}", change])
-    header = ["error", "beyond", "loss"]
-    figures = sum(max(map(len, column)) + 3 for column in zip(header, *rows, strict=True))
-    room = max(width - figures - 6, 12)  # the frame, and the star before the name
-    names = [
-        ("* " if finding.stands_out else "  ")
-        + (finding.key if len(finding.key) <= room else "..." + finding.key[3 - room :])
-        for finding in findings
-    ]
-    return table(["  in FP8 alone", *header], [[name, *row] for name, row in zip(names, rows, strict=True)])
-
-
-def _change(loss: float, spread: float) -> str:
-    return f"{loss:+.4f} +- {spread:.4f}" if math.isfinite(loss) else "not finite"
-
-
 def _write(path: Path, text: str) -> None:
     try:
         if path.exists() and not path.is_file():  # /dev/stdout
@@ -346,36 +246,29 @@ def _write(path: Path, text: str) -> None:
         else:
             replace_file(path, text)
     except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be written ({error.strerror}): give another file") from error
-    print(f"written     {path}", flush=True)
+        raise _not_written(path, error) from error
 
 
-def _ignore(_: Any) -> None:
-    pass
+def _not_written(path: Path, error: OSError) -> ValueError:
+    return ValueError(f"{str(path)!r} cannot be written ({error.strerror}): give another file")
 
 
-def _progress() -> Any:
+def _progress() -> Callable[[Progress], None]:
     """Progress output: one changing line on a terminal, else a line every 30 s."""
     terminal, last = sys.stderr.isatty(), [0.0]
 
-    def show(step: Any) -> None:
+    def show(step: Progress) -> None:
         now = time.monotonic()
         ended = step.done >= step.expected
         if now - last[0] < (0.2 if terminal else 30.0) and not (terminal and ended):
             return
         last[0] = now
-        text = f"pass {step.done} of about {step.expected}, {_left(step.seconds_left)} left: {step.now}"
-        print(
-            f"\r\x1b[K{text[:100]}" if terminal else text,
-            end="" if terminal else "\n",
-            file=sys.stderr,
-            flush=True,
+        left = (
+            f"{step.seconds_left / 60:.0f} min" if step.seconds_left >= 100 else f"{step.seconds_left:.0f} s"
         )
-        if terminal and ended:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        text = f"pass {step.done} of about {step.expected}, {left} left: {step.now}"
+        if terminal:
+            text = "\r\x1b[K" + ("" if ended else text[:100])
+        print(text, end="" if terminal else "\n", file=sys.stderr, flush=True)
 
     return show
-
-
-def _left(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

@@ -58,7 +58,10 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> int:
     config_options = [f"--config={options.config}"] if options.config is not None else []
     examination = examine([*config_options, *joined(run_options)])
     if config_options and not examination.needs:
-        from .train import settings
+        from .. import mcore
+
+        mcore.install()
+        from ..train.startup import settings
 
         warn_in_lines()
         settings([*config_options, *run_options], ranks=1)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..files.terminal import printable
-from .checkpoint_options import Parser, run_command, say
+from .cli_common import CheckpointParser, run_command, say
 
 if TYPE_CHECKING:
     import torch
+
+    from ..inference import Sampler
 
 HELP = """\
 Continues a prompt with the model of a checkpoint, streaming to the terminal. Text goes to stdout, facts to stderr.
@@ -34,25 +36,13 @@ Exit codes: 0 done; 1 failed; 2 bad input.
 """
 
 
-@dataclass
-class _Prepared:
-    """A prepared model, and the settings of the generation."""
-
-    options: argparse.Namespace
-    launch: Any
-    restored: Any
-    prompt: list[int]
-    count: int
-    sampler: Any
-
-
 def main(arguments: list[str]) -> int:
     """Run `megatron-fp8 generate`; returns the exit code."""
-    return run_command(_parser(), arguments, _prepare, _stream)
+    return run_command(_parser(), arguments, _prepare)
 
 
-def _parser() -> Parser:
-    parser = Parser("generate", HELP)
+def _parser() -> CheckpointParser:
+    parser = CheckpointParser("generate", HELP)
     add = parser.add_argument
     add("--prompt", required=True, help="text to continue ('-': read it from stdin; '': begin a document)")
     add(
@@ -75,7 +65,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -> _Prepared:
+def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -> Callable[[], None]:
     from ..inference import Sampler
 
     Sampler(options.temperature, options.top_k, options.top_p)  # checks the options first
@@ -118,7 +108,7 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
         )
     _prepare_model(options, restored, launch)
     sampler = Sampler(options.temperature, options.top_k, options.top_p, restored.tokenizer.vocab_size)
-    return _Prepared(options, launch, restored, prompt, count, sampler)
+    return partial(_stream, options.seed, launch, restored, prompt, count, sampler)
 
 
 def prompt_ids(tokenizer: Any, text: bytes) -> list[int]:
@@ -159,20 +149,19 @@ def _prepare_model(options: argparse.Namespace, restored: Any, launch: Any) -> N
         say(f"precision   {line}", launch)
 
 
-def _stream(prepared: _Prepared) -> None:
+def _stream(seed: int, launch: Any, restored: Any, prompt: list[int], count: int, sampler: Sampler) -> None:
     import torch
 
     from ..mcore.generation import Decoder, generate
 
-    restored, prompt, launch = prepared.restored, prepared.prompt, prepared.launch
     device = next(restored.model.parameters()).device
-    decoder = Decoder(restored.model, 1, len(prompt) + prepared.count)
+    decoder = Decoder(restored.model, 1, len(prompt) + count)
     tokens = generate(
         decoder,
         torch.tensor([prompt], device=device, dtype=torch.int64),
-        prepared.count,
-        prepared.sampler,
-        generator=torch.Generator().manual_seed(prepared.options.seed),
+        count,
+        sampler,
+        generator=torch.Generator().manual_seed(seed),
         end=restored.tokenizer.ends,
     )
     # An output encoding with few characters shows the others as escapes.

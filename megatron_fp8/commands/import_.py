@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..files.resource_limits import usable_cores
 from ..files.terminal import printable
-from .checkpoint_options import run_command
-from .cli_common import CommandParser, tensors_shown
+from .cli_common import CommandParser, run_command, tensors_shown
 
 HELP = """\
 Make a run of a directory of Hugging Face's form, to train on from: BF16, or FP8 as compressed-tensors (per tensor, per
@@ -33,16 +33,6 @@ _LONGEST = timedelta(hours=12)
 """Longest wait for a rank: it reads hundreds of GB, perhaps from a slower disk."""
 
 
-@dataclass
-class _Prepared:
-    """Source and target of the import, and the ranks that share it."""
-
-    source: Path
-    run_dir: Path
-    tokenizer: Path | None
-    sharing: Any
-
-
 def main(arguments: list[str]) -> int:
     """Run `megatron-fp8 import`; return 0, or 2 for bad input."""
     parser = CommandParser("import", HELP)
@@ -50,19 +40,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the new run")
     parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json, if DIR has none")
     try:
-        return run_command(parser, arguments, _prepare, _import)
+        return run_command(parser, arguments, _prepare)
     except _Ended:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)  # the sender expects an end by this signal
         raise
 
 
-def _prepare(options: argparse.Namespace, _: list[str], launch: Any) -> _Prepared:
+def _prepare(options: argparse.Namespace, _: list[str], launch: Any) -> Callable[[], None]:
     tokenizer = Path(options.tokenizer) if options.tokenizer else None
     if tokenizer and not tokenizer.is_file():
         raise ValueError(f"--tokenizer={str(tokenizer)!r} is not a file: give a tokenizer.json.")
     source = Path(options.source)
-    return _Prepared(source, Path(options.run_dir), tokenizer, _sharing(launch, source, options))
+    return partial(_import, source, Path(options.run_dir), tokenizer, _sharing(launch, source, options))
 
 
 def _sharing(launch: Any, source: Path, options: argparse.Namespace) -> Any:
@@ -95,12 +85,11 @@ def _end(*_: object) -> None:
     raise _Ended
 
 
-def _import(prepared: _Prepared) -> None:
+def _import(source: Path, run_dir: Path, tokenizer: Path | None, sharing: Any) -> None:
     from ..huggingface.importer import import_directory
 
-    sharing, run_dir = prepared.sharing, prepared.run_dir
     progress = tensors_shown if sharing.rank == 0 else lambda names, _: names
-    done = import_directory(prepared.source, run_dir, progress, prepared.tokenizer, sharing)
+    done = import_directory(source, run_dir, progress, tokenizer, sharing)
     if sharing.rank != 0:
         return
     kept_scales = f" ({done.kept_scales} keep their scales beside them)" if done.kept_scales else ""

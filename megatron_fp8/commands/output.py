@@ -58,6 +58,15 @@ def reader_may_leave(left: Callable[[], None]) -> Iterator[None]:
         yield
 
 
+def open_closed_streams() -> None:
+    """The null device in place of each standard stream that was closed at the start (`>&-`): Python has None for it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
 class Output:
     """Guards sys.stdout and sys.stderr. `lost`: some output could not be written."""
 

@@ -13,7 +13,7 @@ from ..files.terminal import printable
 from .cli_common import CommandParser, run
 
 if TYPE_CHECKING:
-    from ..telemetry.advice import Advice
+    from ..diagnosis.advice import Advice
     from ..train.run_record import RunRecord
 
 DESCRIPTION = """\
@@ -92,7 +92,7 @@ def terminal(folder: Path) -> str:
 
 def advice_of(record: RunRecord, report: dict[str, Any]) -> list[Advice]:
     """Advice from a run's figures. Raises ValueError for an invalid file."""
-    from ..telemetry.advice import advise
+    from ..diagnosis.advice import advise
 
     metrics = [line.content for line in record.metrics()]
     return advise((line.content for line in record.telemetry()), report, metrics)

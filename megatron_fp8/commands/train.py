@@ -6,7 +6,6 @@ All input errors are found before the first step and raised as ValueError.
 from __future__ import annotations
 
 import faulthandler
-import math
 import os
 import shutil
 import sys
@@ -19,11 +18,9 @@ from typing import Any
 from ..files.example_configs import example_configs
 from ..files.record_writer import warn_missing
 from ..files.resource_limits import limit_reached
-from ..files.terminal import printable
 from ..train.failure import EXIT_DONE, EXIT_FAILED
 from ..train.stop import AGAIN_S
-from .cli_common import refuse, warn_in_lines
-from .help_format import fit_help
+from .cli_common import fit_help, refuse, warn_in_lines
 from .output import reader_may_leave
 
 USAGE = """\
@@ -158,246 +155,14 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
         return EXIT_FAILED
 
 
-def settings(arguments: list[str], ranks: int) -> tuple[Any, Any, Any, int]:
-    """Return (the run's config, Megatron-Core's config, tokenizer, vocabulary size), checked; writes nothing.
-
-    Raises:
-        ValueError: `train` would refuse these options on any machine.
-    """
+def prepare(arguments: list[str], launch: Any, stop: Any) -> Any:
+    """Do all work before the first step. Return the trainer; None after a dry run."""
     from .. import mcore
 
     mcore.install()
-    from ..train.config import run_config
-    from ..train.config.model_section import padded_vocab_size, transformer_config
-    from ..train.data.datasets import check_tokenizer
-    from ..train.data.tokenizers import load_tokenizer
+    from ..train import startup
 
-    run = run_config.parse(arguments, ranks)
-    config = transformer_config(run.model)
-    tokenizer = load_tokenizer(run.data.tokenizer)
-    vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
-    check_tokenizer(run.data, tokenizer, run.model.vocab_size or run.model.padded_vocab_size or 0)
-    return run, config, tokenizer, vocab_size
-
-
-def prepare(arguments: list[str], launch: Any, stop: Any) -> Any:
-    """Do all work before the first step: config, ranks, data, model, report. Return the trainer; None after a dry run."""
-    run, config, tokenizer, vocab_size = settings(arguments, launch.world_size)
-    from ..train.launch import parallel
-    from ..train.launch.config_consistency import run_facts
-
-    parallel.check_layout(run.model, run.train, launch.world_size, launch.variables)
-    launch.barrier.agree(
-        "settings", run_facts(run, tokenizer, launch.world_size), run.train.distributed_timeout_minutes * 60
-    )
-    parallel.join(launch, run.model, run.train)
-    return build(run, config, tokenizer, vocab_size, launch, stop)
-
-
-def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, stop: Any) -> Any:
-    """Build data, model, optimizer and report, once all ranks are connected. Return the trainer; None after a dry run."""
-    from ..files.run_lock import job_name
-    from ..mcore.iteration import set_training_length
-    from ..mcore.sites import check_plan
-    from ..telemetry import Telemetry
-    from ..train import model
-    from ..train.config.run_config import tokens_of_microbatch
-    from ..train.data import datasets as data
-    from ..train.health.loss_spikes import Rollbacks
-    from ..train.launch import parallel
-    from ..train.launch.config_consistency import agree_on_inputs, data_fact
-    from ..train.loop import Trainer
-    from ..train.metrics import Display, MetricsWriter, lacks_validation, model_flops_per_token
-    from ..train.report import build_report, format_report, nothing_left, write_report
-    from ..train.resume import checkpoint_compat, checkpoints
-    from ..train.resume.run_folder import RunFolders, naming
-    from ..train.step import Stepper
-
-    set_training_length(config, run.train.train_iters)
-    if config.fp8_size_filter_tokens is None:
-        config.fp8_size_filter_tokens = tokens_of_microbatch(run)
-    folders, watchdog = RunFolders(run), _watchdog(run, launch)
-    if not run.dry_run:
-        folders.claim()
-    chosen = None if run.dry_run else checkpoints.choose(run, tokenizer)
-    with folders.remembering(chosen[0] if chosen is not None else None):
-        if chosen is not None and data.holds_text(run.data):
-            checkpoint_compat.check_imported(run, chosen[1].facts)
-        prefixes = data.find_data(run.data, tokenizer, run.train)
-        agree_on_inputs("files", launch, prefixes, chosen, run.train.distributed_timeout_minutes * 60)
-        data.check_data(prefixes, run.data, vocab_size)
-        datasets = data.build_datasets(prefixes, run.data, run.train, tokenizer)
-        chunks = model.build_chunks(config, run, vocab_size)
-        optimizer = model.build_optimizer(config, run, chunks)
-        scheduler = model.build_scheduler(run, optimizer)
-        check_plan(chunks)
-        parameters = model.count_parameters(chunks)
-        report = build_report(run, config, chunks, parameters, launch.launcher)
-        stepper = Stepper(run, chunks, optimizer, scheduler, datasets, stop, watchdog)
-        first = launch.rank == 0
-        Telemetry(chunks, run.telemetry.settings()).close()  # refuses a pattern that matches nothing
-        if first:
-            print(format_report(report), flush=True)
-        if run.dry_run:
-            _dry_run(stepper, vocab_size, first)
-            return None
-        if run.checkpoint.saves:
-            folders.check_room(checkpoints.estimated_bytes(parameters["total"], config.params_dtype))
-        content = parallel.on_first_rank(lambda: data_fact(prefixes))
-        start = checkpoints.resume(run, chosen, tokenizer, chunks, optimizer, scheduler, content)
-    facts = {
-        "tokenizer": checkpoint_compat.tokenizer_fact(tokenizer),
-        "accepted": start.accepted,
-        "data": content,
-    }
-    facts["job"] = job_name(os.environ)
-    entropy = data.corpus_bigram_entropy(prefixes) if first else math.nan
-    # From here on the run's folder changes, so no later line may refuse the input.
-    continues = folders.has(start.folder)
-    done = start.iteration >= run.train.train_iters
-    if done and start.folder is not None and not continues:
-        if first:
-            print(*map(printable, [*start.lines, nothing_left(run, start.folder)]), sep="\n", flush=True)
-        return None
-    if not continues:
-        start.lines += folders.keep_earlier(start.folder, watchdog.folder)
-    elif start.folder is not None:
-        start.lines += folders.keep_newer(start.folder)
-    folder = Path(run.run_dir)
-
-    def after_first_step() -> None:
-        launch.barrier.close()
-        if stepper.saved is not None:
-            report["saved_bytes"] = stepper.saved.bytes
-        _add_site_notes(report, chunks, folder, first)
-
-    writer = display = None
-    unvalidated = False
-    if first:
-        print(f"data        {', '.join(prefixes)}; bigram entropy {entropy:.4f} nats", flush=True)
-        print(*map(printable, start.lines), sep="\n", end="\n" if start.lines else "", flush=True)
-        report["bigram_entropy"] = entropy
-        with naming("run_dir", folder):
-            writer = MetricsWriter(folder, start.iteration if continues else 0, start.before)
-            unvalidated = done and bool(run.train.eval_iters) and lacks_validation(folder, start.iteration)
-        if start.folder is not None:
-            writer.event(start.iteration if continues else 0, "restart", f"goes on from {start.folder}")
-        display = Display(run.train.train_iters, run.train.log_interval, start.iteration, start.skipped)
-        if run.telemetry.settings().misses(start.iteration + 1, run.train.train_iters):
-            print(
-                f"telemetry   measures none of the iterations {start.iteration + 1} to {run.train.train_iters}: look at"
-                " telemetry.every and its windows",
-                flush=True,
-            )
-    with naming("run_dir", folder):
-        telemetry = Telemetry(
-            chunks,
-            run.telemetry.settings(),
-            folder=folder,
-            wandb=run.telemetry.wandb,
-            finished=start.iteration if continues else 0,
-            say=display.say if display else print,
-        )
-    saves = checkpoints.Checkpoints(run, folders, chunks, optimizer, scheduler, facts)
-    rewinds = None
-    if run.train.rewind_on_spike:
-
-        def restore(found: Any) -> Any:
-            return checkpoints.resume(run, found, tokenizer, chunks, optimizer, scheduler, content)
-
-        rewinds = Rollbacks(
-            run.train.rewind_on_spike,
-            run.checkpoint.save_interval,
-            folders.checkpoints,
-            restore,
-            saves.wait,
-            start.left_out,
-        )
-    if first:  # last, so that a refused start leaves earlier files unchanged
-        with naming("run_dir", folder):
-            run.save(folder / "config.yaml")
-            # A run without iterations left keeps the report of its training.
-            if not (done and continues and (folder / "report.json").is_file()):
-                write_report(report, folder)
-    return Trainer(
-        stepper,
-        start,
-        model_flops_per_token(
-            parameters.get("active", parameters["non_embedding"]),
-            vocab_size,
-            config.hidden_size,
-            config.num_layers,
-            run.train.seq_length,
-        ),
-        writer=writer,
-        display=display,
-        after_first_step=after_first_step,
-        sites_moved=lambda: _add_site_notes(report, chunks, folder, first),
-        checkpoints=saves,
-        rewinds=rewinds,
-        telemetry=telemetry,
-        unvalidated=done and parallel.on_first_rank(lambda: unvalidated),
-    )
-
-
-def _watchdog(run: Any, launch: Any) -> Any:
-    """Start the watchdog. Collective: all ranks write into one folder, named by the first rank's time."""
-    from ..train.health.watchdog import START, Watchdog
-    from ..train.launch import parallel
-
-    start = parallel.on_first_rank(lambda: time.strftime("%Y%m%d-%H%M%S"))
-    watchdog = Watchdog(
-        Path(run.run_dir) / "stacks" / start,
-        launch.rank,
-        launch.world_size,
-        least=run.train.watchdog,
-        limit=run.train.distributed_timeout_minutes * 60,
-        say=lambda text: print(text, file=sys.stderr, flush=True),
-        stages=run.model.pipeline_model_parallel_size,
-    )
-    parallel.until_leave(watchdog.close)
-    watchdog.enter(START, 0)
-    if not run.dry_run:  # a dry run writes nothing
-        watchdog.start()
-    return watchdog
-
-
-def _add_site_notes(report: dict[str, Any], chunks: list[Any], folder: Path, first: bool) -> None:
-    """Add the sites' notes from their first iteration (such as a gather in high precision) to the report. Collective."""
-    from ..mcore.guard_plans import guard_moves
-    from ..mcore.report import site_report
-    from ..train.report import format_notes, write_report
-
-    report["sites"] = site_report(chunks)
-    report["guard"] = [move._asdict() for move in guard_moves(chunks)]
-    if not first:
-        return
-    try:
-        write_report(report, folder)
-    except OSError as error:
-        warnings.warn(f"{str(folder / 'report.json')!r} cannot be written ({error.strerror}).", stacklevel=2)
-    if notes := format_notes(report["sites"]):
-        print(notes, flush=True)
-
-
-def _dry_run(stepper: Any, vocab_size: int, first: bool) -> None:
-    """Print this rank's shapes and check the first loss: an untrained model predicts uniformly, ln V nats."""
-    from ..params.fp8_parameter import Fp8Parameter
-
-    if first:
-        print("shapes on this rank:")
-        for chunk in stepper.chunks:
-            for name, parameter in chunk.module.named_parameters():
-                dtype = parameter.rule.fmt.dtype if isinstance(parameter, Fp8Parameter) else parameter.dtype
-                print(f"  {name.removeprefix('module.'):<70} {list(parameter.shape)} {dtype}")
-    loss, even = stepper.first_loss(), math.log(vocab_size)
-    if first:
-        print(f"first loss {loss:.4f}, ln({vocab_size}) = {even:.4f}", flush=True)
-    if not abs(loss - even) < 0.1 * even:
-        raise RuntimeError(
-            f"the first loss {loss:.4f} is not near ln({vocab_size}) = {even:.4f}: an untrained model "
-            "should guess evenly. Look at model.init_method_std and at the data."
-        )
+    return startup.prepare(arguments, launch, stop)
 
 
 def _train(trainer: Any) -> int:

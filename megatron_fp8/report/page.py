@@ -53,7 +53,7 @@ def html_of(runs: Sequence[Run], advice: Sequence[Iterable[Any] | None] | None =
     """The page as a string.
 
     Args:
-        advice: for each run, advice from telemetry.advice or a diagnosis (strings or objects: advice.py);
+        advice: for each run, advice from diagnosis.advice or a diagnosis (strings or objects: advice.py);
             None uses the advice in the run's folder.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..diagnosis.advice import advise
 from ..files.atomic_io import in_words, read_ordinary
 from ..files.folder_kind import RUN_FILES, what_to_give
 from ..files.jsonl import Line
 from ..files.manifest import LARGEST
-from ..telemetry.advice import advise
 from ..train.run_record import PlaceNotKnown, RunRecord, require_folder
 from .advice import ShownAdvice, read_advice, understood
 from .curves import QUANTITIES, VALIDATION, Curve, read_curves

@@ -8,11 +8,11 @@ What is measured, and by which events:
 
     input, grad_output   casts; operands of the GEMMs if none quantises them
     weight               once an iteration: its cast, its operand, or the masters of an FP8 parameter
-        (fp8_weight_stats.py)
+        (tensor_sources.py)
     output, dgrad, wgrad the products, on this rank only: terms of a sum over tensor-parallel ranks are
         'partial'
     all of them          for a site in high precision: operands, result, and gradients from autograd
-        (autograd.py)
+        (tensor_sources.py)
 
 A tensor that is cast twice, by two rules for two GEMMs, has a second row for the second codes: 'input.wgrad'.
 """
@@ -35,15 +35,13 @@ from ..plan.cast_spec import READERS
 from ..state.fp8_state import Fp8State
 from ..state.observer_protocol import SeenCast, SeenLinear, SeenProduct
 from ..tensor import Float8Tensor, Operand
-from .autograd import show_gradients
-from .fp8_weight_stats import held
-from .histories import Histories
-from .missing_stats import MissingStats
+from .health import MissingStats
 from .replica_dedup import Agreed
 from .settings import TelemetrySettings
 from .stat_registry import TENSORS
+from .tensor_sources import observe_gradients, weight_values
 from .tensor_stats import Layout, Measured, finish, measure
-from .what_if import what_if
+from .what_if import Histories, what_if
 
 Row = tuple[str, str]
 """(site, tensor)."""
@@ -52,7 +50,7 @@ PRODUCTS = {"fprop": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
 _PARTIAL = {("row", "output"), ("column", "dgrad")}
 
 
-class _Asked(NamedTuple):
+class _RowLayout(NamedTuple):
     """What to measure for a row, and the slices of its sums and extremes in the vectors of all rows. The element after
     its extremes is a flag for partial values."""
 
@@ -65,7 +63,7 @@ class _Asked(NamedTuple):
 class _Table:
     """All rows of an iteration, in the same order on all ranks; empty if the iteration is not measured."""
 
-    rows: Mapping[Row, _Asked]
+    rows: Mapping[Row, _RowLayout]
     sums: int
     extremes: int
 
@@ -108,7 +106,7 @@ class Collector:
         self._partial: set[Row] = set()
         self._had_dgrad: set[str] = set()
         self._fused: set[str] = set()  # sites whose GEMM adds wgrad to main_grad
-        self._unseen = MissingStats()
+        self._missing = MissingStats()
         self._histories = Histories(state) if "fp8_delayed_scaling" in settings.what_if else None
 
     # ---------------------------------------------------------------------------------------------------------- events
@@ -133,7 +131,7 @@ class Collector:
         assert isinstance(weight, Fp8Parameter)
         self._weights.add(row)
         columnwise = self._table.rows[row].layout.directions.get("", "rowwise")
-        values, codes, whole = held(weight, columnwise=columnwise != "rowwise")
+        values, codes, whole = weight_values(weight, columnwise=columnwise != "rowwise")
         if values.numel() and (not whole or self.agreed.mine[row[0]].weight):
             self._measure(row, values, {} if codes is None else {"": codes})
 
@@ -174,7 +172,7 @@ class Collector:
             counted = counts.kind != "column" or seen.shard or counts.tokens
             dgrad = partial(self._late, iteration, (site, "dgrad"), counted)
             wgrad = partial(self._wgrad, iteration, (site, "wgrad"), weight)
-            show_gradients(y, [(x, dgrad), (weight, wgrad)])
+            observe_gradients(y, [(x, dgrad), (weight, wgrad)])
 
     def ended(self, iteration: int) -> None:
         """Sum the statistics over ranks, and deliver the records. Collective over the group in measured iterations."""
@@ -184,7 +182,7 @@ class Collector:
             records = self._records(iteration + 1)
             # The first rank reports missing statistics of all ranks; each rank reports its own fused wgrads.
             requested_rows = self._table.rows if self.agreed.rank == 0 else ()
-            self._unseen.look(iteration + 1, requested_rows, records, self._fused)
+            self._missing.check(iteration + 1, requested_rows, records, self._fused)
             self._deliver(iteration + 1, records)
         self._clear()
 
@@ -197,7 +195,7 @@ class Collector:
         """The rows to measure in this iteration, counted from 1."""
         due = tuple(selection.measures(iteration) for selection in self.settings.selections)
         if due not in self._tables:
-            rows: dict[Row, _Asked] = {}
+            rows: dict[Row, _RowLayout] = {}
             sums = extremes = 0
             for site in self.agreed.sites if any(due) else ():
                 for tensor in ROWS:
@@ -207,7 +205,7 @@ class Collector:
                     layout = Layout.of(names)
                     first = sums, extremes
                     sums, extremes = sums + len(layout.sums), extremes + len(layout.extremes)
-                    rows[site, tensor] = _Asked(layout, slice(first[0], sums), slice(first[1], extremes))
+                    rows[site, tensor] = _RowLayout(layout, slice(first[0], sums), slice(first[1], extremes))
                     extremes += 1
             self._tables[due] = _Table(rows, sums, extremes)
         return self._tables[due]

@@ -1,12 +1,18 @@
-"""Detects the first iteration in which a site's tensor exceeds a limit.
+"""Reports tensors beyond a limit, and statistics that cannot be measured.
 
-It checks three statistics, if they are measured. The limits are far from values of normal training: they
-detect what ruins a run, not a small loss of precision.
+The limits concern three statistics, and are far from values of normal training: they detect what ruins a run,
+not a small loss of precision.
+
+Two kinds of statistics cannot be measured. A high-precision linear inside torch.compile cannot be observed: an
+operator around it would break the graph, in layers that this package does not run. And if Megatron-Core adds the
+weight gradient to main_grad inside the GEMM, there is no product to measure: main_grad before and after differ by
+a rounded sum, and adding to a zeroed buffer would change the order of additions, and so the training's bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 LIMITS = {"nonfinite": 0.0, "overflows%": 1.0, "underflows%": 50.0}
@@ -30,7 +36,7 @@ class FirstBad:
             for reason in record.get("went_bad", ()):
                 self.found.setdefault((record["site"], record["tensor"], reason), record["iteration"])
 
-    def look(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def check(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The records with a tensor above a limit for the first time. Sets their 'went_bad' to a list of reasons."""
         first_records = []
         for record in records:
@@ -56,3 +62,51 @@ def in_words(fresh: list[dict[str, Any]]) -> str:
         f"telemetry: iteration {first['iteration']}: {first['site']} {first['tensor']} went bad:"
         f" {first['went_bad'][0]} ({value}){more}"
     )
+
+
+_SHOWN_BY_FORWARD = {"input", "weight", "output"}
+_NAMED = 5
+
+
+class MissingStats:
+    """Warns once of each kind of gap."""
+
+    def __init__(self) -> None:
+        self._warned: set[str] = set()
+
+    def check(
+        self,
+        iteration: int,
+        requested: Iterable[tuple[str, str]],
+        records: Iterable[Mapping[str, Any]],
+        fused: Collection[str],
+    ) -> None:
+        """Check at the end of a measured iteration.
+
+        Args:
+            requested: (site, tensor) pairs.
+            records: what was measured.
+            fused: sites of this rank whose GEMM adds wgrad to main_grad.
+        """
+        seen = {record["site"] for record in records}
+        silent = dict.fromkeys(
+            site for site, tensor in requested if tensor in _SHOWN_BY_FORWARD and site not in seen
+        )
+        self._warn(
+            silent,
+            f"telemetry: iteration {iteration} has no figures of",
+            "no tokens reached it, or it runs in high precision inside torch.compile, which telemetry cannot observe",
+        )
+        self._warn(
+            sorted(fused),
+            "telemetry: there is no wgrad of",
+            "in high precision with gradient_accumulation_fusion it is added to main_grad inside the GEMM",
+        )
+
+    def _warn(self, sites: Collection[str], gap: str, why: str) -> None:
+        if not sites or why in self._warned:
+            return
+        self._warned.add(why)
+        names = list(sites)
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        warnings.warn(f"{gap} {', '.join(names[:_NAMED])}{more}: {why}.", stacklevel=2)

@@ -18,7 +18,8 @@ from ..files.record_writer import EventFile, continued
 
 Record = dict[str, Any]
 FILE = "telemetry.jsonl"
-_NO_STATISTICS = ("iteration", "site", "tensor", "partial", "went_bad")
+NO_STATISTICS = ("iteration", "site", "tensor", "partial", "went_bad")
+"""Fields of a record that are not statistics."""
 
 
 class Output(Protocol):
@@ -42,7 +43,7 @@ def scalars(records: list[Record]) -> dict[str, float]:
     for record in records:
         tensor = f"{record['tensor']}_partial" if record.get("partial") else record["tensor"]
         for name, value in record.items():
-            if name not in _NO_STATISTICS:
+            if name not in NO_STATISTICS:
                 found[f"telemetry/{record['site']}/{tensor}/{name}"] = value
     return found
 

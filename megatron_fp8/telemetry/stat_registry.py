@@ -42,26 +42,20 @@ WHAT_IF = {
 }
 """Prefix of a name -> recipe. The last is ours, the others are Transformer Engine's."""
 
-TE, OURS = "Transformer Engine", "ours"
-
 
 @dataclass(frozen=True)
 class Statistic:
-    """One statistic.
+    """One statistic. docs/telemetry.md has where Transformer Engine's differs.
 
     Attributes:
         name: its name in settings and records, without prefix and suffix.
-        meaning: its definition, in one sentence.
-        source: where the definition comes from.
         needs: 'values', or 'codes' (values and their codes).
-        differs: how Transformer Engine's definition differs; '' if it does not.
+        meaning: its definition, in one sentence.
     """
 
     name: str
-    meaning: str
-    source: str
     needs: Literal["values", "codes"]
-    differs: str = ""
+    meaning: str
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -70,65 +64,35 @@ class Statistic:
 
 
 STATISTICS = (
-    Statistic("min", "The smallest value.", TE, "values"),
-    Statistic("max", "The largest value.", TE, "values"),
-    Statistic("mean", "The sum of the values over their number.", TE, "values"),
-    Statistic(
-        "std",
-        "The standard deviation of all values, with n - 1.",
-        TE,
-        "values",
-        "TE mixes n and n - 1 over microbatches and ranks",
-    ),
-    Statistic("l1_norm", "The sum of the magnitudes.", TE, "values"),
-    Statistic("l2_norm", "The square root of the sum of the squares.", TE, "values"),
-    Statistic("cur_amax", "The largest magnitude.", TE, "values"),
-    Statistic(
-        "dynamic_range",
-        "log2 of the largest magnitude over the smallest that is not zero.",
-        TE,
-        "values",
-        "Inf for zeros, here left out",
-    ),
+    Statistic("min", "values", "The smallest value."),
+    Statistic("max", "values", "The largest value."),
+    Statistic("mean", "values", "The sum of the values over their number."),
+    Statistic("std", "values", "The standard deviation of all values, with n - 1."),
+    Statistic("l1_norm", "values", "The sum of the magnitudes."),
+    Statistic("l2_norm", "values", "The square root of the sum of the squares."),
+    Statistic("cur_amax", "values", "The largest magnitude."),
+    Statistic("dynamic_range", "values", "log2 of the largest magnitude over the smallest that is not zero."),
     Statistic(
         "max_blockwise_dynamic_range",
-        "The largest dynamic range of a block; 0 where all are zeros.",
-        TE,
         "values",
-        "TE refuses tensors that blocks do not divide, here zeros fill the last block of a row",
+        "The largest dynamic range of a block; 0 where all are zeros.",
     ),
     Statistic(
         "kurtosis",
-        "The fourth central moment over the square of the second (both with n); 3 for a normal distribution.",
-        OURS,
         "values",
+        "The fourth central moment over the square of the second (both with n); 3 for a normal distribution.",
     ),
-    Statistic(
-        "underflows%", "Values that were not zero and whose code is zero, in percent of all.", TE, "codes"
-    ),
+    Statistic("underflows%", "codes", "Values that were not zero and whose code is zero, in percent of all."),
     Statistic(
         "overflows%",
+        "codes",
         "Values strictly beyond the largest that their scale can hold, in percent of all.",
-        TE,
-        "codes",
-        "delayed scaling only; here what the scale's rounding puts beyond (2^-21) does not count",
     ),
-    Statistic("scale_inv_min", "The smallest scale that codes are multiplied by.", TE, "codes"),
-    Statistic("scale_inv_max", "The largest scale that codes are multiplied by.", TE, "codes"),
-    Statistic(
-        "mse",
-        "The mean squared error of the values that the codes stand for.",
-        TE,
-        "codes",
-        "rounded to the tensor's dtype first",
-    ),
-    Statistic(
-        "sqnr_db",
-        "10 log10 of the squared values' sum over the squared errors' sum.",
-        OURS,
-        "codes",
-    ),
-    Statistic("nonfinite", "How many values are NaN or Inf.", OURS, "values"),
+    Statistic("scale_inv_min", "codes", "The smallest scale that codes are multiplied by."),
+    Statistic("scale_inv_max", "codes", "The largest scale that codes are multiplied by."),
+    Statistic("mse", "codes", "The mean squared error of the values that the codes stand for."),
+    Statistic("sqnr_db", "codes", "10 log10 of the squared values' sum over the squared errors' sum."),
+    Statistic("nonfinite", "values", "How many values are NaN or Inf."),
 )
 """All statistics."""
 

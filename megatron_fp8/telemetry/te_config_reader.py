@@ -19,21 +19,27 @@ from __future__ import annotations
 
 import difflib
 import re
-import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files.atomic_io import read_ordinary
 from .settings import REGEX, Selection, TelemetrySettings
 from .stat_registry import BLOCKWISE, QUANTIZED, TE_TENSORS, Blocks, parse
 
 FEATURES = {"LogTensorStats": "values", "LogFp8TensorStats": "codes"}
 """Supported features -> what their statistics need (Statistic.needs)."""
 
-_LARGEST = 1 << 22  # bytes; far above any real configuration
-_TIMES = ("freq", "start_step", "end_step", "start_end_list")
 _LAYERS = ("layer_name_regex_pattern", "layer_types", "exact_layer_names")
+_FIELDS = (
+    "enabled",
+    "tensors",
+    "tensors_struct",
+    "stats",
+    "freq",
+    "start_step",
+    "end_step",
+    "start_end_list",
+)
 
 
 def te_settings(source: Mapping[str, Any] | str | Path) -> TelemetrySettings:
@@ -48,61 +54,36 @@ def te_settings(source: Mapping[str, Any] | str | Path) -> TelemetrySettings:
         OSError: the file cannot be read.
     """
     where = "the configuration" if isinstance(source, Mapping) else str(source)
-    content = source if isinstance(source, Mapping) else _load(Path(source))
-    sections = _mapping(content, where)
-    selections = [
-        selection
-        for name, section in sections.items()
-        for selection in _section(_mapping(section, f"section {name}"), f"section {name}")
-    ]
+    sections = _mapping(source if isinstance(source, Mapping) else _load(Path(source)), where)
+    selections = [s for name, section in sections.items() for s in _section(section, f"section {name}")]
     if not selections:
         raise ValueError(f"{where} enables no {' or '.join(FEATURES)}: nothing would be measured")
     return TelemetrySettings(tuple(selections))
 
 
 def _load(path: Path) -> Any:
-    from ..files.strict_yaml import load_yaml  # PyYAML is needed here only
+    from ..files.strict_yaml import read_yaml  # PyYAML is needed here only
 
-    content = read_ordinary(path, _LARGEST)
     try:
-        return load_yaml(content)
+        return read_yaml(path)
     except ValueError as error:
         raise ValueError(f"{path} is no YAML: {error}") from error
 
 
-def _section(section: Mapping[str, Any], where: str) -> Iterator[Selection]:
+def _section(section: Any, where: str) -> Iterator[Selection]:
     if not _enabled(section, where):
         return
-    for field in section:
-        if field not in ("enabled", "layers", "transformer_engine"):
-            raise ValueError(
-                f"{where}: {field} is not supported; a section holds enabled, layers and transformer_engine, and of the"
-                f" features {' and '.join(FEATURES)} below transformer_engine"
-            )
-    if "layers" not in section:
-        raise ValueError(f"{where} names no layers: give layers with one of {', '.join(_LAYERS)}")
-    sites = _sites(_mapping(section["layers"], f"{where}, layers"), f"{where}, layers")
+    _mapping(section, where, ("enabled", "layers", "transformer_engine"))
+    sites = _sites(_mapping(section.get("layers", {}), f"{where}, layers", _LAYERS), f"{where}, layers")
     features = _mapping(section.get("transformer_engine", {}), f"{where}, transformer_engine")
-    for name, feature in features.items():
-        place = f"{where}, {name}"
-        feature = _mapping(feature, place)
-        if not _enabled(feature, place):
-            continue
-        if name not in FEATURES:
-            raise ValueError(
-                f"{place}: this feature is not supported, only {' and '.join(FEATURES)} are.{_hint(name, FEATURES)}"
-            )
-        for tensor, fields in _tensors(feature, place):
-            yield _selection(name, tensor, fields, sites, f"{place}, {tensor}")
+    enabled = {name: value for name, value in features.items() if _enabled(value, f"{where}, {name}")}
+    for name, feature in _mapping(enabled, where, tuple(FEATURES)).items():
+        for tensor, fields in _tensors(feature, f"{where}, {name}"):
+            yield _selection(name, tensor, fields, sites, f"{where}, {name}, {tensor}")
 
 
 def _sites(layers: Mapping[str, Any], where: str) -> tuple[str, ...]:
     """The layers as patterns for Selection.sites."""
-    for field in layers:
-        if field not in _LAYERS:
-            raise ValueError(
-                f"{where}: {field} is not supported, only {', '.join(_LAYERS)} are.{_hint(field, _LAYERS)}"
-            )
     if len(layers) != 1:
         raise ValueError(f"{where} needs exactly one of {', '.join(_LAYERS)}, and has {len(layers)}")
     ((field, value),) = layers.items()
@@ -110,71 +91,60 @@ def _sites(layers: Mapping[str, Any], where: str) -> tuple[str, ...]:
         if not isinstance(value, str):
             raise ValueError(f"{where}: {field}={_short(value)} must be a regular expression")
         return (REGEX + value,)
-    names = _texts(value, f"{where}: {field}")
+    names = _list(value, f"{where}: {field}")
     if field == "exact_layer_names":
-        return tuple(f"{REGEX}^{re.escape(name)}$" for name in names)
-    return ("*",) if "all" in names else tuple(REGEX + re.escape(name) for name in names)
+        return tuple(f"{REGEX}^{re.escape(name)}$" for name in map(str, names))
+    return ("*",) if "all" in names else tuple(REGEX + re.escape(name) for name in map(str, names))
 
 
 def _tensors(feature: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Each tensor, by Transformer Engine's name, with its fields: the feature's, overridden by those of
     tensors_struct."""
-    shared = {
-        key: value for key, value in feature.items() if key not in ("enabled", "tensors", "tensors_struct")
-    }
+    shared = {key: value for key, value in feature.items() if key not in ("tensors", "tensors_struct")}
     if ("tensors" in feature) == ("tensors_struct" in feature):
         raise ValueError(f"{where} needs tensors or tensors_struct, one of the two")
     if "tensors" in feature:
-        own_fields = [{"tensor": tensor} for tensor in _texts(feature["tensors"], f"{where}: tensors")]
+        own_fields = [{"tensor": tensor} for tensor in _list(feature["tensors"], f"{where}: tensors")]
     else:
-        structs = feature["tensors_struct"]
-        if not isinstance(structs, list):
-            raise ValueError(
-                f"{where}: tensors_struct={_short(structs)} must be a list, of a tensor and its fields each"
-            )
+        structs = _list(feature["tensors_struct"], f"{where}: tensors_struct")
         own_fields = [dict(_mapping(struct, f"{where}, tensors_struct")) for struct in structs]
-    seen: set[str] = set()
     for struct in own_fields:
         tensor = struct.pop("tensor", None)
         if not isinstance(tensor, str) or tensor not in TE_TENSORS:
             raise ValueError(f"{where}: tensor {_short(tensor)} is none of {', '.join(TE_TENSORS)}")
-        if tensor in seen:
-            raise ValueError(f"{where}: tensor {tensor} is named twice")
-        seen.add(tensor)
-        yield tensor, {**shared, **struct}
+        yield tensor, _mapping({**shared, **struct}, where, _FIELDS)
 
 
 def _selection(
     feature: str, te_tensor: str, fields: Mapping[str, Any], sites: tuple[str, ...], where: str
 ) -> Selection:
-    for field in fields:
-        if field not in ("stats", *_TIMES):
-            known = ("enabled", "tensors", "tensors_struct", "stats", *_TIMES)
-            raise ValueError(
-                f"{where}: {field} is not supported, {feature} has {', '.join(known)}.{_hint(field, known)}"
-            )
     tensor = TE_TENSORS[te_tensor]
     if FEATURES[feature] == "codes" and tensor not in QUANTIZED:
         raise ValueError(f"{where}: {te_tensor} has no codes; LogTensorStats has the figures of its values")
-    stats = fields.get("stats")
-    if not isinstance(stats, list) or not stats:
-        raise ValueError(f"{where}: stats={_short(stats)} must be a list of statistics")
-    names = tuple(_statistic(stat, feature, te_tensor, where) for stat in stats)
+    windows = fields.get("start_end_list")
+    if windows is None:
+        first, last = fields.get("start_step"), fields.get("end_step")
+        windows = [] if first is None and last is None else [(first or 0, last)]
     freq = fields.get("freq", 1)
     if type(freq) is not int or freq < 1:
         raise ValueError(f"{where}: freq={_short(freq)} must be a whole number of iterations, 1 or more")
+    names = [
+        _statistic(stat, feature, te_tensor, where) for stat in _list(fields.get("stats"), f"{where}: stats")
+    ]
     try:
-        return Selection(freq, _windows(fields), sites, (tensor,), names)
+        return Selection(freq, windows, sites, (tensor,), tuple(names))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
 
 def _statistic(stat: Any, feature: str, te_tensor: str, where: str) -> str:
     """Our name of a statistic: a plain name, or the blockwise range with its block."""
-    if isinstance(stat, Mapping):
-        return _blockwise(stat, te_tensor, where)
-    if stat == BLOCKWISE:
-        return _blockwise({BLOCKWISE: {}}, te_tensor, where)
+    if stat == BLOCKWISE or isinstance(stat, Mapping):
+        options = {} if stat == BLOCKWISE else _mapping(stat, f"{where}: stats", (BLOCKWISE,))[BLOCKWISE]
+        options = _mapping(options, f"{where}: {BLOCKWISE}", ("block_size", "dims"))
+        size, dims = options.get("block_size", 32), options.get("dims", 1)
+        # Transformer Engine takes the worse of two orientations for tensors that are read in both.
+        stat = Blocks(size, dims, te_tensor in ("activation", "weight")).name
     try:
         parsed = parse(stat)
     except ValueError as error:
@@ -185,58 +155,30 @@ def _statistic(stat: Any, feature: str, te_tensor: str, where: str) -> str:
     return parsed.name
 
 
-def _blockwise(stat: Mapping[str, Any], te_tensor: str, where: str) -> str:
-    """Transformer Engine takes the worse of two orientations for tensors that are read in both."""
-    options = stat.get(BLOCKWISE)
-    if len(stat) != 1 or not isinstance(options, Mapping) or set(options) - {"block_size", "dims"}:
-        raise ValueError(
-            f"{where}: stats has {_short(dict(stat))}, and only {BLOCKWISE} takes options: block_size and dims"
-        )
-    size, dims = options.get("block_size", 32), options.get("dims", 1)
-    if type(size) is not int or size < 1 or dims not in (1, 2) or type(dims) is not int:
-        raise ValueError(
-            f"{where}: {BLOCKWISE} needs a block_size of 1 or more and dims of 1 or 2, got {_short(dict(options))}"
-        )
-    return Blocks(size, dims, te_tensor in ("activation", "weight")).name
+def _enabled(value: Any, where: str) -> bool:
+    enabled = _mapping(value, where).get("enabled")
+    if not isinstance(enabled, bool):
+        raise ValueError(f"{where}: enabled={_short(enabled)} must be True or False")
+    return enabled
 
 
-def _windows(fields: Mapping[str, Any]) -> tuple[Any, ...]:
-    """(first, last) of start_end_list, else of start_step and end_step; Selection checks them."""
-    listed = fields.get("start_end_list")
-    if listed is not None:
-        if not isinstance(listed, list) or not all(isinstance(window, list) for window in listed):
-            raise ValueError(f"start_end_list={_short(listed)} must be a list of [start, end]")
-        return tuple(tuple(window) for window in listed)
-    first, last = fields.get("start_step"), fields.get("end_step")
-    return () if first is None and last is None else ((0 if first is None else first, last),)
+def _mapping(value: Any, where: str, known: Sequence[str] = ()) -> Mapping[str, Any]:
+    """The value, if it is a mapping with no key but the known ones (all, if none are given)."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError(f"{where} must map names to values, and is {_short(value)}")
+    for key in value if known else ():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{where}: {key} is not supported, only {', '.join(known)} are.{hint}")
+    return value
 
 
-_SHORT = reprlib.Repr()  # YAML aliases can expand a few lines to billions of values
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 100, 100
+def _list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{where}={_short(value)} must be a list")
+    return value
 
 
 def _short(value: Any) -> str:
-    return _SHORT.repr(value)
-
-
-def _enabled(of: Mapping[str, Any], where: str) -> bool:
-    if not isinstance(of.get("enabled"), bool):
-        raise ValueError(f"{where}: enabled={_short(of.get('enabled'))} must be True or False")
-    return bool(of["enabled"])
-
-
-def _mapping(value: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ValueError(f"{where} must map names to values, and is {_short(value)}")
-    return value
-
-
-def _texts(value: Any, where: str) -> list[str]:
-    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
-        raise ValueError(f"{where}={_short(value)} must be a list of names")
-    return value
-
-
-def _hint(name: str, choices: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(choices), n=1)
-    return f" Did you mean {near[0]}?" if near else ""
+    return repr(value)[:100]

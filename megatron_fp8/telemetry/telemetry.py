@@ -173,7 +173,7 @@ class Telemetry:
 
     def _take(self, iteration: int, records: list[dict[str, Any]]) -> None:
         """Receives the records of a measured iteration."""
-        first_bad_records = self._bad.look(records)
+        first_bad_records = self._bad.check(records)
         self.records = records
         for output in self._outputs:
             output.write(iteration, records)

@@ -31,9 +31,8 @@ from ..kernels.cpu.stats import Side
 from ..numerics.cast import check_float
 from ..numerics.rule import Direction
 from ..tensor import Float8Tensor
-from .quantization_stats import measure_codes, side_of
 from .stat_registry import Blocks, Variant, Wanted, parse_all
-from .value_stats import measure_values, tiles
+from .torch_stats import measure_codes, measure_values, side_of, tiles
 
 _ROUNDING = 2.0**-50
 """Error bound of a float64 sum of many numbers, relative to the sum of their magnitudes."""

@@ -17,6 +17,8 @@ from ..numerics.scaling import compute_scale
 from ..numerics.subnormals import keeping_subnormals
 from ..recipe import RECIPES, DelayedScaling
 from ..state.amax_history import AmaxRingBuffer
+from ..state.arena import Arena
+from ..state.fp8_state import Fp8State
 from ..tensor import Float8Tensor
 from .stat_registry import WHAT_IF
 
@@ -56,23 +58,19 @@ def what_if(
 class WhatIfHistory:
     """Recent amaxes of several tensors, and the delayed scales computed from them.
 
-    It follows state/arena.py: a tensor not cast in an iteration keeps its history, an infinite amax is
-    ignored, and there is no scale before the first amax.
+    It follows state/arena.py with the defaults of the recipe: a tensor not cast in an iteration keeps its history, an
+    infinite amax is ignored, and there is no scale before the first amax.
 
     Args:
         fmt: format of the tensors' codes.
         count: number of tensors.
-        recipe: history length, algorithm, margin, epsilon and interval; defaults if None.
     """
 
-    def __init__(
-        self, fmt: FloatFormat, count: int, device: torch.device, recipe: DelayedScaling | None = None
-    ):
-        self.fmt, self.recipe = fmt, recipe or DelayedScaling()
-        self.rings = AmaxRingBuffer(count, self.recipe.amax_history_len, device)
+    def __init__(self, fmt: FloatFormat, count: int, device: torch.device):
+        self.fmt = fmt
+        self.rings = AmaxRingBuffer(count, DelayedScaling().amax_history_len, device)
         self.scales = torch.ones(count, dtype=torch.float32, device=device)
         self.warm = [False] * count
-        self.updates = 0
 
     @keeping_subnormals
     def update(self, amax: torch.Tensor) -> None:
@@ -81,17 +79,48 @@ class WhatIfHistory:
         amax = torch.where(amax.isinf(), 0.0, amax)
         was_cast = amax != 0
         self.rings.put(amax)
-        if self.updates % self.recipe.interval == 0:
-            longest = amax if self.recipe.amax_compute_algo == "most_recent" else self.rings.largest()
-            margin, epsilon = self.recipe.margin, self.recipe.amax_epsilon
-            new_scales = compute_scale(longest, self.fmt, margin=margin, epsilon=epsilon)
-            self.scales = torch.where(was_cast, new_scales, self.scales)
-            if not all(self.warm):
-                recorded = was_cast.tolist()
-                self.warm = [before or now for before, now in zip(self.warm, recorded, strict=True)]
+        self.scales = torch.where(was_cast, compute_scale(self.rings.largest(), self.fmt), self.scales)
+        if not all(self.warm):
+            self.warm = [before or now for before, now in zip(self.warm, was_cast.tolist(), strict=True)]
         self.rings.roll(was_cast)
-        self.updates += 1
 
     def scale(self, index: int) -> torch.Tensor | None:
         """float32 [], the scale for this iteration's casts of a tensor; None before its first amax."""
         return self.scales[index] if self.warm[index] else None
+
+
+class Histories:
+    """One history per format and arena, updated with the arena's own amaxes, which are reduced over its ranks."""
+
+    def __init__(self, state: Fp8State):
+        self._state = state
+        self._histories: list[tuple[Arena, torch.Tensor, WhatIfHistory]] = []
+        self._known: dict[str, tuple[WhatIfHistory, int]] = {}
+
+    def update(self) -> None:
+        """Called at the end of an iteration, after the arenas are updated. Creates histories for new slots."""
+        self._take_new()
+        for arena, index, history in self._histories:
+            history.update(arena.last_amax[index])
+
+    def scale(self, slot: str) -> torch.Tensor | None:
+        """The delayed scale for a slot's next cast; None before its first iteration has ended. Synchronises with the
+        device."""
+        if slot not in self._known:
+            return None
+        history, index = self._known[slot]
+        return history.scale(index)
+
+    def _take_new(self) -> None:
+        for arena in self._state.arenas:
+            new_slots: dict[str, tuple[FloatFormat, list[int]]] = {}
+            for slot in arena.slots:
+                if slot.name not in self._known:
+                    new_slots.setdefault(slot.fmt.name, (slot.fmt, []))[1].append(slot.index)
+            for fmt, index in new_slots.values():
+                history = WhatIfHistory(fmt, len(index), arena.device)
+                self._histories.append(
+                    (arena, torch.tensor(index, dtype=torch.int64, device=arena.device), history)
+                )
+                for place, number in enumerate(index):
+                    self._known[arena.slots[number].name] = history, place

@@ -19,12 +19,10 @@ from ..files.checkpoint import complete_checkpoints, iteration_of
 from ..files.folder_kind import RUN_FILES, what_to_give
 from ..files.jsonl import Line, read_lines, unfinished
 from ..files.strict_yaml import read_yaml
+from ..telemetry.output import NO_STATISTICS
 from ..telemetry.stat_registry import TENSORS
 from .metrics import IterationMetrics
 from .report import read_report
-
-_NO_NUMBERS = ("iteration", "site", "tensor", "partial", "went_bad")
-"""Fields of a telemetry line that are not statistics."""
 
 _LINES = ("metrics.jsonl", "validation.jsonl", "events.jsonl", "telemetry.jsonl")
 
@@ -283,4 +281,4 @@ def _telemetry_line(line: Line) -> Line:
     if not isinstance(line.content.get("partial", False), bool):
         raise line.wrong(f"has partial {str(line.content['partial'])[:60]!r}, and that is true or false")
     line.texts("went_bad")
-    return _with_numbers(line, [name for name in line.content if name not in _NO_NUMBERS])
+    return _with_numbers(line, [name for name in line.content if name not in NO_STATISTICS])

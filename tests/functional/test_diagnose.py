@@ -43,15 +43,17 @@ def alone(ranks) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_name_the_same_gemm_as_one_process_by_the_same_figures(ranks, alone, name):
+    """Under tensor parallelism down to the GEMM and the override, else to the site, by its layer."""
     layout, fields = LAYOUTS[name]
-    results = ranks(2).run(diagnosed, layout, "tensorwise", {**SOME, **fields}, WRONG, timeout=180)
+    whole = layout.tp > 1
+    passes = 160 if whole else 40
+    results = ranks(2).run(diagnosed, layout, "tensorwise", {**SOME, **fields}, WRONG, passes, timeout=180)
     assert results[0] == results[1], "ranks do not agree"
     found = results[0]
-    assert (
-        f"{found['ranking'][0]['site']}:{found['ranking'][0]['gemm']}"
-        == "decoder.layers.1.mlp.linear_fc2:dgrad"
-    )
-    assert found["overrides"] == alone["overrides"] == {"decoder.layers.1.mlp.linear_fc2:dgrad": "bf16"}
+    assert (found["ranking"][0]["site"], found["ranking"][0]["stands_out"]) == (WRONG[0], True)
+    if whole:
+        assert found["ranking"][0]["gemm"] == "dgrad"
+        assert found["overrides"] == alone["overrides"] == {f"{WRONG[0]}:dgrad": "bf16"}
     losses, right = (of["high_precision"]["losses"] for of in (found, alone))
     assert losses == pytest.approx(right, rel=2e-3)
     for variant in ("planned", "at_best"):

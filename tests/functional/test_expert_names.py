@@ -230,10 +230,10 @@ def test_state_that_was_saved_under_local_numbers(ranks: RankPool) -> None:
 def experiment(layout: Layout, expert: int | None) -> tuple[float, int]:
     """A rank case: an iteration in which one expert's first linear, of whichever rank, is in high precision; its loss,
     and how many all-to-alls were of bytes. None: every expert's is as planned."""
+    from megatron_fp8.diagnosis.variants import Variant, installed, planned_cells
     from megatron_fp8.mcore.runtime import state_of
     from megatron_fp8.mcore.sites import check_plan, fp8_linears
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-    from megatron_fp8.telemetry.variants import Variant, installed, planned_cells
 
     with model_parallel(layout):
         config = config_of(layout, "blockwise")

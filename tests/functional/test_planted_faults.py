@@ -28,8 +28,8 @@ IN_WORDS = {
 def test_a_planted_fault_is_found(ranks: Any, number: int) -> None:
     fault = drawn(number)
 
-    def train(recipe: str | None, fields: dict[str, Any], seed: int = number) -> Trial:
-        (seen,) = ranks(1).run(trial, fault, recipe, fields, seed, timeout=200)
+    def train(recipe: str | None, fields: dict[str, Any], seed: int = number, passes: int = 400) -> Trial:
+        (seen,) = ranks(1).run(trial, fault, recipe, fields, seed, passes, timeout=200)
         return seen
 
     recipe = fault.fields["fp8_format"]
@@ -39,7 +39,8 @@ def test_a_planted_fault_is_found(ranks: Any, number: int) -> None:
     if fault.kind not in OF_PRECISION:
         return
 
-    cured = train(recipe, {**own, **applied(ill.advice)})
+    # All sites together, both layers, and the first site of the worse one.
+    cured = train(recipe, {**own, **applied(ill.advice)}, passes=56)
     assert [piece.title for piece in cured.advice if piece.title != NOTICE] == []
     found = cured.found
     assert found is not None
@@ -92,7 +93,7 @@ def _of_the_model(fault: Fault, ill: Trial) -> None:
 @pytest.mark.parametrize("seed", CLEAN)
 def test_a_clean_training_gets_no_advice_and_is_left_alone(ranks: Any, seed: int) -> None:
     recipe = RECIPES[seed % len(RECIPES)]
-    (seen,) = ranks(1).run(trial, None, recipe, {"fp8_guard": True}, seed, False, timeout=200)
+    (seen,) = ranks(1).run(trial, None, recipe, {"fp8_guard": True}, seed, 0, timeout=200)
     assert [piece.title for piece in seen.advice] == ([NOTICE] if recipe == "mxfp8" else [])
     assert seen.moves == [] and seen.first_bad == {}
     assert seen.losses[-1] < seen.losses[0] - 0.2 and len(seen.records) > 0

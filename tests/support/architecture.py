@@ -26,6 +26,7 @@ STREAM: list[tuple[str, ...]] = [
     ("fp8_utils",),
     ("mcore",),
     ("train",),
+    ("diagnosis",),
     ("huggingface", "report", "estimate"),
     ("study",),
     ("commands",),

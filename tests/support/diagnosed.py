@@ -41,11 +41,11 @@ def diagnosed(
     budget: int = 160,
 ) -> dict[str, Any]:
     """The diagnosis of an untrained model as plain values, its worst site in parts; ``wrong``: (site, GEMM, factor)."""
+    from megatron_fp8.diagnosis.attribution import Limits
+    from megatron_fp8.diagnosis.checkpoint_runner import CheckpointRunner
+    from megatron_fp8.diagnosis.diagnosis import diagnose_runner
     from megatron_fp8.mcore.sites import check_plan, state_of
-    from megatron_fp8.telemetry.attribution import Limits
-    from megatron_fp8.telemetry.diagnosis import diagnose_subject
     from megatron_fp8.train.config.run_config import RunConfig
-    from megatron_fp8.train.replay import CheckpointRunner
 
     with model_parallel(layout):
         config = fp8_config(layout, recipe, **{**SMALL, **(fields or {})})
@@ -56,17 +56,17 @@ def diagnosed(
         # A pass is one microbatch where it can be: its cost does not grow with the sequences in it.
         alone = layout.pp == 1 and dist.get_world_size() == layout.model_ranks
         run.train.micro_batch_size = 2 if alone else 1
-        subject = CheckpointRunner(run, chunks, Sequences(), 0, 4, loss_scale=1.0)
-        if wrong is not None and wrong[0] in subject.sites:
-            make_wrong(subject.sites[wrong[0]], *wrong[1:])
+        runner = CheckpointRunner(run, chunks, Sequences(), 0, 4, loss_scale=1.0)
+        if wrong is not None and wrong[0] in runner.sites:
+            make_wrong(runner.sites[wrong[0]], *wrong[1:])
         rows = [arena.rows.clone() for arena in state_of(config).arenas]
         buffers = {
             name: buffer.clone() for name, buffer in chunks[0].named_buffers() if "expert_bias" in name
         }
         queued = len(torch.cuda._queued_calls)
         again = AssertionError("every rank has looked at this plan already")
-        with subject.unrecorded(), mock.patch("megatron_fp8.mcore.iteration.check_plan", side_effect=again):
-            found = diagnose_subject(subject, 0.9, budget, None, Limits(refined=1), lambda _: None)
+        with runner.unrecorded(), mock.patch("megatron_fp8.mcore.iteration.check_plan", side_effect=again):
+            found = diagnose_runner(runner, 0.9, budget, None, Limits(refined=1), lambda _: None)
         assert len(torch.cuda._queued_calls) == queued, "each pass leaves calls for a GPU that may yet come"
         arenas = state_of(config).arenas
         same = all(torch.equal(a, b.rows[:, : a.shape[1]]) for a, b in zip(rows, arenas, strict=True))

@@ -244,14 +244,14 @@ class Trial:
 
 
 def trial(
-    fault: Fault | None, recipe: str | None, fields: dict[str, Any], seed: int, diagnose: bool = True
+    fault: Fault | None, recipe: str | None, fields: dict[str, Any], seed: int, passes: int = 400
 ) -> Trial:
-    """A rank case: trains with the fault, telemetry on; recipe None: in BF16, without."""
+    """A rank case: trains with the fault, telemetry on; recipe None: in BF16, without. ``passes``: of a diagnosis."""
+    from megatron_fp8.diagnosis.advice import advise
     from megatron_fp8.mcore.report import site_report
     from megatron_fp8.mcore.sites import state_of
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
     from megatron_fp8.telemetry import Telemetry
-    from megatron_fp8.telemetry.advice import advise
 
     with model_parallel(Layout(), seed=seed):
         config = fp8_config(Layout(), recipe, **{**SMALL, **fields})
@@ -289,8 +289,8 @@ def trial(
         seen.moves = list(state.guard.moves.values()) if state.guard else []
         if planted is not None:
             planted.iteration = _next(planted)
-        if diagnose:
-            seen.found = _diagnosed(chunks, state, seen.losses)
+        if passes:
+            seen.found = _diagnosed(chunks, state, seen.losses, passes)
         return seen
 
 
@@ -313,18 +313,18 @@ def _next(planted: Planted) -> int:
     return planted.iteration
 
 
-def _diagnosed(chunks: list[Any], state: Any, losses: list[float]) -> dict[str, Any]:
-    from megatron_fp8.telemetry.attribution import Limits
-    from megatron_fp8.telemetry.diagnosis import diagnose_subject
+def _diagnosed(chunks: list[Any], state: Any, losses: list[float], passes: int) -> dict[str, Any]:
+    from megatron_fp8.diagnosis.attribution import Limits
+    from megatron_fp8.diagnosis.checkpoint_runner import CheckpointRunner
+    from megatron_fp8.diagnosis.diagnosis import diagnose_runner
     from megatron_fp8.train.config.run_config import RunConfig
-    from megatron_fp8.train.replay import CheckpointRunner
 
     run = RunConfig()
     run.train.micro_batch_size, run.train.global_batch_size, run.train.seq_length = 1, 1, SEQUENCE
     good = min(fmean(losses[i : i + 4]) for i in range(len(losses) - 3))
-    subject = CheckpointRunner(run, chunks, Sequences(), 0, 4, loss_scale=1.0)
-    with subject.unrecorded():
-        return diagnose_subject(subject, 0.9, 400, good, Limits(), lambda _: None).as_dict()
+    runner = CheckpointRunner(run, chunks, Sequences(), 0, 4, loss_scale=1.0)
+    with runner.unrecorded():
+        return diagnose_runner(runner, 0.9, passes, good, Limits(refined=1), lambda _: None).as_dict()
 
 
 def applied(advice: list[Any]) -> dict[str, Any]:

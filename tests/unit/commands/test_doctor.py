@@ -12,10 +12,10 @@ import torch
 from megatron_fp8 import mcore
 from megatron_fp8.commands.doctor import HELP
 from megatron_fp8.commands.main import main
-from megatron_fp8.commands.train import settings
 from megatron_fp8.study.doctor import examination, requirements
 from megatron_fp8.study.doctor.trials import Trial
 from megatron_fp8.study.doctor.versions import RULES
+from megatron_fp8.train.startup import settings
 
 SCHEMA: dict[str, set[str]] = {
     "versions": {"name", "version", "needed_for", "how"},

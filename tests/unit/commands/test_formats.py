@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from megatron_fp8.commands.main import COMMANDS, USAGE, main
+from megatron_fp8.commands.main import main
 
 
 def formats(*arguments: object) -> int:
@@ -98,11 +98,3 @@ def test_bad_input_is_one_line(capsys, arguments, words):
     assert formats(*arguments) == 2
     said = capsys.readouterr().err
     assert words in said and said.startswith("error: ") and said.count("\n") == 1
-
-
-def test_help_teaches(capsys):
-    with pytest.raises(SystemExit) as left:
-        formats("--help")
-    assert left.value.code == 0 and "formats" in COMMANDS and "  formats " in USAGE
-    said = capsys.readouterr().out
-    assert all(word in said for word in ("--csv", "magnitudes", "docs/recipes.md"))

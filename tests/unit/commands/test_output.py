@@ -1,4 +1,4 @@
-"""Output that cannot be written: said once, never a traceback, and in the exit code."""
+"""Output that cannot be written: reported once, never a traceback, and in the exit code; closed streams."""
 
 import errno
 import io
@@ -33,6 +33,16 @@ def test_a_command_whose_output_is_lost_says_so_in_one_line_and_fails(also):
         )
     line = "error: output cannot be written (No space left on device): send it where there is room.\n"
     assert (done.returncode, done.stderr) == (1, None if also else line)
+
+
+def test_with_closed_streams_a_command_works_and_refuses_as_with_others():
+    """`>&-` of a daemon: Python has no streams then."""
+    shell = f'{sys.executable} -m megatron_fp8 "$@" <&- >&- 2>&-'
+    for arguments, code in ((["--version"], 0), (["tokenizer", "--out", "/nowhere/x"], 2)):
+        done = subprocess.run(
+            ["sh", "-c", shell, "sh", *arguments], cwd=Path(__file__).parents[3], timeout=200
+        )
+        assert done.returncode == code
 
 
 def test_work_goes_on_when_its_output_is_lost_and_it_is_said_once(monkeypatch):

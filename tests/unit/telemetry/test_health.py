@@ -19,14 +19,14 @@ def record(iteration, **figures):
 
 def test_each_reason_once():
     known = FirstBad()
-    assert known.look([record(1, nonfinite=0.0, **{"overflows%": 0.5, "underflows%": 40.0})]) == []
-    (bad,) = known.look([record(2, nonfinite=3.0, **{"overflows%": 2.0})])
+    assert known.check([record(1, nonfinite=0.0, **{"overflows%": 0.5, "underflows%": 40.0})]) == []
+    (bad,) = known.check([record(2, nonfinite=3.0, **{"overflows%": 2.0})])
     assert bad["went_bad"] == ["non-finite", "saturation"]
     assert in_words([bad, bad]) == (
         "telemetry: iteration 2: fc1 input went bad: non-finite (3 values), and 1 more tensors"
     )
-    assert known.look([record(3, nonfinite=3.0, **{"overflows%": 2.0})]) == []
-    (later,) = known.look([record(4, **{"underflows%": 60.0})])
+    assert known.check([record(3, nonfinite=3.0, **{"overflows%": 2.0})]) == []
+    (later,) = known.check([record(4, **{"underflows%": 60.0})])
     assert later["went_bad"] == ["underflow"] and "underflow (60%)" in in_words([later])
     assert known.found == {
         ("fc1", "input", "non-finite"): 2,
@@ -34,7 +34,7 @@ def test_each_reason_once():
         ("fc1", "input", "underflow"): 4,
     }
     again = FirstBad([bad, later])
-    assert again.found == known.found and again.look([record(9, nonfinite=1.0)]) == []
+    assert again.found == known.found and again.check([record(9, nonfinite=1.0)]) == []
 
 
 def test_a_planted_inf_is_told_where_it_first_was(tmp_path):

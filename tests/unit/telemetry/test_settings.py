@@ -103,13 +103,9 @@ def test_a_pattern_that_matches_no_site_is_an_error():
     ("given", "told"),
     [
         ({"every": -1}, "every=-1: a whole number"),
-        ({"every": True}, "every=True"),
         ({"every": 1.5}, "every=1.5"),
         ({"windows": ((5, 4),)}, "windows: (5, 4) must be (first, last)"),
-        ({"windows": ((-1, 4),)}, "windows: (-1, 4)"),
         ({"windows": (3,)}, "windows: 3 must be"),
-        ({"windows": (("a", None),)}, "windows: ('a', None)"),
-        ({"windows": 3}, "windows: 3 must be"),
         ({"sites": ()}, "sites is empty"),
         ({"sites": ("re:(",)}, "'re:(' is no regular expression"),
         ({"sites": ("",)}, "a pattern is empty"),

@@ -34,7 +34,7 @@ from tests.support.statistics import assert_statistics, blockwise_range, dump, m
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-SHAPES = [(1, 1), (1, 200), (7, 33), (129, 7), (200, 129), (300, 160)]
+SHAPES = [(1, 1), (129, 7), (200, 129)]
 OF_CODES = [s.name for s in STATISTICS if s.needs == "codes"]
 EVERYTHING = Layout.of([*DEFAULT, *(f"{name}_columnwise" for name in OF_CODES)])
 RECIPES = {
@@ -80,14 +80,13 @@ def expected(x, quantized) -> dict[str, float]:
 @pytest.mark.parametrize("role", ["weight", "grad_output"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_statistic_of_every_recipe(way, name, role):
-    for dtype in DTYPES:
-        for shape in SHAPES:
-            for special in (False, True):
-                x = mixed(shape, dtype, special).cpu()
-                quantized = made(x, RECIPES[name], role)
-                found = finish(EVERYTHING, *measure(x, EVERYTHING, {"": quantized}))
-                what = f"{name} {role} {dtype} {shape} {special}"
-                assert_statistics(found, expected(x, quantized), numbers(x), what)
+    for shape in SHAPES:
+        for dtype, special in [(torch.bfloat16, False), *((dtype, True) for dtype in DTYPES)]:
+            x = mixed(shape, dtype, special).cpu()
+            quantized = made(x, RECIPES[name], role)
+            found = finish(EVERYTHING, *measure(x, EVERYTHING, {"": quantized}))
+            what = f"{name} {role} {dtype} {shape} {special}"
+            assert_statistics(found, expected(x, quantized), numbers(x), what)
 
 
 def test_a_stuck_scale_saturates_and_flushes(way):
@@ -105,17 +104,17 @@ def test_a_stuck_scale_saturates_and_flushes(way):
 def test_the_element_that_made_the_scale_does_not_overflow(way):
     """A scale and its inverse are rounded, and so 448 * scale_inv can be less than the amax that both came from."""
     layout = Layout.of(["overflows%"])
-    amax = torch.linspace(1, 2, 500, dtype=torch.float32, device="cpu")
+    amax = torch.linspace(1, 2, 100, dtype=torch.float32, device="cpu")
     short = 0
     for one in amax[:, None, None]:
         quantized = quantize(one, Float8CurrentScaling(), "input")
         short += bool(one > 448 * quantized.rowwise.scale_inv)
         assert finish(layout, *measure(one, layout, {"": quantized})) == {"overflows%": 0.0}
-    assert short > 50
+    assert short > 10
 
 
 @pytest.mark.parametrize("dims", [1, 2])
-@pytest.mark.parametrize("size", [1, 5, 32])
+@pytest.mark.parametrize("size", [5, 32])
 def test_blockwise_ranges(way, size, dims):
     blocks = [Blocks(size, dims, both) for both in (False, True)]
     layout = Layout.of([cut.name for cut in blocks])
@@ -132,7 +131,7 @@ def test_the_short_name_is_that_of_32_along_a_row():
     assert Layout.of([BLOCKWISE]) is Layout.of([f"{BLOCKWISE}_block_size_32_dims_1"])
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["tensorwise", "mxfp8"])
 def test_parts_merge_into_the_whole_in_any_order(way, name):
     """As micro-batches do: each part has codes of its own. Extremes and counts are equal, sums to 1e-12."""
     layout = Layout.of([*DEFAULT, BLOCKWISE])

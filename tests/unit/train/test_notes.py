@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_fp8.commands import report as show
-from megatron_fp8.commands import train as app
-from megatron_fp8.mcore import report as mcore_report
+from megatron_fp8.train import startup
 from megatron_fp8.train.loop import Trainer
 from megatron_fp8.train.report import format_notes
 from megatron_fp8.train.resume.checkpoints import Start
@@ -28,9 +27,9 @@ def test_notes_are_one_line_each_with_their_sites():
 
 
 def test_the_first_rank_writes_and_prints_them(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(mcore_report, "site_report", lambda chunks: NOTED)
+    monkeypatch.setattr(startup, "site_report", lambda chunks: NOTED)
     for first in (False, True):
-        app._add_site_notes({"device": "d", "sites": []}, [CHUNK], tmp_path, first)
+        startup._add_site_notes({"device": "d", "sites": []}, [CHUNK], tmp_path, first)
         assert (tmp_path / "report.json").exists() is first
     assert json.loads((tmp_path / "report.json").read_text()) == {"device": "d", "sites": NOTED, "guard": []}
     assert "gathered in high precision" in capsys.readouterr().out

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_fp8.diagnosis.replay import replay
 from megatron_fp8.files.checkpoint import folder_name
 from megatron_fp8.files.manifest import MANIFEST, Manifest
 from megatron_fp8.train.config.model_section import transformer_config
 from megatron_fp8.train.config.run_config import known_keys, parse
 from megatron_fp8.train.launch import parallel
 from megatron_fp8.train.launch.environment import Launch
-from megatron_fp8.train.replay import replay
 from megatron_fp8.train.resume import checkpoint_compat
 from megatron_fp8.train.resume.restore import keep_layers, refuse_its_code, restore, run_of
 from tests.support.draws import draws

@@ -97,7 +97,7 @@ class ModuleRunner:
         self._adam = {} if optimizer is None else _adam_states(optimizer, self._parameters)
 
     def run(self, batch: int) -> Pass:
-        """As Subject.run. Raises ValueError if the loss is not a scalar that depends on a parameter."""
+        """As ModelRunner.run. Raises ValueError if the loss is not a scalar that depends on a parameter."""
         self._buffers.put_back()
         if batch in self._random:
             self._random[batch].put_back()
@@ -151,7 +151,7 @@ class ModuleRunner:
         return table
 
     def not_finite(self) -> Table:
-        """As Subject.not_finite."""
+        """As ModelRunner.not_finite."""
         return not_finite(self._parameters)
 
     def update_of(self, name: str, gradient: torch.Tensor, norm: float) -> torch.Tensor | None:
@@ -239,7 +239,7 @@ def _check_unchanged(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[N
 
 
 @contextmanager
-def as_it_was(model: Any, sites: Mapping[str, GemmSite]) -> Iterator[None]:
+def restored_after(model: Any, sites: Mapping[str, GemmSite]) -> Iterator[None]:
     """Context: puts the model into training mode and restores it afterwards, bit for bit, with the random
     state.
 

@@ -15,11 +15,11 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from ..numerics.formats import E4M3, E5M2
-from .loss_rise import find_loss_rise
 
 OWN_SCALES = ("tensorwise", "rowwise", "delayed")
 BLOCKS = ("blockwise", "mxfp8")
@@ -362,3 +362,53 @@ def _configuration(report: Mapping[str, Any]) -> list[Advice]:
             "--model.fp8=e4m3",
         )
     ]
+
+
+MUCH, LASTING = 1.5, 3
+NOISES, LEAST, STEPS = 8.0, 0.02, 6
+"""Multiple of the noise; smallest relative rise; number of steps needed to estimate the noise."""
+
+
+@dataclass(frozen=True)
+class LossRise:
+    """A rise of the loss.
+
+    Attributes:
+        iteration: the first iteration with it.
+        loss, before: the loss there, and the best median before.
+        noise: of the loss, for a small rise; None for a large one.
+    """
+
+    iteration: int
+    loss: float
+    before: float
+    noise: float | None = None
+
+
+def find_loss_rise(metrics: Sequence[Mapping[str, Any]]) -> LossRise | None:
+    """The first rise in the records of metrics.jsonl (``iteration``, ``lm_loss``); None if there is none. Ignores
+    missing, NaN and Inf losses."""
+    seen = [
+        (int(line["iteration"]), float(loss))
+        for line in metrics
+        if (loss := line.get("lm_loss")) is not None and math.isfinite(loss)
+    ]
+    losses = [loss for _, loss in seen]
+    # For each iteration: the median of the last LASTING losses, or of all if fewer.
+    medians = [median(losses[max(0, end - LASTING) : end]) for end in range(1, len(losses) + 1)]
+    if not medians:
+        return None
+    best = min(range(len(medians)), key=medians.__getitem__) + 1
+    steps = [abs(after - last) for last, after in pairwise(losses[:best])]
+    # The standard deviation of normal noise, from the median difference of neighbours.
+    noise = 1.05 * median(steps) if len(steps) >= STEPS else None
+    before = math.inf
+    for start in range(1, len(losses)):
+        before = min(before, medians[start - 1])
+        lowest = min(losses[start : start + LASTING])
+        if lowest > max(MUCH * before, before + NOISES * (noise or 0.0)):
+            return LossRise(seen[start][0], losses[start], before)
+        is_small_rise = start >= best and start <= len(losses) - LASTING
+        if noise is not None and is_small_rise and lowest > before + max(NOISES * noise, LEAST * abs(before)):
+            return LossRise(seen[start][0], losses[start], before, noise)
+    return None

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 
 from .attribution import Attribution, Finding, Limits, attribute
-from .experiments import LEAST_BATCHES, Experiments, Progress
-from .measures import Measured
-from .model_runner import ModelRunner, ModuleRunner, as_it_was
+from .experiments import Experiments, Measured, Progress
+from .model_runner import ModelRunner, ModuleRunner, restored_after
+from .output import bad_in_high_precision, far_off, verdict
 from .override_search import Cure, cure
-from .verdict import bad_in_high_precision, far_off, verdict
 
 BUDGET = 1500
 """Passes, each a forward and a backward of one batch."""
+
+LEAST_BATCHES = 4
+"""Minimum for an estimate of the spread."""
 
 
 @dataclass
@@ -102,28 +104,38 @@ def diagnose(
     Raises ValueError: no FP8 site, too few batches, a loss that is not a scalar, a ``loss_of`` that changes
     parameters or gradients, FP8 parameters, or sharded weights.
     """
-    subject = ModuleRunner(model, loss_of, batches, optimizer)
-    with as_it_was(subject.model, subject.sites):
-        return diagnose_subject(subject, share, budget, good_loss, limits or Limits(), progress)
+    check_request(len(batches), share, budget)
+    runner = ModuleRunner(model, loss_of, batches, optimizer)
+    with restored_after(runner.model, runner.sites):
+        return diagnose_runner(runner, share, budget, good_loss, limits or Limits(), progress)
 
 
-def diagnose_subject(
-    subject: ModelRunner,
+def check_request(batches: int, share: float, budget: int, option: str = "{}={}") -> None:
+    """Raise ValueError for arguments that cannot be used. ``option``: how the message spells a name and its value."""
+    if batches < LEAST_BATCHES:
+        raise ValueError(
+            f"{option.format('batches', batches)} are too few: differences are judged by their spread over batches, give"
+            f" {LEAST_BATCHES} or more"
+        )
+    if not 0 < share <= 1:
+        raise ValueError(f"{option.format('share', f'{share:g}')} must be above 0 and at most 1")
+    if not budget >= 8 * batches:
+        raise ValueError(
+            f"{option.format('budget', budget)} passes are too few: {batches} batches need {8 * batches} to measure a"
+            " thing"
+        )
+
+
+def diagnose_runner(
+    runner: ModelRunner,
     share: float,
     budget: int,
     good_loss: float | None,
     limits: Limits,
     progress: Callable[[Progress], None],
 ) -> Diagnosis:
-    """As ``diagnose``, but the caller restores the model."""
-    if not 0 < share <= 1:
-        raise ValueError(f"share={share!r}: a number above 0 and at most 1 is needed")
-    least = subject.batches * 8
-    if subject.batches >= LEAST_BATCHES and not budget >= least:
-        raise ValueError(
-            f"budget={budget} passes are too few: {subject.batches} batches need {least} to measure a thing"
-        )
-    experiments = Experiments(subject, budget, progress)
+    """As ``diagnose``, but the caller checks the arguments and restores the model."""
+    experiments = Experiments(runner, budget, progress)
     if experiments.useless is not None:
         text = bad_in_high_precision(experiments.useless)
         return Diagnosis([], {}, text, False, experiments.losses, 0.0, experiments.passes, None, Cure())

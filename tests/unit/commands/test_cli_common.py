@@ -1,4 +1,4 @@
-"""What the commands of one or several ranks share."""
+"""What all commands share: help of 80 columns, errors as one line, the start of ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 
-from megatron_fp8.commands.checkpoint_options import _of_this_process, run_command
-from megatron_fp8.commands.cli_common import CommandParser
+from megatron_fp8.commands.cli_common import CommandParser, _of_this_process, fit_help, run_command
+from megatron_fp8.commands.main import COMMANDS, main
 from megatron_fp8.train.launch.environment import find_launch
 
 BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7", "HOME": "/home"}
@@ -37,10 +37,10 @@ def test_a_batch_script_is_one_process_and_its_steps_are_several():
 def test_what_files_and_ranks_do_while_a_command_works_is_one_line(capsys, error, code):
     """2 where what was asked for is at fault, 1 where another attempt may work."""
 
-    def work(_):
+    def work():
         raise error
 
-    assert run_command(CommandParser("import", "help"), [], lambda *_: None, work) == code
+    assert run_command(CommandParser("import", "help"), [], lambda *_: work) == code
     said = capsys.readouterr().err.splitlines()
     assert said == [f"error: {error}"]
 
@@ -52,11 +52,36 @@ def test_own_warnings_are_lines_and_those_of_libraries_are_left_out(monkeypatch)
     def warn(*_):
         for module in ("megatron_fp8.files.checkpoint", "megatron.core.utils", "torch.storage", "megatron"):
             warnings.warn_explicit(f"of {module}", UserWarning, "a file", 1, module)
+        return lambda: None
 
     with warnings.catch_warnings(record=True) as met:
         warnings.simplefilter("always")
-        assert run_command(CommandParser("import", "help"), [], warn, lambda _: None) == 0
+        assert run_command(CommandParser("import", "help"), [], warn) == 0
         assert [str(each.message) for each in met] == ["of megatron_fp8.files.checkpoint"]
         assert (
             warnings.formatwarning(met[0].message, UserWarning, "a file", 1) == f"warning: {met[0].message}\n"
         )
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_fits(command: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    arguments = ["--help"] if command is None else [command, "--help"]
+    try:
+        assert main(arguments) == 0
+    except SystemExit as left:
+        assert left.code == 0
+    out = capsys.readouterr().out
+    assert out and [line for line in out.splitlines() if len(line) > 80] == []
+
+
+def test_what_fits_stays_and_what_does_not_goes_on():
+    text = "A sentence that is\nwritten over two lines.\n\n  short   as it is\n  name    goes on below itself\n\nEnd."
+    assert fit_help(text, 24) == (
+        "A sentence that is\nwritten over two lines.\n\n  short   as it is\n  name    goes on below\n"
+        "          itself\n\nEnd."
+    )
+    command = "  tool run --first=1 --second='a b' --third=3"
+    assert fit_help(command, 30) == "  tool run --first=1 \\\n      --second='a b' \\\n      --third=3"
+    long = "  a first column of its own that is long   said of it"
+    assert fit_help(long, 50) == "  a first column of its own that is long\n      said of it"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_fp8.telemetry.attribution import beyond_rounding
-from megatron_fp8.telemetry.measures import Paired
+from megatron_fp8.diagnosis.attribution import beyond_rounding
+from megatron_fp8.diagnosis.experiments import Paired
 
 
 @pytest.mark.parametrize(

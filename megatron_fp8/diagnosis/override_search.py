@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .attribution import Attribution, Finding
-from .experiments import Experiments
-from .measures import Measured
+from .experiments import Experiments, Measured
 from .variants import Part
 
 

@@ -1,12 +1,19 @@
-"""The verdict of a diagnosis in words: the answer first, supported by measurements."""
+"""A diagnosis for people: its verdict in words, its table, plot and file of overrides."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
 from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
 
+from ..plan.timing import table
 from .attribution import Attribution, Finding, Limits
 from .override_search import Cure
+
+if TYPE_CHECKING:
+    from .diagnosis import Diagnosis
 
 
 def bad_in_high_precision(what: str) -> str:
@@ -17,11 +24,6 @@ def bad_in_high_precision(what: str) -> str:
     )
 
 
-def too_high(losses: tuple[float, ...], good_loss: float | None) -> bool:
-    """Whether the losses in high precision exceed the good loss by more than their spread."""
-    return good_loss is not None and fmean(losses) - 2 * stdev(losses) > good_loss
-
-
 def verdict(
     found: Attribution, cure: Cure, losses: tuple[float, ...], noise: float, good_loss: float | None
 ) -> str:
@@ -30,7 +32,7 @@ def verdict(
     outstanding = [finding for finding in found.findings if finding.stands_out]
     mean = fmean(losses)
     also = ""
-    if good_loss is not None and too_high(losses, good_loss):
+    if good_loss is not None and mean - 2 * stdev(losses) > good_loss:
         also = f"in high precision the loss is bad too, {mean:.4g} where it was {good_loss:.4g}"
     lines = [_answer(found, outstanding, also)]
     lines += [_finding_text(finding) for finding in _first_per_site(outstanding)[:4]]
@@ -150,3 +152,68 @@ def _override_text(cure: Cure) -> str:
 
 def _percent(value: float) -> str:
     return f"{100 * value:.3g} %" if math.isfinite(value) else "beyond any number"
+
+
+def overrides_text(overrides: Mapping[str, Any], cure: Cure) -> str:
+    """YAML of overrides, with a comment on what they recover."""
+    import yaml
+
+    recovered = ""
+    if cure.given_back is not None:
+        recovered = f" They give back {cure.given_back:.0%} of that at this checkpoint."
+    head = f"# Costs more in FP8 than it has to, by megatron-fp8 diagnose.{recovered}\n"
+    return head + yaml.safe_dump(dict(overrides), sort_keys=False, width=1000)
+
+
+_MOST_ROWS = 24
+"""Rows of the table, and bars of the plot."""
+
+
+def format_table(ranking: list[Finding]) -> str:
+    """The ranking, worst first."""
+    if not ranking:
+        return "nothing could be measured"
+    header = ["in FP8 alone", "error", "distance", "beyond rounding", "loss", "stands out by"]
+    rows = [
+        [
+            finding.key,
+            f"{finding.gradient_error:.2%}",
+            f"{finding.distance:.4f}",
+            f"{finding.excess:.4f}",
+            f"{finding.loss_change:+.4f} +- {finding.loss_spread:.4f}"
+            if math.isfinite(finding.loss_change)
+            else "not finite",
+            finding.why,
+        ]
+        for finding in ranking[:_MOST_ROWS]
+    ]
+    hidden = len(ranking) - _MOST_ROWS
+    return table(header, rows) + (f"\n... and {hidden} more, in the figures" if hidden > 0 else "")
+
+
+def draw(diagnosis: Diagnosis, path: Path, title: str) -> None:
+    """Plot of the worst findings: bars for their distance in FP8, and marks for rounding alone.
+
+    Raises OSError if the file cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    findings = list(reversed(diagnosis.ranking[:_MOST_ROWS]))
+    figure, axes = plt.subplots(figsize=(9, 1.6 + 0.28 * len(findings)), layout="constrained")
+    positions = range(len(findings))
+    colors = ["#c0392b" if finding.stands_out else "#7f8c8d" for finding in findings]
+    axes.barh(positions, [finding.distance for finding in findings], color=colors, height=0.7)
+    axes.plot(
+        [finding.at_best for finding in findings], positions, "k|", markersize=9, label="rounding alone"
+    )
+    axes.set_yticks(positions, [finding.key for finding in findings], fontsize=8)
+    axes.set_xlabel("distance of the gradient from high precision, this alone in FP8 (red: stands out)")
+    axes.set_title(title, fontsize=9)
+    axes.legend(fontsize=8)
+    try:
+        figure.savefig(path, dpi=130)
+    finally:
+        plt.close(figure)

@@ -16,11 +16,11 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 from ..plan.site_plan import SitePlan
-from .experiments import Experiments, counted_parameters, mean_loss
-from .measures import Measured, Paired
+from .experiments import Experiments, Measured, Paired, counted_parameters
 from .variants import Part
 
 
@@ -122,7 +122,7 @@ class Attribution:
 def attribute(experiments: Experiments, limits: Limits) -> Attribution:
     """Measure all sites together, then groups of layers if the budget is too small for all sites, then sites, then
     parts of the worst."""
-    variants, plans = experiments.variants, experiments.subject.plans
+    variants, plans = experiments.variants, experiments.runner.plans
     experiments.expect(3 + 2 * len(plans) + 12)
     all_parts = [Part(name) for name in plans]
     bf16 = experiments.measure(variants.bf16)
@@ -211,7 +211,7 @@ class _Judge:
         if beyond_rounding(distances, rounded, limits.ratio) and distances.mean > floor:
             times = distances.mean / rounded.mean if rounded.mean else math.inf
             return f"gradient error {times:.3g} times that of rounding alone"
-        change, least = alone.loss_changes, abs(mean_loss(self._experiments.losses)) * limits.loss
+        change, least = alone.loss_changes, abs(fmean(self._experiments.losses)) * limits.loss
         floors = (
             change.spread,
             least,
@@ -238,7 +238,7 @@ def beyond_rounding(distances: Paired, rounded: Paired, ratio: float) -> bool:
 def _screen(experiments: Experiments, judge: _Judge, found: Attribution) -> list[str]:
     """The sites to measure, in order. If the budget is too small for all, those of the worst layer groups come
     first."""
-    plans = experiments.subject.plans
+    plans = experiments.runner.plans
     budget = experiments.left - _RESERVE
     if 2 * len(plans) <= budget:
         return list(plans)

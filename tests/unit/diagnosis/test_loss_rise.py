@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_fp8.telemetry.loss_rise import find_loss_rise
+from megatron_fp8.diagnosis.advice import find_loss_rise
 
 
 def lines(losses):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8.telemetry.advice import RULES, advise
+from megatron_fp8.diagnosis.advice import RULES, advise
 from megatron_fp8.telemetry.stat_registry import parse
 from megatron_fp8.train.config.run_config import parse as parse_run
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from megatron_fp8 import Fp8Config, convert_from_fp8, convert_to_fp8, diagnose
+from megatron_fp8.diagnosis.attribution import Limits
+from megatron_fp8.diagnosis.model_runner import adam_update
 from megatron_fp8.nn import Fp8Linear, fp8_step
 from megatron_fp8.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from megatron_fp8.telemetry.attribution import Limits
-from megatron_fp8.telemetry.model_runner import adam_update
 from tests.support.planted import (
     Tower,
     batches,
@@ -31,8 +31,8 @@ from tests.support.planted import (
 FEW = 40  # passes: all of high precision, planned, at best and BF16, and three sites
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_product_with_a_wrong_scale_is_named(seed):
+def test_a_product_with_a_wrong_scale_is_named():
+    seed = 1
     model, _ = trained(seed)
     name, gemm = draw(seed, model)
     factor = random.Random(seed).choice([0.25, 0.5, 2.0, 4.0])
@@ -44,14 +44,6 @@ def test_a_product_with_a_wrong_scale_is_named(seed):
     assert not found.clean and f"{name}:{gemm}" in found.verdict
     assert found.cure.given_back > 0.9
     assert {finding.site for finding in found.ranking if finding.stands_out} == {name}
-
-
-def test_a_wrong_scale_in_dgrad_does_not_touch_the_loss():
-    model, _ = trained(0)
-    with wrong_scale(model, "blocks.1.fc2", "dgrad", 2.0):
-        worst = diagnose(model, loss_of, batches(0)).ranking[0]
-    assert worst.key == "blocks.1.fc2:dgrad"
-    assert worst.loss_change == 0.0 and worst.gradient_error > 0.1
 
 
 def _stuck(model):
@@ -89,23 +81,21 @@ def test_a_fault_of_precision_is_ranked_first_and_cured(fault):
     assert found.cure.complete and found.cure.given_back > 0.9
     attribution = found.attribution
     assert found.cure.distance < attribution.planned.distances(attribution.counted).mean / 1.5
-
-
-def test_a_recipe_too_coarse_for_one_layer_is_found():
-    """Channels whose sizes span more than a format: one scale a tensor loses the small ones."""
-    model, _ = trained(5, blocks=3)
-    grow_channel(model, 2, 2.0**17)
-    worst = diagnose(model, loss_of, batches(5)).ranking[0]
-    assert worst.site == "blocks.2.fc1" and worst.stands_out
+    if (
+        fault == "outlier channel"
+    ):  # one scale a tensor loses the small ones; the overrides are what a conversion takes
+        cured = convert_to_fp8(convert_from_fp8(model), config=Fp8Config(overrides=found.overrides))
+        assert diagnose(cured, loss_of, batches(3)).clean
 
 
 def test_the_update_that_adam_would_make_is_looked_at_with_an_optimizer():
     """The first step's update is a sign for each element, whatever its size: an error there is a wrong sign."""
-    model, optimizer = trained(0)
-    with wrong_scale(model, "blocks.1.fc2", "dgrad", -1.0):
+    model, optimizer = trained(0, blocks=1)
+    with wrong_scale(model, "blocks.0.fc2", "dgrad", -1.0):
         found = diagnose(model, loss_of, batches(0), optimizer=optimizer)
     worst = found.ranking[0]
-    assert worst.key == "blocks.1.fc2:dgrad" and worst.update_error > 0.1
+    assert worst.key == "blocks.0.fc2:dgrad" and worst.update_error > 0.1
+    assert worst.loss_change == 0.0 and worst.gradient_error > 0.1, "a dgrad does not touch the loss"
     healthy = next(f for f in found.ranking if f.site == "blocks.0.fc1")
     assert 0 < healthy.update_error < worst.update_error / 2
     assert diagnose(model, loss_of, batches(0), budget=FEW).ranking[0].update_error is None
@@ -124,8 +114,7 @@ def test_adam_s_update_is_torch_s():
     assert torch.allclose(before - parameter.detach(), 0.25 * update, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("gemm", ["fprop", "dgrad"])
+@pytest.mark.parametrize(("gemm", "value"), [("fprop", float("nan")), ("dgrad", float("inf"))])
 def test_a_product_that_is_not_finite_in_fp8_alone_is_named(gemm, value):
     model, _ = trained(0, blocks=1)
     with wrong_scale(model, "blocks.0.fc2", gemm, value):
@@ -147,18 +136,10 @@ def test_two_faults_are_both_in_the_overrides_and_nothing_else():
     assert set(found.overrides) == {"blocks.0.fc1:wgrad", "blocks.1.fc2:dgrad"}
 
 
-def test_overrides_are_what_a_conversion_takes_and_cure_it():
-    model, _ = trained(3)
-    grow_channel(model, 1, 2.0**17)
-    found = diagnose(model, loss_of, batches(3))
-    cured = convert_to_fp8(convert_from_fp8(model), config=Fp8Config(overrides=found.overrides))
-    assert diagnose(cured, loss_of, batches(3)).clean
-
-
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_nothing_stands_out_in_a_clean_model(seed):
-    recipe = ["tensorwise", DelayedScaling(), Float8BlockScaling(), "mxfp8", "rowwise"][seed % 5]
-    model, _ = trained(seed, recipe, blocks=2 if seed < 5 else 1)
+    recipe = ["tensorwise", DelayedScaling(), Float8BlockScaling(), "mxfp8", "rowwise"][seed]
+    model, _ = trained(seed, recipe, blocks=1)
     found = diagnose(model, loss_of, batches(seed))
     assert found.clean, found.verdict
     assert found.verdict.startswith("FP8 is not the cause at this checkpoint: ") and found.overrides == {}
@@ -180,7 +161,7 @@ def test_of_a_layer_with_nan_it_says_that_high_precision_has_it_too():
 
 
 def test_of_a_learning_rate_too_high_it_says_that_high_precision_has_it_too():
-    model, _ = trained(0, lr=1.0, steps=6)
+    model, _ = trained(0, blocks=1, lr=1.0, steps=6)
     found = diagnose(model, loss_of, batches(0), good_loss=3.2)
     # So far off that threads, which add in another order, decide whether some site costs a little as well.
     assert "in high precision the loss is bad too" in found.verdict, found.verdict
@@ -263,7 +244,7 @@ def test_training_goes_on_as_if_nothing_had_been():
 
 
 def test_it_comes_back_after_an_error_too():
-    model, optimizer = trained(2, DelayedScaling(amax_history_len=4))
+    model, optimizer = trained(2, DelayedScaling(amax_history_len=4), blocks=1)
     before, calls = _bytes(model, optimizer), []
 
     def breaks(model, batch):
@@ -278,15 +259,10 @@ def test_it_comes_back_after_an_error_too():
     assert all(_same(value, after[name]) for name, value in before.items())
 
 
-def test_two_diagnoses_say_the_same():
+def test_a_second_diagnosis_and_a_checkpointed_model_give_the_same_figures():
     model, _ = trained(6, blocks=1)
-    first, second = (diagnose(model, loss_of, batches(6), budget=FEW) for _ in range(2))
-    assert first.as_dict() == second.as_dict() and first.ranking
-
-
-def test_a_checkpointed_model_gives_the_same_figures():
-    model, _ = trained(6, blocks=1)
-    plain = diagnose(model, loss_of, batches(6), budget=FEW)
+    plain, second = (diagnose(model, loss_of, batches(6), budget=FEW) for _ in range(2))
+    assert plain.as_dict() == second.as_dict()
 
     def recomputed(model, tokens):
         x = model.embedding(tokens)
@@ -303,13 +279,13 @@ def test_a_checkpointed_model_gives_the_same_figures():
 
 
 def test_groups_are_screened_where_there_is_no_room_for_every_site():
-    model, _ = trained(0, blocks=8)
-    with wrong_scale(model, "blocks.5.fc1", "dgrad", 2.0):
-        found = diagnose(model, loss_of, batches(0), budget=4 * 50)
-    assert found.passes <= 200
-    assert found.ranking[0].key == "blocks.5.fc1:dgrad", found.verdict
+    model, _ = trained(0, blocks=5)
+    with wrong_scale(model, "blocks.3.fc1", "dgrad", 2.0):
+        found = diagnose(model, loss_of, batches(0), budget=4 * 40)
+    assert found.passes <= 160
+    assert found.ranking[0].key == "blocks.3.fc1:dgrad", found.verdict
     assert found.attribution.groups and max(found.attribution.groups, key=found.attribution.groups.get) == (
-        next(name for name in found.attribution.groups if "blocks.5" in name)
+        next(name for name in found.attribution.groups if "blocks.3" in name)
     )
     assert found.attribution.interaction is None
     assert len(found.attribution.skipped) + len({f.site for f in found.ranking}) == len(sites(model))
@@ -317,15 +293,15 @@ def test_groups_are_screened_where_there_is_no_room_for_every_site():
 
 def test_progress_ends_with_all_passes():
     model, _ = trained(0, blocks=1)
-    told = []
-    found = diagnose(model, loss_of, batches(0), progress=told.append, budget=FEW)
-    assert [step.done for step in told] == list(range(1, found.passes + 1))
-    assert all(step.seconds_left >= 0 and step.expected >= step.done for step in told)
+    steps = []
+    found = diagnose(model, loss_of, batches(0), progress=steps.append, budget=FEW)
+    assert [step.done for step in steps] == list(range(1, found.passes + 1))
+    assert all(step.seconds_left >= 0 and step.expected >= step.done for step in steps)
 
 
 def test_what_cannot_be_diagnosed_is_refused_with_the_reason():
     model, _ = trained(0)
-    with pytest.raises(ValueError, match=r"3 batches are too few.*give 4 or more"):
+    with pytest.raises(ValueError, match=r"batches=3 are too few.*give 4 or more"):
         diagnose(model, loss_of, batches(0, 3))
     with pytest.raises(ValueError, match=r"gave a tensor .48, 24.*scalar"):
         diagnose(model, lambda model, batch: model(batch), batches(0))
@@ -410,16 +386,16 @@ def test_an_optimizer_of_another_model_is_refused():
 
 
 def test_where_the_plan_is_far_off_and_no_site_stands_out_nothing_is_called_clean():
-    model, _ = trained(0)
+    model, _ = trained(0, blocks=1)
     found = diagnose(model, loss_of, batches(0), limits=Limits(ratio=0.1, bf16=1e9, loss=1e9))
     assert not any(finding.stands_out for finding in found.ranking) and not found.clean
 
 
 def test_where_the_budget_ends_before_the_site_it_says_so_and_acquits_nobody():
-    model, _ = trained(0, blocks=6)
-    with wrong_scale(model, "blocks.4.fc2", "dgrad", 3.0):
+    model, _ = trained(0, blocks=3)
+    with wrong_scale(model, "blocks.2.fc2", "dgrad", 3.0):
         found = diagnose(model, loss_of, batches(0), budget=32)
-    assert found.attribution is not None and "blocks.4.fc2" in found.attribution.skipped
+    assert found.attribution is not None and "blocks.2.fc2" in found.attribution.skipped
     assert "a larger budget would tell where" in found.verdict and found.verdict.startswith(
         "Not known whether"
     )
