@@ -21,19 +21,20 @@ SHARDED = {"use_distributed_optimizer": True}
 OVERLAP = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
-CASES: dict[str, tuple[Any, ...]] = {}
-for _recipe in (None, *RECIPES):
-    _fields = {**DROPOUT, **(HISTORY if _recipe == "delayed" else {})}
-    _layers = {} if _recipe in (None, "delayed") else ONE
-    _name = _recipe or "bf16"
-    CASES[f"{_name}-dp2-sharded"] = (Layout(), _recipe, {**_fields, **_layers}, SHARDED)
-    CASES[f"{_name}-pp2"] = (Layout(pp=2), _recipe, _fields, {})
-    CASES[f"{_name}-tp2-sp"] = (Layout(tp=2, sp=True), _recipe, {**_fields, **_layers}, {})
+CASES: dict[str, tuple[Any, ...]] = {
+    "bf16-dp2-sharded": (Layout(), None, DROPOUT, SHARDED),
+    "bf16-tp2-sp": (Layout(tp=2, sp=True), None, DROPOUT, {}),
+    "delayed-dp2-sharded": (Layout(), "delayed", {**DROPOUT, **HISTORY}, SHARDED),
+    "delayed-pp2": (Layout(pp=2), "delayed", {**DROPOUT, **HISTORY}, {}),
+    "delayed-tp2-sp": (Layout(tp=2, sp=True), "delayed", {**DROPOUT, **HISTORY}, {}),
+    "rowwise-tp2-sp": (Layout(tp=2, sp=True), "rowwise", {**DROPOUT, **ONE}, {}),
+    "delayed-fp8-weights-pp2": (Layout(pp=2), "delayed", {"fp8_param": True, **HISTORY}, {}),
+}
+"""Without FP8 weights only delayed scaling has a state of its own; each other recipe is in one case below."""
 for _recipe in RECIPES:
     _fields = {"fp8_param": True, **(HISTORY if _recipe == "delayed" else {})}
     _layers = {} if _recipe in ("delayed", "mxfp8") else ONE
     CASES[f"{_recipe}-fp8-weights-dp2-sharded"] = (Layout(), _recipe, {**_fields, **_layers}, SHARDED)
-    CASES[f"{_recipe}-fp8-weights-pp2"] = (Layout(pp=2), _recipe, _fields, {})
 CASES |= {
     "delayed-fp8-weights-overlap": (Layout(), "delayed", {**HISTORY, "fp8_param": True}, OVERLAP),
     "mxfp8-fp8-weights-overlap": (Layout(), "mxfp8", {"fp8_param": True}, OVERLAP),
@@ -102,10 +103,9 @@ def test_compact_moments_resume_exactly_too(ranks, tmp_path, ddp):
     assert ranks(2).run(resumes_exactly, *case, compact=True) == [{"anew": {}}] * 2
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout()], ids=["tp2", "dp2"])
-def test_an_asynchronous_save_holds_the_iteration_it_was_made_after(ranks, tmp_path, layout):
+def test_an_asynchronous_save_holds_the_iteration_it_was_made_after(ranks, tmp_path):
     """Two more iterations run while the files are being written."""
-    case = (layout, "delayed", {**DROPOUT, **HISTORY, **ONE}, SHARDED, str(tmp_path))
+    case = (Layout(), "delayed", {**DROPOUT, **HISTORY, **ONE}, SHARDED, str(tmp_path))
     assert ranks(2).run(resumes_exactly, *case, asynchronous=True) == [{"anew": {}}] * 2
 
 

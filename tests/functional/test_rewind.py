@@ -56,9 +56,9 @@ def test_it_is_the_run_whose_data_never_had_them(rewound, train):
     assert [e["iteration"] for e in events if e["event"] == "rewind"] == [8]
 
 
-@pytest.mark.parametrize("last", [6, 8, 10])
+@pytest.mark.parametrize("last", [6, 10])
 def test_a_run_that_is_resumed_leaves_them_out_too(rewound, train, folder, last):
-    """From a checkpoint that was saved after the rewind, from the one that it went back to, and from an earlier one."""
+    """From a checkpoint that was saved after the rewind, whose manifest lists them, and from an earlier one."""
     _, out = rewound
     again = folder / "runs" / f"again{last}"
     shutil.copytree(out, again)

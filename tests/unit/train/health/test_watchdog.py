@@ -1,15 +1,13 @@
 """When a phase takes too long, what is written then, and what is said: with a clock that the tests move."""
 
 import json
-import statistics
-import sys
 import threading
 import time
 
 import pytest
 
 from megatron_fp8.train.health import watchdog as module
-from megatron_fp8.train.health.watchdog import Watchdog
+from megatron_fp8.train.health.watchdog import WINDOW_ITERATIONS, WINDOW_S, StragglerMonitor, Watchdog
 
 LEAST = 15.0
 
@@ -260,27 +258,55 @@ def test_0_watches_nothing(tmp_path):
     watchdog.close()
 
 
-def test_its_thread_looks_by_itself_and_does_little(tmp_path):
-    """Ten times a second, while all is well: so many calls of functions, Python's and C's."""
-    watchdog = Watchdog(tmp_path, 0, 2, least=600.0, limit=1800.0, say=pytest.fail)
-    for iteration in (1, 2, 3, 4):  # its pace is known, so that the main thread's frame is looked at, too
-        watchdog.enter("step", iteration)
-    calls, look = [], watchdog.look
+# ---------------------------------------------------------------------------------------- which rank is slow
 
-    def count(frame, event, argument):
-        calls[-1] += event in ("call", "c_call")
 
-    def counted():
-        calls.append(0)
-        sys.setprofile(count)
-        look()
-        sys.setprofile(None)
+def windows(own, count, extra=0.0):
+    """What ranks say that work `own` seconds of each iteration's longest: (window, rank, line)."""
+    ranks, found = [StragglerMonitor(len(own)) for _ in own], []
+    iterations = max(WINDOW_ITERATIONS, int(WINDOW_S / max(own)) + 1)
+    for window in range(count):
+        for _ in range(iterations):
+            total = sum(rank.share() for rank in ranks)
+            for number, (rank, seconds) in enumerate(zip(ranks, own, strict=True)):
+                rank.sample(seconds, waits=False)
+                rank.sample(max(own) - seconds, waits=True)
+                if said := rank.take(total):
+                    found.append((window, number, said))
+    return found
 
-    watchdog.look = counted
-    watchdog.start()
-    deadline = time.monotonic() + 200
-    while len(calls) < 5 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    watchdog.close()
-    # The most may have met Python's collection of what earlier tests left.
-    assert len(calls) >= 5 and 5 < statistics.median(calls) < 100, calls
+
+def test_the_slow_rank_says_so_with_its_delay_once_it_was_slow_in_two_windows():
+    ((window, rank, line),) = windows([0.4, 0.4, 1.0, 0.4], 6)
+    assert (window, rank) == (2, 2)
+    assert line == (
+        "works 1 s an iteration where the others work 0.4 s on average, so all wait 0.6 s an iteration for it"
+    )
+
+
+def test_a_rank_that_is_slow_in_every_other_window_says_nothing():
+    """As on a machine that others use: of few looks some windows have more than their share."""
+    pace, said = StragglerMonitor(2), []
+    for window in range(12):
+        for _ in range(20):
+            pace.sample(1.6 if window % 2 else 1.0, waits=False)
+            said.append(pace.take(pace.share() + 1.0))
+    assert not any(said)
+
+
+@pytest.mark.parametrize("own", [[1.0, 1.0], [1.0, 0.7], [0.012, 0.005], [1.0]])
+def test_ranks_that_differ_little_say_nothing(own):
+    assert not windows(own, 5)
+
+
+def test_it_is_said_again_when_the_delay_has_doubled():
+    pace = StragglerMonitor(2)
+    said = []
+    for own in (1.0, 1.0, 1.0, 2.5, 2.5):
+        for _ in range(20):
+            pace.sample(own, waits=False)
+            said.append(pace.take(pace.share() + 0.5))
+    assert [line.rpartition("wait ")[2] for line in said if line] == [
+        "0.5 s an iteration for it",
+        "2 s an iteration for it",
+    ]

@@ -144,9 +144,16 @@ def next_start(own: Path) -> Path | None:
     return latest_checkpoint(own) or parent_checkpoint.find(own)
 
 
-@pytest.mark.parametrize("latest", [None, "iter_0000012", "iter_0000004"])
-@pytest.mark.parametrize("anew", [True, False])
-@pytest.mark.parametrize("elsewhere", [True, False])
+@pytest.mark.parametrize(
+    ("elsewhere", "anew", "latest"),
+    [
+        (True, True, "iter_0000012"),
+        (True, False, None),
+        (False, True, None),
+        (False, True, "iter_0000004"),
+        (False, False, "iter_0000012"),
+    ],
+)
 def test_a_start_that_is_killed_anywhere_leaves_the_earlier_run_or_its_own(tmp_path, elsewhere, anew, latest):
     """`latest` that names an older one is of a run that went back, and was killed as it moved the newer ones."""
     seen = []
