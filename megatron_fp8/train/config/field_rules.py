@@ -28,7 +28,6 @@ from ...mcore.config.rules import (
     text,
 )
 from ...telemetry.stat_registry import TENSORS
-from .position_fields import POSITION_RULES
 
 _ITERATIONS = integer(1, 2**31 - 1, "iterations")
 _ITERATIONS_OR_0 = integer(0, 2**31 - 1, "iterations")
@@ -124,6 +123,14 @@ TELEMETRY: dict[str, Rule] = {
     "te_config": optional(_PATH),
     "wandb": FLAG,
 }
+POSITION_RULES: dict[str, Rule] = {
+    "position_embedding_type": one_of("rope", "learned_absolute", "none"),
+    "rotary_percent": number(0, 1, without=[0]),
+    "rotary_base": integer(2, 2**53),
+    "rope_scaling": FLAG,
+    "rope_scaling_factor": number(1, 1e6),
+}
+"""The model section's position fields: GPTModel's, not its config's."""
 MODEL: dict[str, Rule] = {
     "vocab_size": optional(_ROWS),
     "make_vocab_size_divisible_by": _ROWS,

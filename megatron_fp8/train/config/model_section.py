@@ -18,8 +18,7 @@ from ...mcore.config.fields import FIELD_RULES
 from ...mcore.config.fp8_checks import DEFAULTS, LATENT_FIELDS, check_fields
 from ...mcore.config.rules import Rule, check, one_of, optional
 from ...mcore.config.transformer_config import MLATransformerConfig, TransformerConfig
-from .field_rules import check_training_fields
-from .position_fields import POSITION_RULES, check_positions
+from .field_rules import POSITION_RULES, check_training_fields
 from .ranks import AUTO, tensor_ranks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -189,7 +188,7 @@ def transformer_config(section: Any) -> TransformerConfig:
         return kind(**arguments)
     except Exception as error:  # Megatron-Core raises various errors (assertion, division by 0, ...)
         named_fields = ", ".join(
-            f"model.{name}={fields[name]!r}" for name in fields_asked(error) if name in fields
+            f"model.{name}={fields[name]!r}" for name in fields_at_fault(error) if name in fields
         )
         if isinstance(error, ValueError) and not named_fields:
             raise
@@ -225,10 +224,43 @@ def _set_fields(section: Any) -> dict[str, Any]:
 
 
 _OF_ATTENTION = ("normalization", "rotary_base", "rotary_percent")
+
+
+def check_positions(section: Any, config: Any) -> None:
+    """Raise ValueError if attention does not support the requested positions.
+
+    Args:
+        section: the model section.
+        config: has the TransformerConfig's fields as attributes.
+    """
+    kind = section.position_embedding_type
+    stages = config.pipeline_model_parallel_size
+    if kind == "learned_absolute" and config.mtp_num_layers and stages > 1:
+        raise ValueError(
+            f"model.position_embedding_type='learned_absolute' with model.mtp_num_layers={config.mtp_num_layers} and"
+            f" model.pipeline_model_parallel_size={stages}: Megatron-Core gives the last stage a table of positions of"
+            " its own, which learns apart from the first one's. Take 'rope', or one stage."
+        )
+    if config.multi_latent_attention:
+        if kind == "none":
+            raise ValueError(
+                "model.position_embedding_type='none' with model.multi_latent_attention=True: latent attention turns"
+                " model.qk_pos_emb_head_dim channels of a head whatever it is. Leave it 'rope'."
+            )
+        return
+    channels = config.kv_channels or config.hidden_size // config.num_attention_heads
+    rotary_channels = int(channels * section.rotary_percent)
+    if kind == "rope" and (rotary_channels < 2 or rotary_channels % 2):
+        raise ValueError(
+            f"model.rotary_percent={section.rotary_percent} of {channels} channels of a head (model.kv_channels) makes"
+            f" {rotary_channels}, and rotary positions turn pairs: change one of them, or model.position_embedding_type."
+        )
+
+
 _CONFIGS = ("transformer_config.py", "model_parallel_config.py")
 
 
-def fields_asked(error: BaseException) -> list[str]:
+def fields_at_fault(error: BaseException) -> list[str]:
     """The fields that caused an error in Megatron-Core's configs, whose text may not name them.
 
     They are read from the source: fields in the conditions around the raise, and arguments of a function that raises.
