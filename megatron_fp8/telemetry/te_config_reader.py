@@ -121,7 +121,7 @@ def _selection(
     tensor = TE_TENSORS[te_tensor]
     if FEATURES[feature] == "codes" and tensor not in QUANTIZED:
         raise ValueError(f"{where}: {te_tensor} has no codes; LogTensorStats has the figures of its values")
-    windows = fields.get("start_end_list")
+    windows: Any = fields.get("start_end_list")
     if windows is None:
         first, last = fields.get("start_step"), fields.get("end_step")
         windows = [] if first is None and last is None else [(first or 0, last)]
