@@ -208,7 +208,7 @@ class _Agent(LocalElasticAgent):
         super()._rendezvous(worker_group)
         store: Any = worker_group.store
         if self._spec.nodes > 1:  # locks of a run's folder contain an id that no other launch has
-            if worker_group.group_rank == 0:
+            if self._spec.node == 0:
                 self._job = uuid.uuid4().hex if self._job == "megatron_fp8" else self._job
                 store.set("job", self._job)
             self._job = store.get("job").decode()
