@@ -26,9 +26,8 @@ from megatron_fp8.backends import emulated
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.layout import tiles_of
 from megatron_fp8.kernels.gemms import add_matmul_fp32
-from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
-from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.state.fp8_state import Fp8State
 

@@ -18,9 +18,8 @@ from torch import nn
 from benchmarks import gpu_contenders as contenders
 from benchmarks.gpu_common import Machine, relative_error
 from benchmarks.gpu_kernels import Bench, random, teraflops
-from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
-from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.state.fp8_state import Fp8State
 

@@ -32,9 +32,8 @@ from benchmarks.common import (
     write_results,
 )
 from megatron_fp8.kernels.cpu import emulation
-from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
-from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.recipe import RECIPES as RECIPE_CLASSES
 from megatron_fp8.state.fp8_state import Fp8State

@@ -87,12 +87,13 @@ def count_bytes(
 
 def held(linear: Any) -> list[torch.Tensor]:
     """Every tensor that holds a linear's weight between iterations."""
-    from megatron_fp8.linear.shard import weight_of
+    from megatron_fp8.linear.tensor_parallel import weight_of
     from megatron_fp8.params.fp8_parameter import Fp8Parameter
 
     if isinstance(linear.weight, Fp8Parameter):
         return linear.weight.stored_tensors()
-    kept = linear.fp8_site.weights.kept
+    held = linear.fp8_site.weights.held
+    kept = None if held is None else held.quantized
     sides = [] if kept is None else [kept.rowwise, kept.columnwise]
     return [weight_of(linear).detach(), *(t for side in sides if side for t in (side.codes, side.scale_inv))]
 

@@ -20,6 +20,7 @@ MOVED = {
     "context": "plan.autocast_state",
     "graph": "state.graph",
     "kernels.caches": "kernels.triton_support",
+    "linear.compiled_grouped": "linear.compiled",
     "linear_op": "linear.compiled",
     "loss_scaler": "state.loss_scaler",
     "mcore.checkpoint_saver": "mcore.checkpoint.saver",

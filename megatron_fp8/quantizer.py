@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -120,12 +119,6 @@ class Quantizer:
             observer.cast(SeenCast(self.slot.name, x, quantized, direction, record, shard))
         return quantized.tensor
 
-    def where(self, record: bool) -> tuple[torch.Tensor | None, RunningAmax | None]:
-        """The delayed scale, if that is there, and where kernels record."""
-        place = self._in_arena()
-        scale = place.scale if self.rule.delayed and self.slot.warm else None
-        return scale, place.running if record else None
-
     def _by_kernels(
         self,
         x: torch.Tensor,
@@ -134,15 +127,14 @@ class Quantizer:
         reduce_amax: AmaxReduction | None,
         for_product: bool,
     ) -> Float8Tensor:
-        scale, running = self.where(record)
         self.slot.arena.counts.casts += 1
         return native.quantize(
             x,
             self.rule,
             direction,
-            scale=scale,
+            scale=self._current_scale(),
             reduce_amax=reduce_amax,
-            running=running,
+            running=self._in_arena().running if record else None,
             for_product=for_product,
         ).tensor
 
@@ -175,9 +167,9 @@ class Quantizer:
         slot.arena.counts.casts += 1
         return quantized
 
-    def asked(self, x: torch.Tensor, direction: Direction, *, record: bool) -> CastRequest | None:
-        """What its backend is asked in ``cast_each``; None where it has to be called: it casts in a way of its own, its
-        backend makes casts one by one, or somebody watches."""
+    def request(self, x: torch.Tensor, direction: Direction, *, record: bool) -> CastRequest | None:
+        """The cast as a request for ``cast_each``; None where the quantizer has to be called: it casts in its own way,
+        its backend makes casts one by one, or an observer sees each."""
         in_one_call = self.backend is emulated and type(self) is Quantizer and not self.rule.stochastic
         if not in_one_call or self.slot.arena.observer is not None:
             return None
@@ -278,30 +270,35 @@ class Casts:
         return found if column is None else [*found, (column, "columnwise")]
 
 
-class Wanted(NamedTuple):
-    """A cast of x [rows, cols] that is to be made; the others as of a call of ``casts``."""
+class CastJob(NamedTuple):
+    """A cast of x [rows, cols] for ``cast_each``; the others as of a call of ``casts``."""
 
     casts: Casts
     x: torch.Tensor
     direction: Direction
     record: bool
+    for_product: bool = True
 
 
-def cast_each(wanted: Sequence[Wanted]) -> list[Float8Tensor]:
-    """What ``casts`` gives for each, with its bits, for products; in one call of the backend that has one for many."""
-    parts = [(each.x, each.record, of) for each in wanted for of in each.casts.parts(each.direction)]
-    asked = [quantizer.asked(x, way, record=record) for x, record, (quantizer, way) in parts]
-    together = iter(emulated.quantize_each([one for one in asked if one is not None]))
-    made = []
-    for (x, record, (quantizer, way)), one in zip(parts, asked, strict=True):
-        if one is None:
-            made.append(quantizer(x, way, record=record, for_product=True))
-        else:
-            quantizer.slot.arena.counts.casts += 1
-            made.append(next(together).tensor)
-    found, rest = [], iter(made)
-    for each in wanted:
-        found.append(_joined(list(islice(rest, len(each.casts.parts(each.direction)))), each.x.dtype))
+def cast_each(jobs: Sequence[CastJob]) -> list[Float8Tensor]:
+    """What ``casts`` gives for each job, with its bits; in one call of a backend that has one for many."""
+    made: list[list[Any]] = []
+    requests: list[CastRequest] = []
+    for casts, x, direction, record, for_product in jobs:
+        made.append([])
+        for quantizer, way in casts.parts(direction):
+            request = quantizer.request(x, way, record=record)
+            if request is None:
+                made[-1].append(quantizer(x, way, record=record, for_product=for_product))
+            else:
+                quantizer.slot.arena.counts.casts += 1
+                requests.append(request)
+                made[-1].append(None)
+    together = iter(emulated.quantize_each(requests))
+    found = []
+    for job, parts in zip(jobs, made, strict=True):
+        done = [next(together).tensor if part is None else part for part in parts]
+        found.append(done[0] if len(done) == 1 else _joined(done, job.x.dtype))
     return found
 
 

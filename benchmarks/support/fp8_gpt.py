@@ -129,7 +129,7 @@ def watched_gemms(seen: Watched) -> Iterator[None]:
     from megatron_fp8.quantizer import Quantizer
 
     multiply, accumulate = GemmSite.multiply, GemmSite.accumulate
-    cast, asked, record = Quantizer.__call__, Quantizer.asked, Quantizer.record
+    cast, request, record = Quantizer.__call__, Quantizer.request, Quantizer.record
 
     def counting_multiply(self: Any, gemm: str, *args: Any, **kwargs: Any) -> Any:
         seen.gemms[self.plan.name, gemm, self.plan.gemms[gemm]] += 1
@@ -145,8 +145,8 @@ def watched_gemms(seen: Watched) -> Iterator[None]:
         seen.records += record
         return cast(self, *args, record=record, **kwargs)
 
-    def counting_asked(self: Any, *args: Any, record: bool) -> Any:
-        found = asked(self, *args, record=record)
+    def counting_request(self: Any, *args: Any, record: bool) -> Any:
+        found = request(self, *args, record=record)
         seen.records += record and found is not None  # otherwise it is cast alone, and counted there
         return found
 
@@ -158,7 +158,7 @@ def watched_gemms(seen: Watched) -> Iterator[None]:
         mock.patch.object(GemmSite, "multiply", counting_multiply),
         mock.patch.object(GemmSite, "accumulate", counting_accumulate),
         mock.patch.object(Quantizer, "__call__", counting_cast),
-        mock.patch.object(Quantizer, "asked", counting_asked),
+        mock.patch.object(Quantizer, "request", counting_request),
         mock.patch.object(Quantizer, "record", counting_record),
     ):
         yield

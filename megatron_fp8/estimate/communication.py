@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from ..params.fp8_parameter import granularities
 from ..plan.cast_spec import CastSpec
-from ..plan.site_plan import SitePlan
-from ..plan.token_format import sent_as
+from ..plan.site_plan import SitePlan, sent_as
 from .activations import probability_bytes
 from .attention import Projection, projections
 from .buffers import Buffer, group_size, is_apart, of_chunk_buffers

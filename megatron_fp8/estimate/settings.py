@@ -23,9 +23,8 @@ from ..files.example_configs import config_hint, find_config
 from ..files.strict_yaml import load_yaml
 from ..mcore.config.fields import RELATIONS
 from ..mcore.config.rules import check, check_relation, shown
-from ..plan.key_hint import nearest_key
 from ..plan.overrides import check_overrides, check_overrides_match
-from ..plan.settings import field_meant, refuse_recipe_alone
+from ..plan.settings import field_meant, nearest_key, refuse_recipe_alone
 from ..train.config.field_rules import check_rules
 from ..train.config.model_fields import known_fields
 from ..train.config.options import by_dotted_key, read_config

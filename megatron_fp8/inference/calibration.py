@@ -31,7 +31,7 @@ import torch.distributed as dist
 from ..files.argument_check import check_model
 from ..files.atomic_io import in_words, read_ordinary
 from ..files.strict_json import load_json
-from ..linear.shard import weight_of
+from ..linear.tensor_parallel import weight_of
 from ..numerics.formats import E4M3
 from ..numerics.rule import TENSOR, Rule
 from ..numerics.scaling import compute_scale, compute_scale_inv

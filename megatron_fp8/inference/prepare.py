@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import torch
 
 from ..backends import emulated
-from ..linear.eval_weight_scale import fitted, replaced_by
 from ..linear.gemm_site import GemmSite
+from ..linear.weight_cache import evaluation_casts, untrained_quantizer
 from ..nn.experts import Fp8ExpertLinear
 from ..numerics.rule import Rule
 from ..params.fp8_parameter import Fp8Parameter
@@ -198,7 +198,9 @@ def _eval_quantizer(site: GemmSite) -> Any:
     """The quantizer that evaluation uses for a weight. For Megatron-Core's linears it adds the check whether the
     delayed scale fits."""
     weights = site.weights
-    return (fitted(weights.casts) if weights.evaluated_by is weights.casts else weights.evaluated_by).rowwise
+    return (
+        evaluation_casts(weights.casts) if weights.evaluated_by is weights.casts else weights.evaluated_by
+    ).rowwise
 
 
 def _codes_key(linear: Any) -> tuple[int, Rule]:
@@ -259,7 +261,7 @@ def _prepare(
             linear.fp8_sites.prepare(static)
     else:
         site.state.phases = PrecisionSchedule()
-        weight.quantised_by(replaced_by(weight.quantizer))
+        weight.quantised_by(untrained_quantizer(weight.quantizer))
         if static is not None:
             static(site)
     multiple = pad_tokens or (1 if site.backend is emulated else alignment(site.plan.recipe))

@@ -38,10 +38,6 @@ class StaticQuantizer(Quantizer):
         """Always False: casts that record amaxes take their scale from the arena."""
         return False
 
-    def way(self) -> tuple[Rule, torch.Tensor | None]:
-        """One scale for the whole tensor, whatever the rule."""
-        return self._cast, self.scale
-
     def quantize(
         self, x: torch.Tensor, direction: Direction, *, running: RunningAmax | None = None, **_: Any
     ) -> Quantized:

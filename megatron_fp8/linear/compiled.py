@@ -1,20 +1,24 @@
 """The linear as two operators, for torch.compile and dispatch modes.
 
-    linear           y, codes, scales, stamp, scale, measured, counted  =  x, weight, bias, site
-    linear_backward  dx, dw, dbias  =  dy, (x | codes, scales), weight, stamp, scale, measured, counted, site
+    linear           y, codes, scales, stamps, scale, measured, counted  =  x, weights, bias, tokens, sites
+    linear_backward  dx, dbias, dw of each weight  =  dy, (x | codes, scales), weights, stamps, ..., tokens, sites
 
-Backward reads codes and scales, the saved input. stamp and scale say how the forward quantised the weight; measured and
-counted are the deferred record of an evaluation-mode forward (amax_recorder.py).
+A linear has one weight and no ``tokens``. ``grouped_linear`` and ``grouped_linear_backward`` are the same operators under
+the names of a layer's experts, for checkpointing policies that name them. Their numbers of tokens are a tensor on the CPU
+that an operator reads as it runs, so one graph serves all: it knows only their sum. Backward reads codes and scales, the
+saved input; where experts' saved layouts differ, the tokens are saved in high precision, and backward quantises them.
+stamps and scale say how the forward quantised the weights; measured and counted are the deferred record of an
+evaluation-mode forward (amax_recorder.py).
 
 A cast records into a slot, a weight is quantised once an iteration, kernels are launched by pointer, stochastic rounding
 counts its calls. A tracer would have to guard on this state or bake it in. So the operators run eagerly and keep it; the
 graph sees tensors only. What backward needs is an output like any other (one byte a value): a compiler may plan its
 memory, offload it and fuse around it. The native kernels already fuse amax, cast and transpose.
 
-Arguments, and why they have this form:
+Arguments have this form because:
 
-* the site, as a number in an int64 tensor on the CPU. A Python number would be a constant of the graph, and each layer of
-  a model compiled block by block would be compiled again;
+* each site, as a number in an int64 tensor on the CPU. A Python number would be a constant of the graph, and each layer
+  of a model compiled block by block would be compiled again;
 * its ``saved_layout``, a string that determines the outputs' layouts. Dynamo guards on it, so layers of one recipe share
   a graph and layers of another recipe do not;
 * the number of this call in the trace. Two calls of one layer on one input look equal, but each adds to the gradient, so
@@ -22,18 +26,16 @@ Arguments, and why they have this form:
   code, and operators of other sources may return other layouts for the same code.
 
 Side effects outside the graph: slots (a maximum and a sum, in any order), counters, the cached weight, main_grad. No
-result in the graph reads them. The site caches the weight's codes between forward and backward; if they were replaced,
-backward quantises the same weight again with the same scale.
+result in the graph reads them. If the weight's cached codes were replaced since the forward, backward quantises the same
+weight again with the same scale.
 
-Rejected: tracing through, as torchao does, with everything in torch operations. It suits tensors that carry their
-state; here slots, caches and Triton launches would each need a functional twin, and bits would differ from eager mode's.
-Rejected: an effect token through the graph (torch's effectful operators): it orders what needs no order, and current
-versions of torch split backward effects wrongly (pytorch#172248). Rejected: disabling compilation around the layer, as
-Transformer Engine did for years: each linear breaks the graph.
+Rejected: tracing through, as torchao does. It suits tensors that carry their state; here slots, caches and Triton
+launches would each need a functional twin, and bits would differ from eager mode's. Rejected: an effect token through
+the graph: it orders what needs no order, and current versions of torch split backward effects wrongly (pytorch#172248).
+Rejected: disabling compilation around the layer, as Transformer Engine did for years: each linear breaks the graph.
 
-CUDA graphs: an operator with Python state must not be replayed alone, so both are tagged ``cudagraph_unsafe``: with
-mode="reduce-overhead" the rest of a graph is captured, and the operators run in between. To capture everything, capture
-the step (docs/performance.md).
+CUDA graphs: an operator with Python state must not be replayed alone, so all are tagged ``cudagraph_unsafe``: with
+mode="reduce-overhead" the rest of a graph is captured. To capture everything, capture the step (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -41,30 +43,33 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 from torch._dynamo.exc import UnspecializeRestartAnalysis
 from torch._guards import detect_fake_mode
 from torch.utils.flop_counter import register_flop_formula
 
+from ..plan.autocast_state import without_autocast
+from ..quantizer import measure
 from ..state.iteration import LATER, in_backward, recorded
-from ..tensor import Operand, QuantizedSide
-from .amax_recorder import DeferredRecord, came_back, counted_forward
-from .compile_handles import site_by_handle
-from .dgrad_weight import columnwise_of, stamp_of, was_training
-from .gemm_site import GemmSite
-from .linear_ops import Call, backward, forward, keeps_codes
-from .saved_tensor_layout import SideLayout
+from ..tensor import Operand
+from .amax_recorder import DeferredRecord, came_back, counted_forward, observe_forward
+from .amax_recorder import observe_backward as record_gradient
+from .function import check_numbers
+from .gemm_site import GemmSite, site_by_handle
+from .linear_ops import backward, forward
+from .operands import Call, keeps_codes
+from .saved_operands import InputLayout, SavedInput, SideLayout
 from .tensor_parallel import TensorParallel
+from .weight_cache import columnwise_of, stamps_of, was_training
 
 # The oldest supported versions of torch lack the tag.
 _KEPT_OUT_OF_GRAPHS = hasattr(torch.Tag, "cudagraph_unsafe")
-TAGS = [torch.Tag.needs_exact_strides] + ([torch.Tag.cudagraph_unsafe] if _KEPT_OUT_OF_GRAPHS else [])
+_TAGS = [torch.Tag.needs_exact_strides] + ([torch.Tag.cudagraph_unsafe] if _KEPT_OUT_OF_GRAPHS else [])
 
 
 def first_call(sources: Path) -> int:
@@ -84,43 +89,45 @@ def next_call() -> int:
 
 def traced_linear(
     x: Tensor,
-    weight: Tensor,
+    weights: Sequence[Tensor],
     bias: Tensor | None,
-    site: GemmSite,
-    tp: TensorParallel,
-    *,
-    training: bool,
-    save_original_input: bool,
+    tokens: Sequence[int] | Tensor | None,
+    call: Call,
 ) -> Tensor:
-    """fp8_linear while torch.compile traces, or under a dispatch mode: y [..., N] of x [..., K], weight [N, K], bias [N].
+    """The call while torch.compile traces, or under a dispatch mode: y [..., N] of x [..., K], weights [N, K], bias [N].
 
-    Training quantises the weight once an iteration if the state ``keeps_weights``, else at each call; evaluation does so
+    Training quantises the weights once an iteration if the state ``keeps_weights``, else at each call; evaluation does so
     at each call. It ignores Megatron's ``is_first_microbatch``, each value of which would need its own graph.
     """
-    needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
-    call = Call(site, tp, training, True, False, save_original_input)
-    keeps = needs_wgrad and keeps_codes(math.prod(x.shape[:-1]), call)
-    y, *_ = torch.ops.megatron_fp8.linear(
+    layouts = {site.traced.saved_layout for site in call.sites}
+    layout = layouts.pop() if len(layouts) == 1 else ""
+    needs_wgrad = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    keeps = needs_wgrad and bool(layout) and keeps_codes(math.prod(x.shape[:-1]), call.sites[0], call)
+    operator: Any = torch.ops.megatron_fp8.linear
+    if tokens is not None:
+        operator = torch.ops.megatron_fp8.grouped_linear
+        counts = (
+            tokens if isinstance(tokens, Tensor) else torch.tensor(tokens, dtype=torch.int64, device="cpu")
+        )
+        tokens = _beside(counts.to("cpu"), x, *weights)
+    y: Tensor
+    y, *_ = operator(
         x,
-        weight,
+        list(weights),
         bias,
-        handle_for(site, x, weight),
-        site.traced.saved_layout,
-        _describe(tp),
+        tokens,
+        [_beside(site.traced.handle, x, *weights) for site in call.sites],
+        layout,
+        call.tp.to_text(),
         keeps,
-        training,
-        recorded(training, x, weight, bias),
+        call.training,
+        recorded(call.training, x, bias, *weights),
         next_call(),
     )
     return y
 
 
-def handle_for(site: GemmSite, *given: Tensor) -> Tensor:
-    """The site's handle, int64 [], as an argument beside these tensors of any shape."""
-    return beside(site.traced.handle, *given)
-
-
-def beside(real: Tensor, *given: Tensor) -> Tensor:
+def _beside(real: Tensor, *given: Tensor) -> Tensor:
     """``real``, of any shape, as an argument beside others: a fake copy where their fake mode rejects real ones."""
     if torch.compiler.is_compiling():
         return real
@@ -139,12 +146,15 @@ def break_graph(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-@torch.library.custom_op("megatron_fp8::linear", mutates_args=(), tags=TAGS)
+# ------------------------------------------------------------------------------------------------------------ forward
+
+
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weights: list[Tensor],
     bias: Tensor | None,
-    site: Tensor,
+    tokens: Tensor | None,
+    sites: list[Tensor],
     layout: str,
     tp: str,
     keeps: bool,
@@ -152,184 +162,191 @@ def linear(
     when: str,
     number: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns y [..., N]; x's columnwise codes [K, tokens] and scales (empty unless ``keeps``); the tensors of
-    ``stamp_of``; the tensors of ``DeferredRecord.saved`` (empty unless ``when`` is LATER).
+    """Returns y [..., N]; codes and scales of x's columnwise sides as InputLayout has them (empty unless ``keeps``); the
+    tensors of ``stamps_of``; the tensors of ``DeferredRecord.saved`` (empty unless ``when`` is LATER).
 
     Args:
-        x, weight, bias: [..., K], [N, K], [N] or None.
-        site: int64 [] on the CPU, a GemmSite's handle.
-        layout: the site's saved_layout (compile_handles.CompileHandle).
-        tp: the communication, from ``_describe``.
+        x, bias: [..., K], [N] or None.
+        weights: [N, K] each: a linear's, or the experts'.
+        tokens: integers [experts] on the CPU, each expert's tokens; None of a linear.
+        sites: int64 [] on the CPU each, GemmSites' handles.
+        layout: the sites' common saved_layout (gemm_site.CompileHandle), or ''.
+        tp: the communication, as TensorParallel.to_text has it.
         keeps: return x's codes for wgrad.
-        training: the layer's mode.
-        when: when to record the forward: NOW, LATER or NEVER.
+        training, when: the layer's mode; when to record the forward: NOW, LATER or NEVER.
         number: distinguishes calls; not read.
     """
-    found = site_of(site)
-    if in_backward():
-        check_recomputed(found)
-    else:
-        found.traced.multiplied_by(weight)
-    with counted_forward([found], [x], [weight], training=training, when=when) as (record, late):
-        call = Call(found, _parallel(tp), training, record, not training, not keeps, traced=keeps)
-        done = forward(x, weight, bias, call, keeps)
-    stamp = stamp_of(found.weights, x.device, training=training)
-    others = *stamp, *saved_record(late, x)
-    if not keeps:
-        return done.y, x.new_empty(0), x.new_empty(0), *others
-    assert isinstance(done.x, QuantizedSide)
-    return done.y, *SideLayout.parse(layout).take_apart(done.x), *others
+    found = [_site_of(site) for site in sites]
+    for site, weight in zip(found, weights, strict=True):
+        if in_backward():
+            _check_recomputed(site)
+        else:
+            site.traced.multiplied_by(weight)
+    counts = _numbers(found[0], tokens, x)
+    call = Call(
+        found,
+        training,
+        [not training] * len(found),
+        not keeps,
+        TensorParallel.from_text(tp),
+        counts,
+        traced=keeps,
+    )
+    options: Any = {"training": training, "when": when}
+    with counted_forward(found, call.split(x), weights, **options) as (record, late):
+        done = forward(x, weights, bias, call._replace(record=record), [keeps] * len(found))
+    stamps = stamps_of([site.weights for site in found], x.device, training=training)
+    saved = SavedInput(x.new_empty(0), x.new_empty(0))
+    if keeps:
+        saved = InputLayout(SideLayout.parse(layout), x.shape[-1]).pack(done.x, counts, x.device)
+    return done.y, *saved, *stamps, *(DeferredRecord.empty(x, 0) if late is None else late.saved())
 
 
-@linear.register_fake
-def _(x, weight, bias, site, layout, tp, keeps, training, when, number):
-    parallel = _parallel(tp)
-    shape = [*x.shape[:-1], weight.shape[0]]
+def _numbers(site: GemmSite, tokens: Tensor | None, x: Tensor) -> list[int]:
+    """Each site's tokens: all of x [..., features] of a linear."""
+    if tokens is None:
+        return [math.prod(x.shape[:-1])]
+    numbers: list[int] = tokens.tolist()
+    check_numbers(site.plan.name, numbers, len(x))
+    return numbers
+
+
+def _fake_linear(x, weights, bias, tokens, sites, layout, tp, keeps, training, when, number):
+    parallel, experts = TensorParallel.from_text(tp), len(weights)
+    shape = [*x.shape[:-1], weights[0].shape[0]]
     if parallel.sequence_parallel:
         shape[0] = shape[0] * parallel.size if parallel.kind == "column" else shape[0] // parallel.size
-    y = x.new_empty(shape)
-    stamp = torch.empty(2, dtype=torch.int64, device="cpu"), x.new_empty((), dtype=torch.float32)
-    others = *stamp, *empty_record(x, 1 if when == LATER else 0)
-    if not keeps:
-        return y, x.new_empty(0), x.new_empty(0), *others
-    lies, size = SideLayout.parse(layout), (x.shape[-1], math.prod(x.shape[:-1]))
-    return y, lies.codes(*size).empty(x.device), lies.scales(*size).empty(x.device), *others
-
-
-def saved_record(late: DeferredRecord | None, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns ``late.saved()``, or empty tensors on the device of x (any shape) without a deferred record."""
-    return empty_record(x, 0) if late is None else late.saved()
-
-
-def empty_record(x: Tensor, sites: int) -> tuple[Tensor, Tensor]:
-    """Uninitialised tensors in the shapes of ``DeferredRecord.saved`` for this many sites, on x's device (any shape)."""
-    measured = x.new_empty((sites, 2, 2), dtype=torch.float32)
-    return measured, torch.empty(7 if sites else 0, dtype=torch.int64, device="cpu")
+    saved = SavedInput(x.new_empty(0), x.new_empty(0))
+    if keeps:
+        lies = InputLayout(SideLayout.parse(layout), x.shape[-1])
+        saved = lies.empty(math.prod(x.shape[:-1]), experts, x.device)
+    stamps = torch.empty(experts, 2, dtype=torch.int64, device="cpu")
+    scales = x.new_empty(experts, dtype=torch.float32)
+    record = DeferredRecord.empty(x, experts if when == LATER else 0)
+    return x.new_empty(shape), *saved, stamps, scales, *record
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, bias, site, layout, tp, keeps, *_, number = inputs
-    _, *others = output
-    codes, scales, *about_forward = others
-    needs_wgrad = ctx.needs_input_grad[1]
+    x, weights, bias, tokens, sites, layout, tp, keeps, *_, number = inputs
+    _, codes, scales, *about_forward = output
+    needs_wgrad = any(ctx.needs_input_grad[1 : 1 + len(weights)])  # here it is flat
     kept = [codes, scales] if keeps else [x] if needs_wgrad else []
-    ctx.save_for_backward(weight, site, *about_forward, *kept)
+    ctx.save_for_backward(tokens, *about_forward, *weights, *sites, *kept)
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*others)
+    ctx.mark_non_differentiable(codes, scales, *about_forward)
     ctx.arguments = (layout, tp, number)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    weight, site, stamp, weight_scale, measured, counted, *kept = ctx.saved_tensors
-    needs_dgrad, needs_wgrad, needs_dbias, *_ = ctx.needs_input_grad
-    dx, dw, dbias = torch.ops.megatron_fp8.linear_backward(
-        dy,
-        kept,
-        weight,
-        stamp,
-        weight_scale,
-        measured,
-        counted,
-        site,
-        *ctx.arguments,
-        needs_dgrad,
-        needs_wgrad,
-        ctx.bias_dtype if needs_dbias else None,
-    )
-    grads = (dx if needs_dgrad else None, dw if needs_wgrad else None, dbias if needs_dbias else None)
-    return *grads, *[None] * 7
+# ----------------------------------------------------------------------------------------------------------- backward
 
 
-torch.library.register_autograd("megatron_fp8::linear", _differentiate, setup_context=_save)
-
-
-@torch.library.custom_op("megatron_fp8::linear_backward", mutates_args=(), tags=TAGS)
 def linear_backward(
     dy: Tensor,
     kept: list[Tensor],
-    weight: Tensor,
-    stamp: Tensor,
-    weight_scale: Tensor,
+    weights: list[Tensor],
+    tokens: Tensor | None,
+    stamps: Tensor,
+    weight_scales: Tensor,
     measured: Tensor,
     counted: Tensor,
-    site: Tensor,
+    sites: list[Tensor],
     layout: str,
     tp: str,
     number: int,
     needs_dgrad: bool,
-    needs_wgrad: bool,
+    needs_wgrad: list[bool],
     bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dx [..., K], dw [N, K] and dbias [N]; gradients that are not needed are empty.
+) -> list[Tensor]:
+    """Returns [dx [..., K], dbias [N], dw [N, K] of each weight]; gradients that are not needed are empty.
 
     Args:
-        dy: [..., N].
-        kept: the saved input: codes [K, tokens] and scales, or x [..., K]; empty without dw.
-        weight: [N, K].
-        stamp, weight_scale: int64 [2] and float32 [] of ``stamp_of``: how forward quantised the weight.
-        measured, counted: float32 [1, 2, 2] and int64 [7], forward's deferred record, or empty.
+        dy, weights: [..., N]; [N, K] each.
+        kept: the saved input: codes and scales, or x [..., K]; empty without any dw.
+        stamps, weight_scales: int64 [sites, 2] and float32 [sites] of ``stamps_of``: how forward quantised the weights.
+        measured, counted: float32 [sites, 2, 2] and int64 [7], forward's deferred record, or empty.
         bias_dtype: None if dbias is not needed.
-        site, layout, tp, number: as in ``linear``.
+        tokens, sites, layout, tp, number: as in ``linear``.
     """
-    found = site_of(site)
-    call = Call(found, _parallel(tp), was_training(stamp), False, False, len(kept) == 1)
-    saved_x: Operand | None = None
-    if len(kept) == 1:
-        saved_x = kept[0].reshape(-1, kept[0].shape[-1]).t()
-    elif kept:
-        saved_x = SideLayout.parse(layout).put_together(*kept)
-    saved_w = columnwise_of(found.weights, weight, stamp, weight_scale) if needs_dgrad else None
-    parameter, needs = found.traced.parameter(weight), (needs_dgrad, needs_wgrad)
-    came_back(found.state)
+    found = [_site_of(site) for site in sites]
+    counts, fresh = _numbers(found[0], tokens, dy), [False] * len(found)
+    call = Call(found, was_training(stamps[0]), fresh, len(kept) == 1, TensorParallel.from_text(tp), counts)
+    parameters = [site.traced.parameter(weight) for site, weight in zip(found, weights, strict=True)]
+    came_back(found[0].state)
     if len(counted):
-        DeferredRecord.restored(measured, counted).record([found])
-    done = backward(dy, saved_x, saved_w, parameter, call, needs, bias_dtype)
-    empty = dy.new_empty(0)
-    dx = empty if done.dx is None else done.dx.view(*_dx_shape(dy, call.tp), weight.shape[1])
-    dw = dy.new_empty(0) if done.dw is None else done.dw
-    return dx, dw, dy.new_empty(0) if done.dbias is None else done.dbias
+        DeferredRecord.restored(measured, counted).record(found)
+    with without_autocast(dy.device):
+        saved_w: list[Operand | None] = [None] * len(found)
+        if needs_dgrad:
+            about = zip(found, weights, stamps, weight_scales, strict=True)
+            saved_w = [columnwise_of(site.weights, *of_weight) for site, *of_weight in about]
+        saved_x: list[Operand | None] = [None] * len(found)
+        if len(kept) == 1:
+            parts = call.split(kept[0].reshape(-1, kept[0].shape[-1]))
+            saved_x = [part.t() if len(parts) == 1 or len(part) else None for part in parts]
+        elif kept:
+            lies = InputLayout(SideLayout.parse(layout), weights[0].shape[1])
+            saved_x = lies.unpack(SavedInput(*kept), counts)
+        done = backward(dy, saved_x, saved_w, parameters, call, needs_dgrad, needs_wgrad, bias_dtype)
+    dx = None if done.dx is None else done.dx.view(*_dx_shape(dy, call.tp), weights[0].shape[1])
+    return [dy.new_empty(0) if grad is None else grad for grad in (dx, done.dbias, *done.dw)]
 
 
-@linear_backward.register_fake
-def _(dy, kept, weight, stamp, scale, measured, counted, site, layout, tp, number, *wanted):
-    needs_dgrad, needs_wgrad, bias_dtype = wanted
-    shape = [*_dx_shape(dy, _parallel(tp)), weight.shape[1]]
+def _fake_backward(dy, kept, weights, *others):
+    *_, tp, _, needs_dgrad, needs_wgrad, bias_dtype = others
+    shape = [*_dx_shape(dy, TensorParallel.from_text(tp)), weights[0].shape[1]]
     dx = dy.new_empty(shape if needs_dgrad else 0)
-    dw = weight.new_empty(weight.shape) if needs_wgrad else dy.new_empty(0)
     dbias = dy.new_empty(0) if bias_dtype is None else dy.new_empty(dy.shape[-1], dtype=bias_dtype)
-    return dx, dw, dbias
+    shapes = [weight.shape if needs else 0 for weight, needs in zip(weights, needs_wgrad, strict=True)]
+    return [dx, dbias, *(weight.new_empty(shape) for weight, shape in zip(weights, shapes, strict=True))]
 
 
-# ------------------------------------------------------------------------------------------------------------ FLOPs
+def _dx_shape(dy: Tensor, tp: TensorParallel) -> list[int]:
+    """Leading dimensions of dx for dy [..., N]; sequence parallelism scales the first by the group size."""
+    shape = list(dy.shape[:-1])
+    if tp.sequence_parallel:
+        shape[0] = shape[0] // tp.size if tp.kind == "column" else shape[0] * tp.size
+    return shape
 
 
-@register_flop_formula(torch.ops.megatron_fp8.linear)
-def _(x_shape, weight_shape, *_, **__):
-    """For torch.utils.flop_counter: the FLOPs of one GEMM."""
-    return 2 * math.prod(x_shape) * weight_shape[0]
+def _register(name: str) -> None:
+    """Registers both operators under a name, with what compilers, autograd and FLOP counters need."""
+    options: Any = {"mutates_args": (), "tags": _TAGS}
+    operator = torch.library.custom_op(f"megatron_fp8::{name}", linear, **options)
+    in_backward_pass = torch.library.custom_op(f"megatron_fp8::{name}_backward", linear_backward, **options)
+    operator.register_fake(_fake_linear)
+    in_backward_pass.register_fake(_fake_backward)
+
+    def differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
+        needs_dgrad, needs_wgrad, needs_dbias, *_ = ctx.needs_input_grad
+        count = len(needs_wgrad)
+        tokens, stamps, weight_scales, measured, counted, *others = ctx.saved_tensors
+        weights, sites, kept = others[:count], others[count : 2 * count], others[2 * count :]
+        about_forward = tokens, stamps, weight_scales, measured, counted, sites, *ctx.arguments
+        bias_dtype = ctx.bias_dtype if needs_dbias else None
+        dx, dbias, *dw = in_backward_pass(
+            dy, kept, weights, *about_forward, needs_dgrad, list(needs_wgrad), bias_dtype
+        )
+        wanted = [grad if needs else None for grad, needs in zip(dw, needs_wgrad, strict=True)]
+        of_bias = dbias if needs_dbias else None
+        return dx if needs_dgrad else None, wanted, of_bias, None, [None] * count, *[None] * 6
+
+    operator.register_autograd(differentiate, setup_context=_save)
+
+    @register_flop_formula(getattr(torch.ops.megatron_fp8, name))
+    def _(x_shape, weight_shapes, *_, **__):
+        """One weight for each token."""
+        return 2 * math.prod(x_shape) * weight_shapes[0][0]
+
+    @register_flop_formula(getattr(torch.ops.megatron_fp8, f"{name}_backward"))
+    def _(dy_shape, kept, weight_shapes, *others, **__):
+        """One GEMM for dx and one for dw, where needed."""
+        *_, needs_dgrad, needs_wgrad, _ = others
+        return 2 * math.prod(dy_shape) * weight_shapes[0][1] * (needs_dgrad + any(needs_wgrad))
 
 
-@register_flop_formula(torch.ops.megatron_fp8.linear_backward)
-def _(
-    dy_shape,
-    kept,
-    weight_shape,
-    stamp,
-    scale,
-    measured,
-    counted,
-    site,
-    layout,
-    tp,
-    number,
-    needs_dgrad,
-    needs_wgrad,
-    *_,
-    **__,
-):
-    """The FLOPs of one GEMM for dx and one for dw, where needed."""
-    return 2 * math.prod(dy_shape) * weight_shape[1] * (needs_dgrad + needs_wgrad)
+_register("linear")
+_register("grouped_linear")
 
 
 # ------------------------------------------------------------------------------------------------ before the trace
@@ -347,7 +364,7 @@ def prepare_layer(layer: Any) -> bool:
     return True
 
 
-def site_of(handle: Tensor) -> GemmSite:
+def _site_of(handle: Tensor) -> GemmSite:
     """The site of a handle, int64 []. RuntimeError if this torch captures the operator: a replay skips its Python."""
     site = site_by_handle(handle)
     captured = (
@@ -361,7 +378,7 @@ def site_of(handle: Tensor) -> GemmSite:
     return site
 
 
-def check_recomputed(site: GemmSite) -> None:
+def _check_recomputed(site: GemmSite) -> None:
     """RuntimeError if a recomputation reaches a site whose forward never ran."""
     if not site.has_run:
         raise RuntimeError(
@@ -371,30 +388,64 @@ def check_recomputed(site: GemmSite) -> None:
         )
 
 
-def _dx_shape(dy: Tensor, tp: TensorParallel) -> list[int]:
-    """Leading dimensions of dx for dy [..., N]; sequence parallelism scales the first by the group size."""
-    shape = list(dy.shape[:-1])
-    if tp.sequence_parallel:
-        shape[0] = shape[0] // tp.size if tp.kind == "column" else shape[0] * tp.size
-    return shape
+# ---------------------------------------------------------------------------------------------- amaxes without a cast
+
+# Delayed scaling records them while FP8 is off. The operators return a copy of the result, so that no compiler drops the
+# recording.
 
 
-# --------------------------------------------------------------------------------------------------- communication
+def traced_observation(x: Tensor, weight: Tensor, y: Tensor, site: GemmSite, *, training: bool) -> Tensor:
+    """observe_high_precision while traced: records x [..., K], weight [N, K]; returns a copy of y [..., N]."""
+    handle = _beside(site.traced.handle, x, weight)
+    return torch.ops.megatron_fp8.observe(x, weight, y, handle, training, next_call())[0]  # type: ignore[no-any-return]
 
 
-def _describe(tp: TensorParallel) -> str:
-    """A TensorParallel as a string, a constant of the graph; '' without communication."""
-    if tp.kind == "none":
-        return ""
-    flags = f"{int(tp.sequence_parallel)} {int(tp.reduce_dgrad)}"
-    return f"{tp.kind} {flags} {tp.rank} {tp.size} {tp.group.group_name}"
+@torch.library.custom_op("megatron_fp8::observe", mutates_args=(), tags=_TAGS)
+def observe(
+    x: Tensor, weight: Tensor, y: Tensor, site: Tensor, training: bool, number: int
+) -> tuple[Tensor, Tensor]:
+    """Returns a copy of y [..., N], and the amax of x [..., K] (float32 []).
+
+    In training it records the amaxes of x and weight [N, K].
+    """
+    amax = measure(x)[0].clone()
+    if training:
+        observe_forward(site_by_handle(site), amax, weight)
+    return y.clone(), amax
 
 
-def _parallel(described: str) -> TensorParallel:
-    """Parses ``_describe``'s string. It looks the group up each time: torch reuses group names."""
-    if not described:
-        return TensorParallel()
-    kind: Any
-    kind, sequence_parallel, reduce_dgrad, rank, size, name = described.split(" ", 5)
-    group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-    return TensorParallel(kind, group, sequence_parallel == "1", reduce_dgrad == "1", int(rank), int(size))
+@observe.register_fake
+def _(x, weight, y, site, training, number):
+    return y.clone(), x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("megatron_fp8::observe_backward", mutates_args=(), tags=_TAGS)
+def observe_backward(
+    dy: Tensor, weight: Tensor, amax: Tensor, site: Tensor, training: bool, number: int
+) -> Tensor:
+    """Returns a copy of dy [..., N] and records its amax; in evaluation also ``amax`` (float32 [], x's) and weight's."""
+    found = site_by_handle(site)
+    came_back(found.state)
+    if not training:
+        observe_forward(found, amax, weight)
+    record_gradient(found, dy)
+    return dy.clone()
+
+
+@observe_backward.register_fake
+def _(dy, weight, amax, site, training, number):
+    return dy.clone()
+
+
+def _save_site(ctx: Any, inputs: Any, output: Any) -> None:
+    _, weight, _, site, ctx.training, ctx.number = inputs
+    ctx.save_for_backward(weight, output[1], site)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _pass_observed(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    passed = torch.ops.megatron_fp8.observe_backward(dy, *ctx.saved_tensors, ctx.training, ctx.number)
+    return None, None, passed, None, None, None
+
+
+torch.library.register_autograd("megatron_fp8::observe", _pass_observed, setup_context=_save_site)

@@ -1,17 +1,26 @@
-"""A GEMM site at run time: quantizers of the plan's entry, and three GEMMs."""
+"""A GEMM site at run time: quantizers of the plan's entry, and three GEMMs.
+
+Compiled code knows a site by a handle, a number in a tensor. A site names the random stream of each backward that rounds
+stochastically.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from ..backends import BACKENDS, emulated
-from ..backends.base import RESULTS
+from ..backends.base import RESULTS, Region
 from ..backends.native import backend as native
 from ..kernels.gemms import add_matmul_fp32, matmul_high_precision
+from ..numerics.cast import RandomKey
 from ..plan.autocast_state import WatchedForwards
 from ..plan.cast_spec import READERS, CastSpec
 from ..plan.site_plan import SitePlan
@@ -20,9 +29,7 @@ from ..state.arena import Group
 from ..state.fp8_state import Fp8State
 from ..state.observer_protocol import SeenProduct
 from ..tensor import Operand, QuantizedSide
-from .compile_handles import register
-from .rounding_rng import GradientStream
-from .saved_tensor_layout import SideLayout
+from .saved_operands import SideLayout
 from .weight_cache import WeightCache
 
 
@@ -203,3 +210,84 @@ def _plain(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = next((o.dtype for o in (a, b) if isinstance(o, torch.Tensor)), torch.bfloat16)
     first, second = (o if isinstance(o, torch.Tensor) else o.dequantize(dtype) for o in (a, b))
     return first, second
+
+
+_sites: weakref.WeakValueDictionary[int, GemmSite] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class CompileHandle:
+    """What compiled code needs of a site.
+
+    Attributes:
+        handle: int64 [] on the CPU, the site's number.
+        saved_layout: memory layout of the saved input's codes and scales (a SideLayout as text); empty without FP8.
+        owner: returns the site's layer, or None once that is deleted. It refers to no tensor.
+    """
+
+    def __init__(self, handle: torch.Tensor, saved_layout: str):
+        self.handle, self.saved_layout = handle, saved_layout
+        self.owner: Callable[[], Any] = lambda: None
+        self._multiplied: int | None = None
+
+    def multiplied_by(self, weight: torch.Tensor) -> None:
+        """Remembers the weight [N, K] that a forward used."""
+        self._multiplied = id(weight) if hasattr(weight, "main_grad") else None
+
+    def parameter(self, weight: torch.Tensor) -> torch.Tensor:
+        """The layer's parameter [N, K] with a main_grad, for a weight [N, K] that may be an offloaded copy of it."""
+        layer = self.owner()
+        if layer is None or self._multiplied is None:
+            return weight
+        own: Any = layer._parameters.get("weight")
+        own = getattr(layer, "tied_weight", None) if own is None else own
+        return own if id(own) == self._multiplied else weight
+
+
+def register(site: GemmSite, saved_layout: str) -> CompileHandle:
+    """Registers the site under a new handle, for the site's lifetime."""
+    number = next(_numbers)
+    _sites[number] = site
+    return CompileHandle(torch.tensor(number, dtype=torch.int64, device="cpu"), saved_layout)
+
+
+def site_by_handle(handle: torch.Tensor) -> GemmSite:
+    """The site with this handle, int64 []. RuntimeError if the site was deleted."""
+    site = _sites.get(int(handle))
+    if site is None:
+        raise RuntimeError("the FP8 layer whose compiled code runs is gone: compile the model that is there")
+    return site
+
+
+class GradientStream:
+    """Names the random stream of each cast of a site's grad_output.
+
+    Args:
+        name: the site's.
+        state: of the model; its iteration is part of the name, so that a resumed run draws what it would have drawn.
+        stochastic: whether the bits are used at all; nobody need ask for a region where they are not.
+        seed: of the run.
+        rank: the data-parallel rank: ranks see other tokens, so they draw other bits.
+    """
+
+    def __init__(self, name: str, state: Fp8State, *, stochastic: bool, seed: int, rank: int):
+        self._name, self._state, self.stochastic = name, state, stochastic
+        self._seed, self._rank = seed, rank
+        self._iteration, self._backwards = -1, 0  # backward passes of that iteration, so far
+
+    def next_region(self, row_offset: int, col_offset: int, total_cols: int) -> Region:
+        """Place and stream of the next backward's grad_output, a part of a matrix with ``total_cols`` columns.
+
+        RuntimeError: a CUDA graph is captured, which would draw the same bits at each replay.
+        """
+        if self._state.capturing and self.stochastic:
+            raise RuntimeError(
+                f"{self._name} rounds gradients stochastically, by bits that the host names in each iteration: a CUDA"
+                " graph would repeat them. Switch stochastic rounding off, or train without the graph"
+            )
+        iteration = self._state.iteration
+        self._backwards = self._backwards + 1 if iteration == self._iteration else 0
+        self._iteration = iteration
+        stream = (self._rank << 16) + self._backwards
+        key = RandomKey(self._seed, zlib.crc32(self._name.encode()), iteration, stream)
+        return Region(key, row_offset, col_offset, total_cols)

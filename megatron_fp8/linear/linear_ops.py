@@ -1,20 +1,24 @@
-"""Forward and backward of the linear layer, without autograd.
+"""Forward and backward of a linear, or of a layer's experts, without autograd.
 
     fprop  y [M, N]  = x  [M, K]   @ w  [N, K]^T        x, w    quantised rowwise
     dgrad  dx [M, K] = dy [M, N]   @ w  [N, K]          dy rowwise, w columnwise
     wgrad  dw [N, K] = dy [M, N]^T @ x  [M, K]          dy, x   columnwise
 
-Per-tensor and square-block codes are the same in both directions; per-row and 1-wide blocks are quantised twice from high
-precision, and only the columnwise side of the input outlives the forward.
+A linear is a group of one GEMM site. Experts are a group of several: the rows of x are their tokens, expert by expert.
+Each site has its own plan, quantizers, slots and cached weight. So no amax is shared between experts, no block of a
+scale straddles two, and codes, histories, checkpoints and reports are those of the experts called one after the other,
+to the bit. What is gained are the calls: the emulated backend makes all casts in one, and a backend's ``grouped_gemm``
+all products. With an expert without tokens nothing is multiplied. Experts that a plan or an experiment treats in
+another way (one in BF16, a gradient in high precision) are multiplied alone. Rejected: one site with a weight
+[experts, N, K]. Its quantizers, histories, FP8 parameter, main_grad and checkpoint would each need a second form with
+a dimension more.
 
-With tensor parallelism the order is Megatron-Core's own, so that the network works while the cores do:
+With tensor parallelism, which experts do not have here, the order is Megatron-Core's own, so that the network works while
+the cores do:
 
     column, sequence parallel:  gather x codes | dgrad | reduce-scatter dx | wgrad
     column:                                      dgrad | all-reduce dx     | wgrad
     row, sequence parallel:     gather dy codes (columnwise side) | dgrad | wgrad
-
-Under sequence parallelism codes are gathered, never BF16, as long as a shard's tokens are whole blocks; otherwise the
-quantisation waits until after a gather in high precision, and the site's notes (hence the report) say so.
 
 Two callers put autograd around it: function.py's in eager mode, compiled.py's operators in compiled code. Neither
 knows the other's way of saving, and both run these very lines, so their bits are the same.
@@ -22,87 +26,62 @@ knows the other's way of saving, and both run these very lines, so their bits ar
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from ..backends.base import Region
-from ..numerics.rule import Granularity
 from ..plan.autocast_state import without_autocast
-from ..quantizer import Casts, Quantizer, Wanted
-from ..tensor import Float8Tensor, Operand, QuantizedSide, Sides
-from .gemm_site import GemmSite
-from .quantized_activation import QuantizedActivation
-from .tensor_parallel import Pending, TensorParallel
-
-
-class Call(NamedTuple):
-    """What one forward was called with.
-
-    Attributes:
-        training: whether the layer is in training mode.
-        record: whether its forward records at once (state/iteration.py); a backward always does.
-        traced: what it keeps for backward crosses an operator, as plain codes and scales.
-    """
-
-    site: GemmSite
-    tp: TensorParallel
-    training: bool
-    record: bool
-    fresh_weight: bool
-    save_original_input: bool
-    traced: bool = False
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the input arrives as shards of tokens."""
-        return self.tp.kind == "column" and self.tp.sequence_parallel
+from ..state.observer_protocol import SeenProduct
+from ..tensor import Operand, Sides
+from .operands import (
+    Call,
+    columnwise_input,
+    gather_input,
+    quantize_backward,
+    quantize_forward,
+    requantize_input,
+)
+from .tensor_parallel import Pending
 
 
 class Forward(NamedTuple):
-    """What a forward gives: y; wgrad's operand, of this rank's tokens, or None; the weight, quantised or as it is."""
+    """y [..., N]; of each site wgrad's operand, of this rank's tokens, or None; each weight, quantised or as it is."""
 
     y: torch.Tensor
-    x: Operand | None
-    weight: Sides
+    x: list[Operand | None]
+    weights: list[Sides]
 
 
 class Backward(NamedTuple):
-    """The gradients that were asked for; of the weight, once its own was added to main_grad, a dummy."""
+    """The gradients that are needed; of a weight whose gradient was added to main_grad, a dummy."""
 
     dx: torch.Tensor | None
-    dw: torch.Tensor | None
+    dw: list[torch.Tensor | None]
     dbias: torch.Tensor | None
 
 
 def forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call, needs_wgrad: bool
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    call: Call,
+    needs_wgrad: Sequence[bool],
 ) -> Forward:
-    """y [..., N] of x [..., K], with what backward needs of it (``x`` only if there will be a wgrad)."""
+    """y [..., N] of x [..., K], weights [N, K] each and a linear's bias [N], with what backward needs."""
+    tp = call.tp
     with without_autocast(x.device):
-        return _forward(x, weight, bias, call, needs_wgrad)
-
-
-def _forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call, needs_wgrad: bool
-) -> Forward:
-    site, tp = call.site, call.tp
-    site.note_forward()
-    tokens = as_matrix(x)  # [M, K]
-    operand, saved = quantize_input(tokens, call, needs_wgrad)  # [M of all ranks, K], [K, M]
-    quantized_weight = site.weights.quantized(
-        weight, fresh=call.fresh_weight, record=call.record, training=call.training
-    )
-    assert quantized_weight.rowwise is not None
-    # [tokens, N]
-    y = site.multiply("fprop", operand, quantized_weight.rowwise, x.dtype, bias, record=call.record)
-    sequence = x.shape[0] * (tp.size if call.gathers else 1)
-    if tp.kind == "row" and tp.sequence_parallel:
-        y = tp.reduce_scatter(y).wait()
-        sequence //= tp.size
+        matrix = as_matrix(x)  # [M, K]
+        operands, saved, sides = quantize_forward(call.split(matrix), weights, call, needs_wgrad)
+        rowwise = [side.rowwise for side in sides]
+        y = _multiply("fprop", call, operands, rowwise, matrix, len(weights[0]), bias)  # [M of all ranks, N]
+        sequence = x.shape[0] * (tp.size if call.gathers_input else 1)
+        if call.gathers_gradient:
+            y = tp.reduce_scatter(y).wait()
+            sequence //= tp.size
     shape = (sequence, *x.shape[1:-1], y.shape[-1]) if x.ndim > 1 else (y.shape[-1],)
-    return Forward(owned(y, shape), saved, quantized_weight)
+    return Forward(owned(y, shape), saved, sides)
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
@@ -118,289 +97,159 @@ def owned(y: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 def backward(
     grad_output: torch.Tensor,
-    saved_x: Operand | None,
-    saved_w: Operand | None,
-    weight: torch.Tensor,
+    saved_x: Sequence[Operand | None],
+    saved_w: Sequence[Operand | None],
+    weights: Sequence[torch.Tensor],
     call: Call,
-    needs: tuple[bool, bool],
-    bias_dtype: torch.dtype | None,
+    needs_dgrad: bool,
+    needs_wgrad: Sequence[bool],
+    bias_dtype: torch.dtype | None = None,
 ) -> Backward:
-    """Gradients of x (as [tokens, K]), weight and bias.
+    """Gradients of x (as [tokens, K]), of the weights and of the bias.
 
     Args:
         grad_output: [..., N].
-        saved_x, saved_w: the columnwise operands; None where no GEMM needs them.
-        weight: the parameter, for its main_grad.
-        needs: whether dx and dw are wanted.
-        bias_dtype: dtype of dbias; None if it is not wanted.
+        saved_x, saved_w: each site's columnwise operands; None where no GEMM needs them.
+        weights: the parameters [N, K], for their main_grad.
+        bias_dtype: dtype of dbias; None if it is not needed.
     """
-    site, tp = call.site, call.tp
-    needs_dgrad, needs_wgrad = needs
+    tp, inputs = call.tp, [*saved_x]
     # Shapes below: M is the tokens of all ranks, once shards of them are gathered.
     dy = as_matrix(grad_output)  # [M, N]
-    dbias = None if bias_dtype is None else bias_gradient(grad_output, bias_dtype)
-    rowwise, pending_columnwise = quantize_grad_output(dy, call, needs_dgrad, needs_wgrad)
-    if needs_wgrad and isinstance(saved_x, torch.Tensor):
-        saved_x = requantize_input(saved_x, call)
-    pending_x = _gather_input(saved_x, call) if needs_wgrad and call.gathers else None
+    dbias = None if bias_dtype is None else bias_gradient(dy, bias_dtype)
+    rowwise, columnwise = quantize_backward(call.split(dy), call, needs_dgrad, needs_wgrad)
+    for e, site in enumerate(call.sites):
+        if needs_wgrad[e] and isinstance(plain := inputs[e], torch.Tensor):
+            inputs[e] = requantize_input(plain, site, call)
+    pending_x = gather_input(inputs[0], call) if call.gathers_input and needs_wgrad[0] else None
     dx, pending_dx = None, None
-    if needs_dgrad:
-        assert rowwise is not None and saved_w is not None
-        dx = site.multiply("dgrad", rowwise, saved_w, grad_output.dtype)  # [M, N] @ [K, N]^T
-    columnwise = None
-    if needs_wgrad:
-        columnwise = (
-            pending_columnwise.wait() if isinstance(pending_columnwise, Pending) else pending_columnwise
-        )
-        x_side = _columnwise_input(pending_x.wait(), call) if pending_x is not None else saved_x
-    if dx is not None and call.gathers:
+    if needs_dgrad:  # [M, N] @ [K, N]^T
+        dx = _multiply("dgrad", call, rowwise, saved_w, dy, weights[0].shape[1])
+    if isinstance(columnwise[0], Pending):
+        columnwise = [columnwise[0].wait()]
+    if pending_x is not None:
+        inputs = [columnwise_input(pending_x.wait(), call)]
+    if dx is not None and call.gathers_input:
         pending_dx = tp.reduce_scatter(dx, async_op=True)
     elif dx is not None and tp.reduce_dgrad:
         pending_dx = tp.all_reduce(dx, async_op=True)
-    dw = None
-    if needs_wgrad:
-        assert columnwise is not None and x_side is not None
-        # [N, M] @ [K, M]^T
-        if (main_grad := main_grad_of(weight)) is not None:
-            site.accumulate("wgrad", columnwise, x_side, main_grad)
-            dw = added_to_main_grad(weight)
-        else:
-            dw = site.multiply("wgrad", columnwise, x_side, site.wgrad_dtype(weight.dtype)).to(weight.dtype)
-    if pending_dx is not None:
-        dx = pending_dx.wait()
-    return Backward(dx, dw, dbias)
+    dw = _weight_gradients(weights, call, columnwise, inputs, needs_wgrad)
+    return Backward(dx if pending_dx is None else pending_dx.wait(), dw, dbias)
 
 
-def bias_gradient(grad_output: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Sums [N] of grad_output [..., N] in float32, rounded once: one launch, but where float32 is to become 16 bits."""
-    dy = as_matrix(grad_output)
+def bias_gradient(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Sums [N] of dy [M, N] in float32, rounded once: one launch, but where float32 is to become 16 bits."""
     # Of 16-bit numbers torch sums in float32 and rounds the result itself.
     return dy.sum(0) if dy.dtype == dtype else dy.sum(0, dtype=torch.float32).to(dtype)
 
 
-# ---------------------------------------------------------------------------------------------------- input, forward
+# ---------------------------------------------------------------------------------------------------------- products
 
 
-def quantize_input(tokens: torch.Tensor, call: Call, needs_wgrad: bool) -> tuple[Operand, Operand | None]:
-    """(operand of fprop, what wgrad will need: this rank's tokens, columnwise; None if there will be no wgrad)."""
-    if isinstance(tokens, QuantizedActivation):
-        side = tokens.side
-        return side, derived(side, call, "input", record=call.record) if needs_wgrad else None
-    site, tp, casts = call.site, call.tp, call.site.casts["input"]
-    row = casts.rowwise
-    wanted, plain = input_cast(tokens, call, needs_wgrad)
-    keeps = wanted.direction == "both"
-    if not call.gathers:
-        done = casts(tokens, wanted.direction, record=call.record, for_product=not call.traced)
-        return input_operands(tokens, call, done, plain)
-    operand: Operand | None
-    reduce_amax = tp.amax_reduction(site.state.counts)
-    if row is not None and _shards_aligned(tokens.shape[0], row.rule.granularity):
-        done = casts(tokens, wanted.direction, record=call.record, reduce_amax=reduce_amax)
-        assert done.rowwise is not None
-        return tp.gather_side(done.rowwise, by_column=False).wait(), done.columnwise if keeps else plain
-    whole = operand = tp.all_gather(tokens).wait()
-    if row is not None:
-        site.notes.add(_misaligned_note("input", tokens.shape[0], row.rule.granularity))
-        operand = casts(whole, "rowwise", record=call.record, for_product=True).rowwise
-    assert operand is not None
-    if not keeps:
-        return operand, plain
-    done = casts(tokens, "columnwise", record=call.record, reduce_amax=reduce_amax)
-    return operand, done.columnwise
+def _multiply(
+    gemm: str,
+    call: Call,
+    a: Sequence[Any],
+    b: Sequence[Any],
+    like: torch.Tensor,
+    cols: int,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """a @ b^T (+ bias) of a linear; of experts a[e] @ b[e]^T, one below the other: [T, cols] of ``like`` [T, ...]."""
+    record = call.record or gemm != "fprop"
+    if len(call.sites) == 1:
+        return call.sites[0].multiply(gemm, a[0], b[0], like.dtype, bias, record=record)
+    y = torch.empty(len(like), cols, dtype=like.dtype, device=like.device)
+    _multiply_each(gemm, call, range(len(a)), a, b, call.split(y), record=record)
+    return y
 
 
-def derived(tokens: QuantizedSide, call: Call, role: str, *, record: bool) -> Operand | None:
-    """wgrad's operand [features, M] of tokens [M, features] that came as codes: their values, exact in float32, quantised
-    by wgrad's rule (docs/numerics.md, Derived codes)."""
-    assert call.tp.kind == "none", "tokens are dispatched to experts, which gather none"
-    quantizer = call.site.casts[role].columnwise
-    assert quantizer is not None, "a wgrad in high precision would read values that were quantised"
-    values = tokens.dequantize(torch.float32)
-    region = _region(values, call) if role == "grad_output" and call.site.gradients.stochastic else None
-    return quantizer(
-        values, "columnwise", record=record, region=region, for_product=not call.traced
-    ).columnwise
+def _multiply_each(
+    gemm: str,
+    call: Call,
+    these: Iterable[int],
+    a: Sequence[Any],
+    b: Sequence[Any],
+    outs: Sequence[Any],
+    *,
+    record: bool = True,
+    add: bool = False,
+) -> None:
+    """outs[e] = a[e] @ b[e]^T (add: +=) of these experts, as each site's plan has it; those of one backend in FP8 in one
+    call.
+
+    An expert without tokens is left out: it has no rows, or, in wgrad, a gradient of zeros.
+    """
+    together: dict[ModuleType, list[int]] = {}
+    for e in these:
+        site = call.sites[e]
+        in_fp8, observer = site.plan.gemms[gemm] == "fp8", site.state.observer
+        if not call.tokens[e]:
+            if gemm == "wgrad" and not add:
+                outs[e].zero_()
+        elif in_fp8 and site.backend is not None and not (add and observer):
+            together.setdefault(site.backend, []).append(e)
+        elif add:
+            site.accumulate(gemm, a[e], b[e], outs[e], record=record)
+        else:
+            outs[e].copy_(site.multiply(gemm, a[e], b[e], outs[e].dtype, record=record))
+    for backend, group in together.items():
+        operands = [[operand[e] for e in group] for operand in (a, b, outs)]
+        backend.grouped_gemm(*operands, add=add, fast_accumulation=gemm == "fprop")
+        for e in group:
+            site = call.sites[e]
+            site.state.counts.fp8_gemms += 1
+            if (observer := site.state.observer) is not None:
+                observer.product(SeenProduct(site.plan.name, gemm, a[e], b[e], outs[e], record))
 
 
-def input_cast(tokens: torch.Tensor, call: Call, needs_wgrad: bool) -> tuple[Wanted, torch.Tensor | None]:
-    """(the cast of tokens [M, K] that are not gathered; [K, M], what wgrad will need, where that is no codes)"""
-    casts = call.site.casts["input"]
-    keeps = needs_wgrad and keeps_codes(tokens.shape[0], call)
-    # Only where it is needed: asked for its transpose, a LazyTensor computes its values and writes them out.
-    plain = tokens.t() if needs_wgrad and not keeps else None
-    if call.record and not keeps:
-        _record_late_cast(tokens, casts)
-    return Wanted(casts, tokens, "both" if keeps else "rowwise", call.record), plain
+# ------------------------------------------------------------------------------------------------------------- wgrad
 
 
-def input_operands(
-    tokens: torch.Tensor, call: Call, done: Float8Tensor, plain: torch.Tensor | None
-) -> tuple[Operand, Operand | None]:
-    """``quantize_input`` of tokens that are not gathered, from what ``input_cast`` wanted."""
-    operand = tokens if call.site.casts["input"].rowwise is None else done.rowwise
-    assert operand is not None
-    return operand, done.columnwise if plain is None else plain
+def _weight_gradients(
+    weights: Sequence[torch.Tensor],
+    call: Call,
+    dy: Sequence[Any],
+    x: Sequence[Any],
+    needs_wgrad: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """Each weight's gradient [N, K] = dy[e] [N, M] @ x[e] [K, M]^T: None where not needed, a dummy where it was added to
+    main_grad."""
+    found: list[Any] = [None] * len(weights)
+    wanted = [e for e, needs in enumerate(needs_wgrad) if needs]
+    sums: dict[int, Any] = {e: total for e in wanted if (total := main_grad_of(weights[e])) is not None}
+    plain = [e for e in wanted if e not in sums]
+    if len(weights) == 1:
+        site = call.sites[0]
+        for total in sums.values():
+            site.accumulate("wgrad", dy[0], x[0], total)
+        for e in plain:
+            dtype = weights[e].dtype
+            found[e] = site.multiply("wgrad", dy[0], x[0], site.wgrad_dtype(dtype)).to(dtype)
+    else:
+        for turn in _turns(sums):
+            _multiply_each("wgrad", call, turn, dy, x, [sums.get(e) for e in range(len(weights))], add=True)
+        for e in plain:
+            dtype = call.sites[e].wgrad_dtype(weights[e].dtype)
+            found[e] = torch.empty(weights[e].shape, dtype=dtype, device=weights[e].device)
+        _multiply_each("wgrad", call, plain, dy, x, found)
+        for e in plain:
+            found[e] = found[e].to(weights[e].dtype)
+    for e in sums:
+        found[e] = added_to_main_grad(weights[e])
+    return found
 
 
-def keeps_codes(tokens: int, call: Call) -> bool:
-    """Whether wgrad's operand is kept as codes of this rank's tokens, and not as the input itself."""
-    quantizer = call.site.casts["input"].columnwise
-    if quantizer is None or call.save_original_input:
-        return False
-    return not call.gathers or _shards_aligned(tokens, quantizer.rule.granularity)
-
-
-def _shards_aligned(tokens: int, granularity: Granularity) -> bool:
-    """Whether a shard of this many tokens holds whole blocks in both directions."""
-    block = max(granularity.rows, granularity.cols)
-    return granularity.is_tensor or granularity.cols == 0 or tokens % block == 0
-
-
-def _misaligned_note(role: str, tokens: int, granularity: Granularity) -> str:
-    return (
-        f"sequence-parallel {role} gathered in high precision: shards of {tokens} tokens are not whole"
-        f" {granularity} blocks"
-    )
-
-
-def _record_late_cast(tokens: torch.Tensor, casts: Casts) -> None:
-    """Record now what wgrad's own cast would record. That cast comes in the backward or in a recomputation, and those
-    record no amax of the input: the forward has done so."""
-    column = casts.columnwise
-    if column is not None and column.rule.delayed and column is not casts.rowwise:
-        column.observe(tokens)
-
-
-def requantize_input(saved: torch.Tensor, call: Call) -> Operand | None:
-    """A saved plain input [K, M], quantised now if wgrad reads codes, and if codes made of a shard of the tokens are
-    those that the gathered tokens would get; else as it is."""
-    quantizer = call.site.casts["input"].columnwise
-    if quantizer is None or (
-        call.gathers and not _shards_aligned(saved.shape[1], quantizer.rule.granularity)
-    ):
-        return saved
-    reduce_amax = call.tp.amax_reduction(call.site.state.counts) if call.gathers else None
-    return quantizer(
-        saved.t(), "columnwise", record=False, reduce_amax=reduce_amax, for_product=not call.gathers
-    ).columnwise
-
-
-def _gather_input(saved: Operand | None, call: Call) -> Pending:
-    """Start collecting all ranks' tokens of the saved columnwise input [K, M]."""
-    assert saved is not None
-    if isinstance(saved, QuantizedSide):
-        return call.tp.gather_side(saved, by_column=True, async_op=True)
-    return call.tp.all_gather(saved.t(), async_op=True)
-
-
-def _columnwise_input(gathered: Operand, call: Call) -> Operand | None:
-    """wgrad's operand [K, M of all ranks] from what was gathered: codes [K, M] as they are; tokens [M, K] in high
-    precision transposed, and quantised if wgrad reads codes."""
-    if isinstance(gathered, QuantizedSide):
-        return gathered
-    quantizer = call.site.casts["input"].columnwise
-    if quantizer is None:
-        return gathered.t()
-    return quantizer(gathered, "columnwise", record=False, for_product=True).columnwise
-
-
-# -------------------------------------------------------------------------------------------- grad_output, backward
-
-
-def quantize_grad_output(
-    dy: torch.Tensor, call: Call, needs_dgrad: bool, needs_wgrad: bool
-) -> tuple[Operand | None, Operand | Pending | None]:
-    """(dgrad's operand [M, N], wgrad's operand [N, M] or its gather under way), over all ranks' tokens, of dy [M, N]."""
-    if isinstance(dy, QuantizedActivation):
-        side = dy.side
-        made = derived(side, call, "grad_output", record=True) if needs_wgrad else None
-        return side if needs_dgrad else None, made
-    site, tp = call.site, call.tp
-    gathers = tp.kind == "row" and tp.sequence_parallel
-    if not gathers and not site.gradients.stochastic:
-        wanted = gradient_cast(dy, call, needs_dgrad, needs_wgrad)
-        done = wanted.casts(dy, "both", record=True, for_product=True)
-        return gradient_operands(wanted, done, needs_dgrad, needs_wgrad)
-    casts = site.casts["grad_output"]
-    row, column = casts.rowwise if needs_dgrad else None, casts.columnwise if needs_wgrad else None
-    late = [q for q in (row, column) if gathers and q and not _shards_aligned(len(dy), q.rule.granularity)]
-    plain_row, plain_column = needs_dgrad and row is None, needs_wgrad and column is None
-    plain = tp.all_gather(dy).wait() if gathers and (late or plain_row or plain_column) else dy
-    rowwise: Operand | None = plain if plain_row else None
-    columnwise: Operand | Pending | None = plain.t() if plain_column else None
-    if row is None and column is None:
-        return rowwise, columnwise
-    region = _region(dy, call) if site.gradients.stochastic else None
-    once = row is not None and row is column
-    work: list[tuple[Quantizer | None, Any]] = (
-        [(row, "both")] if once else [(row, "rowwise"), (column, "columnwise")]
-    )
-    for quantizer, direction in work:
-        if quantizer is None:
-            continue
-        shards = gathers and quantizer not in late
-        if quantizer in late:
-            site.notes.add(_misaligned_note("grad_output", len(dy), quantizer.rule.granularity))
-        done = quantizer(
-            dy if shards else plain,
-            direction,
-            record=True,
-            reduce_amax=tp.amax_reduction(site.state.counts) if shards else None,
-            region=region and replace(region, row_offset=tp.rank * len(dy) if shards else 0),
-            for_product=not shards,
-        )
-        sides = _gather_grad_output(done, tp) if shards else (done.rowwise, done.columnwise)
-        rowwise, columnwise = sides[0] or rowwise, sides[1] or columnwise
-    return rowwise, columnwise
-
-
-def gradient_cast(dy: torch.Tensor, call: Call, needs_dgrad: bool, needs_wgrad: bool) -> Wanted:
-    """The cast of dy [M, N] that is not gathered, and not rounded stochastically."""
-    casts = call.site.casts["grad_output"]
-    if not (needs_dgrad and needs_wgrad):
-        casts = Casts(casts.rowwise if needs_dgrad else None, casts.columnwise if needs_wgrad else None)
-    return Wanted(casts, dy, "both", True)
-
-
-def gradient_operands(
-    wanted: Wanted, done: Float8Tensor, needs_dgrad: bool, needs_wgrad: bool
-) -> tuple[Operand | None, Operand | None]:
-    """``quantize_grad_output`` from what ``gradient_cast`` wanted."""
-    plain_row, plain_column = (
-        needs_dgrad and wanted.casts.rowwise is None,
-        needs_wgrad and wanted.casts.columnwise is None,
-    )
-    return wanted.x if plain_row else done.rowwise, wanted.x.t() if plain_column else done.columnwise
-
-
-def _gather_grad_output(
-    quantized: Float8Tensor, tp: TensorParallel
-) -> tuple[QuantizedSide | None, QuantizedSide | Pending | None]:
-    """Both sides of all ranks' tokens: the rowwise one is waited for, since dgrad comes next; the columnwise one arrives
-    while dgrad runs."""
-    row, column = quantized.rowwise, quantized.columnwise
-    gathered_row = None if row is None else tp.gather_side(row, by_column=False).wait()
-    if column is None:
-        return gathered_row, None
-    if gathered_row is not None and column.granularity.symmetric:
-        return gathered_row, gathered_row.transposed()
-    return gathered_row, tp.gather_side(column, by_column=True, async_op=True)
-
-
-def _region(dy: torch.Tensor, call: Call) -> Region:
-    """Where dy [M, N] lies in the matrix of the whole group, which names the random bits of each element. It has all
-    rows; a column-parallel rank has some of the columns."""
-    tp, cols = call.tp, dy.shape[1]
-    by_column = tp.kind == "column"
-    return call.site.gradients.next_region(
-        0,
-        tp.rank * cols if by_column else 0,
-        cols * (tp.size if by_column else 1),
-    )
-
-
-# ------------------------------------------------------------------------------------------------------ wgrad
+def _turns(sums: Mapping[int, torch.Tensor]) -> list[list[int]]:
+    """Splits experts into turns in which no two share a main_grad (float32 [N, K]), as experts with one weight do."""
+    turns: list[dict[int, int]] = []
+    for e, total in sums.items():
+        at = total.data_ptr()
+        turn = next((turn for turn in turns if at not in turn), None)
+        if turn is None:
+            turns.append(turn := {})
+        turn[at] = e
+    return [list(turn.values()) for turn in turns]
 
 
 def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:

@@ -21,7 +21,7 @@ import torch
 
 from ..backends.native.layout import BLOCK_ROWS, round_up
 from ..numerics.rule import Rule
-from ..plan.token_format import is_by_token
+from ..plan.site_plan import is_by_token
 from ..tensor import QuantizedSide
 
 aten = torch.ops.aten

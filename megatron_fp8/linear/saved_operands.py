@@ -1,18 +1,31 @@
-"""Saves a forward's operands for its backward, and checks what saved-tensor hooks give back.
+"""Operands saved for backward, by autograd functions and by compiled operators.
 
 Between what forward saves and what backward gets back stand hooks (torch.autograd.graph.saved_tensors_hooks:
 offloading, recomputation, compression, a user's own), and autograd looks at nothing that they give. Codes may come back
-as another tensor that lies otherwise; of another shape C would read past its end, of another dtype other numbers.
+as another tensor that lies otherwise; of another shape C would read past its end, of another dtype other numbers. So
+shapes, dtypes and devices are checked.
+
+A compiler has to know shape, strides and dtype of everything that an operator will return, before there is a tensor. So
+both backends promise a layout, which is a string, a constant of the graph: the emulated one writes codes in the input's
+order and returns a transposed view, the native one writes them as tensor cores read them. Nor does anybody know then how
+many tokens each expert gets. So experts' codes lie one behind the other, and so do their scales. Blocks along the tokens
+begin anew with each expert: there is room for a block more of each, and what is left at the end is not read. Rejected: a
+tensor for each expert. Its size would be a symbol that nothing is known of, and each graph would begin by reading all of
+them on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
-from ..numerics.rule import Granularity
+from ..numerics.rule import Granularity, Rule
 from ..tensor import Operand, QuantizedSide
 
 Facts = tuple[torch.Size, torch.dtype, torch.device] | None
@@ -97,3 +110,270 @@ class SavedOperand(NamedTuple):
             return tensors.pop(0)
         codes, scale_inv = tensors.pop(0), tensors.pop(0)
         return QuantizedSide(codes, scale_inv, *spec)
+
+
+# ------------------------------------------------------------------------------------------------ second derivatives
+
+_NO_SECOND = (
+    "no second derivative: gradients of FP8 layers, and of what stores FP8, have none. For a loss that contains gradients"
+    " (create_graph=True) switch FP8 off around the forward"
+)
+_NO_BATCHES = (
+    "gradients of FP8 layers cannot be batched (is_grads_batched, jacobian with vectorize=True): call backward for"
+    " each"
+)
+
+
+def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates an autograd function's backward, inside staticmethod: differentiating it raises RuntimeError, and so do
+    batched gradients.
+
+    torch's ``once_differentiable`` is not enough: it raises only if the incoming gradient itself requires a gradient. The
+    gradient of a sum is a constant, but backward multiplies it by weights: a gradient penalty would silently lack that
+    part. A second derivative by some inputs (``hessian``) would be zeros, since its graph misses the error.
+    """
+
+    @functools.wraps(backward)
+    def guarded(ctx: Any, *grads: torch.Tensor) -> Any:
+        if torch.compiler.is_compiling():
+            return backward(ctx, *grads)
+        for grad in grads:
+            if is_batchedtensor(grad) or is_legacy_batchedtensor(grad):
+                raise RuntimeError(_NO_BATCHES)
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        outputs = [
+            None if x is None else x.detach() for x in (found if isinstance(found, tuple) else (found,))
+        ]
+        sources = [*_leaves_behind(ctx), *(grad for grad in grads if grad.requires_grad)]
+        refuse: Any = torch._C._functions.DelayedError(_NO_SECOND.encode(), len(outputs) + len(sources))
+        return refuse(*outputs, *sources)[: len(outputs)]
+
+    return guarded
+
+
+def _leaves_behind(node: Any) -> list[torch.Tensor]:
+    """The leaf tensors, of any shape, that a function's inputs depend on."""
+    leaves, met, ahead = [], {node}, [node]
+    while ahead:
+        for function, _ in ahead.pop().next_functions:
+            if function is None or function in met:
+                continue
+            met.add(function)
+            ahead.append(function)
+            if hasattr(function, "variable"):  # what accumulates a leaf's gradient
+                leaves.append(function.variable)
+    return leaves
+
+
+# ------------------------------------------------------------------------------------------------------------ layouts
+
+
+class Layout(NamedTuple):
+    """A tensor before it exists."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def extent(self) -> int:
+        """How many elements of memory it spans."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """An uninitialised one."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+    def lay(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself where it lies so already, else a copy that does."""
+        assert tensor.shape == self.shape, (tensor.shape, self.shape)
+        as_it_should = all(
+            size == 1 or a == b for size, a, b in zip(self.shape, tensor.stride(), self.strides, strict=True)
+        )
+        return tensor if as_it_should else self.empty(tensor.device).copy_(tensor)
+
+
+@dataclass(frozen=True)
+class SideLayout:
+    """Layouts of codes [K, tokens] and scales, for any K and number of tokens.
+
+    Attributes:
+        turned: codes are a transposed view of codes in row order, and so are scales.
+    """
+
+    granularity: Granularity
+    scale: str
+    fmt: torch.dtype
+    turned: bool
+
+    def __str__(self) -> str:
+        name = str(self.fmt).removeprefix("torch.")
+        return f"{self.granularity.rows} {self.granularity.cols} {self.scale} {name} {int(self.turned)}"
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def parse(text: str) -> SideLayout:
+        """From its string."""
+        rows, cols, scale, fmt, turned = text.split(" ")
+        return SideLayout(Granularity(int(rows), int(cols)), scale, getattr(torch, fmt), turned == "1")
+
+    @staticmethod
+    def of(rule: Rule, turned: bool) -> SideLayout:
+        """That of a rule."""
+        return SideLayout(rule.granularity, rule.scale, rule.fmt.dtype, turned)
+
+    @property
+    def pads_scales(self) -> bool:
+        """Whether rows of scales are padded to four blocks, as torch's product reads them."""
+        square = self.granularity.rows == self.granularity.cols > 0
+        return square and self.scale != "e8m0" and not self.turned
+
+    def codes(self, rows: int, tokens: int) -> Layout:
+        """[rows, tokens]."""
+        return Layout((rows, tokens), (1, rows) if self.turned else (tokens, 1), torch.uint8)
+
+    def scales(self, rows: int, tokens: int) -> Layout:
+        """scale_inv as it is, E8M0 as bytes."""
+        height, width = self.granularity.rows, self.granularity.cols
+        if self.granularity.is_tensor:
+            return Layout((), (), torch.float32)
+        if width == 0:
+            return Layout((rows, 1), (1, 1), torch.float32)
+        down, across = -(-rows // height), -(-tokens // width)
+        if self.scale == "e8m0":
+            return Layout((down, across), (1, down) if self.turned else (across, 1), torch.uint8)
+        if self.pads_scales:
+            return Layout((down, across), (-(-across // 4) * 4, 1), torch.float32)
+        return Layout((down, across), (1, down), torch.float32)
+
+    @staticmethod
+    def parts(side: QuantizedSide) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes, scales) of a side as they lie; 8-bit floats as bytes."""
+        side = side.plain()
+        scales = side.scale_inv
+        return side.codes.view(torch.uint8), (
+            scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
+        )
+
+    def put_together(self, codes: torch.Tensor, scales: torch.Tensor) -> QuantizedSide:
+        """The side again. Whether it is finite was known at run time only, and is forgotten. ValueError unless there is
+        a scale for each block."""
+        wanted = self.scales(*codes.shape)
+        if (scales.shape, scales.dtype, codes.dtype) != (wanted.shape, wanted.dtype, torch.uint8):
+            raise ValueError(
+                f"codes {codes.dtype} {list(codes.shape)} and scales {scales.dtype} {list(scales.shape)} came back from"
+                f" a hook for saved tensors, where torch.uint8 and {wanted.dtype} {list(wanted.shape)} were saved"
+            )
+        scales = scales.view(torch.float8_e8m0fnu) if self.scale == "e8m0" else scales
+        return QuantizedSide(codes.view(self.fmt), scales, self.granularity, self.scale != "fp32")
+
+
+_ALIGNED = 16
+"""Where kernels read codes in row order, each expert's begin at a multiple of so many elements, and so do scales."""
+
+
+class SavedInput(NamedTuple):
+    """Codes of the input, uint8, and their scales, float32 or E8M0 as uint8; of experts flat."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+class _Place(NamedTuple):
+    """Where one expert's part of a flat tensor lies: its first element, and how."""
+
+    first: int
+    lies: Layout
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """That part: a view."""
+        # as_strided counts from the beginning of memory, of which `whole` may be any part.
+        return whole.as_strided(self.lies.shape, self.lies.strides, whole.storage_offset() + self.first)
+
+
+class InputLayout(NamedTuple):
+    """How the columnwise sides of a linear's input, or of each expert's tokens, lie: codes [features, tokens].
+
+    Attributes:
+        of: one side's.
+        features: of a token.
+    """
+
+    of: SideLayout
+    features: int
+
+    def empty(self, tokens: int, sites: int, device: torch.device) -> SavedInput:
+        """Room for so many tokens of a linear, or of so many experts, however they are shared out. Scales that nobody
+        writes are 0.
+
+        Plain arithmetic of ``tokens``, which is a symbol while a compiler traces.
+        """
+        if sites == 1:
+            size = self.features, tokens
+            return SavedInput(self.of.codes(*size).empty(device), self.of.scales(*size).empty(device))
+        height, width = self.of.granularity.rows, self.of.granularity.cols
+        gaps = 0 if self.of.turned else sites * (_ALIGNED - 1)
+        if self.of.granularity.is_tensor:
+            scales = sites
+        elif width == 0:
+            scales = sites * self.features
+        else:
+            across = (tokens + sites * (width - 1)) // width
+            scales = -(-self.features // height) * (across + (3 * sites if self.of.pads_scales else 0))
+        return SavedInput(
+            torch.empty(tokens * self.features + gaps, dtype=torch.uint8, device=device),
+            torch.zeros(scales + gaps, dtype=self.of.scales(1, 1).dtype, device=device),
+        )
+
+    def pack(
+        self, sides: Sequence[Operand | None], tokens: Sequence[int], device: torch.device
+    ) -> SavedInput:
+        """These sides, of experts a copy; that of an expert without tokens is not looked at."""
+        if len(sides) == 1:
+            assert isinstance(sides[0], QuantizedSide)
+            codes, scales = self.of.parts(sides[0])
+            size = codes.shape[0], codes.shape[1]
+            return SavedInput(self.of.codes(*size).lay(codes), self.of.scales(*size).lay(scales))
+        packed = self.empty(sum(tokens), len(tokens), device)
+        for side, count, places in zip(sides, tokens, self._places(tokens), strict=True):
+            if count:
+                assert isinstance(side, QuantizedSide), "an expert's tokens have codes"
+                for part, place, whole in zip(self.of.parts(side), places, packed, strict=True):
+                    place.of(whole).copy_(part)
+        return packed
+
+    def unpack(self, packed: SavedInput, tokens: Sequence[int]) -> list[Operand | None]:
+        """The sides again, of experts views; None of an expert without tokens.
+
+        ValueError unless shapes and dtypes are those that ``empty`` gives.
+        """
+        if len(tokens) == 1:
+            return [self.of.put_together(*packed)]
+        wanted = self.empty(sum(tokens), len(tokens), torch.device("meta"))
+        for found, one in zip(packed, wanted, strict=True):
+            if (found.shape, found.dtype) != (one.shape, one.dtype):
+                raise ValueError(
+                    f"{found.dtype} {list(found.shape)} came back from a hook for saved tensors, where {one.dtype}"
+                    f" {list(one.shape)} was saved"
+                )
+        whole = SavedInput(packed.codes.contiguous(), packed.scales.contiguous())
+        return [
+            self.of.put_together(codes.of(whole.codes), scales.of(whole.scales)) if count else None
+            for count, (codes, scales) in zip(tokens, self._places(tokens), strict=True)
+        ]
+
+    def _places(self, tokens: Sequence[int]) -> Iterator[tuple[_Place, _Place]]:
+        """Where the codes and the scales of each expert lie. One without tokens has room for scales too,
+        but where they go by blocks."""
+        first = [0, 0]
+        for count in tokens:
+            lies = self.of.codes(self.features, count), self.of.scales(self.features, count)
+            codes, scales = (_Place(*each) for each in zip(first, lies, strict=True))
+            yield codes, scales
+            ends = [place.first + place.lies.extent for place in (codes, scales)]
+            first = ends if self.of.turned else [-(-end // _ALIGNED) * _ALIGNED for end in ends]

@@ -1,4 +1,4 @@
-"""Tensor-parallel communication of a linear, in FP8 codes where possible.
+"""Tensor-parallel communication of a linear, in FP8 codes where possible, and this rank's shard.
 
 Tokens are [sequence, batch] flattened, so a gather along the sequence is a gather along the rows. The columnwise side of
 a quantised matrix has the tokens last. The emulated backend keeps it as a transposed view of codes in row order: its
@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from ..state.iteration import IterationCounts
 from ..tensor import QuantizedSide
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Pending:
@@ -67,6 +70,25 @@ class TensorParallel:
         if size == 1:
             return ALONE
         return TensorParallel(kind, group, sequence_parallel, reduce_dgrad, dist.get_rank(group), size)
+
+    def to_text(self) -> str:
+        """Itself as a string, a constant of compiled graphs; '' without communication."""
+        if self.kind == "none":
+            return ""
+        flags = f"{int(self.sequence_parallel)} {int(self.reduce_dgrad)}"
+        return f"{self.kind} {flags} {self.rank} {self.size} {self.group.group_name}"
+
+    @staticmethod
+    def from_text(text: str) -> TensorParallel:
+        """Parses ``to_text``'s string. It looks the group up each time: torch reuses group names."""
+        if not text:
+            return ALONE
+        kind: Any
+        kind, sequence_parallel, reduce_dgrad, rank, size, name = text.split(" ", 5)
+        group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+        return TensorParallel(
+            kind, group, sequence_parallel == "1", reduce_dgrad == "1", int(rank), int(size)
+        )
 
     def amax_reduction(self, counts: IterationCounts) -> Callable[[torch.Tensor], None]:
         """Shares the amaxes of token shards: one small collective, counted apart from the iteration's own."""
@@ -138,3 +160,31 @@ def _side_by_side(stacked: torch.Tensor, size: int) -> torch.Tensor:
     """Shards' codes [size * rows, cols], one shard below the other, as contiguous [rows, size * cols]."""
     shards = stacked.view(torch.uint8).unflatten(0, (size, -1))
     return shards.transpose(0, 1).reshape(shards.shape[1], -1).view(stacked.dtype)
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """A rank's shard of one site.
+
+    Attributes:
+        kind: 'column' or 'row' where the weight is split over tensor-parallel ranks, by output or by input features.
+        part: the weight shard's number; ranks with the same number hold the same values.
+        tokens: the token set's number; ranks with the same number see the same tokens, or shards of them.
+    """
+
+    kind: Literal["none", "column", "row"] = "none"
+    part: int = 0
+    tokens: int = 0
+
+
+def weight_of(linear: Any) -> torch.Tensor:
+    """A linear's weight [N, K]: its own, or the tied weight that each call passes."""
+    own: torch.Tensor | None = linear.weight
+    weight: torch.Tensor = linear.tied_weight if own is None else own
+    return weight
+
+
+def device_of(linear: Any) -> torch.device:
+    """The device of a linear's weight; ``fp8_device`` avoids computing a parametrised weight."""
+    device: torch.device | None = getattr(linear, "fp8_device", None)
+    return weight_of(linear).device if device is None else device

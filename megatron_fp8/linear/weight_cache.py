@@ -2,49 +2,53 @@
 
 Optimizers that write through flat buffers leave no trace in a tensor's version; whoever steps tells the state, whose
 ``weight_generation`` covers those.
+
+A forward saves a stamp of the weight if it keeps no columnwise side for dgrad, or if that may be replaced before
+backward (compiled code, offloading, another forward). The stamp names the weight's generation and the delayed scale,
+with which backward quantises the weight again. Rejected: one more argument of the backward operator. Graphs that
+torch.compile cached on disk under an earlier version of this package would not pass it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property
-from typing import Any
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..backends.base import Quantized
+from ..kernels.cast_dispatch import block_amaxes, in_memory
 from ..numerics.rule import Direction
+from ..numerics.scaling import compute_scale
 from ..params.fp8_parameter import Fp8Parameter
-from ..quantizer import Casts, measure
+from ..quantizer import CastJob, Casts, Quantizer, measure
+from ..state.arena import Slot
 from ..state.fp8_state import Fp8State
-from ..tensor import Float8Tensor, Sides
-from .eval_weight_scale import WeightFacts, fitted
+from ..tensor import Float8Tensor, Operand, Sides
+
+_DELAYED, _EVALUATED = 1, 2  # a stamp's flags
 
 
+@dataclass
 class CachedWeight:
-    """A quantised weight, the version of the weight that it was made of, and the delayed scale that was used, if any.
+    """A quantised weight.
 
-    Args:
-        sides: gives the quantised weight.
-        fitted: evaluation made it, whose scale may be another than training's.
+    Attributes:
+        version: of the weight that it was made of (``WeightCache.version``).
+        recorded: the weight's amax is in its slots.
+        scale: float32 [], the delayed scale that was used; None: the weight's own.
+        for_evaluation: evaluation made it, whose scale may be another than training's.
     """
 
-    def __init__(
-        self,
-        version: tuple[Any, ...],
-        recorded: bool,
-        scale: torch.Tensor | None,
-        sides: Callable[[], Float8Tensor],
-        *,
-        fitted: bool = False,
-    ):
-        self.version, self.recorded, self.scale = version, recorded, scale
-        self.made_by, self.fitted = sides, fitted
-
-    @cached_property
-    def quantized(self) -> Float8Tensor:
-        """The quantised weight."""
-        return self.made_by()
+    version: tuple[Any, ...]
+    recorded: bool
+    scale: torch.Tensor | None
+    quantized: Float8Tensor
+    for_evaluation: bool
 
 
 class WeightCache:
@@ -74,7 +78,7 @@ class WeightCache:
 
     def fit(self, known: Callable[[], WeightFacts], tell: Callable[[str], Any]) -> None:
         """Others than the training may write the weight: evaluation looks whether its delayed scale still fits."""
-        self.evaluated_by = fitted(self.casts, known, tell)
+        self.evaluated_by = evaluation_casts(self.casts, known, tell)
 
     def casts_in(self, training: bool) -> Casts:
         """What quantises it."""
@@ -86,41 +90,22 @@ class WeightCache:
 
     @property
     def direction(self) -> Direction:
-        """What a cast of the weight makes."""
-        return "rowwise" if self._makes_again else "both"
+        """What a cast of the weight makes: 'rowwise' where each backward makes the columnwise side again."""
+        return "rowwise" if self._may_make_again and not self.state.keeps_columnwise else "both"
 
-    @property
-    def _makes_again(self) -> bool:
-        """Whether the columnwise side is made in each backward and not kept from the forward."""
-        return self._may_make_again and not self.state.keeps_columnwise
-
-    @property
-    def kept(self) -> Float8Tensor | None:
-        """The quantised weight that is held now."""
-        return None if self.held is None else self.held.quantized
-
-    def quantized(self, weight: torch.Tensor, *, fresh: bool, record: bool, training: bool = True) -> Sides:
-        """The weight [N, K], and [K, N] columnwise: each quantised, or as it is where the plan has high precision.
-
-        It is quantised once an iteration if the state ``keeps_weights``, else at each call. The columnwise side is None
-        where backward makes it again (dgrad_weight.py).
-
-        Args:
-            fresh: quantise again whatever is kept (Megatron's is_first_microbatch).
-            training: False in evaluation.
-
-        A weight that lives as FP8 is used as it is; its amax counts once an iteration, as if it had been cast here.
-        """
-        sides = self.ready(weight, fresh=fresh, record=record)
-        if sides is None:
-            with torch.inference_mode(False), torch.no_grad():  # codes that a later backward can save
-                casts = self.casts_in(training)
-                quantized = casts(weight, self.direction, record=record, for_product=True)
-                sides = self.take(weight, quantized, record=record, training=training)
-        return sides
+    # A call's weight is quantised once an iteration if the state ``keeps_weights``, else at each call: ``ready`` gives it
+    # where that needs no cast, else the caller makes the ``job`` and has it cached by ``take``.
 
     def ready(self, weight: torch.Tensor, *, fresh: bool, record: bool) -> Sides | None:
-        """``quantized`` where that needs no cast, else None."""
+        """The weight [N, K], and [K, N] columnwise, where that needs no cast, else None.
+
+        Each is quantised, or as it is where the plan has high precision. The columnwise side is None where backward makes
+        it again. A weight that lives as FP8 is used as it is; its amax counts once an iteration, as if it had been cast.
+
+        Args:
+            fresh: quantise again whatever is cached (Megatron's is_first_microbatch).
+            record: record the amax.
+        """
         if isinstance(weight, Fp8Parameter):
             assert self.casts.rowwise is not None, (
                 "a weight that the plan keeps in high precision was made FP8"
@@ -133,23 +118,28 @@ class WeightCache:
         if self.casts.rowwise is self.casts.columnwise is None:
             return Sides(weight, weight.t())
         kept = self.serving(weight, fresh=fresh, record=record)
-        return None if kept is None else self._sides(weight, kept)
+        return None if kept is None else self._sides(weight, kept.quantized)
+
+    def job(self, weight: torch.Tensor, *, training: bool, record: bool) -> CastJob:
+        """The cast of the weight [N, K]."""
+        return CastJob(self.casts_in(training), weight, self.direction, record)
 
     def take(self, weight: torch.Tensor, quantized: Float8Tensor, *, record: bool, training: bool) -> Sides:
-        """Keep what ``casts_in`` just gave of the weight, in the direction that is asked for; as ``quantized``."""
-        column, fitted = self.casts_in(training).columnwise, self.fits(training)
+        """Caches what ``job`` gave of the weight; returns it as ``ready`` does."""
+        column = self.casts_in(training).columnwise
         scale = None if column is None else column.delayed_scale()
-        kept = CachedWeight(self.version(weight), record, scale, lambda: quantized, fitted=fitted)
-        return self._sides(weight, self.keep(weight, kept))
+        if self._memory is None or self._memory.cdata != _storage_number(weight):
+            self._memory = StorageWeakRef(weight.untyped_storage())
+        self.held = CachedWeight(self.version(weight), record, scale, quantized, self.fits(training))
+        return self._sides(weight, quantized)
 
-    def _sides(self, weight: torch.Tensor, kept: CachedWeight) -> Sides:
-        made = kept.quantized
-        if self._makes_again:
+    def _sides(self, weight: torch.Tensor, made: Float8Tensor) -> Sides:
+        if self.direction == "rowwise":
             return Sides(made.rowwise, None)
         return Sides(made.rowwise or weight, weight.t() if made.columnwise is None else made.columnwise)
 
     def serving(self, weight: torch.Tensor, *, fresh: bool, record: bool) -> CachedWeight | None:
-        """What was kept, if it is of the weight as it is now and may serve; arguments as those of ``quantized``."""
+        """What was cached, if it is of the weight as it is now and may serve; arguments as of ``ready``."""
         kept = self.held
         # Of a weight without a version nobody would notice that it was written.
         if kept is None or fresh or not self.state.keeps_weights or weight.is_inference():
@@ -178,13 +168,6 @@ class WeightCache:
         self._observed = -1
         if self.held is not None:
             self.held.recorded = False
-
-    def keep(self, weight: torch.Tensor, kept: CachedWeight) -> CachedWeight:
-        """Keep what was just made of the weight."""
-        if self._memory is None or self._memory.cdata != _storage_number(weight):
-            self._memory = StorageWeakRef(weight.untyped_storage())
-        self.held = kept
-        return kept
 
     def observe(self, weight: torch.Tensor) -> None:
         """Record the weight's amax, once an iteration, without a cast."""
@@ -216,3 +199,222 @@ class WeightCache:
 def _storage_number(tensor: torch.Tensor) -> int:
     number: int = torch._C._storage_id(tensor)  # type: ignore[attr-defined]
     return number
+
+
+_DELAYED, _EVALUATED = 1, 2  # a stamp's flags
+
+
+def stamp_of(
+    weights: WeightCache, device: torch.device, *, training: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The stamp of a forward that just quantised the weight, as tensors that a graph can save.
+
+    Returns (int64 [2] on the CPU: weight_generation and flags for a delayed scale and evaluation; float32 []: the delayed
+    scale, or 1).
+    """
+    facts, scale = _facts(weights, training)
+    stamp = torch.tensor(facts, dtype=torch.int64, device="cpu")
+    used = torch.ones((), dtype=torch.float32, device=device) if scale is None else scale.clone()
+    return stamp, used
+
+
+def stamps_of(
+    weights: Sequence[WeightCache], device: torch.device, *, training: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``stamp_of`` of each site, stacked: int64 [sites, 2] on the CPU, float32 [sites]."""
+    facts = [_facts(cache, training) for cache in weights]
+    stamps = torch.tensor([stamp for stamp, _ in facts], dtype=torch.int64, device="cpu")
+    scales = [scale for _, scale in facts]
+    if any(scale is None for scale in scales):
+        used = torch.ones(len(scales), dtype=torch.float32, device=device)
+        for one, scale in zip(used, scales, strict=True):
+            if scale is not None:
+                one.copy_(scale)
+        return stamps, used
+    return stamps, torch.stack([scale for scale in scales if scale is not None])
+
+
+def _facts(weights: WeightCache, training: bool) -> tuple[list[int], torch.Tensor | None]:
+    """(stamp, delayed scale float32 [] or None)."""
+    scale = None if weights.held is None else weights.held.scale
+    flags = _DELAYED * (scale is not None) + _EVALUATED * (not training)
+    return [weights.state.weight_generation, flags], scale
+
+
+def was_training(stamp: torch.Tensor) -> bool:
+    """Whether the forward of this stamp, int64 [2], ran in training mode."""
+    return not int(stamp[1]) & _EVALUATED
+
+
+def columnwise_of(
+    weights: WeightCache, weight: torch.Tensor, stamp: torch.Tensor, scale: torch.Tensor
+) -> Operand:
+    """dgrad's operand [K, N] of the weight [N, K].
+
+    Returns forward's codes while the site caches them. Otherwise quantises the weight again, with the same bits: the
+    state keeps no columnwise sides, ``fp8_step`` or another forward ran in between, or offloading returned the weight as
+    another tensor.
+
+    Args:
+        stamp, scale: int64 [2] and float32 [] of the forward's ``stamp_of``.
+    """
+    quantizer = weights.casts.columnwise
+    if quantizer is None:
+        return weight.t()
+    generation, flags = stamp.tolist()
+    held, side = weights.held, None
+    alike = held is not None and held.for_evaluation == weights.fits(training=not flags & _EVALUATED)
+    if held is not None and alike and held.version == weights.version(weight, generation):
+        side = held.quantized.columnwise
+    if side is None:
+        side = quantizer.again(weight, "columnwise", scale if flags & _DELAYED else None).columnwise
+    assert side is not None
+    return side
+
+
+# -------------------------------------------------------------------------------------------------- evaluation scale
+
+# Delayed scaling knows a weight by the iterations that cast it. Weights that somebody puts there afterwards, such as
+# merged adapters and averages, may lie far beyond that scale, and evaluation, which records nothing, would saturate them
+# for ever. So evaluation looks at the weight's amax before it casts. Where that fits the scale, the scale is used, with
+# the training forward's bits; else the cast is that of a weight without a history, by its own amax. The choice is made on
+# the device and nothing is remembered: it is right for a weight that is written through ``.data``, in compiled code and
+# in a CUDA graph.
+#
+# Training makes no such pass: the first forward saturates, its amax is recorded, and the next iteration's scale fits.
+# Rejected: to take the own scale whenever the weight outgrew the history's. Optimizers let many weights grow a little in
+# each step, and evaluation would then not give the training forward's bytes.
+
+STEPPED = 2.0
+"""How far beyond its scale a weight may be that the training itself may have written."""
+
+ROUNDED = 1 + 2.0**-7
+"""How much larger a weight may be than it was saved, whose dtype is another one now: BF16 rounds by half of that."""
+
+_FLUSHED = 2.0**10
+"""How much larger a weight's own scale may be: with one beyond it, the weight's small values become zeros."""
+
+
+class WeightFacts(NamedTuple):
+    """What is known of a weight since its last scale was made.
+
+    Attributes:
+        limit: how far its amax may lie beyond the scale.
+        amax: and no larger it may be, if it lies beyond: what it was as training left it, where that is known.
+        written: somebody other than the training wrote it, and that is certain.
+        told: whether the model's user was told of such weights.
+    """
+
+    limit: float = STEPPED
+    amax: float = math.inf
+    written: bool = False
+    told: bool = False
+
+
+class EvalWeightQuantizer(Quantizer):
+    """A delayed weight's quantizer in evaluation, which takes the weight's own scale where the history's does not fit.
+
+    Args:
+        quantizer: training's.
+        known: asked at each cast.
+        tell: called once a scale did not fit, as far as the host sees that without waiting for a device.
+
+    Attributes:
+        misfits: bool [], whether the last matrix was cast by a scale of its own since the history's did not fit; None: it
+            was not asked.
+    """
+
+    def __init__(self, quantizer: Quantizer, known: Callable[[], WeightFacts], tell: Callable[[str], Any]):
+        super().__init__(quantizer.rule, quantizer.slot, quantizer.backend)
+        self._known, self._tell = known, tell
+        self._used: torch.Tensor | None = None
+        self.misfits: torch.Tensor | None = None
+
+    @property
+    def computes(self) -> bool:
+        """Never: the matrix is read for its amax first."""
+        return False
+
+    def delayed_scale(self) -> torch.Tensor | None:
+        """float32 [], the scale of its last cast; None if that had no history's."""
+        return self._used
+
+    def quantize(self, x: torch.Tensor, direction: Direction, **_: Any) -> Quantized:
+        """x [rows, cols] by the history's scale where that fits, else by x's own."""
+        self._used = scale = self._scale_of(x)
+        done: Quantized = self.backend.quantize(x, self.rule, direction, scale=scale)
+        self.slot.arena.counts.casts += 1
+        return done
+
+    def _scale_of(self, x: torch.Tensor) -> torch.Tensor | None:
+        kept, self.misfits = self._current_scale(), None
+        if kept is None:
+            return None
+        known = self._known()
+        scale, self.misfits = eval_scale(x, kept, self.slot, known)
+        if not known.told and _may_look(x, known) and bool(self.misfits):
+            self._tell(self.slot.name)
+        return scale
+
+
+def eval_scale(
+    x: torch.Tensor, kept: torch.Tensor, slot: Slot, known: WeightFacts
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float32 [], the scale to cast x by; bool [], whether it is x's own). Nothing is read back.
+
+    Args:
+        x: the weight. All zeros or with an Inf it says nothing of a scale, and fits any.
+        kept: float32 [], the delayed scale.
+        known: how far x may lie beyond it.
+    """
+    assert slot.delayed is not None
+    amax = block_amaxes(in_memory(x).contiguous(), [(0, 0)])[0][0].view([])
+    epsilon, margin = slot.delayed.amax_epsilon, slot.delayed.margin
+    full = compute_scale(amax, slot.fmt, epsilon=epsilon)  # beyond this scale the largest value saturates
+    own = compute_scale(amax, slot.fmt, margin=margin, epsilon=epsilon) if margin else full
+    fits = kept <= full * known.limit
+    if known.amax < math.inf:
+        fits = (fits & (amax <= known.amax * ROUNDED)) | (kept <= full)
+    misfits = ~(fits & (own <= kept * _FLUSHED)) & (amax > 0) & amax.isfinite()
+    return torch.where(misfits, own, kept), misfits
+
+
+def evaluation_casts(
+    casts: Casts,
+    known: Callable[[], WeightFacts] = WeightFacts,
+    tell: Callable[[str], Any] = lambda name: None,
+) -> Casts:
+    """The casts of a weight for evaluation; those that are not delayed are the same."""
+    made = {
+        id(quantizer): EvalWeightQuantizer(quantizer, known, tell)
+        for quantizer in casts.quantizers
+        if quantizer.slot.delayed is not None
+    }
+
+    def of(quantizer: Quantizer | None) -> Quantizer | None:
+        return made.get(id(quantizer), quantizer)
+
+    return Casts(of(casts.rowwise), of(casts.columnwise))
+
+
+def untrained_quantizer(quantizer: Quantizer) -> Quantizer:
+    """What casts a weight that no training writes any more: whatever is written there is not to be saturated."""
+    cast = evaluation_casts(Casts(quantizer, quantizer), lambda: WeightFacts(1.0)).rowwise
+    assert cast is not None
+    return cast
+
+
+def warn_of_replaced(name: str) -> None:
+    """Say that a weight, whose slot has this name, is scaled by itself in evaluation."""
+    warnings.warn(
+        f"{name} was replaced since training gave it a scale, which does not fit it: evaluation scales such weights by"
+        " their own largest magnitude, as training will from the iteration after its next",
+        stacklevel=2,
+    )
+
+
+def _may_look(x: torch.Tensor, known: WeightFacts) -> bool:
+    """Whether the host may read a verdict on x: where nobody waits for it, or where x was written."""
+    if not x.is_cuda:
+        return True
+    return known.written and not torch.cuda.is_current_stream_capturing()

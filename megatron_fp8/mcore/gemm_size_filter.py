@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..files.rank0_print import print_rank_0
-from ..linear.shard import weight_of
+from ..linear.tensor_parallel import weight_of
 from ..plan.site_plan import SitePlan, bf16_site
 from ..plan.size_table import Gemm, load_table
 from ..plan.timing import device_label

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..linear.eval_weight_scale import EvalWeightQuantizer, replaced_by
+from ..linear.weight_cache import EvalWeightQuantizer, untrained_quantizer
 from ..params.fp8_parameter import Fp8Parameter
 from .checkpoint.state_dict import fp8_state_dict, load_fp8_state_dict
 from .runtime import runtime_of, unwrap
@@ -105,7 +105,7 @@ def _transfer_state(chunks: list[Any], copied: list[Any], saved: dict[str, torch
         if isinstance(linear.weight, Fp8Parameter):
             quantizer = linear.fp8_site.quantizers["weight"]
             prepared = isinstance(linear.weight.quantizer, EvalWeightQuantizer)
-            linear.weight.quantised_by(replaced_by(quantizer) if prepared else quantizer)
+            linear.weight.quantised_by(untrained_quantizer(quantizer) if prepared else quantizer)
     for original, duplicate in zip(chunks, copied, strict=True):
         if original in before.fp8_params:
             after.fp8_params.add(duplicate)

@@ -19,13 +19,13 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from ..files.gc_pause import gc_paused
 from ..fp8_utils import get_fp8_recipe
+from ..linear.amax_recorder import count_linear
 from ..linear.gemm_site import GemmSite
-from ..linear.high_precision import count_linear
-from ..linear.shard import ShardInfo, weight_of
+from ..linear.tensor_parallel import ShardInfo, weight_of
 from ..plan import resolve as resolver
 from ..plan.autocast_state import LayerBeingBuilt
 from ..plan.overrides import check_overrides_match, matched, matching
-from ..plan.plan_warnings import padded_note, warn_fallback, warn_of_high_precision, warn_padding
+from ..plan.resolve import padded_note, warn_fallback, warn_of_high_precision, warn_padding
 from ..plan.site_plan import SitePlan, bf16_site, check_something_left, is_something_left
 from ..state.collectives import anywhere, first_rank_with, union
 from ..state.fp8_state import Fp8State

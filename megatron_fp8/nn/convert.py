@@ -19,7 +19,7 @@ from ..files.argument_check import check_model
 from ..files.gc_pause import gc_paused
 from ..files.rank0_print import print_rank_0
 from ..plan.overrides import check_overrides_match
-from ..plan.plan_warnings import warn_no_compiler, warn_padding
+from ..plan.resolve import warn_no_compiler, warn_padding
 from ..recipe import Recipe
 from .config import DEFAULT_SKIP, Fp8Config, Skip, as_skip, make_config
 from .experts import Fp8ExpertLinear, Fp8Experts, fp8_experts_class

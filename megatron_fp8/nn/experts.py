@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..linear.grouped import Tokens, grouped_linear, some_together
+from ..linear.function import Tokens, grouped_linear, some_together
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.autocast_state import autocasts, current_autocast_state, without_autocast
 from .config import Fp8Config

@@ -16,10 +16,10 @@ import torch
 from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
 
+from ..linear.amax_recorder import record_high_precision
 from ..linear.function import fp8_linear
 from ..linear.gemm_site import GemmSite
-from ..linear.high_precision import record_high_precision
-from ..linear.shard import ShardInfo
+from ..linear.tensor_parallel import ShardInfo
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.autocast_state import AutocastState, autocasts, current_autocast_state, runs_fp8, without_autocast
 from ..recipe import Recipe

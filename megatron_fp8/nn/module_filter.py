@@ -19,8 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from ..params.fp8_parameter import Fp8Parameter
-from ..plan.plan_warnings import padded_note
-from ..plan.resolve import choose
+from ..plan.resolve import choose, padded_note
 from ..recipe import recipe_name
 from .config import DEFAULT_SKIP, Fp8Config
 from .expert_modules import Stack, kind_of

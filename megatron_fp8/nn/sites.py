@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..linear.eval_weight_scale import WeightFacts, warn_of_replaced
 from ..linear.gemm_site import GemmSite
+from ..linear.weight_cache import WeightFacts, warn_of_replaced
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.autocast_state import Forwards
 from ..plan.overrides import matching

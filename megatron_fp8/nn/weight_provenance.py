@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..linear.eval_weight_scale import WeightFacts
+from ..linear.weight_cache import WeightFacts
 
 
 class _Left(NamedTuple):

@@ -1,7 +1,7 @@
 """Deduplicates tensors over ranks: each shard counts once among replicas.
 
 Each rank has, for each of its sites, a part of the weight and a set of tokens
-(linear/shard.py). Of ranks with the same part or tokens, the first one counts. This covers tensor, sequence,
+(linear/tensor_parallel.py). Of ranks with the same part or tokens, the first one counts. This covers tensor, sequence,
 context, data, expert and pipeline parallelism without process groups, and one collective over all ranks sums
 everything.
 Rejected: one reduction per kind of group, as set up by hand for Transformer Engine. It needs more
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..linear.shard import ShardInfo
+from ..linear.tensor_parallel import ShardInfo
 from ..state.collectives import device_of, size, union
 
 

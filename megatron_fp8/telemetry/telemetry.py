@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ..files.record_writer import warn_missing
 from ..linear.gemm_site import GemmSite
-from ..linear.shard import ShardInfo, device_of
+from ..linear.tensor_parallel import ShardInfo, device_of
 from ..state.collectives import checked_group
 from ..state.fp8_state import Fp8State
 from .collector import Collector

@@ -106,16 +106,16 @@ MOE_RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["m
 
 def compiled_layer_of_experts() -> dict[str, Any]:
     """A rank case: Megatron-Core's layer of experts, recomputed, eager and its twin compiled; ``calls``: of how many
-    experts each was that C made products of, in compiled code."""
-    from megatron_fp8.kernels.cpu import grouped as products
+    experts each was that the backend made products of, in compiled code."""
+    from megatron_fp8.backends import emulated
 
     torch._dynamo.reset()
     calls: list[int] = []
-    real = products.make
+    real = emulated.grouped_gemm
 
-    def counted(told: Any, *rest: Any) -> None:
-        calls.append(len(told))
-        real(told, *rest)
+    def counted(a: Any, b: Any, outs: Any, **options: Any) -> None:
+        calls.append(len(outs))
+        real(a, b, outs, **options)
 
     def forward_of_experts(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda x: layer(x)[0]
@@ -126,7 +126,7 @@ def compiled_layer_of_experts() -> dict[str, Any]:
         eager, twin = (make_layer(Layout(), "delayed", **fields).mlp for _ in range(2))
         expected, counts = steps(eager, forward_of_experts(eager), FEW)
         run = torch.compile(forward_of_experts(twin), backend="aot_eager")
-        with mock.patch.object(products, "make", counted):
+        with mock.patch.object(emulated, "grouped_gemm", counted):
             found, counts_found = steps(twin, run, FEW)
     return {"differ": compare(found, expected), "counts": (counts_found, counts), "calls": calls}
 

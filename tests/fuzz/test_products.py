@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import fp8_matmul, quantize
-from megatron_fp8.linear.grouped import grouped_linear
+from megatron_fp8.linear.function import grouped_linear
 from megatron_fp8.nn import Fp8Linear
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.draws import draws

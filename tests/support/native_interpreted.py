@@ -25,9 +25,8 @@ from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native import layout as native_layout
 from megatron_fp8.kernels import block_matmul, gemm_layouts
 from megatron_fp8.kernels import quantize as kernels
-from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
-from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.recipe import Granularity, MXFP8BlockScaling, Rule

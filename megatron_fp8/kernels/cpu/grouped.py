@@ -63,15 +63,10 @@ def multiply_each(products: Sequence[Product], *, loop: int | None = None) -> li
         each.out = emulation.out_of(out, None, add=add)
         each.m, each.n, each.k = m, n, k
         elements += max(m * k, n * k, m * n)
-    make(told, elements, loop)
-    return [each.done == 0 for each in told]
-
-
-def make(told: ctypes.Array[ProductStruct], elements: int, loop: int | None = None) -> None:
-    """Make the products that C is told of, whose largest matrices have so many elements together."""
-    loop = loop or emulation.inner_loop()
+    threads = emulation.thread_count(elements)
     done = emulation.compiled().gemm_each(
-        told, ctypes.c_int64(len(told)), loop, emulation.thread_count(elements)
+        told, ctypes.c_int64(len(told)), loop or emulation.inner_loop(), threads
     )
     if done < 0 or any(each.done < 0 for each in told):
         raise MemoryError(f"no memory to pack the matrices of {len(told)} products")
+    return [each.done == 0 for each in told]

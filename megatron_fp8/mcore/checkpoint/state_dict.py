@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from ...linear.shard import weight_of
+from ...linear.tensor_parallel import weight_of
 from ...numerics.scaling import compute_scale
 from ...params.fp8_parameter import Fp8Parameter
 from ...quantizer import Quantizer

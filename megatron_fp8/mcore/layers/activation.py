@@ -35,8 +35,7 @@ import torch
 from ...backends import reference
 from ...backends.native import backend as native
 from ...kernels.lazy_tensor import LazyTensor, written
-from ...linear.double_backward_guard import first_derivative_only
-from ...linear.saved_operands import given_back, save
+from ...linear.saved_operands import first_derivative_only, given_back, save
 from ...numerics.formats import E4M3
 from ...numerics.rule import BLOCK_1X128, Rule
 from ...tensor import QuantizedSide

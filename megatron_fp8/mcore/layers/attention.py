@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...linear.double_backward_guard import first_derivative_only
+from ...linear.saved_operands import first_derivative_only
 from ...numerics import host_sync
 from ..patches.patching import Patch
 from ..runtime import runtime_of

@@ -21,7 +21,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch.nn.modules.module import _has_any_global_hook
 
-from ...linear.grouped import Tokens, grouped_linear, on_host, some_together
+from ...linear.function import Tokens, grouped_linear, on_host, some_together
 from .activation import computes_activation
 from .linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
 

@@ -16,11 +16,10 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...linear.amax_recorder import record_high_precision
 from ...linear.function import fp8_linear
 from ...linear.gemm_site import GemmSite
-from ...linear.high_precision import record_high_precision
-from ...linear.shard import ShardInfo
-from ...linear.tensor_parallel import ALONE, TensorParallel
+from ...linear.tensor_parallel import ALONE, ShardInfo, TensorParallel
 from ...plan.autocast_state import AutocastState, Forwards, layer_being_built, runs_fp8
 from ..checkpoint.state_dict import sharded_slots, take_slots
 from ..sites import make_site, prepare, share_of

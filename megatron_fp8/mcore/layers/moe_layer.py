@@ -32,15 +32,14 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from ...linear.amax_recorder import counted_forward
-from ...linear.double_backward_guard import first_derivative_only
 from ...linear.gemm_site import GemmSite
 from ...linear.quantized_activation import QuantizedActivation
-from ...linear.shard import ShardInfo
+from ...linear.saved_operands import first_derivative_only
+from ...linear.tensor_parallel import ShardInfo
 from ...numerics.rule import Rule
 from ...plan.autocast_state import layer_being_built
 from ...plan.cast_spec import READERS, CastSpec
-from ...plan.site_plan import SitePlan, bf16_site
-from ...plan.token_format import refusal, sent_as
+from ...plan.site_plan import SitePlan, bf16_site, refusal, sent_as
 from ...recipe import GEMM_OPERANDS
 from ...state.fp8_state import Fp8State
 from ...state.iteration import recorded

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ... import kernels
 from ...kernels.lazy_tensor import LazyTensor, written
-from ...linear.double_backward_guard import first_derivative_only
+from ...linear.saved_operands import first_derivative_only
 
 
 class _RMSNorm(torch.autograd.Function):

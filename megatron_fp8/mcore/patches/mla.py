@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp, gather_from
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
 
-from ...linear.double_backward_guard import first_derivative_only
+from ...linear.saved_operands import first_derivative_only
 from .. import environment as compat
 from .patching import Patch
 

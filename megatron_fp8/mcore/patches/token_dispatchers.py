@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ...linear.double_backward_guard import first_derivative_only
 from ...linear.quantized_activation import QuantizedActivation
+from ...linear.saved_operands import first_derivative_only
 from .patching import Patch
 
 _MOE = "megatron.core.transformer.moe"

@@ -26,7 +26,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from ...backends import transformer_engine as engine
-from ...linear.high_precision import count_linear
+from ...linear.amax_recorder import count_linear
 from ...plan.autocast_state import Forwards, layer_being_built, runs_fp8
 from ...recipe import DelayedScaling
 from ..layers.attention import CoreAttention

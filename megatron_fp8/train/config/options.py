@@ -21,8 +21,7 @@ from ...files.example_configs import config_hint, find_config, which_config
 from ...files.folder_kind import is_model_directory, what_to_give
 from ...files.strict_yaml import load_yaml, read_yaml
 from ...mcore.config.rules import Rule, shown
-from ...plan.key_hint import nearest_key
-from ...plan.settings import field_meant, without_fp8_format
+from ...plan.settings import field_meant, nearest_key, without_fp8_format
 
 FREE_FORM = "model.fp8_overrides"
 """The option whose keys users choose: `--model.fp8_overrides.PATTERN=VALUE` sets one."""

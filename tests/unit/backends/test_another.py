@@ -12,8 +12,8 @@ import torch
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import TransformerConfig, backends
 from megatron_fp8.backends import BACKENDS, emulated
+from megatron_fp8.linear.function import grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
-from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.mcore.sites import asked
 from megatron_fp8.plan.resolve import SiteRequest, resolve
 from megatron_fp8.state.fp8_state import Fp8State

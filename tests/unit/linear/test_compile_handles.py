@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_fp8.linear.compile_handles import site_by_handle
+from megatron_fp8.linear.gemm_site import site_by_handle
 from tests.support.sites import make_site
 
 

@@ -13,10 +13,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.support.compare import assert_same_bytes
+from megatron_fp8.linear.amax_recorder import observe_high_precision
 from megatron_fp8.linear.compiled import first_call, next_call
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.gemm_site import GemmSite
-from megatron_fp8.linear.high_precision import observe_high_precision
 from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.plan.autocast_state import current_autocast_state, fp8_disabled, remember_fp8, runs_fp8
 from megatron_fp8.state.fp8_state import Fp8State
@@ -361,32 +361,32 @@ def test_weights_that_live_as_fp8_break_the_graph_and_keep_their_bits():
 @pytest.mark.parametrize("name", ["delayed", "mxfp8", "no-input"])
 def test_operators_are_what_their_descriptions_say(name, training, when):
     """Shapes, strides and dtypes before there are values; no aliases; nothing written that the schema does not name."""
-    from megatron_fp8.linear import compiled as linear_op
-    from megatron_fp8.linear import compiled_amax
-
     x, w, dy = leaves(*data(40, 64, 48))
     site = make_site(name)[0]
     keeps = name != "no-input"
-    arguments = (x, w, None, site.traced.handle, site.traced.saved_layout, "", keeps, training, when, 0)
-    torch.library.opcheck(linear_op.linear, arguments)
+    operators = torch.ops.megatron_fp8
+    handles, layout = [site.traced.handle], site.traced.saved_layout
+    arguments = (x, [w], None, None, handles, layout, "", keeps, training, when, 0)
+    torch.library.opcheck(operators.linear.default, arguments)
     with torch.no_grad():
-        _, codes, scales, *about_forward = linear_op.linear(*arguments)
+        _, codes, scales, *about_forward = operators.linear(*arguments)
         given = [codes, scales] if keeps else [x.detach()]
         arguments = (
             dy.detach(),
             given,
-            w.detach(),
+            [w.detach()],
+            None,
             *about_forward,
-            site.traced.handle,
-            site.traced.saved_layout,
+            handles,
+            layout,
             "",
             0,
             True,
-            True,
+            [True],
             dy.dtype,
         )
-        torch.library.opcheck(linear_op.linear_backward, arguments)
-    torch.library.opcheck(compiled_amax.observe, (x, w, dy, site.traced.handle, training, 0))
+        torch.library.opcheck(operators.linear_backward.default, arguments)
+    torch.library.opcheck(operators.observe.default, (x, w, dy, site.traced.handle, training, 0))
 
 
 def test_graphs_of_a_torch_that_would_capture_operators_are_refused(monkeypatch):
@@ -394,7 +394,8 @@ def test_graphs_of_a_torch_that_would_capture_operators_are_refused(monkeypatch)
 
     x, w, _ = data(40, 64, 48)
     site = make_site("rowwise")[0]
-    arguments = (x, w, None, site.traced.handle, site.traced.saved_layout, "", False, True, NOW, 0)
+    handles, layout = [site.traced.handle], site.traced.saved_layout
+    arguments = (x, [w], None, None, handles, layout, "", False, True, NOW, 0)
     for name in ("is_available", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
     linear_op.linear(*arguments)

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.support.compare import assert_same_bytes
+from megatron_fp8.linear.function import grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
-from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.state.iteration import LATER, NOW, IterationCounts
@@ -292,15 +292,14 @@ def test_offloaded_activations_come_back_the_same(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "no-input"])
 def test_operators_are_what_their_descriptions_say(recipe: str, training: bool, when: str) -> None:
     """Shapes, strides and dtypes before there are values; no aliases; nothing written that the schema does not name."""
-    from megatron_fp8.linear import compiled_grouped as op
-
+    operators = torch.ops.megatron_fp8
     x, weights, sites = randn(127, K, seed=1).requires_grad_(), parameters(), experts(recipe)
     handles, layout = [site.traced.handle for site in sites], sites[0].traced.saved_layout
     counts, keeps = torch.tensor(NUMBERS[0]), recipe != "no-input"
-    arguments: Any = (x, weights, counts, handles, layout, keeps, training, when, 0)
-    torch.library.opcheck(op.grouped_linear, arguments)
+    arguments: Any = (x, weights, None, counts, handles, layout, "", keeps, training, when, 0)
+    torch.library.opcheck(operators.grouped_linear.default, arguments)
     with torch.no_grad():
-        _, codes, scales, *about_forward = op.grouped_linear(*arguments)
+        _, codes, scales, *about_forward = operators.grouped_linear(*arguments)
         plain = [weight.detach() for weight in weights]
         arguments = (
             randn(127, N, seed=3),
@@ -311,7 +310,8 @@ def test_operators_are_what_their_descriptions_say(recipe: str, training: bool, 
             handles,
         )
         torch.library.opcheck(
-            op.grouped_linear_backward, (*arguments, layout, 0, True, [True, False, True, True])
+            operators.grouped_linear_backward.default,
+            (*arguments, layout, "", 0, True, [True, False, True, True], None),
         )
 
 
@@ -328,7 +328,7 @@ def test_a_dispatch_mode_sees_one_operator() -> None:
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "made again"])
 def test_a_policy_keeps_experts_results_by_the_operators_name(kept: bool) -> None:
     """Selective checkpointing hands them out again, and nothing is multiplied or recorded twice."""
-    import megatron_fp8.linear.compiled_grouped  # noqa: F401 its operators' names
+    import megatron_fp8.linear.compiled  # noqa: F401 its operators' names
 
     operator = torch.ops.megatron_fp8.grouped_linear.default
 

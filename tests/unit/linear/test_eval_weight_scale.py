@@ -9,9 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8.linear.eval_weight_scale import WeightFacts
-from megatron_fp8.linear.function import fp8_linear
-from megatron_fp8.linear.grouped import grouped_linear
+from megatron_fp8.linear.function import fp8_linear, grouped_linear
+from megatron_fp8.linear.weight_cache import WeightFacts
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.sites import make_site, randn
 

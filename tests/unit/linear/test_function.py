@@ -301,8 +301,10 @@ def test_columnwise_codes_of_the_weight_can_be_made_again(name):
         for field in ("y", "dx", "dw"):
             assert_same_bytes(getattr(again, field), getattr(base, field), field)
         assert_same_bytes(other.state.arenas[0].rows, site.state.arenas[0].rows, "recorded")
-        kept, shared = other.weights.kept, other.casts["weight"].shared
-        assert kept is not None and kept.rowwise is not None and shared is not None
+        held, shared = other.weights.held, other.casts["weight"].shared
+        assert held is not None and shared is not None
+        kept = held.quantized
+        assert kept.rowwise is not None
         assert (kept.columnwise is None) == (not shared.rule.granularity.symmetric)
         site.state.finish_iteration(), other.state.finish_iteration()
 

@@ -11,10 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import emulated
-from megatron_fp8.kernels.cpu import emulation
-from megatron_fp8.linear import cpu_expert_batch
+from megatron_fp8.linear.function import grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
-from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.recipe import Float8CurrentScaling, Recipe
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.sites import ALL_RECIPES, in_turn, make_site, randn
@@ -108,41 +106,11 @@ def test_one_call_of_the_backend_for_each_gemm(monkeypatch: pytest.MonkeyPatch) 
         real(a, b, outs, add=add, **options)
 
     monkeypatch.setattr(emulated, "grouped_gemm", counted)
-    monkeypatch.setattr(cpu_expert_batch, "weights_of", lambda *args: False)
     train(grouped_linear, "blockwise", main_grad=torch.float32, iterations=1)
     assert calls == [(5, False), (5, False), (5, True)]
     calls.clear()
     train(grouped_linear, "blockwise", main_grad=None, iterations=1, overrides={"experts.2.*": "bf16"})
     assert calls == [(4, False), (4, False), (4, False)]
-
-
-def test_one_call_of_c_for_casts_and_for_each_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where experts are alike; those with few rows, or a number of columns that is small, are multiplied beside them."""
-    calls: list[tuple[str, int]] = []
-    library = emulation.compiled()
-
-    class Counting:
-        """The library."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(library, name)
-
-        def cast_each(self, told: Any, *rest: Any) -> int:
-            calls.append(("cast", len(told)))
-            return int(library.cast_each(told, *rest))
-
-        def gemm_each(self, told: Any, *rest: Any) -> int:
-            calls.append(("gemm", len(told)))
-            return int(library.gemm_each(told, *rest))
-
-    counting: Any = Counting()
-    monkeypatch.setattr(emulation, "compiled", lambda: counting)
-    for recipe in ("blockwise", "mxfp8", "delayed", "rowwise", "tensorwise"):
-        calls.clear()
-        train(grouped_linear, recipe, main_grad=torch.float32, iterations=1)
-        # 3 of 6 experts have more than 16 tokens, one more has 16, one none
-        assert calls[:3] == [("cast", 11), ("gemm", 3), ("cast", 5)], recipe
-        assert calls[3] == ("gemm", 3) and sum(count for _, count in calls[4:]) <= 5, recipe
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
@@ -245,8 +213,9 @@ def test_saved_for_backward_are_codes(recipe: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         grouped_linear(x.requires_grad_(), [torch.nn.Parameter(w) for w in weights], tokens, sites)
     for site in sites:
-        assert site.weights.kept is not None and site.weights.kept.columnwise is not None
-        side = site.weights.kept.columnwise
+        assert site.weights.held is not None
+        side = site.weights.held.quantized.columnwise
+        assert side is not None
         own |= {t.untyped_storage().data_ptr() for t in (side.codes, side.scale_inv)}
     activations = sum(size for at, size in saved.items() if at not in own)
     assert 0 < activations <= 0.55 * x.numel() * 2

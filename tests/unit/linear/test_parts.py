@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
+from megatron_fp8.linear.amax_recorder import observe
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.gemm_site import GemmSite
-from megatron_fp8.linear.high_precision import observe
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.plan.site_plan import bf16_site
 from megatron_fp8.recipe import GEMM_OPERANDS, CustomRecipe, DelayedScaling

@@ -10,12 +10,11 @@ import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
-from megatron_fp8.linear.function import fp8_linear
-from megatron_fp8.linear.grouped import grouped_linear
+from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.linear.quantized_activation import QuantizedActivation
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Rule
-from megatron_fp8.plan.token_format import is_by_token
+from megatron_fp8.plan.site_plan import is_by_token
 from megatron_fp8.recipe import Recipe
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.tensor import QuantizedSide

@@ -10,10 +10,8 @@ import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.kernels.cpu import emulation
-from megatron_fp8.linear import cpu_expert_batch
-from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
-from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.linear.saved_operands import check_given_back, facts_of
 from megatron_fp8.mcore.layers.activation import store_swiglu_input_in_fp8
 from megatron_fp8.plan.site_plan import fp8_site
@@ -46,7 +44,7 @@ def made_again(recipe: str, unpack: Unpack) -> list[torch.Tensor]:
 
 
 def experts(recipe: str, unpack: Unpack) -> list[torch.Tensor]:
-    """The same of experts, which are stacked where they can be."""
+    """The same of experts."""
     state = Fp8State()
     names = [f"layers.3.experts.{e}" for e in range(len(TOKENS))]
     sites = [make_site(recipe, state=state, name=name, recording=False)[0] for name in names]
@@ -58,14 +56,7 @@ def experts(recipe: str, unpack: Unpack) -> list[torch.Tensor]:
     return [x.grad, *(weight.grad for weight in weights)]  # type: ignore[list-item]
 
 
-def one_by_one(recipe: str, unpack: Unpack) -> list[torch.Tensor]:
-    """Experts that are not stacked."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_expert_batch, "weights_of", lambda *args: False)
-        return experts(recipe, unpack)
-
-
-WAYS = [dense, made_again, experts, one_by_one]
+WAYS = [dense, made_again, experts]
 
 
 def turned(t: torch.Tensor) -> torch.Tensor:
@@ -80,9 +71,17 @@ def with_gaps(t: torch.Tensor) -> torch.Tensor:
 
 
 @needs_products
-@pytest.mark.parametrize("unpack", [turned, with_gaps, torch.clone])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
+@pytest.mark.parametrize(
+    ("way", "recipe", "unpack"),
+    [
+        (dense, "mxfp8", turned),
+        (dense, "delayed", with_gaps),
+        (made_again, "blockwise", with_gaps),
+        (experts, "mxfp8", turned),
+        (experts, "blockwise", with_gaps),
+        (experts, "delayed", torch.clone),
+    ],
+)
 def test_values_that_lie_otherwise_are_the_same_values(recipe: str, way: Any, unpack: Unpack) -> None:
     for found, expected in zip(way(recipe, unpack), way(recipe, lambda t: t), strict=True):
         assert_same_bytes(found, expected)

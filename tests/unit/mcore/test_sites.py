@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.support.gpt import gpt_config
 from benchmarks.support.ranks import model_parallel
-from megatron_fp8.linear.shard import weight_of
+from megatron_fp8.linear.tensor_parallel import weight_of
 from megatron_fp8.plan import resolve as resolver
 from tests.support.left_behind import put_back
 from tests.support.simulated import simulated

@@ -5,7 +5,7 @@ import torch
 
 from megatron_fp8.files import rank0_print as voice
 from megatron_fp8.numerics.formats import E4M3, E5M2, Format
-from megatron_fp8.plan.plan_warnings import warn_of_high_precision
+from megatron_fp8.plan.resolve import warn_of_high_precision
 from megatron_fp8.plan.site_plan import bf16_site, fp8_site
 from megatron_fp8.recipe import RECIPES
 

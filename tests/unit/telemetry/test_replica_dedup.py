@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_fp8.linear.shard import ShardInfo
+from megatron_fp8.linear.tensor_parallel import ShardInfo
 from megatron_fp8.telemetry.replica_dedup import Counts, agree
 
 

@@ -14,9 +14,8 @@ import torch
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.layout import Refusal
 from megatron_fp8.kernels.gemms import cpu_multiplies
-from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
-from megatron_fp8.linear.grouped import grouped_linear
 from megatron_fp8.linear.quantized_activation import QuantizedActivation
 from megatron_fp8.linear.tensor_parallel import TensorParallel
 from megatron_fp8.params.fp8_parameter import fp8_parameter

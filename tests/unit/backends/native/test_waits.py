@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from megatron_fp8.backends.base import Region
 from megatron_fp8.backends.native import backend as native
+from megatron_fp8.linear.amax_recorder import observe
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.gemm_site import GemmSite
-from megatron_fp8.linear.high_precision import observe
 from megatron_fp8.mcore.layers import activation, attention
 from megatron_fp8.mcore.layers.norm import rms_norm
 from megatron_fp8.numerics.cast import RandomKey

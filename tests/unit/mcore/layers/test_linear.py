@@ -172,7 +172,7 @@ def test_names_and_plans(ranks: RankPool) -> None:
 
 
 def high_precision_counts() -> list[int]:
-    from megatron_fp8.linear.high_precision import count_linear
+    from megatron_fp8.linear.amax_recorder import count_linear
     from megatron_fp8.state.fp8_state import Fp8State
 
     found = []

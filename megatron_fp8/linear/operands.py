@@ -1,0 +1,321 @@
+"""Operands of a linear's GEMMs: casts of input, weight and grad_output, and gathers.
+
+Per-tensor and square-block codes are the same in both directions; per-row and 1-wide blocks are quantised twice from
+high precision, and only the columnwise side of the input outlives the forward. All casts of a forward or a backward
+are made in one call, but those that are gathered or rounded stochastically.
+
+Under sequence parallelism codes are gathered, never BF16, as long as a shard's tokens are whole blocks; otherwise the
+quantisation waits until after a gather in high precision, and the site's notes (hence the report) say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ..backends.base import Region
+from ..numerics.rule import Granularity
+from ..quantizer import CastJob, Casts, Quantizer, cast_each
+from ..tensor import Float8Tensor, Operand, QuantizedSide, Sides
+from .gemm_site import GemmSite
+from .quantized_activation import QuantizedActivation
+from .tensor_parallel import ALONE, Pending, TensorParallel
+
+
+class Call(NamedTuple):
+    """Arguments of one forward.
+
+    Attributes:
+        sites: one of a linear, or each expert's.
+        training: whether the layer is in training mode.
+        fresh_weights: of each site: quantise the weight again even if this iteration has done so.
+        save_original_input: keep x itself for wgrad, and quantise it again there.
+        tp: the communication of a linear.
+        tokens: of each expert; not read of a linear.
+        record: whether its forward records at once (state/iteration.py); a backward always does.
+        traced: what it keeps for backward crosses an operator, as plain codes and scales.
+    """
+
+    sites: Sequence[GemmSite]
+    training: bool
+    fresh_weights: Sequence[bool]
+    save_original_input: bool = False
+    tp: TensorParallel = ALONE
+    tokens: Sequence[int] = ()
+    record: bool = False
+    traced: bool = False
+
+    @property
+    def gathers_input(self) -> bool:
+        """Whether the input arrives as shards of tokens."""
+        return self.tp.kind == "column" and self.tp.sequence_parallel
+
+    @property
+    def gathers_gradient(self) -> bool:
+        """Whether grad_output arrives as shards of tokens."""
+        return self.tp.kind == "row" and self.tp.sequence_parallel
+
+    def split(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Each site's rows of a matrix [T, features]."""
+        return (rows,) if len(self.sites) == 1 else rows.split(list(self.tokens))
+
+
+# ------------------------------------------------------------------------------------------------------------ forward
+
+
+def quantize_forward(
+    parts: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], call: Call, needs_wgrad: Sequence[bool]
+) -> tuple[list[Operand], list[Operand | None], list[Sides]]:
+    """Of each site: fprop's operand; what wgrad will need, columnwise, of this rank's tokens; the weight.
+
+    Of an expert without tokens only the weight is cast, whose amax a history may want.
+
+    Args:
+        parts: each site's tokens [M, K].
+        weights: [N, K] each.
+    """
+    operands: list[Operand] = [*parts]
+    saved: list[Operand | None] = [None] * len(parts)
+    sides: dict[int, Sides | None] = {}
+    jobs: list[CastJob] = []
+    cast: set[int] = set()  # sites whose tokens are among the jobs
+    for e, (part, weight, site) in enumerate(zip(parts, weights, call.sites, strict=True)):
+        site.has_run = True
+        if len(parts) == 1 or len(part):
+            if isinstance(part, QuantizedActivation):
+                operands[e] = side = part.side
+                saved[e] = derived(side, site, call, "input", record=call.record) if needs_wgrad[e] else None
+            elif call.gathers_input:
+                operands[e], saved[e] = _gathered_input(part, site, call, needs_wgrad[e])
+            else:
+                job, saved[e] = _input_job(part, site, call, needs_wgrad[e])
+                jobs.append(job)
+                cast.add(e)
+        sides[e] = site.weights.ready(weight, fresh=call.fresh_weights[e], record=call.record)
+        if sides[e] is None:
+            jobs.append(site.weights.job(weight, training=call.training, record=call.record))
+    with torch.inference_mode(False), torch.no_grad():  # codes that a later backward can save
+        made = iter(cast_each(jobs))
+        for e, (weight, site) in enumerate(zip(weights, call.sites, strict=True)):
+            if e in cast:
+                done = next(made)
+                operands[e] = operands[e] if done.rowwise is None else done.rowwise
+                saved[e] = done.columnwise if saved[e] is None else saved[e]
+            if sides[e] is None:
+                sides[e] = site.weights.take(weight, next(made), record=call.record, training=call.training)
+    return operands, saved, [side for side in sides.values() if side is not None]
+
+
+def _input_job(
+    tokens: torch.Tensor, site: GemmSite, call: Call, needs_wgrad: bool
+) -> tuple[CastJob, torch.Tensor | None]:
+    """(the cast of this rank's tokens [M, K]; [K, M], what wgrad will need, where that is no codes)"""
+    casts = site.casts["input"]
+    keeps = needs_wgrad and keeps_codes(tokens.shape[0], site, call)
+    # Only where it is needed: asked for its transpose, a LazyTensor computes its values and writes them out.
+    plain = tokens.t() if needs_wgrad and not keeps else None
+    if call.record and not keeps:
+        _record_late_cast(tokens, casts)
+    return CastJob(casts, tokens, "both" if keeps else "rowwise", call.record, not call.traced), plain
+
+
+def _gathered_input(
+    tokens: torch.Tensor, site: GemmSite, call: Call, needs_wgrad: bool
+) -> tuple[Operand, Operand | None]:
+    """(fprop's operand of all ranks' tokens, wgrad's of this rank's tokens), of this rank's [M, K]."""
+    tp, casts = call.tp, site.casts["input"]
+    row, count = casts.rowwise, tokens.shape[0]
+    job, plain = _input_job(tokens, site, call, needs_wgrad)
+    reduce_amax = tp.amax_reduction(site.state.counts)
+    if row is not None and _shards_aligned(count, row.rule.granularity):
+        done = casts(tokens, job.direction, record=call.record, reduce_amax=reduce_amax)
+        assert done.rowwise is not None
+        saved = done.columnwise if job.direction == "both" else plain
+        return tp.gather_side(done.rowwise, by_column=False).wait(), saved
+    whole: torch.Tensor = tp.all_gather(tokens).wait()
+    operand: Operand | None = whole
+    if row is not None:
+        site.notes.add(_misaligned_note("input", count, row.rule.granularity))
+        operand = casts(whole, "rowwise", record=call.record, for_product=True).rowwise
+    assert operand is not None
+    if job.direction == "rowwise":
+        return operand, plain
+    return operand, casts(tokens, "columnwise", record=call.record, reduce_amax=reduce_amax).columnwise
+
+
+def derived(tokens: QuantizedSide, site: GemmSite, call: Call, role: str, *, record: bool) -> Operand | None:
+    """wgrad's operand [features, M] of tokens [M, features] that came as codes: their values, exact in float32, quantised
+    by wgrad's rule (docs/numerics.md, Derived codes)."""
+    assert call.tp.kind == "none", "tokens are dispatched to experts, which gather none"
+    quantizer = site.casts[role].columnwise
+    assert quantizer is not None, "a wgrad in high precision would read values that were quantised"
+    values = tokens.dequantize(torch.float32)
+    region = _region(values, site, call) if role == "grad_output" and site.gradients.stochastic else None
+    return quantizer(
+        values, "columnwise", record=record, region=region, for_product=not call.traced
+    ).columnwise
+
+
+def keeps_codes(tokens: int, site: GemmSite, call: Call) -> bool:
+    """Whether wgrad's operand is kept as codes of this rank's tokens, and not as the input itself."""
+    quantizer = site.casts["input"].columnwise
+    if quantizer is None or call.save_original_input:
+        return False
+    return not call.gathers_input or _shards_aligned(tokens, quantizer.rule.granularity)
+
+
+def _shards_aligned(tokens: int, granularity: Granularity) -> bool:
+    """Whether a shard of this many tokens holds whole blocks in both directions."""
+    block = max(granularity.rows, granularity.cols)
+    return granularity.is_tensor or granularity.cols == 0 or tokens % block == 0
+
+
+def _misaligned_note(role: str, tokens: int, granularity: Granularity) -> str:
+    return (
+        f"sequence-parallel {role} gathered in high precision: shards of {tokens} tokens are not whole"
+        f" {granularity} blocks"
+    )
+
+
+def _record_late_cast(tokens: torch.Tensor, casts: Casts) -> None:
+    """Record now what wgrad's own cast would record. That cast comes in the backward or in a recomputation, and those
+    record no amax of the input: the forward has done so."""
+    column = casts.columnwise
+    if column is not None and column.rule.delayed and column is not casts.rowwise:
+        column.observe(tokens)
+
+
+# ----------------------------------------------------------------------------------------------------------- backward
+
+
+def requantize_input(saved: torch.Tensor, site: GemmSite, call: Call) -> Operand | None:
+    """A saved plain input [K, M], quantised now if wgrad reads codes, and if codes made of a shard of the tokens are
+    those that the gathered tokens would get; else as it is."""
+    quantizer = site.casts["input"].columnwise
+    if quantizer is None or (
+        call.gathers_input and not _shards_aligned(saved.shape[1], quantizer.rule.granularity)
+    ):
+        return saved
+    reduce_amax = call.tp.amax_reduction(site.state.counts) if call.gathers_input else None
+    return quantizer(
+        saved.t(), "columnwise", record=False, reduce_amax=reduce_amax, for_product=not call.gathers_input
+    ).columnwise
+
+
+def gather_input(saved: Operand | None, call: Call) -> Pending:
+    """Start collecting all ranks' tokens of the saved columnwise input [K, M]."""
+    assert saved is not None
+    if isinstance(saved, QuantizedSide):
+        return call.tp.gather_side(saved, by_column=True, async_op=True)
+    return call.tp.all_gather(saved.t(), async_op=True)
+
+
+def columnwise_input(gathered: Operand, call: Call) -> Operand | None:
+    """wgrad's operand [K, M of all ranks] from what was gathered: codes [K, M] as they are; tokens [M, K] in high
+    precision transposed, and quantised if wgrad reads codes."""
+    if isinstance(gathered, QuantizedSide):
+        return gathered
+    quantizer = call.sites[0].casts["input"].columnwise
+    if quantizer is None:
+        return gathered.t()
+    return quantizer(gathered, "columnwise", record=False, for_product=True).columnwise
+
+
+def quantize_backward(
+    parts: Sequence[torch.Tensor], call: Call, needs_dgrad: bool, needs_wgrad: Sequence[bool]
+) -> tuple[list[Operand | None], list[Any]]:
+    """Of each site: dgrad's operand [M, N]; wgrad's [N, M], or its gather under way; over all ranks' tokens.
+
+    ``parts``: each site's grad_output [M, N].
+    """
+    rowwise: list[Operand | None] = [None] * len(parts)
+    columnwise: list[Any] = [None] * len(parts)
+    jobs: dict[int, CastJob] = {}
+    for e, (dy, site) in enumerate(zip(parts, call.sites, strict=True)):
+        idle = len(parts) > 1 and not len(dy)
+        if isinstance(dy, QuantizedActivation) and not idle:
+            side = dy.side
+            rowwise[e] = side if needs_dgrad else None
+            if needs_wgrad[e]:
+                columnwise[e] = derived(side, site, call, "grad_output", record=True)
+        elif (
+            call.gathers_gradient or site.gradients.stochastic
+        ):  # an idle expert has random bits of its own, too
+            rowwise[e], columnwise[e] = _gathered_gradient(dy, site, call, needs_dgrad, needs_wgrad[e])
+        elif not idle:
+            casts = site.casts["grad_output"]
+            if not (needs_dgrad and needs_wgrad[e]):
+                casts = Casts(
+                    casts.rowwise if needs_dgrad else None, casts.columnwise if needs_wgrad[e] else None
+                )
+            jobs[e] = CastJob(casts, dy, "both", True)
+    for (e, (casts, dy, *_)), done in zip(jobs.items(), cast_each([*jobs.values()]), strict=True):
+        rowwise[e] = dy if needs_dgrad and casts.rowwise is None else done.rowwise
+        columnwise[e] = dy.t() if needs_wgrad[e] and casts.columnwise is None else done.columnwise
+    return rowwise, columnwise
+
+
+def _gathered_gradient(
+    dy: torch.Tensor, site: GemmSite, call: Call, needs_dgrad: bool, needs_wgrad: bool
+) -> tuple[Operand | None, Operand | Pending | None]:
+    """Operands of dgrad and wgrad of dy [M, N] that is gathered or rounded stochastically."""
+    tp, gathers, casts = call.tp, call.gathers_gradient, site.casts["grad_output"]
+    row, column = casts.rowwise if needs_dgrad else None, casts.columnwise if needs_wgrad else None
+    late = [q for q in (row, column) if gathers and q and not _shards_aligned(len(dy), q.rule.granularity)]
+    plain_row, plain_column = needs_dgrad and row is None, needs_wgrad and column is None
+    plain = tp.all_gather(dy).wait() if gathers and (late or plain_row or plain_column) else dy
+    rowwise: Operand | None = plain if plain_row else None
+    columnwise: Operand | Pending | None = plain.t() if plain_column else None
+    if row is None and column is None:
+        return rowwise, columnwise
+    region = _region(dy, site, call) if site.gradients.stochastic else None
+    once = row is not None and row is column
+    work: list[tuple[Quantizer | None, Any]] = (
+        [(row, "both")] if once else [(row, "rowwise"), (column, "columnwise")]
+    )
+    for quantizer, direction in work:
+        if quantizer is None:
+            continue
+        shards = gathers and quantizer not in late
+        if quantizer in late:
+            site.notes.add(_misaligned_note("grad_output", len(dy), quantizer.rule.granularity))
+        done = quantizer(
+            dy if shards else plain,
+            direction,
+            record=True,
+            reduce_amax=tp.amax_reduction(site.state.counts) if shards else None,
+            region=region and replace(region, row_offset=tp.rank * len(dy) if shards else 0),
+            for_product=not shards,
+        )
+        sides = _gather_gradient(done, tp) if shards else (done.rowwise, done.columnwise)
+        rowwise, columnwise = sides[0] or rowwise, sides[1] or columnwise
+    return rowwise, columnwise
+
+
+def _gather_gradient(
+    quantized: Float8Tensor, tp: TensorParallel
+) -> tuple[QuantizedSide | None, QuantizedSide | Pending | None]:
+    """Both sides of all ranks' tokens: the rowwise one is waited for, since dgrad comes next; the columnwise one arrives
+    while dgrad runs."""
+    row, column = quantized.rowwise, quantized.columnwise
+    gathered_row = None if row is None else tp.gather_side(row, by_column=False).wait()
+    if column is None:
+        return gathered_row, None
+    if gathered_row is not None and column.granularity.symmetric:
+        return gathered_row, gathered_row.transposed()
+    return gathered_row, tp.gather_side(column, by_column=True, async_op=True)
+
+
+def _region(dy: torch.Tensor, site: GemmSite, call: Call) -> Region:
+    """Where dy [M, N] lies in the matrix of the whole group, which names the random bits of each element. It has all
+    rows; a column-parallel rank has some of the columns."""
+    tp, cols = call.tp, dy.shape[1]
+    by_column = tp.kind == "column"
+    return site.gradients.next_region(
+        0,
+        tp.rank * cols if by_column else 0,
+        cols * (tp.size if by_column else 1),
+    )
