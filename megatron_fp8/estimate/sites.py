@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from ..fp8_utils import get_fp8_recipe, is_first_last_bf16_layer
 from ..numerics.rule import Granularity, Rule
 from ..plan.overrides import Override
-from ..plan.resolve import SiteRequest, choose
-from ..plan.site_plan import SitePlan, bf16_site, chosen_site
+from ..plan.resolve import SiteRequest, cast_specs, named_recipes
+from ..plan.site_plan import SitePlan, bf16_site, planned_site
 from ..recipe import RECIPES, Recipe
 from .model import Model
 from .settings import Settings
@@ -42,10 +42,12 @@ class Plans:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._asked: SiteRequest | None = None
+        self._request: SiteRequest | None = None
         if model.fp8:
-            self._asked = SiteRequest(
-                recipe=recipe_of(model),
+            recipe = recipe_of(model)
+            self._request = SiteRequest(
+                recipe(None),
+                named_recipes(model.fp8_overrides, recipe),
                 reason="fp8 recipe of the config",
                 overrides=model.fp8_overrides,
                 fp8_wgrad=model.fp8_wgrad,
@@ -80,12 +82,12 @@ class Plans:
         return self._alike[key].of(name, layer)
 
     def _make(self, name: str, layer: int | None, in_bf16: bool) -> SitePlan:
-        if self._asked is None:
+        if self._request is None:
             return bf16_site(name, layer, "fp8 is off")
-        choices = choose(self._asked, name, "first_last_layers_bf16" if in_bf16 else None)
-        if choices.none_in_fp8:
-            return bf16_site(name, layer, "; ".join(choices.reasons))
-        return chosen_site(name, layer, "emulated", "; ".join(choices.reasons), choices)
+        specs = cast_specs(self._request, name, "first_last_layers_bf16" if in_bf16 else None)
+        if specs.none_in_fp8:
+            return bf16_site(name, layer, "; ".join(specs.reasons))
+        return planned_site(name, layer, "emulated", "; ".join(specs.reasons), specs)
 
 
 def two_rules(plan: SitePlan, role: str, one: str, other: str) -> tuple[Rule | None, Rule | None]:

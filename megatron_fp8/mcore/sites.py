@@ -9,7 +9,7 @@ layer in a notebook) is resolved on its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -60,7 +60,7 @@ def resolve(
         return bf16_site(name, number, "fp8 is off")
     reason = None if layer is None else layer.bf16_reason
     return resolver.resolve(
-        asked(config), name, number, device, bf16_reason=reason, layers=True, brings_own=te
+        site_request(config), name, number, device, bf16_reason=reason, layers=True, brings_own=te
     )
 
 
@@ -68,12 +68,14 @@ def _layer_number(layer: LayerBeingBuilt | None) -> int | None:
     return None if layer is None or layer.number < 0 else layer.number
 
 
-def asked(config: Any) -> resolver.SiteRequest:
-    """Returns the FP8 request of a config that has FP8 on."""
+def site_request(config: Any, overrides: Mapping[str, Any] | None = None) -> resolver.SiteRequest:
+    """Returns the FP8 request of a config that has FP8 on; with these overrides in place of its own, if given."""
+    overrides = overrides or getattr(config, "fp8_overrides", None) or {}
     return resolver.SiteRequest(
-        recipe=lambda name: get_fp8_recipe(config, name),
+        get_fp8_recipe(config),
+        resolver.named_recipes(overrides, lambda name: get_fp8_recipe(config, name)),
         reason="fp8 recipe of the config",
-        overrides=getattr(config, "fp8_overrides", None) or {},
+        overrides=overrides,
         fp8_wgrad=config.fp8_wgrad,
         backend=getattr(config, "fp8_backend", None),
         warn=getattr(config, "fp8_fallback", "error") == "warn",
@@ -164,7 +166,7 @@ def _moved_plan(config: Any, plan: SitePlan, move: Move, linear: Any) -> SitePla
     reason = f"fp8_guard, from iteration {move.iteration + 1} on: {move.why}"
     if move.to == "bf16" or plan.precision == "bf16":
         return bf16_site(plan.name, plan.layer, reason, "guard")
-    request = dataclasses.replace(asked(config), overrides={plan.name: move.to})
+    request = site_request(config, {plan.name: move.to})
     plan_after = resolver.resolve(request, plan.name, plan.layer, weight_of(linear).device, layers=True)
     return dataclasses.replace(plan_after, reason=reason, cause="guard")
 
@@ -276,7 +278,7 @@ def check_plan(model_chunks: list[Any]) -> None:
         check_something_left(union(entries).values())
     if any_fallen:
         for name, reason in union(fallbacks).items():
-            warn_fallback(name, asked(config).dtype, reason)
+            warn_fallback(name, site_request(config).dtype, reason)
     runtime_of(config).checked.update(models)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ..numerics.formats import Format
 from ..numerics.rule import short_repr
 from ..plan.overrides import check_overrides
-from ..plan.resolve import SiteRequest
+from ..plan.resolve import SiteRequest, named_recipes
 from ..plan.settings import RecipeSettings, from_settings, takes
 from ..recipe import RECIPES, CustomRecipe, Recipe, check_recipe_name, recipe_name
 
@@ -138,13 +138,14 @@ class Fp8Config:
         }
         return tuple(role for role, quantized in flags.items() if not quantized)
 
-    def asked(self, recipe: Recipe | None = None) -> SiteRequest:
+    def request(self, recipe: Recipe | None = None) -> SiteRequest:
         """The request for a site plan. ``recipe``, from fp8_autocast, replaces the config's recipe."""
-        chosen = recipe or self.resolved_recipe
+        overrides = {} if recipe else self.overrides
         return SiteRequest(
-            recipe=lambda name: chosen if name is None else self._named(name),
+            recipe or self.resolved_recipe,
+            named_recipes(overrides, self._named),
             reason="recipe of fp8_autocast" if recipe else "",
-            overrides={} if recipe else self.overrides,
+            overrides=overrides,
             unquantized=self.unquantized,
             backend=self.backend,
             warn=self.fallback == "warn",

@@ -49,7 +49,7 @@ def fp8_matmul(
         return break_graph(partial(fp8_matmul, backend=backend), a, b, recipe)
     check_tensor("fp8_matmul", a)
     check_tensor("fp8_matmul", b)
-    taken = Fp8Config(recipe=recipe).resolved_recipe
+    resolved = Fp8Config(recipe=recipe).resolved_recipe
     if b.ndim != 2 or a.ndim < 1:
         raise ValueError(
             f"fp8_matmul of {tuple(a.shape)} and {tuple(b.shape)}: a [..., K] and one matrix b [K, N] are needed; loop"
@@ -66,11 +66,11 @@ def fp8_matmul(
     # A traced backward looks its site up by number after this call has returned.
     make = _lasting_site if is_watched(a, b) else _site
     with without_autocast(a.device):
-        return fp8_linear(a, b.t(), None, make(a.device, taken, backend))
+        return fp8_linear(a, b.t(), None, make(a.device, resolved, backend))
 
 
 def _site(device: torch.device, recipe: Recipe, backend: str) -> GemmSite:
-    request = SiteRequest(recipe=lambda _: recipe, backend=backend)
+    request = SiteRequest(recipe, backend=backend)
     plan = resolve(request, f"fp8_matmul {recipe_name(recipe)}", None, device)
     with _disable_current_modes():  # the site outlives fake-tensor and tracing modes
         return GemmSite(plan, Fp8State(device), None)

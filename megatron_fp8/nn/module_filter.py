@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from ..params.fp8_parameter import Fp8Parameter
-from ..plan.resolve import choose, padded_note
+from ..plan.resolve import cast_specs, padded_note
 from ..recipe import recipe_name
 from .config import DEFAULT_SKIP, Fp8Config
 from .expert_modules import Stack, kind_of
@@ -213,13 +213,13 @@ def _plan_row(
     dtype, device = _dtype_name(weight.dtype), weight.device
     assert isinstance(device, torch.device)
     if device.type == "meta":
-        choices = choose(config.asked(), name, also=also)
-        if choices.none_in_fp8:
-            return Row(name, kind, shape, False, dtype, "; ".join(choices.reasons), planned=True), ""
+        specs = cast_specs(config.request(), name, also=also)
+        if specs.none_in_fp8:
+            return Row(name, kind, shape, False, dtype, "; ".join(specs.reasons), planned=True), ""
         reason = "; ".join(
-            filter(None, [*choices.reasons, "on the meta device: the backend is chosen where it will run"])
+            filter(None, [*specs.reasons, "on the meta device: the backend is chosen where it will run"])
         )
-        return Row(name, kind, shape, True, recipe_name(choices.recipe), reason, planned=True), ""
+        return Row(name, kind, shape, True, recipe_name(specs.recipe), reason, planned=True), ""
     plan = plan_linear(config, name, shape, device, also=also)
     if plan.recipe is None:
         return Row(name, kind, shape, False, dtype, plan.reason, planned=True), ""

@@ -292,7 +292,7 @@ def plan_linear(
         ValueError: the backend cannot run there, unless config.fallback is 'warn'; or the size filter's table
             is wrong.
     """
-    plan = resolve(config.asked(recipe), name, None, device, also=also)
+    plan = resolve(config.request(recipe), name, None, device, also=also)
     by_name = recipe is not None or matching(name, config.overrides, also)
     if config.size_filter is None or plan.precision == "bf16" or by_name:
         return plan

@@ -37,14 +37,14 @@ Operands = Mapping[str, Mapping[str, CastSpec | None]]
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _Operand:
     """One operand of one GEMM: its recipe, a format that replaces the recipe's, or why it is not quantised."""
 
     recipe: Recipe
     fmt: str | None = None
     plain: str | None = None
 
-    def cast(self, role: str) -> CastSpec | None:
+    def spec(self, role: str) -> CastSpec | None:
         rule = None if self.plain else self.recipe.role_rules[role]
         if rule is None:
             return None
@@ -70,7 +70,7 @@ class CastSpecs:
     Attributes:
         overridden: whether an override matches the linear.
         edited: whether one changed it from what its recipe says.
-        plans: cache of plans that linears with these choices share, by backend name and reason.
+        plans: cache of plans that linears with these specs share, by backend name and reason.
     """
 
     def __init__(
@@ -85,77 +85,81 @@ class CastSpecs:
         self.unquantized, self.fp8_wgrad = unquantized, fp8_wgrad
         self.overridden = False
         self.plans: dict[tuple[str, str], Any] = {}
-        self.plain: set[str] = set()  # GEMMs whose operands are never quantised
-        self._take(recipe, reason)
+        self._plain: set[str] = set()  # GEMMs whose operands are never quantised
+        self._reset(recipe, reason)
         if bf16_reason is not None:
-            self.plain, self._said = set(GEMM_OPERANDS), [(bf16_reason, "")]
+            self._plain, self._reasons = set(GEMM_OPERANDS), [(bf16_reason, "")]
 
-    def _take(self, recipe: Recipe, reason: str) -> None:
+    def _reset(self, recipe: Recipe, reason: str) -> None:
         """Sets this recipe for all GEMMs."""
         self.recipe, self.edited = recipe, False
-        self.plain = set()
-        self._said = [(reason, "")]  # (text, part of the linear)
-        self.spared = not self.fp8_wgrad  # wgrad, by fp8_wgrad=False
-        self.cells = {
-            (gemm, role): _Choice(recipe, plain="as asked" if role in self.unquantized else None)
+        self._plain = set()
+        self._reasons = [(reason, "")]  # (text, part of the linear)
+        self._wgrad_off = not self.fp8_wgrad  # wgrad, by fp8_wgrad=False
+        self._operands = {
+            (gemm, role): _Operand(recipe, plain="as asked" if role in self.unquantized else None)
             for gemm, roles in GEMM_OPERANDS.items()
             for role in roles
         }
 
-    def apply(self, override: Override, recipe: Recipe | None, said: str) -> None:
+    def apply(self, override: Override, recipe: Recipe | None, setting: str) -> None:
         """Applies an override.
 
         Args:
             recipe: the recipe that it names, or None.
-            said: the config field, for the report.
+            setting: the config field, for the report.
 
         ValueError: it gives a format to an operand that its recipe does not quantise.
         """
         self.overridden = True
         value, of_role = override.value, override.part in ROLES
         if not override.part and (recipe is not None or value == "bf16"):
-            self._take(recipe or self.recipe, f"{said} {override.key!r}")
-            self.plain = set() if recipe is not None else set(GEMM_OPERANDS)
+            self._reset(recipe or self.recipe, f"{setting} {override.key!r}")
+            self._plain = set() if recipe is not None else set(GEMM_OPERANDS)
             return
-        if value == "bf16" and not of_role and self.plain.issuperset(override.gemms):
+        if value == "bf16" and not of_role and self._plain.issuperset(override.gemms):
             return
         named = type(value).__name__ if isinstance(value, Recipe) else value
-        self._said.append((f"{said} {override.key!r}: {named}", override.part))
+        self._reasons.append((f"{setting} {override.key!r}: {named}", override.part))
         self.edited = True
         if value == "bf16" and not of_role:
-            self.plain.update(override.gemms)
+            self._plain.update(override.gemms)
             return
         if not of_role:
-            self.plain.difference_update(override.gemms)
-            self.spared = self.spared and "wgrad" not in override.gemms
-        for (gemm, role), choice in self.cells.items():
+            self._plain.difference_update(override.gemms)
+            self._wgrad_off = self._wgrad_off and "wgrad" not in override.gemms
+        for (gemm, role), operand in self._operands.items():
             if gemm in override.gemms and override.covers(role):
                 if value == "bf16":
-                    self.cells[gemm, role] = replace(choice, plain="by name")
+                    self._operands[gemm, role] = replace(operand, plain="by name")
                 elif recipe is not None:
-                    self.cells[gemm, role] = _Choice(recipe)
-                elif choice.recipe.role_rules[role] is None:
+                    self._operands[gemm, role] = _Operand(recipe)
+                elif operand.recipe.role_rules[role] is None:
                     raise ValueError(
-                        f"{said} {override.key!r}: {value!r} is a format, and the recipe does not quantise {role}: name a"
-                        " recipe"
+                        f"{setting} {override.key!r}: {value!r} is a format, and the recipe does not quantise {role}:"
+                        " name a recipe"
                     )
                 else:
-                    self.cells[gemm, role] = replace(choice, fmt=value, plain=None)
+                    self._operands[gemm, role] = replace(operand, fmt=value, plain=None)
 
     @property
     def reasons(self) -> list[str]:
         """The reasons for the report, without those for operands that no FP8 GEMM reads."""
         return [
-            text for text, part in self._said if text and not self.plain.issuperset(READERS.get(part, {""}))
+            text
+            for text, part in self._reasons
+            if text and not self._plain.issuperset(READERS.get(part, {""}))
         ]
 
     def operands(self) -> Operands:
         """Returns GEMM -> role -> cast."""
         result: dict[str, dict[str, CastSpec | None]] = {
-            gemm: {role: None if gemm in self.plain else self.cells[gemm, role].cast(role) for role in roles}
+            gemm: {
+                role: None if gemm in self._plain else self._operands[gemm, role].spec(role) for role in roles
+            }
             for gemm, roles in GEMM_OPERANDS.items()
         }
-        if self._spares(result):
+        if self._leaves_wgrad(result):
             result["wgrad"] = dict.fromkeys(GEMM_OPERANDS["wgrad"])
         return result
 
@@ -170,30 +174,30 @@ class CastSpecs:
     @property
     def none_in_fp8(self) -> bool:
         """Whether every GEMM was taken out of FP8."""
-        return self.plain.issuperset(GEMM_OPERANDS)
+        return self._plain.issuperset(GEMM_OPERANDS)
 
-    def _spares(self, made: Operands) -> bool:
+    def _leaves_wgrad(self, operands: Operands) -> bool:
         """Whether fp8_wgrad=False takes wgrad out of FP8, where it would otherwise run."""
-        return self.spared and "wgrad" not in self.plain and None not in made["wgrad"].values()
+        return self._wgrad_off and "wgrad" not in self._plain and None not in operands["wgrad"].values()
 
     def remarks(self) -> list[str]:
         """Returns, for the report, what stays in high precision without an override."""
         found = []
         for cause in ("by the recipe", "as asked"):
-            roles = [role for role in ROLES if self._left(role) == {cause}]
+            roles = [role for role in ROLES if self._causes(role) == {cause}]
             if roles:
                 found.append(f"{', '.join(roles)} not quantised {cause}")
         all_casts = {
-            gemm: {role: self.cells[gemm, role].cast(role) for role in roles}
+            gemm: {role: self._operands[gemm, role].spec(role) for role in roles}
             for gemm, roles in GEMM_OPERANDS.items()
         }
-        if self._spares(all_casts):
+        if self._leaves_wgrad(all_casts):
             found.append("fp8_wgrad=False: wgrad in high precision, which saves the input unquantised")
         return found
 
-    def _left(self, role: str) -> set[str | None]:
+    def _causes(self, role: str) -> set[str | None]:
         return {
-            choice.plain or ("by the recipe" if choice.recipe.role_rules[role] is None else None)
-            for (_, choice_role), choice in self.cells.items()
-            if choice_role == role
+            operand.plain or ("by the recipe" if operand.recipe.role_rules[role] is None else None)
+            for (_, operand_role), operand in self._operands.items()
+            if operand_role == role
         }

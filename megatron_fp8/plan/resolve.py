@@ -20,7 +20,7 @@ from ..kernels.cpu.library import missing_compiler
 from ..recipe import RECIPES, Recipe, refuse_e5m2_twice
 from .cast_spec import CastSpecs
 from .overrides import matching
-from .site_plan import SitePlan, bf16_site, chosen_site
+from .site_plan import SitePlan, bf16_site, planned_site
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class SiteRequest:
     """A user's request for all linears of a model.
 
     Args:
-        recipe: returns the recipe of a name, with the user's options; of None, the recipe for all linears.
+        recipe: for all linears, with the user's options.
+        named: those of overrides that name one, as ``named_recipes`` gives them.
         reason: why this recipe, for the report.
         overrides: as in plan/overrides.py.
         fp8_wgrad: False keeps wgrad in high precision.
@@ -41,7 +42,8 @@ class SiteRequest:
         faster: the setting that makes gradients E4M3, which some GPUs multiply faster.
     """
 
-    recipe: Callable[[str | None], Recipe]
+    recipe: Recipe
+    named: Mapping[str, Recipe] = field(default_factory=dict)
     reason: str = ""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     fp8_wgrad: bool = True
@@ -54,7 +56,7 @@ class SiteRequest:
 
 
 def resolve(
-    asked: SiteRequest,
+    request: SiteRequest,
     name: str,
     layer: int | None,
     device: torch.device,
@@ -67,7 +69,7 @@ def resolve(
     """Returns the plan of one linear. Overrides by name come last, so they can put a layer back into FP8.
 
     Args:
-        asked: the user's request.
+        request: the user's.
         name: of the linear.
         layer: its global number, if it has one.
         device: where it runs.
@@ -80,16 +82,16 @@ def resolve(
         ValueError: FP8 was requested and cannot run.
     """
     try:
-        choices = choose(asked, name, bf16_reason, also)
-        if choices.none_in_fp8:
-            return bf16_site(name, layer, "; ".join(choices.reasons))
-        products = choices.products() if choices.edited else choices.recipe
+        specs = cast_specs(request, name, bf16_reason, also)
+        if specs.none_in_fp8:
+            return bf16_site(name, layer, "; ".join(specs.reasons))
+        products = specs.products() if specs.edited else specs.recipe
         try:
-            backend, why = choose_backend(asked.backend, device, products, layers=layers)
+            backend, why = choose_backend(request.backend, device, products, layers=layers)
         except ValueError as error:
-            if not choices.overridden:
+            if not specs.overridden:
                 raise  # the request is the same for all linears: one name would mislead
-            raise ValueError(f"{_with_reasons(name, choices)}: {error}") from error
+            raise ValueError(f"{_with_reasons(name, specs)}: {error}") from error
         if brings_own != (backend.name in LAYER_BACKENDS):
             raise ValueError(
                 f"{name} is {'a Transformer Engine layer' if brings_own else 'no Transformer Engine layer'}, and the"
@@ -97,52 +99,52 @@ def resolve(
                 " megatron_fp8.mcore.spec.get_gpt_layer_fp8_spec(config), which takes the layers of config.fp8_backend"
             )
     except ValueError as error:
-        if not asked.warn:
+        if not request.warn:
             raise
-        plan = bf16_site(name, layer, f"{asked.prefix}fallback: {error}", "fallback")
-        warn_fallback(name, asked.dtype, plan.reason)
+        plan = bf16_site(name, layer, f"{request.prefix}fallback: {error}", "fallback")
+        warn_fallback(name, request.dtype, plan.reason)
         return plan
-    warn_slow_backend(backend.name, device, products, asked.faster)
-    plan_for_backend = choices.plans.get((backend.name, why))
+    warn_slow_backend(backend.name, device, products, request.faster)
+    plan_for_backend = specs.plans.get((backend.name, why))
     if plan_for_backend is None:
-        reason = "; ".join(choices.reasons)
+        reason = "; ".join(specs.reasons)
         reason = f"{reason}; backend {why}" if reason else f"backend: {why}"
-        plan_for_backend = choices.plans[backend.name, why] = chosen_site(
-            name, layer, backend.name, reason, choices
+        plan_for_backend = specs.plans[backend.name, why] = planned_site(
+            name, layer, backend.name, reason, specs
         )
     return plan_for_backend.of(name, layer)
 
 
-def choose(
-    asked: SiteRequest, name: str, bf16_reason: str | None = None, also: tuple[str, ...] = ()
+def cast_specs(
+    request: SiteRequest, name: str, bf16_reason: str | None = None, also: tuple[str, ...] = ()
 ) -> CastSpecs:
     """Returns the operands of a linear of that name, on any backend; arguments and errors as ``resolve``'s."""
-    recipe, overrides = asked.recipe(None), matching(name, asked.overrides, also)
-    key = id(recipe), asked.reason, asked.unquantized, asked.fp8_wgrad, bf16_reason
+    recipe, overrides = request.recipe, matching(name, request.overrides, also)
+    key = id(recipe), request.reason, request.unquantized, request.fp8_wgrad, bf16_reason
     cached = None if overrides else _ALIKE.get(key)
     if cached is not None:
         return cached
-    choices = CastSpecs(
+    specs = CastSpecs(
         recipe,
-        asked.reason,
-        unquantized=asked.unquantized,
-        fp8_wgrad=asked.fp8_wgrad,
+        request.reason,
+        unquantized=request.unquantized,
+        fp8_wgrad=request.fp8_wgrad,
         bf16_reason=bf16_reason,
     )
     if not overrides:
         if len(_ALIKE) >= _MOST_ALIKE:
             _ALIKE.clear()
-        _ALIKE[key] = choices  # it refers to the recipe, so no other recipe gets its id
+        _ALIKE[key] = specs  # it refers to the recipe, so no other recipe gets its id
     for override in overrides:
-        choices.apply(override, _recipe_of_value(asked, override.value), f"{asked.prefix}overrides")
-    if choices.edited:
-        refuse_e5m2_twice(choices.products(), _with_reasons(name, choices))
-    return choices
+        specs.apply(override, _recipe_of_value(request, override.value), f"{request.prefix}overrides")
+    if specs.edited:
+        refuse_e5m2_twice(specs.products(), _with_reasons(name, specs))
+    return specs
 
 
-def _with_reasons(name: str, choices: CastSpecs) -> str:
+def _with_reasons(name: str, specs: CastSpecs) -> str:
     """Returns a linear's name with its overrides' reasons, for an error message."""
-    return f"{name} ({'; '.join(choices.reasons)})"
+    return f"{name} ({'; '.join(specs.reasons)})"
 
 
 _ALIKE: dict[tuple[Any, ...], CastSpecs] = {}
@@ -150,13 +152,17 @@ _ALIKE: dict[tuple[Any, ...], CastSpecs] = {}
 _MOST_ALIKE = 256
 
 
-def _recipe_of_value(asked: SiteRequest, value: Any) -> Recipe | None:
+def _recipe_of_value(request: SiteRequest, value: Any) -> Recipe | None:
     """Returns the recipe that an override's value names, or None."""
     if isinstance(value, Recipe):
         return value
-    if value == "fp8":
-        return asked.recipe(None)
-    return asked.recipe(value) if value in RECIPES else None
+    return request.recipe if value == "fp8" else request.named.get(value)
+
+
+def named_recipes(overrides: Mapping[str, Any], make: Callable[[str], Recipe]) -> dict[str, Recipe]:
+    """Returns the recipes that overrides name, by name. ``make`` gives one with the user's options."""
+    names = {value for value in overrides.values() if isinstance(value, str) and value in RECIPES}
+    return {name: make(name) for name in names}
 
 
 MX_BLOCK = 32

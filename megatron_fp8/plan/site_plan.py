@@ -117,21 +117,21 @@ def fp8_site(
     unquantized: tuple[str, ...] = (),
 ) -> SitePlan:
     """Returns the plan of a site that runs in FP8 by ``recipe``, except for GEMMs with an unquantised operand."""
-    return chosen_site(
+    return planned_site(
         name, layer, backend, reason, CastSpecs(recipe, fp8_wgrad=fp8_wgrad, unquantized=unquantized)
     )
 
 
-def chosen_site(name: str, layer: int | None, backend: str, reason: str, choices: CastSpecs) -> SitePlan:
-    """Returns the plan of a site with these choices.
+def planned_site(name: str, layer: int | None, backend: str, reason: str, specs: CastSpecs) -> SitePlan:
+    """Returns the plan of a site with these specs.
 
     If no GEMM is left in FP8, it is a bf16 site and quantises nothing.
     """
-    reason = "; ".join([reason, *choices.remarks()])
-    operands = choices.operands()
+    reason = "; ".join([reason, *specs.remarks()])
+    operands = specs.operands()
     if all(None in casts.values() for casts in operands.values()):
         return bf16_site(name, layer, reason)
-    return SitePlan(name, layer, "fp8", choices.recipe, backend, reason, operands)
+    return SitePlan(name, layer, "fp8", specs.recipe, backend, reason, operands)
 
 
 def bf16_site(name: str, layer: int | None, reason: str, cause: Cause = "asked") -> SitePlan:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_fp8.backends.native import backend as native
-from megatron_fp8.plan.resolve import SiteRequest, choose, resolve
+from megatron_fp8.plan.resolve import SiteRequest, cast_specs, named_recipes, resolve
 from megatron_fp8.recipe import CustomRecipe, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling
 from tests.support.scaled_mm import fake_torch
 from tests.support.sites import ALL_RECIPES
@@ -24,14 +24,15 @@ FC1 = "decoder.layers.3.mlp.linear_fc1"
 def plan(
     overrides: dict[str, Any], recipe: str = "mxfp8", bf16_reason: str | None = None, **fields: Any
 ) -> Any:
-    asked = SiteRequest(
-        recipe=lambda name: ALL_RECIPES[name or recipe],
+    request = SiteRequest(
+        ALL_RECIPES[recipe],
+        named_recipes(overrides, lambda name: ALL_RECIPES[name]),
         reason="recipe of all",
         overrides=overrides,
         prefix="fp8_",
         **{"backend": "emulated", **fields},
     )
-    return resolve(asked, FC1, 3, CPU, bf16_reason=bf16_reason)
+    return resolve(request, FC1, 3, CPU, bf16_reason=bf16_reason)
 
 
 M, B = "e4m3 1x32 e8m0", "e4m3 1x128 pow2"
@@ -183,14 +184,14 @@ def test_what_a_named_backend_does_not_multiply_is_refused_by_name(overrides, sa
 
 
 def test_a_format_of_nothing_is_refused():
-    asked = SiteRequest(
-        recipe=lambda name: CustomRecipe(lambda role: None if role == "weight" else Float8BlockScaling()),
+    request = SiteRequest(
+        CustomRecipe(lambda role: None if role == "weight" else Float8BlockScaling()),
         overrides={"*:weight": "e4m3"},
     )
     with pytest.raises(
         ValueError, match=r"'\*:weight': 'e4m3' is a format, and the recipe does not quantise weight"
     ):
-        choose(asked, FC1)
+        cast_specs(request, FC1)
 
 
 def test_a_recipe_may_stand_there_itself():
@@ -205,20 +206,22 @@ def test_a_recipe_may_stand_there_itself():
 def test_linears_that_are_alike_share_all_but_their_names() -> None:
     """A model of 100,000 linears asks for as many plans. A recipe that is equal and another object is another."""
 
-    def asked(recipe: Any) -> SiteRequest:
-        named = lambda name: recipe if name is None else ALL_RECIPES[name]  # noqa: E731
-        return SiteRequest(recipe=named, reason="of all", overrides={"*.b": "mxfp8"})
+    def request(recipe: Any) -> SiteRequest:
+        named = {"mxfp8": ALL_RECIPES["mxfp8"]}
+        return SiteRequest(recipe, named, reason="of all", overrides={"*.b": "mxfp8"})
 
     whole, fraction = DelayedScaling(amax_epsilon=0), DelayedScaling(amax_epsilon=0.0)
     assert whole == fraction
-    one, other, named = (resolve(asked(whole), f"layers.{i}.{name}", i, CPU) for i, name in enumerate("acb"))
+    one, other, named = (
+        resolve(request(whole), f"layers.{i}.{name}", i, CPU) for i, name in enumerate("acb")
+    )
     assert (one.name, one.layer, other.name, other.layer) == ("layers.0.a", 0, "layers.1.c", 1)
     assert one.operands is other.operands and one == dataclasses.replace(
         other, name=one.name, layer=one.layer
     )
     assert named.operands != one.operands
-    assert resolve(asked(fraction), "layers.0.a", 0, CPU).recipe is fraction and one.recipe is whole
-    high = resolve(asked(whole), "layers.0.a", 0, CPU, bf16_reason="the first")
+    assert resolve(request(fraction), "layers.0.a", 0, CPU).recipe is fraction and one.recipe is whole
+    high = resolve(request(whole), "layers.0.a", 0, CPU, bf16_reason="the first")
     assert high.precision == "bf16" and high.reason == "the first"
-    kept = resolve(dataclasses.replace(asked(whole), fp8_wgrad=False), "layers.0.a", 0, CPU)
+    kept = resolve(dataclasses.replace(request(whole), fp8_wgrad=False), "layers.0.a", 0, CPU)
     assert kept.gemms["wgrad"] == "bf16" and one.gemms["wgrad"] == "fp8"
