@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..kernels.gemms import matmul_high_precision
-from ..linear.gemm_site import GemmSite
+from ..linear.gemm_site import GemmSite, in_high_precision
 from ..numerics.formats import ROLES
 from ..plan.cast_spec import READERS
 from ..plan.site_plan import SitePlan
@@ -208,9 +208,9 @@ class SimulatedSite(GemmSite):
             else operand
             for role, operand in zip(GEMM_OPERANDS[gemm], (a, b), strict=True)
         ]
-        if operands[0] is a and operands[1] is b:
-            return self._multiply(gemm, a, b, out_dtype, bias)
         self.state.counts.hp_gemms += 1
+        if operands[0] is a and operands[1] is b:
+            return matmul_high_precision(*in_high_precision(a, b), out_dtype, bias)
         first, second = (x if isinstance(x, torch.Tensor) else x.dequantize(torch.float32) for x in operands)
         return matmul_high_precision(first.to(torch.float32), second.to(torch.float32), out_dtype, bias)
 

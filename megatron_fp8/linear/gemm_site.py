@@ -139,10 +139,6 @@ class GemmSite:
         in_fp8 = all(self.plan.gemms[gemm] == "fp8" for gemm in READERS[role])
         return in_fp8 and all(quantizer.computes for quantizer in self.casts[role].quantizers)
 
-    def note_forward(self) -> None:
-        """A forward came here."""
-        self.has_run = True
-
     def multiply(
         self,
         gemm: str,
@@ -157,7 +153,15 @@ class GemmSite:
 
         ``record`` False: a forward of evaluation, or again in a recomputation.
         """
-        y = self._multiply(gemm, a, b, out_dtype, bias)
+        if self.plan.gemms[gemm] == "fp8":
+            assert isinstance(a, QuantizedSide) and isinstance(b, QuantizedSide)
+            assert self.backend is not None
+            self.state.counts.fp8_gemms += 1
+            fast = gemm == "fprop"  # tensor cores may keep partial sums at their own precision
+            y: torch.Tensor = self.backend.gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accumulation=fast)
+        else:
+            self.state.counts.hp_gemms += 1
+            y = matmul_high_precision(*in_high_precision(a, b), out_dtype, bias)
         if (observer := self.state.observer) is not None:
             observer.product(SeenProduct(self.plan.name, gemm, a, b, y, record))
         return y
@@ -181,7 +185,7 @@ class GemmSite:
             into.add_(self.multiply(gemm, a, b, torch.float32, record=record))
             return
         self.state.counts.hp_gemms += 1
-        add_matmul_fp32(into, *_plain(a, b))
+        add_matmul_fp32(into, *in_high_precision(a, b))
 
     def _accumulates(self, a: Operand, b: Operand, into: torch.Tensor) -> bool:
         """Whether the backend has added the product."""
@@ -191,21 +195,8 @@ class GemmSite:
             return False
         return native.accumulate(a, b, into)
 
-    def _multiply(
-        self, gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        if self.plan.gemms[gemm] == "fp8":
-            assert isinstance(a, QuantizedSide) and isinstance(b, QuantizedSide)
-            assert self.backend is not None
-            self.state.counts.fp8_gemms += 1
-            fast = gemm == "fprop"  # tensor cores may keep partial sums at their own precision
-            y: torch.Tensor = self.backend.gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accumulation=fast)
-            return y
-        self.state.counts.hp_gemms += 1
-        return matmul_high_precision(*_plain(a, b), out_dtype, bias)
 
-
-def _plain(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
+def in_high_precision(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
     """Both operands of a product in high precision: what is quantised is decoded to the other's dtype."""
     dtype = next((o.dtype for o in (a, b) if isinstance(o, torch.Tensor)), torch.bfloat16)
     first, second = (o if isinstance(o, torch.Tensor) else o.dequantize(dtype) for o in (a, b))

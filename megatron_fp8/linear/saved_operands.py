@@ -17,7 +17,7 @@ them on the host.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -34,39 +34,25 @@ Facts = tuple[torch.Size, torch.dtype, torch.device] | None
 
 def save(ctx: Any, tensors: Sequence[torch.Tensor | None]) -> None:
     """``ctx.save_for_backward`` of tensors that ``given_back`` will check."""
-    ctx.saved_facts = facts_of(tensors)
+    ctx.saved_facts = [None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
     ctx.save_for_backward(*tensors)
 
 
 def given_back(ctx: Any, name: str) -> list[Any]:
-    """What ``save`` has saved, as ``check_given_back`` lets it pass."""
-    tensors = list(ctx.saved_tensors)
-    check_given_back(name, tensors, ctx.saved_facts)
-    return tensors
-
-
-def facts_of(tensors: Iterable[torch.Tensor | None]) -> tuple[Facts, ...]:
-    """The facts of each tensor that is saved for backward."""
-    return tuple(_facts(tensor) for tensor in tensors)
-
-
-def check_given_back(name: str, tensors: Iterable[torch.Tensor | None], facts: Sequence[Facts]) -> None:
-    """Raise ValueError in a layer's name unless the tensors have the facts that they had when they were saved.
+    """What ``save`` has saved. ValueError in a layer's name unless each tensor's facts are those that were saved.
 
     Their values and strides are not looked at.
     """
-    for tensor, wanted in zip(tensors, facts, strict=True):
-        found = _facts(tensor)
+    tensors = list(ctx.saved_tensors)
+    for x, wanted in zip(tensors, ctx.saved_facts, strict=True):
+        found = None if x is None else (x.shape, x.dtype, x.device)
         if found != wanted:
             raise ValueError(
                 f"{name}: {_described(wanted)} was saved for backward, and {_described(found)} came back: an unpack hook"
                 " of torch.autograd.graph.saved_tensors_hooks has to give back the same shape and dtype on the same"
                 " device"
             )
-
-
-def _facts(tensor: torch.Tensor | None) -> Facts:
-    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
+    return tensors
 
 
 def _described(facts: Facts) -> str:

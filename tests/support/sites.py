@@ -97,14 +97,15 @@ def make_site(
 
     ``overrides`` may name recipes of ALL_RECIPES."""
     own = ALL_RECIPES[recipe] if isinstance(recipe, str) else recipe
-    asked = SiteRequest(
-        recipe=lambda name: own if name is None else ALL_RECIPES[name],
+    request = SiteRequest(
+        own,
+        ALL_RECIPES,
         reason="test",
         overrides=overrides or {},
         fp8_wgrad=fp8_wgrad,
         backend="emulated",
     )
-    plan = resolve(asked, name, 0, torch.device("cpu"))
+    plan = resolve(request, name, 0, torch.device("cpu"))
     site = GemmSite(plan, state or Fp8State(), group, seed=seed, stream=stream)
     backend = RecordingBackend()
     if not recording:

@@ -44,7 +44,7 @@ def used(monkeypatch):
 
 
 def site(backend: str, recipe: str, state: Fp8State | None = None) -> GemmSite:
-    wanted = SiteRequest(recipe=lambda name: ALL_RECIPES[name or recipe], backend=backend)
+    wanted = SiteRequest(ALL_RECIPES[recipe], backend=backend)
     return GemmSite(resolve(wanted, "layers.0.linear", 0, CPU), state or Fp8State(), None)
 
 

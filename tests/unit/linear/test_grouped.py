@@ -80,8 +80,15 @@ def train(
     return SimpleNamespace(results=found, arena=arena, counts=state.last)
 
 
-@pytest.mark.parametrize("main_grad", [None, torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("recipe", list(ALL_RECIPES))
+@pytest.mark.parametrize(
+    ("recipe", "main_grad"),
+    [
+        *((recipe, (None, torch.float32)[i % 2]) for i, recipe in enumerate(ALL_RECIPES)),
+        ("delayed", torch.float32),
+        ("blockwise", torch.bfloat16),
+        ("mxfp8", torch.float64),
+    ],
+)
 def test_it_is_each_expert_alone_to_the_bit(recipe: str, main_grad: torch.dtype | None) -> None:
     """Results, gradients, scales, amaxes, health and counts, over two iterations."""
     together = train(grouped_linear, recipe, main_grad=main_grad)
@@ -196,31 +203,6 @@ def test_a_rank_that_no_token_came_to(main_grad: bool) -> None:
         assert parameter.grad is not None and grad.eq(float(main_grad)).all()
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
-def test_saved_for_backward_are_codes(recipe: str) -> None:
-    """A byte a value and scales: at most 0.55 of the BF16 that a linear in high precision saves of its input."""
-    tokens = (256, 0, 128, 384)
-    x, weights, _ = matrices(tokens)
-    _, sites = experts(recipe, len(tokens))
-    saved: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    own = {weight.untyped_storage().data_ptr() for weight in weights}
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        grouped_linear(x.requires_grad_(), [torch.nn.Parameter(w) for w in weights], tokens, sites)
-    for site in sites:
-        assert site.weights.held is not None
-        side = site.weights.held.quantized.columnwise
-        assert side is not None
-        own |= {t.untyped_storage().data_ptr() for t in (side.codes, side.scale_inv)}
-    activations = sum(size for at, size in saved.items() if at not in own)
-    assert 0 < activations <= 0.55 * x.numel() * 2
-
-
 def test_without_gradients_nothing_is_saved_or_recorded() -> None:
     x, weights, _ = matrices()
     state, sites = experts("delayed")
@@ -231,29 +213,7 @@ def test_without_gradients_nothing_is_saved_or_recorded() -> None:
     assert not state.arenas[0].rows.any()
 
 
-def test_it_traces_as_one_linear_for_each_expert() -> None:
-    x, weights, dy = matrices()
-    _, sites = experts("blockwise")
-    eager, traced = x.clone().requires_grad_(), x.clone().requires_grad_()
-    grouped_linear(eager, weights, TOKENS, sites).backward(dy)
-    torch.compile(grouped_linear, backend="aot_eager")(traced, weights, TOKENS, sites).backward(dy)
-    assert_same_bytes(traced.grad, eager.grad)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "said"),
-    [((70, 0, 200, 1, 129, 15), "sum to 415"), ((416, 0, 0), "3 numbers"), ((-1, 1, 200, 71, 129, 16), "-1")],
-)
-def test_numbers_that_do_not_fit(tokens: tuple[int, ...], said: str) -> None:
-    x, weights, _ = matrices()
-    with pytest.raises(ValueError, match=rf"experts\.0\.fc1.*{said}"):
-        grouped_linear(x, weights, tokens, experts("blockwise")[1])
-    with pytest.raises(ValueError, match="all \\[N, K\\]"):
-        grouped_linear(x[:, :-1], weights, TOKENS, experts("blockwise")[1])
-
-
-@pytest.mark.parametrize("linear", [grouped_linear, in_turn], ids=["together", "in turn"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize(("recipe", "linear"), [("tensorwise", in_turn), ("blockwise", grouped_linear)])
 def test_autocast_changes_no_bit(recipe: str, linear: Any) -> None:
     """It would round the emulated products' operands, or refuse their dtypes."""
     plain = train(linear, recipe, main_grad=None)
