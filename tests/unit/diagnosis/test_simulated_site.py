@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_fp8 import convert_to_fp8
+from megatron_fp8.diagnosis.variants import SimulatedSite, round_significand
 from megatron_fp8.recipe import GEMM_OPERANDS, DelayedScaling
-from megatron_fp8.telemetry.variants import SimulatedSite, round_significand
 
 EVERY = frozenset((gemm, role) for gemm, roles in GEMM_OPERANDS.items() for role in roles)
 
