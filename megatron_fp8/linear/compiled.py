@@ -397,7 +397,7 @@ def _check_recomputed(site: GemmSite) -> None:
 def traced_observation(x: Tensor, weight: Tensor, y: Tensor, site: GemmSite, *, training: bool) -> Tensor:
     """observe_high_precision while traced: records x [..., K], weight [N, K]; returns a copy of y [..., N]."""
     handle = _beside(site.traced.handle, x, weight)
-    return torch.ops.megatron_fp8.observe(x, weight, y, handle, training, next_call())[0]  # type: ignore[no-any-return]
+    return torch.ops.megatron_fp8.observe(x, weight, y, handle, training, next_call())[0]
 
 
 @torch.library.custom_op("megatron_fp8::observe", mutates_args=(), tags=_TAGS)
