@@ -9,15 +9,15 @@ marks.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 from benchmarks.common import RESULTS, put_between, table
+from megatron_fp8.estimate.config_reader import read
 from megatron_fp8.estimate.device import device
 from megatron_fp8.estimate.estimate import Estimate, estimate
 from megatron_fp8.estimate.memory_fit import RESERVE
 from megatron_fp8.estimate.parameters import totals
-from megatron_fp8.estimate.settings import read
 
 PAGE = Path(__file__).parents[1] / "docs" / "estimates.md"
 FULL = RESULTS / "estimates.md"
@@ -75,8 +75,10 @@ def estimates(name: str, gpus: int, on: str) -> dict[str, Estimate]:
     return {title: estimate(read([*options, *more], gpus), device(on)) for title, more in RUNS.items()}
 
 
-def rows(name: str, on: str) -> Iterator[list[str]]:
+@functools.cache
+def rows(name: str, on: str) -> list[list[str]]:
     """A row for each number of GPUs."""
+    made = []
     there = device(on).memory * (1 - RESERVE)
     for gpus, (layout, _) in LAYOUTS[name].items():
         found = estimates(name, gpus, on)
@@ -87,14 +89,17 @@ def rows(name: str, on: str) -> Iterator[list[str]]:
         times = {title: one.time for title, one in found.items()}
         bf16, fp8 = times["BF16"], times["FP8"]
         ranks = found["FP8"].settings.data_parallel
-        yield [
-            f"{gpus:,}",
-            f"{layout}, DP {ranks}",
-            *memory,
-            f"{bf16.seconds:.2f}",
-            f"{fp8.seconds:.2f}",
-            f"{fp8.seconds / bf16.seconds:.2f}",
-        ]
+        made.append(
+            [
+                f"{gpus:,}",
+                f"{layout}, DP {ranks}",
+                *memory,
+                f"{bf16.seconds:.2f}",
+                f"{fp8.seconds:.2f}",
+                f"{fp8.seconds / bf16.seconds:.2f}",
+            ]
+        )
+    return made
 
 
 def section(name: str, on: str) -> str:
@@ -108,7 +113,7 @@ def section(name: str, on: str) -> str:
             f"A roofline from a data sheet ({device(on).source}), not a measurement: times are lower bounds.",
             f"{counted.total:,} parameters, {counted.active:,} of them for a token.",
             "",
-            table(header, list(rows(name, on))),
+            table(header, rows(name, on)),
         ]
     )
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from benchmarks import gradient_formats
 from benchmarks.common import RESULTS, describe, environment, put_between
 from megatron_fp8.commands.main import main as megatron_fp8
-from megatron_fp8.study.compare.output import as_table
-from megatron_fp8.study.compare.plan import BASELINE
+from megatron_fp8.study.compare_plan import BASELINE
+from megatron_fp8.study.compare_results import as_table
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 0.01

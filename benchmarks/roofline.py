@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import environment, put_between, table, write_results
+from megatron_fp8.estimate.config_reader import read
 from megatron_fp8.estimate.device import device
 from megatron_fp8.estimate.estimate import estimate
-from megatron_fp8.estimate.settings import read
 
 OFF = Path(__file__).parents[1] / "megatron_fp8" / "estimate" / "calibration.yaml"
 PAGE = Path(__file__).parents[1] / "docs" / "estimates.md"

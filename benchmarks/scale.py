@@ -29,11 +29,9 @@ import torch
 
 from benchmarks.common import environment, put_between, table, write_results
 from benchmarks.estimates import CONFIGS, LAYOUTS, TITLES
-from megatron_fp8.estimate.communication import of_stage
-from megatron_fp8.estimate.communication_linear import Traffic
-from megatron_fp8.estimate.settings import read
-from megatron_fp8.estimate.sites import Plans
-from megatron_fp8.estimate.status_allreduce import of_step
+from megatron_fp8.estimate.communication import stage_traffic, status_allreduces
+from megatron_fp8.estimate.config_reader import read
+from megatron_fp8.estimate.linear_communication import Traffic
 from megatron_fp8.files.gc_pause import gc_paused
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
@@ -62,7 +60,7 @@ def traffic(name: str, gpus: int) -> list[Traffic]:
     batch = gpus // model.model_ranks * model.pipeline_model_parallel_size
     settings = read([*options, "--train.micro_batch_size=1", f"--train.global_batch_size={batch}"], gpus=gpus)
     chunks = [chunk for chunk in settings.model.chunks() if chunk.stage == 0]
-    return of_stage(settings, chunks, Plans(settings.model)) + of_step(settings, chunks)
+    return stage_traffic(settings, chunks) + status_allreduces(settings, chunks)
 
 
 def least(name: str, gpus: int) -> bool:

@@ -26,9 +26,9 @@ from ..plan.size_table import FORMAT, Gemm, load_table, roles_of
 from ..plan.timing import LEAST_FOR_SPREAD, device_label, table
 from ..recipe import RECIPES, Recipe, check_recipe_name, recipe_name
 from ..state.collectives import own_device
-from ..study.bench import bench_diff, torchao_bench
-from ..study.bench.gemm_bench import Bench
-from ..study.bench.sections import SECTIONS
+from ..study import bench_diff
+from ..study.bench_linear import Bench, torchao_linear, torchao_missing
+from ..study.bench_models import SECTIONS
 from ..train.failure import EXIT_FAILED
 from .cli_common import refuse, warn_in_lines
 
@@ -117,11 +117,11 @@ def _measure(
         for shape in request.shapes:
             for section in sections:
                 SECTIONS[section](bench, shape, recipe, backend)
-    if options.peers and (reason := torchao_bench.missing()):
+    if options.peers and (reason := torchao_missing()):
         print(f"torchao: not measured: {reason}", flush=True)
     elif options.peers:
         for shape in request.shapes:
-            torchao_bench.linear(bench, shape)
+            torchao_linear(bench, shape)
     print(_as_table(bench.rows))
     if conclusion := verdict(bench.rows):
         print(conclusion)

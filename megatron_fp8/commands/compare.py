@@ -12,7 +12,7 @@ from ..train.failure import EXIT_DONE, EXIT_FAILED
 from .cli_common import CommandParser, refuse, warn_in_lines
 
 if TYPE_CHECKING:
-    from ..study.compare.plan import Comparison
+    from ..study.compare_plan import Comparison
 
 DESCRIPTION = """\
 Trains a config in BF16 and in each recipe, with the same data, seeds and parallel layout, and says how they differ.
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
         options, overrides = parser.parse_known_args(arguments)
     except ValueError as error:
         return refuse(error, debug=debug)
-    from ..study.compare.launch import RunFailed
+    from ..study.compare_runs import RunFailed
 
     try:
         _compare(options, overrides)
@@ -71,8 +71,8 @@ def _compare(options: Namespace, overrides: list[str]) -> None:
     from .. import mcore
 
     mcore.install()
-    from ..study.compare import launch
-    from ..study.compare.plan import plan
+    from ..study import compare_runs
+    from ..study.compare_plan import plan
 
     for name in ("RANK", "SLURM_PROCID"):
         if os.environ.get(name, "0") != "0":
@@ -80,24 +80,24 @@ def _compare(options: Namespace, overrides: list[str]) -> None:
                 f"{name}={os.environ[name]}: compare starts the ranks of its runs itself; start it once."
             )
     comparison = plan(options.config, options.recipes, options.seeds, overrides, options.out, options.ranks)
-    with launch.held(comparison.out):
+    with compare_runs.held(comparison.out):
         _train_and_write(comparison)
 
 
 def _train_and_write(comparison: Comparison) -> None:
     """Raises ValueError for bad input; RunFailed."""
-    from ..study.compare import launch, output, results
+    from ..study import compare_results, compare_runs
 
     for run in comparison.runs:
         if run.finished:  # report damaged files before training others
-            results.read_outcome(run)
-    launch.train_all(comparison)
-    outcomes = [results.read_outcome(run) for run in comparison.runs]
-    content = results.document(comparison, outcomes)
-    replace_file(comparison.out / "compare.json", results.as_json(content))
-    replace_file(comparison.out / "compare.md", output.as_markdown(content))
-    output.draw(content, comparison.out / "compare.png")
-    print(f"{output.as_table(content)}\n\n{content['verdict']}\n")
+            compare_results.read_outcome(run)
+    compare_runs.train_all(comparison)
+    outcomes = [compare_results.read_outcome(run) for run in comparison.runs]
+    content = compare_results.document(comparison, outcomes)
+    replace_file(comparison.out / "compare.json", compare_results.as_json(content))
+    replace_file(comparison.out / "compare.md", compare_results.as_markdown(content))
+    compare_results.draw(content, comparison.out / "compare.png")
+    print(f"{compare_results.as_table(content)}\n\n{content['verdict']}\n")
     print(f"{comparison.out / 'compare.md'}, compare.json, compare.png")
     _page([run.folder for run in comparison.runs], comparison.out / "compare.html")
 

@@ -46,10 +46,9 @@ def _parser() -> CommandParser:
 
 
 def _run(options: argparse.Namespace, run_options: list[str]) -> int:
-    from ..estimate.settings import joined
+    from ..estimate.config_reader import joined
     from ..files.example_configs import config_hint
-    from ..study.doctor.examination import examine
-    from ..study.doctor.text import shown
+    from ..study.doctor import examine, shown
 
     if run_options and options.config is None:
         word, parser = run_options[0], _parser()

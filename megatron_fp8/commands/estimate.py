@@ -70,14 +70,13 @@ def _parser() -> CommandParser:
 
 
 def _run(options: argparse.Namespace, run_options: list[str]) -> None:
+    from ..estimate.config_reader import joined, read
     from ..estimate.device import device
     from ..estimate.estimate import estimate, in_bf16
-    from ..estimate.fp8_speedup import grouped, of_sites
-    from ..estimate.memory_fit import RESERVE, fit, layout
-    from ..estimate.settings import LayoutError, joined, read
-    from ..estimate.sites import Plans
+    from ..estimate.memory_fit import RESERVE, fit
+    from ..estimate.roofline import grouped, of_sites
     from ..estimate.text import shown, unsure
-    from ..study.doctor.device_support import asked_of
+    from ..study.support_matrix import native_support
 
     reserve = RESERVE if options.reserve is None else options.reserve
     if not 0 <= reserve < 1:
@@ -96,21 +95,11 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> None:
             raise ValueError(f"--set {assignment!r} names no key: write --set KEY=VALUE.")
         config_options.append(f"--{assignment}")
     device_given, all_options = options.device is not None, [*config_options, *joined(run_options)]
-    try:
-        settings = read(all_options, options.gpus)
-    except LayoutError as error:
-        least = read(all_options)
-        proposal = layout(least, options.gpus, device(options.device or _ASSUMED, least.model), reserve)
-        proposal_text = (
-            f"A layout that fits: {' '.join(proposal)}"
-            if proposal
-            else "No layout tried fits into so many GPUs."
-        )
-        raise ValueError(f"{error} {proposal_text}") from error
+    settings = read(all_options, options.gpus)
     target = device(options.device if device_given else _ASSUMED, settings.model)
-    native = asked_of(settings.model, target)
+    native = native_support(settings.model, target)
     estimated = estimate(settings, target, chosen=device_given)
-    sites = list(of_sites(settings, Plans(settings.model), target, gpu=device_given))
+    sites = list(of_sites(estimated.settings, target))
     fits = fit(estimated, target, reserve) if device_given else None
     bf16 = estimate(in_bf16(settings), target, chosen=device_given) if settings.model.fp8 else None
     if options.json:

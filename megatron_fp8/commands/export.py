@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.terminal import printable
-from ..huggingface.export_formats import FP8_FORMATS
+from ..huggingface import FP8_FORMATS
 from .cli_common import CommandParser, run, tensors_shown
 
 HELP = """\

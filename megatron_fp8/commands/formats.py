@@ -67,14 +67,15 @@ def _file(text: str) -> Path:
 
 def _formats(options: Namespace) -> None:
     """Raises ValueError for bad input."""
-    from ..study.formats import picture, tables
+    from ..study import format_tables as tables
+    from ..study import plots
 
     if options.csv is None and options.png is None:
         _print(options.table)
     if options.csv is not None and options.png is not None and options.csv.resolve() == options.png.resolve():
         raise ValueError(f"--csv and --png are both {str(options.csv)!r}: give two files.")
     if options.png is not None:
-        picture.check_path(options.png)
+        plots.check_path(options.png)
     if options.csv is not None:
         rows: dict[str, Callable[[], tables.Rows]] = {
             "formats": tables.formats,
@@ -95,14 +96,15 @@ def _formats(options: Namespace) -> None:
             ) from error
         print(f"{options.csv}: {text.count(chr(10)) - 1:,} rows of {options.table or 'values'}")
     if options.png is not None:
-        picture.draw(options.png)
+        plots.draw(options.png)
         stream = sys.stderr if str(options.csv) == "-" else sys.stdout
         print(f"{options.png}: range, error, recipes on outliers, delayed scaling", file=stream)
 
 
 def _print(table: str | None) -> None:
     """Print one table, or the picture and all tables except the one of all values."""
-    from ..study.formats import picture, tables
+    from ..study import format_tables as tables
+    from ..study import plots
 
     texts: dict[str, Callable[[], str]] = {
         "formats": tables.show_formats,
@@ -112,7 +114,7 @@ def _print(table: str | None) -> None:
         "delayed": tables.show_delays,
     }
     if table is None:
-        print(picture.terminal())
+        print(plots.terminal())
     for name, title in _TITLES.items():
         show = texts[name]
         if name == table or (table is None and name != "values"):

@@ -62,7 +62,7 @@ def _sharing(launch: Any, source: Path, options: argparse.Namespace) -> Any:
 
     from ..files.checkpoint import digest
     from ..huggingface.directory import CONFIG, INDEX
-    from ..huggingface.import_ranks import Sharing
+    from ..huggingface.import_plan import Sharing
 
     if launch.world_size == 1:
         return Sharing()

@@ -7,74 +7,61 @@ counts the same in trainings.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ..params.fp8_parameter import granularities
 from ..plan.cast_spec import CastSpec
 from ..plan.site_plan import SitePlan, sent_as
 from .activations import probability_bytes
-from .attention import Projection, projections
-from .buffers import Buffer, group_size, is_apart, of_chunk_buffers
-from .communication_linear import Call, Traffic, column, gathered_scales, row
-from .model import Chunk, Layer, Model
-from .parameters import of_chunk
-from .saved_tensors import recomputed_modules
-from .settings import Settings
-from .sites import OUTPUT, Plans, shares_gradient_buffer, weight_rules
+from .config_reader import Settings
+from .fp8_weights import shares_gradient_buffer, weight_rules
+from .linear_communication import Call, Traffic, column, gathered_scales, row
+from .model import OUTPUT, Chunk, Layer, Model
+from .model_state import Buffer, chunk_buffers, group_size, is_apart
+from .parameters import Projection, chunk_parameters, projections
 
 
-def of_stage(settings: Settings, chunks: list[Chunk], plans: Plans) -> list[Traffic]:
+def stage_traffic(settings: Settings, chunks: list[Chunk]) -> list[Traffic]:
     """The traffic of a pipeline stage's rank in one iteration, one entry per kind; none for groups of one rank."""
-    return _by_kind(_traffic(settings, chunks, plans))
-
-
-def _by_kind(traffic: Iterable[Traffic]) -> list[Traffic]:
-    found: dict[tuple[str, str, str, int], Traffic] = {}
-    for entry in traffic:
-        if entry.ranks == 1 or not entry.bytes:
-            continue
-        key = (entry.what, entry.call, entry.axis, entry.ranks)
-        merged = found.get(key)
-        if merged is not None:
-            entry = Traffic(
-                entry.what,
-                entry.call,
-                entry.axis,
-                entry.ranks,
-                entry.bytes + merged.bytes,
-                entry.calls + merged.calls,
-            )
-        found[key] = entry
+    found: dict[Traffic, Traffic] = {}
+    for entry in _traffic(settings, chunks):
+        if entry.ranks > 1 and entry.bytes:
+            kind = replace(entry, bytes=0, calls=0)
+            total = found.get(kind, kind)
+            found[kind] = replace(entry, bytes=total.bytes + entry.bytes, calls=total.calls + entry.calls)
     return list(found.values())
 
 
-def _traffic(settings: Settings, chunks: list[Chunk], plans: Plans) -> Iterator[Traffic]:
+def _traffic(settings: Settings, chunks: list[Chunk]) -> Iterator[Traffic]:
     model = settings.model
     for chunk in chunks:
-        yield from _gradients(settings, chunk, plans)
-        for entry in _microbatch(settings, chunk, plans):
+        yield from _gradients(settings, chunk)
+        for entry in _microbatch(settings, chunk):
             yield entry * settings.microbatches
-    yield from _iteration(settings, chunks, plans)
+    yield from _iteration(settings, chunks)
     if model.pipeline_model_parallel_size > 1:
-        size = model.activation_bytes * settings.tokens // model.token_share * model.hidden_size
+        size = model.activation_bytes * settings.local_tokens * model.hidden_size
         for chunk in chunks:
-            for ends, what in (
-                (chunk.last, "activations to the next stage"),
-                (chunk.first, "their gradients to the previous stage"),
-            ):
-                if not ends:
-                    yield (Traffic(what, "send", "pipeline", 2, size) * settings.microbatches)
+            if not chunk.last:
+                yield (
+                    Traffic("activations to the next stage", "send", "pipeline", 2, size)
+                    * settings.microbatches
+                )
+            if not chunk.first:
+                what = "their gradients to the previous stage"
+                yield Traffic(what, "send", "pipeline", 2, size) * settings.microbatches
 
 
 # ----------------------------------------------------------------------------------------------------- once an iteration
 
 
-def _gradients(settings: Settings, chunk: Chunk, plans: Plans) -> Iterator[Traffic]:
+def _gradients(settings: Settings, chunk: Chunk) -> Iterator[Traffic]:
     """Gradients over data-parallel ranks, and parameters with the distributed optimizer."""
     distributed = settings.optimizer.use_distributed_optimizer
     shared = shares_gradient_buffer(settings)
-    buffers = of_chunk_buffers(settings, chunk, plans)
+    buffers = chunk_buffers(settings, chunk)
     # Dense parameters and experts have separate optimizers. Each one's step gathers all of the model's parameters
     # (Megatron-Core 0.16, distrib_optimizer.py, step_with_ready_grads), unless the next forward does.
     gathers = 1 if settings.optimizer.overlap_param_gather else len({buffer.expert for buffer in buffers})
@@ -88,89 +75,103 @@ def _gradients(settings: Settings, chunk: Chunk, plans: Plans) -> Iterator[Traff
                 each = 2 if shared else 1
             yield Traffic("parameters", "all-gather", axis, buffer.ranks, each * buffer.size, count) * gathers
             if buffer.fp8 and not shared:
-                yield Traffic(
-                    "amaxes of parameters", "all-reduce", axis, buffer.ranks, _parameter_amaxes(buffer, plans)
-                )
+                size = _parameter_amaxes(settings, buffer)
+                yield Traffic("amaxes of parameters", "all-reduce", axis, buffer.ranks, size)
 
 
-def _parameter_amaxes(buffer: Buffer, plans: Plans) -> int:
+def _parameter_amaxes(settings: Settings, buffer: Buffer) -> int:
     """Bytes of the amaxes shared by ranks with parts of a weight (params/shards.py): one per block, and a count."""
     count = 0
-    for bucket in buffer.buckets:
-        for parameter, _ in bucket.places:
-            assert parameter.site is not None
-            rule, _ = weight_rules(plans.of(parameter.site, parameter.layer))
-            assert rule is not None
-            shape = parameter.shape if not rule.granularity.is_tensor else (1, 1)
-            for block in granularities(rule):
-                count += -(-shape[0] // (block.rows or shape[0])) * -(-shape[1] // (block.cols or shape[1]))
-            count += 1
+    for parameter in buffer.parameters:
+        rule, _ = weight_rules(settings.plan(parameter.site))
+        assert rule is not None
+        shape = parameter.shape if not rule.granularity.is_tensor else (1, 1)
+        for block in granularities(rule):
+            count += -(-shape[0] // (block.rows or shape[0])) * -(-shape[1] // (block.cols or shape[1]))
+        count += 1
     return 4 * count
 
 
-def _iteration(settings: Settings, chunks: list[Chunk], plans: Plans) -> Iterator[Traffic]:
+def _iteration(settings: Settings, chunks: list[Chunk]) -> Iterator[Traffic]:
     model = settings.model
-    parameters = [parameter for chunk in chunks for parameter in of_chunk(model, chunk)]
-    tp = model.tensor_model_parallel_size
+    parameters = [parameter for chunk in chunks for parameter in chunk_parameters(model, chunk)]
+    layers = [layer for chunk in chunks for layer in chunk.every if layer.experts]
+    tp, ranks = model.tensor_model_parallel_size, settings.gpus // model.pipeline_model_parallel_size
     norms = sum(parameter.size for parameter in parameters if parameter.sequence)
-    if norms:
-        yield Traffic("gradients of norms", "all-reduce", "tensor", tp, 4 * norms)
-    tied = [parameter for parameter in parameters if parameter.tied]
+    yield Traffic("gradients of norms", "all-reduce", "tensor", tp, 4 * norms)
     if model.pipeline_model_parallel_size > 1:
-        for parameter in tied:
-            yield Traffic("gradient of the tied embedding", "all-reduce", "embedding", 2, 4 * parameter.size)
+        for parameter in parameters:
+            if parameter.tied:
+                size = 4 * parameter.size
+                yield Traffic("gradient of the tied embedding", "all-reduce", "embedding", 2, size)
     if model.moe_router_enable_expert_bias:
-        routers = sum(layer.experts for chunk in chunks for layer in chunk.every)
-        counts, ranks = (
-            4 * routers * (model.num_moe_experts or 0),  # float32 counts
-            settings.gpus // model.pipeline_model_parallel_size,
-        )
+        counts = 4 * len(layers) * (model.num_moe_experts or 0)  # float32 counts
         yield Traffic("tokens of each expert, for its bias", "all-reduce", "tensor and data", ranks, counts)
-    slots: dict[bool, int] = {}
+    slots: Counter[bool] = Counter()
     for parameter in parameters:
-        if parameter.site is None:
-            continue
-        plan = plans.of(parameter.site, parameter.layer)
-        apart = is_apart(model, parameter)
-        slots[apart] = slots.get(apart, 0) + _slots(plan)
-    for layer in (layer for chunk in chunks for layer in chunk.every if layer.experts):
-        casts = (_sent_to_experts(model, layer, plans, role) for role in ("input", "grad_output"))
-        slots[False] = slots.get(False, 0) + sum(cast is not None for cast in casts)
+        if parameter.site:
+            slots[is_apart(model, parameter)] += _slots(settings.plan(parameter.site))
+    for layer in layers:
+        casts = (_sent_to_experts(settings, layer, role) for role in ("input", "grad_output"))
+        slots[False] += sum(cast is not None for cast in casts)
     if any(chunk.last for chunk in chunks):
-        slots[False] = slots.get(False, 0) + _slots(plans.output)
+        slots[False] += _slots(settings.plan(OUTPUT))
+    same_experts = (
+        group_size(settings, expert=True) * model.expert_tp
+    )  # ranks with the same experts or parts of them
     for apart, count in slots.items():
-        ranks = settings.gpus // model.pipeline_model_parallel_size
-        if apart:  # ranks with the same experts or parts of them
-            ranks = group_size(settings, expert=True) * model.expert_tp
         if count:
-            yield Traffic("amaxes of the iteration", "all-reduce", "amax", ranks, 4 * (2 * count + 2))
+            group = same_experts if apart else ranks
+            yield Traffic("amaxes of the iteration", "all-reduce", "amax", group, 4 * (2 * count + 2))
 
 
 def _slots(plan: SitePlan) -> int:
     """Casts of a site that record amaxes: one per role, or two if its GEMMs need different casts."""
+    pairs = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
     count = 0
-    for role, (one, other) in (
-        ("input", ("fprop", "wgrad")),
-        ("weight", ("fprop", "dgrad")),
-        ("grad_output", ("dgrad", "wgrad")),
-    ):
-        casts = (plan.operands[one][role], plan.operands[other][role])
-        count += (
-            1 if casts[0] == casts[1] and casts[0] is not None else sum(cast is not None for cast in casts)
-        )
+    for role, gemms in pairs.items():
+        one, other = (plan.operands[gemm][role] for gemm in gemms)
+        count += (one is not None) + (other is not None and other != one)
     return count
+
+
+def status_allreduces(settings: Settings, chunks: list[Chunk]) -> list[Traffic]:
+    """The small status all-reduces (NaN and Inf, gradient norms) of a rank of these chunks' stage, one entry per call;
+    none for groups of one rank.
+
+    They are not part of the estimate's ``wire``: they have few bytes, but every rank waits for them. The loss is
+    not included: the caller sums it. `megatron-fp8 train` does so in one all-reduce per iteration, with other
+    status values (train/step.py).
+    """
+    model, distributed = settings.model, settings.optimizer.use_distributed_optimizer
+    stages, gpus = model.pipeline_model_parallel_size, settings.gpus
+    found = [("whether any rank met NaN or Inf in gradients", gpus, 4)]
+    if model.fp8 and (
+        stages > 1 or model.expert_model_parallel_size > 1
+    ):  # otherwise part of the amax all-reduce
+        found.append(("what casts met", gpus, 8))
+    # An optimizer's group: all ranks with parts of its state, or of its model (Megatron-Core, optimizer.py,
+    # get_grad_stats_parallel_group). Experts have their own optimizer.
+    optimizers = [gpus if distributed else model.tensor_model_parallel_size * stages]
+    if any(is_apart(model, parameter) for chunk in chunks for parameter in chunk_parameters(model, chunk)):
+        optimizers.append(gpus if distributed else model.expert_ranks)
+    found += [("whether an optimizer's gradients are finite", ranks, 4) for ranks in optimizers]
+    if distributed:  # one for both optimizers; in float64 if FP8 weights have their own buffers
+        found.append(("the norm of gradients", gpus, 8 if model.fp8 else 4))
+    else:
+        found += [("the norm of an optimizer's gradients", ranks, 4) for ranks in optimizers]
+    return [Traffic(what, "all-reduce", "verdict", ranks, size) for what, ranks, size in found if ranks > 1]
 
 
 # ---------------------------------------------------------------------------------------------------- once a microbatch
 
 
-def _microbatch(settings: Settings, chunk: Chunk, plans: Plans) -> Iterator[Traffic]:
-    model, tokens = settings.model, settings.tokens
-    tp = model.tensor_model_parallel_size
-    whole = model.activation_bytes * tokens * model.hidden_size
+def _microbatch(settings: Settings, chunk: Chunk) -> Iterator[Traffic]:
+    model, tp = settings.model, settings.model.tensor_model_parallel_size
+    whole = model.activation_bytes * settings.tokens * model.hidden_size
     again = recomputed_layers(model, chunk)
     for layer in chunk.every:
-        for one in of_layer(settings, layer, plans):
+        for one in layer_traffic(settings, layer):
             yield one * (2 if layer in again and one.what.endswith("forward") else 1)
     for _ in range(chunk.first + len(chunk.predicting)):
         # With learned positions, embeddings are summed over all ranks first and split afterwards.
@@ -179,16 +180,16 @@ def _microbatch(settings: Settings, chunk: Chunk, plans: Plans) -> Iterator[Traf
         if model.sequence_parallel:
             yield Traffic("embedding", "all-gather", "tensor", tp, whole)
     if chunk.last:
-        for one in _output(settings, plans):
+        for one in _output(settings):
             yield one * model.predictions
 
 
-def _output(settings: Settings, plans: Plans) -> Iterator[Traffic]:
+def _output(settings: Settings) -> Iterator[Traffic]:
     """The output layer and the loss, for one predicted token per position."""
     model, tokens = settings.model, settings.tokens
     tp, whole = model.tensor_model_parallel_size, model.activation_bytes * tokens * model.hidden_size
-    if plans.output.precision == "fp8":
-        for one in column(settings, plans, OUTPUT, None, model.hidden_size):
+    if settings.plan(OUTPUT).precision == "fp8":
+        for one in column(settings, OUTPUT, model.hidden_size):
             yield replace(one, what="output layer")
     elif model.sequence_parallel:
         yield Traffic("output layer", "all-gather", "tensor", tp, 2 * whole, 2)
@@ -207,40 +208,39 @@ def recomputed_layers(model: Model, chunk: Chunk) -> tuple[Layer, ...]:
     return chunk.every
 
 
-def of_layer(settings: Settings, layer: Layer, plans: Plans) -> Iterator[Traffic]:
+def layer_traffic(settings: Settings, layer: Layer) -> Iterator[Traffic]:
     """A layer's traffic for one microbatch, forward and backward; includes the projection of a multi-token prediction
     layer."""
     model, tokens = settings.model, settings.tokens
     if layer.number is None:
-        yield from _mtp_projection(settings, plans, f"{layer.name.removesuffix('transformer_layer.')}eh_proj")
+        yield from _mtp_projection(settings, layer.projection)
     for one in projections(model):
         site = f"{layer.name}{one.name}"
-        if one.row:
-            yield from row(settings, plans, site, layer.number)
-            continue
-        yield from column(settings, plans, site, layer.number, one.k)
+        yield from row(settings, site) if one.row else column(settings, site, one.k)
         if one.latent:
             yield from _latent(settings, one)
     cp = model.context_parallel_size
     if cp > 1:
-        groups = model.num_attention_heads if model.multi_latent_attention else model.query_groups
+        groups = model.num_attention_heads if model.multi_latent_attention else model.num_query_groups
         both = groups * (model.key_width + model.value_width) // model.tensor_model_parallel_size
         size = model.activation_bytes * tokens * cp * both
-        times = 1 + ("core_attn" in recomputed_modules(model))
+        times = 1 + ("core_attn" in model.recomputed)
         yield Traffic("keys and values, forward", "all-gather", "context", cp, size) * times
         yield Traffic("keys and values, backward", "reduce-scatter", "context", cp, size)
     if not layer.experts:
-        yield from column(settings, plans, f"{layer.name}mlp.linear_fc1", layer.number, model.hidden_size)
-        yield from row(settings, plans, f"{layer.name}mlp.linear_fc2", layer.number)
+        yield from _mlp(settings, f"{layer.name}mlp.")
         return
     yield from _balance(settings)
-    times = 1 + ("moe" in recomputed_modules(model))
-    for traffic in _expert_exchange(settings, layer, plans):
+    times = 1 + ("moe" in model.recomputed)
+    for traffic in _expert_exchange(settings, layer):
         yield traffic * (times if traffic.what.endswith("forward") else 1)
     if model.moe_shared_expert_intermediate_size:
-        shared = f"{layer.name}mlp.shared_experts."
-        yield from column(settings, plans, f"{shared}linear_fc1", layer.number, model.hidden_size)
-        yield from row(settings, plans, f"{shared}linear_fc2", layer.number)
+        yield from _mlp(settings, f"{layer.name}mlp.shared_experts.")
+
+
+def _mlp(settings: Settings, prefix: str) -> Iterator[Traffic]:
+    yield from column(settings, f"{prefix}linear_fc1", settings.model.hidden_size)
+    yield from row(settings, f"{prefix}linear_fc2")
 
 
 def _latent(settings: Settings, down: Projection) -> Iterator[Traffic]:
@@ -257,11 +257,11 @@ def _latent(settings: Settings, down: Projection) -> Iterator[Traffic]:
     yield Traffic("latents, backward", "reduce-scatter", "tensor", tp, size * tokens * down.rotary)
 
 
-def _mtp_projection(settings: Settings, plans: Plans, site: str) -> Iterator[Traffic]:
+def _mtp_projection(settings: Settings, site: str) -> Iterator[Traffic]:
     """Multi-token prediction's projection of concatenated hidden states and embeddings; ranks gather its columns."""
     model = settings.model
     tp, whole = model.tensor_model_parallel_size, model.activation_bytes * settings.tokens * model.hidden_size
-    yield from column(settings, plans, site, None, 2 * model.hidden_size)
+    yield from column(settings, site, 2 * model.hidden_size)
     yield Traffic("activations, forward", "all-gather", "tensor", tp, whole)
     if model.sequence_parallel:
         yield Traffic("gradients of activations, backward", "all-gather", "tensor", tp, whole)
@@ -269,67 +269,56 @@ def _mtp_projection(settings: Settings, plans: Plans, site: str) -> Iterator[Tra
 
 def _balance(settings: Settings) -> Iterator[Traffic]:
     """Token counts by expert, summed over ranks for the auxiliary losses."""
-    model = settings.model
+    model, what = settings.model, "tokens of each expert, for a loss"
     near = model.tensor_model_parallel_size * model.context_parallel_size
     for loss in model.balancing_losses:
         counts = 8 * (model.num_moe_experts or 0)
         if loss == "global_aux_loss":
             ranks = settings.gpus // model.pipeline_model_parallel_size
-            yield Traffic("tokens of each expert, for a loss", "all-reduce", "tensor and data", ranks, counts)
-            continue
-        each = settings.train.micro_batch_size if loss == "seq_aux_loss" else 1
-        yield Traffic(
-            "tokens of each expert, for a loss", "all-reduce", "tensor and context", near, counts * each
-        )
+            yield Traffic(what, "all-reduce", "tensor and data", ranks, counts)
+        else:
+            each = settings.train.micro_batch_size if loss == "seq_aux_loss" else 1
+            yield Traffic(what, "all-reduce", "tensor and context", near, counts * each)
 
 
-def _sent_to_experts(model: Model, layer: Layer, plans: Plans, role: str) -> CastSpec | None:
+def _sent_to_experts(settings: Settings, layer: Layer, role: str) -> CastSpec | None:
     """The cast of tokens ('input'), or of gradients of their sums ('grad_output'), before they are sent to experts."""
+    model = settings.model
     if not model.moe_fp8_dispatch:
         return None
-    experts, linear = (
-        f"{layer.name}mlp.experts.local_experts",
-        "linear_fc1" if role == "input" else "linear_fc2",
-    )
+    linear = "linear_fc1" if role == "input" else "linear_fc2"
     # All ranks use the same cast, and experts differ by overrides only.
     count = (model.num_moe_experts or 0) if model.fp8_overrides else 1
-    sites = [f"{experts}.{e}.{linear}" for e in range(count)]
-    return sent_as([plans.of(site, layer.number) for site in sites], role)[0]
+    sites = [f"{layer.name}mlp.experts.local_experts.{expert}.{linear}" for expert in range(count)]
+    return sent_as([settings.plan(site) for site in sites], role)[0]
 
 
-def _expert_exchange(settings: Settings, layer: Layer, plans: Plans) -> Iterator[Traffic]:
+def _expert_exchange(settings: Settings, layer: Layer) -> Iterator[Traffic]:
     """Tokens and router weights sent to the ranks of their experts and back; gradients in reverse. What a rank receives
     depends on the routing; the sizes are what it sends, which is the mean of what ranks receive."""
     model = settings.model
-    sharded = settings.tokens // model.token_share
     ep, etp = model.expert_model_parallel_size, model.expert_tp
-    routed = sharded * model.moe_router_topk
+    routed = settings.local_tokens * model.moe_router_topk
     plain, weights = routed * model.activation_bytes * model.hidden_size, routed * probability_bytes(model)
-    bytes_to_experts = {"forward": plain, "backward": plain}
+    there = {}
     for direction, role in (("forward", "input"), ("backward", "grad_output")):
-        if (cast := _sent_to_experts(model, layer, plans, role)) is not None:
-            bytes_to_experts[direction] = routed * model.hidden_size + gathered_scales(
-                cast.rule, routed, model.hidden_size
-            )
+        cast = _sent_to_experts(settings, layer, role)
+        there[direction] = plain
+        if cast is not None:
+            scales = gathered_scales(cast.rule, routed, model.hidden_size)
+            there[direction] = routed * model.hidden_size + scales
     counts = 8 * (model.num_moe_experts or 0) * ep * etp
     yield Traffic("tokens of each expert, forward", "all-gather", "expert", ep * etp, counts)
-    for direction in ("forward", "backward"):
+    for direction, size in there.items():
         yield Traffic(
-            f"tokens to experts, {direction}",
-            "all-to-all",
-            "expert",
-            ep,
-            bytes_to_experts[direction] + weights + plain,
-            3,
+            f"tokens to experts, {direction}", "all-to-all", "expert", ep, size + weights + plain, 3
         )
-    if etp > 1:  # tensor-parallel experts: each rank processes the tokens of all ranks of the group
-        exchanged: tuple[tuple[str, Call, int, int], ...] = (
-            ("forward", "all-gather", bytes_to_experts["forward"] + weights, 2),
-            ("forward", "reduce-scatter", plain, 1),
-            ("backward", "reduce-scatter", plain + weights, 2),
-            ("backward", "all-gather", bytes_to_experts["backward"], 1),
-        )
-        for direction, call, size, calls in exchanged:
-            yield Traffic(
-                f"tokens of cut experts, {direction}", call, "expert tensor", etp, size * etp, calls
-            )
+    # Tensor-parallel experts: each rank processes the tokens of all ranks of the group.
+    exchanged: tuple[tuple[str, Call, int, int], ...] = (
+        ("forward", "all-gather", there["forward"] + weights, 2),
+        ("forward", "reduce-scatter", plain, 1),
+        ("backward", "reduce-scatter", plain + weights, 2),
+        ("backward", "all-gather", there["backward"], 1),
+    )
+    for direction, call, size, calls in exchanged:
+        yield Traffic(f"tokens of cut experts, {direction}", call, "expert tensor", etp, size * etp, calls)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import calibration
-from .activations import of_chunk, working_set
-from .communication import of_stage as wire_of_stage
-from .communication_linear import Traffic
-from .iteration_time import StepTime, step_time
-from .model_state_bytes import StateBytes, of_stage
+from .activations import saved_by_chunk, working_set
+from .communication import stage_traffic
+from .config_reader import Settings
+from .device import Device
+from .linear_communication import Traffic
+from .model import Chunk, Model
+from .model_state import StateBytes, stage_state
 from .parameters import Totals, totals
-from .peaks import Device
-from .pipeline import peak
-from .saved_tensors import CPU, GPU
-from .settings import Settings
-from .sites import Plans
+from .roofline import StepTime, calibration, step_time
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class Estimate:
                      "slowest_stage": time.slowest},
             "device": {**dataclasses.asdict(self.device), "chosen": self.chosen},
             "kind": "roofline from peaks, not a measurement",
-            "how_far_off": calibration.measured(),
+            "how_far_off": calibration(),
         }  # fmt: skip
         return found
 
@@ -121,13 +119,13 @@ def estimate(settings: Settings, device: Device, *, chosen: bool = True) -> Esti
         chosen: True: bytes of a run on this device, whose kernels save other tensors than CPUs; False: of a
             CPU run.
     """
-    plans = Plans(settings.model)
+    settings = replace(settings, on_gpu=chosen)
     stages, wire = [], []
     for stage in range(settings.model.pipeline_model_parallel_size):
-        stages.append(memory(settings, stage, plans, gpu=chosen))
-        wire.append(wire_of_stage(settings, _chunks(settings, stage), plans))
+        stages.append(memory(settings, stage))
+        wire.append(stage_traffic(settings, _chunks(settings, stage)))
     moved = {stage_memory.stage: _optimizer_bytes(stage_memory.state) for stage_memory in stages}
-    time = step_time(settings, plans, device, moved)
+    time = step_time(settings, device, moved)
     return Estimate(settings, device, chosen, totals(settings.model), stages, wire, time)
 
 
@@ -139,33 +137,66 @@ def in_bf16(settings: Settings) -> Settings:
     return replace(settings, model=model)
 
 
-def memory(settings: Settings, stage: int, plans: Plans, *, gpu: bool) -> Memory:
-    """Memory of a stage's fullest rank; ``gpu``: with the native backend."""
-    device = GPU if gpu else CPU
-    chunks = _chunks(settings, stage)
-    saved = [of_chunk(settings, chunk, plans, device) for chunk in chunks]
+def memory(settings: Settings, stage: int) -> Memory:
+    """Memory of a stage's fullest rank."""
+    model, chunks = settings.model, _chunks(settings, stage)
+    saved = [saved_by_chunk(settings, chunk) for chunk in chunks]
     sizes = {chunk.part: kinds.total() for chunk, kinds in zip(chunks, saved, strict=True)}
-    most, in_flight = peak(settings.model, stage, settings.microbatches, sizes)
-    working = max(working_set(settings, chunk, plans, device) for chunk in chunks)
+    most, in_flight = peak(model, stage, settings.microbatches, sizes)
+    working = max(working_set(settings, chunk) for chunk in chunks)
     if any(chunk.last for chunk in chunks):
-        model = settings.model
         rows = model.padded_vocabulary // model.tensor_model_parallel_size
         working = max(working, (model.activation_bytes + 4) * settings.tokens * rows)
-    if settings.model.sequence_parallel:
-        working += settings.model.activation_bytes * settings.tokens * settings.model.hidden_size
-    state = of_stage(settings, chunks, plans, both_contiguous=keeps_both(settings, gpu=gpu))
-    return Memory(stage, state, most, sum(saved, Counter()), in_flight, working)
+    if model.sequence_parallel:
+        working += model.activation_bytes * settings.tokens * model.hidden_size
+    return Memory(stage, stage_state(settings, chunks), most, sum(saved, Counter()), in_flight, working)
 
 
-def keeps_both(settings: Settings, *, gpu: bool) -> bool:
-    """Whether symmetric codes are stored once per direction, as tensor cores read them."""
-    return gpu and settings.model.fp8_backend != "emulated"
-
-
-def _chunks(settings: Settings, stage: int) -> list[Any]:
+def _chunks(settings: Settings, stage: int) -> list[Chunk]:
     return [chunk for chunk in settings.model.chunks() if chunk.stage == stage]
 
 
 def _optimizer_bytes(state: StateBytes) -> int:
     """Bytes that a step reads and writes: gradients are read, masters and moments read and written, weights written."""
     return state.masters + 2 * state.masters + 2 * state.moments + state.weights
+
+
+def peak(model: Model, stage: int, microbatches: int, sizes: Mapping[int, int]) -> tuple[int, Counter[int]]:
+    """(peak bytes, microbatches in flight at the peak by chunk) of a stage, by Megatron-Core's schedules.
+
+    Without virtual stages a stage runs as many forwards as there are stages after it, then alternates forward and
+    backward (1F1B). With virtual stages its chunks alternate, with a group of microbatches each, and more are in
+    flight.
+
+    Args:
+        sizes: chunk of the stage -> bytes that one microbatch saves there until its backward pass.
+    """
+    stages, parts = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
+    forwards = _order(model, microbatches)
+    warmup = stages - stage - 1
+    if parts > 1:
+        group = model.microbatch_group_size_per_vp_stage or stages
+        warmup = 2 * warmup + (parts - 1) * group
+    in_flight: Counter[int] = Counter()
+    best, at_peak = 0, Counter[int]()
+    for index, part in enumerate(forwards):
+        in_flight[part] += 1
+        size = sum(sizes[chunk] * count for chunk, count in in_flight.items())
+        if size > best:
+            best, at_peak = size, in_flight.copy()
+        if index >= warmup:  # each forward is followed by a backward, with chunks in reverse order
+            in_flight[parts - 1 - forwards[index - warmup]] -= 1
+    return best, at_peak
+
+
+def _order(model: Model, microbatches: int) -> list[int]:
+    """The chunk of each forward of a stage, in order."""
+    parts = model.virtual_pipeline_model_parallel_size or 1
+    group = model.microbatch_group_size_per_vp_stage or model.pipeline_model_parallel_size
+    if parts == 1:
+        return [0] * microbatches
+    found = []
+    for first in range(0, microbatches, group):
+        count = min(group, microbatches - first)
+        found += [part for part in range(parts) for _ in range(count)]
+    return found

@@ -6,15 +6,13 @@ first. Nothing else of the run changes.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .config_reader import Settings, check_layout
+from .device import Device
 from .estimate import Estimate, memory
-from .peaks import Device
-from .settings import Settings
-from .sites import Plans
 
 RESERVE = 0.1
 """Part of a device's memory reserved for what the estimate does not include: CUDA's context, NCCL's buffers, GEMM
@@ -47,21 +45,16 @@ class Fit:
 def fit(found: Estimate, device: Device, reserve: float = RESERVE) -> Fit:
     """Checks whether the run fits in the device's memory, and if not, which change helps."""
     available, needed = int(device.memory * (1 - reserve)), found.fullest.total
-    smallest, plans = needed, Plans(found.settings.model)  # no change affects the plans
+    smallest = needed
     if needed <= available:
         return Fit(needed, available, None, None, smallest)
     for change, settings in changes(found.settings):
-        total = fullest(settings, plans)
+        stages = range(settings.model.pipeline_model_parallel_size)
+        total = max(memory(settings, stage).total for stage in stages)
         smallest = min(smallest, total)
         if total <= available:
             return Fit(needed, available, change, total, smallest)
     return Fit(needed, available, None, None, smallest)
-
-
-def fullest(settings: Settings, plans: Plans) -> int:
-    """Bytes of the fullest rank on GPUs."""
-    stages = range(settings.model.pipeline_model_parallel_size)
-    return max(memory(settings, stage, plans, gpu=True).total for stage in stages)
 
 
 def changes(settings: Settings) -> Iterator[tuple[tuple[str, ...], Settings]]:
@@ -84,75 +77,18 @@ def changes(settings: Settings) -> Iterator[tuple[tuple[str, ...], Settings]]:
             yield _words({**combined, **split}), changed
 
 
-def layouts(settings: Settings) -> Iterator[tuple[tuple[str, ...], Settings]]:
-    """All tensor, pipeline and expert parallel sizes possible on these GPUs, fewest model-parallel ranks first. Each
-    alone, then cumulatively with a sharded optimizer, FP8 parameters, recomputation and smaller micro-batches."""
-    model = settings.model
-    tensor = [size for size in (1, 2, 4, 8) if settings.gpus % size == 0]
-    pipeline = [size for size in (1, 2, 4, 8, 16, 32) if model.num_layers % size == 0]
-    experts = [size for size in range(1, (model.num_moe_experts or 1) + 1) if settings.gpus % size == 0]
-    sizes = [one for one in itertools.product(pipeline, tensor, experts) if one[0] * one[1] <= settings.gpus]
-    for pp, tp, ep in sorted(sizes, key=lambda one: (one[0] * one[1], one)):
-        combined: dict[str, Any] = {
-            "model.tensor_model_parallel_size": tp,
-            "model.sequence_parallel": tp > 1,
-            "model.pipeline_model_parallel_size": pp,
-        }
-        if model.virtual_pipeline_model_parallel_size:
-            combined["model.virtual_pipeline_model_parallel_size"] = None
-        if model.num_moe_experts:
-            combined["model.expert_model_parallel_size"] = ep
-        if (changed := apply(settings, combined)) is None:
-            continue
-        yield _words(combined), changed
-        for group in (_sharded, _fp8_param, _recompute, _smaller):
-            for more in group(changed):
-                combined |= more
-                if (smaller := apply(settings, combined)) is not None:
-                    yield _words(combined), smaller
-
-
-def layout(settings: Settings, gpus: int, device: Device, reserve: float = RESERVE) -> tuple[str, ...] | None:
-    """Options with which the model fits on ``gpus`` GPUs, whatever its current layout; None if no candidate fits."""
-    plans, available = Plans(settings.model), int(device.memory * (1 - reserve))
-    tried = layouts(replace(settings, gpus=gpus))
-
-    def enough(candidate: Settings) -> bool:
-        stages = range(candidate.model.pipeline_model_parallel_size)
-        return all(memory(candidate, stage, plans, gpu=True).total <= available for stage in stages)
-
-    return next((words for words, candidate in tried if enough(candidate)), None)
-
-
 def apply(settings: Settings, change: dict[str, Any]) -> Settings | None:
     """The run with changed values of dotted keys; None if they are inconsistent."""
-    parts: dict[str, dict[str, Any]] = {"model": {}, "train": {}, "optimizer": {}}
-    for key, value in change.items():
-        section, _, name = key.partition(".")
-        parts[section][name] = value
+    changed: dict[str, Any] = {}
     try:
-        model = replace(settings.model, **parts["model"])
-        changed = replace(
-            settings,
-            model=model,
-            train=replace(settings.train, **parts["train"]),
-            optimizer=replace(settings.optimizer, **parts["optimizer"]),
-        )
+        for name in ("model", "train", "optimizer"):
+            values = {k.partition(".")[2]: v for k, v in change.items() if k.startswith(f"{name}.")}
+            changed[name] = replace(getattr(settings, name), **values)
+        found = replace(settings, **changed)
+        check_layout(found)
     except ValueError:
         return None
-    per_step = changed.train.micro_batch_size * changed.data_parallel
-    divides = settings.gpus % model.model_ranks == 0 and changed.data_parallel > 0
-    if not divides or not per_step or changed.train.global_batch_size % per_step:
-        return None
-    if changed.gpus % (model.expert_ranks):
-        return None
-    tp = model.tensor_model_parallel_size
-    cut = [model.num_attention_heads, model.query_groups, model.ffn, model.hidden_size]
-    if model.multi_latent_attention:
-        cut += [model.q_lora_rank or 0, model.kv_lora_rank + model.qk_pos_emb_head_dim]
-    if any(size % tp for size in cut) or (model.sequence_parallel and changed.train.seq_length % tp):
-        return None
-    return changed
+    return found
 
 
 def _splits(settings: Settings) -> Iterator[dict[str, Any]]:

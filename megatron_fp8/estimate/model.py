@@ -1,12 +1,19 @@
-"""The model of an estimate: sizes, parallel layout, layers of each stage."""
+"""The model of an estimate: sizes, parallel layout, layers of stages, plans of sites."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache, cached_property
+from types import SimpleNamespace
 from typing import Any
 
+from ..fp8_utils import get_fp8_recipe, is_first_last_bf16_layer
+from ..plan.resolve import SiteRequest, cast_specs, named_recipes
 from ..plan.settings import DEFAULT_RECIPE
+from ..plan.site_plan import SitePlan, bf16_site, planned_site
+from ..recipe import Recipe
 from ..train.config.ranks import dense_ranks, expert_ranks, expert_tensor_ranks
 
 
@@ -24,6 +31,11 @@ class Layer:
     name: str
     number: int | None
     experts: bool
+
+    @property
+    def projection(self) -> str:
+        """The site of a multi-token prediction layer's projection, before its transformer layer."""
+        return f"{self.name.removesuffix('transformer_layer.')}eh_proj"
 
 
 @dataclass(frozen=True)
@@ -57,9 +69,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Model:
-    """Megatron-Core's size-related fields, with its names and defaults. Fields that are None take the value
-    of the field they default to. ``fp8_options`` are the recipe's and do not affect sizes; ``positions``:
-    rows of a learned position table.
+    """Megatron-Core's size-related fields, with its names and defaults.
+
+    Fields that are typed Any are filled in where they are None. ``fp8_options`` are the recipe's and do not affect
+    sizes; ``positions``: rows of a learned position table.
 
     Raises ValueError if the layers cannot be split as requested.
     """
@@ -67,9 +80,9 @@ class Model:
     num_layers: int = 0
     hidden_size: int = 0
     num_attention_heads: int = 0
-    num_query_groups: int | None = None
-    kv_channels: int | None = None
-    ffn_hidden_size: int | None = None
+    num_query_groups: Any = None
+    kv_channels: Any = None
+    ffn_hidden_size: Any = None
     gated_linear_unit: bool = False
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
@@ -120,7 +133,7 @@ class Model:
     recompute_modules: list[str] | None = None
     distribute_saved_activations: bool = False
     num_moe_experts: int | None = None
-    moe_ffn_hidden_size: int | None = None
+    moe_ffn_hidden_size: Any = None
     moe_shared_expert_intermediate_size: int | None = None
     moe_shared_expert_gate: bool = False
     moe_layer_freq: int | list[int] = 1
@@ -161,9 +174,9 @@ class Model:
             filled["moe_ffn_hidden_size"] = self.moe_ffn_hidden_size or filled["ffn_hidden_size"]
         for name, value in filled.items():
             object.__setattr__(self, name, value)
-        if self.query_groups % self.tensor_model_parallel_size:
+        if self.num_query_groups % self.tensor_model_parallel_size:
             raise ValueError(
-                f"model.num_query_groups={self.query_groups} with model.tensor_model_parallel_size="
+                f"model.num_query_groups={self.num_query_groups} with model.tensor_model_parallel_size="
                 f"{self.tensor_model_parallel_size}: no estimate is known where ranks share a group. Make the first a"
                 " multiple of the second."
             )
@@ -173,28 +186,6 @@ class Model:
                 " give one for each layer."
             )
         self.chunks()
-
-    # Typed access to fields that replaced None.
-
-    @property
-    def query_groups(self) -> int:
-        """Number of key/value heads."""
-        return self.num_query_groups or self.num_attention_heads
-
-    @property
-    def channels(self) -> int:
-        """Channels per head."""
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    @property
-    def ffn(self) -> int:
-        """Width of a dense MLP."""
-        return self.ffn_hidden_size or 4 * self.hidden_size
-
-    @property
-    def expert_ffn(self) -> int:
-        """Width of an expert."""
-        return self.moe_ffn_hidden_size or self.ffn
 
     @property
     def vocabulary(self) -> int:
@@ -253,13 +244,13 @@ class Model:
     def key_width(self) -> int:
         """Channels of a query or key head; in latent attention the sum of rotary and other channels."""
         if not self.multi_latent_attention:
-            return self.channels
+            return self.kv_channels
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
     @property
     def value_width(self) -> int:
         """Channels of a value head."""
-        return self.v_head_dim if self.multi_latent_attention else self.channels
+        return self.v_head_dim if self.multi_latent_attention else self.kv_channels
 
     @property
     def predictions(self) -> int:
@@ -292,6 +283,28 @@ class Model:
             Layer(f"mtp.layers.{depth}.transformer_layer.", None, self._has_experts(self.num_layers - 1))
             for depth in range(self.mtp_num_layers or 0)
         )
+
+    @cached_property
+    def recomputed(self) -> frozenset[str]:
+        """Modules that are recomputed in backward. Raises ValueError for one without an estimate."""
+        if self.recompute_granularity != "selective":
+            return frozenset()
+        modules = frozenset(self.recompute_modules or ["core_attn"])
+        for module in modules - set(RECOMPUTED):
+            raise ValueError(
+                f"model.recompute_modules: no estimate is known for {module!r}; it is for {', '.join(RECOMPUTED)}."
+            )
+        return modules
+
+    @cached_property
+    def parameters_by_chunk(self) -> dict[Chunk, Any]:
+        """The results of parameters.chunk_parameters: with many experts they take most of an estimate's time."""
+        return {}
+
+    @cached_property
+    def plans(self) -> Plans:
+        """The plans of its sites."""
+        return Plans(self)
 
     def _has_experts(self, layer: int) -> bool:
         if not self.num_moe_experts:
@@ -343,3 +356,74 @@ class Model:
                 f" model.virtual_pipeline_model_parallel_size={parts} equal parts: change one of them."
             )
         return counts
+
+
+RECOMPUTED = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act", "moe", "shared_experts")
+"""Supported recompute_modules; the last three are for experts."""
+
+_DEFAULTS = {
+    "fp8_margin": 0,
+    "fp8_interval": 1,
+    "fp8_amax_history_len": 1,
+    "fp8_amax_compute_algo": "most_recent",
+    "fp8_quantizer_factory": None,
+}
+"""Megatron-Core's defaults of options that do not affect sizes."""
+
+
+def recipe_of(model: Model) -> Callable[[str | None], Recipe]:
+    """A function: recipe name -> recipe with the model's options; None -> the model's recipe."""
+    options = {**_DEFAULTS, **model.fp8_options, "fp8": model.fp8, "fp8_recipe": model.fp8_recipe}
+    fields = SimpleNamespace(**options)
+    return cache(lambda name: get_fp8_recipe(fields, name))
+
+
+OUTPUT = "output_layer"
+"""The site of the output projection, outside the layers."""
+
+
+class Plans:
+    """The plans of a model's sites, by name."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._request: SiteRequest | None = None
+        if model.fp8:
+            recipe = recipe_of(model)
+            self._request = SiteRequest(
+                recipe(None),
+                named_recipes(model.fp8_overrides, recipe),
+                reason="fp8 recipe of the config",
+                overrides=model.fp8_overrides,
+                fp8_wgrad=model.fp8_wgrad,
+                prefix="fp8_",
+                dtype="BF16",
+            )
+        self._known: dict[str, SitePlan] = {}
+        self._alike: dict[tuple[str, bool], SitePlan] = {}  # (name without its layer, layer stays in BF16)
+
+    def of(self, name: str) -> SitePlan:
+        """The plan of a site. Raises ValueError if both operands of a GEMM would be E5M2."""
+        if name not in self._known:
+            layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+            self._known[name] = self._of(name, None if layer is None else int(layer[1]))
+        return self._known[name]
+
+    def _of(self, name: str, layer: int | None) -> SitePlan:
+        if name == OUTPUT and not self._model.fp8_output_layer:
+            return bf16_site(name, None, "fp8_output_layer is off")
+        in_bf16 = layer is not None and is_first_last_bf16_layer(self._model, layer)
+        if self._model.fp8_overrides:  # they may name layers
+            return self._make(name, layer, in_bf16)
+        key = name.replace(f".layers.{layer}.", ".", 1), in_bf16
+        if key not in self._alike:
+            self._alike[key] = self._make(name, layer, in_bf16)
+        return self._alike[key].of(name, layer)
+
+    def _make(self, name: str, layer: int | None, in_bf16: bool) -> SitePlan:
+        if self._request is None:
+            return bf16_site(name, layer, "fp8 is off")
+        specs = cast_specs(self._request, name, "first_last_layers_bf16" if in_bf16 else None)
+        if specs.none_in_fp8:
+            return bf16_site(name, layer, "; ".join(specs.reasons))
+        return planned_site(name, layer, "emulated", "; ".join(specs.reasons), specs)

@@ -14,10 +14,9 @@ import torch
 from ..params.block_codes import BLOCK, codes_of, scales_key
 from .architectures import Entry
 from .checkpoint_reader import Source
-from .config import heads_of
 from .directory import Tensors
 from .formats import check_scale, scale_name
-from .layout import Heads, join_qkv, split_qkv
+from .layout import Heads, heads_of, join_qkv, split_qkv
 
 
 def block_scales(

@@ -1,19 +1,20 @@
 """Converts between config.json and the model section of a run's config.
 
 Both directions reject what the other side cannot express, by name and value of the field: an exported or
-imported model computes the same function, or the conversion fails. Experts, latent attention and rotary
-positions have separate modules (moe.py, mla.py, rotary.py).
+imported model computes the same function, or the conversion fails. Experts and rotary positions have
+separate modules (moe.py, rotary.py). Types are checked first: such files are edited by hand and written by
+many tools.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .architectures import ARCHITECTURES, REFUSED, Architecture
-from .config_types import check_types
-from .layout import Heads
-from .mla import check_latent, latent_config, latent_section
-from .moe import check_experts, experts_config, experts_section
+from .layout import heads_of
+from .moe import MANY, check_experts, experts_config, experts_section
 from .rotary import rotary_config, rotary_section
 
 VOCABULARY_MULTIPLE = 128
@@ -204,13 +205,6 @@ def _of_this_kind(section: dict[str, Any]) -> Architecture:
     )
 
 
-def heads_of(section: dict[str, Any]) -> Heads:
-    """Attention sizes of a model section."""
-    heads = section["num_attention_heads"]
-    groups = section.get("num_query_groups") or heads
-    return Heads(heads, groups, section.get("kv_channels") or section["hidden_size"] // heads)
-
-
 def hf_config(
     section: dict[str, Any], vocab_size: int, positions: int, family: str | None = None
 ) -> dict[str, Any]:
@@ -253,3 +247,179 @@ def hf_config(
         "max_position_embeddings": positions,
         **rotary_config(section),
     }
+
+
+_SAME_OF_LATENTS = {
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+_EPSILON = 1e-6  # of latents' norms, in DeepSeek's code and in transformers, independent of rms_norm_eps
+
+
+def latent_section(config: dict[str, Any]) -> dict[str, Any]:
+    """Model section fields for config.json's latent attention.
+
+    Raises ValueError naming a field that is missing, or that Megatron-Core cannot express.
+    """
+    if missing := [name for name in _SAME_OF_LATENTS if config.get(name) is None]:
+        raise ValueError(f"config.json has no {missing[0]}: it is needed to build the model.")
+    heads, groups = config["num_attention_heads"], config.get("num_key_value_heads")
+    if groups not in (None, heads):
+        raise ValueError(
+            f"config.json has num_key_value_heads={groups} and num_attention_heads={heads}: latents serve all heads, and"
+            " both must be the same."
+        )
+    if config.get("rms_norm_eps", _EPSILON) != _EPSILON:
+        raise ValueError(
+            f"config.json has rms_norm_eps={config['rms_norm_eps']}: the norms of latents have {_EPSILON} whatever it is,"
+            f" and Megatron-Core has one for all. Only {_EPSILON} can be imported."
+        )
+    return {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": config.get("q_lora_rank"),
+        **{ours: config[theirs] for theirs, ours in _SAME_OF_LATENTS.items()},
+    }
+
+
+def check_latent(section: dict[str, Any]) -> None:
+    """Raises ValueError naming a model section field whose latent attention differs from DeepSeek-V3's."""
+    if missing := [name for name in ("q_lora_rank", *_SAME_OF_LATENTS.values()) if name not in section]:
+        raise ValueError(f"model.{missing[0]} is not there, and multi-latent attention needs it: add it.")
+    supported = {
+        "qk_layernorm": (True, False),
+        "layernorm_epsilon": (_EPSILON, 1e-5),
+        "add_qkv_bias": (False, False),
+    }
+    for name, (known, default) in supported.items():
+        if section.get(name, default) != known:
+            raise ValueError(
+                f"model.{name}={section.get(name, default)!r} with model.multi_latent_attention=True has no counterpart:"
+                f" DeepSeek-V3 has {name}={known!r}."
+            )
+    if not section.get("num_moe_experts"):
+        raise ValueError(
+            "model.num_moe_experts=None with model.multi_latent_attention=True has no counterpart: DeepSeek-V3 has"
+            " experts."
+        )
+
+
+def latent_config(section: dict[str, Any]) -> dict[str, Any]:
+    """config.json fields for a model section's latent attention."""
+    heads = section["num_attention_heads"]
+    return {
+        "num_key_value_heads": heads,
+        "q_lora_rank": section.get("q_lora_rank"),
+        **{theirs: section[ours] for theirs, ours in _SAME_OF_LATENTS.items()},
+        "rope_interleave": True,
+        "attention_bias": False,
+    }
+
+
+LARGEST = 2**31 - 1
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= LARGEST
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_ids(value: Any) -> bool:
+    return all(
+        type(each) is int and 0 <= each <= LARGEST for each in (value if isinstance(value, list) else [value])
+    )
+
+
+_Rule = tuple[Callable[[Any], bool], str]
+_SIZE: _Rule = (_is_size, f"a whole number from 1 to {LARGEST}")
+_POSITIVE: _Rule = (_is_positive, "a finite number above 0")
+_FLAG: _Rule = (lambda value: isinstance(value, bool), "true or false")
+_TEXTS: _Rule = (_is_texts, "a list of texts")
+_IDS: _Rule = (_is_ids, "a token id, or a list of them")
+_COUNT: _Rule = (lambda value: type(value) is int and 1 <= value <= MANY, f"a whole number from 1 to {MANY}")
+_COUNT_OR_NONE: _Rule = (
+    lambda value: type(value) is int and 0 <= value <= MANY,
+    f"a whole number from 0 to {MANY}",
+)
+_NUMBERS: _Rule = (
+    lambda value: isinstance(value, list) and all(type(each) is int for each in value),
+    "a list of whole numbers",
+)
+_OBJECT: _Rule = (lambda value: isinstance(value, dict), "an object")
+
+_FIELDS: dict[str, _Rule] = {
+    "architectures": _TEXTS,
+    "hidden_size": _SIZE,
+    "num_hidden_layers": _SIZE,
+    "num_attention_heads": _SIZE,
+    "num_key_value_heads": _SIZE,
+    "head_dim": _SIZE,
+    "intermediate_size": _SIZE,
+    "vocab_size": _SIZE,
+    "max_position_embeddings": _SIZE,
+    "rms_norm_eps": _POSITIVE,
+    "rope_theta": _POSITIVE,
+    "partial_rotary_factor": _POSITIVE,
+    "tie_word_embeddings": _FLAG,
+    "layer_types": _TEXTS,
+    "rope_scaling": _OBJECT,
+    "rope_parameters": _OBJECT,
+    "quantization_config": _OBJECT,
+    "compression_config": _OBJECT,
+    "moe_intermediate_size": _SIZE,
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), _COUNT),
+    **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group", "decoder_sparse_step"), _COUNT),
+    "n_shared_experts": _COUNT_OR_NONE,
+    "first_k_dense_replace": _COUNT_OR_NONE,
+    "num_nextn_predict_layers": _COUNT_OR_NONE,
+    "num_mtp_layers": _COUNT_OR_NONE,
+    "mlp_only_layers": _NUMBERS,
+    "norm_topk_prob": _FLAG,
+    "routed_scaling_factor": _POSITIVE,
+    "rope_interleave": _FLAG,
+    **dict.fromkeys(
+        ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _SIZE
+    ),
+    "eos_token_id": _IDS,
+    "bos_token_id": _IDS,
+}
+_ROPE: dict[str, _Rule] = {
+    "rope_theta": _POSITIVE,
+    "factor": _POSITIVE,
+    "partial_rotary_factor": _POSITIVE,
+}
+_GROUPS: dict[str, _Rule] = {"config_groups": _OBJECT}
+_GROUP: dict[str, _Rule] = {"weights": _OBJECT, "input_activations": _OBJECT}
+
+
+def check_types(config: Mapping[str, Any], file: str = "config.json") -> None:
+    """Raises ValueError naming the first used field with a wrong type; null is accepted."""
+    _check(config, _FIELDS, file)
+    for name in ("rope_scaling", "rope_parameters"):
+        _check(config.get(name) or {}, _ROPE, f"{file}'s {name}")
+    for name in ("quantization_config", "compression_config"):
+        quantization = config.get(name) or {}
+        _check(quantization, _GROUPS, f"{file}'s {name}")
+        for group in (quantization.get("config_groups") or {}).values():
+            if not isinstance(group, dict):
+                raise ValueError(f"{file}'s {name} has config_groups of {group!r}: objects are needed.")
+            _check(group, _GROUP, f"{file}'s {name}")
+
+
+def _check(config: Mapping[str, Any], fields: Mapping[str, _Rule], where: str) -> None:
+    for name, (fits, words) in fields.items():
+        value = config.get(name)
+        if value is not None and not fits(value):
+            shown = repr(value)
+            raise ValueError(
+                f"{where} has {name}={shown[:60]}{'...' * (len(shown) > 60)}: {words} is needed."
+            )

@@ -34,7 +34,7 @@ from ..numerics.rule import BLOCK_128X128, ROW, TENSOR, Granularity, Rule
 from ..quantizer import quantize
 from ..recipe import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, Recipe, recipe_name
 from ..tensor import QuantizedSide
-from .export_formats import FP8_FORMATS
+from . import FP8_FORMATS
 
 BLOCK = 128
 CODES = torch.float8_e4m3fn

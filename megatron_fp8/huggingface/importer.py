@@ -7,13 +7,16 @@
         text
 
 Tensors are read, converted and written one by one (import_plan.py), so memory holds a few times the largest
-tensor, not the model. Several ranks share the tensors (import_ranks.py). Training makes float32 masters from them,
+tensor, not the model. Several ranks share the tensors. A model that training cannot build fails first, before
+terabytes are written, with config.json's names in the message. Training makes float32 masters from them,
 and BF16 or FP8 weights from the masters.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,9 +29,9 @@ import yaml
 from ..files.atomic_io import write_file
 from ..files.checkpoint import Manifest
 from ..train.data.tokenizers import load_tokenizer
-from .architectures import Entry, entries, fused_rows, layers_of_experts
-from .config import architecture_of, model_section
-from .config_types import check_types
+from .architectures import Architecture, Entry, entries, fused_rows, layers_of_experts
+from .checkpoint_reader import FACT, SourceMetadata, floats_of, some
+from .config import architecture_of, check_types, model_section
 from .directory import (
     CONFIG,
     GENERATION,
@@ -40,11 +43,9 @@ from .directory import (
     write_json,
 )
 from .formats import check_readable, is_companion, is_of_cache, left_out, scale_name
-from .import_plan import ImportPlan, high_precision
-from .import_ranks import Sharing
-from .preflight import check_buildable
-from .shapes import part_shapes
-from .source_metadata import FACT, SourceMetadata, floats_of, some
+from .import_plan import ImportPlan, Sharing, high_precision
+from .layout import part_shapes
+from .moe import names_of_experts
 
 LONGEST_SEQUENCE = 4096
 """Largest sequence length in an imported run's config, even if the model supports more."""
@@ -345,3 +346,53 @@ def _save(
         assert next(shown, None) is None, "all are written, and the bar is at its end"
     except SaveError as error:
         raise OSError(str(error).partition(". ")[0]) from error
+
+
+# Names in a model section -> names in config.json, if different.
+_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "ffn_hidden_size": "intermediate_size",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "layernorm_epsilon": "rms_norm_eps",
+    "rotary_base": "rope_theta",
+    "rope_scaling_factor": "factor",
+    "rotary_scaling_factor": "factor",
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_router_num_groups": "n_group",
+    "moe_router_group_topk": "topk_group",
+    "moe_router_topk_scaling_factor": "routed_scaling_factor",
+    "mtp_num_layers": "num_nextn_predict_layers",
+}
+# Remedies that change the config, which an existing model does not allow.
+_REMEDY = re.compile(r"(: change it, or leave it \S+|\. Change one of them|: change one of them.*)\.$")
+
+
+def check_buildable(run: dict[str, Any], architecture: Architecture) -> None:
+    """Raises ValueError unless `megatron-fp8 train` accepts the run's config, as far as can be checked
+    without data.
+
+    Args:
+        run: content of config.yaml.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of libraries, and those that training will repeat
+            from ..train.config.model_section import transformer_config
+            from ..train.config.run_config import parse
+
+            transformer_config(parse([], base=run).model)
+    except ValueError as error:
+        message = _with_config_json_names(str(error), architecture)
+        raise ValueError(
+            f"config.json describes a model that Megatron-Core cannot build: {message}."
+        ) from error
+
+
+def _with_config_json_names(message: str, architecture: Architecture) -> str:
+    names = {**_NAMES, **names_of_experts(architecture)}
+    ours = "|".join(sorted(names, key=len, reverse=True))
+    message = re.sub(rf"\b({ours})\b", lambda found: names[found[1]], _REMEDY.sub("", message))
+    return message.replace("model.", "").rstrip(".")

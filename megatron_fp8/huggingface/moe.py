@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .architectures import Architecture, layers_of_experts
-from .config_types import MANY
+
+MANY = 2**16  # limit for experts or mixed layers, which need memory for each one
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """FP8 inference: weights quantised once, any number of tokens, static or dynamic scales."""
 
-from .memory import model_bytes, storage_bytes, tensors_of
 from .prepare import InferenceReport, PreparedSite, prepare_for_inference
 from .sampling import Sampler
+from .weights import model_bytes, storage_bytes, tensors_of
 
 __all__ = [
     "InferenceReport",

@@ -29,12 +29,9 @@ from ..params.fp8_parameter import Fp8Parameter
 from ..plan.site_plan import bf16_site
 from ..recipe import alignment, recipe_name
 from ..state.precision_schedule import PrecisionSchedule
+from .activations import Padding, StaticQuantizer, StaticScale, why_not_static
 from .calibration import Calibration, fp8_modules
-from .memory import model_bytes
-from .padding import Padding
-from .saving import save_in_high_precision
-from .static_scales import StaticQuantizer, StaticScale, why_not_static
-from .weights import inference_weight
+from .weights import inference_weight, model_bytes, save_in_high_precision
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 

@@ -7,10 +7,15 @@ its GEMM site, so the codes equal those of the training forward. The high-precis
 The result is an Fp8Parameter: a GEMM site uses its codes directly, and everything else (state dicts, copies,
 exports) sees the dequantised matrix. Rejected: storing the quantised matrix in the site's weight cache and an
 empty tensor in the module. State dicts, deep copies and ``.to(device)`` would then see the empty tensor.
+
+transformers' save_pretrained writes tensor memory, and an FP8 parameter's memory differs from its nominal dtype.
+So it gets dequantised weights, as exports and state dicts do; ``megatron-fp8 export`` writes FP8 files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from types import MethodType
 from typing import Any
 
 import torch
@@ -81,3 +86,42 @@ def _as_parameter(stored: _Stored, weight: torch.Tensor) -> Any:
     parameter = torch.nn.Parameter(kind(stored), requires_grad=False)
     parameter.__dict__.update({k: v for k, v in vars(weight).items() if k not in ("_stored", "_is_param")})
     return parameter
+
+
+def save_in_high_precision(model: torch.nn.Module) -> None:
+    """Make ``model.save_pretrained``, if present, write dequantised weights."""
+    if hasattr(type(model), "save_pretrained"):
+        model.save_pretrained = MethodType(_save_pretrained, model)  # type: ignore[assignment]
+
+
+def _save_pretrained(
+    model: Any, save_directory: Any, *args: Any, state_dict: Any = None, **options: Any
+) -> Any:
+    dequantised: dict[int, torch.Tensor] = {}  # shared weights stay shared
+    plain = {}
+    for name, tensor in (model.state_dict() if state_dict is None else state_dict).items():
+        if isinstance(tensor, Fp8Parameter):
+            key = tensor.codes[0].data_ptr()
+            if key not in dequantised:
+                layer = model.get_submodule(name.rpartition(".")[0])
+                dequantised[key] = layer.laid_out(tensor.dequantize()).contiguous()
+            tensor = dequantised[key]
+        plain[name] = tensor
+    return type(model).save_pretrained(model, save_directory, *args, state_dict=plain, **options)
+
+
+def tensors_of(module: Any) -> Iterator[torch.Tensor]:
+    """All parameters and buffers of a module; for an FP8 weight its codes and scales."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        yield from tensor.stored_tensors() if isinstance(tensor, Fp8Parameter) else [tensor]
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages of ``tensors``. A storage with several tensors or views counts once, in full."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def model_bytes(module: Any) -> int:
+    """Bytes of all parameters and buffers of a module."""
+    return storage_bytes(tensors_of(module))

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ..inference import Sampler
-from ..inference.memory import storage_bytes
+from ..inference.weights import storage_bytes
 from .layers.attention import RotatedKeys
 from .runtime import unwrap
 

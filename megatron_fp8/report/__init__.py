@@ -1,7 +1,6 @@
 """The HTML report of runs: curves, statistics, precision map, events.
 
-    runs' files -> curves, statistics, events, precision, advice (parsed and checked) -> packing -> charts,
-    page
+    runs' files -> curves, statistics, events, precision, advice (parsed and checked) -> charts, page
 
 The file needs neither network nor server. It contains Bokeh's JavaScript, from the Python package, and the
 numbers, deflated. Names and texts come from untrusted files: the template escapes them, and the script sets

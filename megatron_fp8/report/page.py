@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 
 from ..files.atomic_io import replace_file
-from .advice import understood
 from .curves import VALIDATION, Curve
-from .packing import ABSENT, BITS, NAN, NULL, packed, packed_map
 from .precision import GEMMS, Row, precision_map, sentence
-from .run import Run
-from .stat_maps import Statistics, meaning
+from .run import Run, understood
+from .stat_maps import ABSENT, BITS, NAN, NULL, Statistics, meaning, packed, packed_map
 
 LARGEST = 3_000_000
 """Size limit of a report in bytes."""

@@ -1,9 +1,9 @@
-"""A run, read from its folder. One of RUN_FILES suffices; missing data are empty."""
+"""A run, read from its folder, and the advice shown with it. One of RUN_FILES suffices; missing data are empty."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,19 @@ from ..files.atomic_io import in_words, read_ordinary
 from ..files.folder_kind import RUN_FILES, what_to_give
 from ..files.jsonl import Line
 from ..files.manifest import LARGEST
+from ..files.strict_json import load_json
 from ..train.run_record import PlaceNotKnown, RunRecord, require_folder
-from .advice import ShownAdvice, read_advice, understood
-from .curves import QUANTITIES, VALIDATION, Curve, read_curves
-from .events import Event, guard_moves, recorded, seen_checkpoints, skipped_steps
+from .curves import (
+    QUANTITIES,
+    VALIDATION,
+    Curve,
+    Event,
+    guard_moves,
+    read_curves,
+    recorded,
+    seen_checkpoints,
+    skipped_steps,
+)
 from .stat_maps import Statistics, read_statistics
 
 
@@ -142,3 +151,57 @@ def _advice(path: Path) -> tuple[ShownAdvice, ...]:
         return ()
     except OSError as error:
         raise ValueError(f"{str(path)!r} cannot be read ({in_words(error)}).") from error
+
+
+_TITLES = ("title", "advice", "cause", "text")
+_TO_PASTE = ("line", "lines", "config")
+
+
+@dataclass(frozen=True)
+class ShownAdvice:
+    """One piece of advice: a title, config lines to paste, and all other fields by name."""
+
+    title: str
+    paste: tuple[str, ...]
+    details: tuple[tuple[str, str], ...]
+
+
+def read_advice(content: bytes, path: str) -> tuple[ShownAdvice, ...]:
+    """Parses an advice.json: a list, or an object with a list under 'advice'. Raises ValueError."""
+    try:
+        found = load_json(content)
+    except ValueError as error:
+        raise ValueError(f"{path!r} is no JSON ({error}): correct it or remove it.") from error
+    if isinstance(found, dict):
+        found = found.get("advice")
+    if not isinstance(found, list):
+        raise ValueError(f"{path!r} has no list of advice: correct it or remove it.")
+    return understood(found)
+
+
+def understood(pieces: Iterable[Any]) -> tuple[ShownAdvice, ...]:
+    """Parses pieces: strings, or objects with a title under 'title', 'advice', 'cause' or 'text' and config lines under
+    'line'."""
+    return tuple(_piece(piece) for piece in pieces)
+
+
+def _piece(piece: Any) -> ShownAdvice:
+    if not isinstance(piece, dict):
+        return ShownAdvice(_words(piece), (), ())
+    key = next((name for name in _TITLES if piece.get(name)), None)
+    paste: list[str] = []
+    for name in _TO_PASTE:
+        value = piece.get(name) or []
+        paste += [_words(line) for line in (value if isinstance(value, list) else [value])]
+    rest = [
+        (str(k), _words(v)) for k, v in piece.items() if k != key and k not in _TO_PASTE and v is not None
+    ]
+    return ShownAdvice(_words(piece[key]) if key else "Advice", tuple(paste), tuple(rest))
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_words(v)}" for key, v in value.items())
+    if isinstance(value, list):
+        return ", ".join(_words(v) for v in value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

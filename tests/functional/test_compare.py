@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.support.forked import Forked, started
 from megatron_fp8.commands.main import main
-from megatron_fp8.study.compare import launch
+from megatron_fp8.study import compare_runs as launch
 from tests.support.command import ROOT, environment, lines
 from tests.support.left_behind import put_back
 

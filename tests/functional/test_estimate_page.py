@@ -7,9 +7,13 @@ import pytest
 from benchmarks import estimates, scale
 
 
-@pytest.mark.parametrize("device", estimates.DEVICES)
-@pytest.mark.parametrize("name", estimates.LAYOUTS)
-def test_the_results_have_every_table(name: str, device: str) -> None:
+# Every model on one device, and the smallest on the others, whose bytes are the same.
+@pytest.mark.parametrize(
+    "name, device",
+    [(name, "h100") for name in estimates.LAYOUTS]
+    + [("llama3_8b", device) for device in estimates.DEVICES[1:]],
+)
+def test_the_results_have_the_tables(name: str, device: str) -> None:
     assert estimates.section(name, device) in estimates.FULL.read_text(encoding="utf-8")
 
 

@@ -102,26 +102,6 @@ def test_like_keeps_what_only_the_directory_says(folder, tmp_path):
         assert (tmp_path / "out" / name).read_bytes() == (folder / "hf" / name).read_bytes()
 
 
-# ------------------------------------------------------------------------------------------------- compressed-tensors
-
-
-@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-channel"])
-def test_compressed_tensors_decompresses_to_our_weights(folder, expected, name):
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
-    config = QuantizationConfig.model_validate(
-        json.loads((folder / name / "config.json").read_text())["quantization_config"]
-    )
-    scheme = config.config_groups["group_0"]
-    compressor = BaseCompressor.get_value_from_registry(config.format)
-    tensors = tensors_of(folder / name)
-    for linear in LINEARS:
-        stored = {last: tensors[f"{linear}.{last}"] for last in ("weight", "weight_scale")}
-        weight = compressor.decompress(stored, scheme)["weight"]
-        assert not first_difference(weight, expected[name][linear]), linear
-
-
 # ------------------------------------------------------------------------------------------------------ transformers
 
 

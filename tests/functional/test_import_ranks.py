@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from benchmarks.support.ranks import RankPool
 from megatron_fp8.commands.main import main
 from megatron_fp8.files.checkpoint import find_checkpoint, read_manifest, read_metadata, read_tensor
-from megatron_fp8.huggingface import import_ranks as sharing_file
+from megatron_fp8.huggingface import import_plan as sharing_file
 from megatron_fp8.huggingface.directory import INDEX, SINGLE, Tensors
-from megatron_fp8.huggingface.import_ranks import Sharing
+from megatron_fp8.huggingface.import_plan import Sharing
 from megatron_fp8.huggingface.importer import import_directory
 from tests.support.command import launched
 from tests.support.hf_small import IN_BLOCKS, write, write_family

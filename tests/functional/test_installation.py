@@ -33,7 +33,13 @@ def versions(wheels: Path, build: str, tests: bool, constraints: Path = CONSTRAI
     return {name: metadata["version"] for name, metadata in found.items()}
 
 
-@pytest.mark.parametrize("build, tests", BUILDS.items())
+@pytest.mark.parametrize(
+    "build, tests",
+    [
+        pytest.param(build, tests, marks=() if build in ("2.8.0", "2.13.0") else pytest.mark.long)
+        for build, tests in BUILDS.items()
+    ],
+)
 def test_a_build_of_torch_for_cuda_is_kept_with_the_triton_that_it_brings(wheels, build, tests):
     found = versions(wheels, build, tests)
     (brought,) = (n for n in json.loads(RECORD.read_text())["torch"][build] if n.startswith("triton"))

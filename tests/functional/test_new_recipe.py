@@ -13,8 +13,7 @@ from torch import nn
 from benchmarks.support.fp8_gpt import Watched, watched_training
 from benchmarks.support.ranks import Layout, RankPool
 from megatron_fp8.estimate import activations
-from megatron_fp8.estimate.settings import read
-from megatron_fp8.estimate.sites import Plans
+from megatron_fp8.estimate.config_reader import read
 from megatron_fp8.inference import prepare, prepare_for_inference
 from megatron_fp8.nn import Fp8Config, convert_to_fp8, fp8_matmul, fp8_step
 from megatron_fp8.numerics.formats import E4M3, E5M2
@@ -106,7 +105,7 @@ def test_an_estimate_counts_those_tokens(name: str) -> None:
         """Bytes, of what grows with an expert's tokens alone, where each of four has so many."""
         train = replace(settings.train, micro_batch_size=1, seq_length=4 * rows)
         asked = replace(settings, model=model, train=train)
-        return activations.of_layer(asked, model.layers[0], Plans(model))["activation function"]
+        return activations.saved_by_layer(asked, model.layers[0])["activation function"]
 
     assert kept(1) == kept(16) and kept(17) == kept(32)
     assert (kept(1) == kept(32)) == (ALIGNED[name] == 32)

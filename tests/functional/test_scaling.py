@@ -18,11 +18,9 @@ import torch.distributed as dist
 
 from benchmarks.scale import gpt
 from benchmarks.support.ranks import model_parallel
-from megatron_fp8.estimate.buffers import of_chunk_buffers
-from megatron_fp8.estimate.communication import of_stage
-from megatron_fp8.estimate.settings import Settings, read
-from megatron_fp8.estimate.sites import Plans
-from megatron_fp8.estimate.status_allreduce import of_step
+from megatron_fp8.estimate.communication import stage_traffic, status_allreduces
+from megatron_fp8.estimate.config_reader import Settings, read
+from megatron_fp8.estimate.model_state import chunk_buffers
 from tests.support.estimate_cases import CASES
 from tests.support.estimates import _trained, options
 from tests.support.left_behind import put_back
@@ -72,10 +70,10 @@ def test_an_iteration_asks_for_what_the_estimate_says(name: str, world: int) -> 
     found, settings = an_iteration(name, world, stages - 1)
     expected, calls = Counter[str](), Counter[str]()
     chunks = [chunk for chunk in settings.model.chunks() if chunk.stage == stages - 1]
-    for one in of_stage(settings, chunks, Plans(settings.model)):
+    for one in stage_traffic(settings, chunks):
         expected[one.call] += one.bytes
         calls[one.call] += one.calls
-    verdicts = of_step(settings, chunks)
+    verdicts = status_allreduces(settings, chunks)
     calls["all-reduce"] += len(verdicts) + 1
     expected["all-reduce"] += sum(one.bytes for one in verdicts) + LOSS
     assert {call: one.calls for call, one in found.items()} == dict(calls)
@@ -125,7 +123,9 @@ def once(name: str, world: int, rank: int, folder: Path) -> dict[str, dict[str, 
 
 
 @pytest.mark.parametrize("rank", [0, -1], ids=["the first rank", "the last rank"])
-@pytest.mark.parametrize("name", ["mxfp8, stages, tied, gathered", "tensorwise, fp8_param, sharded"])
+@pytest.mark.parametrize(
+    "name", ["mxfp8, stages, tied, gathered, FP8 output layer", "tensorwise, fp8_param, sharded"]
+)
 def test_nothing_that_is_asked_once_grows_with_the_ranks(tmp_path: Path, rank: int, name: str) -> None:
     few, many = (once(name, world, rank % world, tmp_path / str(world)) for world in (64, 512))
     for what, found in many.items():
@@ -158,11 +158,8 @@ def test_each_rank_stores_the_masters_and_moments_that_it_holds(name: str, world
     arguments, settings = of_a_world(name, world)
     stages = settings.model.pipeline_model_parallel_size
     first = (stages - 1) * world // stages
-    plans = Plans(settings.model)
     chunks = [chunk for chunk in settings.model.chunks() if chunk.stage == stages - 1]
-    part = sum(
-        buffer.size // buffer.ranks for chunk in chunks for buffer in of_chunk_buffers(settings, chunk, plans)
-    )
+    part = sum(buffer.size // buffer.ranks for chunk in chunks for buffer in chunk_buffers(settings, chunk))
     for rank in (first, world - 1):
         with simulated(rank, world), _trained(arguments, iterations=0) as (step, parts, _):
             with counted() as found:

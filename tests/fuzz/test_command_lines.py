@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fp8.commands.main import COMMANDS
-from megatron_fp8.study.compare import launch
+from megatron_fp8.study import compare_runs as launch
 from tests.support.draws import draws
 from tests.support.heard import done_or_refused
 from tests.support.nonsense import WRITTEN

@@ -47,20 +47,19 @@ def put(kind: str, path: Path) -> None:
         path.symlink_to("/dev/zero")
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device"])
-@pytest.mark.parametrize("command", NAMED)
+# A reader that does not ask what a file is waits at a pipe, and never ends at a device.
+@pytest.mark.parametrize("command, kind", [*((command, "pipe") for command in NAMED), (NAMED[0], "device")])
 def test_a_name_of_no_file(originals, place, command, kind):
     fresh(place, originals, "run", "hf", "config.yaml", "corpus.txt", "cache")
     put(kind, place / "there")
     assert done_or_refused(*command.format("there").split()).code == 2
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device"])
 @pytest.mark.parametrize("name", IN_PLACE)
-def test_no_file_where_one_should_be(originals, place, name, kind):
+def test_no_file_where_one_should_be(originals, place, name):
     fresh(place, originals)
     (place / "other").symlink_to(originals / "run")
-    put(kind, place / name)
+    put("device", place / name)
     assert done_or_refused(*IN_PLACE[name].split()).code == 2
 
 

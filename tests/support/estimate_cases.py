@@ -47,22 +47,18 @@ BIASED = {
 
 # Title -> (ranks, shipped config, changes). Each recipe, fp8_param, optimizer and kind of layout is in one of these.
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "as shipped": (2, TINY, {}),
-    "tied, biases": (2, GELU, SHORT),
     "tied over stages": (4, GELU, {**PIPELINE, **DISTRIBUTED, "model__fp8_format": "blockwise"}),
-    "FP8 output layer": (2, TINY, {**OUTPUT, **SHORT, "model__fp8_format": "mxfp8"}),
     "FP8 output layer, tied over stages, fp8_param": (
         4,
         GELU,
         {**PIPELINE, **DISTRIBUTED, **FP8, **OUTPUT, "model__fp8_format": "blockwise"},
     ),
     "tensorwise, fp8_param, sharded": (4, TINY, {**BOTH, **DISTRIBUTED, **FP8, **THREE}),
-    "mxfp8, fp8_param, sharded": (
+    "mxfp8, fp8_param, sharded, three tokens predicted": (
         2,
         TINY,
-        {**ONE, **DISTRIBUTED, **FP8, **THREE, "model__fp8_format": "mxfp8"},
+        {**ONE, **DISTRIBUTED, **FP8, **THREE, "model__mtp_num_layers": 2, "model__fp8_format": "mxfp8"},
     ),
-    "rowwise, fp8_param, not sharded": (2, TINY, {**TWO, **FP8, **SHORT, "model__fp8_format": "rowwise"}),
     "rowwise, fp8_param, buffer apart": (
         2,
         TINY,
@@ -124,10 +120,10 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         GELU,
         {**FP8, **SHORT, "model__fp8_format": "blockwise", "train__seq_length": 64},
     ),
-    "mxfp8, stages, tied, gathered": (
+    "mxfp8, stages, tied, gathered, FP8 output layer": (
         4,
         GELU,
-        {**PAIR, "model__pipeline_model_parallel_size": 2, "model__fp8_format": "mxfp8"},
+        {**PAIR, **OUTPUT, "model__pipeline_model_parallel_size": 2, "model__fp8_format": "mxfp8"},
     ),
     "blockwise, gathered, recomputed": (
         2,
@@ -139,18 +135,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
             "model__recompute_granularity": "full",
             "model__recompute_method": "uniform",
             "model__recompute_num_layers": 2,
-        },
-    ),
-    "experts": (
-        4,
-        TINY,
-        {
-            **ONE,
-            **MOE,
-            **DISTRIBUTED,
-            **THREE,
-            "model__expert_model_parallel_size": 2,
-            "model__fp8_format": "mxfp8",
         },
     ),
     "experts, a shared one, tensor parallel": (
@@ -184,11 +168,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         4,
         GELU,
         {**PIPELINE, **DISTRIBUTED, **MTP, **OUTPUT, "model__position_embedding_type": "rope"},
-    ),
-    "three tokens predicted": (
-        2,
-        TINY,
-        {**ONE, **THREE, "model__mtp_num_layers": 2, "model__fp8_format": "mxfp8"},
     ),
     "latent attention, experts, two tokens, all layouts": (
         4,

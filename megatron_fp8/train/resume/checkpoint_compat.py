@@ -32,7 +32,7 @@ _NOT_REPORTED = frozenset(
 
 DATA_CONTENT = "the content of data.paths"
 IMPORTED = "directory"
-"""A manifest entry of imported models only: facts of the imported directory (huggingface/source_metadata.py)."""
+"""A manifest entry of imported models only: facts of the imported directory (huggingface/checkpoint_reader.py)."""
 
 
 @dataclasses.dataclass(frozen=True)

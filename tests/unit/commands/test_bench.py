@@ -14,7 +14,7 @@ from megatron_fp8.commands import bench_run
 from megatron_fp8.commands.main import main
 from megatron_fp8.plan.size_table import Gemm, load_table
 from megatron_fp8.plan.timing import processor_name
-from megatron_fp8.study.bench import bench_diff
+from megatron_fp8.study import bench_diff
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["--shape=48x40x36", "--repetitions=4"]

@@ -12,9 +12,10 @@ import torch
 from megatron_fp8 import mcore
 from megatron_fp8.commands.doctor import HELP
 from megatron_fp8.commands.main import main
-from megatron_fp8.study.doctor import examination, requirements
-from megatron_fp8.study.doctor.trials import Trial
-from megatron_fp8.study.doctor.versions import RULES
+from megatron_fp8.study import doctor as examination
+from megatron_fp8.study import requirements
+from megatron_fp8.study.devices import Trial
+from megatron_fp8.study.versions import RULES
 from megatron_fp8.train.startup import settings
 
 SCHEMA: dict[str, set[str]] = {

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from megatron_fp8.estimate.config_reader import read
 from megatron_fp8.estimate.device import device
 from megatron_fp8.estimate.estimate import estimate
-from megatron_fp8.estimate.settings import read
-from megatron_fp8.estimate.sites import reads, recipe_of
+from megatron_fp8.estimate.fp8_weights import reads
+from megatron_fp8.estimate.model import recipe_of
 
 ONE = ["--config=tiny_gpt_cpu", "--model.tensor_model_parallel_size=1", "--model.sequence_parallel=false"]
 SHAPE = {"k": 1000, "n": 1000, "tokens": 1000}

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8.estimate.device import device
-from megatron_fp8.estimate.peaks import names, table
+from megatron_fp8.estimate.device import device, names, table
 
 
 def test_devices_by_name_say_where_their_figures_are_from() -> None:

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
+from megatron_fp8.estimate.config_reader import Settings, read
 from megatron_fp8.estimate.device import Device, device
 from megatron_fp8.estimate.estimate import estimate
-from megatron_fp8.estimate.memory_fit import fit, layout
-from megatron_fp8.estimate.settings import LayoutError, Settings, read
+from megatron_fp8.estimate.memory_fit import fit
 
 TINY = "--config=examples/configs/tiny_gpt_cpu.yaml"
 WHOLE = [
@@ -54,21 +54,6 @@ def test_nothing_is_promised_that_does_not_fit(settings: Settings) -> None:
     tiny = of_size(1000)
     found = fit(estimate(settings, tiny), tiny)
     assert not found.fits and found.change is None and found.smallest > 1000
-
-
-@pytest.mark.parametrize("config, gpus", [("qwen3_30b_a3b", 8), ("llama3_8b", 1)])
-def test_gpus_that_the_layout_does_not_fit_get_one_that_does(config: str, gpus: int) -> None:
-    there = of_size(80e9 if gpus > 1 else 400e9)
-    with pytest.raises(LayoutError):
-        read([f"--config={config}"], gpus=gpus)
-    options = layout(read([f"--config={config}"]), gpus, there)
-    assert options is not None
-    again = read([f"--config={config}", *options], gpus=gpus)
-    assert fit(estimate(again, there), there).fits
-
-
-def test_no_layout_is_named_that_does_not_fit() -> None:
-    assert layout(read(["--config=llama3_8b"]), 2, of_size(1e9)) is None
 
 
 @pytest.mark.parametrize("gpus, tensor", [(None, 1), (1, 1), (2, 2)])

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from megatron_fp8.estimate.parameters import of_chunk, totals
-from megatron_fp8.estimate.settings import read
+from megatron_fp8.estimate.config_reader import read
+from megatron_fp8.estimate.parameters import chunk_parameters, totals
 
 
 @pytest.mark.parametrize("name, published", [("llama3_8b", 8_030_261_248), ("llama3_70b", 70_553_706_496)])
@@ -55,5 +55,5 @@ def test_what_a_second_stage_copies_counts_once() -> None:
     once = totals(model)
     cut = dataclasses.replace(model, pipeline_model_parallel_size=2)
     assert totals(cut) == once and once.prediction > 0
-    copies = [p.name for chunk in cut.chunks() for p in of_chunk(cut, chunk) if p.copy]
+    copies = [p.name for chunk in cut.chunks() for p in chunk_parameters(cut, chunk) if p.copy]
     assert copies == ["embedding.word_embeddings.weight", "embedding.position_embeddings.weight"]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_fp8.huggingface.architectures import ARCHITECTURES, entries, gemms, never_fp8
-from megatron_fp8.huggingface.aux_files import describe
 from megatron_fp8.huggingface.checkpoint_reader import Source
 from megatron_fp8.huggingface.config import exported_architecture, heads_of, hf_config, model_section
+from megatron_fp8.huggingface.exporter import describe
 from tests.support.hf_small import CONFIG
 
 LLAMA3 = {

@@ -6,13 +6,12 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_fp8.huggingface.architectures import entries, layers_of_experts
-from megatron_fp8.huggingface.aux_files import describe
 from megatron_fp8.huggingface.checkpoint_reader import Source
 from megatron_fp8.huggingface.config import exported_architecture, hf_config, model_section
-from megatron_fp8.huggingface.shapes import part_shapes
+from megatron_fp8.huggingface.exporter import describe
+from megatron_fp8.huggingface.layout import part_shapes
 from tests.support.hf_experts import DEEPSEEK, FAMILIES
 
 
@@ -179,44 +178,3 @@ def test_which_layers_have_experts():
     assert layers_of_experts(section) == [True] * 4
     assert layers_of_experts({**section, "moe_layer_freq": 2}) == [True, False, True, False]
     assert layers_of_experts({**section, "moe_layer_freq": [0, 0, 1, 1]}) == [False, False, True, True]
-
-
-@pytest.mark.parametrize("bias", [0.3, -2.0], ids=["positive", "negative"])
-def test_experts_of_excluded_groups_are_never_chosen(bias):
-    """Scores with a bias may all be negative. transformers 4 fills excluded groups with 0.0, and then chooses them."""
-    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
-    from transformers import DeepseekV3Config
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
-
-    generator = torch.Generator().manual_seed(1)
-    config = DeepseekV3Config(
-        hidden_size=32,
-        n_routed_experts=16,
-        num_experts_per_tok=4,
-        n_group=4,
-        topk_group=2,
-        routed_scaling_factor=1.5,
-    )
-    theirs = DeepseekV3TopkRouter(config)
-    with torch.no_grad():
-        theirs.weight.copy_(torch.randn(16, 32, generator=generator))
-        theirs.e_score_correction_bias.copy_(bias + torch.randn(16, generator=generator) * 0.2)
-    tokens = torch.randn(64, 32, generator=generator)
-    logits, weights, chosen = theirs(tokens)
-    ours, routed = topk_routing_with_score_function(
-        logits, 4, num_groups=4, group_topk=2, scaling_factor=1.5, score_function="sigmoid",
-        expert_bias=theirs.e_score_correction_bias,
-    )  # fmt: skip
-    expected = torch.zeros_like(ours).scatter(1, chosen, weights)
-    torch.testing.assert_close(ours, expected)
-    assert torch.equal(routed, expected > 0) and (routed.view(64, 4, 4).any(2).sum(1) <= 2).all()
-    with_zeros = _chosen_with_zeros(logits.sigmoid() + theirs.e_score_correction_bias)
-    assert torch.equal(with_zeros, routed) == (bias > 0)
-
-
-def _chosen_with_zeros(scores: torch.Tensor) -> torch.Tensor:
-    """[tokens, 16]: the experts that transformers 4 chooses, 4 of 2 of 4 groups."""
-    groups = scores.view(-1, 4, 4).topk(2, dim=-1).values.sum(-1).topk(2, dim=-1).indices
-    kept = torch.zeros(len(scores), 4, dtype=torch.bool).scatter(1, groups, True).repeat_interleave(4, 1)
-    chosen = scores.masked_fill(~kept, 0.0).topk(4, dim=-1).indices
-    return torch.zeros_like(kept).scatter(1, chosen, True)

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from megatron_fp8.huggingface.source_metadata import SourceMetadata, source_metadata_of
+from megatron_fp8.huggingface.checkpoint_reader import SourceMetadata, source_metadata_of
 
 
 def test_it_is_read_as_it_was_written():

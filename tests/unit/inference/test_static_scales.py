@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_fp8.inference.static_scales import StaticScale
+from megatron_fp8.inference.activations import StaticScale
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.plan.site_plan import fp8_site

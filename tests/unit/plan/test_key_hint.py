@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_fp8 import TransformerConfig, convert_to_fp8
-from megatron_fp8.estimate import settings
+from megatron_fp8.estimate import config_reader as settings
 from megatron_fp8.plan.settings import NOT_A_KEY, OTHER_WORDS, nearest_key
 from megatron_fp8.train.config.model_section import transformer_config
 from megatron_fp8.train.config.run_config import known_keys, parse

@@ -9,7 +9,7 @@ import torch
 
 from megatron_fp8.commands import doctor
 from megatron_fp8.plan import timing
-from megatron_fp8.study.doctor import examination
+from megatron_fp8.study import doctor as examination
 from megatron_fp8.train.launch import parallel
 
 

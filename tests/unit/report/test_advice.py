@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_fp8.report.advice import ShownAdvice, read_advice, understood
+from megatron_fp8.report.run import ShownAdvice, read_advice, understood
 
 
 def test_objects_and_texts():

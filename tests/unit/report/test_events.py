@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_fp8.files.jsonl import read_lines
-from megatron_fp8.report.events import Event, guard_moves, recorded, seen_checkpoints, skipped_steps
+from megatron_fp8.report.curves import Event, guard_moves, recorded, seen_checkpoints, skipped_steps
 
 
 def lines(tmp_path, objects):

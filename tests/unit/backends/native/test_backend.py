@@ -14,7 +14,7 @@ from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.probe import refusals
 from megatron_fp8.files import rank0_print
 from megatron_fp8.recipe import CustomRecipe, Float8BlockScaling, MXFP8BlockScaling
-from megatron_fp8.study.doctor.gpu_rules import torch_refusal
+from megatron_fp8.study.devices import torch_refusal
 from tests.support.scaled_mm import fake_torch
 from tests.support.sites import RECIPES
 

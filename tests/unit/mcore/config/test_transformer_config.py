@@ -11,13 +11,13 @@ import pytest
 from megatron.core.enums import Fp8Recipe
 from megatron.core.transformer import transformer_config as megatron_config
 
-from megatron_fp8.estimate import settings as estimate_settings
+from megatron_fp8.estimate import config_reader as estimate_settings
 from megatron_fp8.mcore.config.fp8_checks import RECIPES, import_factory
 from megatron_fp8.mcore.config.transformer_config import IterationEnd
 from megatron_fp8.mcore.report import recipe_line
 from megatron_fp8.nn import Fp8Config
 from megatron_fp8.recipe import recipe_name
-from megatron_fp8.study.doctor.requirements import recipes_of
+from megatron_fp8.study.requirements import recipes_of
 from megatron_fp8.train.config import run_config
 from tests.support.megatron_settings import FACTORY, SIZES, make
 

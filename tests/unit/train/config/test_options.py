@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from megatron_fp8.estimate import settings as estimate_settings
+from megatron_fp8.estimate import config_reader as estimate_settings
 from megatron_fp8.train.config import run_config
 from megatron_fp8.train.config.options import convert
 from megatron_fp8.train.config.run_config import load

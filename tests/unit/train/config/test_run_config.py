@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from megatron_fp8.estimate.settings import given_keys, joined
+from megatron_fp8.estimate.config_reader import given_keys, joined
 from megatron_fp8.train.config import run_config
 from megatron_fp8.train.config.model_section import padded_vocab_size, transformer_config
 from megatron_fp8.train.config.run_config import known_keys, load, parse

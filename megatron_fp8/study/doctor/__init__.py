@@ -1,1 +1,0 @@
-"""The doctor: trials, versions, support matrix, requirements of a config."""

@@ -1,1 +1,0 @@
-"""Formats and scaling as tables and pictures, for `megatron-fp8 formats`."""

@@ -1,0 +1,235 @@
+"""The support matrix: recipe x backend x device, from the backends' own rules.
+
+The backends' own checks are called with another device's properties: `capability_reason`,
+`architecture_reason`, `lacking` and `by_kernel` of the native backend, `unmapped` and `device_reason` of
+Transformer Engine's. Only what a library would answer there is written down (devices.py). Trials replace
+the cells of this machine.
+
+`estimate` takes the FP8 peak from a data sheet, even if this package does not run the recipe there. So it
+looks up the same cells that `doctor` prints.
+
+Rejected: a table written by hand. The one in docs/backends.md had to be corrected whenever the rules changed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from ..backends import BACKENDS, LAYER_BACKENDS, emulated, transformer_engine
+from ..backends.native import backend as native
+from ..backends.native.probe import (
+    NOT_A_GPU,
+    architecture_reason,
+    by_kernel,
+    by_mx,
+    capability_reason,
+    lacking,
+)
+from ..estimate.device import Device
+from ..estimate.model import Model, recipe_of
+from ..recipe import RECIPES, Recipe
+from .devices import GENERATIONS, SOURCES, Generation, Trial, te_refusal, torch_refusal
+
+Known = Literal["tried here", "documentation", "not known"]
+
+RECIPE_NAMES = tuple(name for name in RECIPES if name != "custom")
+"""The matrix's recipes; support of a custom recipe depends on its rules."""
+
+_ANY_DEVICE = "fp8_backend=auto: the emulated backend runs everywhere"
+OURS = "megatron_fp8's own rule"
+"""Source of cells that depend on no library."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Whether a backend runs a recipe on a generation.
+
+    Attributes:
+        supported: by the code's rules; None: unknown.
+        known: the evidence. 'not known' with a verdict: the code would run it, but nobody has tried.
+        reason, cure: for an unsupported cell: why, and what to do instead.
+        note: for a supported cell: a substitute product, if used.
+        source: documentation that the cell is based on.
+    """
+
+    backend: str
+    recipe: str
+    device: str
+    supported: bool | None
+    known: Known
+    reason: str | None = None
+    cure: str | None = None
+    note: str | None = None
+    source: str | None = None
+
+    @property
+    def mark(self) -> str:
+        """At most four characters: yes or no, then * tried here, ? not known, nothing: from documentation."""
+        if self.supported is None:
+            return "?"
+        end = {"tried here": "*", "documentation": "", "not known": "?"}[self.known]
+        return ("yes" if self.supported else "no") + end
+
+
+def matrix(here: Generation | None, trials: Iterable[Trial]) -> list[Cell]:
+    """All cells by backend and recipe; this machine's column has the results of trials."""
+    tried = {(trial.backend, trial.recipe): trial for trial in trials}
+    cells = []
+    for backend in (*BACKENDS, *LAYER_BACKENDS):
+        for recipe in RECIPE_NAMES:
+            for generation in GENERATIONS:
+                cell = documented(backend, recipe, generation)
+                trial = tried.get((backend, recipe)) if generation == here else None
+                cells.append(cell if trial is None else _from_trial(cell, trial))
+    return cells
+
+
+def documented(backend: str, recipe: str, generation: Generation, made: Recipe | None = None) -> Cell:
+    """One cell, without a trial. ``made``: the recipe with a run's options; None: with defaults."""
+    made = RECIPES[recipe]() if made is None else made
+    cell = Cell(backend, recipe, generation.key, True, "documentation")
+    if backend == emulated.name:
+        return _emulated(cell, made, generation)
+    if backend == transformer_engine.name:
+        return _transformer_engine(cell, made, generation)
+    return _native(cell, made, generation)
+
+
+def cpu_product(generation: Generation) -> str:
+    """How a CPU multiplies: the rule of kernels/gemms.py."""
+    if generation.avx512_bf16:
+        return "gemm.c multiplies BF16 (with a C compiler)"
+    return "products in float32, as exact"
+
+
+def _emulated(cell: Cell, recipe: Recipe, generation: Generation) -> Cell:
+    if generation.is_cpu:
+        reason = emulated.supports(torch.device("cpu"), recipe)
+        return _refused(cell, reason, None, note=cpu_product(generation), source="docs/installation.md")
+    cell = _refused(cell, emulated.supports(torch.device("cuda"), recipe), None, source="docs/backends.md")
+    return replace(cell, known="not known", source=None) if generation.architecture else cell
+
+
+def _native(cell: Cell, recipe: Recipe, generation: Generation) -> Cell:
+    if generation.capability is None:
+        architecture = generation.architecture
+        why = NOT_A_GPU if architecture is None else architecture_reason(architecture)
+        return _refused(cell, why, _ANY_DEVICE, source=OURS)
+    if reason := capability_reason(generation.name.partition(",")[0], generation.capability):
+        return _refused(cell, reason, _ANY_DEVICE, source=OURS)
+    refusal = torch_refusal(generation.capability)
+    reason = lacking(recipe, refusal)
+    if reason is not None:
+        cure = f"fp8_recipe=rowwise, tensorwise or blockwise; or {_ANY_DEVICE}"
+        return _refused(cell, reason.rpartition(": ")[2], cure, source=SOURCES["torch"])
+    if gemms := by_kernel(recipe, refusal):
+        note = f"{', '.join(gemms)} by this package's Triton kernel: torch has no such product there"
+        return replace(cell, note=note, source=SOURCES["blocks"])
+    if gemms := by_mx(recipe, refusal):
+        note = f"{', '.join(gemms)} by torch's MX product: each scale, a power of two, is that of four blocks of 32"
+        return replace(cell, note=note, source=SOURCES["torch"])
+    return replace(cell, source=SOURCES["torch"])
+
+
+def _transformer_engine(cell: Cell, recipe: Recipe, generation: Generation) -> Cell:
+    if reason := transformer_engine.unmapped(recipe):
+        return _refused(cell, reason, "fp8_backend=native or auto", source=OURS)
+    if generation.is_cpu:
+        reason = transformer_engine.device_reason(torch.device("cpu"))
+        return _refused(cell, reason, _ANY_DEVICE, source=OURS)
+    if generation.architecture is not None:
+        return replace(
+            cell, supported=None, known="not known", note="AMD's own Transformer Engine was not looked at"
+        )
+    has_fp8 = generation.capability is not None and generation.capability >= (8, 9)
+    cure = "fp8_backend=native, or another recipe" if has_fp8 else _ANY_DEVICE
+    return _refused(cell, te_refusal(generation, recipe), cure, source=SOURCES["te"])
+
+
+def _refused(cell: Cell, reason: str | None, cure: str | None, **facts: Any) -> Cell:
+    """The cell, marked unsupported if there is a reason."""
+    if reason is None:
+        return replace(cell, **facts)
+    return replace(cell, supported=False, reason=reason, cure=cure, source=facts.get("source"))
+
+
+def _from_trial(cell: Cell, trial: Trial) -> Cell:
+    if trial.result == "refused":
+        cure = cell.cure or trial.cure
+        return replace(
+            cell, supported=False, known="tried here", reason=trial.reason, cure=cure, note=None, source=None
+        )
+    if trial.result == "wrong":
+        why = f"it computes wrongly here: {trial.reason}"
+        return replace(
+            cell, supported=False, known="tried here", reason=why, cure="please report this", source=None
+        )
+    return replace(cell, supported=True, known="tried here", reason=None, cure=None, source=None)
+
+
+@dataclass(frozen=True)
+class DeviceSupport:
+    """Support of a run's FP8 on a device.
+
+    Attributes:
+        native: False: a recipe of the run would not run natively; None: unknown.
+        reason: why it is not True.
+        notes: substitutes used for a product, if any.
+    """
+
+    native: bool | None
+    reason: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def native_support(model: Model, device: Device) -> DeviceSupport | None:
+    """The result; None if there is nothing to check: a BF16 run, or measured FP8 rates.
+
+    Raises:
+        ValueError: the device's file names a generation without a column in the matrix.
+    """
+    generation = _generation(device)
+    if not model.fp8 or device.measured:
+        return None
+    if model.fp8_backend == emulated.name:
+        return DeviceSupport(False, "fp8_backend=emulated multiplies the values of codes in BF16 or float32")
+    if generation is None:
+        return DeviceSupport(
+            None, "its file has no line `generation`, a column of doctor's matrix such as sm90"
+        )
+    request = model.fp8_backend
+    backend = transformer_engine.name if request == transformer_engine.name else native.name
+    recipes, notes = recipe_of(model), []
+    for name in dict.fromkeys([str(model.fp8_recipe), *_override_recipes(model.fp8_overrides)]):
+        cell = documented(backend, name, generation, recipes(name))
+        if not cell.supported:
+            place = f"{backend} {name} on {generation.name}"
+            return DeviceSupport(cell.supported, f"{place}: {cell.reason or cell.note}")
+        if cell.note:
+            notes.append(f"{name} on {generation.name}: {cell.note}; the times assume the peak nevertheless")
+    return DeviceSupport(True, notes=tuple(notes))
+
+
+def _generation(device: Device) -> Generation | None:
+    known = {generation.key: generation for generation in GENERATIONS}
+    if device.generation is None or device.generation in known:
+        return known.get(device.generation or "")
+    near = difflib.get_close_matches(device.generation, known, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise ValueError(
+        f"--device={device.name}: generation={device.generation!r} must be one of {', '.join(known)}.{hint}"
+    )
+
+
+def _override_recipes(overrides: Mapping[str, Any]) -> Iterator[str]:
+    """Recipes named in overrides, including those for single GEMMs and operands."""
+    for value in overrides.values():
+        if isinstance(value, Mapping):
+            yield from _override_recipes(value)
+        elif isinstance(value, str) and value in RECIPES:
+            yield value

@@ -1,0 +1,317 @@
+"""Versions of packages, and combinations known not to work.
+
+Each combination has a source: this package's own check, its documentation, or a public issue.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import runpy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.version import InvalidVersion, Version
+
+from ..backends.transformer_engine import INSTALL, MINIMUM, NEEDS
+from ..kernels.gemms import cpu_multiplies
+from ..mcore.environment import HOW_TO_GET, SUPPORTED
+
+UNKNOWN = "installed, version unknown"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A component whose version matters.
+
+    Attributes:
+        version: None: not installed. ``UNKNOWN``: installed, without metadata.
+        needed_for, how: its purpose, and how to install it; empty if it is not installed separately.
+    """
+
+    name: str
+    version: str | None
+    needed_for: str = ""
+    how: str = ""
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A combination known not to work."""
+
+    what: str
+    reason: str
+    cure: str
+    source: str
+
+
+# (package, module to find, purpose, how to install it)
+_PACKAGES = (
+    ("triton", "triton", "FP8 kernels on GPUs", "pip install triton (needs a GPU)"),
+    ("transformer-engine", "transformer_engine", "fp8_backend='transformer_engine'", f"{INSTALL} ({NEEDS})"),
+    (
+        "apex",
+        "apex",
+        "Megatron-Core's fused Adam, clipping, LayerNorm and weight gradients",
+        "build https://github.com/NVIDIA/apex with its C++ and CUDA extensions",
+    ),
+    ("tokenizers", "tokenizers", "--data.tokenizer", "pip install tokenizers"),
+    ("numpy", "numpy", "data", "pip install numpy"),
+)
+
+
+def parts() -> list[Part]:
+    """Installed and missing components. Imports torch only."""
+    nccl = torch.cuda.nccl.version() if torch.version.cuda and torch.distributed.is_nccl_available() else None
+    hip = vars(torch.version).get("hip")
+    return [
+        Part("python", platform.python_version()),
+        Part("torch", torch.__version__, "everything", "pip install torch==2.13.0"),
+        Part("driver", driver(), "GPUs", "NVIDIA's driver, from the machine's administrator"),
+        Part(
+            "cuda",
+            torch.version.cuda or (f"ROCm {hip}" if hip else None),
+            "GPUs",
+            "a build of torch for CUDA",
+        ),
+        Part(
+            "nccl",
+            None if nccl is None else ".".join(map(str, nccl)),
+            "several GPUs",
+            "a build of torch for CUDA",
+        ),
+        Part("megatron-core", megatron(), "training by `megatron-fp8 train`", HOW_TO_GET),
+        *(Part(name, installed(name, module), purpose, how) for name, module, purpose, how in _PACKAGES),
+    ]
+
+
+def installed(package: str, module: str) -> str | None:
+    """The installed version; None if the package is missing."""
+    try:
+        if util.find_spec(module) is None:
+            return None
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # first: it is a subclass of ModuleNotFoundError
+        return UNKNOWN
+    except ModuleNotFoundError:  # from find_spec: the parent of a dotted module is missing
+        return None
+
+
+def megatron() -> str | None:
+    """The version of the Megatron-Core that Python would import here. pip's metadata may differ: a checkout on
+    PYTHONPATH has precedence and no metadata. Read from its file, without importing it."""
+    try:
+        found = util.find_spec("megatron.core")
+    except ModuleNotFoundError:
+        return None
+    for folder in (found.submodule_search_locations or []) if found else []:
+        if (facts := Path(folder, "package_info.py")).is_file():
+            return str(runpy.run_path(str(facts)).get("__version__", UNKNOWN))
+    return UNKNOWN if found else None
+
+
+def driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """The NVIDIA driver's version, from its kernel module; None without one."""
+    if not file.exists():
+        return None
+    found = re.search(r"(?:Kernel Module|Module for \S+)\s+(\d+\.\d+(?:\.\d+)?)", file.read_text())
+    return found.group(1) if found else UNKNOWN
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts that conflicts depend on; of this machine, except in tests.
+
+    Attributes:
+        versions: by a part's name; None: missing.
+        capability: compute capability; None without an NVIDIA GPU.
+        has: whether a module, or a package of that name, is installed.
+        interpreted: whether Triton's interpreter is enabled.
+        slow_bfloat16: whether torch multiplies BF16 on this CPU element by element, and there is no GPU.
+    """
+
+    versions: Mapping[str, str | None]
+    capability: tuple[int, int] | None = None
+    has: Callable[[str], bool] = field(default=lambda name: False)
+    interpreted: bool = False
+    slow_bfloat16: bool = False
+
+    def version(self, name: str) -> Version | None:
+        """A part's version; None if missing or unknown."""
+        try:
+            return Version(self.versions.get(name) or "")
+        except InvalidVersion:
+            return None
+
+    def within(self, name: str, low: str, high: str) -> bool:
+        """Whether a part is installed with low <= version < high."""
+        found = self.version(name)
+        return found is not None and Version(low) <= Version(found.base_version) < Version(high)
+
+
+def facts(found: list[Part], environ: Mapping[str, str]) -> Facts:
+    """Facts of this machine."""
+    cuda = torch.cuda.is_available() and not vars(torch.version).get("hip")
+    return Facts(
+        {part.name: part.version for part in found},
+        torch.cuda.get_device_capability() if cuda else None,
+        _has,
+        environ.get("TRITON_INTERPRET") == "1",
+        not torch.cuda.is_available() and not cpu_multiplies(torch.bfloat16),
+    )
+
+
+def _has(name: str) -> bool:
+    try:
+        metadata.version(name)
+        return True
+    except metadata.PackageNotFoundError:
+        return util.find_spec(name) is not None if name.isidentifier() else False
+
+
+Rule = tuple[Callable[[Facts], Any], Conflict]
+
+_NEVER = "9999"
+
+RULES: tuple[Rule, ...] = (
+    (
+        lambda f: f.within("torch", "0", "2.8"),
+        Conflict("torch older than 2.8", "the package asks for 2.8", "pip install torch==2.13.0", "pyproject.toml"),
+    ),
+    (
+        lambda f: f.version("megatron-core") and not f.within("megatron-core", SUPPORTED, "0.17"),
+        Conflict(
+            f"megatron-core other than {SUPPORTED}.x",
+            "names that this package replaces in it are those of that series",
+            HOW_TO_GET.partition(",")[0],
+            "mcore/environment.py",
+        ),
+    ),
+    (
+        lambda f: f.within("python", "3.14", _NEVER) and not f.versions.get("megatron-core"),
+        Conflict(
+            "Python 3.14 and newer with megatron-core",
+            "megatron-core has no wheels for it",
+            "Python 3.10 to 3.13 for training; convert_to_fp8 works without it",
+            "docs/installation.md",
+        ),
+    ),
+    (
+        lambda f: f.within("transformer-engine", "0", MINIMUM),
+        Conflict(
+            f"Transformer Engine older than {MINIMUM}",
+            f"{MINIMUM} is the oldest whose recipes and quantizers were read",
+            INSTALL,
+            "backends/transformer_engine.py",
+        ),
+    ),
+    (
+        lambda f: f.versions.get("transformer-engine") and not f.versions.get("cuda"),
+        Conflict(
+            "Transformer Engine with a build of torch for the CPU",
+            "it does not import, and Megatron-Core imports it wherever it is found",
+            "pip uninstall transformer-engine, or a build of torch for CUDA",
+            "mcore/environment.py",
+        ),
+    ),
+    (
+        lambda f: f.capability and not f.versions.get("triton"),
+        Conflict(
+            "a GPU without Triton",
+            "the native backend's kernels are written in it",
+            "pip install megatron_fp8[gpu]",
+            "kernels/triton_support.py",
+        ),
+    ),
+    (
+        lambda f: f.within("triton", "0", "3.4"),
+        Conflict(
+            "Triton older than 3.4",
+            "the kernels need 3.4",
+            "the release that this torch asks for: pip install --force-reinstall torch",
+            "docs/backends.md",
+        ),
+    ),
+    (
+        lambda f: f.interpreted and f.within("triton", "3.6", "3.7") and f.within("numpy", "2.4", _NEVER),
+        Conflict(
+            "Triton 3.6's interpreter with NumPy 2.4",
+            "interpreted kernels fail; compiled ones are not concerned",
+            "unset TRITON_INTERPRET, or pip install 'numpy<2.4'",
+            "docs/installation.md",
+        ),
+    ),
+    (
+        lambda f: f.within("torch", "2.8", "2.8.99") or f.within("torch", "2.11", "2.11.99"),
+        Conflict(
+            "torch 2.8 and 2.11 with torch.compile",
+            "a converted model has to have run once before torch.compile traces it",
+            "run it once before, or torch 2.13",
+            "docs/installation.md",
+        ),
+    ),
+    (
+        lambda f: f.capability and f.within("torch", "0", "2.10"),
+        Conflict(
+            "torch older than 2.10 with blockwise",
+            "it has no _scaled_mm_v2; its older product or this package's slower kernel multiplies",
+            "torch 2.10 or newer, or another recipe",
+            "backends/native/backend.py",
+        ),
+    ),
+    (
+        lambda f: f.capability and f.capability[0] == 9 and f.within("cuda", "0", "12.9"),
+        Conflict(
+            "CUDA older than 12.9 with blockwise on compute capability 9.0",
+            "cuBLAS has 128-wide blocks from 12.9; this package's slower kernel multiplies",
+            "a build of torch for CUDA 12.9 or newer, or another recipe",
+            "torch 2.13, ScaledBlas.cpp",
+        ),
+    ),
+    (
+        lambda f: f.capability and f.capability[0] == 12 and f.within("torch", "2.10", "2.11"),
+        Conflict(
+            "torch 2.10 with rowwise on compute capability 12.x",
+            "its product with scales per row was reported missing; one scale each is taken, in one more pass",
+            "none is needed; another recipe saves the pass",
+            "pytorch#192707",
+        ),
+    ),
+    (
+        lambda f: f.has("nvidia-nccl-cu12") and f.has("nvidia-nccl-cu13"),
+        Conflict(
+            "nvidia-nccl-cu12 beside nvidia-nccl-cu13",
+            "import torch was reported to fail with an undefined symbol",
+            "pip uninstall nvidia-nccl-cu12, with a torch for CUDA 13",
+            "pytorch#186591",
+        ),
+    ),
+    (
+        lambda f: f.versions.get("apex") and f.versions.get("cuda") and not f.has("amp_C"),
+        Conflict(
+            "apex without its CUDA extensions",
+            "its Adam and clipping are amp_C, which is not there",
+            "build it with --cpp_ext and --cuda_ext, or pip uninstall apex",
+            "docs/backends.md",
+        ),
+    ),
+    (
+        lambda f: f.slow_bfloat16,
+        Conflict(
+            "torch's products of BF16 on a CPU without instructions for them",
+            "of more than a few rows, 6 to 80 times as slow as in float32, which this package's commands have torch take",
+            "in a program of your own: megatron_fp8.kernels.torch_products.replace_slow(), with torch.float16 for FP16",
+            "docs/performance.md",
+        ),
+    ),
+)  # fmt: skip
+"""(condition, conflict)."""
+
+
+def conflicts(of: Facts) -> list[Conflict]:
+    """The known conflicts on this machine."""
+    return [conflict for applies, conflict in RULES if applies(of)]
