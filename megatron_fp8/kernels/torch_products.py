@@ -1,6 +1,6 @@
 """Replaces torch's 16-bit products in float32 on CPUs without instructions for them.
 
-oneDNN has a GEMM for BF16 where there is AVX512, and for FP16 where there is AVX512-FP16. DeviceSupport, as on many
+oneDNN has a GEMM for BF16 where there is AVX512, and for FP16 where there is AVX512-FP16. Elsewhere, as on many
 laptops, torch multiplies more than a few rows element by element, 6 to 80 times as slow as in float32: nine tenths of
 an FP8 training step went into the output layer, the layers kept in BF16 and attention's backward. `replace_slow`
 registers other kernels for these operations, in this process: operands become float32, which is exact, sums are

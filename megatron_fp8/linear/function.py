@@ -6,7 +6,7 @@ TensorParallel); it chooses neither. Rejected: the forty loose arguments and the
 functions grow elsewhere.
 
 While torch.compile traces, or a dispatch mode is on, the same passes are called as two opaque operators (compiled.py).
-DeviceSupport they are called directly: for a small linear, torch's dispatcher would take longer than autograd's function.
+Elsewhere they are called directly: for a small linear, torch's dispatcher would take longer than autograd's function.
 """
 
 from __future__ import annotations
