@@ -14,7 +14,7 @@ from megatron_fp8 import TransformerConfig, backends
 from megatron_fp8.backends import BACKENDS, emulated
 from megatron_fp8.linear.function import grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
-from megatron_fp8.mcore.sites import asked
+from megatron_fp8.mcore.sites import site_request
 from megatron_fp8.plan.resolve import SiteRequest, resolve
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.architecture import PAGE
@@ -72,7 +72,7 @@ def test_a_backend_of_the_pages_names_runs_linears_and_experts(recipe, used):
 def test_megatrons_config_takes_its_name(used):
     shape = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "bf16": True, "fp8": "e4m3"}
     config = TransformerConfig(**shape, fp8_format="mxfp8", fp8_backend="another")
-    assert resolve(asked(config), "layers.0.linear", 0, CPU).backend == "another"
+    assert resolve(site_request(config), "layers.0.linear", 0, CPU).backend == "another"
 
 
 def test_the_package_lists_the_same():

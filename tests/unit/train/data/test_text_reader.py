@@ -161,6 +161,7 @@ def test_a_record_that_is_something_else_says_nothing():
         ("zip", b"PK\x03\x04\x14\x00"),
         ("zstandard", b"\x28\xb5\x2f\xfd\x04"),
     ],
+    ids=["gzip", "bzip2", "xz", "zip", "zstandard"],
 )
 def test_a_packed_file_is_refused(tmp_path, name, content):
     packed = tmp_path / "packed"
