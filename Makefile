@@ -26,7 +26,7 @@ train: $(VENV)/.train ## train a small GPT in FP8; options: ARGS="--model.fp8_fo
 # More processes than cores, since ranks that start, launchers and SLURM wait much of their time.
 # Idle OpenMP threads do not spin.
 # Bytecode is written, whatever the environment says: else each process compiles all files of tests and of the package.
-SUITE := PYTHONHASHSEED=0 PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
+SUITE := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 START := $(shell date +%s)
 
 # mypy takes one core 40 seconds without its cache: beside the first tests; what it found is said after the last.
