@@ -18,6 +18,7 @@ RUNTIME = [
     "numpy>=1.26",
     "safetensors>=0.4",
     "psutil>=5.9",
+    "filelock>=4.0",
     "tensorboard>=2.16",
     "matplotlib>=3.8",
     "bokeh>=3.9",

@@ -1,43 +1,41 @@
-"""A file lock that gives a folder to one run, on any file system. Its owner renews it.
+"""A file lock that gives a folder to one run, on any file system, with takeovers.
 
-    .lock    {"owner": a random name, "host", "pid", "job", "since", "beats", ...}, rewritten every few seconds
+    .lock    filelock's marker (process, host, a random token), then two lines of this module: machine and job
 
-A run takes over an existing lock at once if its owner has certainly ended or belongs to the same job: the same SLURM
-job (requeued, or a step of it restarted), the same torchrun, or an ended process of this machine. Otherwise it watches
-the lock: while the beats advance, the lock is held; after a minute without a beat, it is stale. This machine's own
-clock measures that minute, so the clocks of two machines need not agree. The file is rewritten in place: another
-machine's open then sees the new content, while a new file with the old name may be hidden by a cache.
+filelock creates the marker, renews its time every few seconds, and takes it over from an ended process of this host.
+That takeover needs a rename that exchanges two files, which NFS and Lustre lack, and filelock knows no jobs. So this
+module decides, too: a run takes over a lock at once if its owner has certainly ended or belongs to the same job: the
+same SLURM job (requeued, or a step of it restarted), the same torchrun, or an ended process of this machine. Otherwise
+it watches the marker: while its time advances, the lock is held; after a minute without a renewal, it is stale. This
+machine's own clock measures that minute, so the clocks of two machines need not agree.
 
-An owner that was wrongly considered dead (suspended for minutes, or cut off from the file system) finds another owner
+An owner that was wrongly considered dead (suspended for minutes, or cut off from the file system) finds another token
 in the file before its next write: `check` raises.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import socket
-import threading
 import time
-import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-from .atomic_io import in_words, read_ordinary
-from .strict_json import load_json
+import psutil
+from filelock import SoftFileLease, Timeout
+
+from .atomic_io import in_words, open_ordinary
 
 LOCK = ".lock"
-BEAT_S, STALE_S = 5.0, 60.0
-"""Seconds between beats; seconds without a beat until a lock is stale, as long as NFS caches a file."""
+STALE_S = 60.0
+"""Seconds without a renewal until a lock is stale, as long as NFS caches a file. It is renewed twelve times as often."""
 _SETTLE_S = 0.3
 """Seconds to wait after a takeover: another run may take over at the same moment."""
 _OF_SLURM = "SLURM job "
-_SIZE = 2048
-"""Constant size of the file in bytes: it is rewritten in one write, and never needs more space."""
 _NAME = 100
-"""Longest part of a given name in characters, of up to six bytes each, so that all of it fits."""
+"""Longest part of a given name in characters: filelock reads 1,024 bytes of a marker."""
 
 
 class LockHeld(ValueError):
@@ -59,34 +57,21 @@ class RunLock:
         folder: the folder to lock.
         option: the user's option for the folder, for messages.
         environ: identifies the job.
-        beat, stale: seconds, as BEAT_S and STALE_S.
+        stale: seconds, as STALE_S.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        option: str,
-        *,
-        environ: Mapping[str, str] = os.environ,
-        beat: float = BEAT_S,
-        stale: float = STALE_S,
+        self, folder: Path, option: str, *, environ: Mapping[str, str] = os.environ, stale: float = STALE_S
     ) -> None:
         self.folder, self.option = folder, option
         # Absolute: the renewing thread must not write elsewhere if the program changes its working directory.
         self.path = folder.absolute() / LOCK
-        self._beat, self._stale = beat, stale
-        self._record: dict[str, Any] = {
-            "owner": uuid.uuid4().hex,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "process": _process(os.getpid()),
-            "job": job_name(environ),
-            "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-            "beats": 0,
-        }
+        self._job, self._stale = job_name(environ), stale
+        self._lease = SoftFileLease(
+            self.path, lease_duration=stale, heartbeat_interval=stale / 12, thread_local=False
+        )
+        self._token: str | None = None
         self._made: list[Path] = []
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def take(self, say: Callable[[str], None]) -> None:
         """Create the folder and lock it.
@@ -96,244 +81,138 @@ class RunLock:
 
         Raises LockHeld if another run has the lock; OSError if the folder or the file cannot be created.
         """
-        for last in (False, False, True):
-            self._made = _make(self.folder)
-            try:
+        self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            owner, reason = _read(self.path), "its process has ended"
+            if not self._create():
+                owner = _read(self.path)
+                reason = self._takeover_reason(owner, say)
+                self._lease.force_break()
                 if not self._create():
-                    self._take_over(say)
-                break
-            except (
-                FileNotFoundError
-            ):  # its owner has just released it, and removed the lock and the empty folder
-                self._remove_folders()
-                if last:
-                    raise
-            except BaseException:
-                self._remove_folders()
-                raise
-        self._thread = threading.Thread(target=self._keep_alive, name="run lock", daemon=True)
-        self._thread.start()
+                    self._refuse(_read(self.path))
+            if owner and reason:
+                time.sleep(_SETTLE_S)  # if two runs take over at once, the later one wins
+                if not self._is_ours(now := _read(self.path)):
+                    self._refuse(now)
+                say(f"took over the lock of {_description(owner)}: {reason}")
+        except BaseException:
+            self.release()
+            raise
 
     def check(self) -> None:
-        """Raise OSError if another run has taken over the folder. Recreate a deleted lock."""
-        now = _read(self.path)
-        if now is None and self._create():
-            return
-        if not self._is_ours(now):
-            raise OSError(f"another run has taken over {str(self.folder)!r}: {_holder(now or {})}")
+        """Raise OSError if another run has taken over the folder, or if the lock was deleted."""
+        if not self._is_ours(owner := _read(self.path)):
+            who = f": {_description(owner)}" if owner else ", or its lock was deleted"
+            raise OSError(f"another run has taken over {str(self.folder)!r}{who}")
 
     def release(self) -> None:
         """Release the lock, and remove folders that `take` created and that are empty."""
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        try:
+            self._lease.release()
+        except OSError as error:
+            warnings.warn(
+                f"the lock {str(self.path)!r} cannot be removed ({in_words(error)}).", stacklevel=2
+            )
+        for folder in self._made:
             try:
-                if self._is_ours(_read(self.path)):
-                    self.path.unlink(missing_ok=True)
-            except OSError as error:
-                warnings.warn(
-                    f"the lock {str(self.path)!r} cannot be removed ({in_words(error)}).", stacklevel=2
-                )
-            self._remove_folders()
-
-    # ------------------------------------------------------------------------------------------------------ the file
+                folder.rmdir()
+            except OSError:  # not empty
+                break
+        self._made = []
 
     def _create(self) -> bool:
+        """Create the file, or take it over from an ended process of this host; False if there is another one."""
         try:
-            handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
+            self._lease.acquire(blocking=False)
+        except Timeout:
             return False
-        try:
-            os.pwrite(handle, self._content(), 0)
-            os.fsync(handle)
-        except OSError:
-            self.path.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(handle)
+        self._token = self._lease.token
+        with self.path.open("a", encoding="ascii") as stream:
+            stream.write(f"machine={_machine()}\njob={self._job}\n")
         return True
 
-    def _write(self) -> None:
-        handle = os.open(self.path, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
-        try:
-            os.pwrite(handle, self._content(), 0)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-    def _content(self) -> bytes:
-        return json.dumps(self._record).encode().ljust(_SIZE - 1) + b"\n"
-
-    def _take_over(self, say: Callable[[str], None]) -> None:
-        """Take over an existing lock, if no run holds it."""
-        content, reason = _read(self.path), ""
-        while not reason:
-            if content is None:
-                if self._create():
-                    return
-                content = self._watch(None)
-            elif self._owner_lives_here(content):
-                self._refuse(content)
-            elif not (reason := self._takeover_reason(content)):
-                say(
-                    f"{str(self.path)!r} is another run's ({_holder(content)}): waiting up to {self._stale:.0f} s to see"
-                    " whether it lives"
-                )
-                now = self._watch(content)
-                if now and now != content and now.get("owner") == content.get("owner"):
-                    self._refuse(now)
-                if now == content:
-                    reason = f"it was not renewed for {self._stale:.0f} s"
-                content = now
-        assert content is not None
-        if (now := _read(self.path)) != content:
-            self._refuse(now or {})
-        self._write()
-        time.sleep(_SETTLE_S)  # if two runs take over at once, the later one wins
-        if not self._is_ours(now := _read(self.path)):
-            self._refuse(now or {})
-        say(f"took over the lock of {_holder(content)}: {reason}")
-
-    def _is_ours(self, content: dict[str, Any] | None) -> bool:
-        return content is not None and content["owner"] == self._record["owner"]
-
-    def _refuse(self, holder: dict[str, Any]) -> None:
-        raise LockHeld(
-            f"{self.option}={str(self.folder)!r} is in use by another run: {_holder(holder)}. Wait for it, stop it, or"
-            f" give another {self.option}. If it has surely ended, delete {str(self.path)!r}.",
-            _holder(holder),
+    def _takeover_reason(self, owner: dict[str, str] | None, say: Callable[[str], None]) -> str:
+        """The reason to take over a lock, after a wait if needed; '' if it was released. Raises LockHeld."""
+        if owner is None:
+            return ""
+        here = bool(_machine()) and owner.get("machine") == _machine() and owner.get("pid", "").isdecimal()
+        if here and not psutil.pid_exists(int(owner["pid"])):
+            return "its process has ended"
+        # torchrun ends its ranks before it starts others: a living one is of another torchrun with the same --rdzv-id.
+        if self._job and owner.get("job") == self._job and (self._job.startswith(_OF_SLURM) or not here):
+            return "it is of this very job"
+        if here:
+            self._refuse(owner)
+        say(
+            f"{str(self.path)!r} is another run's ({_description(owner)}): waiting up to {self._stale:.0f} s to see"
+            " whether it lives"
         )
-
-    def _watch(self, content: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The lock's content once it changes; `found` if it stays the same until it is stale."""
         deadline = time.monotonic() + self._stale
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._stale / 20))
             now = _read(self.path)
-            if now != content:
-                return now
-        return content
+            if now is None:
+                return ""
+            if now != owner:
+                self._refuse(now)
+        return f"it was not renewed for {self._stale:.0f} s"
 
-    def _takeover_reason(self, content: dict[str, Any]) -> str:
-        """The reason to take over a lock without waiting; '' if there is none."""
-        if content.get("job") and content["job"] == self._record["job"]:
-            return "it is of this very job"
-        if self._is_of_here(content) and _process(content["pid"]) != content["process"]:
-            return "its process has ended"
-        return ""
+    def _is_ours(self, owner: dict[str, str] | None) -> bool:
+        return owner is not None and self._token is not None and owner.get("token") == self._token
 
-    def _owner_lives_here(self, content: dict[str, Any]) -> bool:
-        """Whether a lock's owner is a living process of this machine, which SLURM is not about to end.
-
-        torchrun ends its ranks before it starts others: a living one belongs to another torchrun with the same
-        --rdzv-id.
-        """
-        being_ended = content.get("job") == self._record["job"] and self._record["job"].startswith(_OF_SLURM)
-        return (
-            self._is_of_here(content) and _process(content["pid"]) == content["process"] and not being_ended
+    def _refuse(self, owner: dict[str, str] | None) -> None:
+        who = _description(owner or {})
+        raise LockHeld(
+            f"{self.option}={str(self.folder)!r} is in use by another run: {who}. Wait for it, stop it, or give another"
+            f" {self.option}. If it has surely ended, delete {str(self.path)!r}.",
+            who,
         )
-
-    def _is_of_here(self, content: dict[str, Any]) -> bool:
-        return _same_machine(self._record["process"], content)
-
-    # --------------------------------------------------------------------------------------------------- renewal
-
-    def _keep_alive(self) -> None:
-        warned = False
-        while not self._ended.wait(self._beat):
-            try:
-                self.check()
-                self._record["beats"] += 1
-                self._write()
-            except OSError as error:
-                if not warned:
-                    warnings.warn(
-                        f"the lock {str(self.path)!r} is not renewed ({in_words(error)}).", stacklevel=1
-                    )
-                warned = True
-
-    def _remove_folders(self) -> None:
-        for folder in reversed(self._made):
-            try:
-                folder.rmdir()
-            except OSError:  # not empty
-                return
-
-
-def surely_ended(path: Path) -> bool:
-    """Whether a lock's owner was a process of this machine and container that has ended."""
-    content = _read(path)
-    return (
-        content is not None
-        and _same_machine(_process(os.getpid()), content)
-        and _process(content["pid"]) != content["process"]
-    )
-
-
-def _same_machine(own_process: dict[str, str] | None, content: dict[str, Any]) -> bool:
-    """Whether a lock's process entry refers to processes that are visible here."""
-    owner_process = content.get("process")
-    return (
-        own_process is not None
-        and isinstance(owner_process, dict)
-        and owner_process.get("machine") == own_process["machine"]
-        and "pid" in content
-    )
 
 
 def job_name(environ: Mapping[str, str]) -> str:
     """An identifier that a restart shares with the run before it: SLURM job or torchrun; '' if there is neither."""
     if environ.get("SLURM_JOB_ID"):
         cluster = environ.get("SLURM_CLUSTER_NAME", "this cluster")
-        return f"{_OF_SLURM}{environ['SLURM_JOB_ID'][:_NAME]} of {cluster[:_NAME]}"
+        return f"{_OF_SLURM}{_short(environ['SLURM_JOB_ID'])} of {_short(cluster)}"
     if "TORCHELASTIC_RUN_ID" not in environ:
         return ""
     if environ["TORCHELASTIC_RUN_ID"] != "none":
-        return f"torchrun {environ['TORCHELASTIC_RUN_ID'][:_NAME]}"
-    parent = _process(os.getppid()) or {}
-    return f"torchrun {os.getppid()} on {socket.gethostname()}, started at {parent.get('started', '?')}"
+        return f"torchrun {_short(environ['TORCHELASTIC_RUN_ID'])}"
+    try:
+        started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        started = "?"
+    return f"torchrun {os.getppid()} on {socket.gethostname()}, started at {started}"
 
 
-def _process(pid: int) -> dict[str, str] | None:
-    """A unique identity of a living process, on any machine; None if it has ended, or without /proc."""
+def _short(name: str) -> str:
+    return re.sub("[^ -~]", "?", name[:_NAME])
+
+
+def _machine() -> str:
+    """Identifies the processes that are visible here; '' without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
+        return ""
+
+
+def _read(path: Path) -> dict[str, str] | None:
+    """The fields of a lock, and when it was renewed; None if there is no lock. Opening it asks the server of a file."""
+    try:
+        with open_ordinary(path, 1 << 20) as stream:
+            status, content = os.fstat(stream.fileno()), stream.read().decode(errors="replace")
+    except FileNotFoundError:
         return None
-    return None if fields[0] in "ZX" else {"machine": machine, "started": fields[19]}
+    fields = [line.partition("=") for line in content.splitlines() if "=" in line]
+    renewed = f"{status.st_ino} {status.st_mtime_ns}"
+    return {**{name: value for name, _, value in fields}, "renewed": renewed}
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """A lock's content; None if there is no lock; {"owner": None} if it is invalid."""
-    for pause in (0.0, 0.05, 0.2):  # another process may be writing it
-        time.sleep(pause)
-        try:
-            content = load_json(read_ordinary(path, 2 * _SIZE)[:_SIZE])
-        except FileNotFoundError:
-            if path.is_symlink():
-                raise OSError(f"{str(path)!r} is a link to nothing: remove it") from None
-            return None
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        except ValueError:
-            continue
-        if isinstance(content, dict) and "owner" in content:
-            return content
-    return {"owner": None}
-
-
-def _holder(holder: dict[str, Any]) -> str:
-    if not holder.get("host"):
+def _description(owner: dict[str, str]) -> str:
+    if not owner.get("host") or not owner.get("pid", "").isdecimal():
         return "a process that did not leave its name"
-    job = f" ({holder['job']})" if holder.get("job") else ""
-    return f"process {holder.get('pid')} on {holder['host']}{job}, since {holder.get('since')}"
-
-
-def _make(folder: Path) -> list[Path]:
-    """Create a folder and its parents; return the created ones, from the top."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing[::-1]
+    job = f" ({owner['job']})" if owner.get("job") else ""
+    return f"process {owner['pid']} on {owner['host'].partition('?')[0]}{job}"

@@ -9,10 +9,15 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import struct
+import sys
 import sysconfig
+import time
+import uuid
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +25,12 @@ from typing import Any
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from ...files.atomic_io import in_words, read_ordinary, replace_file, sync
+from ...files.atomic_io import discard, in_words, read_ordinary, replace_file, sync
 from ...files.checkpoint import digest
-from ...files.run_lock import LOCK
+from ...files.run_lock import LOCK, LockHeld, RunLock
 from ...files.strict_json import load_json
+from ...files.terminal import printable
 from . import records, text_reader
-from .cache_lock import cache_writer
 from .text_reader import DocumentRules
 from .tokenizers import Tokenizer
 
@@ -33,6 +38,9 @@ _ABOUT = "corpus.json"
 _LAYOUT = 3  # 1 had no digests; 2 could split a character
 _PAIR, _MASK = ("corpus.bin", "corpus.idx"), ("corpus_loss.bin", "corpus_loss.idx")
 _TEXTS = DocumentRules()
+_UNFINISHED = ".unfinished-"
+_LOOK_S = 1.0
+"""Seconds between two checks of a folder that another process fills."""
 _LARGEST_RECORD = 1 << 16
 _NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _INDEX_HEADER = b"MMIDIDX\x00\x00"
@@ -83,7 +91,7 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path, rules: Doc
     If the rules give a loss to a part of it only, a mask is written beside it (``mask_of``).
 
     The folder's name is a hash of the tokenizer, the rules and every file's content. One process writes it, and others
-    that need the same wait (`cache_lock.py`). The pair is valid once its digests exist, which are written last, when
+    that need the same wait. The pair is valid once its digests exist, which are written last, when
     everything else is on the disk. A pair that differs from its digests is written again, with a warning.
 
     Raises ValueError if a file is missing, unreadable, or neither text nor records, if all are empty, or if the cache
@@ -112,22 +120,54 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path, rules: Doc
     return str(folder / "corpus")
 
 
+@contextmanager
+def _locked(folder: Path) -> Iterator[RunLock]:
+    """Context: lock a folder of the cache. Waits as long as another process has the lock."""
+    printed: set[str] = set()
+
+    def print_once(text: str) -> None:
+        if text not in printed:
+            print(printable(f"lock        {text}"), file=sys.stderr, flush=True)
+        printed.add(text)
+
+    # Without a job: two runs of one SLURM job may run at the same time, and need the same folder.
+    lock = RunLock(folder, "data.cache_dir", environ={})
+    while True:
+        try:
+            lock.take(print_once)
+            break
+        except LockHeld as held:
+            print_once(f"waiting for {held.who}, which makes the same in {str(folder)!r}")
+            time.sleep(_LOOK_S)
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
 def _write_locked(files: list[Path], tokenizer: Tokenizer, folder: Path, rules: DocumentRules) -> None:
     """Write the pair, unless another process has written it while this one waited."""
-    with cache_writer(folder, "data.cache_dir") as (lock, unfinished):
+    with _locked(folder) as lock:
         if not _damage(folder):
             return
-        tokens, documents, lost = _write(files, tokenizer, str(unfinished / "corpus"), rules)
-        names = sorted(path.name for path in unfinished.iterdir())
-        for name in names:
-            sync(unfinished / name)
-        about = {"tokenizer": tokenizer.name, "files": len(files), "documents": documents, "tokens": tokens}
-        about["lost"] = dataclasses.asdict(lost)
-        about["sha256"] = {name: digest(unfinished / name) for name in names}
-        lock.check()
-        for name in names:
-            (unfinished / name).replace(folder / name)  # a run that still reads a damaged file keeps it open
-        replace_file(folder / _ABOUT, json.dumps(about, indent=2) + "\n")
+        for leftover in folder.glob(f"{_UNFINISHED}*"):  # of a killed process
+            discard(leftover)
+        unfinished = folder / f"{_UNFINISHED}{uuid.uuid4().hex}"
+        unfinished.mkdir()
+        try:
+            tokens, documents, lost = _write(files, tokenizer, str(unfinished / "corpus"), rules)
+            names = sorted(path.name for path in unfinished.iterdir())
+            for name in names:
+                sync(unfinished / name)
+            about = {"tokenizer": tokenizer.name, "files": len(files), "documents": documents, "tokens": tokens}
+            about["lost"] = dataclasses.asdict(lost)
+            about["sha256"] = {name: digest(unfinished / name) for name in names}
+            lock.check()
+            for name in names:
+                (unfinished / name).replace(folder / name)  # a run that still reads a damaged file keeps it open
+            replace_file(folder / _ABOUT, json.dumps(about, indent=2) + "\n")
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _read_record(folder: Path) -> Any:

@@ -7,6 +7,10 @@ import math
 import os
 import random
 import struct
+import subprocess
+import sys
+import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -287,3 +291,61 @@ def test_bigram_entropy_against_its_definition():
         with_a = sum(1 for first, _ in pairs if first == a)
         total -= pairs.count((a, b)) / len(pairs) * math.log(pairs.count((a, b)) / with_a)
     assert bigram_entropy(np.array(tokens, dtype=np.uint8)) == pytest.approx(total, abs=1e-12)
+
+
+def test_a_preparation_that_was_killed_is_taken_over_and_its_rest_removed(texts, prefix, tmp_path, capsys):
+    folder = Path(prefix).parent
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / ".unfinished-1").mkdir()
+    (folder / ".unfinished-1" / "corpus.bin").write_bytes(b"half")
+    code = (
+        "import os, sys; from pathlib import Path; from megatron_fp8.files.run_lock import RunLock;"
+        "held = RunLock(Path(sys.argv[1]), '', environ={}); held.take(print); os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=False)
+    assert corpus.prepare(texts, ByteTokenizer(), tmp_path / "cache") == prefix
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+    assert "its process has ended" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:the prepared text in")
+@pytest.mark.parametrize("overtaken", [False, True])
+def test_of_two_starts_one_prepares_a_text(tmp_path, monkeypatch, capsys, overtaken):
+    """The other waits. If it takes over meanwhile, the first writes nothing more."""
+    text, cache = tmp_path / "a.txt", tmp_path / "cache"
+    text.write_bytes(b"hello\nworld\n")
+    usual, threads, done, written = corpus._write, [], [], []
+
+    def again():
+        done.append(corpus.prepare([text], ByteTokenizer(), cache))
+
+    def slow(files, tokenizer, prefix, *more):
+        written.append(prefix)
+        if len(written) == 1 and overtaken:
+            (Path(prefix).parents[1] / ".lock").unlink()
+            again()
+            Path(prefix).parent.mkdir()
+        elif len(written) == 1:
+            threads.append(threading.Thread(target=again))
+            threads[0].start()
+            deadline = time.monotonic() + 100
+            said = ""
+            while "waiting for process" not in said and time.monotonic() < deadline:
+                said += capsys.readouterr().err
+                time.sleep(0.01)
+            assert said.count(f"lock        waiting for process {os.getpid()} on ") == 1
+        return usual(files, tokenizer, prefix, *more)
+
+    monkeypatch.setattr(corpus, "_write", slow)
+    monkeypatch.setattr(corpus, "_LOOK_S", 0.02)
+    again()
+    for thread in threads:
+        thread.join(100)
+    assert len(done) == 2 and done[0] == done[1] and len(written) == 1 + overtaken
+    assert sorted(path.name for path in Path(done[0]).parent.iterdir()) == [
+        "corpus.bin",
+        "corpus.idx",
+        "corpus.json",
+    ]
