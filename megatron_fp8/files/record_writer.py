@@ -25,7 +25,7 @@ class RecordFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._waiting = path, b""
-        self._told, self._moved = False, False
+        self._warned, self._moved = False, False
         self._lost = 0
         self._file: int | None = self._open_file()
         self._length = os.fstat(self._file).st_size
@@ -83,19 +83,20 @@ class RecordFile:
         return [f"{str(self._path)!r} lacks {what} {size} bytes" for what, size in lacks.items() if size]
 
     def _warn(self, error: OSError) -> None:
-        if not self._told:
+        if not self._warned:
             warnings.warn(
                 f"{str(self._path)!r} cannot be written ({error.strerror}): training goes on, and what is missing is"
                 " added when it can be.",
                 stacklevel=3,
             )
-        self._told = True
+        self._warned = True
 
 
 class EventFile:
     """Scalars for TensorBoard, in an event file of its own.
 
-    TensorBoard's own writer is a thread that dies with a traceback when the disk is full.
+    TensorBoard frames the records. Rejected: its writer of files, a thread that dies with a traceback when the disk is
+    full.
 
     Args:
         folder: created if it does not exist.
@@ -104,14 +105,13 @@ class EventFile:
 
     def __init__(self, folder: Path, first: int = 0) -> None:
         from tensorboard.compat.proto import event_pb2
-
-        from .tfevents import framed
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{socket.gethostname()}.{os.getpid()}"
         number = sum(1 for _ in folder.glob(f"{name}.*"))
         self._file = RecordFile(folder / f"{name}.{number}")
-        self._framed, self._event = framed, event_pb2.Event
+        self._records, self._event = RecordWriter(self._file), event_pb2.Event
         self._add(file_version="brain.Event:2")
         if first:
             self._add(step=first, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
@@ -128,7 +128,7 @@ class EventFile:
         return self._file.close()
 
     def _add(self, **fields: Any) -> None:
-        self._file.write(self._framed(self._event(wall_time=time.time(), **fields).SerializeToString()))
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
 def warn_missing(lacking: list[str]) -> None:
