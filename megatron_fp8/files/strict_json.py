@@ -16,8 +16,7 @@ def load_json(content: bytes, *, finite: bool = False) -> Any:
 
     Args:
         finite: reject NaN, Infinity and -Infinity, which Python writes although JSON has none, and also 1e400, which it
-        would
-            read as infinity.
+            would read as infinity.
 
     Raises ValueError, in one line, if it is not JSON or not UTF-8, has a key twice or more than 64 levels, or has a
     whole number beyond float64.
@@ -34,13 +33,11 @@ def load_json(content: bytes, *, finite: bool = False) -> Any:
             parse_float=_finite if finite else None,
             parse_int=_whole,
         )
+        if _is_deeper(value, _DEEPEST):
+            raise RecursionError
     except RecursionError as error:
-        raise ValueError(_TOO_DEEP) from error
-    _check_depth(value)
+        raise ValueError(f"it is nested deeper than {_DEEPEST} levels") from error
     return value
-
-
-_TOO_DEEP = f"it is nested deeper than {_DEEPEST} levels"
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -68,20 +65,11 @@ def _whole(digits: str) -> int:
     return number
 
 
-def _check_depth(content: Any) -> None:
-    level = [content]
-    for _ in range(_DEEPEST):
-        inner = [
-            part
-            for node in level
-            if isinstance(node, (dict, list))
-            for part in (node.values() if isinstance(node, dict) else node)
-            if isinstance(part, (dict, list))
-        ]
-        if not inner:
-            return
-        level = inner
-    raise ValueError(_TOO_DEEP)
+def _is_deeper(value: Any, levels: int) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    if parts is None:
+        return False
+    return levels == 0 or any(_is_deeper(part, levels - 1) for part in parts)
 
 
 def spelled_out(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Strict YAML: unique keys, bounded size, nothing dropped silently."""
+"""Strict YAML: PyYAML's safe loader with unique keys and bounded size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DEEPEST = 64
 """Limit of nested sections and lists; a run's config has four levels."""
 _LONGEST_NUMBER = 1000
 """Limit of a whole number's characters: Python writes at most 4,300 digits, and is slow to read base 60."""
-_INT, _MERGE = "tag:yaml.org,2002:int", "tag:yaml.org,2002:merge"
+_INT, _TEXT, _MERGE = (f"tag:yaml.org,2002:{name}" for name in ("int", "str", "merge"))
 
 
 def read_yaml(path: Path) -> Any:
@@ -32,19 +32,9 @@ def load_yaml(content: bytes) -> Any:
     levels, or more than 100,000 entries with aliases expanded.
     """
     try:
-        text = content.decode("utf-8")
+        return yaml.load(content.decode("utf-8"), _Loader)
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} of it is no UTF-8: save it as UTF-8") from error
-    try:
-        loader = _Loader(text)
-        try:
-            root = loader.get_single_node()
-            if root is None:
-                return None
-            _Check(loader).size(root)
-            return loader.construct_document(root)
-        finally:
-            loader.dispose()
     except yaml.parser.ParserError as error:
         mark = error.problem_mark
         if mark is None or not str(error.problem).startswith("expected <block end>"):
@@ -53,96 +43,62 @@ def load_yaml(content: bytes) -> Any:
             f"line {mark.line + 1} does not begin where the other keys of its section do: is it indented too little or"
             " too far?"
         ) from error
-    except RecursionError as error:
-        raise ValueError(_TOO_DEEP) from error
-    except yaml.YAMLError as error:
+    # Where a text does not fit its tag, PyYAML raises errors of its own and of Python.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, OverflowError) as error:
         raise ValueError(" ".join(str(error).split())) from error
 
 
-_TOO_DEEP = f"it is nested deeper than {_DEEPEST} levels"
-_TOO_MANY = f"it has more than {_MOST:,} entries"
-
-
 class _Loader(yaml.SafeLoader):
-    """Stops at too many entries, before the end of the file."""
+    """Checks each part of a document before anything is made of it."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._entries = 0
+    _depth = _entries = 0
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self._entries += 1
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:
+        """A part of the document, with its number of entries and levels, aliases expanded."""
+        line = self.peek_event().start_mark.line + 1
+        is_alias = self.check_event(yaml.AliasEvent)
+        self._depth, self._entries = self._depth + 1, self._entries + 1
+        if self._depth > _DEEPEST + 1:
+            raise yaml.YAMLError(f"it is nested deeper than {_DEEPEST} levels")
         if self._entries > _MOST:
-            raise yaml.YAMLError(_TOO_MANY)
-        return super().compose_node(parent, index)
-
-
-class _Check:
-    """Checks a document before its construction; raises YAMLError."""
-
-    def __init__(self, loader: yaml.SafeLoader) -> None:
-        self._loader = loader
-        self._sizes: dict[yaml.Node, tuple[int, int]] = {}
-
-    def size(self, node: yaml.Node, depth: int = 0) -> tuple[int, int]:
-        """Number of entries and levels of a node, including its contents, with aliases expanded."""
-        line = node.start_mark.line + 1
-        if node in self._sizes:
-            entries, levels = self._sizes[node]
-            if not entries:
+            raise yaml.YAMLError(f"it has more than {_MOST:,} entries")
+        node: Any = super().compose_node(parent, index)
+        self._depth -= 1
+        if is_alias:
+            if not hasattr(node, "entries"):
                 raise yaml.YAMLError(f"what begins in line {line} has an alias of itself in it")
-            return entries, levels
-        self._sizes[node] = 0, 0  # placeholder, to detect recursion
-        parts: list[yaml.Node] = []
+            return node
+        parts = []
         if isinstance(node, yaml.MappingNode):
-            self._keys(node)
             parts = [part for pair in node.value for part in pair]
+            self._check_keys(node)
         elif isinstance(node, yaml.SequenceNode):
             parts = node.value
-        elif isinstance(node, yaml.ScalarNode) and node.tag != _MERGE:
-            self._scalar(node)
-        within = isinstance(node, yaml.CollectionNode)
-        if within and depth >= _DEEPEST:
-            raise yaml.YAMLError(_TOO_DEEP)
-        sizes = [self.size(part, depth + 1) for part in parts]
-        entries = 1 + sum(entries for entries, _ in sizes)
-        levels = within + max((levels for _, levels in sizes), default=0)
-        if levels > _DEEPEST:
-            raise yaml.YAMLError(_TOO_DEEP)
-        if entries > _MOST:
-            raise yaml.YAMLError(f"{_TOO_MANY} where aliases repeat what begins in line {line}")
-        self._sizes[node] = entries, levels
-        return entries, levels
+        elif node.tag == _INT and len(node.value) > _LONGEST_NUMBER:
+            raise yaml.YAMLError(f"the number in line {line} has too many digits")
+        elif not node.value.isascii():
+            node.value.encode()  # raises ValueError for half of a character (\ud800 to \udfff)
+        node.entries = 1 + sum(part.entries for part in parts)
+        node.levels = isinstance(node, yaml.CollectionNode) + max((part.levels for part in parts), default=0)
+        if node.levels > _DEEPEST:
+            raise yaml.YAMLError(f"it is nested deeper than {_DEEPEST} levels")
+        if node.entries > _MOST:
+            raise yaml.YAMLError(f"it has more than {_MOST:,} entries where aliases repeat what begins in line {line}")
+        return node
 
-    def _keys(self, section: yaml.MappingNode) -> None:
+    def _check_keys(self, section: yaml.MappingNode) -> None:
         """Check that each key is a name and occurs once: PyYAML would silently drop the first one."""
         names: set[str] = set()
         for key, _ in section.value:
             line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.YAMLError(f"the key in line {line} must be a name, and is a list or a section")
-            name = _MERGE if key.tag == _MERGE else self._scalar(key)
-            if not isinstance(name, str):
+            if key.tag not in (_TEXT, _MERGE):
+                name = f"{key.value[:60]!r} " if isinstance(key, yaml.ScalarNode) else ""
                 raise yaml.YAMLError(
-                    f"the key {key.value[:60]!r} in line {line} must be a name, and is read as"
-                    f" {type(name).__name__}: put it in quotes"
+                    f"the key {name}in line {line} must be a name, and is read as {key.tag.rpartition(':')[2]}: put it in"
+                    " quotes"
                 )
-            if name in names:
+            if key.value in names:
                 raise yaml.YAMLError(
                     f"the key {key.value!r} stands twice, again in line {line}: keep one of them"
                 )
-            names.add(name)
-
-    def _scalar(self, node: yaml.ScalarNode) -> Any:
-        """The scalar's value, which the loader caches. PyYAML raises various errors if a text does not fit its tag."""
-        line = node.start_mark.line + 1
-        if node.tag == _INT and len(node.value) > _LONGEST_NUMBER:
-            raise yaml.YAMLError(f"the number in line {line} has too many digits")
-        try:
-            value = self._loader.construct_object(node)
-        except (ValueError, IndexError, KeyError, AttributeError, OverflowError) as error:
-            kind, why = node.tag.rpartition(":")[2], f": {error}" if isinstance(error, ValueError) else ""
-            raise yaml.YAMLError(f"{node.value[:60]!r} in line {line} is no {kind}{why}") from error
-        if isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
-            raise yaml.YAMLError(f"the text in line {line} has half of a character (\\ud800 to \\udfff)")
-        return value
+            names.add(key.value)

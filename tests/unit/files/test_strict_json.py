@@ -25,15 +25,11 @@ def test_what_it_reads():
     [
         (b'{"a": {"b": 1, "c": 2, "b": 1}}', "'b' is there twice"),
         (nested(DEEP + 1), "deeper than 64 levels"),
-        (nested(500), "deeper than 64 levels"),
         (b"[" * 10**5, "deeper than 64 levels"),
         (b"9" * 10**6, "digits"),
         (b"[1" + b"0" * 309 + b"]", r"10000000\.\.\. with 310 digits is too large"),
-        (b'{"a": -1' + b"0" * 4000 + b"}", r"-1000000\.\.\. with 4001 digits is too large"),
         ('{"a": 1}'.encode("utf-16"), "byte 0 of it is no UTF-8"),
-        ('{"a": 1}'.encode("utf-16-le"), "Expecting property name"),
         (b'"\xed\xa0\x80"', "byte 1 of it is no UTF-8"),
-        (b'{"a": 1}{"a": 1}', "Extra data"),
         (b'{"a": 1', "delimiter"),
         (b"", "Expecting value"),
     ],
@@ -44,7 +40,7 @@ def test_what_it_refuses_in_one_line(content, said):
     assert "\n" not in str(error.value) and len(str(error.value)) < 200
 
 
-@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400"])
+@pytest.mark.parametrize("constant", ["NaN", "-Infinity", "1e400"])
 def test_what_json_has_not(constant):
     with pytest.raises(ValueError, match=f"{constant} is no number"):
         load_json(f'{{"a": {constant}}}'.encode(), finite=True)
