@@ -88,7 +88,7 @@ def _batches(options: argparse.Namespace, restored: Any, launch: Any) -> list[to
     import torch
 
     from ..train.data import corpus
-    from ..train.data.datasets import check_data, check_tokenizer, find_data, holds_text
+    from ..train.data.datasets import check_data, check_ids, check_tokenizer, find_data, holds_text
     from ..train.launch.config_consistency import agree_on_inputs
     from ..train.resume.checkpoint_compat import check_imported
 
@@ -102,7 +102,7 @@ def _batches(options: argparse.Namespace, restored: Any, launch: Any) -> list[to
         check_imported(restored.run, restored.facts)
     prefixes = find_data(section, restored.tokenizer)
     agree_on_inputs("data", launch, prefixes)
-    check_data(prefixes, section, restored.vocab_size)
+    check_data(prefixes, restored.vocab_size)
     parts = [np.memmap(p + ".bin", dtype=corpus.check_indexed(p).dtype, mode="r") for p in prefixes]
     tokens = np.concatenate(parts) if len(parts) > 1 else parts[0]
     count = options.batches * options.batch_size
@@ -116,8 +116,9 @@ def _batches(options: argparse.Namespace, restored: Any, launch: Any) -> list[to
             f"{', '.join(prefixes)} has {len(tokens)} tokens, and a sequence has {length}: give more text"
         )
     starts = np.linspace(0, len(tokens) - length, count).astype(np.int64)
-    rows = torch.from_numpy(np.stack([tokens[start : start + length] for start in starts]).astype(np.int64))
-    return list(rows.to(next(restored.model.parameters()).device).split(options.batch_size))
+    rows = np.stack([tokens[start : start + length] for start in starts]).astype(np.int64)
+    check_ids(rows, restored.vocab_size, ", ".join(prefixes))
+    return list(torch.from_numpy(rows).to(next(restored.model.parameters()).device).split(options.batch_size))
 
 
 _MOST_TOKENS = 2**28

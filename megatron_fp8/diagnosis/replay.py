@@ -270,8 +270,8 @@ def replay(
     check_together(folder, manifest)
     prefixes = datasets.find_data(run.data, tokenizer, run.train)
     agree_on_inputs("data", launch, prefixes)
-    datasets.check_data(prefixes, run.data, vocab_size)
-    data = datasets.build_datasets(prefixes, run.data, run.train, tokenizer)
+    datasets.check_data(prefixes, vocab_size)
+    data = datasets.build_datasets(prefixes, run.data, run.train, tokenizer, vocab_size)
     _check_batches(batches, data[0], run)
     chunks = build_chunks(settings, run, vocab_size)
     lines = [*without_checksum(manifest), *beyond]

@@ -13,7 +13,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from ...files.atomic_io import in_words, remedy
@@ -24,10 +23,9 @@ from ..launch.parallel import on_first_rank, wait_for_all
 from . import corpus
 from .bigram import bigram_entropy
 from .index_cache import index_folder, index_name, keep_indices
-from .indexed_dataset import CorpusDataset, MaskedDataset
+from .indexed_dataset import CorpusConfig, CorpusDataset, MaskedDataset, check_ids
 from .records import files_of
 from .text_reader import PIECE_BYTES, DocumentRules, look_at
-from .token_id_check import check_ids
 from .tokenizers import ByteTokenizer, Tokenizer
 
 _SPLITS = ("training", "validation", "test")
@@ -118,15 +116,40 @@ _PIECES, _LEAST_PIECE = 64, 512
 _BEAT_S = 20.0
 
 
-def check_data(prefixes: list[str], section: DataSection, vocab_size: int) -> None:
-    """Raise ValueError on every rank if an id is outside the vocabulary. Collective; every rank reads a part."""
-    check_ids(prefixes, vocab_size, cache_dir(section) / "ids")
+def check_data(prefixes: list[str], vocab_size: int) -> None:
+    """Raise ValueError on every rank if a data set is empty, or one of its first ids is outside the vocabulary.
+
+    Collective. The ids after those are checked when they are read. A wrong tokenizer shows at once.
+    """
+
+    def check() -> None:
+        for prefix in prefixes:
+            info, path = corpus.check_indexed(prefix), prefix + ".bin"
+            if not info.tokens:
+                raise ValueError(f"{prefix!r} holds no tokens: give data that is not empty.")
+            try:
+                ids = np.fromfile(path, info.dtype, min(_CHECKED_IDS, info.tokens))
+            except OSError as error:
+                raise ValueError(f"{path!r} cannot be read ({in_words(error)})") from error
+            check_ids(ids, vocab_size, prefix)
+
+    on_first_rank(check)
+
+
+_CHECKED_IDS = 1 << 24
 
 
 def build_datasets(
-    prefixes: list[str], section: DataSection, train: TrainSection, tokenizer: Tokenizer
+    prefixes: list[str],
+    section: DataSection,
+    train: TrainSection,
+    tokenizer: Tokenizer,
+    vocab_size: int | None = None,
 ) -> list[Any]:
     """Training, validation and test `GPTDataset`s; None where the split gives none.
+
+    Args:
+        vocab_size: an id outside of it ends the training when it is read; None: none does.
 
     Raises ValueError if the split leaves a required data set without documents.
     """
@@ -140,7 +163,7 @@ def build_datasets(
         return split, name, index_folder(cache, name)
 
     split, name, folder = on_first_rank(find)  # reads every index, so on one rank only
-    config = GPTDatasetConfig(
+    config = CorpusConfig(
         random_seed=train.seed,
         sequence_length=train.seq_length,
         blend=(prefixes, None),
@@ -151,6 +174,7 @@ def build_datasets(
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,  # attention is causal anyway
+        vocab_size=vocab_size,
     )
     try:
         kind = MaskedDataset if partly else CorpusDataset

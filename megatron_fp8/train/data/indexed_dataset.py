@@ -1,9 +1,12 @@
-"""Reads .bin/.idx pairs, and detects files that change during training.
+"""Reads .bin/.idx pairs; detects files that change during training, and ids outside the vocabulary.
 
 Megatron-Core maps both files into memory: a read past the end of a file that has become shorter ends the process by
 SIGBUS, without a message. Here the .bin is read by `pread`, which returns how much there was, and before each sample
 both files must have their initial sizes. That takes 3 microseconds a document. If a file's time has changed, samples of
 its content are compared: other content ends the run, the same content causes a warning.
+
+Every id that is read is compared with the vocabulary. Megatron-Core's embedding would take one outside of it as a zero
+vector under tensor parallelism.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,23 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, _BinReader
 
 from ..failure import TrainingFailed
 from .corpus import mask_of, sampled_digest
+
+
+@dataclass
+class CorpusConfig(GPTDatasetConfig):
+    """Megatron-Core's, with the model's ``vocab_size``; None: ids are not compared with it."""
+
+    vocab_size: int | None = None
+
+
+def check_ids(ids: np.ndarray, vocab_size: int, prefix: str) -> None:
+    """Raise ValueError if one of ``ids``, of any shape, from the pair ``prefix``, is not in [0, vocab_size)."""
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        wrong = int(ids.min() if ids.min() < 0 else ids.max())
+        raise ValueError(
+            f"{prefix!r} holds the token id {wrong}, and the vocabulary has {vocab_size} ids (0 to {vocab_size - 1}): give"
+            " the tokenizer that made the data (--data.tokenizer), or --model.vocab_size."
+        )
 
 
 class CorpusChanged(TrainingFailed):
@@ -87,17 +108,27 @@ class _Files(_BinReader):
 class CheckedIndexedDataset(IndexedDataset):
     """Megatron-Core's IndexedDataset over `_Files`."""
 
+    vocab_size: int | None = None
+
     def initialize(self, path_prefix: str, multimodal: bool, mmap: bool, *more: Any) -> None:
         super().initialize(path_prefix, multimodal, False, *more)
         self.bin_reader: _Files = _Files(path_prefix)
 
     def __getitem__(self, idx: Any) -> Any:
         self.bin_reader.check()
-        return super().__getitem__(idx)
+        return self._checked(super().__getitem__(idx))
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
         self.bin_reader.check()  # before the mapped index is read
-        return super().get(idx, offset, length)
+        return self._checked(super().get(idx, offset, length))
+
+    def _checked(self, ids: Any) -> Any:
+        if self.vocab_size is not None:
+            try:
+                check_ids(ids, self.vocab_size, self.path_prefix)
+            except ValueError as error:
+                raise TrainingFailed(str(error)) from error
+        return ids
 
 
 class CorpusDataset(GPTDataset):
@@ -105,7 +136,10 @@ class CorpusDataset(GPTDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
-        return CheckedIndexedDataset(dataset_path)
+        dataset = CheckedIndexedDataset(dataset_path)
+        if isinstance(config, CorpusConfig):
+            dataset.vocab_size = config.vocab_size
+        return dataset
 
 
 class MaskedDataset(CorpusDataset):

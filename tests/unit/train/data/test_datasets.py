@@ -21,6 +21,7 @@ from megatron_fp8.train.data.datasets import batches
 from megatron_fp8.train.data.index_cache import damage
 from megatron_fp8.train.data.indexed_dataset import CorpusChanged, _Files
 from megatron_fp8.train.data.tokenizers import ByteTokenizer
+from megatron_fp8.train.failure import TrainingFailed
 
 
 class Numbered:
@@ -136,14 +137,33 @@ def build(monkeypatch, tmp_path):
     monkeypatch.setattr(data, "on_first_rank", lambda work: work())
     monkeypatch.setattr(data, "wait_for_all", lambda: None)
 
-    def build(*prefixes, seed=1, loss="all"):
+    def build(*prefixes, seed=1, loss="all", vocab_size=None):
         section = DataSection(split="100,0,0", cache_dir=str(tmp_path / "cache"), loss=loss)
         train = TrainSection(
             train_iters=8, micro_batch_size=1, global_batch_size=8, seq_length=16, eval_iters=0, seed=seed
         )
-        return data.build_datasets(list(map(str, prefixes)), section, train, ByteTokenizer())[0]
+        return data.build_datasets(list(map(str, prefixes)), section, train, ByteTokenizer(), vocab_size)[0]
 
     return build
+
+
+def test_ids_outside_the_vocabulary_are_another_tokenizers(build, tmp_path, monkeypatch):
+    """Of a large data set the first are read at the start, the others when they are trained on."""
+    prefix = str(tmp_path / "corpus")
+    write(prefix, 50)
+    data.check_data([prefix], 50)
+    with pytest.raises(ValueError, match="token id 49, and the vocabulary has 49 ids"):
+        data.check_data([prefix], 49)
+    monkeypatch.setattr(data, "_CHECKED_IDS", 100)
+    data.check_data([prefix], 5)
+    assert len(tokens_of(build(prefix, vocab_size=50))) > 40
+    with pytest.raises(TrainingFailed, match="holds the token id [0-9]*, and the vocabulary has 5 ids"):
+        tokens_of(build(prefix, vocab_size=5))
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    builder.add_document(np.arange(-1, 20), [21])
+    builder.finalize(f"{prefix}.idx")
+    with pytest.raises(ValueError, match="token id -1,"):
+        data.check_data([prefix], 50)
 
 
 @pytest.mark.parametrize(
