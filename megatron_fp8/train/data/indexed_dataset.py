@@ -39,8 +39,8 @@ def check_ids(ids: np.ndarray, vocab_size: int, prefix: str) -> None:
     if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
         wrong = int(ids.min() if ids.min() < 0 else ids.max())
         raise ValueError(
-            f"{prefix!r} holds the token id {wrong}, and the vocabulary has {vocab_size} ids (0 to {vocab_size - 1}): give"
-            " the tokenizer that made the data (--data.tokenizer), or --model.vocab_size."
+            f"{prefix!r} holds the token id {wrong}, and the vocabulary has {vocab_size} ids (0 to {vocab_size - 1}):"
+            " give the tokenizer that made the data (--data.tokenizer), or --model.vocab_size."
         )
 
 
