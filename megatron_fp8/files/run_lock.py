@@ -111,9 +111,7 @@ class RunLock:
         try:
             self._lease.release()
         except OSError as error:
-            warnings.warn(
-                f"the lock {str(self.path)!r} cannot be removed ({in_words(error)}).", stacklevel=2
-            )
+            warnings.warn(f"the lock {str(self.path)!r} cannot be removed ({in_words(error)}).", stacklevel=2)
         for folder in self._made:
             try:
                 folder.rmdir()

@@ -83,7 +83,9 @@ class _Loader(yaml.SafeLoader):
         if node.levels > _DEEPEST:
             raise yaml.YAMLError(f"it is nested deeper than {_DEEPEST} levels")
         if node.entries > _MOST:
-            raise yaml.YAMLError(f"it has more than {_MOST:,} entries where aliases repeat what begins in line {line}")
+            raise yaml.YAMLError(
+                f"it has more than {_MOST:,} entries where aliases repeat what begins in line {line}"
+            )
         return node
 
     def _check_keys(self, section: yaml.MappingNode) -> None:

@@ -159,12 +159,19 @@ def _write_locked(files: list[Path], tokenizer: Tokenizer, folder: Path, rules: 
             names = sorted(path.name for path in unfinished.iterdir())
             for name in names:
                 sync(unfinished / name)
-            about = {"tokenizer": tokenizer.name, "files": len(files), "documents": documents, "tokens": tokens}
+            about = {
+                "tokenizer": tokenizer.name,
+                "files": len(files),
+                "documents": documents,
+                "tokens": tokens,
+            }
             about["lost"] = dataclasses.asdict(lost)
             about["sha256"] = {name: digest(unfinished / name) for name in names}
             lock.check()
             for name in names:
-                (unfinished / name).replace(folder / name)  # a run that still reads a damaged file keeps it open
+                (unfinished / name).replace(
+                    folder / name
+                )  # a run that still reads a damaged file keeps it open
             replace_file(folder / _ABOUT, json.dumps(about, indent=2) + "\n")
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
