@@ -23,7 +23,7 @@ from types import ModuleType
 
 import torch
 
-from ..files.rank0_print import print_rank_0
+from ..files.terminal import print_rank_0
 from ..recipe import Products, Recipe
 from . import emulated, transformer_engine
 from .native import backend as native_backend

@@ -47,7 +47,7 @@ def _parser() -> CommandParser:
 
 def _run(options: argparse.Namespace, run_options: list[str]) -> int:
     from ..estimate.config_reader import joined
-    from ..files.example_configs import config_hint
+    from ..files.config_arguments import config_hint
     from ..study.doctor import examine, shown
 
     if run_options and options.config is None:

@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ..files.example_configs import example_configs
+from ..files.config_arguments import example_configs
 from ..files.record_writer import warn_missing
 from ..files.resource_limits import limit_reached
 from ..train.failure import EXIT_DONE, EXIT_FAILED

@@ -18,8 +18,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from ..files.data_option import data_as_paths
-from ..files.example_configs import config_hint, find_config
+from ..files.config_arguments import config_hint, data_as_paths, find_config
 from ..files.strict_yaml import load_yaml
 from ..mcore.config.fields import FIELD_RULES, RELATIONS
 from ..mcore.config.rules import (

@@ -29,7 +29,7 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
@@ -37,9 +37,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 import torch
 
 from .atomic_io import in_words, ordinary, read_ordinary, refuse_link_out
-from .box_overlap import overlap
-from .checkpoint_pointer import note_checkpoint_folder
-from .folder_kind import what_to_give
+from .folder_kind import note_checkpoint_folder, what_to_give
 from .gc_pause import gc_paused
 from .manifest import LARGEST, MANIFEST, Manifest, NotAManifest, is_plain_name, parse
 
@@ -408,6 +406,36 @@ def _check_metadata(metadata: Any) -> None:
             raise ValueError(f"{name} has {values} values, and its shape is {list(size)}")
         if overlap([(chunk.offsets, chunk.sizes) for chunk in entry.chunks]):
             raise ValueError(f"{name} has parts that lie over each other, and so lacks others")
+
+
+_Box = tuple[Sequence[int], Sequence[int]]
+"""Offset and shape of a part of a tensor."""
+
+
+def overlap(boxes: Sequence[_Box]) -> bool:
+    """Whether two of the boxes share an element. All boxes have the same number of dimensions.
+
+    Boxes are sorted along the dimension with the most distinct offsets, so that few pairs are compared.
+    """
+    boxes = [box for box in boxes if all(box[1])]
+    if len(boxes) < 2:
+        return False
+    dimensions = len(boxes[0][0])
+    along = max(range(dimensions), key=lambda d: len({offset[d] for offset, _ in boxes}), default=None)
+    if along is None:
+        return True  # two parts of a scalar
+    reaching: list[_Box] = []
+    for box in sorted(boxes, key=lambda box: box[0][along]):
+        start = box[0][along]
+        reaching = [other for other in reaching if other[0][along] + other[1][along] > start]
+        if any(_share_element(box, other) for other in reaching):
+            return True
+        reaching.append(box)
+    return False
+
+
+def _share_element(one: _Box, other: _Box) -> bool:
+    return all(a < b + d and b < a + c for a, c, b, d in zip(one[0], one[1], other[0], other[1], strict=True))
 
 
 @_report_removal

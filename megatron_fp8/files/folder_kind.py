@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .atomic_io import read_ordinary
+from .atomic_io import in_words, read_ordinary, refuse_link_out
+from .strict_yaml import read_yaml
 
 RUN_FILES = ("report.json", "metrics.jsonl", "telemetry.jsonl")
 """The folder of a run that has trained has at least one of these."""
 
 _LARGEST = 1 << 20
+_CONFIG = "config.yaml"
 _MOST = 6
 """Most runs that a message names."""
 
 
 def is_run(folder: Path) -> bool:
     """Whether a folder belongs to a run that has trained, or was made by `import`."""
-    imported = (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir()
+    imported = (folder / _CONFIG).is_file() and (folder / "checkpoints").is_dir()
     return imported or any((folder / name).is_file() for name in RUN_FILES)
 
 
@@ -43,3 +45,25 @@ def what_to_give(path: Path) -> str | None:
     if run is not None:
         return f"give the run that it lies in: {run}"
     return None
+
+
+def note_checkpoint_folder(run_dir: Path) -> str:
+    """A sentence about the checkpoint.folder in a run's config.yaml; '' if it has none or does not exist.
+
+    Nothing follows it: a run's folder may come from another user, and `export` of such a folder could disclose one of
+    the reader's own checkpoints. A relative path counts from the run's working directory, which is not known later.
+    """
+    path = run_dir / _CONFIG
+    try:
+        refuse_link_out(path)
+        content = read_yaml(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except (OSError, ValueError) as error:
+        return f" Its {_CONFIG}, which may say where they are, cannot be read ({in_words(error)})."
+    section = content.get("checkpoint") if isinstance(content, dict) else None
+    folder = section.get("folder") if isinstance(section, dict) else None
+    if not isinstance(folder, str) or not folder:
+        return ""
+    from_where = "" if Path(folder).is_absolute() else ", which counts from where that run was started"
+    return f" Its {_CONFIG} has checkpoint.folder={folder!r}{from_where}: if you know it, give that folder."

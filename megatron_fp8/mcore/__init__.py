@@ -102,7 +102,7 @@ def print_plan(model: Any) -> None:
 
     All ranks call it; the first one prints.
     """
-    from ..files.rank0_print import print_rank_0
+    from ..files.terminal import print_rank_0
     from .report import plan_lines, recipe_line
     from .runtime import unwrap
 

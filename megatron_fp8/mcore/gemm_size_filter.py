@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from ..files.rank0_print import print_rank_0
+from ..files.terminal import print_rank_0
 from ..linear.tensor_parallel import weight_of
 from ..plan.site_plan import SitePlan, bf16_site
 from ..plan.size_table import Gemm, load_table

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..files.rank0_print import print_rank_0
+from ..files.terminal import print_rank_0
 from ..plan.overrides import matching
 from ..quantizer import measure
 from ..recipe import recipe_name

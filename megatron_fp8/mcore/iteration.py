@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from ..files.rank0_print import print_rank_0
+from ..files.terminal import print_rank_0
 from ..state.fp8_state import Fp8State
 from ..state.graph import CapturedStep
 from ..state.iteration import IterationCounts

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from .. import fp8_utils
-from ..files.rank0_print import print_rank_0
+from ..files.terminal import print_rank_0
 from ..fp8_utils import get_fp8_recipe
 from ..params.fp8_parameter import Fp8Parameter, TwoWayFp8Parameter, broadcast, fp8_parameter
 from ..plan.overrides import Override

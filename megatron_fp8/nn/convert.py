@@ -17,7 +17,7 @@ from torch import nn
 
 from ..files.argument_check import check_model
 from ..files.gc_pause import gc_paused
-from ..files.rank0_print import print_rank_0
+from ..files.terminal import print_rank_0
 from ..plan.overrides import check_overrides_match
 from ..plan.resolve import warn_no_compiler, warn_padding
 from ..recipe import Recipe

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
-from ..files.rank0_print import print_rank_0
+from ..files.terminal import print_rank_0
 from ..numerics.scaling import compute_amax
 from ..params.fp8_parameter import Fp8Parameter
 from ..quantizer import Quantizer

@@ -15,7 +15,7 @@ import torch
 from ..backends import LAYER_BACKENDS, choose_backend, warn_slow_backend
 from ..backends.native import backend as native
 from ..backends.native.backend import padded_products
-from ..files.rank0_print import print_rank_0
+from ..files.terminal import print_rank_0
 from ..kernels.cpu.library import missing_compiler
 from ..recipe import RECIPES, Recipe, refuse_e5m2_twice
 from .cast_spec import CastSpecs

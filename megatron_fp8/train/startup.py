@@ -26,6 +26,7 @@ from .config import run_config
 from .config.model_section import padded_vocab_size, transformer_config
 from .config.run_config import tokens_of_microbatch
 from .data import datasets
+from .data.bigram import corpus_bigram_entropy
 from .data.tokenizers import load_tokenizer
 from .health.loss_spikes import Rollbacks
 from .health.watchdog import START, Watchdog
@@ -104,7 +105,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         "data": content,
     }
     facts["job"] = job_name(os.environ)
-    entropy = datasets.corpus_bigram_entropy(prefixes) if first else math.nan
+    entropy = corpus_bigram_entropy(prefixes) if first else math.nan
     # From here on the run's folder changes, so no later line may refuse the input.
     continues = folders.has(start.folder)
     done = start.iteration >= run.train.train_iters

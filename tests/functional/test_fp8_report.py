@@ -167,7 +167,7 @@ def test_a_glob_of_another_stage_is_none(ranks: RankPool) -> None:
 
 def fallback(layout: Layout, fields: dict[str, Any]) -> tuple[str, str, list[dict[str, Any]], dict[str, int]]:
     """A rank case: what is said on stderr, what print_plan prints, the report, what was counted."""
-    from megatron_fp8.files import rank0_print
+    from megatron_fp8.files import terminal
     from megatron_fp8.mcore import print_plan
     from megatron_fp8.mcore.iteration import iteration_counts
     from megatron_fp8.mcore.report import site_report
@@ -177,7 +177,7 @@ def fallback(layout: Layout, fields: dict[str, Any]) -> tuple[str, str, list[dic
     with (
         model_parallel(layout),
         contextlib.redirect_stderr(said),
-        mock.patch.object(rank0_print, "_told", set()),
+        mock.patch.object(terminal, "_printed", set()),
     ):
         run = train(fp8_config(layout, "mxfp8", **TINY, **fields), spec=get_gpt_layer_fp8_spec, **SHORT)
         with contextlib.redirect_stdout(printed):

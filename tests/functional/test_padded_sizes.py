@@ -45,9 +45,9 @@ def converted(widths: tuple[int, ...]) -> tuple[str, dict[str, str]]:
     import torch
 
     from megatron_fp8 import Fp8Config, convert_to_fp8
-    from megatron_fp8.files import rank0_print
+    from megatron_fp8.files import terminal
 
-    rank0_print._told.clear()
+    terminal._printed.clear()
     layers = [torch.nn.Linear(a, b) for a, b in pairwise(widths)]
     with native_on_cpu(), redirect_stderr(io.StringIO()) as said, redirect_stdout(io.StringIO()):
         config = Fp8Config("rowwise", backend="native", skip=())

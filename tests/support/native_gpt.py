@@ -122,11 +122,11 @@ def sizes_noted(recipe: str, fields: dict[str, Any]) -> tuple[str, dict[str, lis
     import io
     from contextlib import redirect_stderr
 
-    from megatron_fp8.files import rank0_print
+    from megatron_fp8.files import terminal
     from megatron_fp8.mcore.report import site_report
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
-    rank0_print._told.clear()
+    terminal._printed.clear()
     with native_on_cpu(), model_parallel(Layout()), redirect_stderr(io.StringIO()) as said:
         config = fp8_config(Layout(), recipe, **{**MODEL, **fields})
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=32, vocab=64)

@@ -16,8 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...files.data_option import data_as_paths
-from ...files.example_configs import config_hint, find_config, which_config
+from ...files.config_arguments import config_hint, data_as_paths, find_config, which_config
 from ...files.folder_kind import is_model_directory, what_to_give
 from ...files.strict_yaml import load_yaml, read_yaml
 from ...mcore.config.rules import Rule, shown

@@ -5,7 +5,11 @@ A loss below it shows that the model uses more context than the last token.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+
+from .corpus import check_indexed
 
 _TABLE = 1 << 10  # largest vocabulary whose pairs are counted in a table: 8 MiB
 _PIECE = 1 << 20  # tokens counted at once
@@ -44,3 +48,17 @@ def _by_sort(tokens: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
 def _sum_n_log_n(counts: np.ndarray) -> float:
     counts = counts.astype(np.float64)
     return float((counts * np.log(counts)).sum())
+
+
+def corpus_bigram_entropy(prefixes: list[str], most: int = 2**25) -> float:
+    """Bigram entropy, in nats, of the first `most` tokens of the data of `prefixes`, joined in order.
+
+    More tokens would not change the printed figure, and a large corpus does not fit into memory.
+    """
+    parts: list[np.ndarray] = []
+    for prefix in prefixes:
+        room = most - sum(map(len, parts))
+        file, dtype = Path(prefix + ".bin"), check_indexed(prefix).dtype
+        # NumPy allocates `count` values, even if the file has fewer.
+        parts.append(np.fromfile(file, dtype=dtype, count=min(room, file.stat().st_size // dtype.itemsize)))
+    return bigram_entropy(parts[0] if len(parts) == 1 else np.concatenate(parts))

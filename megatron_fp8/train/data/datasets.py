@@ -21,7 +21,6 @@ from ..config.sections import DataSection, TrainSection
 from ..health.skipped_samples import Range, place
 from ..launch.parallel import on_first_rank, wait_for_all
 from . import corpus
-from .bigram import bigram_entropy
 from .index_cache import index_folder, index_name, keep_indices
 from .indexed_dataset import CorpusConfig, CorpusDataset, MaskedDataset, check_ids
 from .records import files_of
@@ -270,20 +269,6 @@ def _check_split(prefixes: list[str], split: str, sizes: list[int], seq_length: 
                     f"data.split={split!r} leaves {tokens} tokens in {last - first} of {index.sequences} "
                     f"documents of {prefix!r} for {name}, and a sequence takes {seq_length + 1}: {remedies}."
                 )
-
-
-def corpus_bigram_entropy(prefixes: list[str], most: int = 2**25) -> float:
-    """Bigram entropy, in nats, of the first `most` tokens of the data of `prefixes`, joined in order.
-
-    More tokens would not change the printed figure, and a large corpus does not fit into memory.
-    """
-    parts: list[np.ndarray] = []
-    for prefix in prefixes:
-        room = most - sum(map(len, parts))
-        file, dtype = Path(prefix + ".bin"), corpus.check_indexed(prefix).dtype
-        # NumPy allocates `count` values, even if the file has fewer.
-        parts.append(np.fromfile(file, dtype=dtype, count=min(room, file.stat().st_size // dtype.itemsize)))
-    return bigram_entropy(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
 
 def batches(

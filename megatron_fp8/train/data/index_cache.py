@@ -29,7 +29,6 @@ from . import corpus
 
 _DIGESTS, _LARGEST = "digests.json", 1 << 20
 _LAYOUT = 2  # 1 had no digests
-_OLD_S = 86400.0
 
 
 def index_name(prefixes: list[str], settings: list[Any]) -> str:
@@ -60,27 +59,7 @@ def index_folder(kept: Path, name: str) -> Path:
             f"data.cache_dir={str(kept.parent)!r} cannot be written ({in_words(error)}): give another folder with "
             "--data.cache_dir."
         ) from error
-    _warn_of_leftovers(kept, folder)
     return folder
-
-
-def _warn_of_leftovers(cache: Path, own_folder: Path) -> None:
-    """Warn of folders that have not changed for a day.
-
-    A killed start left them, or a run that lost a race may still read them, on any machine; so they are not removed.
-    """
-    old = []
-    for path in sorted(cache.glob(f".{'[0-9a-f]' * 32}.{'[0-9a-f]' * 8}")):
-        with suppress(OSError):  # it has just been completed; times come from the file system
-            if own_folder.stat().st_mtime - path.stat().st_mtime > _OLD_S:
-                old.append(str(path))
-    if old:
-        more = f" and {len(old) - 1} more" if len(old) > 1 else ""
-        warnings.warn(
-            f"{old[0]!r}{more}: sample indices that a killed start left incomplete, or that a long run still uses: remove"
-            " them, unless such a run is training.",
-            stacklevel=3,
-        )
 
 
 def keep_indices(built: Path, folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,14 +20,6 @@ from .tokenizers import Spans, Tokenizer
 PIECE_BYTES = 1 << 16
 """Longer files are split at line ends into documents of at most this size, so that every data split gets some."""
 _READ_BYTES = 1 << 20
-_COMPRESSED = {
-    rb"\x1f\x8b": "gzip",
-    rb"PK\x03\x04": "zip",
-    rb"\x28\xb5\x2f\xfd": "zstandard",
-    rb"BZh[1-9]1AY&SY": "bzip2",  # a shorter prefix may be a word
-    rb"\xfd7zXZ": "xz",
-}
-"""First bytes of compressed files."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +55,12 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 def content_digest(path: Path, *, is_text: bool = True) -> bytes:
     """SHA-256 of a file of any size, in little memory.
 
-    Raises ValueError if it cannot be read, or if ``is_text`` and it is compressed, has NUL bytes or is not UTF-8.
+    Raises ValueError if it cannot be read, or if ``is_text`` and it has NUL bytes or is not UTF-8.
     """
     hasher, decoder, done = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0
     with opened(path) as stream:
         while part := stream.read(_READ_BYTES):
             if is_text:
-                if not done:
-                    _check_unpacked(path, part)
                 if (nul := part.find(0)) >= 0:
                     raise _not_text_error(path, f"byte {done + nul} is NUL")
                 _decode(path, decoder, part, done)
@@ -80,13 +69,6 @@ def content_digest(path: Path, *, is_text: bool = True) -> bytes:
     if is_text:
         _decode(path, decoder, b"", done)
     return hasher.digest()
-
-
-def _check_unpacked(path: Path, start: bytes) -> None:
-    if packed := next((name for pattern, name in _COMPRESSED.items() if re.match(pattern, start)), None):
-        raise ValueError(
-            f"data.paths has {str(path)!r}, which is packed ({packed}): unpack it, and give the text."
-        )
 
 
 def _decode(path: Path, decoder: codecs.IncrementalDecoder, part: bytes, done: int) -> None:
@@ -100,8 +82,8 @@ def _decode(path: Path, decoder: codecs.IncrementalDecoder, part: bytes, done: i
 
 def _not_text_error(path: Path, why: str) -> ValueError:
     return ValueError(
-        f"data.paths has {str(path)!r}, which is no text ({why}): leave it out; if it is text in another encoding, write"
-        f" it anew in UTF-8 (iconv -f ENCODING -t UTF-8 {path.name} > NEW), and give that."
+        f"data.paths has {str(path)!r}, which is no text ({why}): leave it out; if it is text that is packed or in"
+        f" another encoding, unpack it, or write it anew in UTF-8 (iconv -f ENCODING -t UTF-8 {path.name} > NEW)."
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_fp8.commands.launch import _check, _parser, _program
-from megatron_fp8.files.example_configs import example_configs
+from megatron_fp8.files.config_arguments import example_configs
 from megatron_fp8.train.config import run_config
 from tests.support.custom_resources import faults, main, sample, schema
 

@@ -114,7 +114,7 @@ def test_skip_that_is_a_number():
 
 
 def test_a_missing_compiler_is_said_once_with_its_cost(monkeypatch, capsys):
-    monkeypatch.setattr("megatron_fp8.files.rank0_print._told", set())
+    monkeypatch.setattr("megatron_fp8.files.terminal._printed", set())
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     convert_to_fp8(made())
     assert "C compiler" not in capsys.readouterr().err

@@ -3,8 +3,10 @@
 import pytest
 
 from megatron_fp8.commands.main import main
+from megatron_fp8.files.checkpoint import find_checkpoint
 from megatron_fp8.files.folder_kind import is_run, what_to_give
 from megatron_fp8.train.config.run_config import parse
+from tests.support.written_checkpoints import write_checkpoint
 
 
 @pytest.fixture
@@ -60,3 +62,46 @@ def test_of_many_runs_some_are_named(tmp_path):
         (tmp_path / f"run{number}" / "metrics.jsonl").write_text("")
     assert (what_to_give(tmp_path) or "").endswith(f"{tmp_path / 'run5'} and 3 more")
     assert is_run(tmp_path / "run0") and not is_run(tmp_path)
+
+
+def refusal(folder):
+    with pytest.raises(ValueError, match="no checkpoint is in it") as error:
+        find_checkpoint(folder)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_the_folder_is_named_and_not_followed(tmp_path, monkeypatch, relative):
+    """Even where it is there: whoever wrote config.yaml does not choose what is exported."""
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "saves", 3, {})
+    folder = "saves" if relative else str(tmp_path / "saves")
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text(f"checkpoint:\n  folder: {folder}\n")
+    said = refusal(run)
+    assert f"has checkpoint.folder={folder!r}" in said and "give that folder. Give a folder such as" in said
+    assert ("counts from where that run was started" in said) == relative
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{}", "checkpoint:", "checkpoint: x", "checkpoint: {folder: null}", "checkpoint: {folder: [a]}"],
+)
+def test_where_none_is_named_none_is_said(tmp_path, content):
+    (tmp_path / "config.yaml").write_text(content)
+    said = refusal(tmp_path)
+    assert "config.yaml" not in said and "no checkpoint is in it. Give a folder such as RUN_DIR/" in said
+    (tmp_path / "config.yaml").unlink()
+    assert refusal(tmp_path) == said
+
+
+def test_a_config_that_cannot_be_read_is_said(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("checkpoint: {folder: a, folder: b}")
+    assert "which may say where they are, cannot be read (the key 'folder' stands twice" in refusal(run)
+    (run / "config.yaml").unlink()
+    (tmp_path / "secret").write_text("checkpoint: {folder: mine}")
+    (run / "config.yaml").symlink_to(tmp_path / "secret")
+    assert "is a link out of its folder" in refusal(run)

@@ -12,7 +12,7 @@ from torch import nn
 
 import megatron_fp8
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8.files import rank0_print
+from megatron_fp8.files import terminal
 from megatron_fp8.inference import prepare_for_inference
 from megatron_fp8.inference.calibration import calibrate
 from megatron_fp8.nn import (
@@ -379,7 +379,7 @@ def test_bad_arguments():
 
 
 def test_fallback_warn_says_so_once_and_keeps_the_model(capsys, monkeypatch):
-    monkeypatch.setattr(rank0_print, "_told", set())
+    monkeypatch.setattr(terminal, "_printed", set())
     model = make()
     with pytest.raises(ValueError, match="no linear of Net would run in FP8"):
         convert_to_fp8(model, config=Fp8Config(backend="native", fallback="warn"))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_fp8.files import rank0_print as voice
+from megatron_fp8.files import terminal
 from megatron_fp8.numerics.formats import E4M3, E5M2, Format
 from megatron_fp8.plan.resolve import warn_of_high_precision
 from megatron_fp8.plan.site_plan import bf16_site, fp8_site
@@ -12,7 +12,7 @@ from megatron_fp8.recipe import RECIPES
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch):
-    monkeypatch.setattr(voice, "_told", set())
+    monkeypatch.setattr(terminal, "_printed", set())
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "custom"])

@@ -12,7 +12,7 @@ from megatron_fp8 import Format, backends, kernels
 from megatron_fp8.backends import choose_backend, emulated
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.probe import refusals
-from megatron_fp8.files import rank0_print
+from megatron_fp8.files import terminal
 from megatron_fp8.recipe import CustomRecipe, Float8BlockScaling, MXFP8BlockScaling
 from megatron_fp8.study.devices import torch_refusal
 from tests.support.scaled_mm import fake_torch
@@ -135,7 +135,7 @@ def test_blocks_of_e5m2_are_multiplied_by_the_older_product(tensor_cores):
 
 
 def test_what_will_be_slow_is_said_once_with_what_changes_it(tensor_cores, capsys, monkeypatch):
-    monkeypatch.setattr(rank0_print, "_told", set())
+    monkeypatch.setattr(terminal, "_printed", set())
     with fake_torch(refuse=NO_E5M2):
         assert native.notes(CPU, HYBRID) == [
             f"{g} by this package's block-scaled kernel" for g in ("dgrad", "wgrad")
@@ -159,7 +159,7 @@ def test_what_will_be_slow_is_said_once_with_what_changes_it(tensor_cores, capsy
 
 def test_float32_scales_where_blocks_run_as_mx(tensor_cores, capsys, monkeypatch):
     """They are no E8M0 scales: the line says which setting makes them so."""
-    monkeypatch.setattr(rank0_print, "_told", set())
+    monkeypatch.setattr(terminal, "_printed", set())
     with fake_torch(refuse=NO_BLOCKS):
         for recipe in (Float8BlockScaling(), HYBRID):
             assert native.supports(CPU, recipe) is None and native.advice(CPU, recipe) is None
@@ -193,7 +193,7 @@ def test_every_start_says_what_will_be_slow(tensor_cores, capsys, monkeypatch):
     }
     with fake_torch(refuse=NO_E5M2):
         for remedy, start in starts.items():
-            monkeypatch.setattr(rank0_print, "_told", set())
+            monkeypatch.setattr(terminal, "_printed", set())
             start()
             (line,) = [line for line in capsys.readouterr().err.splitlines() if "Triton kernel" in line]
             assert remedy in line and "dgrad and wgrad" in line

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from megatron_fp8.train.data import bigram
+from megatron_fp8.train.data.corpus import prepare
+from megatron_fp8.train.data.tokenizers import ByteTokenizer
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
-@pytest.mark.parametrize("tokens", [2, 8, 9, 10, 1000])
+@pytest.mark.parametrize(("tokens", "dtype"), [(2, np.uint16), (9, np.int32), (1000, np.uint16)])
 def test_both_ways_give_what_counting_by_hand_does(monkeypatch, tokens, dtype):
     text = np.random.default_rng(tokens).integers(0, 7, tokens).astype(dtype)
     pairs = Counter(zip(text[:-1].tolist(), text[1:].tolist(), strict=True))
@@ -24,3 +26,19 @@ def test_both_ways_give_what_counting_by_hand_does(monkeypatch, tokens, dtype):
         monkeypatch.setattr(bigram, "_TABLE", largest)
         found.append(bigram.bigram_entropy(text))
     assert found[0] == found[1] == pytest.approx(expected)
+
+
+def test_the_bigram_entropy_reads_no_more_than_it_is_told(tmp_path):
+    """A corpus of billions of tokens does not fit into memory."""
+    (tmp_path / "a.txt").write_bytes(b"ab" * 50)
+    (tmp_path / "b.txt").write_bytes(bytes(range(97, 117)) * 5)
+    prefixes = [
+        prepare([tmp_path / name], ByteTokenizer(), tmp_path / "cache") for name in ("a.txt", "b.txt")
+    ]
+    assert bigram.corpus_bigram_entropy(prefixes, most=100) == pytest.approx(0.0)
+    assert bigram.corpus_bigram_entropy(prefixes) == bigram.corpus_bigram_entropy(prefixes, most=202) > 0
+    with mock.patch.object(np, "fromfile", wraps=np.fromfile) as read:
+        bigram.corpus_bigram_entropy(prefixes)
+    assert all(
+        call.kwargs["count"] <= 202 for call in read.call_args_list
+    )  # for all of which NumPy takes memory

@@ -1,11 +1,8 @@
 """Data preparation: what is written, once and whole, and every way in which what is there can be wrong."""
 
 import errno
-import itertools
 import json
-import math
 import os
-import random
 import struct
 import subprocess
 import sys
@@ -19,7 +16,6 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_fp8.train.data import corpus
-from megatron_fp8.train.data.bigram import bigram_entropy
 from megatron_fp8.train.data.text_reader import PIECE_BYTES
 from megatron_fp8.train.data.tokenizers import ByteTokenizer, JsonTokenizer, load_tokenizer
 
@@ -273,24 +269,6 @@ def test_files_that_cannot_be_read_are_named_with_their_option(tmp_path, tokeniz
 
 
 # ------------------------------------------------------------------------------------------ bigram entropy
-
-
-def test_bigram_entropy_of_sequences_whose_entropy_is_known():
-    assert bigram_entropy(np.array([], dtype=np.uint16)) == 0.0
-    assert bigram_entropy(np.tile(np.arange(7, dtype=np.uint16), 50)) == pytest.approx(0.0, abs=1e-12)
-    uniform = np.random.default_rng(0).integers(0, 8, 200_000)
-    assert bigram_entropy(uniform) == pytest.approx(math.log(8), abs=1e-3)
-
-
-def test_bigram_entropy_against_its_definition():
-    rng = random.Random(1)
-    tokens = [rng.choice([0, 1, 1, 2]) for _ in range(500)]
-    pairs = list(itertools.pairwise(tokens))
-    total = 0.0
-    for a, b in set(pairs):
-        with_a = sum(1 for first, _ in pairs if first == a)
-        total -= pairs.count((a, b)) / len(pairs) * math.log(pairs.count((a, b)) / with_a)
-    assert bigram_entropy(np.array(tokens, dtype=np.uint8)) == pytest.approx(total, abs=1e-12)
 
 
 def test_a_preparation_that_was_killed_is_taken_over_and_its_rest_removed(texts, prefix, tmp_path, capsys):

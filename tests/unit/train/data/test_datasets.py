@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -370,22 +369,6 @@ def test_a_read_past_the_end_never_gives_what_was_not_there(tmp_path):
     assert files.read(np.uint16, 3, 34).tolist() == [0, 0, 0][:3] and files.read(np.uint16, 0, 0).size == 0
     with pytest.raises(CorpusChanged, match="ends before byte 82"):
         files.read(np.uint16, 2, 78)
-
-
-def test_the_bigram_entropy_reads_no_more_than_it_is_told(tmp_path):
-    """A corpus of billions of tokens does not fit into memory."""
-    (tmp_path / "a.txt").write_bytes(b"ab" * 50)
-    (tmp_path / "b.txt").write_bytes(bytes(range(97, 117)) * 5)
-    prefixes = [
-        prepare([tmp_path / name], ByteTokenizer(), tmp_path / "cache") for name in ("a.txt", "b.txt")
-    ]
-    assert data.corpus_bigram_entropy(prefixes, most=100) == pytest.approx(0.0)
-    assert data.corpus_bigram_entropy(prefixes) == data.corpus_bigram_entropy(prefixes, most=202) > 0
-    with mock.patch.object(np, "fromfile", wraps=np.fromfile) as read:
-        data.corpus_bigram_entropy(prefixes)
-    assert all(
-        call.kwargs["count"] <= 202 for call in read.call_args_list
-    )  # for all of which NumPy takes memory
 
 
 def test_a_batch_goes_to_a_gpu_without_waiting_for_it(monkeypatch):

@@ -1,6 +1,6 @@
 """Shipped configs by name."""
 
-from megatron_fp8.files.example_configs import example_configs, find_config, which_config
+from megatron_fp8.files.config_arguments import example_configs, find_config, which_config
 
 
 def test_a_name_is_a_shipped_config_and_a_file_is_itself(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The example configs that come with the package, by name: `--config tiny_gpt_cpu`.
+"""Two options of the command line: `--config NAME`, for an example config, and `--data FILE ...`.
 
 The repository's examples/configs has the only copy; building a wheel copies it to `configs/` in the package (setup.py),
 so that an installed package has them too.
@@ -7,7 +7,9 @@ so that an installed package has them too.
 from __future__ import annotations
 
 import difflib
+import json
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
@@ -46,3 +48,36 @@ def find_config(given: str) -> str:
         return given
     shipped = example_configs().get(given.removesuffix(".yaml"))
     return given if shipped is None else str(shipped)
+
+
+def data_as_paths(arguments: Iterable[str]) -> Iterator[str]:
+    """Replace each `--data FILE ...` and `--data=FILE` in the arguments by `--data.paths`.
+
+    As with other options, later ones replace earlier ones: `--data` replaces a config's `data.paths` and an earlier
+    `--data.paths`. A second `--data` adds to the first, and `--data.paths+=FILE` to whatever precedes it.
+
+    Raises ValueError if `--data` names no file, as with an empty shell variable.
+    """
+    adding = taking = False  # to an earlier --data; following words belong to --data
+    missing = False
+
+    def paths_option(file: str) -> str:
+        nonlocal adding, missing
+        append, adding, missing = adding, True, False
+        return f"--data.paths+={file}" if append else f"--data.paths={json.dumps([file], ensure_ascii=False)}"
+
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not argument.startswith("--"):
+            yield paths_option(argument) if taking else argument
+            continue
+        if missing:
+            break
+        taking = missing = argument == "--data"
+        adding = adding and name != "--data.paths"
+        if not taking:
+            yield paths_option(value) if name == "--data" and equals else argument
+    if missing:
+        raise ValueError(
+            "--data names no file: write --data FILE ..., or leave it out, which takes data.paths of the config."
+        )
