@@ -34,7 +34,7 @@ _OF_TRAIN = (
     ("`--KEY=VALUE`", "any of the [keys](#keys)"),
     ("`--keys`", "list them"),
 )
-"""Its other options are keys; jsonargparse reads them, and no parser here has them."""
+"""Its other options are keys of the config, and no parser here has them."""
 
 THEIRS = "Section `model`: all other fields of Megatron-Core"
 _FOREWORD = "Each with its default. Their meaning is Megatron-Core's: `megatron-fp8 train --keys` prints a line on each."
