@@ -1,4 +1,4 @@
-"""Two options of the command line: `--config NAME`, for an example config, and `--data FILE ...`.
+"""Arguments of the command line: `--config NAME` of an example config, and `--data FILE ...`.
 
 The repository's examples/configs has the only copy; building a wheel copies it to `configs/` in the package (setup.py),
 so that an installed package has them too.
