@@ -1,4 +1,4 @@
-"""A file lock that gives a folder to one run, on any file system, with takeovers.
+"""File lock that gives a folder to one run, on any file system, with takeovers.
 
     .lock    filelock's marker (process, host, a random token), then two lines of this module: machine and job
 
