@@ -58,6 +58,7 @@ ELSEWHERE = {
     "gpu_digests": "tests/unit/kernels/test_digests.py",
     "gpu_site": "tests/unit/benchmarks/test_gpu_site.py",
     "gpu_variants": "tests/functional/test_gpu_variants.py",
+    "house": "tests/unit/benchmarks/test_house.py",
     "instructions": "tests/unit/benchmarks/test_instructions.py",
     "kills": "tests/functional/test_kills.py",
     "mutants": "tests/unit/benchmarks/test_mutants.py",
