@@ -1,11 +1,11 @@
 # make train   install into .venv and train a small GPT in FP8 (tensor parallel over two CPU processes)
-# make test    install everything the tests need, lint, run the suite (WORKERS=3 processes)
+# make test    install everything the tests need, lint, run the suite (WORKERS=4 processes)
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 CONFIG ?= examples/configs/tiny_gpt_cpu.yaml
 RANKS  ?= 2
-WORKERS ?= 3
+WORKERS ?= 4
 ARGS   ?=
 SEED   ?= $(START)
 

@@ -81,15 +81,15 @@ def saved_for_backward(layer: Any) -> Iterator[Saved]:
         return tensor
 
     weights: list[Any] = []
-    quantized_weight = WeightCache.quantized
+    take = WeightCache.take
 
     def keep(*args: Any, **kwargs: Any) -> Any:
-        weights.append(quantized_weight(*args, **kwargs))
+        weights.append(take(*args, **kwargs))
         return weights[-1]
 
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        mock.patch.object(WeightCache, "quantized", keep),
+        mock.patch.object(WeightCache, "take", keep),
     ):
         yield saved
     for hook in hooks:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -30,6 +32,11 @@ def sides(rule: Rule, numbers: tuple[int, ...]) -> list[QuantizedSide | None]:
     return found
 
 
+def strides(shape: Sequence[int], of: Sequence[int]) -> list[int]:
+    """Those that tell where an element lies: of one element along a dimension the stride says nothing."""
+    return [stride for size, stride in zip(shape, of, strict=True) if size > 1]
+
+
 @pytest.mark.parametrize("turned", [True, False], ids=["turned", "in row order"])
 @pytest.mark.parametrize("name", RULES)
 def test_what_was_packed_comes_out(name: str, turned: bool) -> None:
@@ -51,7 +58,7 @@ def test_what_was_packed_comes_out(name: str, turned: bool) -> None:
             assert found.granularity == side.granularity and found.pow2 == side.pow2
             alone = layout.of.codes(*side.codes.shape), layout.of.scales(*side.codes.shape)
             for part, lies in zip((found.codes, found.scale_inv), alone, strict=True):
-                assert part.stride() == lies.strides
+                assert strides(part.shape, part.stride()) == strides(part.shape, lies.strides)
                 assert turned or part.storage_offset() % 16 == 0
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.inference.calibration import calibrate
+from megatron_fp8.linear import operands
 from megatron_fp8.nn import (
     convert_from_fp8,
     convert_to_fp8,
@@ -19,7 +20,6 @@ from megatron_fp8.nn import (
     register_fp8_step,
 )
 from megatron_fp8.nn.trainer import Fp8Trainer
-from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.telemetry import Telemetry
 from tests.support.tower import DELAYED, Tower, assert_same_state, batch, sgd, train
 
@@ -124,13 +124,14 @@ def test_several_models_keep_apart():
 def test_codes_of_a_weight_live_only_as_long_as_backward_needs_them():
     """One or two bytes a value of every weight, which no later call would use."""
     model = convert_to_fp8(Tower(), "mxfp8")
-    quantized, quantize = [], Quantizer.__call__
+    quantized, quantize = [], operands.cast_each
 
-    def watched(self, *args, **kwargs):
-        quantized.append(quantize(self, *args, **kwargs))
-        return quantized[-1]
+    def watched(jobs):
+        found = quantize(jobs)
+        quantized.extend(found)
+        return found
 
-    with mock.patch.object(Quantizer, "__call__", watched):
+    with mock.patch.object(operands, "cast_each", watched):
         y = model(batch(0))
     rowwise, columnwise = (
         [weakref.ref(getattr(tensor, side).codes) for tensor in quantized]
