@@ -294,7 +294,7 @@ def test_of_two_starts_one_prepares_a_text(tmp_path, monkeypatch, capsys, overta
     """The other waits. If it takes over meanwhile, the first writes nothing more."""
     text, cache = tmp_path / "a.txt", tmp_path / "cache"
     text.write_bytes(b"hello\nworld\n")
-    usual, threads, done, written = corpus._write, [], [], []
+    usual, threads, done, written, written_by_other = corpus._write, [], [], [], []
 
     def again():
         done.append(corpus.prepare([text], ByteTokenizer(), cache))
@@ -304,6 +304,7 @@ def test_of_two_starts_one_prepares_a_text(tmp_path, monkeypatch, capsys, overta
         if len(written) == 1 and overtaken:
             (Path(prefix).parents[1] / ".lock").unlink()
             again()
+            written_by_other.append(Path(done[0] + ".bin").stat().st_ino)
             Path(prefix).parent.mkdir()
         elif len(written) == 1:
             threads.append(threading.Thread(target=again))
@@ -322,6 +323,8 @@ def test_of_two_starts_one_prepares_a_text(tmp_path, monkeypatch, capsys, overta
     for thread in threads:
         thread.join(100)
     assert len(done) == 2 and done[0] == done[1] and len(written) == 1 + overtaken
+    if overtaken:
+        assert written_by_other == [Path(done[0] + ".bin").stat().st_ino]
     assert sorted(path.name for path in Path(done[0]).parent.iterdir()) == [
         "corpus.bin",
         "corpus.idx",
