@@ -14,8 +14,8 @@ A folder of checkpoints holds
 The rename is the commit. Rejected: a marker file in a complete folder. Every program that lists folders would have to
 check for it.
 
-Only ``.metadata`` is unpickled, by an unpickler that creates the classes of its format and nothing else. Tensors are
-read with weights_only, everything else is JSON. The manifest reveals truncated and altered files before training.
+Only ``.metadata`` is unpickled (checkpoint_metadata.py). Tensors are read with weights_only, everything else is JSON. The
+manifest reveals truncated and altered files before training.
 """
 
 from __future__ import annotations
@@ -24,22 +24,20 @@ import errno
 import functools
 import hashlib
 import io
-import math
 import os
-import pickle
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
-from importlib import import_module
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from .atomic_io import in_words, ordinary, read_ordinary, refuse_link_out
+from .checkpoint_metadata import MetadataUnpickler, check_metadata
 from .folder_kind import note_checkpoint_folder, what_to_give
 from .gc_pause import gc_paused
-from .manifest import LARGEST, MANIFEST, Manifest, NotAManifest, is_plain_name, parse
+from .manifest import LARGEST, MANIFEST, Manifest, NotAManifest, parse
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -270,57 +268,8 @@ def find_checkpoint(path: Path) -> Path:
 
 # ---------------------------------------------------------------------------------------------- torch_dist's metadata
 
-_RECORDS = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-        "TensorProperties", "StorageMeta",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-}  # fmt: skip
-"""Classes whose objects have state. Only the pickle itself creates such objects."""
-_PLAIN = {
-    ("collections", "OrderedDict"), ("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    *((module, name) for module, names in _RECORDS.items() for name in names),
-}  # fmt: skip
-
-
 LARGEST_METADATA = 1 << 31
 """Limit in bytes for ``.metadata``: about ten million shards."""
-
-
-class _MetadataUnpickler(pickle._Unpickler):
-    """Creates the classes that torch.distributed.checkpoint writes into .metadata, and nothing else.
-
-    This is the standard library's unpickler in Python, which can restrict whose state is set. With the one in C, a
-    pickle can modify the classes, functions and enum members that it names, in this process.
-    """
-
-    stack: list[Any]
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self._records = {
-            getattr(import_module(module), name) for module, names in _RECORDS.items() for name in names
-        }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) in _PLAIN:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's .metadata")
-
-    def load_build(self) -> None:
-        """Set an object's state if this pickle has created the object."""
-        changed = self.stack[-2]
-        if type(changed) not in self._records:
-            name = getattr(changed, "__name__", type(changed).__name__)
-            raise pickle.UnpicklingError(f"it changes {name}, which it has not made")
-        pickle._Unpickler.dispatch[pickle.BUILD[0]](self)  # type: ignore[arg-type]
-
-    dispatch[pickle.BUILD[0]] = load_build
 
 
 @gc_paused()
@@ -336,7 +285,7 @@ def read_metadata(folder: Path) -> Any:
     path = folder / METADATA
     refuse_link_out(path)
     try:
-        metadata = _MetadataUnpickler(read_ordinary(path, LARGEST_METADATA)).load()
+        metadata = MetadataUnpickler(read_ordinary(path, LARGEST_METADATA)).load()
     except FileNotFoundError:
         raise ValueError(
             f"the checkpoint {str(folder)!r} is damaged: .metadata is missing. {use_another(folder)}"
@@ -355,7 +304,7 @@ def read_metadata(folder: Path) -> Any:
             f"{str(path)!r} is not the metadata of a checkpoint (it holds {type(metadata).__name__})."
         )
     try:
-        _check_metadata(metadata)
+        check_metadata(metadata)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{str(path)!r} is damaged ({error}). {use_another(folder)}") from error
     metadata.storage_meta = metadata.storage_meta or StorageMeta()
@@ -382,60 +331,6 @@ def _other_torch(folder: Path) -> str:
     if written in (None, torch.__version__):
         return ""
     return f"It was written with torch {written}, and this is torch {torch.__version__}: try that one. "
-
-
-def _check_metadata(metadata: Any) -> None:
-    """Raise an exception unless each tensor's chunks cover it, in files of this folder and with the right lengths."""
-    places = {(index.fqn, index.offset): place for index, place in metadata.storage_data.items()}
-    for name, entry in metadata.state_dict_metadata.items():
-        size, dtype = tuple(entry.size), entry.properties.dtype
-        if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{name!r} is no tensor")
-        values = 0
-        for chunk in entry.chunks:
-            window = list(zip(chunk.offsets, chunk.sizes, size, strict=True))
-            place, part = places[name, chunk.offsets], math.prod(chunk.sizes)
-            if not is_plain_name(place.relative_path):
-                raise ValueError(f"{name} lies outside, in {place.relative_path!r}")
-            if place.transform_descriptors or place.offset < 0 or place.length < part * dtype.itemsize:
-                raise ValueError(f"{name} is not stored as it should be in {place.relative_path}")
-            if not all(0 <= offset <= offset + count <= whole for offset, count, whole in window):
-                raise ValueError(f"{name} has a part outside its shape {list(size)}")
-            values += part
-        if values != math.prod(size):
-            raise ValueError(f"{name} has {values} values, and its shape is {list(size)}")
-        if overlap([(chunk.offsets, chunk.sizes) for chunk in entry.chunks]):
-            raise ValueError(f"{name} has parts that lie over each other, and so lacks others")
-
-
-_Box = tuple[Sequence[int], Sequence[int]]
-"""Offset and shape of a part of a tensor."""
-
-
-def overlap(boxes: Sequence[_Box]) -> bool:
-    """Whether two of the boxes share an element. All boxes have the same number of dimensions.
-
-    Boxes are sorted along the dimension with the most distinct offsets, so that few pairs are compared.
-    """
-    boxes = [box for box in boxes if all(box[1])]
-    if len(boxes) < 2:
-        return False
-    dimensions = len(boxes[0][0])
-    along = max(range(dimensions), key=lambda d: len({offset[d] for offset, _ in boxes}), default=None)
-    if along is None:
-        return True  # two parts of a scalar
-    reaching: list[_Box] = []
-    for box in sorted(boxes, key=lambda box: box[0][along]):
-        start = box[0][along]
-        reaching = [other for other in reaching if other[0][along] + other[1][along] > start]
-        if any(_share_element(box, other) for other in reaching):
-            return True
-        reaching.append(box)
-    return False
-
-
-def _share_element(one: _Box, other: _Box) -> bool:
-    return all(a < b + d and b < a + c for a, c, b, d in zip(one[0], one[1], other[0], other[1], strict=True))
 
 
 @_report_removal

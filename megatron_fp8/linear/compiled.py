@@ -54,11 +54,9 @@ from torch._guards import detect_fake_mode
 from torch.utils.flop_counter import register_flop_formula
 
 from ..plan.autocast_state import without_autocast
-from ..quantizer import measure
 from ..state.iteration import LATER, in_backward, recorded
 from ..tensor import Operand
-from .amax_recorder import DeferredRecord, came_back, counted_forward, observe_forward
-from .amax_recorder import observe_backward as record_gradient
+from .amax_recorder import DeferredRecord, came_back, counted_forward
 from .function import check_numbers
 from .gemm_site import GemmSite, site_by_handle
 from .linear_ops import backward, forward
@@ -69,7 +67,7 @@ from .weight_cache import columnwise_of, stamps_of, was_training
 
 # The oldest supported versions of torch lack the tag.
 _KEPT_OUT_OF_GRAPHS = hasattr(torch.Tag, "cudagraph_unsafe")
-_TAGS = [torch.Tag.needs_exact_strides] + ([torch.Tag.cudagraph_unsafe] if _KEPT_OUT_OF_GRAPHS else [])
+TAGS = [torch.Tag.needs_exact_strides] + ([torch.Tag.cudagraph_unsafe] if _KEPT_OUT_OF_GRAPHS else [])
 
 
 def first_call(sources: Path) -> int:
@@ -109,14 +107,14 @@ def traced_linear(
         counts = (
             tokens if isinstance(tokens, Tensor) else torch.tensor(tokens, dtype=torch.int64, device="cpu")
         )
-        tokens = _beside(counts.to("cpu"), x, *weights)
+        tokens = beside(counts.to("cpu"), x, *weights)
     y: Tensor
     y, *_ = operator(
         x,
         list(weights),
         bias,
         tokens,
-        [_beside(site.traced.handle, x, *weights) for site in call.sites],
+        [beside(site.traced.handle, x, *weights) for site in call.sites],
         layout,
         call.tp.to_text(),
         keeps,
@@ -127,7 +125,7 @@ def traced_linear(
     return y
 
 
-def _beside(real: Tensor, *given: Tensor) -> Tensor:
+def beside(real: Tensor, *given: Tensor) -> Tensor:
     """``real``, of any shape, as an argument beside others: a fake copy where their fake mode rejects real ones."""
     if torch.compiler.is_compiling():
         return real
@@ -311,7 +309,7 @@ def _dx_shape(dy: Tensor, tp: TensorParallel) -> list[int]:
 
 def _register(name: str) -> None:
     """Registers both operators under a name, with what compilers, autograd and FLOP counters need."""
-    options: Any = {"mutates_args": (), "tags": _TAGS}
+    options: Any = {"mutates_args": (), "tags": TAGS}
     operator = torch.library.custom_op(f"megatron_fp8::{name}", linear, **options)
     in_backward_pass = torch.library.custom_op(f"megatron_fp8::{name}_backward", linear_backward, **options)
     operator.register_fake(_fake_linear)
@@ -386,66 +384,3 @@ def _check_recomputed(site: GemmSite) -> None:
             " recomputation, which finds what is said in the backward, would not run so: checkpoint"
             " megatron_fp8.plan.autocast_state.remember_fp8(function) in place of the compiled function"
         )
-
-
-# ---------------------------------------------------------------------------------------------- amaxes without a cast
-
-# Delayed scaling records them while FP8 is off. The operators return a copy of the result, so that no compiler drops the
-# recording.
-
-
-def traced_observation(x: Tensor, weight: Tensor, y: Tensor, site: GemmSite, *, training: bool) -> Tensor:
-    """observe_high_precision while traced: records x [..., K], weight [N, K]; returns a copy of y [..., N]."""
-    handle = _beside(site.traced.handle, x, weight)
-    return torch.ops.megatron_fp8.observe(x, weight, y, handle, training, next_call())[0]
-
-
-@torch.library.custom_op("megatron_fp8::observe", mutates_args=(), tags=_TAGS)
-def observe(
-    x: Tensor, weight: Tensor, y: Tensor, site: Tensor, training: bool, number: int
-) -> tuple[Tensor, Tensor]:
-    """Returns a copy of y [..., N], and the amax of x [..., K] (float32 []).
-
-    In training it records the amaxes of x and weight [N, K].
-    """
-    amax = measure(x)[0].clone()
-    if training:
-        observe_forward(site_by_handle(site), amax, weight)
-    return y.clone(), amax
-
-
-@observe.register_fake
-def _(x, weight, y, site, training, number):
-    return y.clone(), x.new_empty((), dtype=torch.float32)
-
-
-@torch.library.custom_op("megatron_fp8::observe_backward", mutates_args=(), tags=_TAGS)
-def observe_backward(
-    dy: Tensor, weight: Tensor, amax: Tensor, site: Tensor, training: bool, number: int
-) -> Tensor:
-    """Returns a copy of dy [..., N] and records its amax; in evaluation also ``amax`` (float32 [], x's) and weight's."""
-    found = site_by_handle(site)
-    came_back(found.state)
-    if not training:
-        observe_forward(found, amax, weight)
-    record_gradient(found, dy)
-    return dy.clone()
-
-
-@observe_backward.register_fake
-def _(dy, weight, amax, site, training, number):
-    return dy.clone()
-
-
-def _save_site(ctx: Any, inputs: Any, output: Any) -> None:
-    _, weight, _, site, ctx.training, ctx.number = inputs
-    ctx.save_for_backward(weight, output[1], site)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _pass_observed(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    passed = torch.ops.megatron_fp8.observe_backward(dy, *ctx.saved_tensors, ctx.training, ctx.number)
-    return None, None, passed, None, None, None
-
-
-torch.library.register_autograd("megatron_fp8::observe", _pass_observed, setup_context=_save_site)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, StorageMeta, TensorStorageMetadata
 from torch.serialization import _get_layout
 
-from megatron_fp8.files.checkpoint import _PLAIN
+from megatron_fp8.files.checkpoint_metadata import PLAIN
 from tests.support.watched import TRAP
 
 HOSTILE = [
@@ -46,7 +46,7 @@ def expressions() -> st.SearchStrategy[bytes]:
     """Opcodes that put one value on the stack: numbers, texts, what is allowed and what is not; calls of them,
     objects of them, and states that are set: of fresh objects and of whatever else."""
     names = st.sampled_from(NAMES).map(text)
-    known = st.sampled_from(sorted(_PLAIN)).map(named)
+    known = st.sampled_from(sorted(PLAIN)).map(named)
     things = st.integers(0, 9).flatmap(lambda n: known if n else st.sampled_from(HOSTILE).map(named))
     leaves = st.sampled_from([b"N", b"K\x00", b"K\x01", b"\x88", b")", b"]", b"}", MEMBER]) | names | things
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_fp8.files.checkpoint import _PLAIN
+from megatron_fp8.files.checkpoint_metadata import PLAIN
 
 TRAP = "trap_of_a_fuzzer"
 """A module that is nowhere: what draws name code by. Whoever asks for it would have run it."""
@@ -48,7 +48,7 @@ def _listen() -> None:
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     if not _heard:
         return
-    wrong = event == "pickle.find_class" and arguments not in _PLAIN
+    wrong = event == "pickle.find_class" and arguments not in PLAIN
     if event in _PROGRAM:
         wrong = os.path.basename(os.fsdecode(arguments[_PROGRAM[event]])) not in _OWN
     if wrong:

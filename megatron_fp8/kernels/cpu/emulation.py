@@ -37,7 +37,7 @@ FLAGS = (
     "-std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared"
 )
 MIN_ELEMENTS = 1 << 10
-"""Elements. Smaller tensors are left to torch: C need not be compiled for them."""
+"""Elements. C is not compiled for smaller tensors alone."""
 MIN_PRODUCT = 1 << 14
 """Elements of both operands. Packing smaller ones for the GEMM takes longer than torch's product."""
 MAX_THREADS = 1024
@@ -64,8 +64,12 @@ _ELEMENTWISE = (
 
 
 def usable(x: torch.Tensor) -> bool:
-    """Whether x is for these kernels: ``plain`` and large, on a machine that could compile them."""
-    return x.numel() >= MIN_ELEMENTS and plain(x) and reason() is None
+    """Whether x is for these kernels: ``plain``, and large unless they are loaded, on a machine that could compile them.
+
+    Either way x gets the same bits.
+    """
+    large_enough = x.numel() >= MIN_ELEMENTS or _load.cache_info().currsize > 0
+    return large_enough and plain(x) and reason() is None
 
 
 def plain(x: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from megatron_fp8.files.checkpoint import overlap
+from megatron_fp8.files.checkpoint_metadata import overlap
 
 
 @pytest.mark.parametrize("shape", [(6,), (4, 5), (2, 3, 4)], ids=str)
