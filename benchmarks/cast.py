@@ -1,4 +1,4 @@
-"""Element casts against ml_dtypes, and MXFP8 quantise + dequantise against torchao: `python benchmarks/cast.py`.
+"""Element casts against ml_dtypes, and MXFP8 quantize + dequantize against torchao: `python benchmarks/cast.py`.
 
 Bytes are compared before any time is taken. Goals: casts >= 15 x ml_dtypes, MXFP8 >= 2 x torchao.
 """
@@ -91,8 +91,8 @@ def main() -> int:
         cases: list[tuple[str, str, float, Pair]] = [
             ("E4M3 encode + decode, float32", "ml_dtypes", GOAL_CAST, element_pair(E4M3, shape)),
             ("E5M2 encode + decode, float32", "ml_dtypes", GOAL_CAST, element_pair(E5M2, shape)),
-            ("MXFP8 quantise + dequantise, bfloat16", "torchao", GOAL_MX, mx_pair(torch.bfloat16, shape)),
-            ("MXFP8 quantise + dequantise, float32", "torchao", GOAL_MX, mx_pair(torch.float32, shape)),
+            ("MXFP8 quantize + dequantize, bfloat16", "torchao", GOAL_MX, mx_pair(torch.bfloat16, shape)),
+            ("MXFP8 quantize + dequantize, float32", "torchao", GOAL_MX, mx_pair(torch.float32, shape)),
         ]
         for name, peer, goal, (ours, theirs) in cases:
             times = interleave({"ours": ours, peer: theirs}, args.repetitions, clock=clock)

@@ -7,7 +7,7 @@
     python -m benchmarks.gpu_check --dry-run               # the same on a CPU, small, with the emulated backend
 
 Kernels are compiled first, on all cores. Then, each group in a process of its own: digests, codes, products, no waiting;
-the benchmark's roofline, products and quantisation; gradients, CUDA graphs, captured steps, scale updates, masters;
+the benchmark's roofline, products and quantization; gradients, CUDA graphs, captured steps, scale updates, masters;
 training and fused layers on Megatron-Core, where it is installed; torch.compile; Transformer Engine, where it is
 installed; compute-sanitizer. A process that dies or hangs costs its check; the next ones have a new process. Results are
 on disk after every check: gpu_check.json, .md to be read, .log with all that the processes wrote.

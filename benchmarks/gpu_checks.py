@@ -277,7 +277,7 @@ def experts(machine: Machine, name: str) -> str:
 
 
 def cuda_graph(machine: Machine, name: str) -> str:
-    """Quantise and multiply inside a captured graph: the replay gives the bits of the eager run on new numbers."""
+    """Quantize and multiply inside a captured graph: the replay gives the bits of the eager run on new numbers."""
     if machine.dry:
         raise NotRun("needs a GPU")
     chosen = supported(machine, name)

@@ -73,7 +73,7 @@ def ours(
     only: tuple[str, ...] = tuple(RECIPES),
     absent: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """This package's linears by recipe; weights are quantised anew in every forward."""
+    """This package's linears by recipe; weights are quantized anew in every forward."""
     found = {}
     for name in only:
         reason = machine.backend.supports(machine.device, RECIPES[name])

@@ -1,6 +1,6 @@
 """Experts' linears on a GPU, as a section of its benchmark: grouped, one after the other, and by torch and torchao.
 
-The first linear of a layer's experts (gate and up), forward and backward; weights are quantised anew in each step. The
+The first linear of a layer's experts (gate and up), forward and backward; weights are quantized anew in each step. The
 experts' numbers of tokens are unlike, and multiples of 128, which is what the peers' products ask for. torch and torchao
 keep all weights in one tensor [experts, N, K]; here each expert has its own, as Megatron-Core has it.
 """
@@ -136,7 +136,7 @@ def bf16_in_turn(x: torch.Tensor, weights: Sequence[torch.Tensor], tokens: list[
 def _torchao(
     bench: Bench, case: str, add: Callable[..., None], stacked: nn.Parameter, ends: torch.Tensor
 ) -> None:
-    """Its differentiable grouped products, which quantise with one scale a row, and in MXFP8."""
+    """Its differentiable grouped products, which quantize with one scale a row, and in MXFP8."""
     names = ("torchao rowwise, grouped", "torchao mxfp8, grouped")
     missing = "torchao is not installed" if importlib.util.find_spec("torchao") is None else None
     if bench.machine.dry:

@@ -81,7 +81,7 @@ def layers(name: str, sizes: Gpt = TINY, steps: int = 3) -> str:
     assert_same_bytes(losses, others, "losses")
     for key, value in parameters.items():
         assert_same_bytes(value, their[key], key)
-    return f"{each} layers, {computed.total()} launches compute what they quantise; all bits equal"
+    return f"{each} layers, {computed.total()} launches compute what they quantize; all bits equal"
 
 
 def update(machine: Machine, chosen: recipe.DelayedScaling, slots: int = 900) -> str:
@@ -145,8 +145,8 @@ def small(machine: Machine) -> None:
     for what, rows, cols in (("norm", 70, 200), ("swiglu", 70, 200), ("swiglu_grad", 70, 202)):
         source = sources(machine, what, rows, cols)
         for chosen in contenders.RECIPES.values():
-            _quantise(source, chosen.rule("input"), None, False)
-        _quantise(
+            _quantize(source, chosen.rule("input"), None, False)
+        _quantize(
             source, recipe.DelayedScaling().rule("input"), torch.full((), 3.0, device=machine.device), True
         )
     update(machine, recipe.DelayedScaling(amax_history_len=4), slots=21)
@@ -157,7 +157,7 @@ def small(machine: Machine) -> None:
 
 
 def fused(bench: Bench) -> None:
-    """Norm and SwiGLU with the quantisation of their result, computed by one kernel, and written first."""
+    """Norm and SwiGLU with the quantization of their result, computed by one kernel, and written first."""
     machine = bench.machine
     for what, rows, cols in (("norm", 8192, 4096), ("swiglu", 8192, 14336), ("swiglu_grad", 8192, 28672)):
         case = f"{what} {rows} x {cols}"
@@ -170,7 +170,7 @@ def fused(bench: Bench) -> None:
             rule = chosen.rule("grad_output" if what == "swiglu_grad" else "input")
             scale = torch.full((), 3.0, device=machine.device) if name == "delayed" else None
             for first in (True, False):
-                run = partial(_quantise, source, rule, scale, first)
+                run = partial(_quantize, source, rule, scale, first)
                 runs[f"{name} {'written' if first else 'computed'}"] = graphed(machine, run)
         times = bench.time("fused", case, runs, baseline=())
         more: dict[str, dict[str, str]] = {label: {} for label in times}
@@ -181,7 +181,7 @@ def fused(bench: Bench) -> None:
         machine.empty()
 
 
-def _quantise(source: Callable[[], Any], rule: Any, scale: torch.Tensor | None, first: bool) -> Any:
+def _quantize(source: Callable[[], Any], rule: Any, scale: torch.Tensor | None, first: bool) -> Any:
     made = source()
     x = LazyTensor(made, (made.rows, made.cols))
     return native.quantize(x.written() if first else x, rule, "both", scale=scale)

@@ -1,4 +1,4 @@
-"""Peaks of this GPU, products and quantisation by themselves: the sections of the GPU benchmark that run kernels.
+"""Peaks of this GPU, products and quantization by themselves: the sections of the GPU benchmark that run kernels.
 
 Their runs are captured as CUDA graphs, so that what is timed is the GPU's work.
 """
@@ -150,7 +150,7 @@ def gemm(bench: Bench) -> None:
         machine.empty()
 
 
-def quantise(bench: Bench) -> None:
+def quantize(bench: Bench) -> None:
     """Both directions of an operand, in GB/s of what is read (twice where a scale needs the amax first) and written."""
     machine = bench.machine
     for rows, cols in [(64, 128)] if machine.dry else [(8192, 4096), (8192, 14336)]:

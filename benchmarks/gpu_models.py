@@ -34,7 +34,7 @@ class Fp8BenchLinear(nn.Module):
         self.site = GemmSite(fp8_site(name, 0, recipe, backend, "benchmark"), state, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]; the weight is quantised anew, as after an optimizer step."""
+        """x [..., K] -> [..., N]; the weight is quantized anew, as after an optimizer step."""
         return fp8_linear(x, self.weight, None, self.site, fresh_weight=True)
 
 

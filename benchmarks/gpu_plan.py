@@ -44,7 +44,7 @@ def bench(section: str, seconds: float, *, megatron: bool = False, cases: tuple[
 
 
 VARIANTS = Group("variants", "benchmarks.gpu_variants", ("variants",), 200, 200)
-ROOFLINE, GEMM, QUANTISE = bench("roofline", 60), bench("gemm", 90), bench("quantise", 90)
+ROOFLINE, GEMM, CASTS = bench("roofline", 60), bench("gemm", 90), bench("quantise", 90)
 
 # What decides most comes first: are the bits right, is it fast at all? What takes long, or needs other packages, is last.
 CHECK = (
@@ -57,7 +57,7 @@ CHECK = (
     of("no waiting", "gpu_checks", SIX, 60, 30),
     ROOFLINE,
     GEMM,
-    QUANTISE,
+    CASTS,
     of("gradients", "gpu_checks", SIX, 90, 45),
     of("experts", "gpu_checks", SIX, 60, 30),
     of("grouped product", "gpu_grouped", ("rowwise", "mxfp8"), 40, 20),
@@ -76,7 +76,7 @@ BENCH = (
     VARIANTS,
     ROOFLINE,
     GEMM,
-    QUANTISE,
+    CASTS,
     bench("fused", 90),
     bench("linear", 150),
     bench("experts", 120),

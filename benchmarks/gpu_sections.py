@@ -2,7 +2,7 @@
 
 Everything is compared with BF16 in the same process; contenders take turns, with a cold L2 and CUDA events. Before
 anything is timed its result is compared with BF16's. Goals: a transformer layer of 8192 tokens, forward and backward,
->= 1.40 x BF16 at hidden 4096 and >= 1.55 at 8192; quantisation at 80 % of a copy's bandwidth.
+>= 1.40 x BF16 at hidden 4096 and >= 1.55 at 8192; quantization at 80 % of a copy's bandwidth.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def checks() -> dict[str, Callable[[Machine], str]]:
     sections: dict[str, Callable[[Bench], None]] = {
         "roofline": gpu_kernels.roofline,
         "gemm": gpu_kernels.gemm,
-        "quantise": gpu_kernels.quantise,
+        "quantise": gpu_kernels.quantize,
         "fused": gpu_fused.fused,
         "linear": linear,
         "experts": gpu_experts.experts,
@@ -49,7 +49,7 @@ def measured(machine: Machine, section: Callable[[Bench], None]) -> str:
 
 
 def linear(bench: Bench) -> None:
-    """One linear, forward and backward, its weight quantised anew."""
+    """One linear, forward and backward, its weight quantized anew."""
     machine = bench.machine
     for m, n, k in [(64, 96, 128)] if machine.dry else [(8192, 28672, 4096), (8192, 8192, 8192)]:
         sizes = contenders.OneLinear(n, k)
@@ -85,7 +85,7 @@ def layer(bench: Bench, hidden: int) -> None:
 
 
 def _against_roofline(bench: Bench, sizes: Sizes, times: dict[str, Timing]) -> None:
-    """What the run's own peaks allow: FP8 products at the bare scaled_mm's rate, operands quantised at a copy's."""
+    """What the run's own peaks allow: FP8 products at the bare scaled_mm's rate, operands quantized at a copy's."""
     peaks = bench.machine.peaks
     baseline = min(times[name].median for name in ("bf16", "bf16 compiled") if name in times)
     if not {"copy", "bf16", "bare scaled_mm"} <= set(peaks):

@@ -25,7 +25,7 @@ RECIPES: dict[str, Any] = {
     "blockwise": recipe.Float8BlockScaling(),
     "mxfp8": recipe.MXFP8BlockScaling(),
 }
-# Of the loss. Both quantise alike, so they differ as two GEMMs of one product do; but for delayed scaling's beginning.
+# Of the loss. Both quantize alike, so they differ as two GEMMs of one product do; but for delayed scaling's beginning.
 LOSS_BOUND = {"delayed": 2e-2, "tensorwise": 5e-3, "blockwise": 5e-3, "mxfp8": 5e-3}
 
 # Norms that are layers of their own here are part of the next linear there.
@@ -60,7 +60,7 @@ def linear(machine: Machine, name: str) -> str:
     assert not wrong, "; ".join(wrong)
     ours = emulated_error(chosen)
     assert error < 1.5 * ours, (
-        f"error {error:.1e} of the unquantised product, the emulated backend's is {ours:.1e}"
+        f"error {error:.1e} of the unquantized product, the emulated backend's is {ours:.1e}"
     )
     return f"quantizers as asked; error {error:.1e}, the emulated backend's {ours:.1e}"
 

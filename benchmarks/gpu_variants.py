@@ -176,7 +176,7 @@ def launched() -> list[Variant]:
         found.setdefault((self.__name__, *key), Variant(self, args, kwargs))
 
     with mock.patch.object(triton.JITFunction, "run", run):
-        for work in (_digests, _quantised, _computed, _updates, _products):
+        for work in (_digests, _quantized, _computed, _updates, _products):
             work()
     return list(found.values())
 
@@ -203,7 +203,7 @@ def _digests() -> None:
         case.outputs(functions, META)
 
 
-def _quantised() -> None:
+def _quantized() -> None:
     """Matrices as they are: every recipe, role and direction, even and odd sizes, scales on and off 16 bytes."""
     from megatron_fp8.backends.native import backend as native
 
@@ -225,7 +225,7 @@ def _quantised() -> None:
 
 
 def _computed() -> None:
-    """Norm, SwiGLU and its gradient, computed by who quantises them, and written."""
+    """Norm, SwiGLU and its gradient, computed by who quantizes them, and written."""
     from megatron_fp8.backends.native import backend as native
     from megatron_fp8.kernels.fused_quantize import (
         Normalized,

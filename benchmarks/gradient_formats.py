@@ -17,7 +17,7 @@ FORMATS = (Format.HYBRID, Format.E4M3)
 
 
 def sqnr(recipe: str, fmt: Format, spread: float) -> float:
-    """Mean over rows of a row's signal-to-quantisation-noise ratio, in dB, of [512, 512] numbers of fixed seed."""
+    """Mean over rows of a row's signal-to-quantization-noise ratio, in dB, of [512, 512] numbers of fixed seed."""
     generator = torch.Generator("cpu").manual_seed(0)
     size = torch.exp2(spread * torch.randn(512, 1, generator=generator, dtype=torch.float64, device="cpu"))
     x = torch.randn(512, 512, generator=generator, dtype=torch.float64, device="cpu") * size

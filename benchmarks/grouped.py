@@ -1,7 +1,7 @@
 """Experts' linears, grouped against one after the other and against BF16: `python benchmarks/grouped.py`.
 
 An expert layer's two linears (gate and up in one, then down), forward and backward, on one rank: the router sends each
-of 1,024 tokens to two of the experts, which therefore have unlike numbers of tokens. Weights are quantised anew in each
+of 1,024 tokens to two of the experts, which therefore have unlike numbers of tokens. Weights are quantized anew in each
 step, weight gradients are added to float32 main_grads. BF16 is measured twice, as torch's product of each expert and
 as torch's grouped product; what Megatron-Core's SequentialMLP does is the first. Between the linears stands nothing:
 SwiGLU would be the same for all. Goal: a grouped FP8 step <= 1.25 x the faster of the BF16 steps.

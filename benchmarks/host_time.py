@@ -7,7 +7,7 @@ The base is nn.Linear without a bias in BF16 in the same process, whose products
 are 128 x 128, the smallest that no recipe pads. What is left of tensor operations besides products and Triton's kernels
 computes on the CPU, a few microseconds each, and counts against the FP8 layer.
 
-'first' quantises the weight too, and keeps no codes of it; 'later' has them.
+'first' quantizes the weight too, and keeps no codes of it; 'later' has them.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ LAYERS linears of 2048 x 5632 are multiplied one after the other by the same tok
 caches when its turn comes again. Contenders take turns.
 
 * torch BF16: ``torch.nn.Linear``.
-* this package: the same linears converted and prepared, activations quantised too.
+* this package: the same linears converted and prepared, activations quantized too.
 * torchao's FP8 and int8 weights, as ``quantize_`` leaves them for eager code; and the ATen kernel for int8 weights that
   compiled code of torchao calls (``torch._weight_int8pack_mm``). For FP8 torchao has no kernel on CPUs: each call
-  dequantises the weight, which takes some twenty times as long as BF16's product of one token.
+  dequantizes the weight, which takes some twenty times as long as BF16's product of one token.
 * ggml: Q8_0, the 8-bit format of llama.cpp, if a build of ggml is named (``--ggml``).
 
 A contender leaves after ``LONGEST`` seconds, with ``LEAST`` rounds at least: all rounds of the slowest took minutes.

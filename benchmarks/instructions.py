@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=0 python -m benchmarks.instructions [--write] [--only SwiGLU]
 
-Memory is meant to be what a quantising kernel waits for. It is, if a multiprocessor can issue the kernel's instructions
+Memory is meant to be what a quantizing kernel waits for. It is, if a multiprocessor can issue the kernel's instructions
 in less time than memory takes to move its bytes. Both can be counted. Every kernel that a training step launches is
 compiled for compute capability 9.0 (H100, H200) and 10.0 (B200), disassembled, and its hot path counted (sass.py).
 
@@ -188,7 +188,7 @@ def works() -> list[Work]:
 def of_source(
     what: str, make: Callable[[], Any], fmt: Any, values: int, loaded: float, ways: tuple[float, ...]
 ) -> list[Work]:
-    """What the recipes do with a matrix that is there, or is computed by who quantises it."""
+    """What the recipes do with a matrix that is there, or is computed by who quantizes it."""
     from megatron_fp8.kernels.quantize import measure, quantize_blocks, quantize_rows, quantize_tensor, write
 
     def rows() -> Any:

@@ -29,7 +29,7 @@ LEAST = 16
 
 
 def _rounded(x: torch.Tensor, rule: Rule, turned: bool = False) -> np.ndarray:
-    """float64: x [rows, cols] after quantise and dequantise, or x^T [cols, rows] along its rows."""
+    """float64: x [rows, cols] after quantize and dequantize, or x^T [cols, rows] along its rows."""
     values = x.detach().float().numpy()
     return reference.dequantize(*(reference.columnwise if turned else reference.quantize)(values, rule), rule)
 

@@ -1,7 +1,7 @@
 """An emulated FP8 training step against the BF16 step, on Megatron-Core: `python benchmarks/step.py`.
 
 Blocks of a Llama-like GPT, 4 x 256 tokens, one rank: forward and backward through Megatron-Core's schedule and
-DistributedDataParallel, with the weights quantised anew (as after an optimizer step) and the amaxes settled. BF16
+DistributedDataParallel, with the weights quantized anew (as after an optimizer step) and the amaxes settled. BF16
 is the same model without fp8, whose linears are Megatron-Core's own: they round weight gradients to BF16 before
 they add them up, while FP8 weight gradients are added in float32. Wider models have fewer layers, so that all
 contenders fit into memory at once. Without instructions for BF16 torch's products of it take float32, as in

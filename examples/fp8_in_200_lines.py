@@ -130,7 +130,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """nn.Linear whose products are of FP8 codes. The weight stays in float32 and is quantised at each call."""
+    """nn.Linear whose products are of FP8 codes. The weight stays in float32 and is quantized at each call."""
 
     def __init__(self, features: int, out: int, recipe: str):
         super().__init__(features, out, bias=False)

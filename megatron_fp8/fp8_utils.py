@@ -114,12 +114,12 @@ def get_fp8_align_size(fp8_recipe: Any) -> int:
 
 
 def is_float8tensor(tensor: Any) -> bool:
-    """Whether this is a quantised tensor of this package: an Fp8Parameter or a Float8Tensor."""
+    """Whether this is a quantized tensor of this package: an Fp8Parameter or a Float8Tensor."""
     return isinstance(tensor, (Fp8Parameter, Float8Tensor))
 
 
 def dequantize_fp8_tensor(fp8_tensor: Fp8Parameter | Float8Tensor) -> torch.Tensor:
-    """Returns the matrix in its dtype before quantisation."""
+    """Returns the matrix in its dtype before quantization."""
     return fp8_tensor.dequantize()
 
 
@@ -162,7 +162,7 @@ def correct_amax_history_if_needed(model: Any) -> None:
 
 
 def prepare_model_for_fp8_inference(model: Any) -> Any:
-    """Quantises the weights of the model's FP8 linears once and pads their tokens where kernels are faster. In place.
+    """Quantizes the weights of the model's FP8 linears once and pads their tokens where kernels are faster. In place.
 
     Returns the same model. Megatron-Core's inference wrappers call it with a GPTModel; a model of nn.Fp8Linear is
     accepted too. More options: inference.prepare_for_inference. A prepared model is returned unchanged.

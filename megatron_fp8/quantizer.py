@@ -30,7 +30,7 @@ def quantize(
     *,
     key: RandomKey | None = None,
 ) -> Float8Tensor:
-    """Quantise a matrix as ``recipe`` quantises the operand ``role``.
+    """Quantize a matrix as ``recipe`` quantizes the operand ``role``.
 
     Args:
         x: [rows, cols], float32, bfloat16 or float16; any strides; may be empty. NaN -> 0x7F, +-Inf -> +-max; neither
@@ -49,7 +49,7 @@ def quantize(
     check_matrix(x, direction)
     rule = recipe.rule(role)
     if rule is None:
-        raise ValueError(f"{recipe!r} leaves {role!r} in high precision: there is nothing to quantise")
+        raise ValueError(f"{recipe!r} leaves {role!r} in high precision: there is nothing to quantize")
     if rule.stochastic and key is None:
         raise ValueError(
             f"{recipe!r} rounds {role!r} stochastically: pass key=RandomKey(seed) to name the random bits"
@@ -147,7 +147,7 @@ class Quantizer:
         region: Region | None = None,
         running: RunningAmax | None = None,
     ) -> Quantized:
-        """Quantise x [rows, cols] with the current scale (delayed, once warm) or x's own.
+        """Quantize x [rows, cols] with the current scale (delayed, once warm) or x's own.
 
         Args:
             reduce_amax, region: as in backends.specified.quantize; a delayed scale that is warm is shared already and
@@ -199,7 +199,7 @@ class Quantizer:
         return self._in_arena().scale if self.rule.delayed and self.slot.warm else None
 
     def again(self, x: torch.Tensor, direction: Direction, scale: torch.Tensor | None) -> Float8Tensor:
-        """x as it was quantised before, with the delayed scale of then (None: x's own). Nothing is recorded."""
+        """x as it was quantized before, with the delayed scale of then (None: x's own). Nothing is recorded."""
         self.slot.arena.counts.casts += 1
         done: Quantized = self.backend.quantize(x, self.rule, direction, scale=scale)
         return done.tensor
@@ -216,7 +216,7 @@ class Quantizer:
 
 @dataclass
 class Casts:
-    """What quantises one role of a site, in each of its two directions; None: that GEMM reads it in high precision.
+    """What quantizes one role of a site, in each of its two directions; None: that GEMM reads it in high precision.
 
     One object in both where one cast serves both GEMMs.
     """
@@ -231,7 +231,7 @@ class Casts:
 
     @property
     def shared(self) -> Quantizer | None:
-        """What quantises it for both GEMMs; None if nothing does."""
+        """What quantizes it for both GEMMs; None if nothing does."""
         return self.rowwise if self.rowwise is self.columnwise else None
 
     @property
@@ -255,7 +255,7 @@ class Casts:
         reduce_amax: AmaxReduction | None = None,
         for_product: bool = False,
     ) -> Float8Tensor:
-        """The sides of x that are asked for and quantised; arguments as Quantizer's."""
+        """The sides of x that are asked for and quantized; arguments as Quantizer's."""
         options: Any = {"record": record, "reduce_amax": reduce_amax, "for_product": for_product}
         done = [quantizer(x, way, **options) for quantizer, way in self.parts(direction)]
         return done[0] if len(done) == 1 else _joined(done, x.dtype)

@@ -1,10 +1,10 @@
 """Recipes: format, granularity and kind of scale of each operand. Frozen data, no state.
 
-A recipe has one method, ``rule(role)``: the quantisation of the operand 'input', 'weight' or 'grad_output'. It
-returns a Rule (numerics/rule.py), or None for no quantisation. Class names and keywords are Transformer Engine's
+A recipe has one method, ``rule(role)``: the quantization of the operand 'input', 'weight' or 'grad_output'. It
+returns a Rule (numerics/rule.py), or None for no quantization. Class names and keywords are Transformer Engine's
 where it has them.
 
-Everything that changes a number is a field, so two recipes are equal exactly when they quantise alike; equality and
+Everything that changes a number is a field, so two recipes are equal exactly when they quantize alike; equality and
 hash are the dataclass's own. The repr omits fields at their defaults, and can be a cache key.
 """
 
@@ -68,7 +68,7 @@ GEMM_OPERANDS = {
 
 
 Products = Mapping[str, tuple[Rule | None, Rule | None]]
-"""GEMM -> the rules of its first and its second operand; None: not quantised."""
+"""GEMM -> the rules of its first and its second operand; None: not quantized."""
 
 
 def products_of(recipe: Recipe | Products) -> Products:

@@ -1,6 +1,6 @@
 """Float8Tensor: codes and their scales. Data only: it never multiplies.
 
-A matrix x [rows, cols] can be quantised along either dimension. The ``rowwise`` side holds codes [rows, cols] with
+A matrix x [rows, cols] can be quantized along either dimension. The ``rowwise`` side holds codes [rows, cols] with
 blocks along cols; the ``columnwise`` side holds codes of the transposed matrix, [cols, rows], with blocks along rows.
 In both the last dimension is the contraction of the GEMM that reads the side.
 
@@ -26,7 +26,7 @@ from .numerics.subnormals import keeping_subnormals
 
 @dataclass(frozen=True)
 class QuantizedSide:
-    """One direction of a quantised matrix.
+    """One direction of a quantized matrix.
 
     Attributes:
         codes: float8 [rows, cols + padding]; the contraction is last.
@@ -141,7 +141,7 @@ class QuantizedSide:
 
 @dataclass(frozen=True)
 class Float8Tensor:
-    """A quantised matrix: one or both directions. ``dtype`` is the dtype of the matrix before quantisation."""
+    """A quantized matrix: one or both directions. ``dtype`` is the dtype of the matrix before quantization."""
 
     rowwise: QuantizedSide | None
     columnwise: QuantizedSide | None
@@ -157,7 +157,7 @@ class Float8Tensor:
 
     @property
     def shape(self) -> torch.Size:
-        """[rows, cols] of the matrix that was quantised."""
+        """[rows, cols] of the matrix that was quantized."""
         if self.rowwise is not None:
             return self.rowwise.shape
         assert self.columnwise is not None, "a Float8Tensor holds at least one direction"
@@ -173,7 +173,7 @@ class Float8Tensor:
 
 
 Operand = QuantizedSide | torch.Tensor
-"""One side of a GEMM: quantised, or the high-precision matrix in the same orientation (contraction last)."""
+"""One side of a GEMM: quantized, or the high-precision matrix in the same orientation (contraction last)."""
 
 
 class Sides(NamedTuple):

@@ -156,12 +156,12 @@ def e8m0_value(code: np.ndarray) -> np.ndarray:
     return np.ldexp(np.float64(1), code.astype(np.int64) - 127)
 
 
-# --------------------------------------------------------------------------------------------- quantise
+# --------------------------------------------------------------------------------------------- quantize
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How one operand of one recipe is quantised; `block` is rows x columns, None meaning 'all of them'."""
+    """How one operand of one recipe is quantized; `block` is rows x columns, None meaning 'all of them'."""
 
     spec: Spec
     block: tuple[int | None, int | None]
@@ -199,7 +199,7 @@ def quantize(x: np.ndarray, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
 
 
 def columnwise(x: np.ndarray, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
-    """The other direction: the operand whose contraction runs along x's rows, quantised from x again."""
+    """The other direction: the operand whose contraction runs along x's rows, quantized from x again."""
     height, width = rule.block
     if height == width:  # a tensor or a square block keeps its codes and only turns
         codes, inverse = quantize(x, rule)

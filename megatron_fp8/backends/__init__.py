@@ -29,7 +29,7 @@ from . import emulated, transformer_engine
 from .native import backend as native_backend
 
 BACKENDS: dict[str, ModuleType] = {"native": native_backend, "emulated": emulated}
-"""Backends that quantise and multiply matrices, best first."""
+"""Backends that quantize and multiply matrices, best first."""
 
 LAYER_BACKENDS: dict[str, ModuleType] = {"transformer_engine": transformer_engine}
 """Backends that bring layers of their own."""
@@ -47,7 +47,7 @@ def choose_backend(
     Args:
         request: a backend's name, or 'auto' or None.
         device: where the operands live.
-        recipe: what they are quantised as, where need be for each GEMM; None asks for any.
+        recipe: what they are quantized as, where need be for each GEMM; None asks for any.
         layers: whether the caller can place a backend's own layers.
 
     Raises:

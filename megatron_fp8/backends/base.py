@@ -1,4 +1,4 @@
-"""The interface of a backend: requests, quantised matrices, checks of arguments."""
+"""The interface of a backend: requests, quantized matrices, checks of arguments."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class CastRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Quantized:
-    """What a quantisation gives: the tensor, and the local amax (float32 []) and non-finite count for the health; or,
+    """What a quantization gives: the tensor, and the local amax (float32 []) and non-finite count for the health; or,
     where a backend was given a slot's ``RunningAmax`` to record in, that slot's."""
 
     tensor: Float8Tensor
@@ -80,7 +80,7 @@ class Quantized:
 
 
 def check_matrix(x: torch.Tensor, direction: str) -> None:
-    """ValueError unless x is a matrix of a floating dtype that can be quantised, and the direction is known."""
+    """ValueError unless x is a matrix of a floating dtype that can be quantized, and the direction is known."""
     check_float(x)
     if x.ndim != 2:
         raise ValueError(

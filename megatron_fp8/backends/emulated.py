@@ -41,7 +41,7 @@ name = "emulated"
 
 
 def supports(device: torch.device, recipe: Recipe | Products | None = None) -> str | None:
-    """Why this backend cannot run on the device, or multiply what the recipe quantises: never, it does all of it."""
+    """Why this backend cannot run on the device, or multiply what the recipe quantizes: never, it does all of it."""
     return None
 
 
@@ -65,7 +65,7 @@ def quantize(
     region: Region | None = None,
     running: RunningAmax | None = None,
 ) -> Quantized:
-    """Quantise a matrix in one or both directions; other arguments, errors and bits are reference.quantize's.
+    """Quantize a matrix in one or both directions; other arguments, errors and bits are reference.quantize's.
 
     Args:
         running: where amax and non-finite count are recorded, too.
@@ -96,7 +96,7 @@ def gemm(
     fast_accumulation: bool = False,
     exact: bool = False,
 ) -> torch.Tensor:
-    """a @ b^T of two quantised sides: acc * (scale_inv_a * scale_inv_b) in float32, + bias, one rounding.
+    """a @ b^T of two quantized sides: acc * (scale_inv_a * scale_inv_b) in float32, + bias, one rounding.
 
     Args:
         a: [M, K]; b: [N, K]; any M, N, K (none need be a multiple of anything).

@@ -1,4 +1,4 @@
-"""The reference quantiser on any device: amaxes, scales and codes, one or both directions.
+"""The reference quantizer on any device: amaxes, scales and codes, one or both directions.
 
 The emulated backend has nothing else; the native one has it for what no Triton kernel does. Elements go through
 kernels/cast_dispatch.py, in C where that is faster.
@@ -32,7 +32,7 @@ def quantize(
     region: Region | None = None,
     running: RunningAmax | None = None,
 ) -> Quantized:
-    """Quantise a matrix in one or both directions.
+    """Quantize a matrix in one or both directions.
 
     Args:
         x: [rows, cols], float32, bfloat16 or float16; any strides; may be empty. NaN becomes 0x7F, Inf saturates; both

@@ -282,7 +282,7 @@ def disagreements(linear: Any, recipe: Recipe) -> list[str]:
 def _compared(recipe: Recipe, role: str, quantizer: Any) -> dict[str, tuple[Any, Any]]:
     """What -> (as the recipe has it, as the quantizer has it)."""
     rule = recipe.rule(role)
-    assert rule is not None, "a recipe that maps quantises every role"
+    assert rule is not None, "a recipe that maps quantizes every role"
     kind = recipe_name(recipe)
     compared: dict[str, tuple[Any, Any]] = {
         "quantizer": (_QUANTIZERS[kind], type(quantizer).__name__),
@@ -298,7 +298,7 @@ def _compared(recipe: Recipe, role: str, quantizer: Any) -> dict[str, tuple[Any,
 
 
 def try_linear(recipe: Recipe, device: torch.device) -> tuple[float, list[str]]:
-    """Run one of TE's linears: (root mean square error against the unquantised float64 product, relative; what
+    """Run one of TE's linears: (root mean square error against the unquantized float64 product, relative; what
     ``disagreements`` finds). Normal numbers in E4M3 give 3 to 4 %."""
     engine = import_module("transformer_engine.pytorch")
     generator = torch.Generator().manual_seed(0)

@@ -18,12 +18,12 @@ FP8 against BF16 on this machine, from a cast to a training step. A CPU and a GP
   megatron-fp8 bench --compare last_week.json               changes beyond the noise of both measurements
   megatron-fp8 bench --only linear --peers                  torchao too, if it is installed
 
-  quantise     both directions of a linear's input, against a copy in BF16
+  quantize     both directions of a linear's input, against a copy in BF16
   gemm         the product of codes
-  linear       forward and backward with all quantisation
+  linear       forward and backward with all quantization
   layer        a Llama-like layer, forward and backward
   step         a training step of two layers: forward, backward, AdamW, the end of the iteration
-  inference    the forward of a layer whose weights were quantised once
+  inference    the forward of a layer whose weights were quantized once
   collectives  an all-gather of codes against BF16: two processes, or one for each GPU
 
 Where FP8 does not pay (small GEMMs), leave those layers in BF16 by measurement:
@@ -35,8 +35,8 @@ The table is for one device, recipe and backend; others refuse it. Without --con
 other shapes use the next smaller one. Options of the run, as in `train`, may follow
 --config: --model.fp8_recipe=mxfp8 --train.micro_batch_size=2.
 
-How to read it: `x BF16` is time over BF16's time, so less than 1 is faster. The weight is quantised anew in every linear,
-as in a run with one microbatch; more of them share one quantisation (the weight cache) and gain more than is shown. On a
+How to read it: `x BF16` is time over BF16's time, so less than 1 is faster. The weight is quantized anew in every linear,
+as in a run with one microbatch; more of them share one quantization (the weight cache) and gain more than is shown. On a
 GPU, Python's launches count, as they do in a run without CUDA graphs. On a CPU FP8 is emulated, which is more work.
 `spread` is the interquartile range of that ratio, relative: --compare calls a change noise where it is within the sum of
 both spreads.

@@ -278,7 +278,7 @@ def _as_table(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     return table(
-        ("section", "K x N x tokens", "recipe", "FP8 ms", "BF16 ms (quantise: copy)", "x BF16", "spread"),
+        ("section", "K x N x tokens", "recipe", "FP8 ms", "BF16 ms (quantize: copy)", "x BF16", "spread"),
         cells,
     )
 

@@ -89,7 +89,7 @@ def _export(options: argparse.Namespace) -> None:
     source = open_source(Path(options.checkpoint), run_config)
     done = export(source, Path(options.out), request, tensors_shown)
     what = (
-        f"{done.quantised} linears in FP8 ({options.format})" if form else f"in {done.config['torch_dtype']}"
+        f"{done.quantized} linears in FP8 ({options.format})" if form else f"in {done.config['torch_dtype']}"
     )
     unconverted = f", {len(done.kept)} kept in {done.config['torch_dtype']}" if done.kept else ""
     print(

@@ -22,7 +22,7 @@ The numbers behind FP8, computed by this package's own casts, scales and recipes
   formats     what each format has: codes, largest and smallest values, dynamic range, largest error
   values      all values
   magnitudes  spacing of the values and largest relative error, by power of two
-  recipes     one tensor with outliers, quantised with a scale for the tensor, a row, a block, an MX block
+  recipes     one tensor with outliers, quantized with a scale for the tensor, a row, a block, an MX block
   delayed     delayed scaling on tensors whose size stays, grows or jumps: saturation and noise
 
 E2M1 is there to compare with; nothing here trains in it. What the numbers mean: docs/recipes.md.

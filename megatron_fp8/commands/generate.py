@@ -28,7 +28,7 @@ Continues a prompt with the model of a checkpoint, streaming to the terminal. Te
   megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def " --activations static        after `megatron-fp8 calibrate`
   megatron-fp8 launch --ranks 2 generate ...                                          tensor parallel over two ranks
 
-In FP8 every weight is quantised once and its high-precision copy freed. Activations are scaled as in training (dynamic),
+In FP8 every weight is quantized once and its high-precision copy freed. Activations are scaled as in training (dynamic),
 or with the scales of a calibration (static). The parallel layout need not be the run's. Options of the run's model may
 follow: --model.fp8_pow2_scales=true.
 
@@ -118,7 +118,7 @@ def prompt_ids(tokenizer: Any, text: bytes) -> list[int]:
 
 
 def _prepare_model(options: argparse.Namespace, restored: Any, launch: Any) -> None:
-    """Quantise the weights, and print checkpoint and precision."""
+    """Quantize the weights, and print checkpoint and precision."""
     from ..inference import model_bytes, prepare_for_inference
     from ..inference.calibration import load_calibration
     from ..train.run_record import run_folder_of

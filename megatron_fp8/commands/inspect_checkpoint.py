@@ -63,7 +63,7 @@ def describe(folder: Path) -> dict[str, Any]:
     """A checkpoint as plain values.
 
     'tensors': name, kind, shape, dtype, bytes and shards of each. 'not_finite': tensors in which the save found NaN or
-    Inf. 'delayed_scaling': for each quantised tensor its scale (a list if data-parallel ranks have several), whether it
+    Inf. 'delayed_scaling': for each quantized tensor its scale (a list if data-parallel ranks have several), whether it
     is warm, and the latest, largest and number of recorded amaxes.
 
     Raises ValueError if it is damaged, or not a checkpoint.

@@ -1,11 +1,11 @@
-"""Variants of a model: which sites, GEMMs and operands are quantised.
+"""Variants of a model: which sites, GEMMs and operands are quantized.
 
 A variant is an immutable value, independent of a model. ``installed`` replaces the sites by simulated ones
 during a run.
 
 What a simulated site leaves in FP8 is cast by the very quantizers of the real one, with its delayed scales, and
 multiplied by it: whatever is wrong there shows. The weight is cached apart, and random bits are those of the site's
-first backward of the iteration. An operand that is not quantised can be rounded in place of it, to as many significant
+first backward of the iteration. An operand that is not quantized can be rounded in place of it, to as many significant
 bits as a format has, with no limit to its exponent: a format at its best, whatever the scales.
 """
 
@@ -48,7 +48,7 @@ class Part:
         return f"{self.site}:{part}" if part else self.site
 
     def cells(self, plan: SitePlan) -> frozenset[Cell]:
-        """Its operands that the plan quantises."""
+        """Its operands that the plan quantizes."""
         return frozenset(
             (gemm, role)
             for gemm, role in planned_cells(plan)
@@ -63,7 +63,7 @@ class Part:
 
 
 def planned_cells(plan: SitePlan) -> frozenset[Cell]:
-    """The operands that a plan quantises."""
+    """The operands that a plan quantizes."""
     return frozenset(
         (gemm, role)
         for gemm, casts in plan.operands.items()
@@ -78,8 +78,8 @@ class Variant:
 
     Attributes:
         name: a label.
-        quantized: site -> operands that are quantised.
-        rounded: site -> operand -> significant bits to round to, instead of quantising.
+        quantized: site -> operands that are quantized.
+        rounded: site -> operand -> significant bits to round to, instead of quantizing.
     """
 
     name: str
@@ -136,7 +136,7 @@ class Variants:
         quantized = {}
         for name, plan in self.plans.items():
             cells = planned_cells(plan) - removed.get(name, frozenset())
-            # A site without a GEMM with two FP8 operands quantises nothing (plan/site_plan.py).
+            # A site without a GEMM with two FP8 operands quantizes nothing (plan/site_plan.py).
             pairs = [all((gemm, role) in cells for role in roles) for gemm, roles in GEMM_OPERANDS.items()]
             quantized[name] = cells if any(pairs) else frozenset()
         return Variant(f"without {', '.join(part.key for part in parts)}", quantized)
@@ -166,9 +166,9 @@ class SimulatedSite(GemmSite):
 
     Args:
         site: whose quantizers, products and random numbers it uses.
-        quantized: the operands that are quantised, of those that the site's plan quantises. A GEMM with one of its two
-            runs in high precision, that one dequantised.
-        rounded: of operands that are not quantised, to how many significant bits they are rounded.
+        quantized: the operands that are quantized, of those that the site's plan quantizes. A GEMM with one of its two
+            runs in high precision, that one dequantized.
+        rounded: of operands that are not quantized, to how many significant bits they are rounded.
 
     With neither, the layer runs in high precision as one that the plan leaves there.
     """
@@ -199,7 +199,7 @@ class SimulatedSite(GemmSite):
         *,
         record: bool = True,
     ) -> torch.Tensor:
-        """As the site does where both are quantised."""
+        """As the site does where both are quantized."""
         if self.plan.gemms[gemm] == "fp8":
             return self._site.multiply(gemm, a, b, out_dtype, bias, record=record)
         operands = [

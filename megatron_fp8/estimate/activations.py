@@ -143,7 +143,7 @@ def linear_input(settings: Settings, site: str, k: int, tokens: int) -> int:
 
 
 def saved_rule(settings: Settings, site: str, tokens: int) -> Rule | None:
-    """The rule by which a linear's saved input is quantised for wgrad; None if it saves high-precision values."""
+    """The rule by which a linear's saved input is quantized for wgrad; None if it saves high-precision values."""
     plan = settings.plan(site)
     cast = plan.operands["wgrad"]["input"]
     if plan.precision == "bf16" or cast is None:

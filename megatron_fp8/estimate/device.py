@@ -2,7 +2,7 @@
 
 devices.yaml has the peaks of vendors' data sheets, and marks each as read, quoted or assumed.
 
-Of a benchmark, rows of single GEMMs give the GEMM rates; rows of quantisation give the memory bandwidth (of
+Of a benchmark, rows of single GEMMs give the GEMM rates; rows of quantization give the memory bandwidth (of
 the reference copy) and the rate of casts. Each is the best value reached. FP8 rates are those of the run's
 recipe, so emulated FP8 is counted as slow. Values that a benchmark does not measure come from `base`, a known
 device. A file with `memory_gb` (bench writes it) and rows of both kinds needs no base; its links are unknown

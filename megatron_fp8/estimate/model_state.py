@@ -138,7 +138,7 @@ def _buffer(settings: Settings, buffer: Buffer) -> StateBytes:
 
 
 def _kept_codes(settings: Settings, site: str, shape: tuple[int, ...]) -> int:
-    """Bytes of the cached codes of a BF16 weight [n, k]: quantised once an iteration, reused for all its
+    """Bytes of the cached codes of a BF16 weight [n, k]: quantized once an iteration, reused for all its
     microbatches. The output projection's weight stays BF16, tied or not."""
     plan, model = settings.plan(site), settings.model
     if plan.precision == "bf16" or is_fp8_parameter(settings, plan):

@@ -95,7 +95,7 @@ def _output_time(settings: Settings, device: Device) -> float:
     """Seconds of the output projection's GEMMs and casts for one microbatch."""
     linear, gemms = output_linear(settings), settings.plan(OUTPUT).gemms
     seconds = sum(linear.flops / (device.fp8 if gemms[gemm] == "fp8" else device.bf16) for gemm in _GEMMS)
-    return seconds + sum(_quantisation(settings, linear).values()) / device.casts
+    return seconds + sum(_quantization(settings, linear).values()) / device.casts
 
 
 def model_flops(settings: Settings) -> int:
@@ -118,7 +118,7 @@ class GemmTime:
     Attributes:
         gemm: 'fprop', 'dgrad' or 'wgrad'.
         fp8: whether it is planned in FP8.
-        seconds: as planned, including quantisation of operands it reads first.
+        seconds: as planned, including quantization of operands it reads first.
         bf16: in BF16.
     """
 
@@ -129,11 +129,11 @@ class GemmTime:
 
 
 def gemm_times(settings: Settings, linear: Linear, device: Device) -> list[GemmTime]:
-    """The three GEMMs of a linear for one microbatch; all microbatches share the weight's quantisation."""
+    """The three GEMMs of a linear for one microbatch; all microbatches share the weight's quantization."""
     plan, size = settings.plan(linear.site), settings.model.activation_bytes
     k, n, m = linear.k, linear.n, linear.tokens
     sizes = {"fprop": (m * k, n * k, m * n), "dgrad": (m * n, n * k, m * k), "wgrad": (m * n, m * k, n * k)}
-    casts = _quantisation(settings, linear)
+    casts = _quantization(settings, linear)
     found = []
     for gemm in _GEMMS:
         first, second, out = (values * linear.count for values in sizes[gemm])
@@ -148,7 +148,7 @@ def gemm_times(settings: Settings, linear: Linear, device: Device) -> list[GemmT
     return found
 
 
-def _quantisation(settings: Settings, linear: Linear) -> Counter[str]:
+def _quantization(settings: Settings, linear: Linear) -> Counter[str]:
     """Bytes that casts read and write, by the GEMM that first reads their codes."""
     plan, size = settings.plan(linear.site), settings.model.activation_bytes
     values = {

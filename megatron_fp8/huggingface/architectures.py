@@ -265,7 +265,7 @@ def fused_latents(sites: dict[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def never_fp8(listed: list[Entry]) -> list[str]:
-    """Hugging Face names of linears in the layers that no format quantises: routers, and eh_proj."""
+    """Hugging Face names of linears in the layers that no format quantizes: routers, and eh_proj."""
     matrices = [
         entry for entry in listed if len(entry.shape) == 2 and not entry.vocabulary and entry.site is None
     ]

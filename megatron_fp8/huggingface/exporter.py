@@ -1,7 +1,7 @@
 """Exports a checkpoint in any layout to a directory for transformers and vLLM.
 
 Tensors are read whole, one by one, from the checkpoint's files: no ranks, no model, no Megatron-Core. Weights
-are in high precision, rounded from the float32 masters, even if they were FP8 parameters. Training quantised
+are in high precision, rounded from the float32 masters, even if they were FP8 parameters. Training quantized
 the same values, so the codes are the same (docs/export.md lists the layouts).
 """
 
@@ -76,7 +76,7 @@ class Exported:
 
     config: dict[str, Any]
     files: list[str]
-    quantised: int
+    quantized: int
     kept: list[str]
     notes: list[str]
 
@@ -125,7 +125,7 @@ def export(
                 config["quantization_config"], notes = with_what_it_says(
                     config["quantization_config"], theirs, None if all_came else anew
                 )
-            written = _quantised(parts, source, sites, high_precision, came, wanted)
+            written = _quantized(parts, source, sites, high_precision, came, wanted)
         else:
             written = (named for _, tensors in parts for named in tensors.items())
         files = write_tensors(folder, written, wanted.shard_bytes)
@@ -183,7 +183,7 @@ def _parts(
         yield entry, dict(zip(entry.parts, parts, strict=True))
 
 
-def _quantised(
+def _quantized(
     parts: Iterator[tuple[Entry, dict[str, torch.Tensor]]],
     source: Source,
     sites: dict[str, tuple[str, ...]],

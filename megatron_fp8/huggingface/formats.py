@@ -10,7 +10,7 @@ In all formats weight = code * scale: this package's scale_inv, whatever the fil
 follow docs/numerics.md and equal those of training: `quantize(weight, recipe, 'weight')`.
 
 Per tensor, projections of one GEMM (query, key and value; gate and up) share the scale of the fused matrix,
-as in training. An inference engine that fuses them takes one scale; with three it would have to requantise
+as in training. An inference engine that fuses them takes one scale; with three it would have to requantize
 two of them. The output head and the embedding stay in high precision.
 
 Blocks must be whole. Readers disagree on partial blocks (transformers divides the rows evenly among the
@@ -46,7 +46,7 @@ class WeightFormat:
 
     Attributes:
         name: its name on the command line.
-        recipe: quantises the weights, unless the run's recipe applies.
+        recipe: quantizes the weights, unless the run's recipe applies.
         scale: last part of the scales' names.
         strategy: compressed-tensors' name for the granularity; None: DeepSeek's form.
     """
@@ -138,7 +138,7 @@ def quantization_config(chosen: WeightFormat, ignore: Iterable[str], static_inpu
 
     Args:
         ignore: names of linears that stay in high precision.
-        static_inputs: every quantised weight has an input_scale.
+        static_inputs: every quantized weight has an input_scale.
     """
     ignore = list(ignore)
     if chosen.strategy is None:
@@ -209,7 +209,7 @@ _SCALES = "scale_fmt"  # format of an engine's input scales
 
 
 def check_readable(config: dict[str, Any]) -> None:
-    """Raises ValueError if config.json has a quantisation that is not one of the FP8 formats."""
+    """Raises ValueError if config.json has a quantization that is not one of the FP8 formats."""
     quantization = config.get("quantization_config") or config.get("compression_config")
     if not quantization:
         return
@@ -280,7 +280,7 @@ def scale_name(weight: str, names: Set[str]) -> str | None:
 
 
 def is_companion(name: str) -> bool:
-    """Whether a tensor belongs to a quantised linear: a scale of its weight, inputs, or outputs in an FP8 cache."""
+    """Whether a tensor belongs to a quantized linear: a scale of its weight, inputs, or outputs in an FP8 cache."""
     return name.rpartition(".")[2] in (*_WEIGHTS, *_INPUTS, *_OUTPUTS)
 
 
@@ -300,7 +300,7 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny * 2.0**9
 
 
 def check_scale(name: str, scale: torch.Tensor) -> None:
-    """Raises ValueError naming a weight if its scale, of any shape, has a value that no quantiser writes.
+    """Raises ValueError naming a weight if its scale, of any shape, has a value that no quantizer writes.
 
     From _SMALLEST_SCALE on, products with codes are normal numbers, so codes can be recomputed from them.
     """
@@ -312,7 +312,7 @@ def check_scale(name: str, scale: torch.Tensor) -> None:
     if len(odd := values[~(values.isfinite() & (values >= _SMALLEST_SCALE))]):
         raise ValueError(
             f"{name} is damaged: a scale of it is {float(odd[0]):.3g}, and scales are finite and at least"
-            f" {_SMALLEST_SCALE:.2g}. Download the file again, or quantise the model anew."
+            f" {_SMALLEST_SCALE:.2g}. Download the file again, or quantize the model anew."
         )
 
 

@@ -1,4 +1,4 @@
-"""FP8 inference: weights quantised once, any number of tokens, static or dynamic scales."""
+"""FP8 inference: weights quantized once, any number of tokens, static or dynamic scales."""
 
 from .prepare import InferenceReport, PreparedSite, prepare_for_inference
 from .sampling import Sampler

@@ -10,7 +10,7 @@ values scale by their own values and have no static scales.
 
 A prompt has any number of tokens, and decoding has one. FP8 tensor cores prefer multiples of 16 rows, or 32
 (recipe.py, alignment); sizes that they do not support are padded inside the backend's GEMM. Here whole
-activations are padded before quantisation, so that a kernel gets few different sizes. Zeros do not change an
+activations are padded before quantization, so that a kernel gets few different sizes. Zeros do not change an
 amax or scale, and rows are independent in y = x @ w^T, so the result is the same. The emulated backend does
 not benefit and is excluded.
 """

@@ -5,7 +5,7 @@
     prepare_for_inference(model, calibration=calibration)    # static activation scales
     calibration.fill_history(model)                          # or: the first histories of delayed scaling
 
-The model runs in high precision during calibration, since quantised activations would include errors of
+The model runs in high precision during calibration, since quantized activations would include errors of
 earlier layers.
 
 A static scale comes from the amax or from a percentile; with a percentile a few outliers saturate, and all

@@ -1,4 +1,4 @@
-"""prepare_for_inference: quantises weights once and frees the high-precision ones.
+"""prepare_for_inference: quantizes weights once and frees the high-precision ones.
 
     model = prepare_for_inference(model)                             # activations scaled as the recipe does
     in training
@@ -102,7 +102,7 @@ class InferenceReport:
 def prepare_for_inference(
     model: Model, *, calibration: Calibration | None = None, pad_tokens: int | None = None
 ) -> Model:
-    """Quantise the weights of all FP8 linears once, free the high-precision weights, and switch to
+    """Quantize the weights of all FP8 linears once, free the high-precision weights, and switch to
     evaluation. In place.
 
     Args:
@@ -110,7 +110,7 @@ def prepare_for_inference(
             parameters takes gradients afterwards; to keep a trainable model, prepare a deep copy. In a
             converted model that has run, two kinds of linears are unchanged: those never called, since other
             code may read their weights; and those with a parametrised weight (weight_norm, ...), until the
-            parametrization is removed. save_pretrained of a transformers model writes dequantised weights.
+            parametrization is removed. save_pretrained of a transformers model writes dequantized weights.
         calibration: static activation scales; None: as in the recipe (delayed: from the history). Weights use
             the scales of evaluation: delayed if they fit, otherwise current.
         pad_tokens: pad every FP8 linear's tokens to a multiple of this; None: the recipe's alignment, on
@@ -127,13 +127,13 @@ def prepare_for_inference(
     if pad_tokens is not None and pad_tokens < 1:
         raise ValueError(f"pad_tokens={pad_tokens}: give a number of tokens from 1, or None")
     linears = fp8_modules(model)
-    quantised = [linear for linear in linears if linear.fp8_site.casts["weight"].rowwise is not None]
-    active = [linear for linear in quantised if _weight_parameter(linear) is not None]
+    quantized = [linear for linear in linears if linear.fp8_site.casts["weight"].rowwise is not None]
+    active = [linear for linear in quantized if _weight_parameter(linear) is not None]
     if not active:
         raise ValueError(_nothing_to_prepare(linears))
     static = {} if calibration is None else _static_scales(active, calibration)
     report = InferenceReport(total_before=model_bytes(model))
-    for tied in (of for of in quantised if not hasattr(of, "fp8_sites") and of.weight is None):
+    for tied in (of for of in quantized if not hasattr(of, "fp8_sites") and of.weight is None):
         _keep_in_high_precision(tied)
     uncalled = _never_called(active)
     report.ran = uncalled is not None
@@ -218,11 +218,11 @@ def _nothing_to_prepare(linears: list[Any]) -> str:
     backends = {site.plan.backend for linear in linears if (site := linear.fp8_site).plan.precision == "fp8"}
     if "transformer_engine" in backends:
         return (
-            "the model's linears are Transformer Engine's, which quantises their weights itself: use Megatron-Core's own"
+            "the model's linears are Transformer Engine's, which quantizes their weights itself: use Megatron-Core's own"
             " inference, or build the model with another fp8_backend"
         )
     return (
-        "the model has no FP8 linear with quantised weights to prepare: build it with fp8='hybrid' (Megatron-Core), or"
+        "the model has no FP8 linear with quantized weights to prepare: build it with fp8='hybrid' (Megatron-Core), or"
         " convert it with convert_to_fp8 first"
     )
 
@@ -258,7 +258,7 @@ def _prepare(
             linear.fp8_sites.prepare(static)
     else:
         site.state.phases = PrecisionSchedule()
-        weight.quantised_by(untrained_quantizer(weight.quantizer))
+        weight.quantized_by(untrained_quantizer(weight.quantizer))
         if static is not None:
             static(site)
     multiple = pad_tokens or (1 if site.backend is emulated else alignment(site.plan.recipe))

@@ -1,15 +1,15 @@
 """Inference weights: one byte per value for all recipes, for fprop only.
 
 Training needs a weight's codes for both directions of its GEMMs; with 1-wide blocks that takes two bytes per
-value. Inference reads the rowwise side only. ``inference_weight`` quantises it once, with the quantizer of
+value. Inference reads the rowwise side only. ``inference_weight`` quantizes it once, with the quantizer of
 its GEMM site, so the codes equal those of the training forward. The high-precision weight is then freed.
 
 The result is an Fp8Parameter: a GEMM site uses its codes directly, and everything else (state dicts, copies,
-exports) sees the dequantised matrix. Rejected: storing the quantised matrix in the site's weight cache and an
+exports) sees the dequantized matrix. Rejected: storing the quantized matrix in the site's weight cache and an
 empty tensor in the module. State dicts, deep copies and ``.to(device)`` would then see the empty tensor.
 
 transformers' save_pretrained writes tensor memory, and an FP8 parameter's memory differs from its nominal dtype.
-So it gets dequantised weights, as exports and state dicts do; ``megatron-fp8 export`` writes FP8 files.
+So it gets dequantized weights, as exports and state dicts do; ``megatron-fp8 export`` writes FP8 files.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _StoredRows(_Stored):
 
 
 class RowwiseFp8Parameter(Fp8Parameter):
-    """An FP8 weight with rowwise codes only, for y = x @ w^T. A gradient through it requantises the dequantised
+    """An FP8 weight with rowwise codes only, for y = x @ w^T. A gradient through it requantizes the dequantized
     values."""
 
 
@@ -89,7 +89,7 @@ def _as_parameter(stored: _Stored, weight: torch.Tensor) -> Any:
 
 
 def save_in_high_precision(model: torch.nn.Module) -> None:
-    """Make ``model.save_pretrained``, if present, write dequantised weights."""
+    """Make ``model.save_pretrained``, if present, write dequantized weights."""
     if hasattr(type(model), "save_pretrained"):
         model.save_pretrained = MethodType(_save_pretrained, model)  # type: ignore[assignment]
 
@@ -97,15 +97,15 @@ def save_in_high_precision(model: torch.nn.Module) -> None:
 def _save_pretrained(
     model: Any, save_directory: Any, *args: Any, state_dict: Any = None, **options: Any
 ) -> Any:
-    dequantised: dict[int, torch.Tensor] = {}  # shared weights stay shared
+    dequantized: dict[int, torch.Tensor] = {}  # shared weights stay shared
     plain = {}
     for name, tensor in (model.state_dict() if state_dict is None else state_dict).items():
         if isinstance(tensor, Fp8Parameter):
             key = tensor.codes[0].data_ptr()
-            if key not in dequantised:
+            if key not in dequantized:
                 layer = model.get_submodule(name.rpartition(".")[0])
-                dequantised[key] = layer.laid_out(tensor.dequantize()).contiguous()
-            tensor = dequantised[key]
+                dequantized[key] = layer.laid_out(tensor.dequantize()).contiguous()
+            tensor = dequantized[key]
         plain[name] = tensor
     return type(model).save_pretrained(model, save_directory, *args, state_dict=plain, **options)
 

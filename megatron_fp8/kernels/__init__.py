@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 def run_on(device: torch.device) -> bool:
     """Whether Triton kernels run on this device: an NVIDIA GPU on which Triton can compile and launch.
 
-    False under torch.compile, which generates its own kernels. Quantisation kernels also need compute capability 8.9;
+    False under torch.compile, which generates its own kernels. Quantization kernels also need compute capability 8.9;
     the native backend checks that.
     """
     return device.type == "cuda" and not torch.compiler.is_compiling() and refusal(device) is None

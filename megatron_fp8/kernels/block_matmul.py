@@ -46,7 +46,7 @@ def block_matmul(
     bias: torch.Tensor | None = None,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a [M, K] @ b [N, K]^T of block-quantised matrices: float32 accumulation and bias, one rounding.
+    """a [M, K] @ b [N, K]^T of block-quantized matrices: float32 accumulation and bias, one rounding.
 
     Args:
         a: codes [M, K]; b: codes [N, K]; E4M3 or E5M2 (not both E5M2), contiguous. Any sizes; a K that is a multiple of

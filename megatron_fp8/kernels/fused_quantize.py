@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU fused with quantisation: their results are never written in BF16.
+"""RMSNorm and SwiGLU fused with quantization: their results are never written in BF16.
 
 RMSNorm takes two launches: the first computes every row's statistic, the second is any quantize.py pass over the
 ``Normalized`` source. The fused pair reads the input twice and writes codes once; separate kernels read the input, write
@@ -10,7 +10,7 @@ rounded root), so rstd agrees to a few units in the last place only. Wherever ke
 mcore/layers/norm.py therefore takes rstd from here and passes the same rstd to backward.
 
 SwiGLU, forward and backward: silu(gate) * up, with [gate, up] the halves of the input's last dimension, in float32,
-optionally times a weight per token (a router's probability), rounded once to the input's dtype and then quantised: what
+optionally times a weight per token (a router's probability), rounded once to the input's dtype and then quantized: what
 mcore/layers/activation.py and the cast do.
 
 What is promised. Codes and scales are those of the rounded result, in all bits. The result itself goes through exp, whose

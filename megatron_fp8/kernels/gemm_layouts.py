@@ -35,7 +35,7 @@ def transpose(codes: torch.Tensor, *, tile: Tile = TILE) -> torch.Tensor:
     """
     if codes.ndim != 2 or codes.element_size() != 1:
         raise ValueError(
-            f"transpose takes a matrix of one-byte codes, got {codes.dtype} {tuple(codes.shape)}: quantise it first"
+            f"transpose takes a matrix of one-byte codes, got {codes.dtype} {tuple(codes.shape)}: quantize it first"
         )
     if codes.stride(1) != 1:
         codes = codes.contiguous()

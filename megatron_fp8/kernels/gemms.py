@@ -80,7 +80,7 @@ def add_in_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool
 def matmul_high_precision(
     a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """a [M, K] @ b [N, K]^T (+ bias [N]) without quantisation, for GEMMs that stay in high precision."""
+    """a [M, K] @ b [N, K]^T (+ bias [N]) without quantization, for GEMMs that stay in high precision."""
     slow = a.is_cpu and a.dtype in (torch.bfloat16, torch.float16) and not cpu_multiplies(a.dtype)
     if bias is None and out_dtype == a.dtype == b.dtype and not slow:
         return a @ b.t()

@@ -1,13 +1,13 @@
 """Lazy tensor: the result of a norm or SwiGLU, computed on demand.
 
-A quantisation kernel can compute the norm or SwiGLU while it reads (kernels/tiles.TileSource). So on GPUs these
+A quantization kernel can compute the norm or SwiGLU while it reads (kernels/tiles.TileSource). So on GPUs these
 operations return a ``LazyTensor``. Autograd and Megatron pass it on as a tensor; the native backend reads its TileSource
-and computes and quantises it in one kernel. The BF16 result is then never written or read back.
+and computes and quantizes it in one kernel. The BF16 result is then never written or read back.
 
 Any other operation (a hook, a NaN check, a BF16 GEMM) gets an ordinary tensor: the first one computes and stores the
 values, with the bits that the codes are made from. So every use is correct and costs at most what an unfused norm costs.
 
-The consumer chooses the quantisation: it knows the recipe, history, directions and communication, and may quantise after
+The consumer chooses the quantization: it knows the recipe, history, directions and communication, and may quantize after
 a gather. The producer only gets a flag to defer, from code that knows that the consumer takes a TileSource.
 
 Rejected: one module for norm and linear, as in Transformer Engine. The norm's parameters would be renamed, hooks and

@@ -1,4 +1,4 @@
-"""Quantisation kernels: one read per reduction, and both directions are written.
+"""Quantization kernels: one read per reduction, and both directions are written.
 
 | recipe | passes over the matrix | functions |
 |---|---|---|
@@ -142,7 +142,7 @@ def quantize_tensor(
     record: Record | None = None,
     tile: Tile | None = None,
 ) -> Sides:
-    """Quantise x [rows, cols] with one scale: given (delayed), or computed from ``measure``'s ``amax`` (tensorwise).
+    """Quantize x [rows, cols] with one scale: given (delayed), or computed from ``measure``'s ``amax`` (tensorwise).
 
     Args:
         scale, amax: float32 []; exactly one of them. With ``scale``, pow2, margin and epsilon are ignored.
@@ -186,7 +186,7 @@ def quantize_rows(
     pad_to: int = 1,
     tile: Tile | None = None,
 ) -> Sides:
-    """Quantise x [rows, cols] with one scale per row of each direction, from ``measure``'s amaxes (reduced or not).
+    """Quantize x [rows, cols] with one scale per row of each direction, from ``measure``'s amaxes (reduced or not).
 
     Args:
         row_amax, col_amax: float32 [rows] and [cols]; None skips that direction.
@@ -236,7 +236,7 @@ def quantize_blocks(
     record: Record | None = None,
     tile: Tile | None = None,
 ) -> Sides:
-    """Quantise x [rows, cols] with one scale per block along the contraction, or per square block.
+    """Quantize x [rows, cols] with one scale per block along the contraction, or per square block.
 
     Partial blocks have scales too.
 
@@ -304,7 +304,7 @@ def quantize_blocks(
 
 
 def write(source: TileSource) -> torch.Tensor:
-    """The matrix of a TileSource, [rows, cols] in its dtype, contiguous: the values that the casts quantise."""
+    """The matrix of a TileSource, [rows, cols] in its dtype, contiguous: the values that the casts quantize."""
     tile = _tile(source)
     values = torch.empty(source.rows, source.cols, dtype=source.dtype, device=source.device)
     if values.numel():

@@ -153,7 +153,7 @@ class TileSource:
         # Offsets inside a tile of at most 128 rows (or columns, when turned) are 32-bit numbers.
         if max(rows, cols, x_step, first_step) >= 1 << 24:
             raise ValueError(
-                f"a matrix of {rows} x {cols} has a side or stride of 2^24 or more: quantise it in pieces"
+                f"a matrix of {rows} x {cols} has a side or stride of 2^24 or more: quantize it in pieces"
             )
         self._arguments: dict[str, Any] = {
             "x": x,
@@ -214,10 +214,10 @@ class Plain(TileSource):
 
 
 def unit_stride(x: torch.Tensor) -> torch.Tensor:
-    """x itself if its last dimension has stride 1, else a contiguous copy; ValueError for a dtype not quantised."""
+    """x itself if its last dimension has stride 1, else a contiguous copy; ValueError for a dtype not quantized."""
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
-            f"cannot quantise a tensor of dtype {x.dtype}: float32, bfloat16 or float16 is needed; convert it first"
+            f"cannot quantize a tensor of dtype {x.dtype}: float32, bfloat16 or float16 is needed; convert it first"
         )
     x = in_memory(x)
     return x if x.stride(-1) == 1 or (x.shape[-1] == 1 and x.is_contiguous()) else x.contiguous()

@@ -93,7 +93,7 @@ class DeferredRecord:
 def _measure(x: torch.Tensor) -> torch.Tensor:
     """``measure`` of a tensor [..., K]: float32 [2].
 
-    Quantised activations are decoded first; an FP8 parameter returns what its cast measured.
+    Quantized activations are decoded first; an FP8 parameter returns what its cast measured.
     """
     if isinstance(x, Fp8Parameter):
         return x.measured

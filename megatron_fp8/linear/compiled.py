@@ -6,11 +6,11 @@
 A linear has one weight and no ``tokens``. ``grouped_linear`` and ``grouped_linear_backward`` are the same operators under
 the names of a layer's experts, for checkpointing policies that name them. Their numbers of tokens are a tensor on the CPU
 that an operator reads as it runs, so one graph serves all: it knows only their sum. Backward reads codes and scales, the
-saved input; where experts' saved layouts differ, the tokens are saved in high precision, and backward quantises them.
-stamps and scale say how the forward quantised the weights; measured and counted are the deferred record of an
+saved input; where experts' saved layouts differ, the tokens are saved in high precision, and backward quantizes them.
+stamps and scale say how the forward quantized the weights; measured and counted are the deferred record of an
 evaluation-mode forward (amax_recorder.py).
 
-A cast records into a slot, a weight is quantised once an iteration, kernels are launched by pointer, stochastic rounding
+A cast records into a slot, a weight is quantized once an iteration, kernels are launched by pointer, stochastic rounding
 counts its calls. A tracer would have to guard on this state or bake it in. So the operators run eagerly and keep it; the
 graph sees tensors only. What backward needs is an output like any other (one byte a value): a compiler may plan its
 memory, offload it and fuse around it. The native kernels already fuse amax, cast and transpose.
@@ -26,7 +26,7 @@ Arguments have this form because:
   code, and operators of other sources may return other layouts for the same code.
 
 Side effects outside the graph: slots (a maximum and a sum, in any order), counters, the cached weight, main_grad. No
-result in the graph reads them. If the weight's cached codes were replaced since the forward, backward quantises the same
+result in the graph reads them. If the weight's cached codes were replaced since the forward, backward quantizes the same
 weight again with the same scale.
 
 Rejected: tracing through, as torchao does. It suits tensors that carry their state; here slots, caches and Triton
@@ -94,7 +94,7 @@ def traced_linear(
 ) -> Tensor:
     """The call while torch.compile traces, or under a dispatch mode: y [..., N] of x [..., K], weights [N, K], bias [N].
 
-    Training quantises the weights once an iteration if the state ``keeps_weights``, else at each call; evaluation does so
+    Training quantizes the weights once an iteration if the state ``keeps_weights``, else at each call; evaluation does so
     at each call. It ignores Megatron's ``is_first_microbatch``, each value of which would need its own graph.
     """
     layouts = {site.traced.saved_layout for site in call.sites}
@@ -261,7 +261,7 @@ def linear_backward(
     Args:
         dy, weights: [..., N]; [N, K] each.
         kept: the saved input: codes and scales, or x [..., K]; empty without any dw.
-        stamps, weight_scales: int64 [sites, 2] and float32 [sites] of ``stamps_of``: how forward quantised the weights.
+        stamps, weight_scales: int64 [sites, 2] and float32 [sites] of ``stamps_of``: how forward quantized the weights.
         measured, counted: float32 [sites, 2, 2] and int64 [7], forward's deferred record, or empty.
         bias_dtype: None if dbias is not needed.
         tokens, sites, layout, tp, number: as in ``linear``.

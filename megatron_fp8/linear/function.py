@@ -53,12 +53,12 @@ def fp8_linear(
             QuantizedActivation are multiplied as they are.
         weight: [N, K], this rank's part. If it has ``main_grad``, wgrad (float32) is added to it and the autograd
             gradient is an uninitialised dummy, as Megatron-Core's DistributedDataParallel expects of a fused wgrad.
-        bias: [N], added in float32 before the one rounding; its gradient is the float32 sum of dy, unquantised. None
+        bias: [N], added in float32 before the one rounding; its gradient is the float32 sum of dy, unquantized. None
             with row parallelism, where it belongs after the sum over ranks.
         site, tp: the GEMMs and the communication.
         training: the layer's mode. What is recorded and counted, and when, says state/iteration.py.
-        fresh_weight: quantise the weight again even if this iteration has done so.
-        save_original_input: keep x itself for wgrad, and quantise it again there. For callers that recompute x anyway.
+        fresh_weight: quantize the weight again even if this iteration has done so.
+        save_original_input: keep x itself for wgrad, and quantize it again there. For callers that recompute x anyway.
 
     Returns:
         [..., N] in x's dtype. NaN in x or weight gives NaN where it is multiplied; Inf saturates and is counted (under
@@ -290,7 +290,7 @@ def _apply(
 
 
 def _forget(call: Call) -> None:
-    """Where weights are not kept the next call quantises them again; what backward needs was saved."""
+    """Where weights are not kept the next call quantizes them again; what backward needs was saved."""
     for site in call.sites:
         if not site.state.keeps_weights:
             site.weights.forget()

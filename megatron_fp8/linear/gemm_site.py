@@ -34,7 +34,7 @@ from .weight_cache import WeightCache
 
 
 class GemmSite:
-    """Quantises a linear layer's operands and multiplies them, as its plan says.
+    """Quantizes a linear layer's operands and multiplies them, as its plan says.
 
     Args:
         plan: the site's entry.
@@ -42,12 +42,12 @@ class GemmSite:
         group: the amax reduction group of its slots (None: this process alone).
         seed: of stochastic rounding.
         stream: distinguishes data-parallel ranks, whose tokens differ, in stochastic rounding.
-        casts: what quantises each role, where another site's quantizers are to serve; None: quantizers of its own.
+        casts: what quantizes each role, where another site's quantizers are to serve; None: quantizers of its own.
 
     Attributes:
         casts: role -> its quantizers.
         backend: what they and the GEMMs run on; None if nothing is in FP8.
-        weights: quantises the weight and keeps it.
+        weights: quantizes the weight and keeps it.
         gradients: names the random bits by which grad_output is rounded.
         forwards: whether calls go as one operator, and recomputations as their forwards.
         traced: what compiled code knows the site by.
@@ -82,7 +82,7 @@ class GemmSite:
         self._stand_in: GemmSite | None = None
 
     def _casts(self, role: str, group: Group) -> Casts:
-        """What quantises a role: one quantizer where one serves both GEMMs that read it. ``group``: of its slots."""
+        """What quantizes a role: one quantizer where one serves both GEMMs that read it. ``group``: of its slots."""
         one, other = (self.plan.operands[gemm][role] for gemm in READERS[role])
         name = f"{self.plan.name}.{role}"
         row = self._quantizer(one, name, group)
@@ -135,7 +135,7 @@ class GemmSite:
         return any(q.slot.delayed is not None for casts in self.casts.values() for q in casts.quantizers)
 
     def computes(self, role: str) -> bool:
-        """Whether this operand is only ever quantised, by kernels that can compute it: all its GEMMs are FP8."""
+        """Whether this operand is only ever quantized, by kernels that can compute it: all its GEMMs are FP8."""
         in_fp8 = all(self.plan.gemms[gemm] == "fp8" for gemm in READERS[role])
         return in_fp8 and all(quantizer.computes for quantizer in self.casts[role].quantizers)
 
@@ -197,7 +197,7 @@ class GemmSite:
 
 
 def in_high_precision(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both operands of a product in high precision: what is quantised is decoded to the other's dtype."""
+    """Both operands of a product in high precision: what is quantized is decoded to the other's dtype."""
     dtype = next((o.dtype for o in (a, b) if isinstance(o, torch.Tensor)), torch.bfloat16)
     first, second = (o if isinstance(o, torch.Tensor) else o.dequantize(dtype) for o in (a, b))
     return first, second

@@ -1,6 +1,6 @@
 """Forward and backward of a linear, or of a layer's experts, without autograd.
 
-    fprop  y [M, N]  = x  [M, K]   @ w  [N, K]^T        x, w    quantised rowwise
+    fprop  y [M, N]  = x  [M, K]   @ w  [N, K]^T        x, w    quantized rowwise
     dgrad  dx [M, K] = dy [M, N]   @ w  [N, K]          dy rowwise, w columnwise
     wgrad  dw [N, K] = dy [M, N]^T @ x  [M, K]          dy, x   columnwise
 
@@ -47,7 +47,7 @@ from .tensor_parallel import Pending
 
 
 class Forward(NamedTuple):
-    """y [..., N]; of each site wgrad's operand, of this rank's tokens, or None; each weight, quantised or as it is."""
+    """y [..., N]; of each site wgrad's operand, of this rank's tokens, or None; each weight, quantized or as it is."""
 
     y: torch.Tensor
     x: list[Operand | None]

@@ -1,11 +1,11 @@
 """Operands of a linear's GEMMs: casts of input, weight and grad_output, and gathers.
 
-Per-tensor and square-block codes are the same in both directions; per-row and 1-wide blocks are quantised twice from
+Per-tensor and square-block codes are the same in both directions; per-row and 1-wide blocks are quantized twice from
 high precision, and only the columnwise side of the input outlives the forward. All casts of a forward or a backward
 are made in one call, but those that are gathered or rounded stochastically.
 
 Under sequence parallelism codes are gathered, never BF16, as long as a shard's tokens are whole blocks; otherwise the
-quantisation waits until after a gather in high precision, and the site's notes (hence the report) say so.
+quantization waits until after a gather in high precision, and the site's notes (hence the report) say so.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Call(NamedTuple):
     Attributes:
         sites: one of a linear, or each expert's.
         training: whether the layer is in training mode.
-        fresh_weights: of each site: quantise the weight again even if this iteration has done so.
-        save_original_input: keep x itself for wgrad, and quantise it again there.
+        fresh_weights: of each site: quantize the weight again even if this iteration has done so.
+        save_original_input: keep x itself for wgrad, and quantize it again there.
         tp: the communication of a linear.
         tokens: of each expert; not read of a linear.
         record: whether its forward records at once (state/iteration.py); a backward always does.
@@ -147,11 +147,11 @@ def _gathered_input(
 
 
 def derived(tokens: QuantizedSide, site: GemmSite, call: Call, role: str, *, record: bool) -> Operand | None:
-    """wgrad's operand [features, M] of tokens [M, features] that came as codes: their values, exact in float32, quantised
+    """wgrad's operand [features, M] of tokens [M, features] that came as codes: their values, exact in float32, quantized
     by wgrad's rule (docs/numerics.md, Derived codes)."""
     assert call.tp.kind == "none", "tokens are dispatched to experts, which gather none"
     quantizer = site.casts[role].columnwise
-    assert quantizer is not None, "a wgrad in high precision would read values that were quantised"
+    assert quantizer is not None, "a wgrad in high precision would read values that were quantized"
     values = tokens.dequantize(torch.float32)
     region = _region(values, site, call) if role == "grad_output" and site.gradients.stochastic else None
     return quantizer(
@@ -192,7 +192,7 @@ def _record_late_cast(tokens: torch.Tensor, casts: Casts) -> None:
 
 
 def requantize_input(saved: torch.Tensor, site: GemmSite, call: Call) -> Operand | None:
-    """A saved plain input [K, M], quantised now if wgrad reads codes, and if codes made of a shard of the tokens are
+    """A saved plain input [K, M], quantized now if wgrad reads codes, and if codes made of a shard of the tokens are
     those that the gathered tokens would get; else as it is."""
     quantizer = site.casts["input"].columnwise
     if quantizer is None or (
@@ -215,7 +215,7 @@ def gather_input(saved: Operand | None, call: Call) -> Pending:
 
 def columnwise_input(gathered: Operand, call: Call) -> Operand | None:
     """wgrad's operand [K, M of all ranks] from what was gathered: codes [K, M] as they are; tokens [M, K] in high
-    precision transposed, and quantised if wgrad reads codes."""
+    precision transposed, and quantized if wgrad reads codes."""
     if isinstance(gathered, QuantizedSide):
         return gathered
     quantizer = call.sites[0].casts["input"].columnwise

@@ -1,4 +1,4 @@
-"""Quantised tokens between ranks: a tensor subclass of codes and scales.
+"""Quantized tokens between ranks: a tensor subclass of codes and scales.
 
 A row is one token: its codes, a byte a value, and behind them its scales as they lie in memory. So whatever moves rows,
 Megatron-Core's token dispatchers with their permutations and collectives, moves tokens in FP8 without knowing it, and
@@ -9,7 +9,7 @@ It never computes. An operation that does more than move rows is an error, so th
 back; ``dequantize`` gives the values. What the experts' products read (``side``) are the codes as they were sent.
 
 wgrad reads the other direction, blocks along the tokens, which no rank can have made: an expert's tokens come from many.
-Its codes are derived (``derived``): decoded, exactly, and quantised by the rule that wgrad has, one rounding more.
+Its codes are derived (``derived``): decoded, exactly, and quantized by the rule that wgrad has, one rounding more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class QuantizedActivation(torch.Tensor):
 
     Attributes:
         rows: uint8 [..., features + bytes of a token's scales].
-        rule: how they were quantised.
+        rule: how they were quantized.
 
     Raises:
         RuntimeError: an operation would compute with it.

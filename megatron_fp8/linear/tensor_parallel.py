@@ -1,7 +1,7 @@
 """Tensor-parallel communication of a linear, in FP8 codes where possible, and this rank's shard.
 
 Tokens are [sequence, batch] flattened, so a gather along the sequence is a gather along the rows. The columnwise side of
-a quantised matrix has the tokens last. The emulated backend keeps it as a transposed view of codes in row order: its
+a quantized matrix has the tokens last. The emulated backend keeps it as a transposed view of codes in row order: its
 shards gather along rows, and the permutation that gathered columns need is the view itself. The native backend writes it
 contiguous, as tensor cores read it: its shards arrive one after the other, and are put side by side, a copy of bytes in
 runs of a shard's tokens. Either way the gathered side lies as its shards did.

@@ -5,7 +5,7 @@ Optimizers that write through flat buffers leave no trace in a tensor's version;
 
 A forward saves a stamp of the weight if it keeps no columnwise side for dgrad, or if that may be replaced before
 backward (compiled code, offloading, another forward). The stamp names the weight's generation and the delayed scale,
-with which backward quantises the weight again. Rejected: one more argument of the backward operator. Graphs that
+with which backward quantizes the weight again. Rejected: one more argument of the backward operator. Graphs that
 torch.compile cached on disk under an earlier version of this package would not pass it.
 """
 
@@ -35,7 +35,7 @@ _DELAYED, _EVALUATED = 1, 2  # a stamp's flags
 
 @dataclass
 class CachedWeight:
-    """A quantised weight.
+    """A quantized weight.
 
     Attributes:
         version: of the weight that it was made of (``WeightCache.version``).
@@ -52,7 +52,7 @@ class CachedWeight:
 
 
 class WeightCache:
-    """Quantises a site's weight and caches the result.
+    """Quantizes a site's weight and caches the result.
 
     Args:
         casts: the role's.
@@ -60,7 +60,7 @@ class WeightCache:
 
     Attributes:
         casts, state: as given.
-        evaluated_by: what quantises it in evaluation: ``casts``, unless others than the training may write it.
+        evaluated_by: what quantizes it in evaluation: ``casts``, unless others than the training may write it.
         held: what is kept.
     """
 
@@ -81,7 +81,7 @@ class WeightCache:
         self.evaluated_by = evaluation_casts(self.casts, known, tell)
 
     def casts_in(self, training: bool) -> Casts:
-        """What quantises it."""
+        """What quantizes it."""
         return self.casts if training else self.evaluated_by
 
     def fits(self, training: bool) -> bool:
@@ -93,17 +93,17 @@ class WeightCache:
         """What a cast of the weight makes: 'rowwise' where each backward makes the columnwise side again."""
         return "rowwise" if self._may_make_again and not self.state.keeps_columnwise else "both"
 
-    # A call's weight is quantised once an iteration if the state ``keeps_weights``, else at each call: ``ready`` gives it
+    # A call's weight is quantized once an iteration if the state ``keeps_weights``, else at each call: ``ready`` gives it
     # where that needs no cast, else the caller makes the ``job`` and has it cached by ``take``.
 
     def ready(self, weight: torch.Tensor, *, fresh: bool, record: bool) -> Sides | None:
         """The weight [N, K], and [K, N] columnwise, where that needs no cast, else None.
 
-        Each is quantised, or as it is where the plan has high precision. The columnwise side is None where backward makes
+        Each is quantized, or as it is where the plan has high precision. The columnwise side is None where backward makes
         it again. A weight that lives as FP8 is used as it is; its amax counts once an iteration, as if it had been cast.
 
         Args:
-            fresh: quantise again whatever is cached (Megatron's is_first_microbatch).
+            fresh: quantize again whatever is cached (Megatron's is_first_microbatch).
             record: record the amax.
         """
         if isinstance(weight, Fp8Parameter):
@@ -175,7 +175,7 @@ class WeightCache:
             self.casts.observe(weight)
 
     def forget(self) -> None:
-        """Drop what is kept: another weight took this one's place, or the next call will quantise anyway."""
+        """Drop what is kept: another weight took this one's place, or the next call will quantize anyway."""
         self.held = None
 
     def _first_this_iteration(self) -> bool:
@@ -207,7 +207,7 @@ _DELAYED, _EVALUATED = 1, 2  # a stamp's flags
 def stamp_of(
     weights: WeightCache, device: torch.device, *, training: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The stamp of a forward that just quantised the weight, as tensors that a graph can save.
+    """The stamp of a forward that just quantized the weight, as tensors that a graph can save.
 
     Returns (int64 [2] on the CPU: weight_generation and flags for a delayed scale and evaluation; float32 []: the delayed
     scale, or 1).
@@ -251,7 +251,7 @@ def columnwise_of(
 ) -> Operand:
     """dgrad's operand [K, N] of the weight [N, K].
 
-    Returns forward's codes while the site caches them. Otherwise quantises the weight again, with the same bits: the
+    Returns forward's codes while the site caches them. Otherwise quantizes the weight again, with the same bits: the
     state keeps no columnwise sides, ``fp8_step`` or another forward ran in between, or offloading returned the weight as
     another tensor.
 

@@ -61,7 +61,7 @@ def move_unhealthy_sites(model_chunks: list[Any], state: Fp8State, *, partial: b
 
 
 def _slots_of_senders(model_chunks: list[Any]) -> dict[str, dict[str, str]]:
-    """Returns site -> slot -> role, for operands that are quantised before they are sent (moe_fp8_dispatch)."""
+    """Returns site -> slot -> role, for operands that are quantized before they are sent (moe_fp8_dispatch)."""
     found: dict[str, dict[str, str]] = {}
     for dispatch in _dispatches(model_chunks):
         for linear, slot, role in dispatch.slots():
@@ -70,7 +70,7 @@ def _slots_of_senders(model_chunks: list[Any]) -> dict[str, dict[str, str]]:
 
 
 def _dispatches(model_chunks: list[Any]) -> list[Any]:
-    """Returns the objects that quantise tokens before they are sent to experts (moe_fp8_dispatch), one per layer."""
+    """Returns the objects that quantize tokens before they are sent to experts (moe_fp8_dispatch), one per layer."""
     modules = (module for chunk in model_chunks for module in unwrap(chunk).modules())
     return [module.fp8_dispatch for module in modules if hasattr(module, "fp8_dispatch")]
 

@@ -105,7 +105,7 @@ def _transfer_state(chunks: list[Any], copied: list[Any], saved: dict[str, torch
         if isinstance(linear.weight, Fp8Parameter):
             quantizer = linear.fp8_site.quantizers["weight"]
             prepared = isinstance(linear.weight.quantizer, EvalWeightQuantizer)
-            linear.weight.quantised_by(untrained_quantizer(quantizer) if prepared else quantizer)
+            linear.weight.quantized_by(untrained_quantizer(quantizer) if prepared else quantizer)
     for original, duplicate in zip(chunks, copied, strict=True):
         if original in before.fp8_params:
             after.fp8_params.add(duplicate)

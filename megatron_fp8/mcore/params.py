@@ -266,5 +266,5 @@ def patches() -> list[Patch]:
             everywhere=True,
         ),
         Patch(ddp, "__init__", make_params_first, "weights become FP8 before buffers hold them", wrap=True),
-        Patch(ddp, "broadcast_params", broadcast_codes_too, "it would move a dequantised copy", wrap=True),
+        Patch(ddp, "broadcast_params", broadcast_codes_too, "it would move a dequantized copy", wrap=True),
     ]

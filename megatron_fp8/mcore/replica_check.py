@@ -318,10 +318,10 @@ def _equals_master(weight: torch.Tensor, master: torch.Tensor) -> bool:
     rounded = master.detach().to(weight.dtype).view(weight.shape)
     if not isinstance(weight, Fp8Parameter):
         return torch.equal(rounded, weight.detach()) or not bool(weight.isfinite().all())
-    requantised = weight.quantizer.quantize(rounded, "both").tensor
+    requantized = weight.quantizer.quantize(rounded, "both").tensor
     for mine, other in (
-        (weight.quantized.rowwise, requantised.rowwise),
-        (weight.quantized.columnwise, requantised.columnwise),
+        (weight.quantized.rowwise, requantized.rowwise),
+        (weight.quantized.columnwise, requantized.columnwise),
     ):
         assert mine is not None and other is not None
         if not torch.equal(mine.codes.view(torch.uint8), other.codes.view(torch.uint8)):

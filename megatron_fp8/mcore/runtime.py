@@ -77,7 +77,7 @@ class Fp8Runtime:
 
     @property
     def found_nonfinite(self) -> bool:
-        """Whether the last finished iteration quantised a NaN or an Inf on any rank."""
+        """Whether the last finished iteration quantized a NaN or an Inf on any rank."""
         return self.state.last.nonfinite > 0
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:

@@ -226,7 +226,7 @@ def prepare(model_chunks: list[Any]) -> None:
 
 @contextmanager
 def keeping_weights(model_chunks: list[Any]) -> Iterator[None]:
-    """Caches quantised weights of these chunks inside; Megatron's schedule resets the cache (is_first_microbatch)."""
+    """Caches quantized weights of these chunks inside; Megatron's schedule resets the cache (is_first_microbatch)."""
     configs = [unwrap(chunk).config for chunk in model_chunks]
     states = [state_of(config) for config in configs if getattr(config, "fp8", None)]
     for state in states:

@@ -44,8 +44,8 @@ class Fp8Config:
         forward_format: 'e4m3', for weights and activations.
         backward_format: 'e4m3' or 'e5m2', for gradients; None: the recipe's default, E5M2 for delayed and
             tensorwise.
-        quantize_weights, quantize_activations, quantize_gradients: whether to quantise that operand. A GEMM
-            with an unquantised operand runs in high precision, with the other operand dequantised.
+        quantize_weights, quantize_activations, quantize_gradients: whether to quantize that operand. A GEMM
+            with an unquantized operand runs in high precision, with the other operand dequantized.
         margin: powers of two of headroom below the largest code; per-tensor scales only.
         epsilon: lower limit of the amax (0: off).
         skip: globs of module names and predicates (name, module) -> bool; matching modules stay in high
@@ -67,7 +67,7 @@ class Fp8Config:
             is printed and reported.
 
     Raises:
-        ValueError: a value is unknown, two contradict each other, or nothing would be quantised.
+        ValueError: a value is unknown, two contradict each other, or nothing would be quantized.
     """
 
     recipe: Recipe | str | None = None
@@ -113,8 +113,8 @@ class Fp8Config:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use True or False")
         if len(self.unquantized) > 1:
             raise ValueError(
-                f"{' and '.join(self.unquantized)} not quantised: every GEMM needs two quantised operands to run in FP8,"
-                " and none is left; quantise at least two of weights, activations and gradients"
+                f"{' and '.join(self.unquantized)} not quantized: every GEMM needs two quantized operands to run in FP8,"
+                " and none is left; quantize at least two of weights, activations and gradients"
             )
         self._resolve()
         check_overrides(self.overrides, "overrides")
@@ -157,7 +157,7 @@ class Fp8Config:
         names = recipe_name(recipes[0]), recipe_name(recipes[1])
         texts = {
             "recipe": recipes if names[0] == names[1] else names,
-            "not quantised": (self.unquantized, other.unquantized),
+            "not quantized": (self.unquantized, other.unquantized),
             **{name: (getattr(self, name), getattr(other, name)) for name in _OF_A_LINEAR},
         }
         return {
@@ -217,7 +217,7 @@ class Fp8Config:
             )
         if isinstance(self.recipe, CustomRecipe) and self.unquantized:
             raise ValueError(
-                f"CustomRecipe decides for itself what is quantised: return None for {', '.join(self.unquantized)} there"
+                f"CustomRecipe decides for itself what is quantized: return None for {', '.join(self.unquantized)} there"
             )
 
 

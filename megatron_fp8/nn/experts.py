@@ -159,7 +159,7 @@ class Fp8Experts(torch.nn.Module):
                 linears[stack.label].join_group(group, site, also=also_called(name, stack))
 
     def leave_group(self) -> None:
-        """Undo ``join_group``. Weights prepared for inference are dequantised and stacked again."""
+        """Undo ``join_group``. Weights prepared for inference are dequantized and stacked again."""
         self._stack_again()
         for linear in self.fp8_linears():
             linear.leave_group()
@@ -304,7 +304,7 @@ class Fp8Experts(torch.nn.Module):
         return [stack for stack in self.fp8_stacks if "weight" in self.fp8_linears(stack)[0]._parameters]
 
     def _whole(self, stack: Stack) -> torch.Tensor:
-        """A split stack, dequantised."""
+        """A split stack, dequantized."""
         found = []
         for linear in self.fp8_linears(stack):
             weight = linear.weight.detach()
@@ -319,7 +319,7 @@ class Fp8Experts(torch.nn.Module):
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """Has the keys and shapes of the unconverted module; FP8 weights are dequantised."""
+        """Has the keys and shapes of the unconverted module; FP8 weights are dequantized."""
         found = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         for stack in self._taken_apart():
             for number in range(self.fp8_count):

@@ -1,15 +1,15 @@
 """FP8 all-gather for fully_shard (FSDP2): one byte per value.
 
-fully_shard stores a weight as shards and gathers it before use. A weight of this class is quantised before
+fully_shard stores a weight as shards and gathers it before use. A weight of this class is quantized before
 the gather, with the scale of the whole weight. The gathered codes are therefore bit-identical to those of a
-weight quantised after the gather. The linear gets an Fp8Parameter over FSDP's own buffer, which FSDP frees
+weight quantized after the gather. The linear gets an Fp8Parameter over FSDP's own buffer, which FSDP frees
 after the forward and refills for the backward; no rank stores the codes of all weights in between.
 
 The scale of a whole weight needs its amax over all ranks. After the weights have changed, the first gather
 shares the amaxes of all weights in one all-reduce. Delayed scaling knows its scales and needs none.
 
 Codes that serve one direction only (per row, 1x32) cannot be converted to the other. Such weights are
-gathered in high precision and quantised afterwards. So are weights whose 128x128 blocks a shard boundary
+gathered in high precision and quantized afterwards. So are weights whose 128x128 blocks a shard boundary
 would cut.
 
 Rejected: gathering one scale per shard with the codes. Neither the values nor the columnwise codes would be
@@ -49,8 +49,8 @@ def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
         optimizer = ...                        # after fully_shard, as always
 
     Returns:
-        Names of the linears whose weights are gathered as codes. The others' recipes quantise each direction
-        from high precision (rowwise, mxfp8) or leave the weight unquantised, or they are Conv1Ds, experts or
+        Names of the linears whose weights are gathered as codes. The others' recipes quantize each direction
+        from high precision (rowwise, mxfp8) or leave the weight unquantized, or they are Conv1Ds, experts or
         parametrised. The count is also printed.
 
     Raises:
@@ -82,7 +82,7 @@ def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
         names.append(name)
     if not names:
         raise ValueError(
-            "no weight of this model can be gathered as FP8 codes: its recipe quantises each direction from high"
+            "no weight of this model can be gathered as FP8 codes: its recipe quantizes each direction from high"
             " precision, or not at all; use tensorwise, delayed or blockwise,"
             " or fully_shard without enable_fp8_all_gather"
         )

@@ -151,7 +151,7 @@ class Fp8Layer(torch.nn.Module):
             super()._apply(fn, recurse)
         if self.fp8_device != before:
             self.fp8_sites.leave(before)
-            self.fp8_sites.quantise(self.held, self.fp8_device)
+            self.fp8_sites.quantize(self.held, self.fp8_device)
             self.fp8_group.leave_device(before)
         return self
 

@@ -280,7 +280,7 @@ def _reason_to_skip_weights(
         if _is_unsupported_tensor(weight):
             return f"its weight is a {type(weight).__name__}, which is no ordinary tensor"
         if weight.dtype not in _DTYPES:
-            return f"{weight.dtype} weights cannot be quantised"
+            return f"{weight.dtype} weights cannot be quantized"
     smallest = min(min(shape) for shape in features)
     if smallest < config.min_features:
         return f"{smallest} features: below {config.min_features} FP8 would multiply padding"
@@ -288,7 +288,7 @@ def _reason_to_skip_weights(
 
 
 def _is_unsupported_tensor(weight: Any) -> bool:
-    """Whether the tensor belongs to an unsupported subclass, e.g. another library's quantised tensor. FP8 kernels need
+    """Whether the tensor belongs to an unsupported subclass, e.g. another library's quantized tensor. FP8 kernels need
     plain memory."""
     known = (torch.Tensor, nn.Parameter, FakeTensor, Fp8Parameter)
     return not (type(weight) in known or hasattr(weight, "to_local"))

@@ -69,4 +69,4 @@ def _merge(group: Fp8Group, linears: dict[str, Fp8Layer]) -> None:
     for name, site in recorded.items():
         take_over(site, linears[name].fp8_site)
     for linear in linears.values():
-        linear.fp8_sites.quantise(linear.held, linear.fp8_device)
+        linear.fp8_sites.quantize(linear.held, linear.fp8_device)

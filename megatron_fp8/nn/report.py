@@ -130,9 +130,9 @@ class Fp8Report:
         reasons = {reason: str(number) for number, reason in enumerate(reasons, start=1)}
         lines = [(_name(names), *key[1:-1], reasons.get(key[-1], "")) for key, names in grouped.items()]
         notes = [_wrap(f"{number:>2}  {reason}", "    ") for reason, number in reasons.items()]
-        requantise_note = "keep_columnwise=False: each backward recomputes the weights' codes for dgrad"
+        requantize_note = "keep_columnwise=False: each backward recomputes the weights' codes for dgrad"
         parts = [*_table([COLUMNS, *lines]), *notes, _wrap(self._summary())]
-        return "\n".join([*parts, *([] if self.keep_columnwise else [requantise_note])])
+        return "\n".join([*parts, *([] if self.keep_columnwise else [requantize_note])])
 
     def _summary(self) -> str:
         running = sum(row.converted and row.in_use for row in self.rows)

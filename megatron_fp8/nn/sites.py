@@ -212,17 +212,17 @@ class LinearSites:
 
     # ---------------------------------------------------------------------------------------------- moves and copies
 
-    def quantise(self, weight: Any, device: torch.device) -> None:
-        """Make the site on this device quantise writes into a weight that is stored as codes.
+    def quantize(self, weight: Any, device: torch.device) -> None:
+        """Make the site on this device quantize writes into a weight that is stored as codes.
 
         It replaces the site of the device before a move, or of the original of a copy. If several linears
-        share the weight, the first one's site quantises it.
+        share the weight, the first one's site quantizes it.
         """
         if not isinstance(weight, Fp8Parameter) or weight.is_gathered or device.type == "meta":
             return
         quantizer = self.on(device).weights.evaluated_by.rowwise
         if quantizer is not None and quantizer.slot.arena is not weight.quantizer.slot.arena:
-            weight.quantised_by(quantizer)
+            weight.quantized_by(quantizer)
 
     def leave(self, device: torch.device) -> None:
         """Called after a move from this device: drops cached codes and stores the histories for the next device."""
@@ -261,7 +261,7 @@ class LinearSites:
             take_over(source, copied.on(device))
         copies = [(weight, memo.get(id(weight))) for weight in linear.sources]
         copied.group.left.note_copies(self.group.left, self.name, copies)
-        copied.quantise(memo.get(id(linear.held)), device)
+        copied.quantize(memo.get(id(linear.held)), device)
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:

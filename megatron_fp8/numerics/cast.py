@@ -38,10 +38,10 @@ _INT_VIEW = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.floa
 
 
 def check_float(x: torch.Tensor) -> None:
-    """Raises ValueError unless x is float32, bfloat16 or float16: the dtypes that can be quantised."""
+    """Raises ValueError unless x is float32, bfloat16 or float16: the dtypes that can be quantized."""
     if x.dtype not in _INF_BITS:
         raise ValueError(
-            f"cannot quantise a tensor of dtype {x.dtype}: float32, bfloat16 or float16 is needed; convert it first"
+            f"cannot quantize a tensor of dtype {x.dtype}: float32, bfloat16 or float16 is needed; convert it first"
         )
 
 
@@ -76,7 +76,7 @@ def cast(
         A tensor of fmt.dtype with x's shape. NaN -> 0x7F, +-Inf -> +-max, +-0 keeps its sign.
 
     Raises:
-        ValueError: x is not a floating dtype that can be quantised.
+        ValueError: x is not a floating dtype that can be quantized.
     """
     check_float(x)
     if x.ndim == 0:

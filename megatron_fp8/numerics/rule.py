@@ -22,7 +22,7 @@ class Granularity:
 
     Attributes:
         is_tensor: one scale for the whole tensor.
-        symmetric: the columnwise side is the rowwise side transposed, without a second quantisation.
+        symmetric: the columnwise side is the rowwise side transposed, without a second quantization.
 
     Raises:
         ValueError: not whole numbers >= 0.
@@ -55,7 +55,7 @@ BLOCK_1X32 = Granularity(1, 32)
 
 @dataclass(frozen=True)
 class Rule:
-    """The quantisation of one role.
+    """The quantization of one role.
 
     Args:
         fmt: E4M3 or E5M2.

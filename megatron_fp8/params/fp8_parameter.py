@@ -6,9 +6,9 @@ training that keeps a BF16 parameter and casts it every iteration, without the c
 
 ``Fp8Parameter`` reports dtype BF16 and stores bytes:
 
-* ``copy_``, and any other in-place operation, computes in BF16 and quantises the result into the same bytes;
+* ``copy_``, and any other in-place operation, computes in BF16 and quantizes the result into the same bytes;
 * ``detach`` and ``.data`` share the storage, so a write through them changes the parameter;
-* any other operation reads the dequantised matrix and returns an ordinary tensor, and so do ``clone``, ``.float()``
+* any other operation reads the dequantized matrix and returns an ordinary tensor, and so do ``clone``, ``.float()``
   and pickling;
 * GEMM sites read ``quantized``, the codes themselves, and record ``amax`` at that time, exactly as a cast of a BF16
   weight would. Nothing is recorded twice or remains from an update.
@@ -88,7 +88,7 @@ class _Stored:
         self.view()
 
     def view(self) -> None:
-        """Rebuilds the quantised matrix over the current codes; the columnwise side is a transposed view."""
+        """Rebuilds the quantized matrix over the current codes; the columnwise side is a transposed view."""
         rule = self.quantizer.rule
         sides = [
             QuantizedSide(
@@ -113,7 +113,7 @@ class _Stored:
         )
 
     def write(self, x: torch.Tensor) -> None:
-        """Quantises a matrix into the codes."""
+        """Quantizes a matrix into the codes."""
         if cast_by_kernel(self.quantizer, x.device):
             self._write_by_kernel(x)
             return
@@ -195,7 +195,7 @@ class Fp8Parameter(Fp8TensorBase):
 
     @property
     def rule(self) -> Rule:
-        """Its quantisation rule."""
+        """Its quantization rule."""
         return self._stored.quantizer.rule
 
     @property
@@ -242,7 +242,7 @@ class Fp8Parameter(Fp8TensorBase):
     def get_high_precision_init_val(self) -> torch.Tensor:
         """Returns the original weight, in the nominal dtype. (A master made from the codes would be rounded twice.)
 
-        After ``clear_high_precision_init_val`` the dequantised value.
+        After ``clear_high_precision_init_val`` the dequantized value.
         """
         return self.dequantize() if self._stored.initial is None else self._stored.initial
 
@@ -313,7 +313,7 @@ class Fp8Parameter(Fp8TensorBase):
     # --------------------------------------------------------------------------------------------------- as a tensor
 
     def write(self, value: torch.Tensor) -> None:
-        """Rounds [rows, cols] to the nominal dtype and quantises it into the codes."""
+        """Rounds [rows, cols] to the nominal dtype and quantizes it into the codes."""
         self._stored.write(value)
 
     def alias(self) -> Fp8Parameter:
@@ -338,7 +338,7 @@ class Fp8Parameter(Fp8TensorBase):
         new.take_scales(old, device)
         return type(self)(new)
 
-    def quantised_by(self, quantizer: Quantizer) -> None:
+    def quantized_by(self, quantizer: Quantizer) -> None:
         """Sets another quantizer of the same rule for later writes: that of the linear into which it was copied."""
         assert quantizer.rule == self.rule, (quantizer.rule, self.rule)
         self._stored.quantizer = quantizer
@@ -362,7 +362,7 @@ class TwoWayFp8Parameter(Fp8Parameter):
 
 
 def fp8_parameter(weight: torch.Tensor, quantizer: Quantizer) -> Fp8Parameter:
-    """Returns the FP8 parameter of a weight [rows, cols]: quantises it now, and keeps its value until the master has it.
+    """Returns the FP8 parameter of a weight [rows, cols]: quantizes it now, and keeps its value until the master has it.
 
     Takes over requires_grad and attributes that were set on the weight (tensor parallelism's and others).
 

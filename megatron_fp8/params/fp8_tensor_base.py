@@ -28,7 +28,7 @@ class Fp8TensorBase(torch.Tensor):
 
     Raises:
         TypeError: ``.data`` is set to another shape, dtype or device (a module's ``.float()``).
-        RuntimeError: a collective is called on it, which would send the dequantised copy and not change the codes.
+        RuntimeError: a collective is called on it, which would send the dequantized copy and not change the codes.
     """
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
@@ -38,7 +38,7 @@ class Fp8TensorBase(torch.Tensor):
         raise AssertionError("a subclass defines dequantize()")
 
     def write(self, value: torch.Tensor) -> None:
-        """Quantises a tensor of this shape into the codes."""
+        """Quantizes a tensor of this shape into the codes."""
         raise AssertionError("a subclass defines write()")
 
     def alias(self) -> Fp8TensorBase:
@@ -63,13 +63,13 @@ class Fp8TensorBase(torch.Tensor):
         if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
             raise TypeError(
                 f"{self!r} cannot become {value.dtype} {tuple(value.shape)} on {value.device}: convert or move the model"
-                " before its weights are made FP8, or take their dequantised values"
+                " before its weights are made FP8, or take their dequantized values"
             )
         if not self.copy_codes(value):
             self.write(value)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Writes elements into the value, and quantises all of it again."""
+        """Writes elements into the value, and quantizes all of it again."""
         whole = self.dequantize()
         whole[index] = value
         self.write(whole)
@@ -90,7 +90,7 @@ class Fp8TensorBase(torch.Tensor):
                 return result
         if func.namespace == "c10d":
             raise RuntimeError(
-                f"{func} on {type(args[0]).__name__} would send a dequantised copy and change nothing here: send its"
+                f"{func} on {type(args[0]).__name__} would send a dequantized copy and change nothing here: send its"
                 " codes (parameter.codes), or write the received value with copy_"
             )
         return _run_on_values(func, args, kwargs)
@@ -133,7 +133,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 
 
 def _run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operation on dequantised values; quantises those that it changed in place."""
+    """Runs an operation on dequantized values; quantizes those that it changed in place."""
     values: dict[int, torch.Tensor] = {}
 
     def plain(x: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Operands of a linear's GEMMs: the quantisation of each, or none.
+"""Operands of a linear's GEMMs: the quantization of each, or none.
 
-Two GEMMs read each operand, each in its own direction. If both need the same quantisation, one cast serves both; if
+Two GEMMs read each operand, each in its own direction. If both need the same quantization, one cast serves both; if
 not, the operand is cast twice, each time from high precision.
 """
 
@@ -21,7 +21,7 @@ READERS = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_outp
 
 @dataclass(frozen=True)
 class CastSpec:
-    """The quantisation of an operand for one GEMM: its rule, and the recipe with the history of a delayed one."""
+    """The quantization of an operand for one GEMM: its rule, and the recipe with the history of a delayed one."""
 
     rule: Rule
     delayed: DelayedScaling | None = None
@@ -33,12 +33,12 @@ class CastSpec:
 
 
 Operands = Mapping[str, Mapping[str, CastSpec | None]]
-"""GEMM -> role -> the operand's cast; None: not quantised."""
+"""GEMM -> role -> the operand's cast; None: not quantized."""
 
 
 @dataclass(frozen=True)
 class _Operand:
-    """One operand of one GEMM: its recipe, a format that replaces the recipe's, or why it is not quantised."""
+    """One operand of one GEMM: its recipe, a format that replaces the recipe's, or why it is not quantized."""
 
     recipe: Recipe
     fmt: str | None = None
@@ -85,7 +85,7 @@ class CastSpecs:
         self.unquantized, self.fp8_wgrad = unquantized, fp8_wgrad
         self.overridden = False
         self.plans: dict[tuple[str, str], Any] = {}
-        self._plain: set[str] = set()  # GEMMs whose operands are never quantised
+        self._plain: set[str] = set()  # GEMMs whose operands are never quantized
         self._reset(recipe, reason)
         if bf16_reason is not None:
             self._plain, self._reasons = set(GEMM_OPERANDS), [(bf16_reason, "")]
@@ -109,7 +109,7 @@ class CastSpecs:
             recipe: the recipe that it names, or None.
             setting: the config field, for the report.
 
-        ValueError: it gives a format to an operand that its recipe does not quantise.
+        ValueError: it gives a format to an operand that its recipe does not quantize.
         """
         self.overridden = True
         value, of_role = override.value, override.part in ROLES
@@ -136,7 +136,7 @@ class CastSpecs:
                     self._operands[gemm, role] = _Operand(recipe)
                 elif operand.recipe.role_rules[role] is None:
                     raise ValueError(
-                        f"{setting} {override.key!r}: {value!r} is a format, and the recipe does not quantise {role}:"
+                        f"{setting} {override.key!r}: {value!r} is a format, and the recipe does not quantize {role}:"
                         " name a recipe"
                     )
                 else:
@@ -186,13 +186,13 @@ class CastSpecs:
         for cause in ("by the recipe", "as asked"):
             roles = [role for role in ROLES if self._causes(role) == {cause}]
             if roles:
-                found.append(f"{', '.join(roles)} not quantised {cause}")
+                found.append(f"{', '.join(roles)} not quantized {cause}")
         all_casts = {
             gemm: {role: self._operands[gemm, role].spec(role) for role in roles}
             for gemm, roles in GEMM_OPERANDS.items()
         }
         if self._leaves_wgrad(all_casts):
-            found.append("fp8_wgrad=False: wgrad in high precision, which saves the input unquantised")
+            found.append("fp8_wgrad=False: wgrad in high precision, which saves the input unquantized")
         return found
 
     def _causes(self, role: str) -> set[str | None]:

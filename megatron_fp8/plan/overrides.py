@@ -7,7 +7,7 @@
 NAME is a glob over full names or their last parts. The value is a precision ('bf16', the model's own dtype, or 'fp8',
 the recipe of all linears), a recipe, or a format ('e4m3', 'e5m2', 'hybrid'), which does not change the scales.
 Overrides are applied in order, each to its part, so the last match wins. A role's value sets how that operand is
-quantised in GEMMs that run in FP8, and puts no GEMM into FP8.
+quantized in GEMMs that run in FP8, and puts no GEMM into FP8.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class SitePlan:
         backend: backend name, None for a bf16 site.
         reason: why, as text.
         cause: what decided it.
-        operands: casts of each GEMM. If only one operand of a GEMM is quantised, because the other's role is not, it
-            is dequantised for the product. A GEMM that was taken out of FP8 quantises neither.
+        operands: casts of each GEMM. If only one operand of a GEMM is quantized, because the other's role is not, it
+            is dequantized for the product. A GEMM that was taken out of FP8 quantizes neither.
         rules: role -> the Rule of its first reader that has one, or None for a role that stays in high precision.
         gemms: 'fprop', 'dgrad', 'wgrad' -> precision.
     """
@@ -94,7 +94,7 @@ class SitePlan:
         }
 
     def _in_words(self, role: str) -> str | None:
-        """Describes how a role is quantised, over the GEMMs that quantise anything."""
+        """Describes how a role is quantized, over the GEMMs that quantize anything."""
         words = {
             gemm: "high precision" if (cast := self.operands[gemm][role]) is None else str(cast.rule)
             for gemm in READERS[role]
@@ -116,7 +116,7 @@ def fp8_site(
     fp8_wgrad: bool = True,
     unquantized: tuple[str, ...] = (),
 ) -> SitePlan:
-    """Returns the plan of a site that runs in FP8 by ``recipe``, except for GEMMs with an unquantised operand."""
+    """Returns the plan of a site that runs in FP8 by ``recipe``, except for GEMMs with an unquantized operand."""
     return planned_site(
         name, layer, backend, reason, CastSpecs(recipe, fp8_wgrad=fp8_wgrad, unquantized=unquantized)
     )
@@ -125,7 +125,7 @@ def fp8_site(
 def planned_site(name: str, layer: int | None, backend: str, reason: str, specs: CastSpecs) -> SitePlan:
     """Returns the plan of a site with these specs.
 
-    If no GEMM is left in FP8, it is a bf16 site and quantises nothing.
+    If no GEMM is left in FP8, it is a bf16 site and quantizes nothing.
     """
     reason = "; ".join([reason, *specs.remarks()])
     operands = specs.operands()
@@ -168,7 +168,7 @@ def is_by_token(rule: Rule) -> bool:
 
 
 def sent_as(plans: Sequence[SitePlan], role: str) -> tuple[CastSpec | None, str | None]:
-    """Returns how tokens are quantised before they are sent to the linears of these plans, or None and the reason.
+    """Returns how tokens are quantized before they are sent to the linears of these plans, or None and the reason.
 
     Args:
         role: 'input' for the experts' first linears, 'grad_output' for the gradients of their second ones.

@@ -1,6 +1,6 @@
 """A table of measured GEMM times: which shapes are too small for FP8.
 
-FP8 speeds up the multiplications, K * N * tokens, and adds quantisation, one pass over each operand; below some size
+FP8 speeds up the multiplications, K * N * tokens, and adds quantization, one pass over each operand; below some size
 it costs more than it saves. That size depends on the GPU, the recipe and all versions, so it is measured
 (``megatron-fp8 bench --tune --out FILE``) and not built in.
 
@@ -70,7 +70,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class SizeTable:
-    """Time ratios of FP8 to BF16, of fprop + dgrad + wgrad with all quantisation, by shape; FP8 is faster below 1.
+    """Time ratios of FP8 to BF16, of fprop + dgrad + wgrad with all quantization, by shape; FP8 is faster below 1.
 
     Attributes:
         path: the file, for messages.
@@ -178,7 +178,7 @@ def _load(path: str, changed: int) -> SizeTable:
         if not isinstance(content.get(key), str) or not content[key]:
             raise _error(path, f"{key}={content.get(key)!r} must be a text")
     if not isinstance(content.get("roles"), dict):
-        raise _error(path, f"roles={content.get('roles')!r} must say how each role is quantised")
+        raise _error(path, f"roles={content.get('roles')!r} must say how each role is quantized")
     rows = content.get("rows")
     if not isinstance(rows, list) or not rows:
         raise _error(path, f"rows={str(rows)[:60]} must be a list of measured shapes")

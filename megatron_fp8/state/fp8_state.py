@@ -47,9 +47,9 @@ class Fp8State:
     Attributes:
         device: of slots, scales and histories.
         iteration: the current one, counted from 0.
-        weight_generation: a cached quantised weight of another generation is stale.
-        keeps_weights: cache quantised weights within a generation. Only if no code writes weights meanwhile through
-            ``.data``, which the cache cannot detect. False: each forward quantises its weight.
+        weight_generation: a cached quantized weight of another generation is stale.
+        keeps_weights: cache quantized weights within a generation. Only if no code writes weights meanwhile through
+            ``.data``, which the cache cannot detect. False: each forward quantizes its weight.
         keeps_columnwise: cache dgrad's separate codes of weights until backward; False: each backward makes them again.
         seed: of stochastic rounding.
         phases: the iterations in which FP8 runs.
@@ -226,7 +226,7 @@ class Fp8State:
             self._along = None
 
     def begin_capture(self) -> None:
-        """Starts a capture: it has separate counts and shares no quantised weight with eager code."""
+        """Starts a capture: it has separate counts and shares no quantized weight with eager code."""
         assert not self.capturing, "captures do not nest"
         self.capturing = True
         self._outside, self.counter.iteration = self.counter.iteration, IterationCounts()

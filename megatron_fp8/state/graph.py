@@ -17,7 +17,7 @@ tensor has a scale (a first scale needs the host), scales are updated in each it
 added, no phase in high precision is left, no random bits come from the host. ``CapturedStep`` refuses all else.
 Tensors must also keep their memory: slots, scales, histories and their heads are updated in place.
 
-A weight is quantised inside the graph, even if eager code has cached it: a replay must use the current weight. Codes
+A weight is quantized inside the graph, even if eager code has cached it: a replay must use the current weight. Codes
 from a capture are not used outside, since a capture computes nothing.
 
 Counters and the iteration are on the host: ``replayed`` advances them. A tensor, ``nonfinite``, also says whether to

@@ -18,7 +18,7 @@ from ..tensor import Operand
 
 
 class SeenCast(NamedTuple):
-    """x [rows, cols] was quantised for a slot.
+    """x [rows, cols] was quantized for a slot.
 
     Attributes:
         slot: SITE.ROLE, or SITE.ROLE.GEMM where one role is cast twice.
@@ -67,7 +67,7 @@ class Observer(Protocol):
         """Whether it observes the iteration of this number (from 0). Called when the iteration begins."""
 
     def cast(self, seen: SeenCast) -> None:
-        """A tensor was quantised."""
+        """A tensor was quantized."""
 
     def stored(self, slot: str, weight: torch.Tensor) -> None:
         """An FP8 weight (an Fp8Parameter) is used without a cast, for the first time in this iteration's training."""

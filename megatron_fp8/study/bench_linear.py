@@ -1,6 +1,6 @@
-"""Benchmarks of FP8 against BF16: quantisation, GEMMs, a linear.
+"""Benchmarks of FP8 against BF16: quantization, GEMMs, a linear.
 
-Results are checked before timing: codes against the quantised values, products against the float64 product of
+Results are checked before timing: codes against the quantized values, products against the float64 product of
 the same codes, a linear's output and gradients against BF16's. A wrong result is never timed. Contenders run
 alternately, and ratios are taken per pair of runs. The command line is `megatron-fp8 bench`; larger cells are
 in models.py, other libraries in torchao_bench.py.
@@ -65,7 +65,7 @@ class Bench:
     def time(
         self, section: str, shape: Gemm, contender: str, run: Callable[[], Any], bf16: Callable[[], Any]
     ) -> None:
-        """Time a contender against BF16 (quantisation against a copy), and add its row."""
+        """Time a contender against BF16 (quantization against a copy), and add its row."""
         times = interleave_on(self.device, {"bf16": bf16, "fp8": run}, self.repetitions)
         self.add(section, shape, contender, times["fp8"], times["bf16"])
 
@@ -95,8 +95,8 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact.double()).square().mean().sqrt() / size)
 
 
-def quantise(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None:
-    """Times quantisation of a linear's input in both directions, against a copy in BF16."""
+def quantize(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None:
+    """Times quantization of a linear's input in both directions, against a copy in BF16."""
     rule = recipe.rule("input")
     if rule is None:
         return
@@ -126,7 +126,7 @@ def gemm(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None
 
 
 def linear(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None:
-    """Times fprop, dgrad and wgrad including quantisation, against torch's linear in BF16."""
+    """Times fprop, dgrad and wgrad including quantization, against torch's linear in BF16."""
     weight = bench.matrix(shape.n, shape.k, seed=2).mul_(shape.k**-0.5).requires_grad_()
     x, dy = bench.matrix(shape.tokens, shape.k, seed=1), bench.matrix(shape.tokens, shape.n, seed=3)
     state = Fp8State(bench.device)

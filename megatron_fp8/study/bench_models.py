@@ -23,7 +23,7 @@ from ..nn import Fp8Config, convert_to_fp8, fp8_step
 from ..plan.size_table import Gemm
 from ..recipe import Recipe, recipe_name
 from .bench_collectives import collectives
-from .bench_linear import Bench, gemm, linear, quantise
+from .bench_linear import Bench, gemm, linear, quantize
 
 _FAR = 0.25
 """Relative root mean square difference from BF16, for several consecutive linears in E4M3 and E5M2."""
@@ -81,7 +81,7 @@ def converted(model: nn.Module, recipe: Recipe, backend: ModuleType) -> nn.Modul
 
 
 def layer(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None:
-    """Times forward and backward of one layer, including quantisation of its weights."""
+    """Times forward and backward of one layer, including quantization of its weights."""
     bf16 = Layer(shape.k, shape.n, bench.device)
     fp8 = converted(bf16, recipe, backend)
     x, dy = (bench.matrix(shape.tokens, shape.k, seed=seed) for seed in (1, 3))
@@ -150,7 +150,7 @@ def inference(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) ->
 
 
 SECTIONS: dict[str, Callable[[Bench, Gemm, Recipe, ModuleType], None]] = {
-    "quantise": quantise,
+    "quantise": quantize,
     "gemm": gemm,
     "linear": linear,
     "layer": layer,

@@ -140,7 +140,7 @@ class Trial:
         recipe: its name; None: the backend cannot run here with any recipe.
         result: 'good', 'wrong', or 'refused' by the backend before running.
         error: native and emulated: largest error over the largest value of the exact product of the same
-            codes. Transformer Engine: root mean square error, relative to the unquantised product.
+            codes. Transformer Engine: root mean square error, relative to the unquantized product.
         reason: why it was refused, or what is wrong besides the error.
         cure: remedy for a refusal.
     """

@@ -218,7 +218,7 @@ def _result(trial: Trial) -> str:
         return f"cannot run here: {trial.reason}"
     verdict = "good" if trial.result == "good" else "WRONG"
     if trial.backend == "transformer_engine":
-        what = f"FP8 linear {verdict}, {trial.error:.1e} from the unquantised product"
+        what = f"FP8 linear {verdict}, {trial.error:.1e} from the unquantized product"
     else:
         what = f"FP8 GEMM {verdict}, error {trial.error:.1e} of the largest value"
     return "; ".join(filter(None, [what, trial.reason]))

@@ -194,7 +194,7 @@ def _cell(one: Described, exponent: int, interval: Interval | None) -> str:
 
 def show_recipes() -> str:
     """SQNR of ordinary elements by recipe and size of the outliers."""
-    rows: dict[tuple[str, str], list[scaling_errors.Quantised]] = {}
+    rows: dict[tuple[str, str], list[scaling_errors.Quantized]] = {}
     for q in scaling_errors.by_recipe():
         rows.setdefault((q.recipe, q.rule), []).append(q)
     cells = [

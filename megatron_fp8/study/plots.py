@@ -125,7 +125,7 @@ def _errors(axes: Any) -> None:
 
 
 def _recipes(axes: Any) -> None:
-    lines: dict[tuple[str, str], list[scaling_errors.Quantised]] = {}
+    lines: dict[tuple[str, str], list[scaling_errors.Quantized]] = {}
     for q in scaling_errors.by_recipe():
         lines.setdefault((q.recipe, q.rule), []).append(q)
     for (name, rule), found in lines.items():

@@ -30,13 +30,13 @@ NAMES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 
 
 @dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """Result of a recipe on the tensor.
 
     Attributes:
         recipe, rule: 'mxfp8', and its rule for the operand ('e4m3 1x32 e8m0').
         outlier: size of the outliers, in standard deviations.
-        sqnr: signal-to-quantisation-noise ratio of all elements, in dB, dominated by the outliers.
+        sqnr: signal-to-quantization-noise ratio of all elements, in dB, dominated by the outliers.
         ordinary: the same for all other elements, which matters for training.
         flushed: share of those that became 0.
     """
@@ -64,13 +64,13 @@ def with_outliers(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def sqnr(x: torch.Tensor, found: torch.Tensor) -> float:
-    """Signal-to-quantisation-noise ratio in dB, computed in float64: Inf without error, NaN without elements."""
+    """Signal-to-quantization-noise ratio in dB, computed in float64: Inf without error, NaN without elements."""
     signal = x.double().square().sum()
     return float(10 * (signal / (found.double() - x.double()).square().sum()).log10())
 
 
 @cache
-def by_recipe(seed: int = 0) -> tuple[Quantised, ...]:
+def by_recipe(seed: int = 0) -> tuple[Quantized, ...]:
     """Every recipe and operand with a distinct rule, at every size of outliers."""
     found = []
     for size in SIZES:
@@ -85,7 +85,7 @@ def by_recipe(seed: int = 0) -> tuple[Quantised, ...]:
                 seen.add(rule)
                 y = quantize(x, recipe, role).dequantize(torch.float32)
                 found.append(
-                    Quantised(
+                    Quantized(
                         name,
                         rule,
                         size,
@@ -129,7 +129,7 @@ class Step:
 
 
 def simulate(recipe: Recipe, magnitudes: Sequence[float], seed: int = 0) -> tuple[Step, ...]:
-    """Quantises a normal tensor of each magnitude as a site's input, ending the iteration after each."""
+    """Quantizes a normal tensor of each magnitude as a site's input, ending the iteration after each."""
     state = Fp8State(torch.device("cpu"))
     rule = recipe.rule("input")
     assert rule is not None

@@ -6,7 +6,7 @@ once.
 
 What is measured, and by which events:
 
-    input, grad_output   casts; operands of the GEMMs if none quantises them
+    input, grad_output   casts; operands of the GEMMs if none quantizes them
     weight               once an iteration: its cast, its operand, or the masters of an FP8 parameter
         (tensor_sources.py)
     output, dgrad, wgrad the products, on this rank only: terms of a sum over tensor-parallel ranks are
@@ -136,7 +136,7 @@ class Collector:
             self._measure(row, values, {} if codes is None else {"": codes})
 
     def product(self, seen: SeenProduct) -> None:
-        """A product, and its operands that no GEMM of the site quantises."""
+        """A product, and its operands that no GEMM of the site quantizes."""
         if not seen.recorded:
             return
         site, tensor = _site_of(seen.site), PRODUCTS[seen.gemm]
@@ -211,7 +211,7 @@ class Collector:
         return self._tables[due]
 
     def _plain(self, site: str, role: str, operand: Operand, *, turned: bool = False) -> None:
-        """An operand of a product that no GEMM of its site quantises."""
+        """An operand of a product that no GEMM of its site quantizes."""
         site_of = self._sites.get(site)
         if isinstance(operand, torch.Tensor) and site_of is not None and not site_of().casts[role].quantizers:
             self._operand((site, role), lambda: operand.t() if turned else operand)

@@ -19,7 +19,7 @@ from functools import cache
 from typing import Literal
 
 TENSORS = ("input", "weight", "grad_output", "output", "dgrad", "wgrad")
-"""The tensors of a site. The first three are quantised; the others are the products of its GEMMs."""
+"""The tensors of a site. The first three are quantized; the others are the products of its GEMMs."""
 
 QUANTIZED = ("input", "weight", "grad_output")
 

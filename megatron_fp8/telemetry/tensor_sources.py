@@ -79,7 +79,7 @@ class WeightValues(NamedTuple):
 
     Attributes:
         values: in the weight's nominal dtype: [rows, cols], or [1, n] for a flat range.
-        codes: quantised values; None if their source values are unknown.
+        codes: quantized values; None if their source values are unknown.
         whole: every rank with the weight has all of it, so only one counts.
     """
 
@@ -93,7 +93,7 @@ def weight_values(weight: Fp8Parameter, *, columnwise: bool) -> WeightValues:
 
     ``columnwise``: include columnwise codes of a flat range.
 
-    Without a master (weights gathered as codes by FSDP) the values are the dequantised codes.
+    Without a master (weights gathered as codes by FSDP) the values are the dequantized codes.
     """
     if weight.piece is None or weight.piece[1] - weight.piece[0] == weight.numel():
         master = weight.master

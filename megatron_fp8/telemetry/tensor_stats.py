@@ -121,12 +121,12 @@ def measure(x: torch.Tensor, layout: Layout, codes: Mapping[str, Float8Tensor] |
         x: float32, bfloat16 or float16, any shape: a matrix [rows, cols], or flattened to [-1, last
             dimension]. May be empty. Does not synchronise with a GPU.
         layout: what to measure.
-        codes: quantised x: under '' the run's own codes, under a what-if prefix those of that recipe. Missing
+        codes: quantized x: under '' the run's own codes, under a what-if prefix those of that recipe. Missing
             codes are not measured. A columnwise statistic needs the columnwise side; others use the rowwise
             side, or the columnwise one if it is the only one.
 
     Raises:
-        ValueError: the dtype cannot be quantised, or codes have another shape than x.
+        ValueError: the dtype cannot be quantized, or codes have another shape than x.
     """
     check_float(x)
     matrix = in_memory(x)

@@ -85,7 +85,7 @@ def _ratio(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
 
 
 def side_of(quantized: QuantizedSide, shape: torch.Size, *, columnwise: bool) -> Side:
-    """One side of a quantised matrix of this shape, in the matrix's own orientation.
+    """One side of a quantized matrix of this shape, in the matrix's own orientation.
 
     Args:
         columnwise: the side's codes are [cols, rows].
@@ -106,7 +106,7 @@ def side_of(quantized: QuantizedSide, shape: torch.Size, *, columnwise: bool) ->
 
 @keeping_subnormals
 def measure_codes(x: torch.Tensor, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantisation statistics of x [rows, cols] and one side of its codes. Ignores NaN and Inf in x.
+    """Quantization statistics of x [rows, cols] and one side of its codes. Ignores NaN and Inf in x.
 
     Returns:
         float64 [3]: sum of squared errors, number of underflows, number of overflows. And float64 [2]: the

@@ -1,4 +1,4 @@
-"""Quantises a tensor by another recipe, for the same statistics.
+"""Quantizes a tensor by another recipe, for the same statistics.
 
 Most recipes compute scales from the current tensor, so nothing else is needed. Delayed scaling uses earlier
 iterations: ``WhatIfHistory`` stores their amaxes and must be updated in every iteration, measured or not.
@@ -24,7 +24,7 @@ from .stat_registry import WHAT_IF
 
 
 def what_if_rule(recipe: str, role: str, fmt: FloatFormat | None) -> Rule:
-    """The rule by which a recipe (a prefix of stat_registry.WHAT_IF) quantises 'input', 'weight' or 'grad_output',
+    """The rule by which a recipe (a prefix of stat_registry.WHAT_IF) quantizes 'input', 'weight' or 'grad_output',
     with defaults.
 
     Args:
@@ -45,7 +45,7 @@ def what_if(
     direction: Direction = "rowwise",
     scale: torch.Tensor | None = None,
 ) -> Float8Tensor:
-    """x [rows, cols] quantised by another recipe.
+    """x [rows, cols] quantized by another recipe.
 
     Args:
         recipe, role, fmt: as for ``what_if_rule``.

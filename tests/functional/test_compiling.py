@@ -22,10 +22,10 @@ print(cpu.reason())
 """
 
 
-def quantised(folder: Path, cache: str, environment: dict[str, str]) -> list[str]:
+def quantized(folder: Path, cache: str, environment: dict[str, str]) -> list[str]:
     """What a process prints, with an empty cache or one that another process fills now."""
     variables = {"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(folder / cache), **environment}
-    done = python(str(folder / "quantise.py"), env=variables, timeout=200)
+    done = python(str(folder / "quantize.py"), env=variables, timeout=200)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     return done.stdout.splitlines()
 
@@ -37,11 +37,11 @@ def test_processes_that_compile_at_once_and_machines_that_cannot(tmp_path):
         '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "emulation.c:1: error: broken" >&2\nexit 1\n'
     )
     broken.chmod(0o755)
-    (tmp_path / "quantise.py").write_text(QUANTISE)
+    (tmp_path / "quantize.py").write_text(QUANTISE)
     compilers = {"shared": [None, None], "a": ["false"], "b": ["/not/there/cc"], "c": [str(broken)]}
     with ThreadPoolExecutor() as pool:
         started = [
-            pool.submit(quantised, tmp_path, cache, {"CC": compiler} if compiler else {})
+            pool.submit(quantized, tmp_path, cache, {"CC": compiler} if compiler else {})
             for cache, wanted in compilers.items()
             for compiler in wanted
         ]

@@ -313,6 +313,6 @@ def test_published_forms_are_converted_if_they_are_loaded_as_the_page_says(tmp_p
         model(tokens(), labels=tokens()).loss.backward()
         assert fp8_step(model).hp_gemms == 0
 
-    quantised = FP8Linear(64, 64, block_size=(128, 128))  # what stands there without `dequantize`
-    both: Any = convert_to_fp8(torch.nn.Sequential(torch.nn.Linear(64, 64), quantised))
+    quantized = FP8Linear(64, 64, block_size=(128, 128))  # what stands there without `dequantize`
+    both: Any = convert_to_fp8(torch.nn.Sequential(torch.nn.Linear(64, 64), quantized))
     assert both.fp8_report.skipped["1"].startswith("FP8Linear is a subclass of nn.Linear")

@@ -38,7 +38,7 @@ WRONG = [
     ("3", "return (block.abs().max() / 448).item()", "it is no power of two"),
     ("3", "return 2.0 ** (torch.frexp(block.abs().max() / 448)[1].item() - 1)", "a value saturates"),
     ("3", "return 2.0 ** torch.frexp(block.abs().max() / 448)[1].item()", "half of it would do"),
-    ("4", "return dy.t() @ x", "nothing was quantised"),
+    ("4", "return dy.t() @ x", "nothing was quantized"),
     ("3", "return 0.0", "it is no power of two"),
     ("4", "return torch.full((32, 64), float('nan'))", "this is another product"),
     (

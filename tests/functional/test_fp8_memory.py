@@ -61,7 +61,7 @@ class Saved:
 
 @contextmanager
 def saved_for_backward(layer: Any) -> Iterator[Saved]:
-    """What the body saves, by part: 'linear', 'weight' (quantised weights), 'attention' (the core) and 'rest'."""
+    """What the body saves, by part: 'linear', 'weight' (quantized weights), 'attention' (the core) and 'rest'."""
     from megatron_fp8.linear.weight_cache import WeightCache
 
     saved = Saved()

@@ -1,4 +1,4 @@
-"""Norm and SwiGLU fused with quantisation in Megatron's layer: which kernels are launched, and the same bits as apart."""
+"""Norm and SwiGLU fused with quantization in Megatron's layer: which kernels are launched, and the same bits as apart."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def written_sources(seen: Seen) -> dict[str, int]:
 
 
 def computed(seen: Seen) -> set[str]:
-    """Kinds of what quantising kernels computed as they read it, in the last step."""
+    """Kinds of what quantizing kernels computed as they read it, in the last step."""
     return {
         k.partition(" of ")[2] for k in seen.calls[-1] if " of " in k and not k.startswith("write_values")
     }
@@ -102,7 +102,7 @@ def test_recomputed_as_computed(ranks: RankPool) -> None:
         assert not written_sources(seen), name
 
 
-# Fields, what is computed by those that quantise it, and what is written all the same.
+# Fields, what is computed by those that quantize it, and what is written all the same.
 LAYERS: dict[str, tuple[dict[str, Any], set[str], dict[str, int]]] = {
     "stored input": ({"activation_func_fp8_input_store": True}, ALL, {}),
     # A router reads its norm; each expert's SwiGLU is weighted.
@@ -145,7 +145,7 @@ EXPERTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, int]]] = {
 
 
 def test_experts_in_one_call_are_those_in_turn(ranks: RankPool) -> None:
-    """To the bit, and as much is computed for each by those that quantise it."""
+    """To the bit, and as much is computed for each by those that quantize it."""
     settings = [(GROUPED | fields, MOE | fields, options) for fields, options, _ in EXPERTS.values()]
     cases = [("mxfp8", "fused", moe, options, 1) for *both, options in settings for moe in both]
     (found,) = trained(ranks, ONE, *cases)

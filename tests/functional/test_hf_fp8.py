@@ -106,7 +106,7 @@ def test_like_keeps_what_only_the_directory_says(folder, tmp_path):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_transformers_dequantises_to_our_weights(folder, expected, name):
+def test_transformers_dequantizes_to_our_weights(folder, expected, name):
     import transformers
 
     if name == "fp8-block":
@@ -129,22 +129,22 @@ def test_transformers_dequantises_to_our_weights(folder, expected, name):
 
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "fp8-channel"])
-def test_transformers_runs_compressed_weights_and_quantised_inputs(folder, expected, name):
-    """Its default: FP8 until the first forward pass, inputs quantised in each linear as config.json says."""
+def test_transformers_runs_compressed_weights_and_quantized_inputs(folder, expected, name):
+    """Its default: FP8 until the first forward pass, inputs quantized in each linear as config.json says."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
     linears = {linear: model.get_submodule(linear) for linear in LINEARS}
     assert all(linear.weight.dtype == torch.float8_e4m3fn for linear in linears.values())
     ids = token_ids()
-    unquantised = transformers.AutoModelForCausalLM.from_pretrained(folder / "bf16", dtype=torch.float32)
-    logits, plain = hf_logits(model, ids), hf_logits(unquantised, ids)
+    unquantized = transformers.AutoModelForCausalLM.from_pretrained(folder / "bf16", dtype=torch.float32)
+    logits, plain = hf_logits(model, ids), hf_logits(unquantized, ids)
     for linear, module in linears.items():
         assert not first_difference(module.weight.data, expected[name][linear]), linear
     assert 0.005 < float((logits - plain).norm() / plain.norm()) < 0.2
 
 
-def test_transformers_quantises_inputs_with_our_static_scales(folder, tmp_path):
+def test_transformers_quantizes_inputs_with_our_static_scales(folder, tmp_path):
     """One site's range is far too narrow: its inputs saturate, which the logits show."""
     import transformers
 
@@ -209,7 +209,7 @@ def test_names_shapes_and_types_are_those_that_vllm_reads(folder, name):
         strategy, inputs = {"fp8-tensor": ("tensor", "tensor"), "fp8-channel": ("channel", "token")}[name]
         assert group["weights"] == {**number, "strategy": strategy, "dynamic": False}
         assert group["input_activations"] == {**number, "strategy": inputs, "dynamic": True}
-    if name == "fp8-tensor":  # vLLM fuses these, and requantises where their scales differ
+    if name == "fp8-tensor":  # vLLM fuses these, and requantizes where their scales differ
         for parts in GEMMS.values():
             assert len({float(tensors[f"{part}.weight_scale"]) for part in parts}) == 1, parts
 

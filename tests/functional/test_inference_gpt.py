@@ -112,7 +112,7 @@ def rms(x: torch.Tensor) -> float:
 
 
 def test_decoding_with_one_dynamic_scale_differs_less_than_fp8_from_bf16(decoded, ranks):
-    """Tensorwise, a token's codes depend on its company: what that costs is bounded by what quantising costs at all."""
+    """Tensorwise, a token's codes depend on its company: what that costs is bounded by what quantizing costs at all."""
     found = decoded("tensorwise")
     bf16 = ranks(1).run(high_precision)[0]
     cost = rms(found["trained"] - bf16["full"])

@@ -129,7 +129,7 @@ def test_capacity_drops_tokens(trained: Any) -> None:
     assert padded["most"] == most and padded["sent"] == {4 * most}
 
 
-def test_padding_for_quantisation_adds_tokens_without_weight(trained: Any) -> None:
+def test_padding_for_quantization_adds_tokens_without_weight(trained: Any) -> None:
     """Megatron-Core's, of tokens that count for nothing; experts here need none."""
     padded, plain = trained({"moe_router_padding_for_quantization": True}), trained({})
     assert padded["trained"][0][0] == pytest.approx(plain["trained"][0][0], rel=1e-6)

@@ -72,5 +72,5 @@ def assert_recorded(record: Record, expected: Quantized, what: str) -> None:
 
 
 def normalized(x: torch.Tensor, weight: torch.Tensor, zero_centered: bool = False) -> Normalized:
-    """RMSNorm of x [rows, hidden], left to be computed by who quantises it."""
+    """RMSNorm of x [rows, hidden], left to be computed by who quantizes it."""
     return Normalized(x, row_rstd(x, 1e-5), weight, float(zero_centered))

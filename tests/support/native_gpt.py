@@ -35,7 +35,7 @@ MODEL: dict[str, Any] = {
 TRAINING: dict[str, Any] = {"sequence": 32, "micro_batch": 2, "global_batch": 2, "vocab": 64}
 
 HOW = ("fused", "written", "apart")
-"""LazyTensor results computed by the linears' kernels; written first, then quantised; producers that do not know."""
+"""LazyTensor results computed by the linears' kernels; written first, then quantized; producers that do not know."""
 
 
 @dataclass

@@ -47,7 +47,7 @@ PRODUCTS = {
 
 @contextmanager
 def counted():
-    """Calls of the kernels' functions by name; the emulated quantisation is forbidden."""
+    """Calls of the kernels' functions by name; the emulated quantization is forbidden."""
     calls: Counter[str] = Counter()
 
     def counting(name, function):
@@ -58,7 +58,7 @@ def counted():
         return call
 
     wrapped = {name: counting(name, getattr(kernels, name)) for name in FUNCTIONS}
-    forbidden = AssertionError("quantised without a kernel")
+    forbidden = AssertionError("quantized without a kernel")
     with (
         mock.patch.multiple(kernels, **wrapped),
         mock.patch.object(reference, "quantize", side_effect=forbidden),
@@ -123,7 +123,7 @@ def shared_amaxes() -> None:
 
 
 def kernels_dispatched() -> None:
-    """One pass where the rule allows, two where a scale needs the amax first; never the emulated quantisation."""
+    """One pass where the rule allows, two where a scale needs the amax first; never the emulated quantization."""
     x = randn(64, 128, seed=1)
     expected = {
         "tensorwise": {"measure": 1, "quantize_tensor": 1},
@@ -142,7 +142,7 @@ def kernels_dispatched() -> None:
 
 
 def rules_without_a_kernel() -> None:
-    """The emulated quantisation on the same device, and the plan says so."""
+    """The emulated quantization on the same device, and the plan says so."""
     recipe = MXFP8BlockScaling(stochastic_rounding=True)
     x, region = randn(64, 64, seed=1), Region(RandomKey(3))
     found, expected = (
@@ -151,7 +151,7 @@ def rules_without_a_kernel() -> None:
     assert_same_bytes(found.tensor.columnwise.codes, expected.tensor.columnwise.codes)
     with fake_torch():
         (note,) = native.notes(torch.device("cpu"), recipe)
-    assert "grad_output quantised without a kernel" in note and "stochastic" in note
+    assert "grad_output quantized without a kernel" in note and "stochastic" in note
     odd = Rule(recipe.rule("input").fmt, Granularity(64, 64), "pow2")
     assert native.kernel_reason(odd) == "64x64 blocks with pow2 scales"
     found, expected = (b.quantize(x, odd, "both") for b in (native, emulated))

@@ -1,4 +1,4 @@
-"""GEMM sites for tests: recipes by name, and a backend that keeps what it multiplied and quantised."""
+"""GEMM sites for tests: recipes by name, and a backend that keeps what it multiplied and quantized."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RECIPES: dict[str, Recipe] = {
     "blockwise-fp32": Float8BlockScaling(fp8_format=HYBRID, use_f32_scales=True),
     "mxfp8": MXFP8BlockScaling(fp8_format=HYBRID),
 }
-"""Every recipe whose three roles are quantised."""
+"""Every recipe whose three roles are quantized."""
 
 
 def _without(plain: str) -> CustomRecipe:
@@ -62,7 +62,7 @@ class Product:
 
 @dataclass
 class RecordingBackend:
-    """The emulated backend; lists every product, and every matrix it quantised with the direction asked for."""
+    """The emulated backend; lists every product, and every matrix it quantized with the direction asked for."""
 
     products: list[Product] = field(default_factory=list)
     casts: list[tuple[tuple[int, ...], str]] = field(default_factory=list)

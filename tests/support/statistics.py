@@ -24,7 +24,7 @@ def merge(pieces: Iterable[Measured]) -> Measured:
 
 @dataclass(frozen=True)
 class Dump:
-    """One side of a quantised matrix in the matrix's orientation: codes (uint8), a scale each, the largest code."""
+    """One side of a quantized matrix in the matrix's orientation: codes (uint8), a scale each, the largest code."""
 
     codes: np.ndarray
     scale: np.ndarray

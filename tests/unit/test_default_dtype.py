@@ -113,7 +113,7 @@ def engine(request, monkeypatch):
 
 
 def train(recipe: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Two iterations of two linears, with a weight quantised once for two microbatches, and an evaluation."""
+    """Two iterations of two linears, with a weight quantized once for two microbatches, and an evaluation."""
     model = torch.nn.Sequential(*(torch.nn.Linear(160, 160, dtype=dtype, device="cpu") for _ in range(2)))
     with torch.no_grad():
         for index, parameter in enumerate(model.parameters()):

@@ -313,7 +313,7 @@ def test_blockwise_against_torchao(role, block):
 # -------------------------------------------------------------------------------------------- custom
 
 
-def test_custom_recipe_quantises_by_role():
+def test_custom_recipe_quantizes_by_role():
     recipe = CustomRecipe(
         lambda role: {"input": MXFP8BlockScaling(), "weight": Float8BlockScaling()}.get(role)
     )

@@ -1,4 +1,4 @@
-"""Recipes: Transformer Engine's names and keywords, validation, and that equality means 'quantises alike'."""
+"""Recipes: Transformer Engine's names and keywords, validation, and that equality means 'quantizes alike'."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_granularity_and_scale(recipe, blocks, scale):
 
 
 def test_power_of_two_scales_reach_every_role():
-    """In a peer the keyword leaves the quantiser unchanged."""
+    """In a peer the keyword leaves the quantizer unchanged."""
     recipe = Float8CurrentScaling(use_power_2_scales=True, margin=1, amax_epsilon=0.5)
     for role in ROLES:
         rule = recipe.rule(role)
@@ -209,7 +209,7 @@ def test_custom_recipe_refuses(factory, message):
 
 
 def test_a_factory_is_asked_once_for_each_role():
-    """One that answers otherwise the next time would quantise forward and backward by different rules."""
+    """One that answers otherwise the next time would quantize forward and backward by different rules."""
     asked = []
     recipe = CustomRecipe(lambda role: asked.append(role) or MXFP8BlockScaling())
     assert [recipe.rule(role).scale for role in ROLES * 2] == ["e8m0"] * 6

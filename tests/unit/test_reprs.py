@@ -9,7 +9,7 @@ from megatron_fp8 import Fp8Config, convert_to_fp8, quantize
 from megatron_fp8.recipe import Float8BlockScaling, MXFP8BlockScaling
 
 
-def test_a_quantised_tensor_says_what_it_is():
+def test_a_quantized_tensor_says_what_it_is():
     found = quantize(torch.zeros(100, 300), MXFP8BlockScaling(), "input", direction="both")
     scales = "scale_inv float8_e8m0fnu"
     rowwise = f"rowwise=QuantizedSide(e4m3 [100, 300], {scales} [100, 10] per 1x32, cpu)"

@@ -1,4 +1,4 @@
-"""The native backend: Triton quantisation kernels and FP8 tensor cores.
+"""The native backend: Triton quantization kernels and FP8 tensor cores.
 
 GEMMs are torch's scaled matrix product (cuBLASLt, CUTLASS); what it wants to be handed is layout.py's business,
 what it can do on this machine probe.py's. The result is what numerics.md says, acc * (scale_inv_a * scale_inv_b) +
@@ -53,7 +53,7 @@ Remedy = Literal["e4m3", "pow2"]
 
 
 def supports(device: torch.device, recipe: Recipe | Products | None = None) -> str | None:
-    """Why this backend cannot run on the device, or cannot multiply there what the recipe quantises; None if it can.
+    """Why this backend cannot run on the device, or cannot multiply there what the recipe quantizes; None if it can.
 
     With a recipe, every kind of product that its three GEMMs may need (16-bit and float32 results, bias) is tried once
     a process, so that nothing is found missing, and nothing is tried, inside a step.
@@ -63,7 +63,7 @@ def supports(device: torch.device, recipe: Recipe | Products | None = None) -> s
 
 
 def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
-    """Which roles are quantised by the emulated backend on the same device, since no kernel does it, and why; and which
+    """Which roles are quantized by the emulated backend on the same device, since no kernel does it, and why; and which
     GEMMs of blocks are this package's own kernel's, or the MX product's, since torch has no other. Of a recipe that
     ``supports`` does not refuse."""
     refusal = refusals(device, multiply)
@@ -75,7 +75,7 @@ def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
         for rule in rules_of(recipe, role):
             reason = kernel_reason(rule)
             if reason is not None:
-                found.append(f"{role} quantised without a kernel (the same codes, slower): {reason}")
+                found.append(f"{role} quantized without a kernel (the same codes, slower): {reason}")
     return found
 
 
@@ -121,7 +121,7 @@ _WITH_FLOAT_SCALES = frozenset((TENSOR, ROW, BLOCK_1X128, BLOCK_128X128))
 
 
 def kernel_reason(rule: Rule) -> str | None:
-    """Why no Triton kernel quantises by this rule, None if one does."""
+    """Why no Triton kernel quantizes by this rule, None if one does."""
     if rule.stochastic:
         return "stochastic rounding"
     granularity, scale = rule.granularity, rule.scale
@@ -146,7 +146,7 @@ def quantize(
     running: RunningAmax | None = None,
     for_product: bool = False,
 ) -> Quantized:
-    """Quantise a matrix in one or both directions; arguments and errors are reference.quantize's, and so are all bits.
+    """Quantize a matrix in one or both directions; arguments and errors are reference.quantize's, and so are all bits.
 
     Args:
         running: where amax and non-finite count are recorded; of rules that have a kernel returned in their place.
@@ -243,7 +243,7 @@ def gemm(
     bias: torch.Tensor | None = None,
     fast_accumulation: bool = False,
 ) -> torch.Tensor:
-    """a @ b^T of two quantised sides on tensor cores.
+    """a @ b^T of two quantized sides on tensor cores.
 
     Args:
         a: [M, K]; b: [N, K]; any sizes: what alignment asks for is padded and cut off again.

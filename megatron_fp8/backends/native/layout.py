@@ -74,7 +74,7 @@ class Operand(NamedTuple):  # a plan is looked up by two of these in each produc
 
     @staticmethod
     def of(side: QuantizedSide) -> Operand:
-        """The facts of a quantised side."""
+        """The facts of a quantized side."""
         e8m0 = side.scale_inv.dtype == torch.float8_e8m0fnu
         rows, k = side.codes.shape
         return Operand(rows, k, side.codes.dtype, side.granularity, e8m0, side.pow2)

@@ -181,7 +181,7 @@ def gemms_of(recipe: Recipe | Products) -> dict[str, tuple[Rule, Rule]]:
 
 
 def rules_of(recipe: Recipe | Products, role: str) -> list[Rule]:
-    """The rules that quantise a role, each once."""
+    """The rules that quantize a role, each once."""
     products = products_of(recipe)
     rules = [products[gemm][roles.index(role)] for gemm, roles in GEMM_OPERANDS.items() if role in roles]
     return [rule for rule in dict.fromkeys(rules) if rule is not None]
@@ -192,6 +192,6 @@ def plan_for(a: Rule, b: Rule, out: torch.dtype, bias: torch.dtype | None, refus
 
 
 def _typical(rule: Rule) -> Operand:
-    """An operand of no particular size, quantised by the rule."""
+    """An operand of no particular size, quantized by the rule."""
     e8m0, pow2 = rule.scale == "e8m0", rule.scale != "fp32"
     return Operand(128, 128, rule.fmt.dtype, rule.granularity, e8m0, pow2)

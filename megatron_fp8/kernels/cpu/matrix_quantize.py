@@ -103,7 +103,7 @@ class CastStruct(ctypes.Structure):
 
 
 def divides(cut: tuple[int, int]) -> bool:
-    """Whether blocks of so many rows and columns fill the tiles that are quantised at a time."""
+    """Whether blocks of so many rows and columns fill the tiles that are quantized at a time."""
     rows, cols = cut
     return rows > 0 and cols > 0 and _TALL % rows == 0 and _WIDE % cols == 0
 

@@ -73,7 +73,7 @@ def load_fp8_state_dict(model_chunks: list[Any], saved: Mapping[str, torch.Tenso
     check_saved(expected, saved, "Build the model as the saved one was, in the same layout")
     state = state_of(unwrap(model_chunks[0]).config)
     state.iteration = int(saved[ITERATION])
-    state.weight_generation += 1  # cached quantised weights are stale
+    state.weight_generation += 1  # cached quantized weights are stale
     load_slots(_slots(model_chunks), saved)
 
 

@@ -207,7 +207,7 @@ def load_weights(folder: Path, model: Any, *, left_out: tuple[str, ...] = ()) ->
     loaded = load_shards(folder, request, metadata)
     unwrap(model).load_state_dict(loaded.state["model0"])
     warm_from_weights(fp8_linears([model]), _slots(missing))
-    state_of(unwrap(model).config).weight_generation += 1  # cached quantised weights are stale
+    state_of(unwrap(model).config).weight_generation += 1  # cached quantized weights are stale
     return _first_on_any_rank(loaded.not_finite)
 
 
@@ -380,7 +380,7 @@ def _load_numbers(state: dict[str, Any], chunks: list[Any], optimizer: Any) -> N
         scaler.load_state_dict(state["loss_scaler"])
     fp8 = state_of(unwrap(chunks[0]).config)
     fp8.iteration = int(state["fp8_iteration"])
-    fp8.weight_generation += 1  # cached quantised weights are stale
+    fp8.weight_generation += 1  # cached quantized weights are stale
 
 
 def _reconcile_fp8(

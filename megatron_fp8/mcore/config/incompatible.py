@@ -27,7 +27,7 @@ _WITH_DISPATCH: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     (
         "fp8_wgrad",
         _is_false,
-        "weight gradients in high precision read values that were never quantised, and only codes arrive",
+        "weight gradients in high precision read values that were never quantized, and only codes arrive",
         "True",
     ),
     (
@@ -77,7 +77,7 @@ def check_dispatch(config: Any) -> None:
         if rule is None:
             raise ValueError(
                 f"moe_fp8_dispatch=True with fp8_recipe={config.fp8_recipe!r}, which leaves {role} in high precision:"
-                " there are no codes to send. Quantise it, or set moe_fp8_dispatch=False."
+                " there are no codes to send. Quantize it, or set moe_fp8_dispatch=False."
             )
         if rule.granularity.rows != 1:
             raise ValueError(

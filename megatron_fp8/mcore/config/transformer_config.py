@@ -44,7 +44,7 @@ class TransformerConfig(megatron_config.TransformerConfig):
     """Scaling rule: 'tensorwise', 'delayed' (Megatron-Core's default), 'rowwise', 'blockwise', 'mxfp8' or 'custom'."""
 
     fp8_backend: str | None = None
-    """The code that quantises and multiplies: 'emulated' (any device), 'native' or 'transformer_engine' (GPU).
+    """The code that quantizes and multiplies: 'emulated' (any device), 'native' or 'transformer_engine' (GPU).
     None and 'auto' choose the best one that the device can run; the choice is printed."""
 
     fp8_fallback: str = "error"
@@ -79,7 +79,7 @@ class TransformerConfig(megatron_config.TransformerConfig):
     and in DeepSeek-V3. first_last_layers_bf16 is about transformer layers, and does not concern it."""
 
     moe_fp8_dispatch: bool = False
-    """Send tokens to their experts as FP8 codes and scales, quantised once, and the gradient of what comes back too. It
+    """Send tokens to their experts as FP8 codes and scales, quantized once, and the gradient of what comes back too. It
     needs a recipe with scales of a row or of 1xN blocks. False: in the model's dtype, as in Megatron-Core."""
 
     fp8_high_precision_warmup: float = 0.0

@@ -1,4 +1,4 @@
-"""SwiGLU and norms beside FP8 linears: fused into quantisation, or input saved in FP8.
+"""SwiGLU and norms beside FP8 linears: fused into quantization, or input saved in FP8.
 
 **Fused.** In Megatron-Core's layer
 

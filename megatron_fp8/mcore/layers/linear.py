@@ -109,7 +109,7 @@ class _Fp8Site:
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def begin_fp8(self) -> tuple[GemmSite, bool]:
-        """Starts an FP8 call; returns its site, and whether its weight must be quantised again.
+        """Starts an FP8 call; returns its site, and whether its weight must be quantized again.
 
         RuntimeError: the last iteration was not ended.
         """

@@ -1,4 +1,4 @@
-"""Experts' tokens sent between ranks in FP8 (`moe_fp8_dispatch`): quantised once, before Megatron-Core dispatches them.
+"""Experts' tokens sent between ranks in FP8 (`moe_fp8_dispatch`): quantized once, before Megatron-Core dispatches them.
 
     forward    tokens [s, b, hidden] -> codes and scales -> permuted, sent, sorted by expert -> fc1's fprop reads them
                experts' outputs, sent back and summed in BF16 (combine), as without the option
@@ -12,7 +12,7 @@ which receives the sum. The dispatchers themselves are Megatron-Core's own (patc
 parts).
 
 A layer sends BF16 if its experts do not all read codes with scales per token: its linears run in BF16, by plan, phase
-or context; they have several rules; scales span tokens; or wgrad needs values that were never quantised. The sites'
+or context; they have several rules; scales span tokens; or wgrad needs values that were never quantized. The sites'
 notes, and so the report, have the reason. Ranks that send each other tokens must decide alike, so each resolves the
 plans of all experts. In experiments, which replace sites of one rank, they communicate.
 
@@ -80,7 +80,7 @@ class Fp8MoELayer(MoELayer):
 
 
 class Dispatch:
-    """Quantises a layer's tokens and their gradients before they are sent: a site without products.
+    """Quantizes a layer's tokens and their gradients before they are sent: a site without products.
 
     Its casts are counted, recorded and observed like a linear's, under the names NAME.input and NAME.grad_output.
 
@@ -134,7 +134,7 @@ class Dispatch:
         return ShardInfo(tokens=dist.get_rank() if dist.is_initialized() else 0)
 
     def slots(self) -> Iterator[tuple[Any, str, str]]:
-        """Yields (linear, slot, role) of each operand that is quantised here and read by the linear."""
+        """Yields (linear, slot, role) of each operand that is quantized here and read by the linear."""
         for role, linears in self._readers.items():
             if (quantizer := self.fp8_site.casts[role].rowwise) is not None:
                 for linear in linears:
@@ -155,7 +155,7 @@ class Dispatch:
         return result
 
     def coded(self, x: torch.Tensor, role: str, *, record: bool) -> QuantizedActivation:
-        """Quantises x [..., hidden] as the role."""
+        """Quantizes x [..., hidden] as the role."""
         site, matrix = self.fp8_site, x.reshape(-1, x.shape[-1])
         quantizer = site.casts[role].rowwise
         assert quantizer is not None

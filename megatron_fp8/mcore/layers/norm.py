@@ -5,7 +5,7 @@ row. Their parameters have `sequence_parallel`, so Megatron-Core sums their grad
 LayerNorm is PyTorch's; PyTorch's unfused RMSNorm saves four times as much (float32 copies).
 
 An RMSNorm whose only reader is an FP8 linear on a GPU (activation.py sets it) does not write its result: it returns a
-LazyTensor, which the linear's quantising kernel computes. Both forwards save the same x, weight and statistic, so
+LazyTensor, which the linear's quantizing kernel computes. Both forwards save the same x, weight and statistic, so
 backward is the same.
 """
 

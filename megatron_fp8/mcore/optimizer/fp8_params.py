@@ -1,7 +1,7 @@
 """Megatron-Core's optimizers over FP8 parameters: masters, casts, communication.
 
 Most of it is Megatron's own: the distributed optimizer calls ``quantize_param_shard`` after its step and gathers
-bytes; the other one calls ``copy_`` on every weight, which quantises. This module fixes four things that Megatron
+bytes; the other one calls ``copy_`` on every weight, which quantizes. This module fixes four things that Megatron
 leaves to the training loop or silently gets wrong:
 
 * **Masters start in high precision.** Megatron's plain FP16/BF16 optimizer makes them from the parameter, that is
@@ -94,7 +94,7 @@ def _check_config(config: Any, model_chunks: list[Any]) -> None:
 def without_slices_of_codes(original: Callable[..., Any]) -> Any:
     """Wraps DistributedOptimizer._build_model_and_main_param_groups: hides the recipe 'delayed' from it.
 
-    For delayed scaling alone Megatron stores a flat slice of each FP8 weight; a slice of a wrapper is a dequantised
+    For delayed scaling alone Megatron stores a flat slice of each FP8 weight; a slice of a wrapper is a dequantized
     copy.
     """
 
@@ -234,7 +234,7 @@ def patches() -> list[Patch]:
             distributed,
             "_build_model_and_main_param_groups",
             without_slices_of_codes,
-            "for delayed scaling it keeps slices of dequantised weights",
+            "for delayed scaling it keeps slices of dequantized weights",
             wrap=True,
         ),
         Patch(f"{plain}.MixedPrecisionOptimizer", "step", recast_when_skipped, cast_again, wrap=True),

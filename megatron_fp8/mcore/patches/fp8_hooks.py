@@ -99,7 +99,7 @@ def patches() -> list[Patch]:
                 f"{core}.pipeline_parallel.schedules",
                 f"forward_backward_{schedule}",
                 keep_weights_for_microbatches,
-                "weights are quantised once for all microbatches of an iteration, while no other code can write them",
+                "weights are quantized once for all microbatches of an iteration, while no other code can write them",
                 wrap=True,
                 everywhere=True,
             )

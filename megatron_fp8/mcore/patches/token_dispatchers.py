@@ -1,7 +1,7 @@
 """Patches by which Megatron-Core's token dispatchers send codes (`moe_fp8_dispatch`).
 
 Dispatchers move rows with torch operations, which QuantizedActivation implements, and with three collectives, which would
-send dequantised values. Those are replaced where dispatchers look them up: rows in codes are sent as bytes, in
+send dequantized values. Those are replaced where dispatchers look them up: rows in codes are sent as bytes, in
 forward (dispatch) or in backward (the gradient of combine), and everything else by the original calls.
 """
 

@@ -254,7 +254,7 @@ def test_the_plan_has_every_check():
     """In the order of a first half hour, and no module has a check that no plan runs."""
     assert [g.name for g in gpu_plan.CHECK] == [
         "variants", "digests", "codes", "gemm", "added products", "mx scales", "no waiting", "bench roofline",
-        "bench gemm", "bench quantise", "gradients", "experts", "grouped product", "graph", "captured step", "update",
+        "bench gemm", "bench quantize", "gradients", "experts", "grouped product", "graph", "captured step", "update",
         "masters", "training", "fused", "compiled", "te linear", "training te", "sanitiser",
     ]  # fmt: skip
     planned: dict[str, set[str]] = {}

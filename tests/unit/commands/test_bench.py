@@ -69,15 +69,15 @@ def test_the_verdict_tells_no_more_than_ratios_and_their_spread():
         *(row("linear", "delayed", ratio, 0.02) for ratio in (0.8, 1.2)),
         row("linear", "tensorwise", 1.3, 0.1),
     ]
-    quantised = row("quantise", "mxfp8", 2.0, 0.1)  # against a copy: says nothing of a run
-    assert bench_run.verdict([quantised, *linears]) == (
+    quantized = row("quantise", "mxfp8", 2.0, 0.1)  # against a copy: says nothing of a run
+    assert bench_run.verdict([quantized, *linears]) == (
         "FP8 against BF16 here, by linear: faster: mxfp8 (0.60 to 0.94 x); slower: tensorwise (1.30 x);"
         " mixed: delayed (0.80 to 1.20 x); too noisy to tell: rowwise (0.96 x, spread up to 10%)."
     )
     assert bench_run.verdict([row("step", "mxfp8", 0.5, 0.1), *linears]).endswith(
         "by step: faster: mxfp8 (0.50 x)."
     )
-    assert bench_run.verdict([quantised]) == "" == bench_run.verdict([row("linear", "mxfp8", 0.5, None)])
+    assert bench_run.verdict([quantized]) == "" == bench_run.verdict([row("linear", "mxfp8", 0.5, None)])
 
 
 WRONG = {

@@ -1,4 +1,4 @@
-"""A site's stand-in: the same bits where all is quantised, high precision where nothing is, and rounding."""
+"""A site's stand-in: the same bits where all is quantized, high precision where nothing is, and rounding."""
 
 from __future__ import annotations
 

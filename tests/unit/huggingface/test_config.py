@@ -51,7 +51,7 @@ def test_a_mistral_is_a_llama_by_another_name():
     assert hf_config(section, 200, 64, "Qwen2ForCausalLM")["model_type"] == "llama"  # which has biases
 
 
-def test_how_a_directory_was_quantised_is_not_taken_over(tmp_path):
+def test_how_a_directory_was_quantized_is_not_taken_over(tmp_path):
     announced = {"quant_method": "compressed-tensors", "format": "float-quantized"}
     given = {**CONFIG, "quantization_config": announced, "compression_config": announced, "extra": 1}
     (tmp_path / "config.json").write_text(json.dumps(given))

@@ -263,8 +263,8 @@ def test_layers_that_training_kept_in_bf16_stay_so(run, tmp_path):
         written = export(
             run, tmp_path / f"out{len(options)}", "--format=fp8-tensor", f"--config={config}", *options
         )
-        quantised = {name for name, tensor in written.items() if tensor.dtype == torch.float8_e4m3fn}
-        assert quantised == {f"model.layers.{name}_proj.weight" for name in expected}
+        quantized = {name for name, tensor in written.items() if tensor.dtype == torch.float8_e4m3fn}
+        assert quantized == {f"model.layers.{name}_proj.weight" for name in expected}
 
 
 def test_an_imported_run_keeps_its_tokenizer_wherever_it_is(tmp_path, monkeypatch):

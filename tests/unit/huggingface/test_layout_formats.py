@@ -60,7 +60,7 @@ def parts(*rows: int, cols: int = 256) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_codes_times_scales_are_the_dequantised_weight(name):
+def test_codes_times_scales_are_the_dequantized_weight(name):
     weights, form = parts(256, 128, 128), FORMATS[name]
     written = encode(weights, form, form.recipe)
     assert len(written) == 6
@@ -153,7 +153,7 @@ def test_what_is_announced_can_be_read(static):
           "config_groups": {"g": {"weights": {"num_bits": 8, "type": "float", "strategy": "group"}}}}, "per channel"),
     ],
 )  # fmt: skip
-def test_other_quantisations_are_refused_by_name(config, words):
+def test_other_quantizations_are_refused_by_name(config, words):
     with pytest.raises(ValueError, match=words):
         check_readable({"quantization_config": config})
 

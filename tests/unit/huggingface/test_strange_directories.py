@@ -390,7 +390,7 @@ def test_scales_that_may_mean_something_else_are_refused(tmp_path, capsys, scale
 @pytest.mark.parametrize("number", [0.0, -1.0, 1e-36, float("nan"), float("inf")])
 @pytest.mark.parametrize("shape", [(), (1,), (256, 1), (2, 1)])
 @pytest.mark.parametrize("last", ["weight_scale", "weight_scale_inv"])
-def test_scales_that_no_quantiser_writes_are_damage(tmp_path, capsys, last, shape, number):
+def test_scales_that_no_quantizer_writes_are_damage(tmp_path, capsys, last, shape, number):
     """Of a tensor, of rows and of blocks: the weights would be zeros, of the other sign, or a few bits of themselves."""
     name = "model.layers.0.mlp.up_proj"
     scale = torch.ones(shape)

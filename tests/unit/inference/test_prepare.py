@@ -149,11 +149,11 @@ def test_weights_go_one_after_the_other(monkeypatch):
     model, alive = converted("mxfp8"), []
     old = weakref.ref(model[0].weight)
 
-    def quantise(weight, quantizer):
+    def quantize(weight, quantizer):
         alive.append(old() is not None)
         return inference_weight(weight, quantizer)
 
-    monkeypatch.setattr("megatron_fp8.inference.prepare.inference_weight", quantise)
+    monkeypatch.setattr("megatron_fp8.inference.prepare.inference_weight", quantize)
     prepare_for_inference(model)
     assert alive == [True, False]
 
@@ -215,7 +215,7 @@ def test_copies_and_state_dicts_see_the_weights(recipe):
     assert len(model[0].weight.stored_tensors()) == 2  # one set of codes, one of scales
 
 
-def test_a_write_into_a_prepared_weight_quantises_again():
+def test_a_write_into_a_prepared_weight_quantizes_again():
     model = prepare_for_inference(converted("mxfp8"))
     weight, value = model[0].weight, torch.randn(HIDDEN, IN).bfloat16()
     weight.copy_(value)

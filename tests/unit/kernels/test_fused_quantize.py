@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU made and quantised in one pass.
+"""RMSNorm and SwiGLU made and quantized in one pass.
 
 What each promises: the value against torch's, the codes of that value in all bytes.
 """

@@ -1,4 +1,4 @@
-"""Quantising kernels against the emulated backend: every byte of codes and scales, amax and counts."""
+"""Quantizing kernels against the emulated backend: every byte of codes and scales, amax and counts."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_one_byte_a_value_is_saved(backend):
     codes = [t for t in kept if t.dtype == torch.uint8 and t.shape[0] in (128, 256) and t.shape[1] == 64]
     assert sum(t.nbytes for t in codes) == values, [(t.shape, t.dtype) for t in kept]
     others = sum(t.nbytes for t in kept) - values
-    few = 8 + 2 * 8 + 4  # a site's number, and how its weight was quantised
+    few = 8 + 2 * 8 + 4  # a site's number, and how its weight was quantized
     assert others == values // 32 + 2 * few, "scales of 32 values each, and little else"
 
 

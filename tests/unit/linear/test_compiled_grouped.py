@@ -206,7 +206,7 @@ def test_one_byte_a_value_is_saved() -> None:
     others = [t for t in kept if t.shape != (N, K)]
     few = 4 * (
         8 + 8 + 2 * 8 + 4
-    )  # of each expert: its number of tokens and its site's, how its weight was quantised
+    )  # of each expert: its number of tokens and its site's, how its weight was quantized
     # 127 tokens of 4 experts are 4 blocks of 128, if each has a token in another one.
     assert sum(t.nbytes for t in others) <= 127 * K + 4 * 4 * K + few
     assert not any(t.dtype == torch.bfloat16 for t in others)

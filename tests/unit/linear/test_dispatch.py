@@ -152,7 +152,7 @@ def test_masters_are_cast_by_kernels(recipe, special):
         assert_same_parameter(mine, theirs, f"{recipe} {shape}, no piece")
 
 
-def test_weights_with_two_sets_of_codes_are_quantised_whole():
+def test_weights_with_two_sets_of_codes_are_quantized_whole():
     recipe = MXFP8BlockScaling()
     with kernels_run, launched() as calls:
         mine = parameter(recipe, (40, 96), "native", DEVICE)

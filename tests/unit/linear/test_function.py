@@ -32,7 +32,7 @@ def one_thread():
 
 
 def operands(recipe: Any, gemm: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> list[Any]:
-    """What a GEMM must multiply: sides where both roles are quantised, else matrices (contraction last)."""
+    """What a GEMM must multiply: sides where both roles are quantized, else matrices (contraction last)."""
     matrices = {"input": x, "weight": w, "grad_output": dy}
     directions = {
         "fprop": {"input": "rowwise", "weight": "rowwise"},
@@ -139,7 +139,7 @@ def test_bias_and_its_gradient(name, bias_dtype):
     outcome = run(site, x, w, dy, bias)
     assert_gemms_are_exact(ALL_RECIPES[name], backend, x, w, dy, outcome, bias)
     assert outcome.dbias is not None
-    assert_same_bytes(outcome.dbias, dy.float().sum(0).to(bias_dtype), "float32 sum of the unquantised dy")
+    assert_same_bytes(outcome.dbias, dy.float().sum(0).to(bias_dtype), "float32 sum of the unquantized dy")
 
 
 def test_input_that_does_not_fit_is_an_error_with_the_sites_name():
@@ -149,7 +149,7 @@ def test_input_that_does_not_fit_is_an_error_with_the_sites_name():
 
 
 @pytest.mark.parametrize("name", [*RECIPES, "no-input", "no-grad_output"])
-def test_fp8_wgrad_off_is_the_wgrad_of_the_unquantised_operands(name):
+def test_fp8_wgrad_off_is_the_wgrad_of_the_unquantized_operands(name):
     x, w, dy = data(96, 40, 56)
     on, off = make_site(name)[0], make_site(name, fp8_wgrad=False)[0]
     with_codes, without = run(on, x, w, dy), run(off, x, w, dy)
@@ -282,7 +282,7 @@ def test_only_what_is_needed_is_computed(name, needs, gemms, x_direction, dy_dir
 @pytest.mark.parametrize("name", RECIPES)
 def test_save_original_input_gives_the_same_bits(name):
     x, w, dy = data(64, 96, 80)
-    x[1, 2] = torch.inf  # counted once, not again when it is quantised for wgrad
+    x[1, 2] = torch.inf  # counted once, not again when it is quantized for wgrad
     site, other = make_site(name)[0], make_site(name)[0]
     for _ in range(2):  # delayed: cold, then warm
         base, original = run(site, x, w, dy), run(other, x, w, dy, save_original_input=True)

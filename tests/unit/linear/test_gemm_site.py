@@ -19,7 +19,7 @@ ROLES = ("input", "weight", "grad_output")
 
 
 @pytest.mark.parametrize("name", ALL_RECIPES)
-def test_one_slot_for_each_quantised_role(name):
+def test_one_slot_for_each_quantized_role(name):
     state, recipe = Fp8State(), ALL_RECIPES[name]
     site, _ = make_site(name, state=state, name="decoder.layers.3.mlp.linear_fc1")
     roles = [role for role in ROLES if recipe.rule(role) is not None]
@@ -47,7 +47,7 @@ def test_bf16_site_has_neither_slots_nor_quantizers():
     assert (state.counts.fp8_gemms, state.counts.hp_gemms, state.counts.casts) == (0, 1, 0)
 
 
-def test_high_precision_gemm_dequantises_the_other_operand():
+def test_high_precision_gemm_dequantizes_the_other_operand():
     site, backend = make_site("no-weight")
     x, w = randn(40, 64, seed=1), randn(24, 64, seed=2)
     side = quantize(x, ALL_RECIPES["no-weight"], "input").rowwise

@@ -70,7 +70,7 @@ def test_without_main_grad_the_gradient_is_autograds():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_weight_is_quantised_once_an_iteration(name):
+def test_weight_is_quantized_once_an_iteration(name):
     x, w, dy = data(64, 32, 48)
     weight = torch.nn.Parameter(w)
     site, backend = make_site(name)
@@ -103,7 +103,7 @@ def test_weight_is_quantised_once_an_iteration(name):
     assert_same_bytes(y, fp8_linear(x, weight, None, make_site(name)[0]) if name != "delayed" else y)
 
 
-def test_another_weight_at_the_same_address_is_quantised():
+def test_another_weight_at_the_same_address_is_quantized():
     x, w, _ = data(64, 32, 48, torch.float32)
     site, _ = make_site("mxfp8")
     memory = w.numpy().copy()
@@ -143,7 +143,7 @@ def test_codes_are_kept_only_where_somebody_promises_that_weights_stay():
     assert sum(shape == (48, 32) for shape, _ in backend.casts) == 2
 
 
-def test_weight_quantised_in_evaluation_is_recorded_in_training():
+def test_weight_quantized_in_evaluation_is_recorded_in_training():
     x, w, _ = data(64, 32, 48)
     site, backend = make_site("delayed")
     arena = site.state.arenas[0]
@@ -306,8 +306,8 @@ def test_every_cast_is_counted(name):
     for _ in range(2):
         fp8_linear(x.clone().requires_grad_(), weight, None, site).backward(dy)
     assert site.state.finish_iteration().casts == len(backend.casts)
-    quantised = [role for role in ("input", "weight", "grad_output") if site.quantizers[role] is not None]
-    assert len(backend.casts) == sum(1 if role == "weight" else 2 for role in quantised)
+    quantized = [role for role in ("input", "weight", "grad_output") if site.quantizers[role] is not None]
+    assert len(backend.casts) == sum(1 if role == "weight" else 2 for role in quantized)
 
 
 def test_evaluation_records_nothing():

@@ -21,7 +21,7 @@ from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.sites import RECIPES, data, make_site, run
 
 # Overrides of a site in hybrid mxfp8 -> the operands of fprop, dgrad and wgrad, and the casts that they take. '-' is an
-# operand that is not quantised, 'm4' and 'm5' are mxfp8 in E4M3 and E5M2, 'r4' rowwise, 'b4' blockwise, 't' tensorwise.
+# operand that is not quantized, 'm4' and 'm5' are mxfp8 in E4M3 and E5M2, 'r4' rowwise, 'b4' blockwise, 't' tensorwise.
 CASES: list[tuple[dict[str, str], str, int]] = [
     ({}, "m4 m4 | m5 m4 | m5 m4", 3),
     ({"*:wgrad": "bf16"}, "m4 m4 | m5 m4 | - -", 3),

@@ -107,7 +107,7 @@ def test_equals_one_rank_with_all_tokens(ranks: RankPool, layout: str):
         expected = dict.fromkeys(ALL_RECIPES, 0)
         if layout != "column":
             expected |= {"delayed": 1, "tensorwise": 1, "tensorwise-pow2": 1, "rowwise": 1}
-        if layout == "row+SP":  # these quantise grad_output by rows
+        if layout == "row+SP":  # these quantize grad_output by rows
             expected |= {"no-input": 1, "no-weight": 1}
         assert shared == expected
 

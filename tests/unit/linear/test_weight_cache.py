@@ -1,4 +1,4 @@
-"""The quantised weight of a site: cached until somebody may have written the weight, recorded once an iteration."""
+"""The quantized weight of a site: cached until somebody may have written the weight, recorded once an iteration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def codes(cache: WeightCache, w: torch.Tensor, **options: bool) -> Any:
     return quantized(cache, w, **options).rowwise
 
 
-def test_it_is_quantised_once_until_somebody_wrote_it():
+def test_it_is_quantized_once_until_somebody_wrote_it():
     cache, state, w = made()
     first = codes(cache, w)
     assert codes(cache, w) is first and state.counts.casts == 1
@@ -55,7 +55,7 @@ def test_nothing_serves_twice_where_weights_are_not_kept():
     assert state.counts.casts == 2
 
 
-def test_training_records_what_evaluation_quantised():
+def test_training_records_what_evaluation_quantized():
     cache, state, w = made()
     evaluated = codes(cache, w, record=False)
     assert not state.arenas[0].rows.any()

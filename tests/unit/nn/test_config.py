@@ -60,7 +60,7 @@ def test_which_recipe_it_means(fields, recipe):
             {"recipe": CustomRecipe(lambda role: None), "quantize_weights": False},
             "return None for weight there",
         ),
-        ({"quantize_weights": False, "quantize_gradients": False}, "weight and grad_output not quantised"),
+        ({"quantize_weights": False, "quantize_gradients": False}, "weight and grad_output not quantized"),
         ({"quantize_weights": 1}, "use True or False"),
         ({"fallback": "silent"}, "fallback='silent': use 'error' or 'warn'"),
         ({"min_features": 0}, "min_features=0"),
@@ -91,20 +91,20 @@ def test_frozen_and_comparable():
         ("quantize_gradients", "grad_output", "fprop"),
     ],
 )
-def test_a_role_that_is_not_quantised_leaves_one_gemm_in_fp8(recipe, flag, role, fp8):
+def test_a_role_that_is_not_quantized_leaves_one_gemm_in_fp8(recipe, flag, role, fp8):
     config = Fp8Config(recipe=recipe, **{flag: False})
     linear = Fp8Linear(64, 32, config=config)
     linear(torch.randn(48, 64, requires_grad=True)).square().mean().backward()
     plan = linear.fp8_site.plan
     assert plan.rules[role] is None
     assert [gemm for gemm, precision in plan.gemms.items() if precision == "fp8"] == [fp8]
-    assert f"{role} not quantised as asked" in plan.reason
+    assert f"{role} not quantized as asked" in plan.reason
     counts = fp8_step(linear)
     assert (counts.fp8_gemms, counts.hp_gemms) == (1, 2)
 
 
-def test_weights_only_in_high_precision_uses_the_dequantised_input():
-    """fprop with an unquantised weight multiplies it by the input that came back from codes (numerics)."""
+def test_weights_only_in_high_precision_uses_the_dequantized_input():
+    """fprop with an unquantized weight multiplies it by the input that came back from codes (numerics)."""
     torch.manual_seed(0)
     linear = Fp8Linear(64, 32, bias=False, config=Fp8Config(recipe="mxfp8", quantize_weights=False))
     x = torch.randn(16, 64)

@@ -154,8 +154,8 @@ class Gated(nn.Linear):
         (nn.LazyLinear(64), "has no shape yet: run a batch through the model, then convert"),
         (nn.Linear(64, 10), "10 features: below 16 FP8 would multiply padding"),
         (nn.Linear(15, 64), "15 features: below 16 FP8 would multiply padding"),
-        (nn.Linear(64, 64, dtype=torch.float64), "torch.float64 weights cannot be quantised"),
-        (nn.Linear(64, 64).to(torch.float8_e4m3fn), "torch.float8_e4m3fn weights cannot be quantised"),
+        (nn.Linear(64, 64, dtype=torch.float64), "torch.float64 weights cannot be quantized"),
+        (nn.Linear(64, 64).to(torch.float8_e4m3fn), "torch.float8_e4m3fn weights cannot be quantized"),
         (nn.Conv1d(64, 64, 1), "not a linear"),
     ],
 )
@@ -218,7 +218,7 @@ def test_converted_before_is_left_as_it_is():
         ({"recipe": "delayed"}, "with recipe='mxfp8', and recipe='delayed' is asked for"),
         (
             {"config": Fp8Config("mxfp8", quantize_gradients=False)},
-            "and not quantised=('grad_output',) is asked",
+            "and not quantized=('grad_output',) is asked",
         ),
         ({"config": Fp8Config("mxfp8", overrides={"*.0": "bf16"})}, "and overrides={'*.0': 'bf16'} is asked"),
     ],
@@ -334,7 +334,7 @@ def test_conv1d_is_a_linear_with_its_weight_transposed(recipe):
 
 
 def test_a_weight_that_is_no_ordinary_tensor_is_left():
-    """Quantised by torchao its dtype is still float32, and FP8 would fail in the first forward."""
+    """Quantized by torchao its dtype is still float32, and FP8 would fail in the first forward."""
     torchao = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig(), filter_fn=lambda module, name: name == "0")

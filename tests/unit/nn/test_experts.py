@@ -202,7 +202,7 @@ def subclass(experts: Any) -> None:
         (narrow, "8 features: below 16"),
         (replaced, "its forward was replaced on the instance"),
         (distributed, "distributed over ranks by transformers"),
-        (codes, "float8_e4m3fn weights cannot be quantised"),
+        (codes, "float8_e4m3fn weights cannot be quantized"),
         (parametrised, "is parametrised"),
         (
             subclass,

@@ -61,7 +61,7 @@ SIZES = [(0, 0), (1, 0), (1, 1), (1, 3), (3, 1), (1, 128), (32, 32), (3, 200), (
 @pytest.mark.parametrize("scale", ["fp32", "pow2", "e8m0"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_rule_that_can_be_made_trains(sizes, scale, role):
-    """In forward and backward, close to the product that nothing quantised."""
+    """In forward and backward, close to the product that nothing quantized."""
     own, tensor = Rule(E4M3, Granularity(*sizes), scale), Float8CurrentScaling(fp8_format=Format.E4M3)
     x, w, dy = data(40, 70, 50)
     outcome = run(make_site(CustomRecipe(lambda asked: own if asked == role else tensor))[0], x, w, dy)

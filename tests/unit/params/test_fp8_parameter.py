@@ -69,7 +69,7 @@ def test_is_a_bfloat16_parameter_to_torch(recipe: str) -> None:
 
 
 @each_recipe
-def test_every_kind_of_write_quantises(recipe: str) -> None:
+def test_every_kind_of_write_quantizes(recipe: str) -> None:
     parameter, new = made(recipe), weight(seed=1)
     addresses = [codes.data_ptr() for codes in parameter.codes]
     parameter.data.copy_(new.float())

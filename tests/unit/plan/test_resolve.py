@@ -102,7 +102,7 @@ def test_the_report_shows_each(overrides, roles, reason):
     ids=lambda v: str(v) if isinstance(v, dict) else "",
 )
 def test_what_puts_a_layer_back(overrides, in_fp8, reason):
-    """A GEMM by name, or the whole linear; how a role is quantised says nothing of who is in FP8."""
+    """A GEMM by name, or the whole linear; how a role is quantized says nothing of who is in FP8."""
     found = plan(overrides, bf16_reason="an end")
     assert {gemm for gemm, precision in found.gemms.items() if precision == "fp8"} == in_fp8
     assert found.precision == ("fp8" if in_fp8 else "bf16") and found.reason == reason
@@ -117,11 +117,11 @@ def test_fp8_wgrad_holds_unless_wgrad_is_named():
         assert ("fp8_wgrad=False" in found.reason) == (precision == "bf16")
 
 
-def test_unquantised_roles_hold_unless_they_are_named():
+def test_unquantized_roles_hold_unless_they_are_named():
     for overrides, rule in (({}, None), ({"*": "blockwise"}, None), ({"*:weight": "blockwise"}, "blockwise")):
         found = plan(overrides, unquantized=("weight",))
         assert found.rules["weight"] == (None if rule is None else ALL_RECIPES[rule].rule("weight"))
-        assert ("weight not quantised as asked" in found.reason) == (rule is None)
+        assert ("weight not quantized as asked" in found.reason) == (rule is None)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_format_of_nothing_is_refused():
         overrides={"*:weight": "e4m3"},
     )
     with pytest.raises(
-        ValueError, match=r"'\*:weight': 'e4m3' is a format, and the recipe does not quantise weight"
+        ValueError, match=r"'\*:weight': 'e4m3' is a format, and the recipe does not quantize weight"
     ):
         cast_specs(request, FC1)
 

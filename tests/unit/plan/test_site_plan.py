@@ -27,11 +27,11 @@ def test_full_recipe_runs_three_gemms_in_fp8(name):
 @pytest.mark.parametrize(
     "role, in_fp8", [("input", {"dgrad"}), ("weight", {"wgrad"}), ("grad_output", {"fprop"})]
 )
-def test_unquantised_role_takes_its_gemms_out_of_fp8(role, in_fp8):
+def test_unquantized_role_takes_its_gemms_out_of_fp8(role, in_fp8):
     plan = fp8_site("a", 0, ALL_RECIPES[f"no-{role}"], "emulated", "asked for")
     assert {gemm for gemm, precision in plan.gemms.items() if precision == "fp8"} == in_fp8
     assert plan.precision == "fp8" and plan.rules[role] is None
-    assert plan.reason == f"asked for; {role} not quantised by the recipe"
+    assert plan.reason == f"asked for; {role} not quantized by the recipe"
 
 
 def test_fp8_wgrad_off():
@@ -42,15 +42,15 @@ def test_fp8_wgrad_off():
     assert "fp8_wgrad" not in plain.reason, "wgrad was not FP8 anyway"
 
 
-@pytest.mark.parametrize("quantised", [(), ("input",), ("weight",), ("grad_output",)])
-def test_site_without_an_fp8_gemm_is_a_bf16_site(quantised):
-    """Nothing is quantised where no GEMM has two quantised operands, and the report must not say otherwise."""
-    recipe = CustomRecipe(lambda role: MXFP8BlockScaling() if role in quantised else None)
+@pytest.mark.parametrize("quantized", [(), ("input",), ("weight",), ("grad_output",)])
+def test_site_without_an_fp8_gemm_is_a_bf16_site(quantized):
+    """Nothing is quantized where no GEMM has two quantized operands, and the report must not say otherwise."""
+    recipe = CustomRecipe(lambda role: MXFP8BlockScaling() if role in quantized else None)
     plan = fp8_site("a", 7, recipe, "emulated", "asked for")
     assert plan.precision == "bf16" and set(plan.gemms.values()) == {"bf16"}
     assert plan.recipe is None and plan.backend is None and plan.layer == 7
     assert set(plan.rules.values()) == {None}
-    assert "not quantised by the recipe" in plan.reason
+    assert "not quantized by the recipe" in plan.reason
 
 
 def test_bf16_site():

@@ -242,7 +242,7 @@ def test_saved_scale_is_a_copy():
     assert kept == 224 and slot.scale != 224
 
 
-def test_cold_slot_quantises_as_tensorwise_then_by_its_history():
+def test_cold_slot_quantizes_as_tensorwise_then_by_its_history():
     state, slot, recipe = one_slot()
     quantizer = Quantizer(recipe.rule("input"), slot, emulated)
     x, y = torch.full((2, 3), 4.0), torch.full((2, 3), 0.5)

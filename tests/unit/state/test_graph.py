@@ -50,7 +50,7 @@ class Model:
             weight.main_grad.zero_()
 
     def step(self) -> None:
-        """Forward and backward of two microbatches, which share the quantised weights."""
+        """Forward and backward of two microbatches, which share the quantized weights."""
         for part in self.x.chunk(MICROBATCHES), self.x.flip(0).chunk(MICROBATCHES):
             x = torch.cat(part).requires_grad_()
             y = x
@@ -127,7 +127,7 @@ def test_health_is_told_by_a_tensor_and_by_the_host():
         assert captured.replayed().nonfinite == 0 and not captured.nonfinite
 
 
-def test_a_capture_shares_no_quantised_weight_with_what_runs():
+def test_a_capture_shares_no_quantized_weight_with_what_runs():
     """Kept codes from before would be replayed for ever; codes of a capture are not computed yet."""
     model = Model("tensorwise")
     model.step()

@@ -95,7 +95,7 @@ def test_a_high_precision_layer_s_dgrad_is_its_own():
 
 
 @pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
-def test_an_operand_that_stays_unquantised_has_its_values(role):
+def test_an_operand_that_stays_unquantized_has_its_values(role):
     model = tower(**{QUANTIZED[role]: False})
     with Telemetry(model) as telemetry:
         ((x, _, dy, _),) = step(model)

@@ -112,7 +112,7 @@ def test_what_has_no_kernel_is_in_the_plans_reason(tensor_cores):
         backend, why = choose_backend("native", CPU, MXFP8BlockScaling(stochastic_rounding=True))
     assert backend is native
     assert why == (
-        "asked for; grad_output quantised without a kernel (the same codes, slower): stochastic rounding"
+        "asked for; grad_output quantized without a kernel (the same codes, slower): stochastic rounding"
     )
 
 

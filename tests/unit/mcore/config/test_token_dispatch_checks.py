@@ -42,7 +42,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"fp8_format": "delayed"}, ["fp8_recipe='delayed'", "one scale per tensor", "'rowwise'"]),
     (
         {"fp8_format": "custom", "fp8_quantizer_factory": f"{__name__}.only_input"},
-        ["leaves grad_output in high precision", "Quantise it"],
+        ["leaves grad_output in high precision", "Quantize it"],
     ),
     (
         {"fp8_format": "custom", "fp8_quantizer_factory": f"{__name__}.by_tensor"},
