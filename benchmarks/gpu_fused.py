@@ -20,7 +20,7 @@ from benchmarks.gpu_common import Machine, NotRun, graphed, no_synchronisation, 
 from benchmarks.gpu_kernels import Bench, random
 from benchmarks.gpu_models import TINY, Gpt, Training
 from benchmarks.support.compare import assert_same_bytes
-from benchmarks.support.launched import launched
+from benchmarks.support.launched_kernels import launched
 from megatron_fp8 import recipe
 from megatron_fp8.backends import BACKENDS
 from megatron_fp8.backends.native import backend as native

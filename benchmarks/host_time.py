@@ -1,7 +1,7 @@
 """The host's time of a linear layer, forward and backward, on the native backend: as a ratio to the same layer's in BF16.
 
 On a GPU a step is as fast as the slower of two: the GPU, and the host that tells it what to do. Here the GPU is free
-(support/free_gpu.py), so the host alone is measured, in CPU time: the least of rounds in which contenders alternate.
+(support/no_op_gpu.py), so the host alone is measured, in CPU time: the least of rounds in which contenders alternate.
 
 The base is nn.Linear without a bias in BF16 in the same process, whose products are as free as the FP8 layer's. Matrices
 are 128 x 128, the smallest that no recipe pads. What is left of tensor operations besides products and Triton's kernels
@@ -27,7 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import command_line, environment, write_results
-from benchmarks.support import free_gpu
+from benchmarks.support import no_op_gpu
 
 NN = "nn.Linear"
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
@@ -114,7 +114,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
-    library = free_gpu.install()
+    library = no_op_gpu.install()
     work = {name: call for name, call in contenders().items() if args.only in name or name == NN}
     if args.profile:
         for name, call in work.items():

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import environment, table, write_results
-from benchmarks.support.sass import HotPath, blocks_of, disassembled, hot_path
+from benchmarks.support.machine_code import HotPath, blocks_of, disassembled, hot_path
 
 TOKENS, HIDDEN, FFN = 8192, 4096, 14336
 BF16 = torch.bfloat16

@@ -30,7 +30,7 @@ import torch
 import yaml
 
 from benchmarks.common import environment, table, write_results
-from benchmarks.support.forking import stood_for
+from benchmarks.support.forking_interpreter import stood_for
 from megatron_fp8.files.checkpoint import complete_checkpoints, latest_checkpoint, read_metadata, read_tensor
 
 ROOT = Path(__file__).parents[1]

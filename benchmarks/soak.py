@@ -42,7 +42,7 @@ import yaml
 
 from benchmarks.common import environment, table, write_results
 from benchmarks.kills import LIMIT_S, ROOT, Run, differences, finish
-from benchmarks.support.forking import forking_python
+from benchmarks.support.forking_interpreter import forking_python
 from megatron_fp8.files.checkpoint import LATEST, complete_checkpoints
 
 KINDS = ("kill", "save", "starting", "stop", "notice", "pause", "damage", "unnamed")

@@ -21,11 +21,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.support import forking
+from benchmarks.support import forking_interpreter
 from benchmarks.support.ranks import RankPool
 from tests.support import order
-from tests.support.interpreter import lean_interpreter
-from tests.support.left_behind import left_behind, state
+from tests.support.process_state import left_behind, state
+from tests.support.triton_interpreter import lean_interpreter
 
 gc.disable()  # until tests are collected: what is imported and collected stays
 THREADS = torch.get_num_threads()
@@ -106,8 +106,8 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def forking_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The path of a `python` that forks what it runs (benchmarks/support/forking.py)."""
-    with forking.forking_python(tmp_path_factory.mktemp("python")) as path:
+    """The path of a `python` that forks what it runs (benchmarks/support/forking_interpreter.py)."""
+    with forking_interpreter.forking_python(tmp_path_factory.mktemp("python")) as path:
         yield path
 
 

@@ -8,7 +8,7 @@
     def test_it(ranks):
         first, second = ranks(2).run(case, 128, timeout=60)
 
-Importing torch and Megatron-Core takes seconds, so ranks are forked from a process that has done it (forked.py), stay
+Importing torch and Megatron-Core takes seconds, so ranks are forked from a process that did (fork_server.py), stay
 alive for the whole test session and are shared by all world sizes. Every case gets a process group of its own, destroyed
 after it: a rank that raises cannot leave half a collective behind for the next case, and its peers see a closed
 connection instead of hanging. Ranks meet in a store that the pool keeps: who waits there is told at once. Who waits for
@@ -39,9 +39,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.support.forked import CONTEXT
+from benchmarks.support.fork_server import CONTEXT
 from benchmarks.support.gloo import share_device
-from benchmarks.support.room import with_room
+from benchmarks.support.stack_size import with_room
 from megatron_fp8.kernels.torch_products import replace_slow
 
 DEFAULT_TIMEOUT_S = 120.0

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.support.ranks import RankPool
 from tests.frozen.losses import CONVERTED, GPT, of_converted, of_gpt
 from tests.frozen.write import read
-from tests.support.kept_checkpoints import machine
+from tests.support.old_checkpoints import machine
 
 WANTED = read("losses")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.support.ranks import RankPool
 from tests.frozen import codes, interface, losses
-from tests.support.kept_checkpoints import machine
+from tests.support.old_checkpoints import machine
 
 FOLDER = Path(__file__).parent
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.support.forked import python
+from benchmarks.support.fork_server import python
 from megatron_fp8.files.checkpoint import read_manifest
 from tests.support.command import APP, environment
-from tests.support.kept_checkpoints import options, unpacked
 from tests.support.manifests import edit
+from tests.support.old_checkpoints import options, unpacked
 
 Heard = dict[str, tuple[int, str, str]]
 FACTORY = """

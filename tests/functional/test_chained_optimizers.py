@@ -16,7 +16,7 @@ import torch.distributed as dist
 from benchmarks.support.fp8_gpt import DISTRIBUTED, FP32, MOE, NARROW, fp8_config, record_steps
 from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
-from tests.support.sick import made_sick, masters
+from tests.support.nonfinite_models import made_sick, masters
 
 OPTIONS: dict[str, Any] = {"sequence": 64, "micro_batch": 1, "global_batch": 4}
 FIELDS = {**NARROW, **MOE, "moe_ffn_hidden_size": 128, "moe_grouped_gemm": True, **FP32}

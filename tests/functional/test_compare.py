@@ -16,11 +16,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.support.forked import Forked, started
+from benchmarks.support.fork_server import Forked, started
 from megatron_fp8.commands.main import main
 from megatron_fp8.study import compare_runs as launch
 from tests.support.command import ROOT, environment, lines
-from tests.support.left_behind import put_back
+from tests.support.process_state import put_back
 
 
 @pytest.fixture(scope="module", autouse=True)

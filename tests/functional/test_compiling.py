@@ -7,7 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.support.forked import python
+from benchmarks.support.fork_server import python
 
 QUANTISE = """
 import hashlib

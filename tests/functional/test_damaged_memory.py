@@ -88,7 +88,7 @@ def damaged_training(layout: Layout, options: list[str], words: str) -> Seen:
     """A rank case: a rank's memory is damaged between two steps."""
     with model_parallel(layout):
         from megatron_fp8.train.failure import TrainingFailed
-        from tests.support.damage import damage_from_words
+        from tests.support.memory_damage import damage_from_words
 
         trainer, seen = small_run(layout, options), Seen()
         trainer.display.say = seen.said.append
@@ -117,7 +117,7 @@ def unsound(layout: Layout, options: list[str], kinds: list[str]) -> list[str]:
 
         from megatron_fp8.mcore.checkpoint.store import prepare
         from megatron_fp8.mcore.checkpoint.training import sharded_state
-        from tests.support.damage import damage
+        from tests.support.memory_damage import damage
 
         trainer = small_run(layout, options)
         trainer.stepper.step(trainer.stepper.training_data(0))

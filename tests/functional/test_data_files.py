@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.support.forked import python
+from benchmarks.support.fork_server import python
 from tests.support.command import APP, MODEL, environment, lines, torchrun
 from tests.support.hf_small import write_family
 

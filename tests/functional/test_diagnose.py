@@ -12,7 +12,7 @@ import yaml
 from benchmarks.support.fp8_gpt import MOE
 from benchmarks.support.ranks import Layout
 from tests.support.command import APP, MODEL, run
-from tests.support.diagnosed import diagnosed
+from tests.support.diagnosis_cases import diagnosed
 
 LAYOUTS = {
     "tensor and sequence": (Layout(tp=2, sp=True), {}),

@@ -13,8 +13,8 @@ import pytest
 from megatron_fp8.commands import main as command_line
 from megatron_fp8.files.config_arguments import example_configs
 from megatron_fp8.train.config import run_config
-from tests.support.blocks import blocks
 from tests.support.command import ROOT, empty_cache, environment, run
+from tests.support.docs_blocks import blocks
 from tests.support.pages import PAGES, SMALL, name
 
 WITH_PYTHON = [page for page in PAGES if any(b.language == "python" and not b.reason for b in blocks(page))]

@@ -11,8 +11,8 @@ import re
 
 import pytest
 
-from tests.support.blocks import blocks
 from tests.support.command import APP, ROOT, empty_cache, run
+from tests.support.docs_blocks import blocks
 from tests.support.pages import PAGES, SMALL, name
 
 RUN = "runs/tiny_gpt_cpu"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.docs_site import build_site
-from tests.support.made_once import made_once
+from tests.support.shared_folder import made_once
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.browser import Browser
 from tests.support.docs_site import build_site
-from tests.support.made_once import made_once
+from tests.support.shared_folder import made_once
 
 pytestmark = pytest.mark.browser
 

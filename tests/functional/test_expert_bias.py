@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.support.fp8_gpt import DEEPSEEK, OPTIONS, fp8_config, record_steps
 from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
-from tests.support.sick import made_sick
+from tests.support.nonfinite_models import made_sick
 
 FP16 = {"bf16": False, "fp16": True, "params_dtype": torch.float16}
 NO_OUTPUT_LAYER = {"mtp_num_layers": None}

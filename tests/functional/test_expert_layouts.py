@@ -15,7 +15,7 @@ import torch
 from benchmarks.support.fp8_gpt import DEEPSEEK, DISTRIBUTED, FP32, fp8_config
 from benchmarks.support.gpt import build_chunks, build_optimizer, train, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
-from tests.support.sick import OVERLAP
+from tests.support.nonfinite_models import OVERLAP
 
 OPTIONS: dict[str, Any] = {"sequence": 64, "micro_batch": 1}
 GATHER = {

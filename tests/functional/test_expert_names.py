@@ -12,7 +12,7 @@ from benchmarks.support.fp8_gpt import FP32, MOE, NARROW, fp8_config
 from benchmarks.support.gpt import build_chunks, build_optimizer, train, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from tests.support.collectives import recorded
-from tests.support.dispatched import config_of
+from tests.support.fp8_dispatch import config_of
 from tests.support.resume import Training
 
 SMALL: dict[str, Any] = {**NARROW, **MOE, "num_layers": 1, "moe_ffn_hidden_size": 128}

@@ -15,9 +15,9 @@ import torch
 from megatron_fp8.commands.main import main as command_line
 from megatron_fp8.inference import prepare_for_inference
 from megatron_fp8.nn import DEFAULT_SKIP, convert_to_fp8, fp8_step
-from tests.support.blocks import blocks
 from tests.support.command import ROOT
-from tests.support.left_behind import put_back
+from tests.support.docs_blocks import blocks
+from tests.support.process_state import put_back
 
 PAGE = ROOT / "docs" / "finetune.md"
 PROGRAM, ADAPTERS, COMPARISON = (block.text for block in blocks(PAGE) if block.language == "python")

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from benchmarks.support.fp8_gpt import fp8_config, record_steps
 from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from tests.support.nonfinite_models import OVERLAP, made_sick, masters
 from tests.support.resume import Training
-from tests.support.sick import OVERLAP, made_sick, masters
 
 FP16: dict[str, Any] = {
     "fp16": True,

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from benchmarks.support.ranks import Layout, RankPool
-from tests.support.dispatched import HIDDEN, SEQUENCE, layer_case
+from tests.support.fp8_dispatch import HIDDEN, SEQUENCE, layer_case
 
 BY_TOKEN = ("rowwise", "blockwise", "mxfp8")
 

@@ -12,7 +12,7 @@ from benchmarks.support.gpt import build_chunks, train
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from tests.support.collectives import recorded
 from tests.support.decoding import forward
-from tests.support.dispatched import HIDDEN, config_of
+from tests.support.fp8_dispatch import HIDDEN, config_of
 
 RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 

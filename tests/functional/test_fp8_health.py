@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.support.fp8_gpt import NARROW, OPTIONS, fp8_config, record_steps
 from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
-from tests.support.sick import OVERLAP, made_sick, masters
+from tests.support.nonfinite_models import OVERLAP, made_sick, masters
 
 SICK_RANK = 1
 STEPS = 7

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.support.forked import python
+from benchmarks.support.fork_server import python
 from megatron_fp8.files.checkpoint import latest_checkpoint
 from megatron_fp8.inference.calibration import load_calibration
 from tests.support.command import APP, MODEL, environment, torchrun

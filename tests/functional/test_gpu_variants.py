@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_variants_are_compiled_ahead(tmp_path: Path):
     env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.support.gpu_variants_here"]
+    command = [sys.executable, "-m", "tests.support.compile_gpu_variants"]
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.support.fp8_gpt import DEEPSEEK, RECIPES, fp8_config
 from benchmarks.support.gpt import build_chunks, build_optimizer, gpt_config, train, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
-from tests.support.waits import waits
+from tests.support.host_syncs import waits
 
 SEQUENCE, STEPS = 128, 2
 MOE = {

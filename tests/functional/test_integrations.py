@@ -16,7 +16,7 @@ from megatron_fp8.nn import Fp8Linear, convert_to_fp8
 from tests.support.command import torchrun
 from tests.support.integrations_app import DELAYED, ROWS, llama
 from tests.support.lightning_trainer import quiet_trainer
-from tests.support.tower import Tower, batch
+from tests.support.small_training import Tower, batch
 
 
 @pytest.mark.parametrize(

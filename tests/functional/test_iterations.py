@@ -27,7 +27,7 @@ from megatron_fp8.nn import (
     load_fp8_state_dict,
     register_fp8_step,
 )
-from tests.support.tower import DELAYED, Tower, batch, sgd, train
+from tests.support.small_training import DELAYED, Tower, batch, sgd, train
 
 
 def sharded(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.kept_checkpoints import KINDS, expected, machine, options, result, train, unpacked
+from tests.support.old_checkpoints import KINDS, expected, machine, options, result, train, unpacked
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.forking import stood_for
+from benchmarks.support.forking_interpreter import stood_for
 from megatron_fp8.files.checkpoint import check_files, latest_checkpoint, read_manifest
 from tests.support.command import APP, TWO_RANKS, environment, launched
 

@@ -17,7 +17,7 @@ from tests.support.ports import held_ports
 
 pytestmark = pytest.mark.timeout(600)
 
-TROUBLE = str(ROOT / "tests" / "support" / "trouble.py")
+TROUBLE = str(ROOT / "tests" / "support" / "disturbed_train.py")
 ITERATIONS = 26
 MORE = [f"--train.train_iters={ITERATIONS}", "--train.eval_iters=0"]
 SLURM = {"SLURM_JOB_START_TIME": str(time.time()), "SLURM_JOB_END_TIME": str(time.time() + 3600)}

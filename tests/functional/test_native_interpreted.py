@@ -36,7 +36,7 @@ CHECKS = [
 def interpreted() -> dict[str, str]:
     """What went wrong in each check that runs kernels: one process, since Triton decides once whether it interprets."""
     found = subprocess.run(
-        [sys.executable, "-m", "tests.support.native_interpreted"],
+        [sys.executable, "-m", "tests.support.interpreted_cases"],
         cwd=Path(__file__).parents[2],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

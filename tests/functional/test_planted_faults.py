@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.faults import OF_PRECISION, STEPS, Fault, Trial, applied, drawn, trial
+from tests.support.training_faults import OF_PRECISION, STEPS, Fault, Trial, applied, drawn, trial
 
 SOME = (4, 6)  # one of precision, one of the model
 DRAWS = [pytest.param(n, marks=() if n in SOME else pytest.mark.long) for n in range(20)]

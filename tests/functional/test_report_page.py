@@ -12,7 +12,7 @@ import pytest
 
 from megatron_fp8.commands.main import main
 from tests.support.browser import Browser
-from tests.support.written_runs import sites, write_run
+from tests.support.run_folders import sites, write_run
 
 pytestmark = pytest.mark.browser
 

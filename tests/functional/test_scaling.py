@@ -23,8 +23,8 @@ from megatron_fp8.estimate.config_reader import Settings, read
 from megatron_fp8.estimate.model_state import chunk_buffers
 from tests.support.estimate_cases import CASES
 from tests.support.estimates import _trained, options
-from tests.support.left_behind import put_back
-from tests.support.simulated import LOSS, Count, counted, simulated
+from tests.support.fake_world import LOSS, Count, counted, simulated
+from tests.support.process_state import put_back
 
 
 @pytest.fixture(autouse=True)

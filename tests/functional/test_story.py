@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.command import ROOT, lines, run, torchrun
-from tests.support.planted import batches, loss_of, trained
+from tests.support.model_faults import batches, loss_of, trained
 
 pytestmark = pytest.mark.timeout(900)  # its fixture runs the whole story
 

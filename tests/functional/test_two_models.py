@@ -13,7 +13,7 @@ import torch
 from benchmarks.support.fp8_gpt import OPTIONS, fp8_config
 from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
-from tests.support.sick import made_sick, masters
+from tests.support.nonfinite_models import made_sick, masters
 
 FP32 = {"bf16": False, "params_dtype": torch.float32, "pipeline_dtype": torch.float32}
 KINDS: dict[str, tuple[int, Layout, dict[str, Any], dict[str, Any]]] = {

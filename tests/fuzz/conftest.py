@@ -1,5 +1,5 @@
 """Fixtures of the fuzzers."""
 
-from tests.support.victims import originals, place
+from tests.support.fuzz_targets import originals, place
 
 __all__ = ["originals", "place"]

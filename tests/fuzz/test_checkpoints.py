@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from megatron_fp8.files.checkpoint import file_record
 from megatron_fp8.files.manifest import checksum
 from tests.support.draws import draws
-from tests.support.edits import byte_edits, edited, json_edited, json_edits
-from tests.support.heard import done_or_refused
-from tests.support.victims import EXPORT, FILES, FIXTURES, NEWEST, TRAIN, fresh
+from tests.support.file_edits import byte_edits, edited, json_edited, json_edits
+from tests.support.fuzz_targets import EXPORT, FILES, FIXTURES, NEWEST, TRAIN, fresh
+from tests.support.run_in_process import done_or_refused
 
 COMMANDS = (
     EXPORT,

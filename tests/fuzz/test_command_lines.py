@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from megatron_fp8.commands.main import COMMANDS
 from megatron_fp8.study import compare_runs as launch
 from tests.support.draws import draws
-from tests.support.heard import done_or_refused
-from tests.support.nonsense import WRITTEN
-from tests.support.victims import FIXTURES, fresh
+from tests.support.fuzz_targets import FIXTURES, fresh
+from tests.support.invalid_values import WRITTEN
+from tests.support.run_in_process import done_or_refused
 
 READ = (
     "run",

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from megatron_fp8.train.config.run_config import known_keys, rule_of
 from tests.support.draws import draws
-from tests.support.edits import byte_edits, edited
-from tests.support.heard import Heard, done_or_refused
-from tests.support.nonsense import NONSENSE, WRITTEN, edges
-from tests.support.victims import CONFIG, FIXTURES, fresh
+from tests.support.file_edits import byte_edits, edited
+from tests.support.fuzz_targets import CONFIG, FIXTURES, fresh
+from tests.support.invalid_values import NONSENSE, WRITTEN, edges
+from tests.support.run_in_process import Heard, done_or_refused
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 LIKELY: dict[str, tuple[Any, ...]] = {

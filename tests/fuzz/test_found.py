@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.heard import done_or_refused
-from tests.support.victims import fresh
+from tests.support.fuzz_targets import fresh
+from tests.support.run_in_process import done_or_refused
 
 TRAIN = "train --config config.yaml --run_dir=new --dry-run"
 NAMED = (

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from megatron_fp8.train.launch import launcher
 from megatron_fp8.train.launch.environment import find_launch, is_host
 from tests.support.draws import draws
-from tests.support.heard import Heard, done_or_refused
-from tests.support.nonsense import WRITTEN
-from tests.support.victims import FIXTURES, fresh
+from tests.support.fuzz_targets import FIXTURES, fresh
+from tests.support.invalid_values import WRITTEN
+from tests.support.run_in_process import Heard, done_or_refused
 
 NUMBERS = (
     *(

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from tests.support.heard import done_or_refused
-from tests.support.victims import EXPORT, FILES, NEWEST, TRAIN, fresh
+from tests.support.fuzz_targets import EXPORT, FILES, NEWEST, TRAIN, fresh
+from tests.support.run_in_process import done_or_refused
 
 COMMANDS = (EXPORT, TRAIN, "inspect run --check", "inspect run")
 

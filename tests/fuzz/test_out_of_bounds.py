@@ -14,9 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.draws import draws
-from tests.support.edits import planted
-from tests.support.heard import done_or_refused
-from tests.support.victims import CONFIG, FIXTURES, fresh
+from tests.support.file_edits import planted
+from tests.support.fuzz_targets import CONFIG, FIXTURES, fresh
+from tests.support.run_in_process import done_or_refused
 
 TRAIN = "train --config config.yaml --run_dir=again --dry-run"
 REPORT = "report run"

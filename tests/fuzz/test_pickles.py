@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from megatron_fp8.files.checkpoint import read_metadata
 from tests.support.draws import draws
-from tests.support.heard import done_or_refused
+from tests.support.fuzz_targets import EXPORT, FIXTURES, NEWEST, TRAIN, fresh
 from tests.support.manifests import relist
 from tests.support.pickles import of_the_process, programs
-from tests.support.victims import EXPORT, FIXTURES, NEWEST, TRAIN, fresh
-from tests.support.watched import watched
+from tests.support.process_monitor import watched
+from tests.support.run_in_process import done_or_refused
 
 COMMANDS = (EXPORT, TRAIN, "inspect run --check")
 

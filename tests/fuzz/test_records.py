@@ -12,9 +12,9 @@ from hypothesis import Phase, assume, given
 from hypothesis import strategies as st
 
 from tests.support.draws import draws
-from tests.support.edits import MARKUP, byte_edits, edited, json_edited, json_edits
-from tests.support.heard import done_or_refused
-from tests.support.victims import FIXTURES, fresh
+from tests.support.file_edits import MARKUP, byte_edits, edited, json_edited, json_edits
+from tests.support.fuzz_targets import FIXTURES, fresh
+from tests.support.run_in_process import done_or_refused
 
 FILES = ("report.json", "metrics.jsonl", "validation.jsonl", "telemetry.jsonl", "events.jsonl", "config.yaml")
 COMMANDS = (

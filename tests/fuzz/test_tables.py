@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.draws import draws
-from tests.support.edits import byte_edits, edited, json_edited, json_edits
-from tests.support.heard import done_or_refused
-from tests.support.victims import FIXTURES, fresh
+from tests.support.file_edits import byte_edits, edited, json_edited, json_edits
+from tests.support.fuzz_targets import FIXTURES, fresh
+from tests.support.run_in_process import done_or_refused
 
 SIZE_FILTER = (
     "train --config config.yaml --run_dir=again --dry-run --model.fp8_format=tensorwise"

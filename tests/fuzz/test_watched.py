@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support import heard
-from tests.support.heard import done_or_refused
-from tests.support.watched import TRAP
+from tests.support import run_in_process
+from tests.support.process_monitor import TRAP
+from tests.support.run_in_process import done_or_refused
 
 
 class Bomb:
@@ -37,13 +37,13 @@ def test_a_command_that_runs_code_fails(monkeypatch, event):
             WRONG[event]()
         return 0
 
-    monkeypatch.setattr(heard, "main", main)
+    monkeypatch.setattr(run_in_process, "main", main)
     with pytest.raises(AssertionError, match=event):
         done_or_refused("report")
 
 
 def test_what_commands_start_themselves_is_no_fault(monkeypatch):
     monkeypatch.setattr(
-        heard, "main", lambda arguments: subprocess.run(["uname", "-p"], check=False).returncode * 0
+        run_in_process, "main", lambda arguments: subprocess.run(["uname", "-p"], check=False).returncode * 0
     )
     assert done_or_refused("report").code == 0

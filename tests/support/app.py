@@ -7,7 +7,7 @@ python tests/support/app.py waits FILE.json train ...       where the host of a 
 python tests/support/app.py ranks OPTIONS.json train ...    further options by rank: {"1": ["--optimizer.lr=1"]}
 python tests/support/app.py spoil 2 train ...              a weight of the last rank is NaN after the second iteration
 python tests/support/app.py outgrow 2 train ...            a weight is eight times as large after the second iteration
-python tests/support/app.py damage scale:inf:2:1 train ...  memory of rank 1 goes bad after iteration 2 (damage.py)
+python tests/support/app.py damage scale:inf:2:1 train ...  memory of rank 1 goes bad after iteration 2 (memory_damage.py)
 python tests/support/app.py full metrics,tfevents train ... there is no room for these files
 python tests/support/app.py unindexed 0 train ...          there is no room for arrays: indices of samples
 python tests/support/app.py spike 16:24 train ...          these samples are noise, and a small rise counts as a spike
@@ -82,7 +82,7 @@ def poison(number, arguments):
 def waited(path, arguments):
     """Where the host looks at values in the third iteration, and in the fourth, from its start to its line of metrics."""
     from megatron_fp8.mcore import install
-    from tests.support.waits import waits
+    from tests.support.host_syncs import waits
 
     install()
     from megatron.core.optimizer import clip_grads
@@ -163,7 +163,7 @@ def outgrow(trainer):
 
 def damage(words, arguments):
     """Damage what the words say, on one rank."""
-    from tests.support.damage import damage_from_words
+    from tests.support.memory_damage import damage_from_words
 
     return after_iteration(*damage_from_words(words), arguments)
 

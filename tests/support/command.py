@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.support.forked import python
+from benchmarks.support.fork_server import python
 from megatron_fp8.kernels.cpu import library
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks.param_bytes import held, in_gradients, inner_optimizers, size
 from benchmarks.support.gpt import _batches, train_step
 from benchmarks.support.ranks import Layout, model_parallel
-from tests.support.simulated import counted
+from tests.support.fake_world import counted
 
 TINY = "examples/configs/tiny_gpt_cpu.yaml"
 GELU = "examples/configs/tiny_gelu_cpu.yaml"

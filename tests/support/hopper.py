@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.support.compiled import Compiled, compiled
-from benchmarks.support.sass import blocks_of, disassembled, hot_path
+from benchmarks.support.machine_code import blocks_of, disassembled, hot_path
 from megatron_fp8.kernels.block_matmul import Product, block_matmul, grouped_block_matmul
 from megatron_fp8.kernels.delayed_update import update_delayed
 from megatron_fp8.kernels.fused_quantize import Swiglu, SwigluGradient, swiglu_weight_grad

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fp8.backends.native.layout import Refusal
-from tests.support.no_values import gpu_without_values
+from tests.support.valueless_tensors import gpu_without_values
 
 _FREE = ("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh", "_reshape_alias", "set_", "is_pinned")
 

@@ -51,13 +51,13 @@ class Seen:
 @contextmanager
 def native_on_cpu(how: str = "fused") -> Iterator[None]:
     """The native backend runs on CPU tensors."""
-    from benchmarks.support.launched import unchecked
+    from benchmarks.support.launched_kernels import unchecked
     from megatron_fp8 import kernels
     from megatron_fp8.backends.native import backend as native
     from megatron_fp8.kernels.lazy_tensor import written
     from megatron_fp8.mcore.layers.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
-    from tests.support.interpreter import lean_interpreter
     from tests.support.scaled_mm import fake_torch
+    from tests.support.triton_interpreter import lean_interpreter
 
     lean_interpreter()
     with ExitStack() as stack:
@@ -78,7 +78,7 @@ def native_training(
     layout: Layout, recipe: str, how: str, fields: dict[str, Any], options: dict[str, Any], steps: int = 2
 ) -> Seen:
     """A rank case."""
-    from benchmarks.support.launched import launched
+    from benchmarks.support.launched_kernels import launched
     from megatron_fp8.mcore.iteration import iteration_counts
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
@@ -103,7 +103,7 @@ def evaluated(recipe: str) -> Seen:
     """A rank case: a forward pass in evaluation."""
     import torch
 
-    from benchmarks.support.launched import launched
+    from benchmarks.support.launched_kernels import launched
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     with native_on_cpu(), model_parallel(Layout()):

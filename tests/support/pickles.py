@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, StorageM
 from torch.serialization import _get_layout
 
 from megatron_fp8.files.checkpoint_metadata import PLAIN
-from tests.support.watched import TRAP
+from tests.support.process_monitor import TRAP
 
 HOSTILE = [
     ("os", "system"), ("builtins", "eval"), ("builtins", "getattr"), ("builtins", "setattr"), ("torch", "load"),

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from megatron_fp8 import mcore
 from megatron_fp8.mcore.patches.patching import PatchSet
 from tests.support import draws, order
-from tests.support.left_behind import left_behind, state
-from tests.support.made_once import made_once
+from tests.support.process_state import left_behind, state
+from tests.support.shared_folder import made_once
 
 TESTS = Path(__file__).parents[1]
 

@@ -29,7 +29,7 @@ HERE = {
     "commit": "c",
     "date": "d",
 }
-COMMAND = (sys.executable, "-m", "tests.support.gpu_stand_in")
+COMMAND = (sys.executable, "-m", "tests.support.gpu_check_stub")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from megatron_fp8.commands.diagnose import _check_files, _files, _write_all
 from megatron_fp8.diagnosis.diagnosis import Diagnosis
 from megatron_fp8.diagnosis.output import format_table, overrides_text
 from megatron_fp8.plan.overrides import check_overrides
-from tests.support.planted import batches, loss_of, trained, wrong_scale
+from tests.support.model_faults import batches, loss_of, trained, wrong_scale
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import torch
 import yaml
 
 from megatron_fp8.commands.main import main
-from tests.support.written_checkpoints import write_checkpoint
-from tests.support.written_runs import write_run
+from tests.support.checkpoint_files import write_checkpoint
+from tests.support.run_folders import write_run
 
 CONFIG = {"train": {"seed": 1}, "data": {"paths": ["text"]}}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_fp8.commands.main import main
-from tests.support.written_checkpoints import write_checkpoint
+from tests.support.checkpoint_files import write_checkpoint
 
 SLOT = "decoder.layers.0.mlp.linear_fc1.fp8_state.weight"
 GOOD = {

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from megatron_fp8.commands.main import main
-from tests.support.written_runs import write_run
+from tests.support.run_folders import write_run
 
 
 def test_a_page_of_several_runs(tmp_path, capsys):

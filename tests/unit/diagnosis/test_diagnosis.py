@@ -15,7 +15,7 @@ from megatron_fp8.diagnosis.attribution import Limits
 from megatron_fp8.diagnosis.model_runner import adam_update
 from megatron_fp8.nn import Fp8Linear, fp8_step
 from megatron_fp8.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from tests.support.planted import (
+from tests.support.model_faults import (
     Tower,
     batches,
     draw,

@@ -19,7 +19,7 @@ from torch.serialization import _get_layout
 from megatron_fp8.files import checkpoint as files
 from megatron_fp8.files.atomic_io import replace_file
 from megatron_fp8.files.manifest import FORMAT
-from tests.support.written_checkpoints import write_checkpoint
+from tests.support.checkpoint_files import write_checkpoint
 
 
 def save(checkpoints: Path, iteration: int) -> Path:

@@ -6,7 +6,7 @@ from megatron_fp8.commands.main import main
 from megatron_fp8.files.checkpoint import find_checkpoint
 from megatron_fp8.files.folder_kind import is_run, what_to_give
 from megatron_fp8.train.config.run_config import parse
-from tests.support.written_checkpoints import write_checkpoint
+from tests.support.checkpoint_files import write_checkpoint
 
 
 @pytest.fixture

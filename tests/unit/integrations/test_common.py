@@ -10,7 +10,7 @@ import torch
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.integrations.common import Fp8Iterations
 from megatron_fp8.nn import convert_to_fp8, fp8_state_dict
-from tests.support.tower import DELAYED, Tower, assert_same_state, batch
+from tests.support.small_training import DELAYED, Tower, assert_same_state, batch
 
 
 def backward(model: Tower, seed: int, *, ill: bool = False, scale: float = 1.0) -> None:

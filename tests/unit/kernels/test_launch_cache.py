@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from megatron_fp8.kernels.launch_cache import launch  # noqa: E402
-from tests.support.triton_stand_in import SimulatedSite, in_place_of_triton  # noqa: E402
+from tests.support.triton_stub import SimulatedSite, in_place_of_triton  # noqa: E402
 
 
 def _add(x, y, rows, factor, out, ROWS: tl.constexpr):

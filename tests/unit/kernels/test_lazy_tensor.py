@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.support.compare import assert_same_bytes
-from benchmarks.support.launched import launched
+from benchmarks.support.launched_kernels import launched
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.kernels.fused_quantize import Swiglu, SwigluGradient
 from megatron_fp8.kernels.lazy_tensor import LazyTensor, source_of, written

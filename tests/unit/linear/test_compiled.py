@@ -22,7 +22,7 @@ from megatron_fp8.plan.autocast_state import current_autocast_state, fp8_disable
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.state.iteration import LATER, NOW, IterationCounts
 from megatron_fp8.state.precision_schedule import PrecisionSchedule
-from tests.support.kept_for_backward import saved
+from tests.support.saved_tensors import saved
 from tests.support.sites import data, make_site, randn
 
 PARTITIONED = "aot_eager_decomp_partition"

@@ -18,7 +18,7 @@ from megatron_fp8.linear.function import grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.state.iteration import LATER, NOW
-from tests.support.kept_for_backward import saved
+from tests.support.saved_tensors import saved
 from tests.support.sites import make_site, randn
 
 PARTITIONED = "aot_eager_decomp_partition"

@@ -13,7 +13,7 @@ import torch
 from benchmarks import gpu_fused
 from benchmarks.gpu_common import Machine, NotRun
 from benchmarks.support.compare import assert_same_bytes
-from benchmarks.support.launched import launched, unchecked
+from benchmarks.support.launched_kernels import launched, unchecked
 from megatron_fp8 import kernels
 from megatron_fp8.backends import BACKENDS
 from megatron_fp8.numerics.formats import E4M3, E5M2

@@ -13,8 +13,8 @@ from benchmarks.support.gpt import gpt_config
 from benchmarks.support.ranks import model_parallel
 from megatron_fp8.linear.tensor_parallel import weight_of
 from megatron_fp8.plan import resolve as resolver
-from tests.support.left_behind import put_back
-from tests.support.simulated import simulated
+from tests.support.fake_world import simulated
+from tests.support.process_state import put_back
 
 EXPERTS, LAYERS = 3, 4
 

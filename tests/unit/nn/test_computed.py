@@ -26,7 +26,7 @@ from megatron_fp8.nn import (
 )
 from megatron_fp8.telemetry import Telemetry
 from tests.support.experts import hidden, layer, routing
-from tests.support.tower import Tower, batch, sgd, train
+from tests.support.small_training import Tower, batch, sgd, train
 
 RECIPES = ["delayed", "tensorwise"]
 

@@ -26,7 +26,7 @@ from megatron_fp8.nn import (
 )
 from megatron_fp8.nn.experts import Fp8Experts
 from tests.support.experts import EXPERTS, HIDDEN, WIDTH, Linears, hidden, layer, routing
-from tests.support.waits import waits
+from tests.support.host_syncs import waits
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 STACKS = {"gate_up": "gate_up_proj", "down": "down_proj"}

@@ -13,7 +13,17 @@ from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.nn import convert_to_fp8, fp8_autocast, fp8_step
 from megatron_fp8.nn.trainer import Fp8Trainer
 from megatron_fp8.state.iteration import IterationCounts
-from tests.support.tower import DELAYED, ROUTES, Tower, assert_same_state, batch, called, sgd, tower, train
+from tests.support.small_training import (
+    DELAYED,
+    ROUTES,
+    Tower,
+    assert_same_state,
+    batch,
+    called,
+    sgd,
+    tower,
+    train,
+)
 
 RECIPES = [DELAYED, "tensorwise", "rowwise", "blockwise", "mxfp8"]
 

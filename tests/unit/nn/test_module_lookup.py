@@ -9,7 +9,7 @@ from torch import nn
 from megatron_fp8.nn import Fp8Linear, convert_to_fp8, fp8_state_dict
 from megatron_fp8.nn.module_lookup import fp8_linears, groups_of
 from megatron_fp8.nn.trainer import Fp8Trainer
-from tests.support.tower import DELAYED, Tower, assert_same_state, batch, sgd, train
+from tests.support.small_training import DELAYED, Tower, assert_same_state, batch, sgd, train
 
 
 class Own(Tower):

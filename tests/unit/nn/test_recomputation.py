@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.nn import fp8_autocast, fp8_state_dict, fp8_step
-from tests.support.tower import DELAYED, batch, called, tower
+from tests.support.small_training import DELAYED, batch, called, tower
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

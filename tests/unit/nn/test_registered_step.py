@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron_fp8.nn import convert_to_fp8, fp8_autocast, fp8_step, register_fp8_step
-from tests.support.tower import DELAYED, Tower, assert_same_state, batch, sgd, train
+from tests.support.small_training import DELAYED, Tower, assert_same_state, batch, sgd, train
 
 
 def test_an_optimizer_step_without_it_is_an_error():

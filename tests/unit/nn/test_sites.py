@@ -11,7 +11,7 @@ import torch
 from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.nn import convert_to_fp8, fp8_autocast, fp8_step
 from megatron_fp8.recipe import MXFP8BlockScaling
-from tests.support.tower import DELAYED, Tower, assert_same_state, batch, sgd, train
+from tests.support.small_training import DELAYED, Tower, assert_same_state, batch, sgd, train
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 CHANGED: list[str] = []

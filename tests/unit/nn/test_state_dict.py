@@ -10,7 +10,7 @@ import torch
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.nn import convert_to_fp8, fp8_autocast, fp8_state_dict, load_fp8_state_dict
 from megatron_fp8.recipe import DelayedScaling
-from tests.support.tower import DELAYED, Tower, assert_same_state, sgd, train
+from tests.support.small_training import DELAYED, Tower, assert_same_state, sgd, train
 
 
 def test_state_saved_and_resumed_bit_for_bit():

@@ -21,7 +21,7 @@ from megatron_fp8.nn import (
 )
 from megatron_fp8.nn.trainer import Fp8Trainer
 from megatron_fp8.telemetry import Telemetry
-from tests.support.tower import DELAYED, Tower, assert_same_state, batch, sgd, train
+from tests.support.small_training import DELAYED, Tower, assert_same_state, batch, sgd, train
 
 
 def test_hook_before_and_after_are_the_same():

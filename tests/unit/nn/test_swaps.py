@@ -20,7 +20,7 @@ from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.nn import convert_to_fp8, enable_fp8_all_gather, fp8_step
 from megatron_fp8.recipe import DelayedScaling
 from tests.support.experts import hidden, layer, routing
-from tests.support.tower import Tower, batch
+from tests.support.small_training import Tower, batch
 
 RECIPES = ["delayed", "tensorwise"]
 RECIPE = DelayedScaling(amax_history_len=3)

@@ -22,7 +22,7 @@ from megatron_fp8.nn import (
     register_fp8_step,
 )
 from megatron_fp8.recipe import DelayedScaling
-from tests.support.tower import DELAYED, Tower, assert_same_state, batch, sgd, tower, train
+from tests.support.small_training import DELAYED, Tower, assert_same_state, batch, sgd, tower, train
 
 
 @pytest.fixture(autouse=True)

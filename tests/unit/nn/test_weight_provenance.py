@@ -22,7 +22,7 @@ from megatron_fp8.nn import (
     register_fp8_step,
 )
 from megatron_fp8.recipe import DelayedScaling
-from tests.support.tower import Tower, batch, sgd, train
+from tests.support.small_training import Tower, batch, sgd, train
 
 RECIPE = DelayedScaling(amax_history_len=3)
 

@@ -23,7 +23,7 @@ from megatron_fp8.nn import (
     load_fp8_state_dict,
 )
 from megatron_fp8.recipe import DelayedScaling
-from tests.support.tower import Tower, batch, sgd, train
+from tests.support.small_training import Tower, batch, sgd, train
 
 RECIPE = DelayedScaling(amax_history_len=3)
 FACTOR = 1.8

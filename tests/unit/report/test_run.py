@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_fp8.report.run import read_run, read_runs
-from tests.support.written_runs import sites, write_run
+from tests.support.run_folders import sites, write_run
 
 
 def test_a_run_is_read_whole(tmp_path):

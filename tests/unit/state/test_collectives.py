@@ -14,7 +14,7 @@ from megatron_fp8.state.collectives import (
     total,
     union,
 )
-from tests.support.simulated import counted, simulated
+from tests.support.fake_world import counted, simulated
 
 SAYING = {"nobody": (), "the last alone": (3,), "several": (1, 2)}
 

@@ -23,9 +23,9 @@ from megatron_fp8.state.arena import Arena
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.state.graph import CapturedStep
 from megatron_fp8.state.precision_schedule import PrecisionSchedule
-from tests.support.no_values import gpu_without_values, warm
-from tests.support.recorded import Recorded
+from tests.support.cuda_graph_stub import Recorded
 from tests.support.sites import RECIPES, make_site, randn
+from tests.support.valueless_tensors import gpu_without_values, warm
 
 MICROBATCHES = 2
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_fp8.commands.main import main
 from megatron_fp8.train.run_record import record_of, trained_beyond
-from tests.support.written_runs import write_run
+from tests.support.run_folders import write_run
 
 
 def changed(folder, file, number, change):

@@ -24,8 +24,8 @@ from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.state.graph import CapturedStep
 from megatron_fp8.study.devices import torch_refusal
 from tests.support.launch_counts import launches_by_name
-from tests.support.no_values import warm
 from tests.support.sites import RECIPES
+from tests.support.valueless_tensors import warm
 
 MOST = 12
 TENSORWISE, ROWWISE = "zeros find_amaxes cast_tensor", "zeros find_amaxes cast_rows"

@@ -24,8 +24,8 @@ from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.state.graph import CapturedStep
-from tests.support.no_values import gpu_without_values, warm
 from tests.support.sites import RECIPES
+from tests.support.valueless_tensors import gpu_without_values, warm
 
 
 def _without(plain: str) -> CustomRecipe:

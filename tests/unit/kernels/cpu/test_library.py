@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.forked import python
+from benchmarks.support.fork_server import python
 from megatron_fp8.kernels.cpu import library
 
 

@@ -17,7 +17,7 @@ from megatron_fp8.mcore.config.transformer_config import MLATransformerConfig, T
 from megatron_fp8.train import model
 from megatron_fp8.train.config.sections import OptimizerSection
 from tests.support.draws import draws
-from tests.support.nonsense import NONSENSE, edges
+from tests.support.invalid_values import NONSENSE, edges
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
 NAMED = {

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.support.fp8_gpt import MOE, training
-from benchmarks.support.launched import launched
+from benchmarks.support.launched_kernels import launched
 from benchmarks.support.ranks import Layout, RankPool
 from megatron_fp8.kernels.lazy_tensor import LazyTensor
 from megatron_fp8.mcore.layers import activation

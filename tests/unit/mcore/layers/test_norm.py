@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.support.compare import assert_same_bytes
-from benchmarks.support.launched import launched
+from benchmarks.support.launched_kernels import launched
 from megatron_fp8 import kernels
 from megatron_fp8.kernels.lazy_tensor import LazyTensor, written
 from megatron_fp8.mcore.layers.norm import Norm, rms_norm
-from tests.support.kept_for_backward import saved
+from tests.support.saved_tensors import saved
 
 SHAPES = [(1, 1), (7, 129), (3, 5, 64), (1000, 8), (0, 16)]
 

@@ -13,7 +13,7 @@ from benchmarks.support.fp8_gpt import DISTRIBUTED, fp8_config
 from benchmarks.support.gpt import build_chunks, build_optimizer
 from benchmarks.support.ranks import Layout, model_parallel
 from tests.support.fp8_params import masters
-from tests.support.waits import waits
+from tests.support.host_syncs import waits
 
 GRADIENTS = {"ordinary": 1.0, "small": 1e-6, "nan": math.nan, "overflow": 1e25, "inf": math.inf}
 """What one weight's gradient has in it. Squares of 1e25 are Inf in float32: the step is taken, with a norm of Inf."""

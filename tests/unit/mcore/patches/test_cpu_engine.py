@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from megatron_fp8.mcore.patches import cpu_stubs
-from tests.support.as_if_compiled import as_if_compiled
+from tests.support.compiled_megatron import as_if_compiled
 
 
 def test_names_cuda() -> None:

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.support.ranks import RankPool
 from megatron_fp8.mcore import environment as compat
 from megatron_fp8.mcore.patches.patching import Patch, PatchSet
-from tests.support.as_if_compiled import as_if_compiled
+from tests.support.compiled_megatron import as_if_compiled
 
 
 class Parent:

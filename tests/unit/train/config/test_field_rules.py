@@ -13,7 +13,7 @@ from megatron_fp8.train.config.run_config import SECTIONS, RunConfig, known_keys
 from megatron_fp8.train.launch.environment import Launch, find_launch
 from megatron_fp8.train.launch.parallel import check_layout
 from tests.support.draws import draws
-from tests.support.nonsense import NONSENSE, WRITTEN, edges
+from tests.support.invalid_values import NONSENSE, WRITTEN, edges
 
 SMALL = ["--model.num_layers=4", "--model.hidden_size=64", "--model.num_attention_heads=4"]
 

@@ -16,7 +16,7 @@ from megatron_fp8.train.config.run_config import parse
 from megatron_fp8.train.launch import parallel
 from megatron_fp8.train.launch.environment import Launch
 from megatron_fp8.train.launch.parallel import check_layout, gpu_of
-from tests.support.left_behind import put_back
+from tests.support.process_state import put_back
 
 
 def test_the_variable_that_gave_the_world_size_is_named():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.forked import python, started
+from benchmarks.support.fork_server import python, started
 from tests.support.command import environment
 
 SCRIPT = """

@@ -4,7 +4,7 @@ tests/fixtures/checkpoints has one archive a kind of checkpoint (KINDS), saved a
 expected.json: the losses of iterations 3 and 4 and digests of what iteration 4 saved, as the run that wrote it went on.
 They were made once, by
 
-    python -m tests.support.kept_checkpoints
+    python -m tests.support.old_checkpoints
 
 at the last version whose manifests had no checksum, and are never made again: another kind gets another archive. Corpus
 and tokenizer are made here, the same on every machine, and every path in the manifests is relative.

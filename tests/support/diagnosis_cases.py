@@ -11,7 +11,7 @@ import torch.distributed as dist
 from benchmarks.support.fp8_gpt import fp8_config
 from benchmarks.support.gpt import _sample, bf16_spec, build_chunks
 from benchmarks.support.ranks import Layout, model_parallel
-from tests.support.planted import make_wrong
+from tests.support.model_faults import make_wrong
 
 SEQUENCE, VOCAB = 64, 128
 SMALL: dict[str, Any] = {"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4}

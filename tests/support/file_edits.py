@@ -15,7 +15,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.support.watched import TRAP
+from tests.support.process_monitor import TRAP
 
 ByteEdit = tuple[str, int, bytes]
 """(what happens, where: from the start, or negative from the end; with which bytes)."""

@@ -1,6 +1,6 @@
 """Checks of the native backend that run Triton kernels in its interpreter, which must be chosen before Triton is loaded.
 
-`python -m tests.support.native_interpreted` prints a JSON object, check -> traceback or "", for a test.
+`python -m tests.support.interpreted_cases` prints a JSON object, check -> traceback or "", for a test.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.recipe import Granularity, MXFP8BlockScaling, Rule
 from megatron_fp8.state.fp8_state import Fp8State
-from tests.support.interpreter import lean_interpreter
 from tests.support.scaled_mm import fake_torch
 from tests.support.sites import RECIPES, data, make_site, randn, run
+from tests.support.triton_interpreter import lean_interpreter
 
 FUNCTIONS = ("measure", "quantize_tensor", "quantize_rows", "quantize_blocks")
 PRODUCTS = {

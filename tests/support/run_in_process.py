@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fp8.commands.main import main
-from tests.support.left_behind import put_back
-from tests.support.watched import watched
+from tests.support.process_monitor import watched
+from tests.support.process_state import put_back
 
 LONGEST_S = 20.0
 """Without a word, before whoever waits thinks of a hang."""

@@ -1,6 +1,6 @@
 """Processes that need not import torch and Megatron-Core again: forked from one that has.
 
-The fork server of `multiprocessing` imports warm.py once for each pytest process: four seconds of a core. The ranks of
+The fork server of `multiprocessing` imports preload.py once for each pytest process: four seconds of a core. The ranks of
 ranks.py, and the commands that `python` runs, are its children and start within 0.1 s. It has no threads and has computed
 nothing, so OpenMP and gloo start anew in every child.
 
@@ -24,10 +24,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.room import with_room
+from benchmarks.support.stack_size import with_room
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["benchmarks.support.warm"])
+CONTEXT.set_forkserver_preload(["benchmarks.support.preload"])
 multiprocessing.util.get_temp_dir()  # of the server's socket, whose path is short: a test may set a long folder later
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.support.sass import blocks_of, hot_path
+from benchmarks.support.machine_code import blocks_of, hot_path
 
 BRANCHES = """
 .text.kernel:

@@ -8,8 +8,8 @@ import subprocess
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from benchmarks.support import forking
-from benchmarks.support.forking import stood_for
+from benchmarks.support import forking_interpreter
+from benchmarks.support.forking_interpreter import stood_for
 from tests.support.command import environment, torchrun
 
 SCRIPT = """
@@ -144,7 +144,7 @@ def test_a_signal_that_comes_too_late_changes_nothing(forking_python, tmp_path, 
         wait([sentinel])
         return [sentinel]
 
-    monkeypatch.setattr(forking, "wait", later)
+    monkeypatch.setattr(forking_interpreter, "wait", later)
     end = "import time\nwhile not os.path.exists('go'): time.sleep(0.01)\nsys.exit(3)"
     command = [forking_python, write(tmp_path, end)]
     with subprocess.Popen(

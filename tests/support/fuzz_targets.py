@@ -11,8 +11,8 @@ import yaml
 from hypothesis import HealthCheck
 
 from megatron_fp8.recipe import Float8CurrentScaling
-from tests.support.heard import heard
-from tests.support.made_once import made_once
+from tests.support.run_in_process import heard
+from tests.support.shared_folder import made_once
 from tests.support.size_table import make_table
 
 CONFIG = {

@@ -1,4 +1,4 @@
-"""A `python` for programs that start python themselves, examples and torchrun: what it runs is forked (forked.py).
+"""A `python` for programs that start python themselves, examples and torchrun: what it runs is forked (fork_server.py).
 
     with forking_python(folder) as path:
         subprocess.run(["bash", "examples/reshard.sh"], env={..., "PYTHON": path})
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from benchmarks.support.forked import started
+from benchmarks.support.fork_server import started
 
 # -I and -S: without site-packages it starts in 20 ms.
 SCRIPT = """#!{python} -IS

@@ -1,4 +1,4 @@
-"""What forked.py imports and makes before it forks: nothing that starts a thread or installs a hook."""
+"""What fork_server.py imports and makes before it forks: nothing that starts a thread or installs a hook."""
 
 import atexit
 import gc

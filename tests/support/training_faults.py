@@ -20,7 +20,7 @@ import yaml
 from benchmarks.support.fp8_gpt import fp8_config, record_steps
 from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, model_parallel
-from tests.support.diagnosed import SEQUENCE, SMALL, VOCAB, Sequences
+from tests.support.diagnosis_cases import SEQUENCE, SMALL, VOCAB, Sequences
 
 STEPS = 14
 BATCH: dict[str, Any] = {"sequence": SEQUENCE, "vocab": VOCAB, "micro_batch": 2, "global_batch": 2}

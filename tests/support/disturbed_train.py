@@ -1,6 +1,6 @@
 """Runs `megatron-fp8 train` as the command does, with trouble of time and ranks: a child process of the tests.
 
-python tests/support/trouble.py '{"clock": true, "slow": 0.1, "hangs": 30, "stops": 36}' train ...
+python tests/support/disturbed_train.py '{"clock": true, "slow": 0.1, "hangs": 30, "stops": 36}' train ...
 
     clock      the time of day jumps by days, back and forth, before every iteration
     slow       the last rank sleeps so many seconds in each of the first 20 iterations

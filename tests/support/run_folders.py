@@ -1,6 +1,6 @@
 """Folders as runs leave them, written without a training: what a report is made from.
 
-python -m tests.support.written_runs FOLDER [--large]     two of them to look at
+python -m tests.support.run_folders FOLDER [--large]     two of them to look at
 """
 
 from __future__ import annotations
