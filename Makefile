@@ -24,9 +24,9 @@ train: $(VENV)/.train ## train a small GPT in FP8; options: ARGS="--model.fp8_fo
 
 # pytest-xdist: whole files go to one of several processes, the longest first (tests/support/order.py). Each has its own ranks.
 # More processes than cores, since ranks that start, launchers and SLURM wait much of their time.
-# Idle OpenMP threads do not spin.
+# Idle OpenMP threads do not spin. A process that dies ends the run: pytest-xdist would wait for its tests without an end.
 # Bytecode is written, whatever the environment says: else each process compiles all files of tests and of the package.
-SUITE := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
+SUITE := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=20
 START := $(shell date +%s)
 
 # mypy takes one core 40 seconds without its cache: beside the first tests; what it found is said after the last.

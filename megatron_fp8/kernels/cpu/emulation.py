@@ -64,12 +64,12 @@ _ELEMENTWISE = (
 
 
 def usable(x: torch.Tensor) -> bool:
-    """Whether x is for these kernels: ``plain``, and large unless they are loaded, on a machine that could compile them.
+    """Whether x is for these kernels: ``plain``, not empty, and large unless they are loaded, where C compiles.
 
     Either way x gets the same bits.
     """
-    large_enough = x.numel() >= MIN_ELEMENTS or _load.cache_info().currsize > 0
-    return large_enough and plain(x) and reason() is None
+    least = 1 if _load.cache_info().currsize else MIN_ELEMENTS
+    return x.numel() >= least and plain(x) and reason() is None
 
 
 def plain(x: torch.Tensor) -> bool:

@@ -125,6 +125,7 @@ def _told(of: CastInput, to: CastStruct) -> tuple[list[CodesAndScale], torch.Ten
     """Tells C of a matrix; what its codes and scales will be, and its amax."""
     x, rule = of.x, of.rule
     rows, cols = x.shape
+    assert rows and cols, "C divides by both"
     kind = torch.uint8 if rule.scale == "e8m0" else torch.float32
     to.x, to.rows, to.cols = emulation.address(x, x.dtype, rows * cols), rows, cols
     largest = torch.empty((), dtype=torch.float32, device="cpu")

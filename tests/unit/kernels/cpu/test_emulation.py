@@ -13,6 +13,7 @@ import torch
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
+from megatron_fp8.backends.base import CastRequest
 from megatron_fp8.kernels.cast_dispatch import (
     block_amaxes,
     cast,
@@ -55,15 +56,13 @@ def both(monkeypatch):
     """`both(f)`: (f() with the kernels, f() with torch operations), whatever the size of the tensors."""
     assert cpu.reason() is None, f"these tests compare the kernels, and there are none: {cpu.reason()}"
 
+    cpu.compiled()  # where they are loaded, small tensors use them too
+
     def run(function):
-        results = []
-        for force in (True, False):
-            with monkeypatch.context() as patch:
-                patch.setattr(
-                    cpu, "usable", lambda x, force=force: force and x.is_contiguous() and x.numel() > 0
-                )
-                results.append(function())
-        return results
+        with monkeypatch.context() as patch:
+            compiled = function()
+            patch.setattr(cpu, "usable", lambda _: False)
+            return [compiled, function()]
 
     return run
 
@@ -278,12 +277,27 @@ def test_gemms_agree(name, both):
         assert_same_bytes(*both(product), f"{name} {out}")
 
 
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)], ids=str)
+def test_an_empty_matrix_is_cast_and_multiplied(shape, name, both):
+    """C divides by the number of columns: it must not see an empty matrix, alone or among others."""
+    x, w = torch.empty(shape, dtype=torch.bfloat16), mixed((7, shape[1]), torch.bfloat16, False)
+    rule = RECIPES[name].rule("input")
+    for direction in ("rowwise", "columnwise", "both"):
+        a, others = emulated.quantize(x, rule, direction), [CastRequest(w, rule, direction, None, None)]
+        each = emulated.quantize_each([CastRequest(x, rule, direction, None, None), *others])
+        assert a.tensor.shape == each[0].tensor.shape == shape
+    a, b = quantize(x, RECIPES[name], "input"), quantize(w, RECIPES[name], "weight")
+    assert_same_bytes(*both(lambda: emulated.gemm(a.rowwise, b.rowwise)), name)
+
+
 def test_only_plain_contiguous_cpu_tensors_and_small_ones_load_nothing(monkeypatch):
     monkeypatch.setattr(cpu, "_load", functools.cache(cpu._load.__wrapped__))
     large = torch.zeros(256, 256)
     assert not cpu.usable(large[:3])
     assert cpu.usable(large) and cpu.usable(torch.nn.Parameter(large))
     assert cpu.usable(large[:3]), "it is loaded"
+    assert not cpu.usable(large[:0])
     assert not cpu.usable(large.t()[:, :128])
     assert not cpu.usable(large.to("meta"))
 
