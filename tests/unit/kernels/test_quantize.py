@@ -33,11 +33,9 @@ SCALES = [3.0, 2.0**-20, 2.0**127, 3.4028234663852886e38]
 
 
 def inputs(shape):
-    """Of the largest shape a matrix of each dtype, finite and not; of others two, with dtypes in turn."""
-    wide = [(dtype, special) for dtype in DTYPES for special in (False, True)]
-    at = SHAPES.index(shape)
-    chosen = wide if shape == max(SHAPES) else [(DTYPES[at % 3], False), (DTYPES[(at + 1) % 3], True)]
-    for dtype, special in chosen:
+    """Of the largest shape a matrix of each dtype, one of them finite; of others two, with dtypes in turn."""
+    at, count = SHAPES.index(shape), 3 if shape == max(SHAPES) else 2
+    for dtype, special in [(DTYPES[(at + i) % 3], i > 0) for i in range(count)]:
         yield f"{shape} {dtype} special={special}", mixed(shape, dtype, special)
 
 
