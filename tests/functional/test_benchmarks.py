@@ -47,7 +47,6 @@ ON_RANKS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "adam_state": ({"SEEDS": (1,)}, ["--iterations=1"]),
     "data_parallel": ({"SEEDS": (1,), "STEPS": 2, "SHOWN": (1, 2), "RECIPES": ("mxfp8",)}, []),
     "layouts": ({"SEEDS": (1,)}, []),
-    "param_bytes": ({}, []),
 }
 """Those that start ranks of their own: here they have the tests'."""
 ELSEWHERE = {
@@ -63,6 +62,7 @@ ELSEWHERE = {
     "kills": "tests/functional/test_kills.py",
     "mutants": "tests/unit/benchmarks/test_mutants.py",
     "options": "tests/unit/docs/test_options.py",
+    "param_bytes": "tests/functional/test_fp8_param_bytes.py",
     "watchdog": "tests/unit/benchmarks/test_watchdog.py",
     "soak": "tests/functional/test_soak.py",
 }

@@ -118,10 +118,10 @@ def test_answers_are_learned_alike_whatever_the_micro_batches_are(heard, folder)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=5e-3)
 
 
-def test_two_ranks_learn_the_same_answers(heard, folder):
+def test_two_ranks_learn_the_same_answers(heard, folder, forking_python):
     done = torchrun(
         "-m", "megatron_fp8", "train", "--config=run.yaml", "--run_dir=two", "--data=chats.jsonl", *ASSISTANT,
-        "--train.micro_batch_size=2", cwd=folder,
+        "--train.micro_batch_size=2", cwd=folder, python=forking_python,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for a, b in zip(lines(folder / "chats/metrics.jsonl"), lines(folder / "two/metrics.jsonl"), strict=True):

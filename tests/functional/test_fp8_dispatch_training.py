@@ -14,8 +14,6 @@ from tests.support.collectives import recorded
 from tests.support.decoding import forward
 from tests.support.fp8_dispatch import HIDDEN, config_of
 
-RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-
 
 def train_case(
     layout: Layout, recipe: str, fields: dict[str, Any], evaluates: bool = False
@@ -46,7 +44,6 @@ def train_case(
 
 ALIKE: dict[str, dict[str, Any]] = {
     "experts in turn": {"moe_grouped_gemm": False},
-    "recomputed": RECOMPUTED,
     "fully recomputed": {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -120,13 +117,16 @@ def test_a_layer_whose_experts_read_no_such_codes_sends_bf16_and_says_so(ranks: 
 
 
 RUNS: dict[str, tuple[int, Layout, dict[str, Any]]] = {
-    "capacity": (2, Layout(ep=2), {"moe_expert_capacity_factor": 1.0}),
-    "padded to capacity": (
+    "padded to capacity, z loss": (
         2,
         Layout(ep=2),
-        {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+        {
+            "moe_expert_capacity_factor": 1.0,
+            "moe_pad_expert_input_to_capacity": True,
+            "moe_z_loss_coeff": 0.1,
+        },
     ),
-    "shared expert, sigmoid scores, expert bias, float32 router": (
+    "shared expert, sigmoid scores, expert bias, float32 router, groups": (
         2,
         Layout(ep=2),
         {
@@ -134,19 +134,18 @@ RUNS: dict[str, tuple[int, Layout, dict[str, Any]]] = {
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
             "moe_router_dtype": "fp32",
+            "moe_router_num_groups": 2,
+            "moe_router_group_topk": 1,
         },
     ),
-    "groups": (2, Layout(ep=2), {"moe_router_num_groups": 2, "moe_router_group_topk": 1}),
-    "z loss": (2, Layout(ep=2), {"moe_z_loss_coeff": 0.1}),
     "dropped by position": (
         2,
         Layout(ep=2),
         {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"},
     ),
-    "cut experts": (2, Layout(tp=2, sp=True), {"moe_token_dispatcher_type": "allgather"}),
-    "float32 router, gathered": (
+    "cut experts, float32 router, gathered": (
         2,
-        Layout(ep=2),
+        Layout(tp=2, sp=True),
         {"moe_token_dispatcher_type": "allgather", "moe_router_dtype": "fp32"},
     ),
 }

@@ -76,7 +76,6 @@ def sick_training(
 
 MOE = {"num_moe_experts": 2, "moe_ffn_hidden_size": 256, "moe_router_load_balancing_type": "none"}
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any], dict[str, Any]]] = {
-    "tp2": (Layout(tp=2), {}, {}),
     "tp2-sp": (Layout(tp=2, sp=True), {}, {}),
     "pp2": (Layout(pp=2), {}, {}),
     "dp2": (Layout(), {}, {}),
@@ -97,8 +96,9 @@ def check(everyone: list[Health], sick: dict[int, tuple[str, float]]) -> None:
     assert len({tuple(seen.nonfinite) for seen in everyone}) == 1, "ranks disagree on what was found"
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "recipe"), [*((name, "delayed") for name in LAYOUTS), ("pp2", "mxfp8"), ("dp2-overlap", "mxfp8")]
+)
 def test_step_is_skipped_together_and_nothing_is_poisoned(ranks: RankPool, name: str, recipe: str) -> None:
     layout, fields, ddp = LAYOUTS[name]
     everyone = ranks(2).run(sick_training, layout, recipe, SICK, fields, ddp)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+from unittest import mock
+
 import pytest
 
-from benchmarks.param_bytes import cases, count_bytes
+from benchmarks import param_bytes
+from benchmarks.param_bytes import Counts, cases, count_bytes
 from benchmarks.support.fp8_gpt import TWO_WAY
-from benchmarks.support.ranks import RankPool
+from benchmarks.support.ranks import RankPool, Ranks
 
 VALUES = 4_456_448  # of 8 weights: two layers, hidden 512, ffn 1024, GQA with 2 of 8 heads
 OTHERS = 267_264 // 2  # values of embedding, output layer and norms
@@ -21,10 +26,30 @@ SCALES = {
 ROWWISE_SCALES = {"rowwise": 2 * (768 + 512 + 2048 + 512) * 4, "mxfp8": VALUES // 32}
 
 
+@pytest.fixture(scope="module")
+def counted(ranks: RankPool) -> dict[tuple[Any, ...], list[Counts]]:
+    """What the benchmark counts in each case, on both ranks."""
+    found: dict[tuple[Any, ...], list[Counts]] = {}
+
+    class Recorded(Ranks):
+        def run(self, case: Any, *args: Any, **kwargs: Any) -> list[Any]:
+            found[args] = super().run(case, *args, **kwargs)
+            return found[args]
+
+    with (
+        mock.patch.object(
+            param_bytes, "RankPool", return_value=mock.Mock(side_effect=lambda n: Recorded(ranks, n))
+        ),
+        mock.patch.object(sys, "argv", ["param_bytes"]),
+    ):
+        assert param_bytes.main() == 0
+    return found
+
+
 @pytest.mark.parametrize("name", cases())
-def test_bytes(ranks: RankPool, name: str) -> None:
+def test_bytes(counted: dict[tuple[Any, ...], list[Counts]], name: str) -> None:
     recipe, fp8_param, _, shared, columnwise = cases()[name]
-    for found in ranks(2).run(count_bytes, *cases()[name]):
+    for found in counted[cases()[name]]:
         assert found["values"] == VALUES
         codes = 0 if recipe is None else (2 if recipe in TWO_WAY else 1) * VALUES + SCALES[recipe]
         if not columnwise:

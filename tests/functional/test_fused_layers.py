@@ -106,7 +106,6 @@ def test_recomputed_as_computed(ranks: RankPool) -> None:
 LAYERS: dict[str, tuple[dict[str, Any], set[str], dict[str, int]]] = {
     "stored input": ({"activation_func_fp8_input_store": True}, ALL, {}),
     # A router reads its norm; each expert's SwiGLU is weighted.
-    "experts": (MOE, ALL, {}),
     "grouped experts": (GROUPED, ALL, {}),
     # linear_fc1 in BF16: its norm is Megatron's business, its gradient is needed as it is.
     "fc1 in BF16": ({"fp8_overrides": {"*linear_fc1": "bf16"}}, {"norm", "swiglu"}, {"swiglu_grad": 1}),

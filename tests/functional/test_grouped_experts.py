@@ -84,9 +84,8 @@ def run_case(
 
 
 CASES: dict[str, tuple[int, Layout, str, dict[str, Any], dict[str, Any]]] = {
-    **{name: (1, Layout(), name, {}, {}) for name in ("delayed", "tensorwise", "blockwise", "mxfp8")},
+    **{name: (1, Layout(), name, {}, {}) for name in ("delayed", "blockwise", "mxfp8")},
     "etp2": (2, Layout(tp=2, sp=True), "rowwise", {"moe_token_dispatcher_type": "allgather"}, {}),
-    "ep2-distributed": (2, Layout(ep=2), "blockwise", {}, DISTRIBUTED),
     # Small buckets, each gathered when a hook of its first linear asks: without the hook its weights would be old.
     "dp2-buckets": (2, Layout(), "blockwise", {}, {**DISTRIBUTED, "bucket_size": 10_000}),
     "fp8-param": (2, Layout(ep=2), "delayed", {"fp8_param": True}, DISTRIBUTED),
