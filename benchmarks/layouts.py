@@ -23,6 +23,11 @@ from benchmarks.support.ranks import Layout, RankPool, model_parallel
 
 SEEDS = range(1, 17)
 FLOAT32 = {"bf16": False, "params_dtype": torch.float32}
+RECIPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "BF16": ({}, ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")),
+    "float32": (FLOAT32, ("blockwise", "mxfp8")),
+}
+"""Activations -> fields of the config, and the recipes that are shown with them."""
 Runs = list[tuple[float, float]]
 
 
@@ -68,10 +73,7 @@ def main() -> int:
         bf16, bf16_tp2 = run({})
         own = apart(bf16_tp2, bf16)
         rows.append(["bf16", "BF16", f"{own[0]:.1e}", f"{own[1]:.1e}", "", "", ""])
-        for activations, more, recipes in (
-            ("BF16", {}, ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")),
-            ("float32", FLOAT32, ("blockwise", "mxfp8")),
-        ):
+        for activations, (more, recipes) in RECIPES.items():
             for recipe in recipes:
                 one, tp2 = run({"fp8": "hybrid", "fp8_recipe": recipe, **more})
                 between, from_bf16 = apart(tp2, one), apart(one, bf16)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from benchmarks.layouts import FLOAT32
+from benchmarks.support.fp8_gpt import NARROW, fp8_config
+from benchmarks.support.gpt import gpt_config
 from benchmarks.support.ranks import RankPool
-from tests.support.command import ROOT, environment, run
+from tests.support.command import ROOT, run
 
 BENCHMARKS = ROOT / "benchmarks"
 ONCE = "--repetitions=1"
@@ -45,9 +48,21 @@ SMALL: dict[str, tuple[dict[str, Any], list[str]]] = {
 """Script -> constants of it, or of another one as `script.NAME`, and its options."""
 ON_RANKS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "adam_state": ({"SEEDS": (1,)}, ["--iterations=1"]),
-    "data_parallel": ({"SEEDS": (1,), "STEPS": 2, "SHOWN": (1, 2), "RECIPES": ("mxfp8",)}, []),
-    "layouts": ({"SEEDS": (1,)}, []),
-}
+    "data_parallel": (
+        {
+            "SEEDS": (1,), "STEPS": 1, "SHOWN": (1,), "RECIPES": ("mxfp8",),
+            "fp8_config": partial(fp8_config, num_layers=1, **NARROW),
+        },
+        [],
+    ),
+    "layouts": (
+        {
+            "SEEDS": (1,), "RECIPES": {"BF16": ({}, ("mxfp8",)), "float32": (FLOAT32, ("blockwise",))},
+            "gpt_config": partial(gpt_config, num_layers=1),
+        },
+        [],
+    ),
+}  # fmt: skip
 """Those that start ranks of their own: here they have the tests'."""
 ELSEWHERE = {
     "estimates": "tests/functional/test_estimate_page.py",
@@ -69,6 +84,7 @@ ELSEWHERE = {
 """Run by another test."""
 IMPORTED = {
     "gpu_sanitiser": "needs a GPU and compute-sanitizer",
+    "host_time": "compiles C++ over torch's headers, and kernels for a GPU, for a minute",
     "recipes": "what it runs, tests/functional/test_compare.py does",
     "roofline": "starts real processes for minutes",
     "startup": "starts real processes for a minute",
@@ -92,7 +108,7 @@ sys.exit(module.main() if hasattr(module, "main") else print(module.section()))
 
 def test_every_script_is_here():
     scripts = {path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
-    assert scripts == {"host_time", *SMALL, *ON_RANKS, *ELSEWHERE, *IMPORTED}
+    assert scripts == {*SMALL, *ON_RANKS, *ELSEWHERE, *IMPORTED}
     assert all((ROOT / file).exists() for file in ELSEWHERE.values())
 
 
@@ -104,16 +120,6 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     done = run(tmp_path / "driver.py", name, repr(constants), *options, timeout=200, cwd=tmp_path)
     assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stdout + done.stderr
     assert re.search(r"\|.*\|" if name != "gpu_environment" else r".", done.stdout), done.stderr
-
-
-def test_host_time_runs(tmp_path: Path) -> None:
-    """In a real process: its Triton compiles for a GPU that computes nothing, where that of tests interprets."""
-    (tmp_path / "driver.py").write_text(DRIVER)
-    constants = repr({"RECIPES": ("mxfp8",)})
-    command = [sys.executable, tmp_path / "driver.py", "host_time", constants, "--rounds=2", "--each=1"]
-    env = {name: value for name, value in environment().items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, check=False)
-    assert done.returncode == 0 and "| mxfp8, first" in done.stdout, done.stderr
 
 
 def as_small(name: str, constants: dict[str, Any], case: str, *args: Any) -> Any:

@@ -316,13 +316,15 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(trained, config, small_disk
     first = trained / "checkpoints" / "iter_0000001"
     shutil.copytree(first, disk / "iter_0000001")
     (disk / "latest").write_text("iter_0000001\n")
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "megatron_fp8", "train", f"--config={config}", f"--checkpoint.folder={disk}",
-            f"--run_dir={trained.parent / 'full'}",
-        ],
-        capture_output=True, text=True, timeout=150, env=environment(), check=False, preexec_fn=limit,
-    )  # fmt: skip
+    train = ["-m", "megatron_fp8", "train", f"--config={config}", f"--checkpoint.folder={disk}"]
+    train.append(f"--run_dir={trained.parent / 'full'}")
+    if limit is None:
+        done = run(*train)
+    else:
+        done = subprocess.run(
+            [sys.executable, *train],
+            capture_output=True, text=True, timeout=150, env=environment(), check=False, preexec_fn=limit,
+        )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     assert [line for line in done.stderr.splitlines() if "arning" not in line] == [
         next(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +13,8 @@ import torch
 from megatron_fp8.kernels.cast_dispatch import cast
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.kernels.cpu import emulation as cpu
-cpu.FLAGS = cpu.FLAGS.replace("-O3", "-O1")  # it is not the compiler that is tried
+print(cpu._load.cache_info().currsize)  # after the imports
+cpu.FLAGS = cpu.FLAGS.replace("-O3", "-O0")  # it is not the compiler that is tried
 codes = cast(torch.linspace(-500, 500, 1 << 15), None, E4M3).view(torch.uint8)
 print(hashlib.sha256(codes.numpy()).hexdigest())
 print(cpu.reason())
@@ -46,22 +45,11 @@ def test_processes_that_compile_at_once_and_machines_that_cannot(tmp_path):
             for compiler in wanted
         ]
         results = [process.result() for process in started]
-    assert len({codes for codes, _ in results}) == 1
-    assert [why for _, why in results[:2]] == ["None", "None"]
-    assert "false --version exits with 1" in results[2][1]
-    assert "/not/there/cc is not there; install one or set CC" in results[3][1]
-    assert "cannot compile the kernels: emulation.c:1: error: broken" in results[4][1]
+    assert {loaded for loaded, _, _ in results} == {"0"}, "an import compiles nothing"
+    assert len({codes for _, codes, _ in results}) == 1
+    assert [why for _, _, why in results[:2]] == ["None", "None"]
+    assert "false --version exits with 1" in results[2][2]
+    assert "/not/there/cc is not there; install one or set CC" in results[3][2]
+    assert "cannot compile the kernels: emulation.c:1: error: broken" in results[4][2]
     left = [path.name for path in (tmp_path / "shared" / "megatron_fp8" / "kernels").iterdir()]
     assert len(left) == 1 and left[0].startswith("cpu-") and left[0].endswith(".so"), left
-
-
-def test_importing_compiles_nothing():
-    code = "import megatron_fp8; import megatron_fp8.kernels.cpu.emulation as c; print(c._load.cache_info().currsize)"
-    out = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert out.stdout.strip() == "0"

@@ -22,8 +22,7 @@ def browser(tmp_path_factory):
         yield one
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1600])
+@pytest.mark.parametrize(("width", "dark"), [(400, False), (1600, True)], ids=["narrow", "wide and dark"])
 def test_pages_fit_and_ask_for_nothing(site, browser, width, dark):
     for page in ("index.html", "migrate.html", "api/nn.html"):
         browser.open(site / page, width=width, dark=dark, ready="return document.readyState === 'complete'")

@@ -27,7 +27,6 @@ WARM, LENGTH, HEAL = 3, 6, 1
 PHASES = {"fp8_high_precision_warmup": WARM / LENGTH, "fp8_high_precision_healing": HEAL / LENGTH}
 DELAYED = {"fp8_amax_history_len": 2, "fp8_amax_compute_algo": "max", "fp8_margin": 1}
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 1, "recompute_method": "uniform"}
-MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
 
 Amaxes = dict[str, float]
 
@@ -140,7 +139,7 @@ def variants(layout: Layout, fields: dict[str, dict[str, Any]]) -> dict[str, See
 
 @pytest.mark.parametrize(
     ("layout", "fields"),
-    [(TP_SP, {"plain": {}, "full": FULL, "mlp": MLP}), (PP, {"plain": {}})],
+    [(TP_SP, {"plain": {}, "full": FULL}), (PP, {"plain": {}})],
     ids=["tp2-sp", "pp2"],
 )
 def test_the_switch_starts_with_real_scales(ranks: RankPool, layout: Layout, fields: dict[str, Any]) -> None:
