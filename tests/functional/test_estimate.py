@@ -181,15 +181,6 @@ SAVED: dict[str, tuple[int, str, dict[str, Any]]] = {
         TINY,
         {**ONE, "model__recompute_granularity": "selective", "model__recompute_modules": "[mlp]"},
     ),
-    "two layers at once recomputed": (
-        2,
-        TINY,
-        {
-            "model__recompute_granularity": "full",
-            "model__recompute_method": "uniform",
-            "model__recompute_num_layers": 2,
-        },
-    ),
     "one layer recomputed": (
         1,
         TINY,
@@ -200,7 +191,6 @@ SAVED: dict[str, tuple[int, str, dict[str, Any]]] = {
             "model__recompute_num_layers": 1,
         },
     ),
-    "experts": (2, TINY, {**ONE, **MOE, **MANY, "model__expert_model_parallel_size": 2}),
     "experts in BF16, fused, a shared one": (
         2,
         TINY,
@@ -214,7 +204,6 @@ SAVED: dict[str, tuple[int, str, dict[str, Any]]] = {
             "model__moe_shared_expert_intermediate_size": 256,
         },
     ),
-    "latent attention": (2, TINY, {**LATENT, "train__seq_length": 256}),
     "latent attention, narrow values, no latent of queries": (
         1,
         TINY,
@@ -236,7 +225,6 @@ SAVED: dict[str, tuple[int, str, dict[str, Any]]] = {
             "model__recompute_modules": "[mla_up_proj]",
         },
     ),
-    "three tokens predicted": (2, TINY, {"model__mtp_num_layers": 2, "train__seq_length": 256}),
     "two tokens predicted, recomputed": (
         1,
         TINY,

@@ -47,8 +47,7 @@ def biases_by_step(
 
 
 CASES: dict[str, tuple[Any, ...]] = {
-    "delayed": ("delayed", {}, {1: ("gradients", math.nan), 3: ("weights", math.inf)}, {}),
-    "blockwise": ("blockwise", {}, {1: ("inputs", math.nan), 3: ("gradients", math.inf)}, {}),
+    "delayed": ("delayed", {}, {1: ("inputs", math.nan), 3: ("weights", math.inf)}, {}),
     # In BF16 Megatron-Core looks for NaN where it has a scale.
     "bf16": (None, {}, {1: ("gradients", math.nan), 3: ("gradients", math.inf)}, {"loss_scale": 1.0}),
     "fp16": (

@@ -32,7 +32,7 @@ def whole(originals) -> Any:
     return read_metadata(folder_of(originals))
 
 
-@draws(150, suppress_health_check=[FIXTURES])
+@draws(60, suppress_health_check=[FIXTURES])
 @given(programs(), st.booleans())
 def test_opcodes_change_and_call_nothing(whole, tmp_path, program, ends):
     """With nothing behind them, or a whole metadata."""

@@ -47,13 +47,11 @@ BIASED = {
 
 # Title -> (ranks, shipped config, changes). Each recipe, fp8_param, optimizer and kind of layout is in one of these.
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "tied over stages": (4, GELU, {**PIPELINE, **DISTRIBUTED, "model__fp8_format": "blockwise"}),
     "FP8 output layer, tied over stages, fp8_param": (
         4,
         GELU,
         {**PIPELINE, **DISTRIBUTED, **FP8, **OUTPUT, "model__fp8_format": "blockwise"},
     ),
-    "tensorwise, fp8_param, sharded": (4, TINY, {**BOTH, **DISTRIBUTED, **FP8, **THREE}),
     "mxfp8, fp8_param, sharded, three tokens predicted": (
         2,
         TINY,
@@ -151,7 +149,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
             "model__fp8_format": "tensorwise",
         },
     ),
-    "latent attention": (2, TINY, {**TWO, **LATENT, **SHORT, "model__fp8_format": "blockwise"}),
     "latent attention, gathered codes, no latent of queries": (
         2,
         TINY,
