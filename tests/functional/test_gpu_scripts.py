@@ -23,6 +23,7 @@ from benchmarks import (
     gpu_sections,
 )
 from benchmarks.gpu_common import Machine
+from benchmarks.support.ranks import RankPool, model_parallel
 from megatron_fp8.backends import emulated
 
 
@@ -193,22 +194,29 @@ def test_nothing_wrong_is_timed(monkeypatch: pytest.MonkeyPatch):
     assert result["detail"].startswith("wrong, and not timed: gemm 64 x 96 x 128 delayed: off by 1.0e+00")
 
 
-def test_dry_training_and_steps_on_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_dry_training_on_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As from the command line: each group in a process of its own, where Megatron-Core is patched."""
     for name in ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE"):
         monkeypatch.setenv(name, "1")
-    options = ["--dry-run", "--out", str(tmp_path), "--only"]
-    assert gpu_check.main([*options, "training rowwise"]) == 0
-    assert gpu_bench.main([*options, "step"]) == 0
-    check, bench = (json.loads((tmp_path / f"gpu_{name}.json").read_text()) for name in ("check", "bench"))
+    assert gpu_check.main(["--dry-run", "--out", str(tmp_path), "--only", "training rowwise"]) == 0
+    check = json.loads((tmp_path / "gpu_check.json").read_text())
     assert [(r["check"], r["verdict"]) for r in check["results"]] == [("training rowwise", "PASS")]
     assert check["environment"]["dry"] and "torch" in check["environment"]["versions"]
     ended = [(process["group"], process["ended"]) for process in check["processes"]]
     assert ended == [("training", "exit code 0")]
     assert "| training rowwise | PASS |" in " ".join((tmp_path / "gpu_check.md").read_text().split())
-    (step,) = bench["results"]
-    assert step["verdict"] == "PASS"
-    steps = {row["contender"]: row["median_s"] for row in step["rows"]}
+
+
+def steps_on_megatron() -> Told:
+    """A rank case."""
+    with model_parallel():
+        return served(gpu_sections, "bench step")
+
+
+def test_dry_steps_on_megatron(ranks: RankPool):
+    (told,) = ranks(1).run(steps_on_megatron)
+    assert told.results["bench step"]["verdict"] == "PASS"
+    steps = {contender: row["median_s"] for (_, _, contender), row in told.rows.items()}
     assert set(steps) == {"bf16", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"}
     assert all(steps.values())
 
