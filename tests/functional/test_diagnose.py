@@ -17,9 +17,8 @@ from tests.support.diagnosis_cases import diagnosed
 LAYOUTS = {
     "tensor and sequence": (Layout(tp=2, sp=True), {}),
     "pipeline": (Layout(pp=2), {}),
-    "context": (Layout(cp=2), {}),
-    "data, recomputed": (
-        Layout(),
+    "context, recomputed": (
+        Layout(cp=2),
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     ),
 }
