@@ -57,7 +57,7 @@ SLURM_HERE := test "$$(id -u)" = 0 && $(PY) -m tests.support.slurm_cluster
 	fi
 
 test-browser: $(VENV)/.test .browser ## the report of runs, driven in a real Chromium
-	@if $(BROWSER_HERE); then $(PY) -m pytest -m browser tests/functional/test_report_page.py tests/functional/test_docs_site.py; fi
+	@if $(BROWSER_HERE); then $(PY) -m pytest -m browser tests/functional/test_report_page.py tests/functional/test_docs_pages.py; fi
 
 BROWSER_HERE := $(PY) -m tests.support.browser
 .browser: $(VENV)/.test
