@@ -37,6 +37,8 @@ ROOT = Path(__file__).parents[1]
 MEASURED = ("tokens_per_s", "peak_memory")
 LIMIT_S = 120.0
 """A restart that takes longer than this to its first new iteration hangs."""
+FINISH_S = 1200.0
+"""A run that takes longer than this to its end hangs."""
 START_S = {True: 6.0, False: 1.0}
 """While ranks start, imports included, or forked from a process that has imported all."""
 
@@ -192,7 +194,7 @@ def _kill(run: Run, moment: str, rank: int) -> Kill:
 
 def finish(run: Run) -> None:
     """Wait for a run's own end."""
-    code = run.process.wait(timeout=10 * LIMIT_S)
+    code = run.process.wait(FINISH_S)
     if code:
         raise RuntimeError(f"the run ended with exit code {code}:\n{run.log.read_text()[-6000:]}")
 

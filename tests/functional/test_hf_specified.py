@@ -77,9 +77,7 @@ def test_in_bfloat16_bit_for_bit_with_powers_of_two(recipe: str, capsys) -> None
         ("T5Test.test_batching_equivalence", "tensorwise", "failed: apart", True),
         ("T5Test.test_batching_equivalence", "tensorwise", "passed", False),  # then it is this package
         ("T5Test.test_batching_equivalence", "mxfp8", "failed: apart", False),
-        ("T5Test.test_eager_matches_sdpa_inference_23_bf16_pad_right", "mxfp8", "failed: apart", True),
         ("T5Test.test_eager_matches_sdpa_inference_08_fp32_pad_left", "mxfp8", "failed: apart", False),
-        ("T5Test.test_training", "tensorwise", "failed: apart", False),  # nobody has understood it yet
         ("T5Test.test_training", "tensorwise", "not run", False),
     ],
 )

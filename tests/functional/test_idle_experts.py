@@ -58,18 +58,19 @@ def idles(recipe: str, idle: tuple[int, ...], fields: dict[str, Any]) -> dict[st
         return {"losses": losses, "busy": busy, "kept": kept, "products": products}
 
 
-WHO = {"an expert": (1,), "a rank": (2, 3)}
-HOW: dict[str, dict[str, Any]] = {
-    "grouped": {},
-    "one at a time": {"moe_grouped_gemm": False},
-    "all-gather": {"moe_token_dispatcher_type": "allgather"},
+EXPERT, RANK = (1,), (2, 3)
+CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "an expert": (EXPERT, {}),
+    "a rank": (RANK, {}),
+    "a rank, one at a time": (RANK, {"moe_grouped_gemm": False}),
+    "a rank, all-gather": (RANK, {"moe_token_dispatcher_type": "allgather"}),
 }
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("who", WHO)
-def test_nobody_waits_and_scales_are_kept(ranks: RankPool, who: str, how: str) -> None:
-    everyone = ranks(2).run(idles, "delayed", WHO[who], {**HISTORY, **HOW[how]})
+@pytest.mark.parametrize("name", CASES)
+def test_nobody_waits_and_scales_are_kept(ranks: RankPool, name: str) -> None:
+    idle, fields = CASES[name]
+    everyone = ranks(2).run(idles, "delayed", idle, {**HISTORY, **fields})
     one, other = everyone
     assert one["losses"] == other["losses"] and all(map(math.isfinite, one["losses"]))
     assert one["losses"][-1] < one["losses"][0]
@@ -83,7 +84,6 @@ def test_nobody_waits_and_scales_are_kept(ranks: RankPool, who: str, how: str) -
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "blockwise": ("blockwise", {}),
-    "tensorwise": ("tensorwise", {}),
     "tokens in fp8": ("blockwise", {"moe_fp8_dispatch": True}),
     "tokens in fp8, all-gather": (
         "mxfp8",
@@ -96,7 +96,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_other_recipes(ranks: RankPool, name: str) -> None:
     """What an idle expert does not multiply is seen in the count of products; afterwards it multiplies again."""
     recipe, fields = OTHERS[name]
-    everyone = ranks(2).run(idles, recipe, WHO["a rank"], fields)
+    everyone = ranks(2).run(idles, recipe, RANK, fields)
     assert everyone[0]["losses"] == everyone[1]["losses"]
     assert all(map(math.isfinite, everyone[0]["losses"]))
     before, without, after = everyone[1]["products"]

@@ -121,7 +121,7 @@ def test_a_rank_on_which_nothing_ran_ends_the_iteration_of_the_others(ranks: Ran
 
 
 def megatron_case(layout: Layout, recipe: str, fields: dict[str, Any]) -> list[Any]:
-    """Three iterations with all modules in training mode, and in evaluation mode: what each saw."""
+    """Two iterations with all modules in training mode, and in evaluation mode: what each saw."""
     from megatron_fp8.mcore.iteration import iteration_counts
     from megatron_fp8.mcore.runtime import state_of
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
@@ -136,7 +136,7 @@ def megatron_case(layout: Layout, recipe: str, fields: dict[str, Any]) -> list[A
                 for chunk in chunks:
                     chunk.train = lambda mode, chunk=chunk: nn.Module.train(chunk, False)
             seen: list[Any] = []
-            for step in range(3):
+            for step in range(2):
                 options = {"micro_batch": 2, "global_batch": 4, "sequence": 64, "vocab": 128}
                 seen += [*train_step(config, chunks, optimizer, step, **options), digest(chunks)]
                 counts = iteration_counts()
@@ -171,7 +171,7 @@ def test_megatron_in_evaluation_mode_on_two_ranks(ranks: RankPool) -> None:
 def test_megatron_in_evaluation_mode_recomputed(ranks: RankPool) -> None:
     """Losses, weights, scales and amaxes; the forward of Megatron-Core's checkpoint, under no_grad, is not counted."""
     training, evaluation = ranks(1).run(megatron_case, Layout(), "delayed", FULL, timeout=300)[0]
-    counts = [i for i in range(18) if i % 6 == 3]
+    counts = [3, 9]
     assert all(training[i] > evaluation[i] > 0 for i in counts)
     assert [x for i, x in enumerate(training) if i not in counts] == [
         x for i, x in enumerate(evaluation) if i not in counts
@@ -207,7 +207,7 @@ def probe_case(trains_input: bool, rate_at_first: float) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("trains_input", "rate_at_first"), [(False, 1.0), (True, 1.0), (True, 0.0)])
+@pytest.mark.parametrize(("trains_input", "rate_at_first"), [(False, 1.0), (True, 0.0)])
 def test_a_rank_whose_shard_is_empty_ends_the_iteration_with_the_others(
     ranks: RankPool, trains_input: bool, rate_at_first: float
 ) -> None:

@@ -2,48 +2,52 @@
 
 from __future__ import annotations
 
-import os
+import re
 import subprocess
 import sys
 
 import pytest
 
+from tests.support.command import environment, run
+
 WORDS = (
+    "train",
     "--config=tiny_gpt_cpu",
     "--train.train_iters=2",
     "--model.tensor_model_parallel_size=1",
     "--model.sequence_parallel=false",
 )
-
-
-def started(folder, shell: str, *words: str, **environ: str) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "megatron_fp8", "train", *WORDS, *words]
-    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    return subprocess.run(
-        ["bash", "-c", f'{shell} && exec "$@"', "bash", *command],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", **environ},
-        capture_output=True,
-        timeout=300,
-    )
+LIMITED = """
+import os, resource, sys
+from megatron_fp8.commands.main import main
+files, pages = len(os.listdir("/proc/self/fd")), int(open("/proc/self/statm").read().split()[0])
+used = {"RLIMIT_NOFILE": files, "RLIMIT_AS": pages * resource.getpagesize()}[sys.argv[1]]
+most = used + int(sys.argv[2])
+resource.setrlimit(getattr(resource, sys.argv[1]), (most, most))
+sys.exit(main(sys.argv[3:]))
+"""
+"""LIMIT ROOM ARGUMENTS: the command, which may have so much more than a process has when it starts."""
 
 
 @pytest.mark.parametrize(
-    "shell, words",
+    "limit, room, words",
     [
-        ("ulimit -n 80", "This process may open 80 files (`ulimit -n`)"),
-        ("ulimit -v 1200000", "`ulimit -v` allows 1,171 MiB"),  # where gloo would hang for ever
+        ("RLIMIT_NOFILE", 3, r"This process may open \d+ files \(`ulimit -n`\)"),
+        ("RLIMIT_AS", 10 << 20, r"`ulimit -v` allows [\d,]+ MiB"),  # where gloo would hang for ever
     ],
 )
-def test_a_limit_of_the_shell_is_named(tmp_path, shell, words):
-    done = started(tmp_path, shell, f"--data.cache_dir={tmp_path / 'cache'}")
-    said = done.stderr.decode()
-    assert done.returncode == 2 and words in said and "another rank" not in said, said
+def test_a_limit_of_the_shell_is_named(tmp_path, limit, room, words):
+    script = tmp_path / "limited.py"
+    script.write_text(LIMITED)
+    done = run(script, limit, room, *WORDS, f"--data.cache_dir={tmp_path / 'cache'}", cwd=tmp_path)
+    said = done.stderr
+    assert done.returncode == 2 and re.search(words, said) and "another rank" not in said, said
 
 
 def test_names_of_utf8_in_a_locale_of_ascii(tmp_path):
-    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = started(tmp_path, "true", "--data=été.txt", **ascii_only)
+    variables = environment(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    command = [sys.executable, "-m", "megatron_fp8", *WORDS, "--data=été.txt"]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, timeout=150)
     said = done.stderr.decode()
     assert done.returncode == 2 and "The locale (LC_ALL=C" in said and "no UTF-8" not in said, said
     assert "LC_ALL=C.UTF-8 or PYTHONUTF8=1" in said

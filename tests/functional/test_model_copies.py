@@ -23,10 +23,8 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "bf16": (Layout(), {}),
     "delayed": (Layout(), DELAYED),
     "fp8_param": (Layout(), {**DELAYED, "fp8_param": True}),
-    "experts": (Layout(), {**DELAYED, **EXPERTS}),
     "dispatch": (Layout(), {**BLOCKS, **EXPERTS, "moe_fp8_dispatch": True}),
     "tp2": (Layout(tp=2), DELAYED),
-    "pp2": (Layout(pp=2), DELAYED),
     "pp2-interleaved": (Layout(pp=2, vpp=2), {**DELAYED, "num_layers": 4, "fp8_param": True}),
     "ep2": (Layout(ep=2), {**DELAYED, **EXPERTS}),
 }

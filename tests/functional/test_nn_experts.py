@@ -90,7 +90,7 @@ def test_a_model_trains_generates_and_is_saved(name: str, tmp_path: Path) -> Non
         assert (saved(ids).logits - wanted).float().norm() < 0.08 * wanted.float().norm()
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 def test_a_compiled_block_has_eager_modes_bits(recipe: str) -> None:
     """Router, experts and their weighted sum; tokens of an expert change from call to call, and some get none."""
     torch._dynamo.reset()
@@ -99,7 +99,7 @@ def test_a_compiled_block_has_eager_modes_bits(recipe: str) -> None:
         block = convert_to_fp8(build("qwen3_moe").model.layers[0].mlp, recipe)
         run = torch.compile(block, backend="aot_eager") if compiled else block
         found = []
-        for step, rows in enumerate((24, 24, 3, 24)):
+        for step, rows in enumerate((24, 3, 24)):
             draw = torch.Generator().manual_seed(step)
             x = torch.randn(1, rows, 64, generator=draw).bfloat16().requires_grad_()
             y = run(x)

@@ -31,14 +31,25 @@ def entry_of(seen: Watched) -> dict[str, Any]:
     return entry
 
 
-@pytest.mark.parametrize(
-    ("recipe", "tied"), [*((recipe, False) for recipe in RECIPES), ("delayed", True), ("mxfp8", True)]
-)
-def test_every_recipe_on_one_rank(ranks: RankPool, recipe: str, tied: bool) -> None:
+@pytest.fixture(scope="module")
+def one_rank(ranks: RankPool) -> Any:
+    """one_rank(recipe, fields, tied, steps): what one rank's training is, trained once."""
+    known: dict[str, Watched] = {}
+
+    def trained(recipe: str | None, fields: dict[str, Any], tied: bool, steps: int) -> Watched:
+        key = repr((recipe, fields, tied))
+        if key not in known:
+            known[key] = training(ranks, 1, ONE, recipe, fields, {"tied": tied}, steps=steps)[0]
+        return known[key]
+
+    return trained
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_on_one_rank(one_rank: Any, recipe: str) -> None:
     """Sites and counts exact; losses and the first gradient's norm near BF16's."""
-    options = {"tied": tied}
-    seen = training(ranks, 1, ONE, recipe, ON, options, steps=3)[0]
-    bf16 = training(ranks, 1, ONE, None, NARROW, options, steps=3)[0]
+    tied = recipe in ("delayed", "mxfp8")
+    seen, bf16 = one_rank(recipe, ON, tied, 3), one_rank(None, NARROW, tied, 3)
     assert gemms_of_the_output(seen) == {"fprop": 2, "dgrad": 2, "wgrad": 2}
     assert (seen.counts[-1]["fp8_gemms"], seen.counts[-1]["hp_gemms"]) == (LAYERS + 6, 0)
     assert entry_of(seen)["precision"] == "fp8" and entry_of(seen)["layer"] is None
@@ -57,11 +68,11 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_agrees_with_one_rank(ranks: RankPool, name: str) -> None:
+def test_layout_agrees_with_one_rank(ranks: RankPool, one_rank: Any, name: str) -> None:
     """Float32 activations around FP8 products: what is left is the order of sums."""
     layout, options = LAYOUTS[name]
     fields = {"fp8_output_layer": True, **FP32}
-    one = training(ranks, 1, ONE, "blockwise", fields, {"tied": bool(options.get("tied"))}, steps=2)[0]
+    one = one_rank("blockwise", fields, bool(options.get("tied")), 2)
     two = training(ranks, 2, layout, "blockwise", fields, options, steps=2)[-1]
     assert set(gemms_of_the_output(two).values()) == {1 if name.startswith("dp2") else 2}
     assert two.losses[0] == pytest.approx(one.losses[0], rel=2e-5)

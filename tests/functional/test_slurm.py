@@ -50,10 +50,7 @@ def cluster(tmp_path_factory):
 
 
 class Runs:
-    """Jobs of the shipped scripts, two ranks each, on the same small run.
-
-    Their processes are forked, but for the job of test_a_cancelled_job_saves_and_stays_cancelled.
-    """
+    """Jobs of the shipped scripts, two ranks each, on the same small run. Their processes are forked."""
 
     def __init__(self, cluster, folder, python):
         self.cluster, self.folder, self.python = cluster, folder, python
@@ -62,14 +59,14 @@ class Runs:
         data = {"paths": [str(folder / "text.txt")], "split": "80,20,0", "cache_dir": str(folder / "cache")}
         (folder / "small.yaml").write_text(yaml.safe_dump({**CONFIG, "data": data}))
 
-    def submit(self, name, script, *options, arguments=(), python=None, **knobs):
-        """A job of `script` with data parallelism over two ranks; its number. `python`: not the forking one."""
+    def submit(self, name, script, *options, arguments=(), **knobs):
+        """A job of `script` with data parallelism over two ranks; its number."""
         return self.cluster.submit(
             SCRIPTS / script,
             *options,
             f"--output={self.folder / name}.log",
             arguments=arguments,
-            PYTHON=python or self.python,
+            PYTHON=self.python,
             PYTHONPATH=str(ROOT),
             CONFIG=str(self.folder / "small.yaml"),
             RUN_DIR=str(self.folder / name),
@@ -212,7 +209,7 @@ def test_a_job_whose_node_is_lost_comes_back_and_ends_with_the_same_bits(runs, u
 def test_a_cancelled_job_saves_and_stays_cancelled(runs):
     job = runs.submit(
         "cancelled", "one_node.sbatch", "--gpus-per-node=2", RANKS_PER_NODE="2",
-        arguments=("--train.train_iters=5000", "--train.eval_iters=0"), python=sys.executable,
+        arguments=("--train.train_iters=5000", "--train.eval_iters=0"),
     )  # fmt: skip
     runs.wait_for_iteration("cancelled", 3)
     runs.cluster.command("scancel", str(job))

@@ -5,13 +5,12 @@
 
 import random
 
-import pytest
-
+from benchmarks import kills
 from benchmarks.soak import KINDS, draw, soak
 
 
-@pytest.mark.timeout(600)
-def test_a_disturbed_run_ends_at_the_same_bits(tmp_path, forking_python):
+def test_a_disturbed_run_ends_at_the_same_bits(tmp_path, forking_python, monkeypatch):
+    monkeypatch.setattr(kills, "FINISH_S", 240.0)
     planned = [(3, "stop"), (4, "pause"), (6, "damage")]
     faults, different, last = soak(tmp_path, planned, 8, 2, random.Random(5), forking_python)
     assert [fault.kind for fault in faults] == ["stop", "pause", "damage"]

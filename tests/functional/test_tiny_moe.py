@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.support.command import lines, run, torchrun
+from tests.support.command import APP, lines, run, torchrun
 
 CONFIG = "--config=tiny_moe_cpu"
 CUT = [
@@ -60,10 +60,11 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("option", BAD)
-def test_bad_input_is_one_line_before_training(option, folder):
-    out = folder / "runs" / "bad"
-    done = run("-m", "megatron_fp8", "train", CONFIG, option, f"--run_dir={out}", cwd=folder)
-    assert done.returncode == 2 and not out.exists()
-    error = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(error) == 1 and BAD[option] in error[0], done.stderr
+def test_bad_input_is_one_line_before_training(folder):
+    out, cases = folder / "runs" / "bad", folder / "cases.json"
+    cases.write_text(json.dumps([["train", CONFIG, option, f"--run_dir={out}"] for option in BAD]))
+    done = run(APP, "many", cases, cwd=folder)
+    assert done.returncode == 0 and not out.exists(), done.stderr
+    for (code, said), words in zip(json.loads(done.stdout.splitlines()[-1]), BAD.values(), strict=True):
+        (error,) = (line for line in said.splitlines() if line.startswith("error: "))
+        assert code == 2 and words in error, said

@@ -44,14 +44,10 @@ def health_of_two(layout: Layout, fields: dict[str, Any], ddp: dict[str, Any]) -
     found = []
     with model_parallel(layout):
         config = fp8_config(layout, "delayed", **fields)
-        set_training_length(config, 8)
+        set_training_length(config, 4)
         models = [a_model(c, ddp) for c in (config, copy.deepcopy(config))]
-        for index, (ill, forward, step) in enumerate(
-            (ill, forward, step)
-            for ill in (0, 1)
-            for forward in ((0, 1), (1, 0))
-            for step in ((0, 1), (1, 0))
-        ):
+        orders = [(0, (0, 1), (0, 1)), (0, (1, 0), (1, 0)), (1, (0, 1), (1, 0)), (1, (1, 0), (0, 1))]
+        for index, (ill, forward, step) in enumerate(orders):  # the others are these with the models swapped
             for which in forward:
                 config, chunks, optimizer, _ = models[which]
                 sick = which == ill and dist.get_rank() == 0
@@ -69,7 +65,7 @@ def health_of_two(layout: Layout, fields: dict[str, Any], ddp: dict[str, Any]) -
 def test_each_optimizer_heeds_its_own_model(ranks: RankPool, kind: str) -> None:
     world, layout, fields, ddp = KINDS[kind]
     for found in ranks(world).run(health_of_two, layout, fields, ddp):
-        assert len(found) == 8
+        assert len(found) == 4
         for ill, taken, changed, bad in found:
             well = [which != ill for which in (0, 1)]
             assert taken == changed == well, found

@@ -22,8 +22,9 @@ def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     steps = f"build -b {folder}/b egg_info -e {folder} bdist_wheel -d {folder}"
     done = subprocess.run(
-        [sys.executable, "setup.py", "--quiet", *steps.split()], cwd=ROOT, capture_output=True, text=True
-    )
+        [sys.executable, "setup.py", "--quiet", *steps.split()],
+        cwd=ROOT, capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (found,) = folder.glob("*.whl")
     return found
@@ -33,9 +34,10 @@ def wheel(tmp_path_factory) -> Path:
 def site(wheel, tmp_path_factory) -> Path:
     """An environment of its own: the wheel, and this environment's packages behind it."""
     folder = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
     command = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--quiet"]
-    subprocess.run([*command, "--no-deps", "--no-index", "--disable-pip-version-check", wheel], check=True)
+    command += ["--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check"]
+    subprocess.run([*command, wheel], check=True, timeout=150)
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
     return folder
@@ -82,6 +84,6 @@ def test_it_trains_a_shipped_config_by_its_name(site, tmp_path):
     assert "done: 10 iterations" in done.stdout and (tmp_path / "runs/tiny_gpt_cpu/report.json").is_file()
     assert "optimizer.lr_warmup_iters=20 leaves nothing of a run of 10 iterations" in done.stderr
     assert "it warms up for 1." in done.stderr
-    asked = [site / "bin" / "python", "-c", "import megatron_fp8; print(megatron_fp8.__file__)"]
-    where = subprocess.run(asked, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
+    command = [site / "bin" / "python", "-c", "import megatron_fp8; print(megatron_fp8.__file__)"]
+    where = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60)
     assert Path(where.stdout.strip()).is_relative_to(site)

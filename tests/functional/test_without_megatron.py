@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 HIDDEN = """
 import sys
@@ -31,14 +29,13 @@ metadata.version = lambda name: missing(name) if name == "megatron-core" else ve
 """
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", HIDDEN + code], capture_output=True, text=True, cwd=ROOT, timeout=250
-    )
-
-
-def test_any_pytorch_model_trains_without_megatron():
-    done = run("""
+COMMANDS = (
+    ["train", "--config", "examples/configs/tiny_gpt_cpu.yaml"],
+    ["calibrate", "runs/x"],
+    ["inspect", "runs/x"],
+)
+CODE = f"""
+import contextlib, io, json
 import torch
 from megatron_fp8 import convert_to_fp8, fp8_matmul, register_fp8_step
 model = convert_to_fp8(torch.nn.Sequential(torch.nn.Linear(64, 64)), skip=())
@@ -50,43 +47,30 @@ for _ in range(2):
 fp8_matmul(torch.ones(32, 32), torch.ones(32, 32), "mxfp8")
 import megatron_fp8.nn.trainer, megatron_fp8.inference.calibration, megatron_fp8.commands.bench
 assert not any(name.partition(".")[0] == "megatron" for name in sys.modules)
+found = dict()
 try:
     from megatron_fp8 import TransformerConfig
 except RuntimeError as error:
-    print(error)
-""")
-    assert done.returncode == 0, done.stderr
-    assert "pip install megatron-core==0.16.1" in done.stdout and "Linux" in done.stdout
-
-
-COMMANDS = (
-    ["train", "--config", "examples/configs/tiny_gpt_cpu.yaml"],
-    ["calibrate", "runs/x"],
-    ["inspect", "runs/x"],
-)
-
-
-@pytest.fixture(scope="module")
-def refused() -> dict[str, tuple[int, str]]:
-    """Exit code and stderr of each command, one after the other in one process."""
-    done = run(f"""
-import contextlib, io, json
+    found["TransformerConfig"] = [2, f"error: {{error}}\\n"]
 from megatron_fp8.commands.main import main
 for arguments in {COMMANDS!r}:
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         code = main(arguments)
-    print(json.dumps([code, said.getvalue()]))
-""")
+    found[arguments[0]] = [code, said.getvalue()]
+print(json.dumps(found))
+"""
+"""Any PyTorch model trains; then what needs Megatron-Core, one after the other in one process."""
+
+
+def test_any_model_trains_and_what_needs_megatron_says_how_to_get_it():
+    command = [sys.executable, "-c", HIDDEN + CODE]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=250)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    return {command[0]: tuple(json.loads(line)) for command, line in zip(COMMANDS, lines, strict=True)}
-
-
-@pytest.mark.parametrize("command", [command[0] for command in COMMANDS])
-def test_a_command_that_needs_megatron_says_how_to_get_it(refused, command):
-    code, said = refused[command]
-    assert code == 2
-    assert said.startswith("error: ") and said.count("\n") == 1, said
-    if command != "inspect":  # it reads files without Megatron, and there is no such folder
-        assert "pip install megatron-core==0.16.1" in said
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert list(found) == ["TransformerConfig", *(command for command, *_ in COMMANDS)]
+    assert "Linux" in found["TransformerConfig"][1]
+    for name, (code, said) in found.items():
+        assert code == 2 and said.startswith("error: ") and said.count("\n") == 1, (name, said)
+        if name != "inspect":  # it reads files without Megatron, and there is no such folder
+            assert "pip install megatron-core==0.16.1" in said, (name, said)

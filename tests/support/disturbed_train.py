@@ -1,12 +1,12 @@
 """Runs `megatron-fp8 train` as the command does, with trouble of time and ranks: a child process of the tests.
 
-python tests/support/disturbed_train.py '{"clock": true, "slow": 0.1, "hangs": 30, "stops": 36}' train ...
+python tests/support/disturbed_train.py '{"clock": true, "slow": 0.4, "hangs": 18, "stops": 22}' train ...
 
     clock      the time of day jumps by days, back and forth, before every iteration
-    slow       the last rank sleeps so many seconds in each of the first 20 iterations
+    slow       the last rank sleeps so many seconds in each of the first 16 iterations
     log        the file that rank 0 writes to
     hangs      in this iteration the last rank sleeps until rank 0 says so, in a function named `read_slowly`
-    inside     {"batch": 1, "forward": 22, "validation": 24, "save": 26}: so too, in these parts of these iterations
+    inside     {"forward": 18, "validation": 20, "save": 22}: so too, in these parts of these iterations
     compiles   in this one until rank 0 has noticed, and a little longer, in what looks like torch's compiler
     stops      in this one the last rank is stopped (SIGSTOP) until rank 0 says so
     dies       in this iteration the last rank is killed: SIGKILL
@@ -30,21 +30,22 @@ from unittest import mock
 
 from megatron_fp8.commands.main import main
 
-TOLD = json.loads(sys.argv[1])
+SETTINGS = json.loads(sys.argv[1])
 RANK, LAST = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) - 1
 
 
 NOW = [0]
 """The iteration."""
 RUN_DIR = next(Path(word.partition("=")[2]) for word in sys.argv if word.startswith("--run_dir="))
-SAID_S, SILENT_S = 120, 4.0
+SLOW = 16
+SAID_S, SILENT_S = 100, 3.0
 """How long rank 0 may take to say something; after it wrote its stacks: until it would have."""
 
 
 def read_slowly(iteration):
     """Until rank 0 has told this function's name: in its first line on this iteration or, on a busy machine, a later."""
     until = time.monotonic() + SAID_S
-    while f"rank {RANK} works in iteration {iteration}" not in Path(TOLD["log"]).read_text():
+    while f"rank {RANK} works in iteration {iteration}" not in Path(SETTINGS["log"]).read_text():
         assert time.monotonic() < until, "rank 0 said nothing"
         time.sleep(0.1)
 
@@ -65,7 +66,9 @@ def until_seen(iteration):
 
 def stop(iteration):
     """Somebody else goes on with this process later."""
-    said = f"grep -q '^waiting     iteration {iteration} takes.*rank {RANK} does not answer' {TOLD['log']}"
+    said = (
+        f"grep -q '^waiting     iteration {iteration} takes.*rank {RANK} does not answer' {SETTINGS['log']}"
+    )
     until = f"for i in $(seq {5 * SAID_S}); do {said} && break; sleep 0.2; done; kill -CONT {os.getpid()}"
     subprocess.Popen(["sh", "-c", until], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -77,16 +80,16 @@ def die(iteration):
 
 def trouble(iteration):
     """What happens in an iteration before its step."""
-    if TOLD.get("clock"):
+    if SETTINGS.get("clock"):
         days, day = (-1) ** iteration * iteration, time.monotonic() + 1e9
         time.time = lambda: day + days * 86400
-    if TOLD.get("leaves") == [RANK, iteration]:
+    if SETTINGS.get("leaves") == [RANK, iteration]:
         os.kill(os.getpid(), signal.SIGSTOP)
     if RANK != LAST:
         return
-    time.sleep(TOLD.get("slow", 0) if iteration <= 20 else 0)
+    time.sleep(SETTINGS.get("slow", 0) if iteration <= SLOW else 0)
     for name, act in {"hangs": read_slowly, "compiles": compile_slowly, "stops": stop, "dies": die}.items():
-        if TOLD.get(name) == iteration:
+        if SETTINGS.get(name) == iteration:
             act(iteration)
 
 
@@ -94,12 +97,10 @@ def hang_inside(parts):
     """The last rank hangs in parts of iterations."""
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_fp8.train.data import datasets
     from megatron_fp8.train.resume.checkpoints import Checkpoints
     from megatron_fp8.train.step import Stepper
 
     owners = {
-        "batch": (datasets, "get_batch_on_this_cp_rank"),
         "forward": (GPTModel, "forward"),
         "validation": (Stepper, "validate"),
         "save": (Checkpoints, "save"),
@@ -130,8 +131,8 @@ def troubled(arguments):
     from megatron_fp8.train.launch import parallel
     from megatron_fp8.train.loop import Trainer
 
-    watchdog.WINDOW_S, watchdog.WINDOW_ITERATIONS = 1.0, 4
-    minute = TOLD.get("minute", 60)
+    watchdog.WINDOW_S, watchdog.WINDOW_ITERATIONS = 0.5, 3
+    minute = SETTINGS.get("minute", 60)
     short = mock.patch.multiple  # both make their groups' timeouts of minutes
     step = Trainer._timed_step
 
@@ -141,8 +142,8 @@ def troubled(arguments):
         return step(self, iteration, training)
 
     Trainer._timed_step = timed_step
-    hang_inside(TOLD.get("inside", {}))
-    if TOLD.get("early") and RANK == LAST:
+    hang_inside(SETTINGS.get("inside", {}))
+    if SETTINGS.get("early") and RANK == LAST:
         datasets.build_datasets = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
     minutes = lambda minutes: timedelta(seconds=minute * minutes)  # noqa: E731
     with short(parallel, timedelta=minutes), short(parallel_state, timedelta=minutes):

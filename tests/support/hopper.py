@@ -85,18 +85,14 @@ def launches() -> dict[str, Callable[[], Any]]:
         "mx": lambda: quantize_blocks(x, E4M3, block=32, kind="e8m0", record=record),
         # Tokens that 16 does not divide, as casts for products have them.
         "delayed-odd": lambda: quantize_tensor(odd, E4M3, scale=one, record=record, pad_to=16),
-        "rowwise-odd": lambda: quantize_rows(odd, E4M3, empty(8191), empty(4096), pad_to=16),
-        "blockwise-odd": lambda: quantize_blocks(odd, E4M3, block=128, record=record, pad_to=128, room=4),
         "mx-odd": lambda: quantize_blocks(
             odd, E4M3, block=32, kind="e8m0", tiled=True, record=record, pad_to=32
         ),
         "norm": lambda: quantize_tensor(normalized(x, gamma), E4M3, scale=one, record=record),
-        "norm-blockwise": lambda: quantize_blocks(normalized(x, gamma), E4M3, block=128, record=record),
         "column-norm": lambda: write(normalized(empty(64, 1), empty(1))),
         "norm-written": lambda: write(normalized(x, gamma)),
         "swiglu-grad-written": lambda: write(SwigluGradient(dy, x, gamma)),
         "swiglu": lambda: quantize_tensor(Swiglu(x), E4M3, scale=one, record=record),
-        "swiglu-blockwise": lambda: quantize_blocks(Swiglu(x, gamma), E4M3, block=128, record=record),
         "swiglu-grad": lambda: quantize_tensor(SwigluGradient(dy, x), E5M2, scale=one, record=record),
         "swiglu-grad-blockwise": lambda: quantize_blocks(
             SwigluGradient(dy, x), E4M3, block=128, record=record

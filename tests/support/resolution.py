@@ -53,7 +53,9 @@ def resolve(wanted: list[str], constraints: Path, wheels: Path | None = None) ->
             command += ["--index-url", wheels.as_uri()]
             environment = {name: value for name, value in environment.items() if not name.startswith("PIP_")}
             environment |= {"PIP_CONFIG_FILE": os.devnull, "PYTHONPATH": str(wheels)}
-        done = subprocess.run([*command, *wanted], capture_output=True, text=True, env=environment)
+        done = subprocess.run(
+            [*command, *wanted], capture_output=True, text=True, env=environment, timeout=200
+        )
         if done.returncode:
             raise RuntimeError(done.stderr)
         installed = json.loads(report.read_text())["install"]

@@ -88,7 +88,9 @@ def compile_for(compiler: str, flags: str, to: Path) -> Path:
     """A program of the kernels and tape.c; flags: what stands for -O3 -march=native of the kernels' own flags."""
     own = FLAGS.replace("-fPIC -shared", "").replace("-O3", "").replace("-march=native", flags)
     command = [*compiler.split(), *own.split(), "-rdynamic", *map(str, SOURCES), str(HERE / "tape.c")]
-    done = subprocess.run([*command, "-o", str(to), "-ldl", "-lm"], capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "-o", str(to), "-ldl", "-lm"], capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     return to
 
@@ -100,7 +102,7 @@ def faults(program: Sequence[str | Path], calls: Sequence[Call], threads: int = 
         "OMP_NUM_THREADS": str(threads),
         "ASAN_OPTIONS": "detect_leaks=0:handle_segv=0",
     }
-    done = subprocess.run([*map(str, program)], input=tape, capture_output=True, env=environment)
+    done = subprocess.run([*map(str, program)], input=tape, capture_output=True, env=environment, timeout=300)
     found, at = [], 0
     for number, call in enumerate(calls):
         size = 8 + sum(len(one.bytes) for one in call.buffers if one.out)

@@ -119,7 +119,6 @@ def parity(*names: str) -> dict[str, Any]:
     options: dict[str, dict[str, Any]] = {
         "tensorwise": {},
         "tensorwise pow2": {"fp8_pow2_scales": True, "fp8_amax_epsilon": 0.5},
-        "blockwise": {},
         "blockwise fp32": {"fp8_pow2_scales": False, "fp8": "e4m3"},
         "mxfp8": {},
         "tensorwise gpt": {"llama": False},
