@@ -347,7 +347,7 @@ def read_tensor(folder: Path, metadata: Any, name: str) -> torch.Tensor:
     entry = metadata.state_dict_metadata.get(name)
     if entry is None:
         raise ValueError(f"{str(folder)!r} is damaged: it has no {name}.")
-    whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+    whole = torch.zeros(entry.size, dtype=entry.properties.dtype, device="cpu")
     for chunk in entry.chunks:
         place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
         window = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))

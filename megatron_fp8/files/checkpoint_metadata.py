@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -86,35 +85,3 @@ def check_metadata(metadata: Any) -> None:
             values += part
         if values != math.prod(size):
             raise ValueError(f"{name} has {values} values, and its shape is {list(size)}")
-        if overlap([(chunk.offsets, chunk.sizes) for chunk in entry.chunks]):
-            raise ValueError(f"{name} has parts that lie over each other, and so lacks others")
-
-
-_Box = tuple[Sequence[int], Sequence[int]]
-"""Offset and shape of a part of a tensor."""
-
-
-def overlap(boxes: Sequence[_Box]) -> bool:
-    """Whether two of the boxes share an element. All boxes have the same number of dimensions.
-
-    Boxes are sorted along the dimension with the most distinct offsets, so that few pairs are compared.
-    """
-    boxes = [box for box in boxes if all(box[1])]
-    if len(boxes) < 2:
-        return False
-    dimensions = len(boxes[0][0])
-    along = max(range(dimensions), key=lambda d: len({offset[d] for offset, _ in boxes}), default=None)
-    if along is None:
-        return True  # two parts of a scalar
-    reaching: list[_Box] = []
-    for box in sorted(boxes, key=lambda box: box[0][along]):
-        start = box[0][along]
-        reaching = [other for other in reaching if other[0][along] + other[1][along] > start]
-        if any(_share_element(box, other) for other in reaching):
-            return True
-        reaching.append(box)
-    return False
-
-
-def _share_element(one: _Box, other: _Box) -> bool:
-    return all(a < b + d and b < a + c for a, c, b, d in zip(one[0], one[1], other[0], other[1], strict=True))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .atomic_io import ordinary
+from .atomic_io import open_ordinary
 from .strict_json import load_json
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -86,17 +87,12 @@ def read_lines(path: Path) -> Iterator[Line]:
     a JSON object.
     """
     try:
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        stream = open_ordinary(path, sys.maxsize)
     except FileNotFoundError:
         return
     except OSError as error:
         raise ValueError(f"{str(path)!r} cannot be read ({error.strerror}).") from error
-    try:
-        ordinary(os.fstat(handle))
-    except OSError as error:
-        os.close(handle)
-        raise ValueError(f"{str(path)!r} cannot be read ({error.strerror}).") from error
-    with open(handle, "rb") as stream:
+    with stream:
         for number, line in enumerate(stream, 1):
             if line.endswith(b"\n"):
                 yield Line(path, number, _parse(path, number, line))
@@ -105,8 +101,7 @@ def read_lines(path: Path) -> Iterator[Line]:
 def unfinished(path: Path) -> bool:
     """Whether a file's last line is incomplete; ``read_lines`` skips it."""
     try:
-        ordinary(path.stat())
-        with path.open("rb") as stream:
+        with open_ordinary(path, sys.maxsize) as stream:
             if not stream.seek(0, os.SEEK_END):
                 return False
             stream.seek(-1, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: typed keys and a checksum.
+"""The manifest of a checkpoint: typed fields and a checksum.
 
     {"format": "megatron_fp8 checkpoint", "version": 3, "sha256": "...",
      "iteration": 500, "state": {...}, "facts": {...}, "files": {"__0_0.distcp": {"bytes": 1, "sha256": "..."}, ...}}
@@ -17,13 +17,12 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .atomic_io import write_file
-from .strict_json import load_json
+from .atomic_io import read_ordinary, refuse_link_out, write_file
+from .strict_json import COUNT, Kind, check_shape, is_count, load_json
 
 FORMAT, VERSION = "megatron_fp8 checkpoint", 3
 _WITHOUT_CHECKSUM, _LOCAL_EXPERTS = (1,), (1, 2)
@@ -32,8 +31,6 @@ LARGEST = 1 << 28
 """Limit in bytes for a manifest: far more than files of 100,000 ranks need."""
 
 _KEYS = ("iteration", "state", "facts", "files")
-_COUNTS = ("optimizer_step", "fp8_iteration", "scheduler_steps", "consumed_samples")
-_LAST = 2**63 - 1
 
 
 class NotAManifest(ValueError):
@@ -64,8 +61,9 @@ class Manifest:
 
     def text(self) -> str:
         """The text of manifest.json. Raises ValueError for values that JSON does not have: NaN, Inf, other types."""
-        content = {"format": FORMAT, "version": VERSION, **{name: getattr(self, name) for name in _KEYS}}
-        return json.dumps({**content, "sha256": checksum(content)}, indent=1, allow_nan=False) + "\n"
+        return with_checksum(
+            {"format": FORMAT, "version": VERSION, **{name: getattr(self, name) for name in _KEYS}}
+        )
 
     def write(self, folder: Path) -> None:
         """Write ``<folder>/manifest.json`` and sync it."""
@@ -88,16 +86,9 @@ def parse(data: bytes) -> Manifest:
             f"has version {version!r}, and this megatron_fp8 reads versions 1 to {VERSION}: use the version of"
             " megatron_fp8 that wrote it"
         )
-    checked = version not in _WITHOUT_CHECKSUM
-    required = {"format", "version", *_KEYS} | ({"sha256"} if checked else set())
-    for names, words in (
-        (required - set(content), "is missing"),
-        (set(content) - required, "does not belong there"),
-    ):
-        if names:
-            raise ValueError(f"{min(names)!r} {words}")
-    if checked and content["sha256"] != checksum(content):
-        raise ValueError("its checksum differs: it is not what was written")
+    checked = version not in _WITHOUT_CHECKSUM or "sha256" in content
+    if checked and content.get("sha256") != checksum(content):
+        raise ValueError(_DIFFERS)
     _check(content)
     renamed = _number_experts(content["state"], content["facts"]) if version in _LOCAL_EXPERTS else {}
     return Manifest(
@@ -113,7 +104,7 @@ def _number_experts(state: dict[str, Any], facts: dict[str, Any]) -> dict[str, l
     model = facts.get("run", {}).get("model") or {}
     ranks: Any = (facts.get("layout") or {}).get("expert") or 1
     experts: Any = model.get("num_moe_experts")
-    if not (_is_count(experts) and 1 < ranks <= experts < 1 << 16):
+    if not (is_count(experts) and 1 < ranks <= experts < 1 << 16):
         return {}
 
     def names(name: str) -> list[str]:
@@ -138,93 +129,84 @@ def checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(plain.encode("ascii")).hexdigest()
 
 
-# ----------------------------------------------------------------------------------------------- rules for values
+def with_checksum(content: dict[str, Any]) -> str:
+    """The text of a JSON file with these keys and their checksum."""
+    return json.dumps({**content, "sha256": checksum(content)}, indent=1, allow_nan=False) + "\n"
 
-Rule = tuple[Callable[[Any], bool], str]
+
+def read_with_checksum(path: Path, largest: int) -> Any:
+    """The JSON of a file beside the checkpoints.
+
+    Raises OSError; ValueError if it is a link out of its folder, no JSON, or an object whose checksum differs.
+    """
+    refuse_link_out(path)
+    content = load_json(read_ordinary(path, largest))
+    if isinstance(content, dict) and content.get("sha256") != checksum(content):
+        raise ValueError(_DIFFERS)
+    return content
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LAST
+_DIFFERS = "its checksum differs: it is not what was written"
+
+
+# ----------------------------------------------------------------------------------------------------- shape
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-_COUNT: Rule = (_is_count, "a whole number from 0")
-_SECTION: Rule = (lambda value: isinstance(value, dict), "a group of named values")
-_TEXT: Rule = (lambda value: isinstance(value, str), "text")
-_TEXT_OR_NULL: Rule = (lambda value: value is None or isinstance(value, str), "text or null")
-_DIGEST: Rule = (
+def _is_move(value: Any) -> bool:
+    texts = isinstance(value, list) and len(value) == 4 and all(isinstance(value[i], str) for i in (0, 1, 3))
+    return texts and is_count(value[2])
+
+
+_NUMBERS = ({"*": Kind(_is_number, "a finite number")}, None)
+_DIGEST = Kind(
     lambda value: isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None,
     "64 hexadecimal digits",
 )
-_SCALER: Rule = (
-    lambda value: value is None or (isinstance(value, dict) and all(map(_is_number, value.values()))),
-    "null or finite numbers by name",
-)
-_LAYOUT: Rule = (lambda value: value is None or isinstance(value, int), "a whole number, true, false or null")
+_SHAPE = {
+    "iteration": COUNT,
+    "state": {
+        **dict.fromkeys(
+            ("optimizer_step?", "fp8_iteration?", "scheduler_steps?", "consumed_samples?"), COUNT
+        ),
+        "loss_scaler?": _NUMBERS,
+        "guard?": [Kind(_is_move, "a site, what it moved to, an iteration and a reason")],
+        "liveness?": _NUMBERS,
+        "left_out?": [{"first": COUNT, "last": COUNT}],
+    },
+    "facts": {
+        "layout?": {"*": (int, bool, None)},
+        "precision?": dict,
+        "versions?": {"*": str},
+        "run?": {
+            **dict.fromkeys(("model?", "optimizer?", "checkpoint?"), dict),
+            "train?": {"seq_length?": COUNT, "train_iters?": COUNT},
+            "data?": {"tokenizer?": (str, None)},
+        },
+        "tokenizer?": str,
+        "job?": str,
+        "data?": [str],
+        "accepted?": [{"iteration": COUNT, "name": str, "there": object, "here": object}],
+    },
+    "files": {"*": {"bytes": COUNT, "sha256": _DIGEST}},
+}
 
 
 def _check(content: dict[str, Any]) -> None:
-    """Raise ValueError with the first value that has a wrong type."""
-    _require([("iteration", content["iteration"])], _COUNT)
-    for name in _KEYS[1:]:
-        _require([(name, content[name])], _SECTION)
+    """Raise ValueError with the first value that is missing or of a wrong type."""
+    check_shape(content, _SHAPE)
     try:
         json.dumps(content, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise ValueError("it holds text that is no text (half a surrogate pair)") from None
-    state, facts = content["state"], content["facts"]
-    _require(_present("state", state, _COUNTS), _COUNT)
-    _require(_present("state", state, ("loss_scaler",)), _SCALER)
-    for move in _list("state.guard", state.get("guard", [])):
-        if not isinstance(move, list) or len(move) != 4:
-            raise ValueError(
-                "state.guard must hold lists of a site, what it moved to, an iteration and a reason"
-            )
-        _require([("state.guard", move[i]) for i in (0, 1, 3)], _TEXT)
-        _require([("state.guard", move[2])], _COUNT)
-    _require(_present("state", state, ("liveness",)), _SCALER)
-    for record in _list("state.left_out", state.get("left_out", [])):
-        if not isinstance(record, dict) or not {"first", "last"} <= set(record):
-            raise ValueError("state.left_out must hold groups with first and last")
-        _require(_present("state.left_out", record, ("first", "last")), _COUNT)
-        if record["first"] >= record["last"]:
-            raise ValueError("state.left_out has a range that ends before it begins")
-    groups = _present("facts", facts, ("layout", "precision", "versions", "run"))
-    _require(groups, _SECTION)
-    _require(_members("facts.layout", facts.get("layout", {})), _LAYOUT)
-    _require(_members("facts.versions", facts.get("versions", {})), _TEXT)
-    run = facts.get("run", {})
-    _require(_present("facts.run", run, ("model", "train", "optimizer", "data", "checkpoint")), _SECTION)
-    _require(_present("facts.run.data", run.get("data", {}), ("tokenizer",)), _TEXT_OR_NULL)
-    _require(_present("facts.run.train", run.get("train", {}), ("seq_length", "train_iters")), _COUNT)
-    _require(_present("facts", facts, ("tokenizer", "job")), _TEXT)
-    _require([("facts.data", digest) for digest in _list("facts.data", facts.get("data", []))], _TEXT)
-    for change in _list("facts.accepted", facts.get("accepted", [])):
-        if not isinstance(change, dict) or set(change) != {"iteration", "name", "there", "here"}:
-            raise ValueError("facts.accepted must hold iteration, name, there and here, and nothing else")
-        _require([("facts.accepted.iteration", change["iteration"])], _COUNT)
-        _require([("facts.accepted.name", change["name"])], _TEXT)
-    _check_files(content["files"])
-
-
-def _list(name: str, value: Any) -> list[Any]:
-    _require([(name, value)], (lambda value: isinstance(value, list), "a list"))
-    return list(value)
-
-
-def _check_files(files: dict[str, Any]) -> None:
-    if not files:
+    if not content["files"]:
         raise ValueError("'files' is empty: a checkpoint has files")
-    for name, record in files.items():
+    for name in content["files"]:
         if not is_plain_name(name):
             raise ValueError(f"{name!r} in 'files' is not the name of a file beside it")
-        if not isinstance(record, dict) or set(record) != {"bytes", "sha256"}:
-            raise ValueError(f"files[{name!r}] must have bytes and sha256, and nothing else")
-        _require([(f"files[{name!r}].bytes", record["bytes"])], _COUNT)
-        _require([(f"files[{name!r}].sha256", record["sha256"])], _DIGEST)
 
 
 def is_plain_name(name: Any) -> bool:
@@ -234,21 +216,3 @@ def is_plain_name(name: Any) -> bool:
         and re.fullmatch(r"[\w.+\-]{1,255}", name, re.ASCII) is not None
         and name.strip(".") != ""
     )
-
-
-def _present(where: str, values: dict[str, Any], names: Iterable[str]) -> list[tuple[str, Any]]:
-    return [(f"{where}.{name}", values[name]) for name in names if name in values]
-
-
-def _members(where: str, values: dict[str, Any]) -> list[tuple[str, Any]]:
-    return _present(where, values, values)
-
-
-def _require(values: Iterable[tuple[str, Any]], rule: Rule) -> None:
-    holds, words = rule
-    for name, value in values:
-        if not holds(value):
-            shown = repr(value)
-            raise ValueError(
-                f"{name} is {shown if len(shown) < 60 else shown[:57] + '...'}, and must be {words}"
-            )

@@ -1,11 +1,12 @@
-"""Strict JSON: UTF-8, unique keys, bounded depth, NaN and Inf as strings."""
+"""Strict JSON: UTF-8, unique keys, bounded depth, checked shapes, NaN and Inf as strings."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 _DEEPEST = 64
 """Limit of nested objects and lists: Python's own limit of a thousand is too deep for later processing."""
@@ -82,3 +83,64 @@ def spelled_out(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [spelled_out(inner) for inner in value]
     return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ------------------------------------------------------------------------------------------------------- shapes
+
+
+class Kind(NamedTuple):
+    """A kind of value: a test, and what it asks for in words."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a whole number from 0 to 2**63 - 1."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+COUNT = Kind(is_count, "a whole number from 0")
+_WORDS = {
+    str: "a text", int: "a whole number", bool: "true or false", dict: "an object", list: "a list", type(None): "null",
+}  # fmt: skip
+
+
+def check_shape(value: Any, shape: Any, name: str = "") -> None:
+    """Raise ValueError, which names the field, unless a value of JSON has this shape. Other fields are ignored.
+
+    Args:
+        shape: a type, ``object`` for any value, None, a ``Kind``, a list of one shape, an object's fields (a name with
+            '?' may be missing, '*' means every name), or a tuple of shapes of which one must fit.
+        name: the value's dotted name; '' for the whole content.
+    """
+    shapes = shape if type(shape) is tuple else (shape,)
+    for kind in shapes:
+        if isinstance(kind, Kind):
+            fits = kind.holds(value)
+        elif isinstance(kind, (dict, list)) and type(value) is type(kind):
+            _check_parts(value, kind, name)
+            return
+        else:
+            fits = kind is object or type(value) is kind or (value is None and kind is None)
+        if fits:
+            return
+    words = " or ".join(
+        kind.words if isinstance(kind, Kind) else _WORDS[kind if isinstance(kind, type) else type(kind)]
+        for kind in shapes
+    )
+    raise ValueError(f"{name or 'it'} is {str(value)[:60]!r}, and that is {words}")
+
+
+def _check_parts(value: Any, shape: Any, name: str) -> None:
+    if isinstance(shape, list):
+        for number, item in enumerate(value, 1):
+            check_shape(item, shape[0], f"{name}[{number}]")
+        return
+    for key, inner in shape.items():
+        for field in value if key == "*" else (key.removesuffix("?"),):
+            dotted = f"{name}.{field}".removeprefix(".")
+            if field in value:
+                check_shape(value[field], inner, dotted)
+            elif field == key:
+                raise ValueError(f"it has no {dotted}")

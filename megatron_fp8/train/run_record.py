@@ -18,6 +18,7 @@ from ..files.atomic_io import in_words
 from ..files.checkpoint import complete_checkpoints, iteration_of
 from ..files.folder_kind import RUN_FILES, what_to_give
 from ..files.jsonl import Line, read_lines, unfinished
+from ..files.strict_json import check_shape
 from ..files.strict_yaml import read_yaml
 from ..telemetry.output import NO_STATISTICS
 from ..telemetry.stat_registry import TENSORS
@@ -56,11 +57,7 @@ _REPORT = {
     },
     "sites": [_SITE],
 }
-"""The fields of report.json that readers use, with their types. A name with '?' may be missing."""
-
-_WORDS = {
-    str: "a text", int: "a whole number", bool: "true or false", dict: "an object", list: "a list", type(None): "null",
-}  # fmt: skip
+"""The fields of report.json that readers use."""
 
 
 class PlaceNotKnown(ValueError):
@@ -86,7 +83,7 @@ class RunRecord:
         path = self.folder / "report.json"
         report = read_report(self.folder)
         try:
-            _check_shape(report, _REPORT, "")
+            check_shape(report, _REPORT)
         except ValueError as error:
             raise ValueError(
                 f"{str(path)!r} is no run's report: {error}. Give the folder of a run."
@@ -210,36 +207,6 @@ def require_folder(folder: Path) -> None:
             raise ValueError(
                 f"{str(folder)!r} is a comparison's folder, and no run's: give one of its runs, such as {str(runs[0])!r}"
             )
-
-
-def _check_shape(value: Any, shape: Any, name: str) -> None:
-    """Raise ValueError, which names the field, unless a value of JSON has this shape.
-
-    Args:
-        shape: a type, None, an object's fields, a list of one shape, or a tuple of these of which one must fit.
-        name: the value's dotted name; '' for the whole report.
-    """
-    for kind in shape if isinstance(shape, tuple) else (shape,):
-        if isinstance(kind, dict) and isinstance(value, dict):
-            for key, inner in kind.items():
-                field, dotted = key.removesuffix("?"), f"{name}.{key}".strip(".?")
-                if field in value:
-                    _check_shape(value[field], inner, dotted)
-                elif field == key:
-                    raise ValueError(f"it has no {dotted}")
-            return
-        if isinstance(kind, list) and isinstance(value, list):
-            for number, item in enumerate(value, 1):
-                _check_shape(item, kind[0], f"{name}[{number}]")
-            return
-        if type(value) is kind or (value is None and kind is None):
-            return
-    kinds = [
-        kind if isinstance(kind, type) else type(kind)
-        for kind in (shape if isinstance(shape, tuple) else (shape,))
-    ]
-    words = " or ".join(_WORDS[kind] for kind in kinds)
-    raise ValueError(f"{name or 'it'} is {str(value)[:60]!r}, and that is {words}")
 
 
 def _metric(line: Line) -> Line:

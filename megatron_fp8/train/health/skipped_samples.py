@@ -13,15 +13,14 @@ has a checksum like a manifest; earlier versions wrote only the list, without a 
 from __future__ import annotations
 
 import itertools
-import json
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...files.atomic_io import read_ordinary, refuse_link_out, replace_file
-from ...files.manifest import checksum
-from ...files.strict_json import load_json
+from ...files.atomic_io import replace_file
+from ...files.manifest import read_with_checksum, with_checksum
+from ...files.strict_json import COUNT, check_shape
 
 FILE = "left_out.json"
 _RECORDS, _LARGEST = "left_out", 1 << 24
@@ -46,11 +45,8 @@ def read(folder: Path) -> list[dict[str, Any]]:
     """
     path = folder / FILE
     try:
-        refuse_link_out(path)
-        content = load_json(read_ordinary(path, _LARGEST))
+        content = read_with_checksum(path, _LARGEST)
         if isinstance(content, dict):
-            if content.get("sha256") != checksum(content):
-                raise ValueError("its checksum differs: it is not what was written")
             content = content.get(_RECORDS)
         else:
             warnings.warn(
@@ -69,22 +65,18 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 def _check(records: Any) -> None:
     """Raise ValueError unless these are records with disjoint ranges: a sample counted twice shifts all later ones."""
-    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise ValueError("it holds something else than a list of objects")
-    for record in records:
-        first, last = record.get("first"), record.get("last")
-        if type(first) is not int or type(last) is not int or not 0 <= first < last:
-            raise ValueError(f"no range of samples is from first={first!r} to before last={last!r}")
+    check_shape(records, [{"first": COUNT, "last": COUNT}])
     ranges = sorted(ranges_of(records))
-    for (_, end), (first, last) in itertools.pairwise(ranges):
+    for (_, end), (first, last) in itertools.pairwise([(0, 0), *ranges]):
+        if first >= last:
+            raise ValueError(f"no range of samples is from {first} to before {last}")
         if first < end:
             raise ValueError(f"samples {first} to {min(end, last) - 1} are in it twice")
 
 
 def write(folder: Path, records: Sequence[dict[str, Any]]) -> None:
     """Write these records beside the checkpoints. Raises OSError."""
-    content = {_RECORDS: list(records)}
-    replace_file(folder / FILE, json.dumps({**content, "sha256": checksum(content)}, indent=1) + "\n")
+    replace_file(folder / FILE, with_checksum({_RECORDS: list(records)}))
 
 
 def together(folder: Path, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -13,18 +13,16 @@ begin. The file may come from another user: the checkpoint that it names is veri
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ...files.atomic_io import in_words, read_ordinary, refuse_link_out, replace_file
+from ...files.atomic_io import in_words, read_ordinary, replace_file
 from ...files.checkpoint import read_manifest
-from ...files.manifest import LARGEST, MANIFEST, checksum
+from ...files.manifest import LARGEST, MANIFEST, read_with_checksum, with_checksum
 from ...files.run_lock import job_name
-from ...files.strict_json import load_json
+from ...files.strict_json import COUNT, check_shape
 
 FILE = "started_from.json"
 _LARGEST = 1 << 16
@@ -52,18 +50,18 @@ def write(folder: Path, checkpoint: Path) -> None:
         "manifest": _digest(checkpoint),
         "job": job_name(os.environ),
     }
-    replace_file(folder / FILE, json.dumps({**content, "sha256": checksum(content)}, indent=1) + "\n")
+    replace_file(folder / FILE, with_checksum(content))
 
 
 def read(folder: Path) -> ParentCheckpoint | None:
     """Read the file in ``folder``; None if there is none. Raises ValueError if it is damaged or links elsewhere."""
     path = folder / FILE
     try:
-        refuse_link_out(path)
-        content = load_json(read_ordinary(path, _LARGEST))
-        if not isinstance(content, dict) or content.get("sha256") != checksum(content):
-            raise ValueError("its checksum differs: it is not what was written")
-        return _validated(content)
+        content = read_with_checksum(path, _LARGEST)
+        check_shape(content, {"checkpoint": str, "iteration": COUNT, "manifest": str, "job?": str})
+        return ParentCheckpoint(
+            Path(content["checkpoint"]), content["iteration"], content["manifest"], content.get("job", "")
+        )
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
@@ -71,16 +69,6 @@ def read(folder: Path) -> ParentCheckpoint | None:
             f"{str(path)!r} does not say where this run began ({in_words(error)}): give that checkpoint with"
             " --resume=PATH, or --resume=never to start with random weights."
         ) from error
-
-
-def _validated(content: dict[str, Any]) -> ParentCheckpoint:
-    checkpoint, iteration, manifest = (content.get(name) for name in ("checkpoint", "iteration", "manifest"))
-    job = content.get("job", "")
-    if not isinstance(checkpoint, str) or not isinstance(manifest, str) or not isinstance(job, str):
-        raise ValueError("its checkpoint, manifest and job are not all texts")
-    if type(iteration) is not int:
-        raise ValueError("its iteration is not a whole number")
-    return ParentCheckpoint(Path(checkpoint), iteration, manifest, job)
 
 
 def names(folder: Path, checkpoint: Path) -> bool:
