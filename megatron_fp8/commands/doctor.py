@@ -46,7 +46,6 @@ def _parser() -> CommandParser:
 
 
 def _run(options: argparse.Namespace, run_options: list[str]) -> int:
-    from ..estimate.config_reader import joined
     from ..files.config_arguments import config_hint
     from ..study.doctor import examine, shown
 
@@ -55,7 +54,7 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> int:
         hint = parser.near(word) or "." + config_hint(word)
         raise ValueError(f"{word!r} is no option of doctor, and options of a run need its --config{hint}")
     config_options = [f"--config={options.config}"] if options.config is not None else []
-    examination = examine([*config_options, *joined(run_options)])
+    examination = examine([*config_options, *run_options])
     if config_options and not examination.needs:
         from .. import mcore
 

@@ -70,7 +70,7 @@ def _parser() -> CommandParser:
 
 
 def _run(options: argparse.Namespace, run_options: list[str]) -> None:
-    from ..estimate.config_reader import joined, read
+    from ..estimate.config_reader import read
     from ..estimate.device import device
     from ..estimate.estimate import estimate, in_bf16
     from ..estimate.memory_fit import RESERVE, fit
@@ -94,7 +94,7 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> None:
         if not assignment.partition("=")[0].strip():
             raise ValueError(f"--set {assignment!r} names no key: write --set KEY=VALUE.")
         config_options.append(f"--{assignment}")
-    device_given, all_options = options.device is not None, [*config_options, *joined(run_options)]
+    device_given, all_options = options.device is not None, [*config_options, *run_options]
     settings = read(all_options, options.gpus)
     target = device(options.device if device_given else _ASSUMED, settings.model)
     native = native_support(settings.model, target)

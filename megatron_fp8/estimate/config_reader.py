@@ -14,12 +14,11 @@ longer than the whole estimate and fails on a laptop without it. A test compares
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
-from ..files.config_arguments import config_hint, data_as_paths, find_config
-from ..files.strict_yaml import load_yaml
 from ..mcore.config.fields import FIELD_RULES, RELATIONS
 from ..mcore.config.rules import (
     COUNT,
@@ -40,12 +39,12 @@ from ..mcore.config.rules import (
     text,
 )
 from ..plan.overrides import check_overrides, check_overrides_match
-from ..plan.settings import field_meant, nearest_key, refuse_recipe_alone
+from ..plan.settings import refuse_recipe_alone
 from ..plan.site_plan import SitePlan
 from ..recipe import RECIPES
 from ..train.config.field_rules import RULES, check_rules
 from ..train.config.model_fields import known_fields
-from ..train.config.options import by_dotted_key, read_config
+from ..train.config.options import read_options
 from ..train.config.ranks import AUTO, least_ranks, tensor_ranks
 from ..train.config.sections import (
     CheckpointSection,
@@ -53,9 +52,8 @@ from ..train.config.sections import (
     OptimizerSection,
     TelemetrySection,
     TrainSection,
-    check_loss_scaling,
+    check_decay,
     check_rewinds,
-    check_sections,
     check_telemetry,
     settle_warmup,
 )
@@ -69,8 +67,6 @@ _SECTIONS: dict[str, Any] = {
     "checkpoint": CheckpointSection,
     "telemetry": TelemetrySection,
 }
-_TOP = {"run_dir", "resume", "dry_run", "debug"}
-_NAMES = ("model", *_SECTIONS)
 _BYTES_VOCABULARY = 257  # without a tokenizer: all bytes, and the end of a document
 
 
@@ -128,7 +124,7 @@ def read(options: list[str], gpus: int | None = None) -> Settings:
     """The settings from `--config=FILE` and dotted options.
 
     Args:
-        options: as for `megatron-fp8 train`, each `--name=value`.
+        options: as for `megatron-fp8 train`.
         gpus: GPUs of the run; None: the smallest number that holds the model and its experts.
 
     Raises:
@@ -138,48 +134,13 @@ def read(options: list[str], gpus: int | None = None) -> Settings:
     return settle(given_keys(options), gpus)
 
 
-def joined(arguments: list[str]) -> list[str]:
-    """A command line's options as `--name=value`: accepts `--name value`, `--data FILE...` and bare flags.
-
-    Raises ValueError: `--data` names no file.
-    """
-    found: list[str] = []
-    for argument in data_as_paths(arguments):
-        if argument.startswith("--"):
-            found.append(f"{argument}=true" if argument in ("--dry_run", "--dry-run") else argument)
-        elif not found or "=" in found[-1]:
-            found.append(argument)
-        else:
-            found[-1] = f"{found[-1]}={argument}"
-    return found
-
-
 def given_keys(options: list[str]) -> dict[str, Any]:
-    """Dotted key -> value, from `--config=FILE` and dotted options. Raises ValueError for an unreadable file or an
-    unknown key. Values are not checked."""
-    given: dict[str, Any] = {}
-    for option in data_as_paths(options):
-        name, equals, value = option.removeprefix("--").partition("=")
-        if not option.startswith("--") or not equals:
-            raise ValueError(
-                f"{option!r} is not an option: options are --config FILE and --section.key=value.{config_hint(option)}"
-            )
-        name = name.replace("-", "_")
-        if name == "config":
-            content = by_dotted_key(read_config(find_config(value), _NAMES), _NAMES)
-            for key in content:
-                _check_key(key, f"{value}: ")
-            given.update(content)
-        elif name == "data.paths+":
-            given["data.paths"] = [*(given.get("data.paths") or []), value]
-        elif name == "data.paths" and not value.startswith("["):
-            given[name] = value.split(",")
-        else:
-            if name == "model.fp8_format":
-                name = f"model.{field_meant(value)}"
-            _check_key(name, "--")
-            given[name] = _value(name, value)
-    return given
+    """Dotted key -> value, from the files and options of a command line, as `train` reads them.
+
+    Values of the model's section have the types that YAML gives them. Raises ValueError for an unreadable file, an
+    unknown key, or a value of another type.
+    """
+    return read_options(options, _kinds(), _rule_of)[0]
 
 
 def settle(given: dict[str, Any], gpus: int | None = None) -> Settings:
@@ -244,42 +205,28 @@ def _check_together(sections: dict[str, Any], model: Model, guard: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # train shows the warning
         settle_warmup(train, optimizer)
-    check_sections(train, optimizer, checkpoint)
-    check_loss_scaling(optimizer, fp16=model.fp16)
+    check_decay(train, optimizer)
     check_telemetry(telemetry)
     check_rewinds(train, checkpoint, telemetry, guard)
 
 
-def _value(name: str, text: str) -> Any:
-    try:
-        value = load_yaml(text.encode())
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"--{name}={shown(text)} holds bytes that are no UTF-8: choose another name."
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"--{name}={shown(text)} is not YAML: {error}") from error
-    if isinstance(value, str):
-        try:
-            return float(value)  # YAML reads 1e-4 as text
-        except ValueError:
-            return value
-    return value
-
-
 def known_keys() -> list[str]:
     """All dotted keys of a run's config."""
-    inner = [f"{name}.{item.name}" for name, kind in _SECTIONS.items() for item in dataclasses.fields(kind)]
-    return [*(f"model.{name}" for name in sorted(known_fields())), *inner, *sorted(_TOP)]
+    return list(_kinds())
 
 
-def _check_key(key: str, where: str) -> None:
-    known = known_keys()
-    if key in known or key.startswith("model.fp8_overrides."):
-        return
-    near = nearest_key(key, known)
-    hint = f" Did you mean {near}?" if near else ""
-    raise ValueError(f"{where}{key} is not a known key.{hint}")
+@functools.cache
+def _kinds() -> dict[str, Any]:
+    kinds: dict[str, Any] = {f"model.{name}": Any for name in sorted(known_fields())}
+    for name, section in _SECTIONS.items():
+        kinds |= {f"{name}.{key}": kind for key, kind in get_type_hints(section).items()}
+    top = {"run_dir": str, "resume": str, "dry_run": bool, "debug": bool}
+    return {**kinds, "model.fp8_overrides": dict[str, str], **top}
+
+
+def _rule_of(key: str) -> Rule | None:
+    section, _, name = key.rpartition(".")
+    return RULES.get(section, {}).get(name) or (MODEL_RULES.get(name) if section == "model" else None)
 
 
 def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> Model:
@@ -301,12 +248,6 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> Mo
             values[name] = section[name]
     section_overrides = section.get("fp8_overrides")
     overrides = {} if section_overrides is None else section_overrides
-    check_overrides(overrides, "model.fp8_overrides")
-    overrides = dict(overrides) | {
-        key.removeprefix("model.fp8_overrides."): value
-        for key, value in given.items()
-        if key.startswith("model.fp8_overrides.")
-    }
     check_overrides(overrides, "model.fp8_overrides")
     options: dict[str, Any] = {
         name: section[name] for name in ("fp8_margin", "fp8_amax_history_len", "fp8_pow2_scales",

@@ -19,8 +19,6 @@ OPTIONS = [
 ]  # fmt: skip
 WARM = ["--train.train_iters=10", "--model.fp8_high_precision_warmup=0.9"]
 REFUSED = {
-    "--optimizer.hysteresis=1": "optimizer.hysteresis=1 has no effect without model.fp16=true",
-    "--optimizer.loss_scale=8": "optimizer.loss_scale=8.0 has no effect without model.fp16=true",
     "--model.fp16=true --model.bf16=true": "model.fp16=true and model.bf16=true",
     "--model.fp16=true --model.params_dtype=bfloat16": "model.params_dtype='bfloat16' with model.fp16=true",
     "--model.fp16=true --model.fp8_param=true": "fp8_param=True, model.bf16=False, model.fp16=True",

@@ -24,7 +24,6 @@ from ...mcore.config.rules import (
     number,
     one_of,
     optional,
-    shown,
     text,
 )
 from ...telemetry.stat_registry import TENSORS
@@ -200,19 +199,6 @@ RELATIONS: dict[str, tuple[Relation, ...]] = {
     ),
 }
 
-NOT_IN_TRAINING: dict[str, str] = {
-    "calculate_per_token_loss": "every iteration's loss is the mean over its tokens already",
-    "variable_seq_lengths": "all sequences have train.seq_length tokens",
-    "perform_initialization": "training starts from drawn weights or from a checkpoint",
-    "hetereogenous_dist_checkpoint": "checkpoints do not depend on it",
-    "mlp_chunks_for_prefill": "it is for Megatron-Core's inference engine",
-    "flash_decode": "it is for Megatron-Core's inference engine",
-    "inference_rng_tracker": "it is for Megatron-Core's inference engine",
-    "inference_sampling_seed": "it is for Megatron-Core's inference engine",
-    "barrier_with_L1_time": "it is for Megatron-Core's timers, which are not used",
-}
-"""Model fields that work in other training loops and have no effect in this one."""
-
 
 def check_rules(section: str, values: Any) -> None:
     """Raise ValueError if an option of `section` (or '') breaks its rule, or several break a relation."""
@@ -221,13 +207,3 @@ def check_rules(section: str, values: Any) -> None:
         check(f"{prefix}{name}", getattr(values, name), rule)
     for relation in RELATIONS.get(section, ()):
         check_relation(values, relation, prefix)
-
-
-def check_training_fields(section: Any, defaults: dict[str, Any]) -> None:
-    """Raise ValueError for a field of the model that does nothing in this training loop."""
-    for name, why in NOT_IN_TRAINING.items():
-        value = getattr(section, name)
-        if value != defaults[name]:
-            raise ValueError(
-                f"model.{name}={shown(value)} has no effect here: {why}. Leave it {shown(defaults[name])}."
-            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import traceback
 import types
@@ -18,7 +17,7 @@ from ...mcore.config.fields import FIELD_RULES
 from ...mcore.config.fp8_checks import DEFAULTS, LATENT_FIELDS, check_fields
 from ...mcore.config.rules import Rule, check, one_of, optional
 from ...mcore.config.transformer_config import MLATransformerConfig, TransformerConfig
-from .field_rules import POSITION_RULES, check_training_fields
+from .field_rules import POSITION_RULES
 from .ranks import AUTO, tensor_ranks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -180,21 +179,17 @@ def transformer_config(section: Any) -> TransformerConfig:
     positions = {name: getattr(section, name) for name in POSITION_RULES}
     settings = types.SimpleNamespace(**{**DEFAULTS, **positions, **fields})
     check_fields(settings, "model.")
-    check_training_fields(settings, DEFAULTS)
+    if not settings.perform_initialization:
+        raise ValueError("model.perform_initialization=False leaves weights undefined: leave it out.")
     check_positions(section, settings)
     kind = MLATransformerConfig if is_latent else TransformerConfig
     arguments = fields if is_latent else {name: fields[name] for name in fields if name not in LATENT_FIELDS}
     try:
         return kind(**arguments)
+    except ValueError:
+        raise
     except Exception as error:  # Megatron-Core raises various errors (assertion, division by 0, ...)
-        named_fields = ", ".join(
-            f"model.{name}={fields[name]!r}" for name in fields_at_fault(error) if name in fields
-        )
-        if isinstance(error, ValueError) and not named_fields:
-            raise
-        raise ValueError(
-            f"the model section does not fit together: {what_failed(error)}{named_fields and f' ({named_fields})'}"
-        ) from error
+        raise ValueError(f"the model section does not fit together: {what_failed(error)}") from error
 
 
 def _set_fields(section: Any) -> dict[str, Any]:
@@ -257,42 +252,11 @@ def check_positions(section: Any, config: Any) -> None:
         )
 
 
-_CONFIGS = ("transformer_config.py", "model_parallel_config.py")
-
-
-def fields_at_fault(error: BaseException) -> list[str]:
-    """The fields that caused an error in Megatron-Core's configs, whose text may not name them.
-
-    They are read from the source: fields in the conditions around the raise, and arguments of a function that raises.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    of_config = [frame for frame in frames if Path(frame.filename).name in _CONFIGS]
-    if not of_config:
-        return []
-    where, called = of_config[-1], of_config[-1] is not frames[-1]
-    line = where.lineno or 0
-    names: dict[str, None] = {}
-    for node in ast.walk(ast.parse(Path(where.filename).read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or 0):
-            continue
-        if isinstance(node, ast.If | ast.Assert):
-            expression: ast.AST = node.test
-        elif called and isinstance(node, ast.Assign | ast.Expr):
-            expression = node.value
-        else:
-            continue
-        for part in ast.walk(expression):
-            if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "self":
-                names[part.attr] = None
-    return list(names)
-
-
 def what_failed(error: BaseException) -> str:
-    """The message of an error of Megatron-Core; for an assertion without a message, the failed line."""
-    if str(error):
-        return str(error)
+    """The message of an error of Megatron-Core, and where it was raised: its text may not name the fields."""
     where = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__} at `{where.line}` ({Path(where.filename).name}:{where.lineno})"
+    place = f"{type(error).__name__} at `{where.line}` ({Path(where.filename).name}:{where.lineno})"
+    return f"{error} ({place})" if str(error) else place
 
 
 def padded_vocab_size(section: Any, tokenizer_vocab_size: int) -> int:

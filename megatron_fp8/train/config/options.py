@@ -31,29 +31,6 @@ _COMMA_LISTS = (
 )
 _FLAGS = ("dry_run", "debug")
 
-_OFFLOADED, _AWARE = (
-    "Megatron-Core's optimizer on the CPU is not offered here: its masters are no FP8 parameters', and nobody has run it"
-    " beside them",
-    "Megatron-Core's precision-aware optimizer is not offered here: it is Transformer Engine's FusedAdam",
-)
-_NOT_OFFERED = {
-    **dict.fromkeys(
-        (
-            "optimizer_cpu_offload", "optimizer_offload_fraction", "use_torch_optimizer_for_cpu_offload",
-            "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params",
-        ),
-        f"{_OFFLOADED}. optimizer.use_distributed_optimizer=true divides masters and moments over ranks",
-    ),
-    **dict.fromkeys(
-        (
-            "use_precision_aware_optimizer", "store_param_remainders", "main_grads_dtype", "main_params_dtype",
-            "exp_avg_dtype", "exp_avg_sq_dtype",
-        ),
-        f"{_AWARE}. optimizer.state_dtype=fp8 keeps moments in 3 bytes a parameter",
-    ),
-}  # fmt: skip
-"""Options of Megatron-Core's OptimizerConfig -> why they are not supported, and the alternative."""
-
 
 def read_options(
     arguments: Iterable[str],
@@ -146,8 +123,6 @@ def check_key(key: str, where: str, known: Collection[str], *, in_file: bool = F
     if key in sections:
         raise ValueError(f"{where}{key} is a section: give its keys, --{key}.KEY=VALUE.")
     section, _, name = key.rpartition(".")
-    if section == "optimizer" and name in _NOT_OFFERED:
-        raise ValueError(f"{where}{key}: {_NOT_OFFERED[name]}.")
     near = nearest_key(key, known)
     hint = f" Did you mean {near}?" if near else " Sections are " + ", ".join(sections) + "."
     same_name = [other for other in known if other.rpartition(".")[2] == name]
@@ -196,7 +171,7 @@ def convert(value: Any, kind: Any) -> Any:
     elif isinstance(kind, type) and issubclass(kind, enum.Enum):
         if isinstance(value, str) and value in kind.__members__:
             return kind[value]
-    elif not isinstance(value, str) or value.strip():
+    elif not isinstance(value, str) or value.strip() or kind is Any:
         parsed = load_yaml(value.encode()) if isinstance(value, str) else value
         return _convert_parsed(parsed, origin or kind, parts)
     raise ValueError("another type")

@@ -25,9 +25,8 @@ from .sections import (
     OptimizerSection,
     TelemetrySection,
     TrainSection,
-    check_loss_scaling,
+    check_decay,
     check_rewinds,
-    check_sections,
     check_telemetry,
     settle_warmup,
 )
@@ -108,8 +107,7 @@ def parse(arguments: list[str], ranks: int = 1, base: dict[str, Any] | None = No
         run.model.fp8_recipe = DEFAULT_RECIPE
     settle_precision(run.model)
     settle_warmup(run.train, run.optimizer)
-    check_sections(run.train, run.optimizer, run.checkpoint)
-    check_loss_scaling(run.optimizer, fp16=run.model.fp16)
+    check_decay(run.train, run.optimizer)
     for name in _PATHS:
         _check_path(name, functools.reduce(getattr, name.split("."), run))
     check_telemetry(run.telemetry)

@@ -11,7 +11,6 @@ from ...telemetry.output import require_wandb
 from ...telemetry.settings import Selection, TelemetrySettings
 from ...telemetry.stat_registry import DEFAULT, TENSORS
 from ...telemetry.te_config_reader import te_settings
-from .model_fields import kind_of
 
 
 @dataclass
@@ -219,31 +218,14 @@ def settle_warmup(train: TrainSection, optimizer: OptimizerSection) -> None:
         )
 
 
-def check_sections(train: TrainSection, optimizer: OptimizerSection, checkpoint: CheckpointSection) -> None:
-    """Raise ValueError, with options, rule and remedy, if the sections contradict each other."""
+def check_decay(train: TrainSection, optimizer: OptimizerSection) -> None:
+    """Raise ValueError if the warm-up is as long as the decay."""
     decay = train.train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
     if optimizer.lr_warmup_iters >= decay:
         raise ValueError(
             f"optimizer.lr_warmup_iters={optimizer.lr_warmup_iters} must be less than the {decay} iterations of the decay"
             " (optimizer.lr_decay_iters, by default train.train_iters): lower it, or raise optimizer.lr_decay_iters."
         )
-    check_accept(checkpoint.accept)
-
-
-def check_accept(names: list[str]) -> None:
-    """Raise ValueError unless every name is a setting that may differ from the checkpoint once accepted."""
-    for name in names:
-        section, _, key = name.partition(".")
-        kind = kind_of(key) if section == "model" else "function" if name == "data.tokenizer" else ""
-        if kind == "shape":
-            raise ValueError(
-                f"checkpoint.accept={name}: it is part of the model's shape, which no checkpoint can change. Drop it."
-            )
-        if kind != "function":
-            raise ValueError(
-                f"checkpoint.accept={name}: it may change without being accepted, leave it out. What may be accepted is"
-                " model.rotary_base and the like, and data.tokenizer."
-            )
 
 
 def check_rewinds(
@@ -264,18 +246,3 @@ def check_rewinds(
             f"{option} and telemetry: what was measured between a checkpoint and a spike would be recorded twice. Leave"
             " one of them out."
         )
-
-
-_LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "max_loss_scale", "loss_scale_window", "hysteresis")
-
-
-def check_loss_scaling(optimizer: OptimizerSection, *, fp16: bool) -> None:
-    """Raise ValueError for loss-scale settings of a model that is not FP16."""
-    default = OptimizerSection()
-    for name in ("loss_scale", *_LOSS_SCALING):
-        value = getattr(optimizer, name)
-        if not fp16 and value != getattr(default, name):
-            raise ValueError(
-                f"optimizer.{name}={value} has no effect without model.fp16=true (BF16 needs no loss scaling): leave it"
-                " out."
-            )

@@ -58,7 +58,9 @@ def check(
     Raises ValueError that names every setting, with both values, by which this run computes something else.
     """
     changed = [*_model_changes(run, manifest), *_tokenizer_change(run, manifest, tokenizer)]
-    accepted = [change for change in changed if change.name in run.checkpoint.accept]
+    accepted = [
+        change for change in changed if change.name in run.checkpoint.accept and not _is_shape(change.name)
+    ]
     refused = [change for change in changed if change not in accepted]
     if refused:
         raise ValueError(

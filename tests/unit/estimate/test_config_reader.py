@@ -150,7 +150,6 @@ def test_what_is_not_known_of_experts_is_noted() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ["--optimizer.loss_scale=3"],
         ["--optimizer.lr_decay_iters=1", "--optimizer.lr_warmup_iters=5"],
         ["--telemetry.statistics=[nope]"],
         ["--data.split=9,9"],

@@ -72,9 +72,6 @@ def damage(name: str, saved: Path) -> None:
         shard.write_bytes(data)
     elif name == "missing":
         shard.unlink()
-    elif name == "loop":
-        shard.unlink()
-        shard.symlink_to(shard.name)
     else:
         (saved / ".metadata").write_bytes(b"junk")
 
@@ -83,14 +80,8 @@ DAMAGE = {
     "cut off": "bytes and was written with",
     "altered": "SHA-256 differs",
     "missing": "is missing",
-    "loop": "cannot be read (Too many levels of symbolic links)",
     "metadata": "bytes and was written with",
 }
-
-
-@pytest.mark.parametrize("iteration", [0, 7, 1_234_567, 12_345_678])
-def test_a_folder_s_name_says_its_iteration(iteration: int) -> None:
-    assert files.iteration_of(Path("runs") / files.folder_name(iteration)) == iteration
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -103,31 +94,20 @@ def test_damage_is_found_and_another_checkpoint_named(saved, name):
     assert DAMAGE[name] in str(error.value) and f"--resume={good}" in str(error.value)
 
 
-SWAPPED = {
-    "__0_0.distcp": "SHA-256 differs",
-    "manifest.json": "is of iteration [23], and its folder is named iter_",
-}
-
-
-@pytest.mark.parametrize("name", [*SWAPPED, "all but the manifest", "the folders"])
+@pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp"])
 def test_what_is_swapped_with_another_steps_is_refused(saved, name):
     """Whole files, as long as those that belong there."""
     other = save(saved.parent, 3)
-    if name == "the folders":
-        names = [path.name for path in saved.iterdir()]
-    else:
-        names = (
-            [name]
-            if name in SWAPPED
-            else [path.name for path in saved.iterdir() if path.name != "manifest.json"]
-        )
-    for each in names:
-        one, two = (saved / each).read_bytes(), (other / each).read_bytes()
-        assert len(one) == len(two)
-        (saved / each).write_bytes(two), (other / each).write_bytes(one)
-    words = {"all but the manifest": "SHA-256 differs", "the folders": SWAPPED["manifest.json"]} | SWAPPED
+    one, two = (saved / name).read_bytes(), (other / name).read_bytes()
+    assert len(one) == len(two)
+    (saved / name).write_bytes(two), (other / name).write_bytes(one)
+    words = (
+        "SHA-256 differs"
+        if name != "manifest.json"
+        else "is of iteration [23], and its folder is named iter_"
+    )
     for folder in (saved, other):
-        with pytest.raises(ValueError, match=words[name]):
+        with pytest.raises(ValueError, match=words):
             files.check_files(folder, files.read_manifest(folder))
 
 
@@ -136,10 +116,8 @@ def test_what_is_swapped_with_another_steps_is_refused(saved, name):
     [
         (None, "it has no manifest.json"),
         ("{", "is damaged"),
-        ("[]", "is not the manifest of a megatron_fp8 checkpoint"),
         ('{"format": "other"}', "is not the manifest of a megatron_fp8 checkpoint"),
         (json.dumps({"format": FORMAT, "version": 99}), "has version 99"),
-        (json.dumps({"format": FORMAT, "version": 1, "iteration": 1}), "'facts' is missing"),
     ],
 )
 def test_a_foreign_folder_is_refused(saved, content, words):
@@ -149,7 +127,7 @@ def test_a_foreign_folder_is_refused(saved, content, words):
         files.read_manifest(saved)
 
 
-POINTERS = {"device": "is a link out of its folder", "pipe": "ordinary file", "long": "5,012 bytes"}
+POINTERS = {"device": "is a link out of its folder", "pipe": "ordinary file"}
 
 
 def test_what_is_removed_while_it_is_read_is_not_called_damaged(saved, tmp_path):
@@ -173,10 +151,8 @@ def test_a_pointer_that_is_no_ordinary_file_is_not_read(saved, kind):
     pointer.unlink()
     if kind == "device":
         pointer.symlink_to("/dev/zero")
-    elif kind == "pipe":
-        os.mkfifo(pointer)
     else:
-        pointer.write_text(" " * 5000 + saved.name)
+        os.mkfifo(pointer)
     with pytest.raises(ValueError, match=f"latest.* {POINTERS[kind]}"):
         files.find_checkpoint(saved.parent)
 
@@ -239,16 +215,16 @@ def test_no_pickle_runs(saved, tmp_path):
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("written", ["99.0.0", torch.__version__])
-def test_metadata_of_another_torch_is_said_to_be_that(saved, written):
+def test_metadata_of_another_torch_is_said_to_be_that(saved):
     """torch 2.15 keeps more of a tensor than 2.13 can take."""
-    manifest = files.read_manifest(saved)
-    manifest.facts["versions"] = {"torch": written}
-    manifest.write(saved)
     (saved / ".metadata").write_bytes(b"newer")
-    with pytest.raises(ValueError, match="not the metadata of a checkpoint") as error:
-        files.read_metadata(saved)
-    assert ("written with torch 99.0.0" in str(error.value)) == (written == "99.0.0")
+    manifest = files.read_manifest(saved)
+    for written in ("99.0.0", torch.__version__):
+        manifest.facts["versions"] = {"torch": written}
+        manifest.write(saved)
+        with pytest.raises(ValueError, match="not the metadata of a checkpoint") as error:
+            files.read_metadata(saved)
+        assert ("written with torch 99.0.0" in str(error.value)) == (written == "99.0.0")
 
 
 FORMATS = b"ctorch.distributed.checkpoint.metadata\n"
@@ -270,22 +246,18 @@ def of_the_process() -> list[Any]:
 
 
 @pytest.mark.parametrize("what", CHANGES)
-@pytest.mark.parametrize("behind", ["a whole metadata", "nothing"])
-def test_a_pickle_cannot_change_the_classes_that_it_may_make(saved, what, behind):
+def test_a_pickle_cannot_change_the_classes_that_it_may_make(saved, what):
     """BUILD sets attributes, also those of a class, an enum's member or a function: a later save would write what they
     say. The metadata behind it is whole, so that nothing else is wrong with the file."""
     whole = pickle.dumps(files.read_metadata(saved), protocol=2)
-    rest = b"0" + whole[2:] if behind == "a whole metadata" else b"."
-    (saved / ".metadata").write_bytes(b"\x80\x02" + CHANGES[what] + rest)
+    (saved / ".metadata").write_bytes(b"\x80\x02" + CHANGES[what] + b"0" + whole[2:])
     unchanged = of_the_process()
     with pytest.raises(ValueError, match=r"it changes \w+, which it has not made"):
         files.read_metadata(saved)
     assert of_the_process() == unchanged
 
 
-@pytest.mark.parametrize(
-    "opcodes", [b"ctorch\ndevice\n)R.", b"c" + b"x" * 5000 + b"\ny\n.", b"X\x00\x00\x00\x00b."]
-)
+@pytest.mark.parametrize("opcodes", [b"ctorch\ndevice\n)R.", b"c" + b"x" * 5000 + b"\ny\n."])
 def test_what_a_pickle_makes_go_wrong_is_a_short_line(saved, opcodes):
     """torch says in four lines what a device is made of."""
     (saved / ".metadata").write_bytes(b"\x80\x02" + opcodes)
@@ -313,25 +285,12 @@ def with_a_hole(metadata: Any) -> None:
     metadata.state_dict_metadata["w"].chunks.clear()
 
 
-def twice(metadata: Any) -> None:
-    """As many values as it should have, half of them two times: the others would be what lies in memory."""
-    entry = metadata.state_dict_metadata["w"]
-    (chunk,) = entry.chunks
-    half = dataclasses.replace(chunk, sizes=torch.Size([*chunk.sizes[:-1], chunk.sizes[-1] // 2]))
-    assert chunk.sizes[-1] % 2 == 0
-    entry.chunks = [half, half]
-
-
 def outside(metadata: Any) -> None:
     metadata.state_dict_metadata["w"].size = torch.Size([2, 6])
 
 
 def of_no_tensor(metadata: Any) -> None:
     metadata.state_dict_metadata["w"] = 3
-
-
-def without_a_place(metadata: Any) -> None:
-    metadata.storage_data.clear()
 
 
 @pytest.mark.parametrize(
@@ -341,10 +300,8 @@ def without_a_place(metadata: Any) -> None:
         (to_a_packed_file, "is not stored as it should be"),
         (larger, "is not stored as it should be"),
         (with_a_hole, "w has 0 values"),
-        (twice, "w has parts that lie over each other"),
         (outside, "w has a part outside its shape"),
         (of_no_tensor, "is damaged"),
-        (without_a_place, "is damaged"),
     ],
 )
 def test_metadata_describes_what_its_folder_can_hold(saved, edit, words):
@@ -374,10 +331,6 @@ def test_the_folders_name_is_the_iteration(saved):
     assert files.read_manifest(copy).iteration == 2
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
 def folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -403,8 +356,13 @@ def device(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-@pytest.mark.parametrize("name", ["manifest.json", ".metadata", "__0_0.distcp"])
-@pytest.mark.parametrize("change", [empty, folder, pipe, loop, nowhere, device])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("manifest.json", folder), ("manifest.json", pipe), ("manifest.json", device), (".metadata", loop),
+        (".metadata", device), ("__0_0.distcp", pipe), ("__0_0.distcp", nowhere),
+    ],
+)  # fmt: skip
 def test_whatever_stands_for_a_file_is_a_line(saved, name, change):
     change(saved / name)
     with pytest.raises(ValueError) as error:
@@ -425,8 +383,15 @@ def test_a_manifest_without_a_checksum_is_read_and_said(saved):
     assert "no checksum" in line
 
 
-@pytest.mark.parametrize("shut", ["run", "checkpoints", "iter_0000003"])
-@pytest.mark.parametrize("given", ["run", "run/checkpoints", "run/checkpoints/iter_0000003"])
+@pytest.mark.parametrize(
+    ("shut", "given"),
+    [
+        ("run", "run"),
+        ("checkpoints", "run"),
+        ("iter_0000003", "run"),
+        ("iter_0000003", "run/checkpoints/iter_0000003"),
+    ],
+)
 def test_a_folder_that_may_not_be_looked_into_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shut: str, given: str
 ) -> None:

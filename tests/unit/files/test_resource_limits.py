@@ -40,7 +40,6 @@ def under(limit: str, size: int, work: str) -> str:
         ("RLIMIT_AS", 2**30, "bytearray(2**31)", "`ulimit -v` allows 1,024 MiB, so raise that"),
         ("RLIMIT_DATA", 2**30, "bytearray(2**31)", "`ulimit -d` allows 1,024 MiB, so raise that"),
         ("RLIMIT_AS", 2**29, "check_threads(200)", "`ulimit -v` allows 512 MiB"),
-        ("RLIMIT_AS", 2**31, "check_threads(20); 1 / 0", "None"),
     ],
 )  # fmt: skip
 def test_a_limit_is_named_with_how_to_raise_it(limit, size, work, words):
@@ -57,7 +56,6 @@ def test_a_limit_is_named_with_how_to_raise_it(limit, size, work, words):
             "more memory",
         ),
         ("Resource temporarily unavailable", "`ulimit -u`"),
-        ("the indices cannot be written (Too many open files): make room", "`ulimit -n`"),
     ],
 )
 def test_what_torch_and_other_ranks_raise_is_known_by_its_text(text, words):

@@ -71,19 +71,22 @@ def test_a_living_process_of_this_machine_is_not_taken_for_a_dead_one(lock, envi
         lock(environ, stale=0.4)
 
 
-@pytest.mark.parametrize("exchanges", [True, False], ids=["local", "NFS"])
-def test_a_dead_process_is_taken_over_at_once_and_named(tmp_path, lock, monkeypatch, exchanges):
+def test_a_dead_process_is_taken_over_at_once_and_named(tmp_path, lock, monkeypatch):
     """The process is killed, and does not clean up. NFS has no rename that exchanges two files."""
     code = (
         "import os, sys; from pathlib import Path; from megatron_fp8.files.run_lock import RunLock;"
         "held = RunLock(Path(sys.argv[1]), 'run_dir', stale=1e6); held.take(print); os._exit(9)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
-    assert done.returncode == 9 and (tmp_path / LOCK).exists()
-    if not exchanges:
-        monkeypatch.setattr("filelock._soft._exclusive._recovery.exchange_names", lambda *_: False)
+    assert done.returncode == 9
+    left = (tmp_path / LOCK).read_bytes()
+    taken = lock(stale=1e6)
+    taken.check()
+    taken.release()
+    monkeypatch.setattr("filelock._soft._exclusive._recovery.exchange_names", lambda *_: False)
+    (tmp_path / LOCK).write_bytes(left)
     lock(stale=1e6).check()
-    assert len(lock.said) == 1 and lock.said[0].endswith("its process has ended")
+    assert len(lock.said) == 2 and all(said.endswith("its process has ended") for said in lock.said)
 
 
 @pytest.mark.parametrize("environ", [SLURM, {"TORCHELASTIC_RUN_ID": "my_run"}])
@@ -96,11 +99,6 @@ def test_the_same_job_takes_it_over_and_who_was_taken_for_dead_is_told(lock, env
         first.check()
     first.release()
     second.check()
-
-
-def test_a_step_of_a_slurm_job_is_taken_over_while_it_ends(lock):
-    lock(SLURM)
-    lock(SLURM).check()
 
 
 def test_other_jobs_do_not(lock):
@@ -124,7 +122,7 @@ def test_a_lock_that_is_not_renewed_is_taken_over(lock, monkeypatch, exchanges):
         first.check()
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"owner": 3}' + 2036 * " ", "filelock/2\npid=x\n"])
+@pytest.mark.parametrize("content", ['{"owner": 3}' + 2036 * " ", "filelock/2\npid=x\n"])
 def test_a_damaged_lock_is_a_lock_that_may_be_stale(tmp_path, lock, content):
     """So is one of an earlier version, in JSON."""
     (tmp_path / LOCK).write_text(content)
@@ -185,9 +183,9 @@ def test_jobs_have_names():
     assert str(os.getppid()) in job_name({"TORCHELASTIC_RUN_ID": "none"})
 
 
-@pytest.mark.parametrize("names", [("TORCHELASTIC_RUN_ID",), ("SLURM_JOB_ID", "SLURM_CLUSTER_NAME")])
-def test_a_job_of_a_very_long_name(tmp_path, names):
+def test_a_job_of_a_very_long_name(tmp_path):
     """filelock reads no more of a lock than this."""
+    names = ("SLURM_JOB_ID", "SLURM_CLUSTER_NAME")
     held = RunLock(tmp_path, "run_dir", environ=dict.fromkeys(names, "\u6f22\n" * 5000))
     held.take(print)
     assert held.path.stat().st_size < 1024 - 253

@@ -35,7 +35,6 @@ def test_sections_that_are_merged_into_others():
         (b'a: "\\ud800"', "surrogates"),
         (b"\xff", "byte 0 of it is no UTF-8"),
         (b"[" * 40_000, "deeper than 64 levels"),
-        (b"[" * 65 + b"]" * 65, "deeper than 64 levels"),
         (
             b"- &a0 [1]\n" + b"".join(b"- &a%d [*a%d]\n" % (i, i - 1) for i in range(1, 65)),
             "deeper than 64 levels",
@@ -45,10 +44,7 @@ def test_sections_that_are_merged_into_others():
         (bomb("{{<<: [{}]}}", "*a{}"), "more than 1,000 entries where aliases repeat"),
         (b"a: &a\n  b: *a", "has an alias of itself in it"),
         (b"a: 1" + b":59" * 10**4, "the number in line 1 has too many digits"),
-        (b"a: 0x" + b"f" * 10**4, "the number in line 1 has too many digits"),
-        (b"a: 1\nb: !!int x", "invalid literal"),
         (b"a: !!int ''", "index"),
-        (b"a: !!bool x", "x"),
         (b"a: !!timestamp x", "NoneType"),
         (b"a: 2026-99-99", "month"),
         (b"a: !!python/object/apply:os.system [x]", "could not determine a constructor"),

@@ -77,7 +77,7 @@ def test_fp8_format_is_read_as_the_name_that_it_means(
     run = load(path, *options)
     assert (run.model.fp8, run.model.fp8_recipe, run.optimizer.lr) == (*found, 1e-4)
     # estimate and doctor read the same keys
-    given = estimate_settings.given_keys([f"--config={path}", *estimate_settings.joined(options)])
+    given = estimate_settings.given_keys([f"--config={path}", *options])
     assert (given.get("model.fp8"), given.get("model.fp8_recipe", found[1])) == found
     assert not any("fp8_format" in key for key in [*given, *run.to_dict()["model"]])
 
