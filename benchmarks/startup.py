@@ -67,7 +67,7 @@ from megatron_fp8.mcore import report as _, guard_plans as _, iteration as _, si
 from megatron_fp8.train import loop, metrics, model, report, step
 from megatron_fp8.train.resume import checkpoint_compat, checkpoints, run_folder
 from megatron_fp8.train.config import model_section, run_config
-from megatron_fp8.train.data import bigram, datasets, tokenizers
+from megatron_fp8.train.data import datasets, indexed_dataset, tokenizers
 from megatron_fp8.train.launch import config_consistency, parallel
 from megatron_fp8 import telemetry
 from megatron_fp8.kernels.cpu import library
@@ -89,7 +89,7 @@ timed(parallel, "join", "process group")
 timed(datasets, "find_data", "data")
 timed(datasets, "check_data", "data")
 timed(datasets, "build_datasets", "data")
-timed(bigram, "corpus_bigram_entropy", "bigram entropy of the data")
+timed(indexed_dataset, "corpus_bigram_entropy", "bigram entropy of the data")
 timed(model, "build_chunks", "model")
 timed(model, "build_optimizer", "optimizer")
 timed(report, "build_report", "report")

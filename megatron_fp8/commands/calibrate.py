@@ -83,12 +83,10 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
 
 
 def _batches(options: argparse.Namespace, restored: Any, launch: Any) -> list[torch.Tensor]:
-    """int64 [batch, sequence] each, from evenly spaced positions of the data. Raises ValueError if it is too short."""
-    import numpy as np
+    """int64 [batch, sequence] each, from all over the data. Raises ValueError if it is too short."""
     import torch
 
-    from ..train.data import corpus
-    from ..train.data.datasets import check_data, check_ids, check_tokenizer, find_data, holds_text
+    from ..train.data.datasets import check_data, check_tokenizer, find_data, holds_text, spread_sequences
     from ..train.launch.config_consistency import agree_on_inputs
     from ..train.resume.checkpoint_compat import check_imported
 
@@ -103,22 +101,14 @@ def _batches(options: argparse.Namespace, restored: Any, launch: Any) -> list[to
     prefixes = find_data(section, restored.tokenizer)
     agree_on_inputs("data", launch, prefixes)
     check_data(prefixes, restored.vocab_size)
-    parts = [np.memmap(p + ".bin", dtype=corpus.check_indexed(p).dtype, mode="r") for p in prefixes]
-    tokens = np.concatenate(parts) if len(parts) > 1 else parts[0]
     count = options.batches * options.batch_size
     if count * length > _MOST_TOKENS:
         raise ValueError(
             f"--batches {options.batches} of --batch-size {options.batch_size} sequences of {length} tokens are"
             f" {count * length:,} tokens, more than the {_MOST_TOKENS:,} that are held at once: lower one of them"
         )
-    if len(tokens) < length:
-        raise ValueError(
-            f"{', '.join(prefixes)} has {len(tokens)} tokens, and a sequence has {length}: give more text"
-        )
-    starts = np.linspace(0, len(tokens) - length, count).astype(np.int64)
-    rows = np.stack([tokens[start : start + length] for start in starts]).astype(np.int64)
-    check_ids(rows, restored.vocab_size, ", ".join(prefixes))
-    return list(torch.from_numpy(rows).to(next(restored.model.parameters()).device).split(options.batch_size))
+    rows = torch.from_numpy(spread_sequences(prefixes, count, length, restored.vocab_size))
+    return list(rows.to(next(restored.model.parameters()).device).split(options.batch_size))
 
 
 _MOST_TOKENS = 2**28

@@ -55,10 +55,8 @@ def _tokenizer(options: Namespace) -> None:
     mcore.install()
     from ..train.data import bpe, corpus
     from ..train.data.records import files_of
-    from ..train.data.text_reader import look_at
 
     files = [file for path in options.data for file in files_of(Path(path))]
-    look_at(files)
     files = files or corpus.standard_library_files()
     size = sum(path.stat().st_size for path in files if path.is_file())
     if options.data and not size and all(path.is_file() for path in files):

@@ -24,7 +24,6 @@ from ..files.checkpoint import (
     find_checkpoint,
     iteration_of,
     read_manifest,
-    without_checksum,
 )
 from ..mcore.checkpoint.moment_loader import load_moments
 from ..mcore.checkpoint.training import load_weights
@@ -34,14 +33,12 @@ from ..recipe import recipe_name
 from ..train.config.model_section import padded_vocab_size, transformer_config
 from ..train.config.run_config import RunConfig
 from ..train.data import datasets
-from ..train.data.tokenizers import load_tokenizer, tokenizer_file
 from ..train.health.skipped_samples import ranges_of
 from ..train.launch import parallel
-from ..train.launch.config_consistency import agree_on_inputs, run_facts
+from ..train.launch.config_consistency import agree_on_inputs
 from ..train.model import build_chunks
 from ..train.resume import checkpoint_compat
-from ..train.resume.checkpoints import check_together
-from ..train.resume.restore import choose_recipe, keep_layers, refuse_its_code, run_of
+from ..train.resume.restore import join, read_run
 from ..train.run_record import RunRecord, run_folder_of, trained_beyond
 from .checkpoint_runner import CheckpointRunner
 from .diagnosis import Diagnosis
@@ -247,39 +244,28 @@ def replay(
     if beyond and (now := RunRecord(run_folder_of(folder)).config()).get("model"):
         saved = now  # the run's settings: the checkpoint may be an import, which no recipe trained
         beyond.append(f"settings are those of {run_folder_of(folder) / 'config.yaml'}, which trained on")
-    run = run_of(folder, saved, config, options)
-    tokenizer = load_tokenizer(tokenizer_file(run.data.tokenizer, folder))
-    accepted = checkpoint_compat.check(run, folder, manifest, tokenizer)
-    keep_layers(run, manifest)
+    run, tokenizer, lines = read_run(folder, manifest, saved, options, config=config, recipe=recipe, fp8=fp8)
     _apply_settings(run, launch.world_size)
-    choose_recipe(run.model, recipe, fp8)
     if not run.model.fp8:
         raise ValueError(
             f"{str(folder)!r} is of a run in BF16, which has nothing in FP8 to diagnose: give --recipe NAME to see what a"
             " recipe would cost it"
         )
-    if config is None:
-        refuse_its_code(folder, saved["model"], run.model)
     vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
     settings = transformer_config(run.model)
     parallel.check_layout(run.model, run.train, launch.world_size, launch.variables)
     datasets.check_tokenizer(run.data, tokenizer, run.model.vocab_size or run.model.padded_vocab_size or 0)
-    launch.barrier.agree("settings", run_facts(run, tokenizer, launch.world_size))
-    agree_on_inputs("checkpoint", launch, [], (folder, manifest))
-    parallel.join(launch, run.model, run.train)
-    check_together(folder, manifest)
+    join(folder, manifest, run, tokenizer, launch)
     prefixes = datasets.find_data(run.data, tokenizer, run.train)
     agree_on_inputs("data", launch, prefixes)
     datasets.check_data(prefixes, vocab_size)
     data = datasets.build_datasets(prefixes, run.data, run.train, tokenizer, vocab_size)
     _check_batches(batches, data[0], run)
     chunks = build_chunks(settings, run, vocab_size)
-    lines = [*without_checksum(manifest), *beyond]
+    lines += beyond
     if bad := load_weights(folder, chunks[0]):
         lines.append(f"{bad} holds NaN or Inf")
     check_plan(chunks)
-    if accepted:
-        lines.append(f"accepted, it computes something else: {', '.join(map(str, accepted))}")
     first = manifest.iteration + 1 if iteration is None else iteration
     skipped_samples = (first - manifest.iteration - 1) * run.train.global_batch_size
     if skipped_samples:

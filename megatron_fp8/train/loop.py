@@ -61,8 +61,8 @@ class Trainer:
         self.finished, self.samples, self.started = start.iteration, start.samples, start.folder
         self.writer, self.display, self.checkpoints = writer, display, checkpoints
         self.telemetry, self._unvalidated = telemetry, unvalidated
-        self.liveness, self.rewinds = LossMonitor(self.run.train.max_skipped_steps), rewinds
-        self.liveness.remember(start.liveness)
+        self.monitor, self.rewinds = LossMonitor(self.run.train.max_skipped_steps), rewinds
+        self.monitor.remember(start.monitor_state)
         self._left_out, self._compared = start.left_out, 0
         self._after_first_step, self._sites_moved = after_first_step, sites_moved
         self._tokens_per_step = self.run.train.global_batch_size * self.run.train.seq_length
@@ -102,7 +102,7 @@ class Trainer:
                 self.writer.iteration(metrics)
                 self.display.iteration(metrics)
             self._check_step(metrics)
-            if self.liveness.now and (back := self._rewind(iteration)) is not None:
+            if self.monitor.spike_now and (back := self._rewind(iteration)) is not None:
                 iteration = back
                 training = self.stepper.training_data(self.samples, ranges_of(self._left_out))
                 continue
@@ -139,13 +139,13 @@ class Trainer:
         if self.rewinds is None or self.checkpoints is None:
             return None
         self._enter("save", iteration)  # reading takes about as long as saving
-        start, line = self.rewinds.back(iteration, self.samples, self.liveness.now)
+        start, line = self.rewinds.back(iteration, self.samples, self.monitor.spike_now)
         if self.display:
             self.display.say(line)
         if start is None:
             return None
         self.samples, self._left_out = start.samples, self.rewinds.records
-        self.liveness.remember(start.liveness)
+        self.monitor.remember(start.monitor_state)
         self.stepper.check.forget()
         self._compared = 0
         self.checkpoints.went_back()
@@ -156,7 +156,7 @@ class Trainer:
 
     def _rollback_state(self) -> dict[str, Any]:
         """Manifest entries of rollbacks; empty if there are none."""
-        memory = {"liveness": self.liveness.memory()} if self.rewinds is not None else {}
+        memory = {"liveness": self.monitor.memory()} if self.rewinds is not None else {}
         return {**memory, **({"left_out": self._left_out} if self._left_out else {})}
 
     def _validate(self, iteration: int, summary: dict[str, float]) -> None:
@@ -175,21 +175,24 @@ class Trainer:
 
     def _check_step(self, metrics: IterationMetrics) -> None:
         """Check a step and print warnings. Raises TrainingFailed on all ranks when training makes no progress."""
-        curable = any(scaler.rule.scale > scaler.rule.min_scale for scaler in scalers(self.stepper.optimizer))
-        live = self.liveness
+        scale_can_fall = any(
+            scaler.rule.scale > scaler.rule.min_scale for scaler in scalers(self.stepper.optimizer)
+        )
+        monitor = self.monitor
         if self.stepper.damaged:
             self._fail("the optimizer or FP8 state of a rank is damaged", metrics.iteration - 1)
-        warning = live.step(
-            metrics.iteration, metrics.lm_loss, skipped=bool(metrics.skipped), curable=curable
+        warning = monitor.step(
+            metrics.iteration, metrics.lm_loss, skipped=bool(metrics.skipped), scale_can_fall=scale_can_fall
         )
         if warning and self.display and self.rewinds is None:
             self.display.say(warning)
-        if metrics.skipped and live.row == 1:
+        if metrics.skipped and monitor.skipped_row == 1:
             self._report_skipped(metrics.iteration)
-        if live.hopeless:
+        if monitor.too_many_skipped:
             self._fail(
-                f"{live.row} steps in a row were skipped, because a loss, a gradient or an FP8 cast was not finite",
-                metrics.iteration - live.row,
+                f"{monitor.skipped_row} steps in a row were skipped, because a loss, a gradient or an FP8 cast was not"
+                " finite",
+                metrics.iteration - monitor.skipped_row,
             )
 
     def _report_skipped(self, iteration: int) -> None:
@@ -202,7 +205,7 @@ class Trainer:
 
     def _check_end(self, summary: dict[str, float]) -> None:
         """Raise TrainingFailed on all ranks if the run ends without a usable model."""
-        done, row, steps_taken = int(summary["iteration"]), self.liveness.row, self.liveness.taken
+        done, row, steps_taken = int(summary["iteration"]), self.monitor.skipped_row, self.monitor.taken
         if row > steps_taken:
             what = (
                 f"of {row + steps_taken} steps the last {row} were skipped"
@@ -242,7 +245,7 @@ class Trainer:
         """Raise TrainingFailed: what happened, where, and the newest checkpoint of at most `last_good`."""
         first = first_not_finite(self.stepper.chunks, self.stepper.check)
         where = f"; first, {first[1]}" if first else ""
-        skipped, steps = self.liveness.skipped, self.liveness.skipped + self.liveness.taken
+        skipped, steps = self.monitor.skipped, self.monitor.skipped + self.monitor.taken
         remedy = "a lower optimizer.lr, a longer optimizer.lr_warmup_iters or other data"
         if self.run.model.fp16 and self.run.optimizer.loss_scale:
             remedy = (

@@ -220,17 +220,17 @@ def summary_line(trainer: Any, summary: dict[str, float], seconds: float) -> str
         parts = [f"done: all {total} iterations were done before"]
     else:
         parts = [f"done: {total} iterations in {seconds:.0f} s"]
-    live = trainer.liveness
+    monitor = trainer.monitor
     if "last_loss" in summary:
         parts.append(f"loss {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}")
-    elif live.skipped + live.taken:
+    elif monitor.skipped + monitor.taken:
         parts.append("no finite loss")
     if "validation_loss" in summary:
         parts.append(f"validation loss {summary['validation_loss']:.4f}")
-    if live.skipped + live.taken:
-        parts.append(f"skipped {live.skipped} of {live.skipped + live.taken} steps")
-    if live.spike:
-        parts.append(live.spike)
+    if monitor.skipped + monitor.taken:
+        parts.append(f"skipped {monitor.skipped} of {monitor.skipped + monitor.taken} steps")
+    if monitor.spike:
+        parts.append(monitor.spike)
     model = f"; the model is {trainer.started}" if trainer.finished >= total else ""
     did = ", ".join(parts)
     if not run.checkpoint.saves and done > trainer.finished:

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from .config import run_config
 from .config.model_section import padded_vocab_size, transformer_config
 from .config.run_config import tokens_of_microbatch
 from .data import datasets
-from .data.bigram import corpus_bigram_entropy
+from .data.indexed_dataset import corpus_bigram_entropy
 from .data.tokenizers import load_tokenizer
 from .health.loss_spikes import Rollbacks
 from .health.watchdog import START, Watchdog
@@ -88,54 +89,72 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         parameters = model.count_parameters(chunks)
         report = build_report(run, config, chunks, parameters, launch.launcher)
         stepper = Stepper(run, chunks, optimizer, scheduler, parts, stop, watchdog)
-        first = launch.rank == 0
         Telemetry(chunks, run.telemetry.settings()).close()  # refuses a pattern that matches nothing
-        if first:
+        if launch.rank == 0:
             print(format_report(report), flush=True)
         if run.dry_run:
-            _dry_run(stepper, vocab_size, first)
+            _dry_run(stepper, vocab_size, launch.rank == 0)
             return None
         if run.checkpoint.saves:
             folders.check_room(checkpoints.estimated_bytes(parameters["total"], config.params_dtype))
-        content = parallel.on_first_rank(lambda: data_fact(prefixes))
-        start = checkpoints.resume(run, chosen, tokenizer, chunks, optimizer, scheduler, content)
+        digests = parallel.on_first_rank(lambda: data_fact(prefixes))
+
+        def resume(found: Any) -> checkpoints.Start:
+            return checkpoints.resume(run, found, tokenizer, chunks, optimizer, scheduler, digests)
+
+        start = resume(chosen)
+    report["bigram_entropy"] = corpus_bigram_entropy(prefixes) if launch.rank == 0 else math.nan
+    # From here on the run's folder changes, so no later line may refuse the input.
     facts = {
         "tokenizer": checkpoint_compat.tokenizer_fact(tokenizer),
         "accepted": start.accepted,
-        "data": content,
+        "data": digests,
+        "job": job_name(os.environ),
     }
-    facts["job"] = job_name(os.environ)
-    entropy = corpus_bigram_entropy(prefixes) if first else math.nan
-    # From here on the run's folder changes, so no later line may refuse the input.
-    continues = folders.has(start.folder)
+    saves = checkpoints.Checkpoints(run, folders, chunks, optimizer, scheduler, facts)
+    sizes = (vocab_size, config.hidden_size, config.num_layers, run.train.seq_length)
+    flops = model_flops_per_token(parameters.get("active", parameters["non_embedding"]), *sizes)
+    return _trainer(stepper, start, folders, launch, report, saves, resume, flops, prefixes)
+
+
+def _trainer(
+    stepper: Stepper,
+    start: checkpoints.Start,
+    folders: RunFolders,
+    launch: Any,
+    report: dict[str, Any],
+    saves: checkpoints.Checkpoints,
+    resume: Callable[[Any], checkpoints.Start],
+    flops_per_token: float,
+    prefixes: list[str],
+) -> Trainer | None:
+    """Move what earlier runs left, open the run's records, and write its config and report.
+
+    Returns None if no iteration is left of another run's checkpoint.
+    """
+    run, chunks, first = stepper.run, stepper.chunks, launch.rank == 0
+    continues, folder = folders.has(start.folder), Path(run.run_dir)
     done = start.iteration >= run.train.train_iters
     if done and start.folder is not None and not continues:
         if first:
             print(*map(printable, [*start.lines, nothing_left(run, start.folder)]), sep="\n", flush=True)
         return None
     if not continues:
-        start.lines += folders.keep_earlier(start.folder, watchdog.folder)
+        start.lines += folders.keep_earlier(start.folder, stepper.watchdog.folder)
     elif start.folder is not None:
         start.lines += folders.keep_newer(start.folder)
-    folder = Path(run.run_dir)
-
-    def after_first_step() -> None:
-        launch.barrier.close()
-        if stepper.saved is not None:
-            report["saved_bytes"] = stepper.saved.bytes
-        _add_site_notes(report, chunks, folder, first)
-
+    recorded = start.iteration if continues else 0
     writer = display = None
     unvalidated = False
     if first:
+        entropy = report["bigram_entropy"]
         print(f"data        {', '.join(prefixes)}; bigram entropy {entropy:.4f} nats", flush=True)
         print(*map(printable, start.lines), sep="\n", end="\n" if start.lines else "", flush=True)
-        report["bigram_entropy"] = entropy
         with naming("run_dir", folder):
-            writer = MetricsWriter(folder, start.iteration if continues else 0, start.before)
+            writer = MetricsWriter(folder, recorded, start.before)
             unvalidated = done and bool(run.train.eval_iters) and lacks_validation(folder, start.iteration)
         if start.folder is not None:
-            writer.event(start.iteration if continues else 0, "restart", f"goes on from {start.folder}")
+            writer.event(recorded, "restart", f"goes on from {start.folder}")
         display = Display(run.train.train_iters, run.train.log_interval, start.iteration, start.skipped)
         if run.telemetry.settings().misses(start.iteration + 1, run.train.train_iters):
             print(
@@ -149,40 +168,30 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
             run.telemetry.settings(),
             folder=folder,
             wandb=run.telemetry.wandb,
-            finished=start.iteration if continues else 0,
+            finished=recorded,
             say=display.say if display else print,
         )
-    saves = checkpoints.Checkpoints(run, folders, chunks, optimizer, scheduler, facts)
     rewinds = None
-    if run.train.rewind_on_spike:
-
-        def restore(found: Any) -> Any:
-            return checkpoints.resume(run, found, tokenizer, chunks, optimizer, scheduler, content)
-
-        rewinds = Rollbacks(
-            run.train.rewind_on_spike,
-            run.checkpoint.save_interval,
-            folders.checkpoints,
-            restore,
-            saves.wait,
-            start.left_out,
-        )
+    if most := run.train.rewind_on_spike:
+        every = run.checkpoint.save_interval
+        rewinds = Rollbacks(most, every, folders.checkpoints, resume, saves.wait, start.left_out)
     if first:  # last, so that a refused start leaves earlier files unchanged
         with naming("run_dir", folder):
             run.save(folder / "config.yaml")
             # A run without iterations left keeps the report of its training.
             if not (done and continues and (folder / "report.json").is_file()):
                 write_report(report, folder)
+
+    def after_first_step() -> None:
+        launch.barrier.close()
+        if stepper.saved is not None:
+            report["saved_bytes"] = stepper.saved.bytes
+        _add_site_notes(report, chunks, folder, first)
+
     return Trainer(
         stepper,
         start,
-        model_flops_per_token(
-            parameters.get("active", parameters["non_embedding"]),
-            vocab_size,
-            config.hidden_size,
-            config.num_layers,
-            run.train.seq_length,
-        ),
+        flops_per_token,
         writer=writer,
         display=display,
         after_first_step=after_first_step,

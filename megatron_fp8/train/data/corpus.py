@@ -116,7 +116,7 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path, rules: Doc
                     f"data.cache_dir={str(cache_dir)!r} cannot be written ({in_words(error)}): give another folder with "
                     f"--data.cache_dir{remedy}."
                 ) from error
-    text_reader.lost_of(_read_record(folder).get("lost")).say()
+    text_reader.lost_of(_read_record(folder).get("lost")).warn()
     return str(folder / "corpus")
 
 
@@ -243,11 +243,11 @@ def _ids(
     start, end = np.array(tokenizer.start, np.int64), np.array([tokenizer.eod], np.int64)
     if document.answers is None:
         content_ids = tokenizer.encode(document.text)
-        lost.add(document.text, content_ids, tokenizer)
+        lost.add(content_ids, tokenizer)
         ids = np.concatenate([start, content_ids, end])
         return ids, np.ones(len(ids), np.uint8)
     ids, mask = tokenizer.encode_with_mask(document.text, document.answers)
-    lost.add(document.text, ids, tokenizer)
+    lost.add(ids, tokenizer)
     if not np.array_equal(ids[: len(start)], start):
         ids, mask = np.concatenate([start, ids]), np.concatenate([np.zeros(len(start), np.uint8), mask])
     if not len(ids) or ids[-1] != tokenizer.eod:
@@ -322,35 +322,24 @@ def check_indexed(prefix: str) -> IndexedInfo:
     return IndexedInfo(dtype, tokens, sequences)
 
 
-def samples(prefix: str) -> dict[str, int | str | None]:
-    """A quick fingerprint of a pair of any size: sizes, and samples of both files. None for a missing file."""
-    values: dict[str, int | str | None] = {}
-    for ending in (".bin", ".idx"):
-        path = Path(prefix + ending)
-        values[f"bytes in the {ending}"] = path.stat().st_size if path.is_file() else None
-        values[f"sampled SHA-256 of the {ending}"] = sampled_digest(path)
-    return values | _mask_sample(prefix)
-
-
-def fingerprint(prefix: str) -> dict[str, int | str | None]:
+def fingerprint(prefix: str, *, whole_index: bool = True) -> dict[str, int | str | None]:
     """A fingerprint of a pair: sizes, the index's digest, samples of the ids.
 
-    It has no times, which differ between nodes. None for a missing file.
+    It has no times, which differ between nodes. None for a missing file. ``whole_index``: False samples the index too,
+    which is quick for a pair of any size.
     """
     values: dict[str, int | str | None] = {}
     for ending in (".bin", ".idx"):
         path = Path(prefix + ending)
         values[f"bytes in the {ending}"] = path.stat().st_size if path.is_file() else None
     index = Path(prefix + ".idx")
-    values["SHA-256 of the .idx"] = digest(index) if index.is_file() else None
+    if whole_index:
+        values["SHA-256 of the .idx"] = digest(index) if index.is_file() else None
+    else:
+        values["sampled SHA-256 of the .idx"] = sampled_digest(index)
     values["sampled SHA-256 of the .bin"] = sampled_digest(Path(prefix + ".bin"))
-    return values | _mask_sample(prefix)
-
-
-def _mask_sample(prefix: str) -> dict[str, int | str | None]:
-    """The mask's sample; {} without a mask."""
-    sample = sampled_digest(Path(mask_of(prefix) + ".bin"))
-    return {} if sample is None else {"sampled SHA-256 of the mask": sample}
+    mask = sampled_digest(Path(mask_of(prefix) + ".bin"))
+    return values if mask is None else {**values, "sampled SHA-256 of the mask": mask}
 
 
 def sampled_digest(path: Path) -> str | None:

@@ -24,7 +24,7 @@ from . import corpus
 from .index_cache import index_folder, index_name, keep_indices
 from .indexed_dataset import CorpusConfig, CorpusDataset, MaskedDataset, check_ids
 from .records import files_of
-from .text_reader import PIECE_BYTES, DocumentRules, look_at
+from .text_reader import PIECE_BYTES, DocumentRules
 from .tokenizers import ByteTokenizer, Tokenizer
 
 _SPLITS = ("training", "validation", "test")
@@ -88,7 +88,6 @@ def find_data(section: DataSection, tokenizer: Tokenizer, train: TrainSection | 
             corpus.check_indexed(prefix)
             if section.loss != "all":
                 corpus.check_mask(prefix)
-        look_at(files)
         if files or not prefixes:
             files = files or corpus.standard_library_files()
             rules = DocumentRules(section.column, section.loss)
@@ -136,6 +135,22 @@ def check_data(prefixes: list[str], vocab_size: int) -> None:
 
 
 _CHECKED_IDS = 1 << 24
+
+
+def spread_sequences(prefixes: list[str], count: int, length: int, vocab_size: int) -> np.ndarray:
+    """int64 [count, length]: sequences from evenly spaced positions of the data, always the same ones.
+
+    Raises ValueError if the data is shorter than one, or has an id outside the vocabulary.
+    """
+    parts = [np.memmap(p + ".bin", dtype=corpus.check_indexed(p).dtype, mode="r") for p in prefixes]
+    tokens = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    names = ", ".join(prefixes)
+    if len(tokens) < length:
+        raise ValueError(f"{names} has {len(tokens)} tokens, and a sequence has {length}: give more text")
+    starts = np.linspace(0, len(tokens) - length, count).astype(np.int64)
+    rows = np.stack([tokens[start : start + length] for start in starts]).astype(np.int64)
+    check_ids(rows, vocab_size, names)
+    return rows
 
 
 def build_datasets(

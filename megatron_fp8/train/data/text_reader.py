@@ -6,9 +6,9 @@ import codecs
 import hashlib
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -100,50 +100,30 @@ def pieces(stream: BinaryIO, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
         buffer = buffer[end:]
 
 
-def look_at(paths: Sequence[Path]) -> None:
-    """Warn of files that are empty."""
-    empty = [str(path) for path in paths if path.is_file() and not path.stat().st_size]
-    if empty and len(empty) < len(paths):
-        warnings.warn(f"data.paths has {len(empty)} empty files, such as {empty[0]!r}.", stacklevel=2)
-
-
 @dataclass
 class Lost:
-    """Text that a tokenizer could not encode.
-
-    Of ``tokens`` ids, ``unknown`` are its unknown token; ``left_out`` characters have no id at all.
-    """
+    """Text that a tokenizer could not encode: of ``tokens`` ids, ``unknown`` are its unknown token."""
 
     tokens: int = 0
     unknown: int = 0
-    left_out: int = 0
 
-    def add(self, text: bytes, ids: np.ndarray, tokenizer: Tokenizer) -> None:
+    def add(self, ids: np.ndarray, tokenizer: Tokenizer) -> None:
         """Add a document's counts."""
         self.tokens += len(ids)
-        self.left_out += tokenizer.left_out(text)
         if tokenizer.unknown is not None:
             self.unknown += int((ids == tokenizer.unknown).sum())
 
-    def say(self) -> None:
-        """Warn of each count that is not 0."""
+    def warn(self) -> None:
+        """Warn if there is such text."""
         if self.unknown:
             warnings.warn(
                 f"data: the tokenizer has no token for {self.unknown:,} of {self.tokens:,} pieces of the text, which"
                 " all become its unknown token: is it the tokenizer for this text?",
                 stacklevel=2,
             )
-        if self.left_out:
-            warnings.warn(
-                f"data: the tokenizer has no token for {self.left_out:,} characters of the text, nor an unknown token:"
-                " they are left out. Is it the tokenizer for this text?",
-                stacklevel=2,
-            )
 
 
 def lost_of(record: Any) -> Lost:
-    """Lost from a `dataclasses.asdict` record, possibly with fewer fields (earlier versions); empty if invalid."""
-    if not isinstance(record, dict):
-        return Lost()
-    values: list[Any] = [record.get(field.name, 0) for field in fields(Lost)]
+    """Lost from the record of a prepared text, which earlier versions wrote with other fields; empty if invalid."""
+    values = [record.get(name, 0) for name in ("tokens", "unknown")] if isinstance(record, dict) else []
     return Lost(*values) if all(type(value) is int for value in values) else Lost()

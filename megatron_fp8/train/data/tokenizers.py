@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
     """Interface for data preparation and `GPTDataset`. Ids are in [0, vocab_size).
 
     A document is ``start``, its text, ``eod``; a model that generates one of ``ends`` has finished. ``unknown`` is the
-    id for text without other ids; None: every text has ids. ``chat``: None if there is no chat template.
+    id for text without other ids; None: it has none. ``chat``: None if there is no chat template.
     """
 
     vocab_size: int
@@ -52,9 +52,6 @@ class Tokenizer(Protocol):
 
     def encode_with_mask(self, text: bytes, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
         """``encode``, and a mask uint8 [n]: 1 for ids with a character in ``spans``, else 0."""
-
-    def left_out(self, text: bytes) -> int:
-        """Number of characters of `text`, except white space, that `encode` drops because no id represents them."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without the end of document; invalid or incomplete UTF-8 becomes U+FFFD."""
@@ -84,9 +81,6 @@ class ByteTokenizer:
 
     def encode_with_mask(self, text: bytes, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
         raise AssertionError("bytes have no template for chats, whose spans these are")
-
-    def left_out(self, text: bytes) -> int:
-        return 0
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
@@ -143,7 +137,6 @@ class JsonTokenizer:
         ends = [self._tokenizer.token_to_id(name) for name in self._END_NAMES]
         usual = next((end for end in ends if end is not None), None)
         self._path, self.unknown = path, _unknown(self._tokenizer)
-        self._passes_over = self.unknown is None and not _encodes_all(self._tokenizer)
         beside = _Beside(Path(path), self._tokenizer)
         named = [each for each in (beside.eos, usual, *beside.ends[:1]) if each is not None]
         last = named[0] if named else None
@@ -172,17 +165,6 @@ class JsonTokenizer:
             mask |= (offsets[:, 0] < last) & (offsets[:, 1] > first)
         return np.asarray(encoding.ids, dtype=np.int64), mask
 
-    def left_out(self, text: bytes) -> int:
-        if not self._passes_over:
-            return 0
-        characters = text.decode("utf-8", errors="replace")
-        edges = np.zeros(len(characters) + 1, np.int64)
-        for start, end in self._encode(characters).offsets:
-            edges[start] += 1
-            edges[end] -= 1
-        covered = np.cumsum(edges)[:-1] > 0
-        return sum(not characters[place].isspace() for place in np.flatnonzero(~covered))
-
     def _encode(self, characters: str) -> Any:
         try:
             return self._tokenizer.encode(characters, add_special_tokens=False)
@@ -206,19 +188,6 @@ def _unknown(tokenizer: Any) -> int | None:
         return None
     unknown = json.loads(tokenizer.to_str())["model"].get("unk_id")  # which its Python object does not expose
     return unknown if type(unknown) is int else None
-
-
-def _encodes_all(tokenizer: Any) -> bool:
-    """Whether it has ids for every byte, or raises an error: BPE is the only model that silently drops text."""
-    if type(tokenizer.model).__name__ != "BPE":
-        return True
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    vocabulary = tokenizer.get_vocab().keys()
-    fallback = {f"<0x{byte:02X}>" for byte in range(256)}
-    return vocabulary >= set(ByteLevel.alphabet()) or (
-        tokenizer.model.byte_fallback and vocabulary >= fallback
-    )
 
 
 class _Beside:

@@ -35,41 +35,41 @@ class LossMonitor:
 
     Attributes:
         max_skipped_steps: this many skipped steps in a row end the training; 0: no limit.
-        row: counted skipped steps in a row.
+        skipped_row: counted skipped steps in a row.
         taken: steps that were not skipped.
         skipped: steps that were skipped.
         spike: describes the first loss spike; empty if there was none.
-        now: the same for the last step.
+        spike_now: the same for the last step.
     """
 
     max_skipped_steps: int
-    row: int = 0
+    skipped_row: int = 0
     taken: int = 0
     skipped: int = 0
     spike: str = ""
-    now: str = ""
+    spike_now: str = ""
     _mean: float = field(default=0.0, repr=False)
     _deviation: float = field(default=0.0, repr=False)
     _losses: int = field(default=0, repr=False)
 
     @property
-    def hopeless(self) -> bool:
+    def too_many_skipped(self) -> bool:
         """Whether too many steps in a row were skipped, so that training must end."""
-        return 0 < self.max_skipped_steps <= self.row
+        return 0 < self.max_skipped_steps <= self.skipped_row
 
-    def step(self, iteration: int, loss: float | None, *, skipped: bool, curable: bool) -> str:
+    def step(self, iteration: int, loss: float | None, *, skipped: bool, scale_can_fall: bool) -> str:
         """Record a step; return a line to print, or ''.
 
         Args:
             loss: None if it is not finite.
-            curable: a loss scale can still decrease; a step skipped meanwhile neither counts nor ends the row.
+            scale_can_fall: a loss scale can still decrease; a step skipped meanwhile neither counts nor ends the row.
         """
         if not skipped:
-            self.taken, self.row = self.taken + 1, 0
+            self.taken, self.skipped_row = self.taken + 1, 0
         else:
             self.skipped += 1
-            self.row += not curable
-        self.now = ""
+            self.skipped_row += not scale_can_fall
+        self.spike_now = ""
         return "" if loss is None else self._loss(iteration, loss)
 
     def memory(self) -> dict[str, float]:
@@ -86,9 +86,11 @@ class LossMonitor:
         mean, distance = self._mean, loss - self._mean
         far = loss > _FAR * mean and distance > _DEVIATIONS * self._deviation
         if self._losses and far:
-            self.now = f"iteration {iteration} had loss {loss:.4f}, far above the running mean {mean:.4f}"
-        if self.now and not self.spike:
-            self.spike = self.now
+            self.spike_now = (
+                f"iteration {iteration} had loss {loss:.4f}, far above the running mean {mean:.4f}"
+            )
+        if self.spike_now and not self.spike:
+            self.spike = self.spike_now
             warning = (
                 f"warning: {self.spike}. If it does not come back: go back to an earlier checkpoint, with a lower "
                 "optimizer.lr, a longer optimizer.lr_warmup_iters or other data."

@@ -101,7 +101,7 @@ def input_facts(prefixes: list[str], chosen: tuple[Path, Any] | None, first_here
     """
     facts: dict[str, Any] = {}
     for number, prefix in enumerate(prefixes, 1):
-        values = corpus.samples(prefix)
+        values = corpus.fingerprint(prefix, whole_index=False)
         if first_here:
             values |= corpus.fingerprint(prefix)
         suffix = f"of the data set {Path(prefix).name}" + f" ({number} of {len(prefixes)})" * (

@@ -46,7 +46,7 @@ class Start:
     """Where training starts: finished iterations, skipped iterations, consumed samples, and lines to print.
 
     ``accepted``: changes that `--checkpoint.accept` allowed, now and in earlier runs; later manifests store them too.
-    ``left_out``: records of excluded samples (skipped_samples.py); ``liveness``: the result of LossMonitor.memory();
+    ``left_out``: records of excluded samples (skipped_samples.py); ``monitor_state``: the result of LossMonitor.memory();
     ``before``: number of earlier iterations whose records belong to another run.
     """
 
@@ -57,7 +57,7 @@ class Start:
     accepted: list[dict[str, Any]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     left_out: list[dict[str, Any]] = field(default_factory=list)
-    liveness: dict[str, float] = field(default_factory=dict)
+    monitor_state: dict[str, float] = field(default_factory=dict)
     before: int = 0
 
 

@@ -124,37 +124,65 @@ def restore(
     folder = find_checkpoint(Path(checkpoint))
     manifest = read_manifest(folder)
     saved = checkpoint_compat.run_of_manifest(manifest)
-    run = run_of(folder, saved, config, options)
-    tokenizer = load_tokenizer(tokenizer_file(run.data.tokenizer, folder))
-    accepted = checkpoint_compat.check(run, folder, manifest, tokenizer)
+    run, tokenizer, lines = read_run(folder, manifest, saved, options, config=config, recipe=recipe, fp8=fp8)
     vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
     if vocab_size % launch.world_size:
         raise ValueError(
             f"the vocabulary of {vocab_size} does not divide among {launch.world_size} ranks"
             f" ({', '.join(launch.variables[1:])}): launch fewer"
         )
-    keep_layers(run, manifest)
-    choose_recipe(run.model, recipe, fp8)
-    if config is None:
-        refuse_its_code(folder, saved["model"], run.model)
     for name, value in _FOR_INFERENCE.items():
         setattr(run.model, name, value)
     run.model.tensor_model_parallel_size = launch.world_size
     run.train.micro_batch_size = run.train.global_batch_size = 1
     settings = transformer_config(run.model)
+    join(folder, manifest, run, tokenizer, launch)
+    model = build_model(settings, run, vocab_size)
+    bad = load_weights(folder, model, left_out=LEFT_OUT)
+    check_plan([model])
+    lines += trained_beyond(Path(checkpoint), folder)
+    if bad:
+        lines.append(f"{bad} holds NaN or Inf: this model's output is only useful to find the cause")
+    return Restored(model, run, tokenizer, vocab_size, folder, manifest.iteration, lines, manifest.facts)
+
+
+def read_run(
+    folder: Path,
+    manifest: Manifest,
+    saved: dict[str, Any],
+    options: list[str],
+    *,
+    config: str | None,
+    recipe: str | None,
+    fp8: str | None,
+) -> tuple[RunConfig, Tokenizer, list[str]]:
+    """The config of a checkpoint's run, its tokenizer, and notes for the user.
+
+    Args:
+        saved: the run's sections.
+        options, config, recipe, fp8: as in ``restore``.
+
+    Raises ValueError if the checkpoint is of another model, or if an option is wrong.
+    """
+    run = run_of(folder, saved, config, options)
+    tokenizer = load_tokenizer(tokenizer_file(run.data.tokenizer, folder))
+    accepted = checkpoint_compat.check(run, folder, manifest, tokenizer)
+    keep_layers(run, manifest)
+    choose_recipe(run.model, recipe, fp8)
+    if config is None:
+        refuse_its_code(folder, saved["model"], run.model)
+    lines = without_checksum(manifest)
+    if accepted:
+        lines.append(f"accepted, it computes something else: {', '.join(map(str, accepted))}")
+    return run, tokenizer, lines
+
+
+def join(folder: Path, manifest: Manifest, run: RunConfig, tokenizer: Tokenizer, launch: Any) -> None:
+    """Connect the ranks; all have the same settings and the same undamaged checkpoint. Raises ValueError."""
     launch.barrier.agree("settings", run_facts(run, tokenizer, launch.world_size))
     agree_on_inputs("checkpoint", launch, [], (folder, manifest))
     parallel.join(launch, run.model, run.train)
     check_together(folder, manifest)
-    model = build_model(settings, run, vocab_size)
-    bad = load_weights(folder, model, left_out=LEFT_OUT)
-    check_plan([model])
-    lines = [*without_checksum(manifest), *trained_beyond(Path(checkpoint), folder)]
-    if bad:
-        lines.append(f"{bad} holds NaN or Inf: this model's output is only useful to find the cause")
-    if accepted:
-        lines.append(f"accepted, it computes something else: {', '.join(map(str, accepted))}")
-    return Restored(model, run, tokenizer, vocab_size, folder, manifest.iteration, lines, manifest.facts)
 
 
 def run_of(folder: Path, saved: dict[str, Any] | None, config: str | None, options: list[str]) -> RunConfig:

@@ -37,7 +37,7 @@ class Training:
         self.stepper = SimpleNamespace(stop=StopRequest({}))
         section = SimpleNamespace(folder=None, saves=True)
         self.run = SimpleNamespace(train=SimpleNamespace(train_iters=9), checkpoint=section, run_dir=run_dir)
-        self.liveness = SimpleNamespace(skipped=0, taken=0, spike="")
+        self.monitor = SimpleNamespace(skipped=0, taken=0, spike="")
         self.display: Any = SimpleNamespace(close=lambda: None)
         self.telemetry: Any = SimpleNamespace(close_files=list)
         self.writer: Any = SimpleNamespace(close=list)

@@ -21,7 +21,7 @@ def trainer(finished: int, folder: str | None = None, save_interval: Any = 0) ->
         run=run,
         finished=finished,
         started=Path("saves/iter_0000009"),
-        liveness=live,
+        monitor=live,
         stepper=SimpleNamespace(stop=SimpleNamespace(reason="SIGTERM")),
     )
 

@@ -61,7 +61,6 @@ def test_answers_that_later_messages_change_are_documents_of_their_own():
     [
         ("{{ messages | length }}", "does not begin the text up to message 2 with the text that asks for it"),
         ("{{ raise_exception('no roles here') }}", "refuses it \\(no roles here\\)"),
-        ("{% if %}", "refuses it"),
         ("{{ ''.__class__.__mro__ }}", "refuses it"),  # a template is somebody's code
     ],
 )

@@ -54,12 +54,6 @@ def test_long_files_are_cut_at_line_ends_and_nothing_is_lost(tmp_path):
     assert all(piece.endswith(b"\n") and len(piece) <= PIECE_BYTES for piece in pieces)
 
 
-def test_a_long_line_is_cut_where_it_must_be(tmp_path):
-    (tmp_path / "line.txt").write_bytes(b"y" * (PIECE_BYTES + 1))
-    found = IndexedDataset(corpus.prepare([tmp_path / "line.txt"], ByteTokenizer(), tmp_path / "cache"))
-    assert [len(document) - 1 for document in found] == [PIECE_BYTES, 1]
-
-
 def test_the_cache_goes_by_content(texts, prefix, tmp_path, monkeypatch):
     assert corpus.prepare([*texts], ByteTokenizer(), tmp_path / "cache") == prefix
     with monkeypatch.context() as patched:  # a second run does not write again
@@ -93,11 +87,10 @@ def _not_a_record(folder):
         (_zero, r"corpus\.bin is not what was written"),
         (_empty, r"corpus\.idx is not what was written"),
         (lambda folder: (folder / "corpus.bin").unlink(), "No such file"),
-        (lambda folder: (folder / "corpus.json").unlink(), "No such file"),
         (_without_digests, r"corpus\.json has no digests"),
         (_not_a_record, r"corpus\.json has no digests"),
     ],
-    ids=["zeros", "emptied index", "no tokens", "no record", "no digests", "not a record"],
+    ids=["zeros", "emptied index", "no tokens", "no digests", "not a record"],
 )
 def test_a_prepared_text_that_is_not_what_was_written_is_written_again(texts, prefix, hurt, said, tmp_path):
     folder = Path(prefix).parent
@@ -154,11 +147,7 @@ def _patch(path, offset, data):
     ("what", "reason"),
     [
         ("bin short", "its index says 270 tokens of 2 bytes, 540 bytes in all, and it has 530"),
-        ("bin long", "has 541"),
         ("bin gone", "is not there"),
-        ("idx gone", "is not there"),
-        ("idx short", "which take"),
-        ("idx empty", "does not start like a Megatron index"),
         ("idx foreign", "does not start like a Megatron index"),
         ("idx version", "version 7"),
         ("idx dtype", "dtype code 99"),
@@ -174,11 +163,7 @@ def test_a_pair_that_is_not_what_its_index_says(prefix, tmp_path, what, reason):
     data, index = sorted(next(folder).glob("corpus.[bi]*"))
     changes = {
         "bin short": lambda: data.write_bytes(data.read_bytes()[:-10]),
-        "bin long": lambda: data.write_bytes(data.read_bytes() + b"x"),
         "bin gone": data.unlink,
-        "idx gone": index.unlink,
-        "idx short": lambda: index.write_bytes(index.read_bytes()[:-1]),
-        "idx empty": lambda: index.write_bytes(b""),
         "idx foreign": lambda: index.write_bytes(b"\x00" * 200),
         "idx version": lambda: _patch(index, 9, struct.pack("<Q", 7)),
         "idx dtype": lambda: _patch(index, 17, b"\x63"),
@@ -266,9 +251,6 @@ def test_files_that_cannot_be_read_are_named_with_their_option(tmp_path, tokeniz
         named = rf"data\.paths names '{prefix}'.*Permission denied: '{prefix}\{ending}'\): make both"
         with pytest.raises(ValueError, match=named):
             corpus.check_indexed(prefix)
-
-
-# ------------------------------------------------------------------------------------------ bigram entropy
 
 
 def test_a_preparation_that_was_killed_is_taken_over_and_its_rest_removed(texts, prefix, tmp_path, capsys):

@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,7 +71,7 @@ def test_all_samples_used_start_again(ranks):
     assert taken(TrainSection(micro_batch_size=4), 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
 
 
-@pytest.mark.parametrize("split", ["", "1", "1,2", "0,1,1", "-1,1,1", "a,b,c", "1,1,1,1", "1e-300,1,0"])
+@pytest.mark.parametrize("split", ["1,2", "0,1,1", "a,b,c", "1e-300,1,0"])
 def test_splits_that_are_none(split):
     with pytest.raises(ValueError, match=r"data\.split"):
         parse([f"--data.split={split}"])
@@ -110,12 +109,6 @@ def test_rank_0_prepares_and_every_rank_gets_its_error(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"gone\.txt"):
         data.find_data(section, ByteTokenizer())
     assert sent[0][0] is None and "gone.txt" in sent[0][1]  # what the other ranks raise
-
-
-def test_the_default_cache_follows_the_environment(monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert str(data.cache_dir(DataSection())) == "/somewhere/megatron_fp8/data"
-    assert str(data.cache_dir(SimpleNamespace(cache_dir="/mine"))) == "/mine"
 
 
 def write(prefix, documents):
@@ -172,7 +165,6 @@ def test_ids_outside_the_vocabulary_are_another_tokenizers(build, tmp_path, monk
         (5, "96,4,0", 16, "0.800000000,0.200000000,0.000000000"),  # 0 of 5 otherwise
         (40, "96,4,0", 50, "0.925000000,0.075000000,0.000000000"),  # 2 documents of 20 tokens are not 51
         (10, "80,0,20", 16, None),  # no validation is asked for
-        (2, "96,4,0", 30, None),  # nor is there enough for both
         (1, "96,4,0", 8, None),
     ],
 )
@@ -192,17 +184,8 @@ def test_a_split_that_leaves_nothing_for_validation_takes_the_last_documents(
         data._check_split(given[0], moved, *given[2:])
 
 
-def test_several_data_sets_share_a_split_that_gives_each_a_validation(tmp_path):
-    for name, documents in (("few", 5), ("many", 100)):
-        write(tmp_path / name, documents)
-    prefixes = [str(tmp_path / name) for name in ("many", "few")]
-    with pytest.warns(UserWarning, match="takes 20 % of the documents"):
-        moved = data._split_with_validation(prefixes, "96,4,0", [8, 8, 0], 16)
-    data._check_split(prefixes, moved, [8, 8, 0], 16)
-
-
-@pytest.mark.parametrize("size", [20_000, 300_000])
-def test_a_short_text_is_cut_so_that_there_is_a_validation(monkeypatch, tmp_path, size):
+def test_a_short_text_is_cut_so_that_there_is_a_validation(monkeypatch, tmp_path):
+    size = 20_000
     monkeypatch.setattr(data, "on_first_rank", lambda work, **_: work())
     (tmp_path / "text.txt").write_bytes(b"words and words\n" * (size // 16))
     section = DataSection(paths=[str(tmp_path / "text.txt")], cache_dir=str(tmp_path / "cache"))
@@ -248,10 +231,9 @@ def test_a_pair_without_its_mask_or_with_another_ones_is_refused(tmp_path):
         check_mask(str(tmp_path / "chats"))
 
 
-@pytest.mark.parametrize(("before", "after"), [(6, 40), (40, 6)])
-def test_data_written_anew_under_the_same_prefix_are_read_whole(build, tmp_path, before, after):
+def test_data_written_anew_under_the_same_prefix_are_read_whole(build, tmp_path):
     """Megatron-Core's own cache would give the first documents only, or an index that is out of bounds."""
-    for documents in (before, after):
+    for documents in (6, 40, 6):
         write(tmp_path / "same", documents)
         assert tokens_of(build(tmp_path / "same")) == set(range(documents))
 
@@ -306,16 +288,14 @@ def _objects_in(path, folder):
 @pytest.mark.parametrize(
     ("ruin", "words"),
     [
-        (lambda path, folder: os.truncate(path, 100), "is not|no file of plain numbers"),
         (lambda path, folder: path.write_bytes(path.read_bytes()[:-1] + b"\x7f"), "is not what was built"),
         (_pickle_in, "no file of plain numbers"),
         (_objects_in, r"no file of plain numbers \(it holds object\)"),
         (lambda path, folder: (path.unlink(), os.mkfifo(path)), "no ordinary file"),
         (lambda path, folder: np.save(folder / "more.npy", np.zeros(2)), "not those that were built"),
-        (lambda path, folder: (folder / "digests.json").write_text("["), "cannot be read"),
         (lambda path, folder: (folder / "digests.json").unlink(), "cannot be read"),
     ],
-    ids=["cut", "edited", "a pickle", "objects", "a pipe", "a file more", "no json", "no digests"],
+    ids=["edited", "a pickle", "objects", "a pipe", "a file more", "no digests"],
 )
 def test_kept_indices_that_are_not_what_was_built_are_built_again(build, tmp_path, ruin, words):
     """Megatron-Core would unpickle them, or take what is in them for places in the data."""
@@ -369,15 +349,3 @@ def test_a_read_past_the_end_never_gives_what_was_not_there(tmp_path):
     assert files.read(np.uint16, 3, 34).tolist() == [0, 0, 0][:3] and files.read(np.uint16, 0, 0).size == 0
     with pytest.raises(CorpusChanged, match="ends before byte 82"):
         files.read(np.uint16, 2, 78)
-
-
-def test_a_batch_goes_to_a_gpu_without_waiting_for_it(monkeypatch):
-    calls = []
-    tokens = torch.arange(3)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: calls.append("pinned") or self)
-    monkeypatch.setattr(
-        torch.Tensor, "to", lambda self, device, **options: calls.append((device.type, options))
-    )
-    data._to_device(tokens, torch.device("cuda"))
-    data._to_device(tokens, torch.device("cpu"))
-    assert calls == ["pinned", ("cuda", {"non_blocking": True}), ("cpu", {})]

@@ -12,7 +12,9 @@ from megatron_fp8.train.resume.checkpoints import Start
 
 def said(losses, live=None):
     live = live or LossMonitor(10)
-    lines = [live.step(i, loss, skipped=False, curable=False) for i, loss in enumerate(losses, start=1)]
+    lines = [
+        live.step(i, loss, skipped=False, scale_can_fall=False) for i, loss in enumerate(losses, start=1)
+    ]
     return [i for i, line in enumerate(lines, start=1) if line], live
 
 
@@ -39,22 +41,22 @@ def test_losses_as_they_are_say_nothing(losses):
 def test_skips_in_a_row_end_the_training_and_one_step_in_between_does_not():
     live = LossMonitor(3)
     for iteration, skipped in enumerate([1, 1, 0, 1, 1, 1], start=1):
-        assert not live.hopeless
-        live.step(iteration, None, skipped=bool(skipped), curable=False)
-    assert live.hopeless and (live.row, live.taken, live.skipped) == (3, 1, 5)
+        assert not live.too_many_skipped
+        live.step(iteration, None, skipped=bool(skipped), scale_can_fall=False)
+    assert live.too_many_skipped and (live.skipped_row, live.taken, live.skipped) == (3, 1, 5)
 
 
 def test_skips_do_not_count_while_a_loss_scale_can_fall():
     live = LossMonitor(2)
     for _ in range(30):
-        live.step(1, None, skipped=True, curable=True)
-    assert not live.hopeless and live.skipped == 30
+        live.step(1, None, skipped=True, scale_can_fall=True)
+    assert not live.too_many_skipped and live.skipped == 30
     live.max_skipped_steps = 0
-    live.step(1, None, skipped=True, curable=False)
-    assert not live.hopeless, "0: no limit"
+    live.step(1, None, skipped=True, scale_can_fall=False)
+    assert not live.too_many_skipped, "0: no limit"
     live.max_skipped_steps = 2
-    live.step(1, None, skipped=True, curable=False)
-    assert live.hopeless
+    live.step(1, None, skipped=True, scale_can_fall=False)
+    assert live.too_many_skipped
 
 
 @pytest.mark.parametrize(
@@ -71,10 +73,10 @@ def test_a_run_that_ends_in_skipped_steps_has_failed(monkeypatch, taken, row, wo
     stepper = SimpleNamespace(run=run, chunks=[], check=None, state_is_damaged=lambda: False, differing=str)
     trainer = loop.Trainer(stepper, Start(), 1.0)
     for skipped in [False] * taken + [True] * row:
-        trainer.liveness.step(1, None, skipped=skipped, curable=False)
+        trainer.monitor.step(1, None, skipped=skipped, scale_can_fall=False)
     monkeypatch.setattr(loop, "first_not_finite", lambda *_: None)
     monkeypatch.setattr(loop, "checkpoint_before", lambda *_: None)
     with pytest.raises(TrainingFailed, match=f"{words}.* a lower optimizer.loss_scale than 1e\\+30"):
         trainer._check_end({"iteration": 4})
-    trainer.liveness.step(1, 1.0, skipped=False, curable=False)
+    trainer.monitor.step(1, 1.0, skipped=False, scale_can_fall=False)
     trainer._check_end({"iteration": 4})

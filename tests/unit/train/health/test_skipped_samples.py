@@ -98,9 +98,9 @@ def test_a_judge_with_a_restored_memory_judges_alike():
     losses = [6.0, 5.0, 4.0, 3.5, 3.2, 3.0, 12.0, 3.1]
     whole, resumed = LossMonitor(10), LossMonitor(10)
     for i, loss in enumerate(losses[:5]):
-        whole.step(i, loss, skipped=False, curable=False)
+        whole.step(i, loss, skipped=False, scale_can_fall=False)
     resumed.remember(json.loads(json.dumps(whole.memory())))
     for i, loss in enumerate(losses[5:], 5):
         for live in (whole, resumed):
-            live.step(i, loss, skipped=False, curable=False)
-        assert whole.now == resumed.now and bool(whole.now) == (loss > 10)
+            live.step(i, loss, skipped=False, scale_can_fall=False)
+        assert whole.spike_now == resumed.spike_now and bool(whole.spike_now) == (loss > 10)

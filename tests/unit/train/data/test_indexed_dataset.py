@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megatron_fp8.train.data import bigram
+from megatron_fp8.train.data import indexed_dataset as bigram
 from megatron_fp8.train.data.corpus import prepare
 from megatron_fp8.train.data.tokenizers import ByteTokenizer
 
