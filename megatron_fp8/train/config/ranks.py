@@ -61,9 +61,6 @@ def check_layout(model: Any, train: TrainSection, world_size: int, variables: Se
         "pipeline": model.pipeline_model_parallel_size,
         "context": model.context_parallel_size,
     }
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"the {name} parallel size is {size}: it must be at least 1.")
     if world_size % (product := dense_ranks(model)):
         parts = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise ValueError(

@@ -35,12 +35,6 @@ def in_makefile(name: str) -> str:
     return str(found)
 
 
-def test_instructions_are_known_and_begin_with_the_base():
-    names = [name for name, _ in instructions()]
-    assert set(names) <= KNOWN and names[:2] == ["ARG", "FROM"] and names.count("FROM") == 1
-    assert of("ARG")[0].startswith("BASE=") and of("FROM") == ["${BASE}"]
-
-
 def test_what_is_copied_is_there_and_is_all_that_an_installation_needs(tmp_path):
     """The package is built of it alone, configs and C sources too."""
     for paths, where in copied():
@@ -64,17 +58,3 @@ def test_it_installs_as_the_makefile_does():
     assert f"TORCH={in_makefile('TORCH')}" in of("ARG")
     (apt,) = re.findall(r"apt-get -qq install -y (gcc[\w .-]*)", (ROOT / "Makefile").read_text())
     assert f"DEBIAN_FRONTEND=noninteractive apt-get -qq install -y {apt.strip()}" in ran
-
-
-def test_the_lines_above_name_what_there_is():
-    """The same file in both, a GPU base whose torch is the one to keep, and a command that is one."""
-    above = FILE.read_text().partition("ARG BASE")[0]
-    named = re.findall(r"-f (\S+)", above)
-    assert len(named) == 2 and set(named) == {FILE.relative_to(ROOT).as_posix()}
-    base, torch = re.findall(r"--build-arg (?:BASE|TORCH)=(\S+)", above)
-    assert (
-        re.fullmatch(r"pytorch/pytorch:([\d.]+)-cuda[\d.]+-cudnn\d-runtime", base)[1]
-        == torch.partition("==")[2]
-    )
-    (command,) = re.findall(r"megatron-fp8:cpu (megatron-fp8 .*)", above)
-    assert command == "megatron-fp8 launch --ranks 2 train --config tiny_gpt_cpu"

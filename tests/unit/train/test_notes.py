@@ -73,8 +73,10 @@ def test_they_are_asked_for_after_the_first_step_only_and_a_save_says_how_long_i
     assert calls == [1, "noted", 2, "saved in 7 s", 3]
 
 
-@pytest.mark.parametrize("name", ["report.json", "metrics.jsonl", "validation.jsonl"])
-@pytest.mark.parametrize("content", ["[" * 90_000 + "\n", "x\n"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("report.json", "[" * 90_000 + "\n"), ("metrics.jsonl", "x\n"), ("validation.jsonl", "x\n")],
+)
 def test_a_damaged_record_is_one_line_that_names_its_file(tmp_path, capsys, monkeypatch, name, content):
     (tmp_path / "report.json").write_text("{}")
     (tmp_path / name).write_text(content)

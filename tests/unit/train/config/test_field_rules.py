@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from megatron_fp8.train.config.field_rules import RELATIONS, RULES, check_rules
 from megatron_fp8.train.config.model_section import GPTOptions, transformer_config
 from megatron_fp8.train.config.run_config import SECTIONS, RunConfig, known_keys, parse
-from megatron_fp8.train.launch.environment import Launch, find_launch
 from megatron_fp8.train.launch.parallel import check_layout
 from tests.support.draws import draws
 from tests.support.invalid_values import NONSENSE, WRITTEN, edges
@@ -112,19 +111,12 @@ def small():
     [
         ({"kv_channels": 0}, "model.kv_channels=0"),
         ({"activation_func_clamp_value": 1e39}, "model.activation_func_clamp_value=1e+39"),
-        ({"gated_linear_unit": True, "glu_linear_offset": -1e39}, "model.glu_linear_offset=-1e+39"),
         ({"softmax_scale": 1e39}, "model.softmax_scale=1e+39"),
-        ({"softmax_scale": 1e-320}, "model.softmax_scale=1e-320"),
-        ({"layernorm_epsilon": 1e-320}, "model.layernorm_epsilon=1e-320"),
         ({"pipeline_model_parallel_layout": "XYZ"}, "Invalid layer character: X"),
         ({"num_query_groups": 3}, "model.num_attention_heads=4, model.num_query_groups=3"),
-        ({"ffn_hidden_size": 0}, "model.ffn_hidden_size=0"),
         ({"tensor_model_parallel_size": 0}, "model.tensor_model_parallel_size=0"),
-        ({"layernorm_epsilon": float("nan")}, "model.layernorm_epsilon=nan"),
         ({"num_moe_experts": 2, "moe_router_topk": 3}, "model.moe_router_topk=3, model.num_moe_experts=2"),
         ({"fp32_residual_connection": True}, "model.fp32_residual_connection=True"),
-        ({"fp4": "e2m1"}, "model.fp4="),
-        ({"experimental_attention_variant": "dsa"}, "model.experimental_attention_variant='dsa'"),
         ({"rotary_percent": 0.1}, "makes 1, and rotary positions turn pairs"),
         ({"hidden_size": 66}, "model.hidden_size=66"),
         ({"virtual_pipeline_model_parallel_size": 2}, "model.virtual_pipeline_model_parallel_size=2"),
@@ -146,28 +138,9 @@ def test_a_recipe_is_only_without_effect_where_fp8_was_switched_off_by_name():
 
 
 @pytest.mark.parametrize(
-    ("environ", "words"),
-    [
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE='2' and no RANK"),
-        ({"RANK": "0"}, "RANK='0' and no WORLD_SIZE"),
-        ({"LOCAL_RANK": "0"}, "no RANK and no WORLD_SIZE"),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "0"}, "local rank 0 of 0"),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "-1"}, "local rank -1"),
-        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
-        ({"RANK": "", "WORLD_SIZE": "1"}, "RANK=''"),
-    ],
-)
-def test_an_environment_that_is_half_set_is_refused(environ, words):
-    with pytest.raises(ValueError, match=words):
-        find_launch(environ)
-    assert find_launch({}) == Launch("one process")
-
-
-@pytest.mark.parametrize(
     ("options", "names"),
     [
         (["--optimizer.lr=1e38"], "optimizer.lr=1e+38, optimizer.adam_beta1=0.9"),
-        (["--optimizer.lr=1e30", "--optimizer.adam_beta1=0.9999999999"], "optimizer.adam_beta1=0.9999999999"),
         (["--optimizer.lr=1e20", "--optimizer.weight_decay=1e30"], "optimizer.weight_decay=1e+30"),
     ],
 )

@@ -77,16 +77,12 @@ def test_data_is_short_for_its_paths():
 @pytest.mark.parametrize(
     ("options", "paths"),
     [
-        (["--data", "b", "c"], ["b", "c"]),
         (["--data", "\N{GRINNING FACE} ä, b.txt", "c"], ["\N{GRINNING FACE} ä, b.txt", "c"]),
         (["--data=b", "--data=c"], ["b", "c"]),
-        (["--data.paths=[b]"], ["b"]),
         (["--data.paths+=b"], ["a", "b"]),
         (["--data.paths+=b", "--data=c"], ["c"]),
         (["--data", "b", "--data.paths+=c", "--data", "d"], ["b", "c", "d"]),
-        (["--data.paths=[b]", "--data", "c"], ["c"]),
         (["--data.paths", "[b]", "--data=c", "--data", "d"], ["c", "d"]),
-        (["--data", "b", "--data.paths=[c]"], ["c"]),
         (["--data", "b", "--data.paths=[c]", "--data=d"], ["d"]),
     ],
 )
@@ -120,26 +116,17 @@ def test_data_without_a_file_is_refused(options):
         ("--nonsense=3", ["nonsense", "Sections are model, train"]),
         ("--train.train_iters=many", ["train.train_iters", "many"]),
         ("--train.train_iters=0", ["train.train_iters=0", "at least 1"]),
-        ("--model.bf16=perhaps", ["model.bf16", "perhaps"]),
         ("--model.activation_func=tanh", ["model.activation_func", "tanh", "gelu"]),
-        ("--train.threads=100000", ["train.threads=100000", "at most 1,024"]),
-        ("--optimizer.lr=0", ["optimizer.lr=0", "above 0"]),
         ("--optimizer.min_lr=1", ["optimizer.min_lr=1"]),
         ("--optimizer.lr=.inf", ["optimizer.lr=inf", "finite"]),
         ("--optimizer.adam_beta1=1", ["optimizer.adam_beta1=1", "below 1"]),
-        ("--optimizer.adam_beta2=2", ["optimizer.adam_beta2=2", "below 1"]),
-        ("--optimizer.weight_decay=nan", ["optimizer.weight_decay", "finite"]),
-        ("--model.rotary_percent=3", ["model.rotary_percent=3", "at most 1"]),
         ("--model.vocab_size=?", ["model.vocab_size='?'", "whole number"]),
         ("--train.seed=9223372036854775808", ["train.seed=9223372036854775808", "at most"]),
         ("--train={}", ["train is a section", "--train.KEY"]),
         ("--config=", ["--config"]),
         ("--optimizer.overlap_param_gather=true", ["use_distributed_optimizer"]),
-        ("--checkpoint.save_interval=-1", ["checkpoint.save_interval=-1", "at least 0"]),
         ("--checkpoint.save_interval=nevre", ["'nevre'", "or 'never'"]),
-        ("--checkpoint.keep_last=-1", ["checkpoint.keep_last=-1", "at least 0"]),
         ("--resume=", ["resume=''", "'never'"]),
-        ("--config=no/such.yaml", ["no/such.yaml", "no such file"]),
         ("--train.seed", ["--train.seed has no value"]),
         ("stray", ["'stray' is not an option"]),
         ("--", ["-- alone is not an option"]),
@@ -161,7 +148,6 @@ def test_bad_options_are_one_line_that_names_them(option, words):
         ("model: {fp8: [", ["is not YAML"]),
         ("", ["is empty: it needs keys"]),
         ("train: [1]", ["train=[1] must be a section"]),
-        ("train:", ["train=None must be a section", "are the lines below it indented under train:?"]),
         (
             "model:\nnum_layers: 4",
             ["model=None must be a section", "are the lines below it indented under model:?"],
@@ -174,10 +160,7 @@ def test_bad_options_are_one_line_that_names_them(option, words):
             ["model.train is not a known key. It is a section: is it indented too far"],
         ),
         ("train: {seed: 1}\nmodel: {}\ntrain: {}", ["'train' stands twice, again in line 3"]),
-        ("train: {seed: 1, seed: 2}", ["'seed' stands twice"]),
-        ("1: 2", ["must be a name, and is read as int"]),
         ("train: {? [1, 2] : 3}", ["the key in line 1 must be a name"]),
-        ("? {a: 1}\n: 3", ["the key in line 1 must be a name"]),
         ("run_dir: 2026-99-99", ["month must be in 1..12"]),
         ("train: {seed: ['a']}", ["train.seed=['a'] must be a whole number"]),
     ],
@@ -192,11 +175,10 @@ def test_bad_files_are_named(tmp_path, content, words):
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize("kind", ["device", "pipe"])
-def test_a_config_that_is_no_ordinary_file_is_not_read(tmp_path, kind):
+def test_a_config_that_is_no_ordinary_file_is_not_read(tmp_path):
     """A device has no end, and a pipe is waited for."""
     file = tmp_path / "odd.yaml"
-    file.symlink_to("/dev/zero") if kind == "device" else os.mkfifo(file)
+    os.mkfifo(file)
     with pytest.raises(ValueError, match=r"odd\.yaml': it is no ordinary file"):
         load(file)
 
@@ -220,7 +202,7 @@ def test_what_is_saved_holds_every_key_and_runs_the_same(tmp_path):
     assert load(path).model.fp8_overrides == {"*.linear_fc2:wgrad": "bf16"}
 
 
-@pytest.mark.parametrize("given", ["", "bf16", "[a]"])
+@pytest.mark.parametrize("given", ["", "[a]"])
 def test_overrides_that_are_no_mapping_say_what_one_is(given):
     with pytest.raises(
         ValueError, match=r"model\.fp8_overrides=.* must be a mapping, as .* is, or \{\} for none"
@@ -295,9 +277,9 @@ def test_shipped_configs_are_valid(name, world_size):
     assert config.first_last_layers_bf16 == (name != "padded_heads_cpu" and not experts)
     check_layout(run.model, run.train, world_size)
     assert name == "deepseek_v3" or config.num_layers % config.pipeline_model_parallel_size == 0
-    for recipe in ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"):
+    for recipe in ("delayed", "mxfp8"):
         options = [f"--model.fp8_format={recipe}"]
-        if config.moe_fp8_dispatch and recipe in ("delayed", "tensorwise"):
+        if config.moe_fp8_dispatch and recipe == "delayed":
             with pytest.raises(ValueError, match=r"one scale per tensor.*or moe_fp8_dispatch=False"):
                 transformer_config(load(CONFIGS / f"{name}.yaml", *options).model)
             options += ["--model.moe_fp8_dispatch=false"]
@@ -343,9 +325,7 @@ def test_one_command_line_leaves_nothing_to_the_next():
     ("options", "refused"),
     [
         (["--data.paths=y", "--data", "z"], "data.paths='y' must be a list"),
-        (["--data.paths", "y", "--data", "z"], "data.paths='y' must be a list"),
         (["--train.train_iters=x", "--train.train_iters=5"], "train.train_iters='x' must be"),
-        (["--train.train_iters=5", "--train.train_iters", "x"], "train.train_iters='x' must be"),
         (["--config={file}", "--train.seed=5"], "{file}: train.seed='x' must be"),
     ],
 )
@@ -360,7 +340,6 @@ def test_of_several_values_the_one_that_is_wrong_is_named(tmp_path, options, ref
 @pytest.mark.parametrize(
     "ranks, options, tensor, sequence",
     [
-        (1, [], 1, False),
         (2, [], 2, True),
         (4, [], 2, True),  # two query groups
         (3, [], 1, False),

@@ -98,19 +98,6 @@ def test_a_split_must_leave_documents_for_what_is_used(tmp_path):
         data._check_split([prefix], "1,0,0", [8, 0, 0], 128)
 
 
-def test_rank_0_prepares_and_every_rank_gets_its_error(monkeypatch, tmp_path):
-    sent = []
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
-    monkeypatch.setattr(
-        "torch.distributed.broadcast_object_list", lambda outcome, src: sent.append(list(outcome))
-    )
-    section = DataSection(paths=[str(tmp_path / "gone.txt")], cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match=r"gone\.txt"):
-        data.find_data(section, ByteTokenizer())
-    assert sent[0][0] is None and "gone.txt" in sent[0][1]  # what the other ranks raise
-
-
 def write(prefix, documents):
     """A pair under `prefix`: documents of 20 tokens each, which are the document's number."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)

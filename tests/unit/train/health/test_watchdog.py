@@ -64,11 +64,6 @@ def test_the_bound_is_learned_from_the_second_longest_of_late(rank):
     assert bound("step") == LEAST
 
 
-def test_the_bound_is_less_than_a_collective_waits(tmp_path):
-    rank = Rank(tmp_path, limit=60.0)
-    assert rank.watchdog.bound("step") == 30.0
-
-
 def test_long_first_iterations_validations_and_saves_say_nothing(rank):
     for kind in ("step", "validation", "save", "end"):
         for iteration in (1, 2, 3):
@@ -240,13 +235,6 @@ def test_stacks_that_cannot_be_written_are_said_with_the_reason(rank):
     rank.pass_time(LEAST + 1)
     (line,) = rank.said
     assert "rank 0 is in " in line and line.endswith("(Not a directory)")
-
-
-def test_a_long_wait_for_the_first_phase_is_no_standstill(rank):
-    rank.clock.now += 100.0
-    rank.watchdog.enter("step", 1)
-    rank.pass_time(1.0)
-    assert not rank.said
 
 
 def test_0_watches_nothing(tmp_path):

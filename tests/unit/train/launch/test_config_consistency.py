@@ -1,7 +1,5 @@
 """What ranks compare: everything that decides a run, and no path, host or device."""
 
-import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -59,18 +57,15 @@ def test_launch_packages_and_environment_count():
 
 
 def test_one_changed_byte_of_the_package_is_another_source(monkeypatch, tmp_path):
-    copy = tmp_path / "megatron_fp8"
-    shutil.copytree(
-        Path(config_consistency.__file__).parents[2], copy, ignore=shutil.ignore_patterns("__pycache__")
-    )
-    same = config_consistency._source_digest()
-    monkeypatch.setattr(
-        config_consistency, "__file__", str(copy / "train" / "launch" / "config_consistency.py")
-    )
-    assert config_consistency._source_digest() == same
-    with (copy / "numerics" / "cast.py").open("a") as file:
-        file.write("#")
-    assert config_consistency._source_digest() != same
+    found = []
+    for name, content in (("one", "x = 1"), ("same", "x = 1"), ("other", "x = 2")):
+        (tmp_path / name / "train" / "launch").mkdir(parents=True)
+        (tmp_path / name / "cast.py").write_text(content)
+        monkeypatch.setattr(
+            config_consistency, "__file__", str(tmp_path / name / "train" / "launch" / "x.py")
+        )
+        found.append(config_consistency._source_digest())
+    assert found[0] == found[1] != found[2]
 
 
 def test_inputs_count_by_content(tmp_path):
@@ -107,9 +102,13 @@ def test_every_rank_of_a_node_looks_at_what_is_read_in_no_time(tmp_path, monkeyp
     first = config_consistency.input_facts(
         prefixes, (tmp_path / "a", SimpleNamespace(files={"state": 1})), True
     )
-    monkeypatch.setattr(
-        config_consistency.corpus, "fingerprint", lambda _: pytest.fail("a whole index is read")
-    )
+    fingerprint = config_consistency.corpus.fingerprint
+
+    def quick(prefix, *, whole_index=True):
+        assert not whole_index, "a whole index is read"
+        return fingerprint(prefix, whole_index=False)
+
+    monkeypatch.setattr(config_consistency.corpus, "fingerprint", quick)
     monkeypatch.setattr(
         config_consistency, "_size", lambda _: pytest.fail("every file of a checkpoint is looked up")
     )

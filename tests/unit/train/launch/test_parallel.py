@@ -19,11 +19,6 @@ from megatron_fp8.train.launch.parallel import check_layout, gpu_of
 from tests.support.process_state import put_back
 
 
-def test_the_variable_that_gave_the_world_size_is_named():
-    with pytest.raises(ValueError, match=r"^the world size 3 \(WORLD_SIZE=3\) does not divide by tensor 2 "):
-        layout(3, "model.tensor_model_parallel_size=2", variables=("RANK=0", "WORLD_SIZE=3"))
-
-
 def on_node(rank, processes):
     return Launch("torchrun", rank, 64, rank, processes)
 
@@ -41,9 +36,7 @@ def test_each_process_has_a_gpu():
     ("error", "code"),
     [
         (ValueError("a typo"), 2),
-        (RuntimeError("an old package"), 2),
         (dist.DistBackendError("NCCL error: remote process exited"), 1),
-        (dist.DistNetworkError("the store is gone"), 1),
         (torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"), 1),
     ],
 )
@@ -66,6 +59,8 @@ def layout(world_size, *options, variables=()):
 
 
 def test_the_data_parallel_size_is_what_is_left():
+    with pytest.raises(ValueError, match=r"^the world size 3 \(WORLD_SIZE=3\) does not divide by tensor 2 "):
+        layout(3, "model.tensor_model_parallel_size=2", variables=("RANK=0", "WORLD_SIZE=3"))
     tp2_pp2 = ("model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2")
     assert layout(1) == 1
     assert layout(8, *tp2_pp2) == 2
@@ -82,9 +77,7 @@ INTERLEAVED = [
 @pytest.mark.parametrize(
     ("world_size", "options", "words"),
     [
-        (3, ["model.tensor_model_parallel_size=2"], "world size 3 does not divide by tensor 2"),
         (4, ["model.pipeline_model_parallel_size=3"], "launch a multiple of 3"),
-        (2, ["model.tensor_model_parallel_size=0"], "tensor parallel size is 0"),
         (4, ["train.global_batch_size=6", "train.micro_batch_size=2"], "give a multiple of 8"),
         (2, ["model.context_parallel_size=2", "train.seq_length=6"], "train.seq_length=6"),
         (
@@ -104,11 +97,6 @@ INTERLEAVED = [
         ),
         (
             2,
-            ["model.expert_model_parallel_size=4", "model.num_moe_experts=4"],
-            "world size 2 does not divide by pipeline 1 x expert 4 x expert tensor 1 = 4: launch a multiple of 4",
-        ),
-        (
-            2,
             [
                 "model.tensor_model_parallel_size=2",
                 "model.expert_model_parallel_size=2",
@@ -116,7 +104,6 @@ INTERLEAVED = [
             ],
             "x expert tensor 2 = 4: launch a multiple of 4",
         ),
-        (2, [*INTERLEAVED, "train.global_batch_size=2", "train.micro_batch_size=2"], "gives 1 micro-batches"),
         (
             2,
             [*INTERLEAVED, "train.global_batch_size=6", "train.micro_batch_size=2"],
@@ -288,8 +275,7 @@ def test_settings_of_a_deterministic_process(gpus, monkeypatch):
         parallel.be_deterministic()
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_determinism_is_set_before_the_first_use_of_a_gpu(gpus, monkeypatch, deterministic):
+def test_determinism_is_set_before_the_first_use_of_a_gpu(gpus, monkeypatch):
     """join, up to the process group."""
     calls = []
 
@@ -302,8 +288,8 @@ def test_determinism_is_set_before_the_first_use_of_a_gpu(gpus, monkeypatch, det
     monkeypatch.setattr(parallel, "be_deterministic", lambda: calls.append("deterministic"))
     monkeypatch.setattr(parallel, "look_at_gpu_machine", stop)
     with pytest.raises(InterruptedError):
-        parallel.join(Launch("one process"), None, SimpleNamespace(deterministic=deterministic))
-    assert calls == ["deterministic"] * deterministic + ["set_device"]
+        parallel.join(Launch("one process"), None, SimpleNamespace(deterministic=True))
+    assert calls == ["deterministic", "set_device"]
 
 
 def test_an_operation_that_is_not_deterministic_is_one_line(monkeypatch, capsys):
@@ -324,10 +310,8 @@ def test_an_operation_that_is_not_deterministic_is_one_line(monkeypatch, capsys)
     ("ranks", "environ", "threads"),
     [
         (1, {}, 8),
-        (1, {"OMP_NUM_THREADS": "1"}, 3),
         (2, {"OMP_NUM_THREADS": "1"}, 4),  # the launcher's
         (2, {"OMP_NUM_THREADS": "3"}, 3),
-        (2, {"OMP_NUM_THREADS": ""}, 4),
     ],
 )
 def test_a_rank_has_as_many_threads_as_the_environment_says(monkeypatch, ranks, environ, threads):

@@ -18,7 +18,6 @@ from megatron_fp8.train.launch.parallel import exit_code
 from megatron_fp8.train.launch.startup_barrier import (
     RanksMissing,
     StartupBarrier,
-    _describe,
     check_restarts,
 )
 from tests.support.ports import held_ports
@@ -116,7 +115,7 @@ def test_what_differs_is_one_line_on_rank_0_and_ends_the_others(launch):
 
     def agree(one, facts, partial):
         try:
-            one.agree("settings", facts, timeout_s=4, partial=partial)
+            one.agree("settings", facts, timeout_s=2, partial=partial)
         except ValueError as error:
             if one.rank == 0:
                 one.tell(2, str(error))
@@ -142,13 +141,6 @@ def test_another_world_size_is_refused_before_anybody_waits_for_ranks_that_never
     assert "the ranks differ: the world size is " in str(problem)
 
 
-def test_long_lists_are_cut():
-    different = [(rank, {f"key{k}": [0, "x" * 500] for k in range(11)}) for rank in range(1, 12)]
-    said = _describe(different)
-    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8, ... (11)" in said and "; and 3 more" in said
-    assert len(said) < 2500
-
-
 def test_one_rank_refuses_wherever_the_others_are_and_one_of_several_prints(launch):
     ranks = launch([0, 1, 2], 3)
     assert until(lambda: all(one._connected.is_set() for one in ranks))
@@ -169,7 +161,7 @@ def test_an_exception_that_nobody_expected_ends_all_ranks_as_failed(launch):
 
 def test_two_processes_with_one_rank_are_refused(launch):
     ranks = launch([0, 0], 2)
-    outcomes = everywhere(lambda one: one.agree("settings", {}, timeout_s=4), *((one,) for one in ranks))
+    outcomes = everywhere(lambda one: one.agree("settings", {}, timeout_s=1), *((one,) for one in ranks))
     assert any("two processes of this launch are rank 0" in str(outcome) for outcome in outcomes)
 
 

@@ -65,7 +65,7 @@ def test_every_digit_that_is_another_one_is_found(base, own):
         assert parent_checkpoint.iterations_before(own) == 0
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", "x"])
+@pytest.mark.parametrize("content", ["", "[]", "{}"])
 def test_something_else_in_its_place_is_refused(own, content):
     (own / parent_checkpoint.FILE).write_text(content)
     with pytest.raises(ValueError, match="does not say where this run began"):

@@ -70,7 +70,7 @@ def with_key(key: str, value: Any) -> dict[str, Any]:
     return saved
 
 
-@draws(60)
+@draws(30)
 @given(st.sampled_from(known_keys()), st.sampled_from(NAMES))
 def test_no_key_names_code(mark, key, name):
     built(with_key(key, name))
