@@ -147,7 +147,7 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
         if explained is error:
             watchdog, run = trainer.stepper.watchdog, trainer.run
             saved = checkpoint_before(run, 2**31, trainer.started)
-            explained = lost_rank(error, watchdog.doing, watchdog.who(), saved) or error
+            explained = lost_rank(error, watchdog.phase, watchdog.differing_ranks(), saved) or error
         if explained is not error or limit_reached(error):
             return refuse(explained, debug=debug, tell=launch.barrier.tell, code=EXIT_FAILED)
         traceback.print_exc()

@@ -20,7 +20,7 @@ import torch
 from ..files.checkpoint import complete_checkpoints, read_metadata, read_tensor
 from ..state.arena import is_slot_key
 from ..telemetry.output import FILE, NO_STATISTICS
-from ..train.run_record import PlaceNotKnown, RunRecord
+from ..train.run_record import FolderNotKnown, RunRecord
 
 Record = dict[str, Any]
 
@@ -150,7 +150,7 @@ def _checkpoints(ours: Path, theirs: Path, report: dict[str, Any]) -> list[str]:
     """The first common checkpoint with different weights, and the weight that differs most."""
     try:
         folders = [RunRecord(path).checkpoints() for path in (ours, theirs)]
-    except PlaceNotKnown as error:
+    except FolderNotKnown as error:
         report["checkpoint"] = None
         return [f"checkpoint  not compared: {error}"]
     first, second = ({path.name: path for path in complete_checkpoints(folder)} for folder in folders)

@@ -14,7 +14,7 @@ from ..files.folder_kind import RUN_FILES, what_to_give
 from ..files.jsonl import Line
 from ..files.manifest import LARGEST
 from ..files.strict_json import load_json
-from ..train.run_record import PlaceNotKnown, RunRecord, require_folder
+from ..train.run_record import FolderNotKnown, RunRecord, require_folder
 from .curves import (
     QUANTITIES,
     VALIDATION,
@@ -92,7 +92,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     if not any(event.kind == "save" for event in events):
         try:
             events += seen_checkpoints(record.checkpoints())
-        except PlaceNotKnown as error:
+        except FolderNotKnown as error:
             warnings.warn(f"saves are left out: {error}", stacklevel=2)
     statistics = read_statistics(record.telemetry(), [site["name"] for site in sites])
     events += statistics.went_bad if statistics else ()

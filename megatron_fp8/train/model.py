@@ -31,7 +31,7 @@ from ..mcore.spec import get_gpt_decoder_block_fp8_spec, get_gpt_mtp_block_fp8_s
 from ..state.collectives import own_device
 from .config.model_section import what_failed
 from .config.run_config import RunConfig
-from .launch.parallel import PASSING
+from .launch.parallel import RETRYABLE
 
 
 def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> list[Any]:
@@ -69,7 +69,7 @@ def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> 
     return chunks
 
 
-LEFT_OUT = ("mtp.",)
+EXCLUDED_WEIGHTS = ("mtp.",)
 """Prefixes of the weights that ``build_model`` excludes."""
 
 
@@ -88,11 +88,11 @@ def build_model(config: TransformerConfig, run: RunConfig, vocab_size: int) -> A
 
 @contextmanager
 def _layout_errors() -> Iterator[None]:
-    """Turn Megatron-Core's errors (assertions, indices, sizes) into ValueError. Errors in PASSING pass through."""
+    """Turn Megatron-Core's errors (assertions, indices, sizes) into ValueError. Errors in RETRYABLE pass through."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, (ValueError, *PASSING)):
+        if isinstance(error, (ValueError, *RETRYABLE)):
             raise
         raise ValueError(f"the model does not fit this layout: {what_failed(error)}") from error
 

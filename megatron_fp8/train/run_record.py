@@ -60,7 +60,7 @@ _REPORT = {
 """The fields of report.json that readers use."""
 
 
-class PlaceNotKnown(ValueError):
+class FolderNotKnown(ValueError):
     """The folder of a run's checkpoints is unknown."""
 
 
@@ -114,7 +114,7 @@ class RunRecord:
         """The folder of the run's checkpoints: checkpoint.folder of its config, or run_dir/checkpoints.
 
         A relative checkpoint.folder was relative to the run's working directory; its absolute path is in report.json.
-        Raises PlaceNotKnown if report.json has none; ValueError.
+        Raises FolderNotKnown if report.json has none; ValueError.
         """
         path = self.config().get("checkpoint", {}).get("folder")
         if not isinstance(path, str | None):
@@ -128,7 +128,7 @@ class RunRecord:
             return Path(path)
         recorded = self.report().get("checkpoints") if self.has("report.json") else None
         if not isinstance(recorded, str) or not Path(recorded).is_absolute():
-            raise PlaceNotKnown(
+            raise FolderNotKnown(
                 f"{str(self.folder / 'config.yaml')!r} has checkpoint.folder={path!r}, which counts from where that run"
                 " was started, and its report.json has no whole one (checkpoints): write the whole path into config.yaml."
             )

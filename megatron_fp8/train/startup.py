@@ -75,7 +75,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     if not run.dry_run:
         folders.claim()
     chosen = None if run.dry_run else checkpoints.choose(run, tokenizer)
-    with folders.remembering(chosen[0] if chosen is not None else None):
+    with folders.recording_parent(chosen[0] if chosen is not None else None):
         if chosen is not None and datasets.holds_text(run.data):
             checkpoint_compat.check_imported(run, chosen[1].facts)
         prefixes = datasets.find_data(run.data, tokenizer, run.train)
@@ -215,7 +215,7 @@ def _watchdog(run: Any, launch: Any) -> Any:
         say=lambda text: print(text, file=sys.stderr, flush=True),
         stages=run.model.pipeline_model_parallel_size,
     )
-    parallel.until_leave(watchdog.close)
+    parallel.release_at_leave(watchdog.close)
     watchdog.enter(START, 0)
     if not run.dry_run:  # a dry run writes nothing
         watchdog.start()

@@ -116,7 +116,7 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path, rules: Doc
                     f"data.cache_dir={str(cache_dir)!r} cannot be written ({in_words(error)}): give another folder with "
                     f"--data.cache_dir{remedy}."
                 ) from error
-    text_reader.lost_of(_read_record(folder).get("lost")).warn()
+    text_reader.unknown_tokens_of(_read_record(folder).get("lost")).warn()
     return str(folder / "corpus")
 
 
@@ -207,12 +207,12 @@ def _content_hash(files: Iterable[Path], tokenizer: Tokenizer, rules: DocumentRu
 
 def _write(
     files: Iterable[Path], tokenizer: Tokenizer, prefix: str, rules: DocumentRules
-) -> tuple[int, int, text_reader.Lost]:
+) -> tuple[int, int, text_reader.UnknownTokens]:
     """Return the numbers of tokens and documents written, and the lost text. Each document gets an end of document."""
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     builder = IndexedDatasetBuilder(prefix + ".bin", dtype=dtype)
     masks = IndexedDatasetBuilder(mask_of(prefix) + ".bin", dtype=np.uint8) if rules.loss != "all" else None
-    tokens, documents, learned, lost = 0, 0, 0, text_reader.Lost()
+    tokens, documents, learned, lost = 0, 0, 0, text_reader.UnknownTokens()
     for path in files:
         for document in records.documents(path, tokenizer, rules):
             ids, mask = _ids(document, tokenizer, lost)
@@ -234,7 +234,7 @@ def _write(
 
 
 def _ids(
-    document: text_reader.Document, tokenizer: Tokenizer, lost: text_reader.Lost
+    document: text_reader.Document, tokenizer: Tokenizer, lost: text_reader.UnknownTokens
 ) -> tuple[np.ndarray, np.ndarray]:
     """A document's ids, with start and end, and which of them have a loss (uint8): two arrays [n].
 

@@ -101,7 +101,7 @@ def pieces(stream: BinaryIO, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
 
 
 @dataclass
-class Lost:
+class UnknownTokens:
     """Text that a tokenizer could not encode: of ``tokens`` ids, ``unknown`` are its unknown token."""
 
     tokens: int = 0
@@ -123,7 +123,7 @@ class Lost:
             )
 
 
-def lost_of(record: Any) -> Lost:
-    """Lost from the record of a prepared text, which earlier versions wrote with other fields; empty if invalid."""
+def unknown_tokens_of(record: Any) -> UnknownTokens:
+    """The counts in the record of a prepared text; empty if it is invalid. Earlier versions wrote more fields."""
     values = [record.get(name, 0) for name in ("tokens", "unknown")] if isinstance(record, dict) else []
-    return Lost(*values) if all(type(value) is int for value in values) else Lost()
+    return UnknownTokens(*values) if all(type(value) is int for value in values) else UnknownTokens()

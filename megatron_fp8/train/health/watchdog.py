@@ -198,11 +198,11 @@ class Watchdog:
         return min(bound, self._limit / 2)
 
     @property
-    def doing(self) -> str:
+    def phase(self) -> str:
         """This rank's phase, such as 'iteration 12 (save)'."""
         return self._phase.words if self._phase else "the first iteration"
 
-    def who(self) -> str:
+    def differing_ranks(self) -> str:
         """Which ranks differ most, by the newest files; '' if no rank has reported this phase."""
         return self._differences(self._newest)[0] if self._newest and self._records(self._newest) else ""
 

@@ -29,7 +29,7 @@ from .startup_barrier import StartupBarrier, check_restarts
 
 Result = TypeVar("Result")
 
-PASSING: tuple[type[BaseException], ...] = (
+RETRYABLE: tuple[type[BaseException], ...] = (
     dist.DistError,
     getattr(torch, "AcceleratorError", dist.DistError),
     *(ConnectionError, TimeoutError),
@@ -45,7 +45,7 @@ _THREADS = 60
 
 def exit_code(error: BaseException) -> int:
     """Exit code for an `error` before the first step: 1 if the same input may work in another attempt, else 2."""
-    return EXIT_FAILED if isinstance(error, PASSING) else EXIT_BAD_INPUT
+    return EXIT_FAILED if isinstance(error, RETRYABLE) else EXIT_BAD_INPUT
 
 
 def connect(launch: Launch, environ: Mapping[str, str] = os.environ) -> Launch:
@@ -211,13 +211,13 @@ def seed_streams(seed: int) -> None:
 _held = ExitStack()
 
 
-def until_leave(release: Callable[[], None]) -> None:
+def release_at_leave(release: Callable[[], None]) -> None:
     """Register `release` for `leave`: it releases resources of the run."""
     _held.callback(release)
 
 
 def leave() -> None:
-    """Release what `until_leave` registered, and the process groups. Does nothing if there are none."""
+    """Release what `release_at_leave` registered, and the process groups. Does nothing if there are none."""
     _held.close()
     if dist.is_initialized():
         from megatron.core import parallel_state

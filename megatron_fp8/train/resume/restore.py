@@ -25,7 +25,7 @@ from ..config.run_config import RunConfig, tokens_of_microbatch
 from ..data.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
 from ..launch import parallel
 from ..launch.config_consistency import agree_on_inputs, run_facts
-from ..model import LEFT_OUT, build_model
+from ..model import EXCLUDED_WEIGHTS, build_model
 from ..run_record import trained_beyond
 from . import checkpoint_compat
 from .checkpoints import check_together
@@ -138,7 +138,7 @@ def restore(
     settings = transformer_config(run.model)
     join(folder, manifest, run, tokenizer, launch)
     model = build_model(settings, run, vocab_size)
-    bad = load_weights(folder, model, left_out=LEFT_OUT)
+    bad = load_weights(folder, model, left_out=EXCLUDED_WEIGHTS)
     check_plan([model])
     lines += trained_beyond(Path(checkpoint), folder)
     if bad:

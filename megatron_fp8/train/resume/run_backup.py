@@ -28,7 +28,7 @@ from ...files.checkpoint import (
     latest_checkpoint,
     not_finite_checkpoints,
 )
-from ..health.skipped_samples import FILE as LEFT_OUT
+from ..health.skipped_samples import FILE as SKIPPED_SAMPLES
 from . import parent_checkpoint
 
 _RECORDS = (
@@ -54,7 +54,7 @@ def back_up_earlier(
     inside = is_inside(checkpoints, run_dir)
     backup_checkpoints = backup / checkpoints.name if inside else free_name(checkpoints / _PREVIOUS)
     moved = _begin_at(start, checkpoints, backup_checkpoints) if start is not None else []
-    moved += _move([*saved, checkpoints / LEFT_OUT], backup_checkpoints)
+    moved += _move([*saved, checkpoints / SKIPPED_SAMPLES], backup_checkpoints)
     moved_records = [*_move(records, backup), *_move(earlier, backup / _STACKS)]
     if inside:
         return _line(moved + moved_records, backup)

@@ -24,7 +24,7 @@ from ...files.atomic_io import discard, remedy, unseen, write_file
 from ...files.run_lock import RunLock
 from ...files.terminal import printable
 from ...state.collectives import first_rank_with, total
-from ..launch.parallel import on_first_rank, until_leave
+from ..launch.parallel import on_first_rank, release_at_leave
 from . import parent_checkpoint, run_backup
 from .run_backup import own_name, same_place
 
@@ -74,7 +74,7 @@ class RunFolders:
         return on_first_rank(move)
 
     @contextmanager
-    def remembering(self, start: Path | None) -> Iterator[None]:
+    def recording_parent(self, start: Path | None) -> Iterator[None]:
         """Context for building and loading: record ``start``, another run's checkpoint, before the first own save.
 
         If this start is killed, --resume=auto continues from ``start``, or from the earlier run in this folder. If it
@@ -140,7 +140,7 @@ class RunFolders:
             with naming(option, configured):
                 self._lock = RunLock(folder, option)
                 self._lock.take(lambda text: print(printable(f"lock        {text}"), flush=True))
-            until_leave(self._lock.release)
+            release_at_leave(self._lock.release)
             with naming(option, configured):
                 for leftover in folder.glob(f"{_TRIAL}*"):
                     discard(leftover)

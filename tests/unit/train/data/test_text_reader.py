@@ -117,5 +117,7 @@ def test_a_record_that_is_something_else_says_nothing():
         {"tokens": "x"},
         {"tokens": 1, "unknown": True},
     ):
-        assert text_reader.lost_of(record) == text_reader.Lost()
-    assert text_reader.lost_of({"tokens": 9, "unknown": 2, "undecodable": 1}) == text_reader.Lost(9, 2)
+        assert text_reader.unknown_tokens_of(record) == text_reader.UnknownTokens()
+    assert text_reader.unknown_tokens_of(
+        {"tokens": 9, "unknown": 2, "undecodable": 1}
+    ) == text_reader.UnknownTokens(9, 2)

@@ -160,7 +160,7 @@ def test_the_others_write_when_one_does_and_the_lowest_speaks(tmp_path):
         not ranks[2].said
         and "rank 0 does not answer: it is stopped, dead or cut off; ranks 1, 2 work" in line
     )
-    assert ranks[1].watchdog.who() == "rank 0 does not answer: it is stopped, dead or cut off"
+    assert ranks[1].watchdog.differing_ranks() == "rank 0 does not answer: it is stopped, dead or cut off"
 
 
 def test_what_fails_in_its_thread_is_said_once_and_it_goes_on(tmp_path):

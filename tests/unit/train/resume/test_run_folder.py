@@ -179,16 +179,16 @@ def test_a_start_that_ends_while_it_loads_is_remembered_and_one_that_is_refused_
     if earlier:
         parent_checkpoint.write(folders.checkpoints, other)
     before = parent_checkpoint.content(folders.checkpoints)
-    with pytest.raises(ValueError, match="refused"), folders.remembering(start):
+    with pytest.raises(ValueError, match="refused"), folders.recording_parent(start):
         assert parent_checkpoint.find(folders.checkpoints) == start
         raise ValueError("refused")
     assert parent_checkpoint.content(folders.checkpoints) == before
     assert os.listdir(folders.checkpoints) == [parent_checkpoint.FILE] * earlier
     for end in (Killed, RuntimeError):  # another rank is lost, say
-        with pytest.raises(end), folders.remembering(start):
+        with pytest.raises(end), folders.recording_parent(start):
             raise end
         assert parent_checkpoint.find(folders.checkpoints) == start
-        with pytest.raises(ValueError), folders.remembering(None):
+        with pytest.raises(ValueError), folders.recording_parent(None):
             raise ValueError
         assert parent_checkpoint.find(folders.checkpoints) == start
 
@@ -200,7 +200,7 @@ def test_an_earlier_run_that_stands_is_remembered_until_all_is_loaded(tmp_path, 
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     start, other = another_run_s(tmp_path / "base", 3), another_run_s(tmp_path / "other", 5)
     parent_checkpoint.write(folders.checkpoints, other)
-    with folders.remembering(start):
+    with folders.recording_parent(start):
         assert parent_checkpoint.find(folders.checkpoints) == other
     (line,) = folders.keep_earlier(start)
     assert line.endswith("previous-1: started_from.json, metrics.jsonl")
@@ -208,10 +208,10 @@ def test_an_earlier_run_that_stands_is_remembered_until_all_is_loaded(tmp_path, 
     assert parent_checkpoint.find(tmp_path / "run" / "previous-1" / "checkpoints") == other
     assert folders.keep_earlier(start) == []
     own = another_run_s(folders.checkpoints, 4)
-    with folders.remembering(other):
+    with folders.recording_parent(other):
         assert parent_checkpoint.find(folders.checkpoints) == start
     (folders.checkpoints / parent_checkpoint.FILE).unlink()
-    with folders.remembering(own):
+    with folders.recording_parent(own):
         assert os.listdir(folders.checkpoints) == [own.name]
 
 
