@@ -82,7 +82,7 @@ def version() -> str:
 
 
 class BuildWithConfigs(build_py):
-    """Wheels have a copy of examples/configs in the package, where files/config_arguments.py finds it."""
+    """Wheels have a copy of examples/configs in the package, where files/user_paths.py finds it."""
 
     def run(self) -> None:
         """setuptools' own, then the copies; an editable installation reads them where they are."""

@@ -46,7 +46,7 @@ def _parser() -> CommandParser:
 
 
 def _run(options: argparse.Namespace, run_options: list[str]) -> int:
-    from ..files.config_arguments import config_hint
+    from ..files.user_paths import config_hint
     from ..study.doctor import examine, shown
 
     if run_options and options.config is None:

@@ -15,9 +15,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ..files.config_arguments import example_configs
 from ..files.record_writer import warn_missing
 from ..files.resource_limits import limit_reached
+from ..files.user_paths import example_configs
 from ..train.failure import EXIT_DONE, EXIT_FAILED
 from ..train.stop import AGAIN_S
 from .cli_common import fit_help, refuse, warn_in_lines

@@ -35,9 +35,9 @@ import torch
 
 from .atomic_io import in_words, ordinary, read_ordinary, refuse_link_out
 from .checkpoint_metadata import MetadataUnpickler, check_metadata
-from .folder_kind import note_checkpoint_folder, what_to_give
 from .gc_pause import gc_paused
 from .manifest import LARGEST, MANIFEST, Manifest, NotAManifest, parse
+from .user_paths import note_checkpoint_folder, what_to_give
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -10,10 +10,10 @@ from typing import Any
 
 from ..diagnosis.advice import advise
 from ..files.atomic_io import in_words, read_ordinary
-from ..files.folder_kind import RUN_FILES, what_to_give
 from ..files.jsonl import Line
 from ..files.manifest import LARGEST
 from ..files.strict_json import load_json
+from ..files.user_paths import RUN_FILES, what_to_give
 from ..train.run_record import FolderNotKnown, RunRecord, require_folder
 from .curves import (
     QUANTITIES,

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from ..files.atomic_io import in_words, read_ordinary
-from ..files.folder_kind import what_to_give
 from ..files.manifest import LARGEST
 from ..files.resource_limits import usable_cores
 from ..files.strict_json import load_json
+from ..files.user_paths import what_to_give
 from ..kernels.cpu import emulation as cpu
 from ..kernels.torch_products import is_replaced
 from .resume.run_folder import checkpoint_folder

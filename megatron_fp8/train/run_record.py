@@ -16,10 +16,10 @@ from typing import Any
 
 from ..files.atomic_io import in_words
 from ..files.checkpoint import complete_checkpoints, iteration_of
-from ..files.folder_kind import RUN_FILES, what_to_give
 from ..files.jsonl import Line, read_lines, unfinished
 from ..files.strict_json import check_shape
 from ..files.strict_yaml import read_yaml
+from ..files.user_paths import RUN_FILES, what_to_give
 from ..telemetry.output import NO_STATISTICS
 from ..telemetry.stat_registry import TENSORS
 from .metrics import IterationMetrics

@@ -11,7 +11,7 @@ from contextlib import redirect_stdout
 import pytest
 
 from megatron_fp8.commands import main as command_line
-from megatron_fp8.files.config_arguments import example_configs
+from megatron_fp8.files.user_paths import example_configs
 from megatron_fp8.train.config import run_config
 from tests.support.command import ROOT, empty_cache, environment, run
 from tests.support.docs_blocks import blocks

@@ -9,16 +9,16 @@ they stand. Needs no Megatron-Core, so that `estimate` can read configs without 
 from __future__ import annotations
 
 import enum
+import json
 import os
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...files.config_arguments import config_hint, data_as_paths, find_config, which_config
-from ...files.folder_kind import is_model_directory, what_to_give
 from ...files.strict_yaml import load_yaml, read_yaml
+from ...files.user_paths import config_hint, find_config, is_model_directory, what_to_give, which_config
 from ...mcore.config.rules import Rule, shown
 from ...plan.settings import field_meant, nearest_key, without_fp8_format
 
@@ -64,7 +64,7 @@ def read_options(
                 f"{where}{key}={shown(value)} must be {words}: change it, or leave it out."
             ) from error
 
-    options = list(_pairs(data_as_paths(arguments)))
+    options = list(_pairs(_data_as_paths(arguments)))
     files = [find_config(value) for name, value in options if name == "config"]
     contents = [] if base is None else [("its config", _checked(base, "its config", sections))]
     for where, content in [*contents, *((file, read_config(file, sections)) for file in files)]:
@@ -108,6 +108,39 @@ def _pairs(arguments: Iterable[str]) -> Iterable[tuple[str, str]]:
                 raise ValueError(f"--{name} has no value: write --{name}=VALUE.")
             value, word = word, next(words, None)
         yield (f"model.{field_meant(value)}" if name == "model.fp8_format" else name), value
+
+
+def _data_as_paths(arguments: Iterable[str]) -> Iterator[str]:
+    """Replace each `--data FILE ...` and `--data=FILE` in the arguments by `--data.paths`.
+
+    As with other options, later ones replace earlier ones: `--data` replaces a config's `data.paths` and an earlier
+    `--data.paths`. A second `--data` adds to the first, and `--data.paths+=FILE` to whatever precedes it.
+
+    Raises ValueError if `--data` names no file, as with an empty shell variable.
+    """
+    adding = taking = False  # to an earlier --data; following words belong to --data
+    missing = False
+
+    def paths_option(file: str) -> str:
+        nonlocal adding, missing
+        append, adding, missing = adding, True, False
+        return f"--data.paths+={file}" if append else f"--data.paths={json.dumps([file], ensure_ascii=False)}"
+
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not argument.startswith("--"):
+            yield paths_option(argument) if taking else argument
+            continue
+        if missing:
+            break
+        taking = missing = argument == "--data"
+        adding = adding and name != "--data.paths"
+        if not taking:
+            yield paths_option(value) if name == "--data" and equals else argument
+    if missing:
+        raise ValueError(
+            "--data names no file: write --data FILE ..., or leave it out, which takes data.paths of the config."
+        )
 
 
 def sections_of(keys: Iterable[str]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_fp8.commands.launch import _check, _parser, _program
-from megatron_fp8.files.config_arguments import example_configs
+from megatron_fp8.files.user_paths import example_configs
 from megatron_fp8.train.config import run_config
 from tests.support.custom_resources import faults, sample, schema
 

@@ -1,11 +1,57 @@
-"""Recognises runs and model directories, for messages about wrong paths."""
+"""What a user's path means: a shipped config, a run or a model directory.
+
+The repository's examples/configs has the only copy of the configs; building a wheel copies it to `configs/` in the
+package (setup.py), so that an installed package has them too.
+"""
 
 from __future__ import annotations
 
+import difflib
+import os
 from pathlib import Path
 
 from .atomic_io import in_words, read_ordinary, refuse_link_out
 from .strict_yaml import read_yaml
+
+_PACKAGE = Path(__file__).parents[1]
+_FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "examples" / "configs")
+"""Folders of an installed package and of a checkout."""
+
+
+def example_configs() -> dict[str, Path]:
+    """Name -> file of every shipped config."""
+    return {path.stem: path for folder in _FOLDERS for path in sorted(folder.glob("*.yaml"))}
+
+
+def config_hint(word: str) -> str:
+    """' Did you mean --config ...?' for a command-line word that names a shipped config or a YAML file; else ''."""
+    is_config = word in example_configs() or word.endswith((".yaml", ".yml"))
+    return f" Did you mean --config {word}?" if is_config else ""
+
+
+def which_config(given: str) -> str:
+    """For messages: shipped configs with a similar name, and the list of all."""
+    names = list(example_configs())
+    name = Path(given).stem.lower()
+    near = [
+        known_name for known_name in names if name and known_name.startswith(name)
+    ] or difflib.get_close_matches(name, names, n=1)
+    hint = f"Did you mean {' or '.join(near)}? " if near else ""
+    return f"{hint}Shipped ones, by name: {', '.join(names)}."
+
+
+def find_config(given: str) -> str:
+    """The file for `--config=given`: the path itself if it exists, else the shipped config of this name.
+
+    Any other name is returned unchanged; opening it then raises the error.
+    """
+    if os.path.exists(given) or os.path.basename(given) != given:
+        return given
+    shipped = example_configs().get(given.removesuffix(".yaml"))
+    return given if shipped is None else str(shipped)
+
+
+# ------------------------------------------------------------------------------------------------- folders
 
 RUN_FILES = ("report.json", "metrics.jsonl", "telemetry.jsonl")
 """The folder of a run that has trained has at least one of these."""
