@@ -174,6 +174,7 @@ def _trainer(
     rewinds = None
     if most := run.train.rewind_on_spike:
         every = run.checkpoint.save_interval
+        assert isinstance(every, int), "check_rewinds"
         rewinds = Rollbacks(most, every, folders.checkpoints, resume, saves.wait, start.left_out)
     if first:  # last, so that a refused start leaves earlier files unchanged
         with naming("run_dir", folder):
