@@ -121,7 +121,7 @@ def test_every_rank_of_a_node_looks_at_what_is_read_in_no_time(tmp_path, monkeyp
     (tmp_path / "b" / "x.idx").write_bytes(b"Index")
     found = config_consistency.input_facts(prefixes, None, False)
     assert [key for key in found if found[key] != first[key]] == [
-        f"the sampled SHA-256 of the .{ending} of the data set x (2 of 2)" for ending in ("bin", "idx")
+        f"the sampled SHA-256 of the .{ending} of the data set x (2 of 2)" for ending in ("idx", "bin")
     ]
 
 
