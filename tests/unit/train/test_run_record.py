@@ -125,11 +125,6 @@ def test_losses_that_are_missing_are_no_comparison(tmp_path, capsys):
     assert f"'{other}' has no losses to compare" in out.err and out.out == "" and out.err.count("\n") == 1
 
 
-def test_an_empty_text_is_no_folder(capsys):
-    assert main(["report", ""]) == 2
-    assert "empty text" in capsys.readouterr().err
-
-
 def test_a_run_that_trained_on_after_its_newest_checkpoint_says_so(tmp_path):
     run, saves = tmp_path / "run", tmp_path / "run" / "checkpoints"
     for iteration in (2, 4):

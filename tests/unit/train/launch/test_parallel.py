@@ -150,16 +150,6 @@ def test_what_makes_a_gpu_machine_slow_is_said_at_the_start(monkeypatch, refused
     )
 
 
-def test_a_barrier_names_its_gpu(monkeypatch):
-    asked = []
-    monkeypatch.setattr(dist, "barrier", lambda device_ids=None: asked.append(device_ids))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    for backend in ("gloo", "nccl"):
-        monkeypatch.setattr(dist, "get_backend", lambda name=backend: name)
-        parallel.wait_for_all()
-    assert asked == [None, [3]]
-
-
 def test_collectives_start_in_the_order_of_their_calls(monkeypatch):
     """CUDA reads the variable when it starts: it is there before anything of torch is."""
     seen = []

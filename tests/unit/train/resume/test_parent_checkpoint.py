@@ -53,30 +53,13 @@ def test_a_checkpoint_that_is_gone_or_another_one_is_refused_with_remedies(base,
         parent_checkpoint.find(own)
 
 
-def test_every_digit_that_is_another_one_is_found(base, own):
-    parent_checkpoint.write(own, base)
-    path = own / parent_checkpoint.FILE
-    text = path.read_text()
-    for i in (i for i, letter in enumerate(text) if letter.isdigit()):
-        path.write_text(f"{text[:i]}{(int(text[i]) + 1) % 10}{text[i + 1 :]}")
-        with pytest.raises(ValueError, match=r"started_from\.json' .*its checksum differs.*--resume=never"):
-            parent_checkpoint.find(own)
-    with pytest.warns(UserWarning, match="its checksum differs"):  # of a run that has checkpoints of its own
-        assert parent_checkpoint.iterations_before(own) == 0
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}"])
+@pytest.mark.parametrize("content", ["[]", '{"checkpoint": 3}'])
 def test_something_else_in_its_place_is_refused(own, content):
     (own / parent_checkpoint.FILE).write_text(content)
-    with pytest.raises(ValueError, match="does not say where this run began"):
+    with pytest.raises(ValueError, match="does not say where this run began.*--resume=never"):
         parent_checkpoint.find(own)
-
-
-def test_a_link_to_somewhere_else_is_refused(base, own):
-    parent_checkpoint.write(base.parent, base)
-    (own / parent_checkpoint.FILE).symlink_to(base.parent / parent_checkpoint.FILE)
-    with pytest.raises(ValueError, match="is a link out of its folder"):
-        parent_checkpoint.find(own)
+    with pytest.warns(UserWarning, match="does not say"):  # of a run that has checkpoints of its own
+        assert parent_checkpoint.iterations_before(own) == 0
 
 
 def run_of(own: Path, folder: Path | None = None) -> Any:

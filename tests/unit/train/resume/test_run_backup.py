@@ -210,13 +210,6 @@ def test_an_earlier_run_stands_where_auto_goes_on_with_it(tmp_path):
     assert run_backup.stands(tmp_path / "run", own)
 
 
-def test_many_checkpoints_are_counted(tmp_path):
-    for number in range(1, 8):
-        (tmp_path / "checkpoints" / f"iter_{number:07d}").mkdir(parents=True)
-    (line,) = back_up_earlier(tmp_path, tmp_path / "checkpoints")
-    assert line.endswith("previous-1: 7 checkpoints to iter_0000007")
-
-
 def test_a_latest_that_names_none_stands_in_nobodys_way(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text("iter_0000009\n")
