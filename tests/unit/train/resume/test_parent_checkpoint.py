@@ -56,7 +56,7 @@ def test_a_checkpoint_that_is_gone_or_another_one_is_refused_with_remedies(base,
 @pytest.mark.parametrize("content", ["[]", '{"checkpoint": 3}'])
 def test_something_else_in_its_place_is_refused(own, content):
     (own / parent_checkpoint.FILE).write_text(content)
-    with pytest.raises(ValueError, match="does not say where this run began.*--resume=never"):
+    with pytest.raises(ValueError, match=r"does not say where this run began.*--resume=never"):
         parent_checkpoint.find(own)
     with pytest.warns(UserWarning, match="does not say"):  # of a run that has checkpoints of its own
         assert parent_checkpoint.iterations_before(own) == 0
