@@ -29,7 +29,7 @@ from ..state.collectives import own_device
 from ..study import bench_diff
 from ..study.bench_linear import Bench, torchao_linear, torchao_missing
 from ..study.bench_models import SECTIONS
-from ..train.failure import EXIT_FAILED
+from ..train.stop import EXIT_FAILED
 from .cli_common import refuse, warn_in_lines
 
 _CPU_SHAPES = [Gemm(512, 1024, 512)]

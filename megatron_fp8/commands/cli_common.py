@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ..files.resource_limits import limit_reached
 from ..files.terminal import printable
-from ..train.failure import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
+from ..train.stop import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
 
 T = TypeVar("T")
 _LONGEST = 1500

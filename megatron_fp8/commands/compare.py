@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..files.atomic_io import replace_file
-from ..train.failure import EXIT_DONE, EXIT_FAILED
+from ..train.stop import EXIT_DONE, EXIT_FAILED
 from .cli_common import CommandParser, refuse, warn_in_lines
 
 if TYPE_CHECKING:

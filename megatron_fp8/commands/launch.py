@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..files.resource_limits import usable_cores
-from ..train.failure import EXIT_BAD_INPUT, EXIT_FAILED
 from ..train.launch.environment import is_host
+from ..train.stop import EXIT_BAD_INPUT, EXIT_FAILED
 from .cli_common import CommandParser, refuse
 
 HELP = """\

@@ -18,8 +18,7 @@ from typing import Any
 from ..files.record_writer import warn_missing
 from ..files.resource_limits import limit_reached
 from ..files.user_paths import example_configs
-from ..train.failure import EXIT_DONE, EXIT_FAILED
-from ..train.stop import AGAIN_S
+from ..train.stop import AGAIN_S, EXIT_DONE, EXIT_FAILED
 from .cli_common import fit_help, refuse, warn_in_lines
 from .output import reader_may_leave
 
@@ -132,9 +131,9 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
             lost or name_deterministic_setting(error), debug=debug, tell=launch.barrier.tell, code=code
         )
     from ..mcore.checkpoint.saver import SaveError
-    from ..train.failure import TrainingFailed
     from ..train.health.stack_dump import lost_rank
     from ..train.resume.checkpoints import checkpoint_before
+    from ..train.stop import TrainingFailed
 
     try:
         if trainer is None:
@@ -166,9 +165,9 @@ def prepare(arguments: list[str], launch: Any, stop: Any) -> Any:
 
 
 def _train(trainer: Any) -> int:
-    from ..train.failure import TrainingFailed
     from ..train.launch.parallel import on_first_rank
     from ..train.report import summary_line
+    from ..train.stop import TrainingFailed
 
     start = time.perf_counter()
     if sys.__stderr__ is not None:

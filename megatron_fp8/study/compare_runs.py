@@ -17,8 +17,8 @@ from typing import Any
 from ..files.checkpoint import latest_checkpoint, read_manifest
 from ..files.run_lock import LockHeld, RunLock
 from ..files.terminal import printable
-from ..train.failure import EXIT_BAD_INPUT
 from ..train.resume.run_folder import checkpoint_folder
+from ..train.stop import EXIT_BAD_INPUT
 from .compare_plan import Comparison, WantedRun
 
 _POLL_S = 0.2

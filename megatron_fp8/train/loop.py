@@ -15,13 +15,13 @@ from ..mcore.iteration import iteration_counts
 from ..mcore.optimizer.loss_scaler import scalers
 from ..mcore.runtime import unwrap
 from ..telemetry import Telemetry
-from .failure import TrainingFailed
 from .health.finite_check import first_not_finite
 from .health.loss_spikes import LossMonitor, Rollbacks
 from .health.skipped_samples import ranges_of
 from .metrics import Display, IterationMetrics, MetricsWriter, bf16_peak, finite, peak_memory
 from .resume.checkpoints import Checkpoints, Start, checkpoint_before
 from .step import Stepper
+from .stop import TrainingFailed
 
 
 class Trainer:

@@ -1,4 +1,4 @@
-"""Stops a run between iterations, on a signal or a time limit.
+"""How a run ends: exit codes, and stops between iterations on a signal or a time limit.
 
 A cluster reclaims its nodes with a signal and a few minutes' notice. The signal reaches ranks at different times, and
 some ranks not at all. So a signal's handler only records it. The ranks' records are summed in a collective that every
@@ -35,6 +35,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 
+EXIT_DONE = 0
+EXIT_FAILED = 1
+"""Training failed, here or on another rank: the same input may succeed later. torchrun passes exit codes on; batch
+scripts should restart only after this one."""
+EXIT_BAD_INPUT = 2
+"""The input is wrong: another attempt would fail too."""
+STOPPED_CODE = "MEGATRON_FP8_STOPPED_CODE"
+"""The environment variable with the exit code, if not 0, of a run that was stopped and saved."""
 _LIMIT = "the job's time limit"
 _READER = "the loss of its output's reader"
 REASONS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", _LIMIT, _READER)
@@ -44,8 +52,10 @@ AGAIN_S = 1.0
 """SIGINTs within this time are one Ctrl-C: some terminals and `timeout` send two, and torchrun one more."""
 LEAD_S = 120.0
 """Least time in seconds before the job's limit at which a run stops; in a short job a tenth of its time."""
-STOPPED_CODE = "MEGATRON_FP8_STOPPED_CODE"
-"""The environment variable with the exit code, if not 0, of a run that was stopped and saved."""
+
+
+class TrainingFailed(RuntimeError):
+    """Training cannot continue. The message is one line: what happened, and what to do."""
 
 
 class StopRequest:

@@ -87,7 +87,7 @@ def small_run(layout: Layout, options: list[str]) -> Any:
 def damaged_training(layout: Layout, options: list[str], words: str) -> Seen:
     """A rank case: a rank's memory is damaged between two steps."""
     with model_parallel(layout):
-        from megatron_fp8.train.failure import TrainingFailed
+        from megatron_fp8.train.stop import TrainingFailed
         from tests.support.memory_damage import damage_from_words
 
         trainer, seen = small_run(layout, options), Seen()

@@ -23,7 +23,7 @@ import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, _BinReader
 
-from ..failure import TrainingFailed
+from ..stop import TrainingFailed
 from .corpus import check_indexed, mask_of, sampled_digest
 
 

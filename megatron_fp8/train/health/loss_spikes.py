@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ...files.checkpoint import Manifest, complete_checkpoints, iteration_of, read_manifest
-from ..failure import TrainingFailed
 from ..launch.parallel import on_first_rank
 from ..resume.checkpoints import Start, check_together
+from ..stop import TrainingFailed
 from . import skipped_samples
 
 _MEMORY = 0.9

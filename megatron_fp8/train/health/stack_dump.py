@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ...files.resource_limits import limit_reached
-from ..failure import TrainingFailed
+from ..stop import TrainingFailed
 
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py")
 _WAITS = (".wait(", ".item()", ".tolist()", "synchronize(")

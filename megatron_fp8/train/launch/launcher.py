@@ -39,8 +39,7 @@ from torch.distributed.elastic.rendezvous import (
     registry,
 )
 
-from ..failure import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
-from ..stop import AGAIN_S, STOPPED_CODE
+from ..stop import AGAIN_S, EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, STOPPED_CODE
 
 JOIN_S = 600
 """Longest time in seconds between the first node to join and the last."""

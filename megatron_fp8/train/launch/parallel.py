@@ -23,7 +23,7 @@ from ...plan.timing import unused_gpu
 from ...state.collectives import first_rank_with
 from ..config.ranks import check_layout
 from ..config.sections import TrainSection
-from ..failure import EXIT_BAD_INPUT, EXIT_FAILED
+from ..stop import EXIT_BAD_INPUT, EXIT_FAILED
 from .environment import Launch
 from .startup_barrier import StartupBarrier, check_restarts
 

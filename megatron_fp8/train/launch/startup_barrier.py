@@ -29,7 +29,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..failure import EXIT_FAILED
+from ..stop import EXIT_FAILED
 from .environment import ALONE
 
 FIRST_LINE_S = 20.0

@@ -11,8 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_fp8.commands import train
-from megatron_fp8.train.failure import TrainingFailed
-from megatron_fp8.train.stop import StopRequest
+from megatron_fp8.train.stop import StopRequest, TrainingFailed
 
 
 @pytest.fixture(autouse=True)

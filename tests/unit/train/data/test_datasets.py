@@ -19,7 +19,7 @@ from megatron_fp8.train.data.datasets import batches
 from megatron_fp8.train.data.index_cache import damage
 from megatron_fp8.train.data.indexed_dataset import CorpusChanged, _Files
 from megatron_fp8.train.data.tokenizers import ByteTokenizer
-from megatron_fp8.train.failure import TrainingFailed
+from megatron_fp8.train.stop import TrainingFailed
 
 
 class Numbered:

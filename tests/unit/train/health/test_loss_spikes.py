@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_fp8.train import loop
-from megatron_fp8.train.failure import TrainingFailed
 from megatron_fp8.train.health.loss_spikes import LossMonitor
 from megatron_fp8.train.resume.checkpoints import Start
+from megatron_fp8.train.stop import TrainingFailed
 
 
 def said(losses, live=None):

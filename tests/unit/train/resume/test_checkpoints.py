@@ -8,10 +8,10 @@ import pytest
 from megatron_fp8.files import checkpoint as files
 from megatron_fp8.files.manifest import Manifest
 from megatron_fp8.train.config.run_config import parse
-from megatron_fp8.train.failure import TrainingFailed
 from megatron_fp8.train.health.loss_spikes import Rollbacks
 from megatron_fp8.train.resume import checkpoints
 from megatron_fp8.train.resume.checkpoints import Checkpoints
+from megatron_fp8.train.stop import TrainingFailed
 
 
 def reads(folder, manifest):
