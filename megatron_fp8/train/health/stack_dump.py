@@ -146,20 +146,20 @@ def _location(frame: FrameType) -> str:
     return f"{short}:{frame.f_lineno or frame.f_code.co_firstlineno} ({frame.f_code.co_name})"
 
 
-def lost_rank(error: BaseException, doing: str, who: str, saved: Path | None) -> TrainingFailed | None:
+def lost_rank(error: BaseException, phase: str, ranks: str, saved: Path | None) -> TrainingFailed | None:
     """Explain an error of a collective that another rank caused, by its end or its silence; else None.
 
     Args:
-        doing: this rank's phase, such as 'iteration 12'.
-        who: which ranks differ, if the watchdog knows; else ''.
+        phase: this rank's phase, such as 'iteration 12'.
+        ranks: which ranks differ, if the watchdog knows; else ''.
         saved: the newest checkpoint.
     """
     what = _peer_problem(error)
     if what is None:
         return None
-    who = who or "it or its node has failed: its log, torchrun or srun have the cause"
+    cause = ranks or "it or its node has failed: its log, torchrun or srun have the cause"
     back = f"goes on from {saved}" if saved else "starts from the beginning, since there is no checkpoint"
-    return TrainingFailed(f"training failed: {doing}: {what}: {who}. --resume=auto {back}.")
+    return TrainingFailed(f"training failed: {phase}: {what}: {cause}. --resume=auto {back}.")
 
 
 def lost_before_training(error: BaseException) -> TrainingFailed | None:
