@@ -1,4 +1,4 @@
-"""How a run ends: exit codes, and stops between iterations on a signal or a time limit.
+"""How a run ends: exit codes, and stops on a signal or a time limit.
 
 A cluster reclaims its nodes with a signal and a few minutes' notice. The signal reaches ranks at different times, and
 some ranks not at all. So a signal's handler only records it. The ranks' records are summed in a collective that every
