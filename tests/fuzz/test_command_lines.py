@@ -19,47 +19,17 @@ from tests.support.invalid_values import WRITTEN
 from tests.support.run_in_process import done_or_refused
 
 READ = (
-    "run",
-    "run/checkpoints",
-    "run/checkpoints/iter_0000001",
-    "hf",
-    "calibration",
-    "config.yaml",
-    "corpus.txt",
-)
+    "run", "run/checkpoints", "run/checkpoints/iter_0000001", "hf", "calibration", "config.yaml", "corpus.txt",
+)  # fmt: skip
 ODD = (
-    "table.json",
-    "bench.json",
-    "empty",
-    "gone",
-    "gone/deep",
-    "device",
-    "pipe",
-    "loop",
-    ".",
-    "/",
-    "",
-    "\udcff",
-    "a\0b",
-    "long" * 100,
-    "deep/" * 1000,
-)
+    "table.json", "bench.json", "empty", "gone", "gone/deep", "device", "pipe", "loop", ".", "/", "", "\udcff",
+    "a\0b", "long" * 100, "deep/" * 1000,
+)  # fmt: skip
 A, N = (*READ, *ODD), ("0", "1", "2", "-1", "1e9", "0.5", "nan", "inf", "-inf", "x", "", "9" * 21, "1_0", "٣")
 W = (
-    "bf16",
-    "tensorwise",
-    "mxfp8,delayed",
-    "custom",
-    "hybrid",
-    "e4m3",
-    "all",
-    "x",
-    "",
-    ",",
-    "emulated",
-    "native",
+    "bf16", "tensorwise", "mxfp8,delayed", "custom", "hybrid", "e4m3", "all", "x", "", ",", "emulated", "native",
     "quantise",
-)
+)  # fmt: skip
 F = ("new", "new/deep", "empty", "corpus.txt/x", "device", "", "\udcff", "long" * 100)
 OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "report": {"--html": F, "--advice": F},

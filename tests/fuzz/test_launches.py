@@ -21,91 +21,22 @@ from tests.support.invalid_values import WRITTEN
 from tests.support.run_in_process import Heard, done_or_refused
 
 NUMBERS = (
-    *(
-        "0",
-        "1",
-        "2",
-        "3",
-        "-1",
-        "1024",
-        "1025",
-        "1e9",
-        "1000000000",
-        "9" * 30,
-        "9" * 5000,
-        "nan",
-        "inf",
-        "0x2",
-        "1.0",
-    ),
-    *("x", "", " 2", "2 ", "1_0", "٣", "2\n", "\udcff"),
-)
+    "0", "1", "2", "3", "-1", "1024", "1025", "1e9", "1000000000", "9" * 30, "9" * 5000, "nan", "inf", "0x2", "1.0",
+    "x", "", " 2", "2 ", "1_0", "٣", "2\n", "\udcff",
+)  # fmt: skip
 PLACES = (
-    *(
-        "node0:29500",
-        "127.0.0.1:1",
-        ":29500",
-        "node0",
-        "node0:",
-        "node0:0",
-        "node0:65536",
-        "node0:-1",
-        "node0:x",
-    ),
-    *(
-        "",
-        ":",
-        "[::1]:29500",
-        "[::1:29500",
-        "::1:29500",
-        "a b:29500",
-        "a/b:29500",
-        "http://node0:29500",
-        "a\0:1",
-    ),
-    *("long" * 100 + ":29500", ".:1", "..:1", "a..b:1", "\udcff:1", "node0:٣", "node0:29500:29500", "*:1"),
-)
+    "node0:29500", "127.0.0.1:1", ":29500", "node0", "node0:", "node0:0", "node0:65536", "node0:-1", "node0:x", "",
+    ":", "[::1]:29500", "[::1:29500", "::1:29500", "a b:29500", "a/b:29500", "http://node0:29500", "a\0:1",
+    "long" * 100 + ":29500", ".:1", "..:1", "a..b:1", "\udcff:1", "node0:٣", "node0:29500:29500", "*:1",
+)  # fmt: skip
 FOLDERS = (
-    "logs",
-    "config.yaml",
-    "config.yaml/x",
-    "/dev/null",
-    "",
-    "long" * 100,
-    "\udcff",
-    "a\0b",
-    "new/deep",
-    "loop",
+    "logs", "config.yaml", "config.yaml/x", "/dev/null", "", "long" * 100, "\udcff", "a\0b", "new/deep", "loop",
     "/proc",
-)
+)  # fmt: skip
 STARTED = (
-    *(
-        "train",
-        "diagnose",
-        "calibrate",
-        "generate",
-        "script.py",
-        "trian",
-        "launch",
-        "report",
-        "estimate",
-        "export",
-    ),
-    *(
-        "gone.py",
-        "",
-        ".",
-        "-",
-        "-m",
-        "--",
-        "config.yaml",
-        "train.py",
-        "long" * 100,
-        "\udcff",
-        "a\0b",
-        "/dev/null",
-    ),
-)
+    "train", "diagnose", "calibrate", "generate", "script.py", "trian", "launch", "report", "estimate", "export",
+    "gone.py", "", ".", "-", "-m", "--", "config.yaml", "train.py", "long" * 100, "\udcff", "a\0b", "/dev/null",
+)  # fmt: skip
 OPTIONS: dict[str, tuple[str, ...]] = {
     "--ranks": NUMBERS, "--max-restarts": NUMBERS, "--nodes": NUMBERS, "--node-rank": NUMBERS, "--master": PLACES,
     "--logs": FOLDERS, "--stopped-code": NUMBERS, "--rank": NUMBERS, "--nproc-per-node": NUMBERS,
