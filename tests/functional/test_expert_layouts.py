@@ -112,14 +112,14 @@ def test_layout_with_tokens_in_fp8_is_one_rank(ranks: RankPool, of_one: Any, own
     assert loss <= own_difference[0] and norm <= own_difference[1]
 
 
-def distances(recipe: str, fields: dict[str, Any], batch: int) -> tuple[float, float]:
+def distances(recipe: str, batch: int) -> tuple[float, float]:
     """A rank case: how far FP8 is from BF16, relative: RMS over tokens of the loss, and of the gradient as a vector."""
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     found = []
     with model_parallel():
         for wanted in (recipe, None):
-            config = fp8_config(Layout(), wanted, **{**DEEPSEEK, **fields})
+            config = fp8_config(Layout(), wanted, **DEEPSEEK)
             chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=OPTIONS["sequence"])
             optimizer = build_optimizer(config, chunks, optim={"clip_grad": 0.0})
             losses: list[torch.Tensor] = []
@@ -132,27 +132,10 @@ def distances(recipe: str, fields: dict[str, Any], batch: int) -> tuple[float, f
     return float(token), float((fp8 - bf16).norm() / bf16.norm())
 
 
-@pytest.fixture(scope="module")
-def apart_on_one(ranks: RankPool) -> Any:
-    """``distances``, each found once."""
-    known: dict[str, tuple[float, float]] = {}
-
-    def find(*case: Any) -> tuple[float, float]:
-        if repr(case) not in known:
-            known[repr(case)] = ranks(1).run(distances, *case)[0]
-        return known[repr(case)]
-
-    return find
-
-
-@pytest.mark.parametrize(("name", "recipe"), [("ep2-tp2-etp2", "tensorwise"), ("ep2-pp2-vpp2", "mxfp8")])
-def test_layout_is_as_near_as_fp8_is_to_bf16(
-    ranks: RankPool, of_one: Any, apart_on_one: Any, name: str, recipe: str
-) -> None:
+def test_layout_is_as_near_as_fp8_is_to_bf16(ranks: RankPool, of_one: Any) -> None:
     """BF16 activations. Means and norms are nearer than what they are of."""
-    own = LAYOUTS[name][2]
-    loss, norm = apart(of_layout(ranks, name, recipe, {}), of_one(recipe, own, batch_of(name)))
-    depth = {key: value for key, value in own.items() if key not in GATHER}
-    token, gradient = apart_on_one(recipe, depth, batch_of(name))
+    name, recipe = "ep2-tp2-etp2", "tensorwise"
+    loss, norm = apart(of_layout(ranks, name, recipe, {}), of_one(recipe, {}, batch_of(name)))
+    token, gradient = ranks(1).run(distances, recipe, batch_of(name))[0]
     print(f"{name}, {recipe}: loss {loss:.1e} of {token:.1e}, norm {norm:.1e} of {gradient:.1e}")
     assert loss <= token < 0.01 and norm <= gradient < 0.2
