@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import queue
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -219,11 +220,13 @@ def megatron_saves(folder: str) -> list[list[tuple[float, float]]]:
         for way, other in zip(("fully_sharded_model_space", "fully_reshardable"), others, strict=True):
             target = Path(folder, way)
             target.mkdir(exist_ok=True)
-            # Its writer starts processes, which ranks of a pool may not.
-            with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):
+            with (
+                # Its writer starts processes, which ranks of a pool may not.
+                mock.patch.dict(multiprocessing.current_process()._config, daemon=False),
+                # Its own queue is held by a process that imports everything anew.
+                mock.patch.object(filesystem_async, "_results_queue", queue.Queue()),
+            ):
                 dist_checkpointing.save(state(first, way, False), str(target))
-            # Dropped, its queue ends the process that holds it, which would outlive these ranks.
-            filesystem_async._results_queue = None
             loaded = dist_checkpointing.load(state(other, way, True), str(target))
             unwrap(other.chunks[0]).load_state_dict(loaded["model"])
             other.optimizer.load_state_dict(loaded["optimizer"])
@@ -392,11 +395,11 @@ def loads_precision_aware(folder: str) -> dict[str, Any]:
         return {name: parameters[f"module.{name}"].detach().float().numpy() for name in names}
 
 
-def test_an_optimizer_without_adams_state_is_refused_in_words(ranks, tmp_path):
-    assert "SGD cannot be stored in checkpoints of megatron_fp8" in ranks(1).run(sgd_saves, str(tmp_path))[0]
+def test_an_optimizer_without_adams_state_is_refused_in_words(ranks):
+    assert "SGD cannot be stored in checkpoints of megatron_fp8" in ranks(1).run(sgd_saves)[0]
 
 
-def sgd_saves(folder: str) -> str:
+def sgd_saves() -> str:
     with model_parallel():
         from megatron_fp8.mcore.checkpoint.training import sharded_state
 

@@ -15,9 +15,7 @@ from tests.support.decoding import forward
 from tests.support.fp8_dispatch import HIDDEN, config_of
 
 
-def train_case(
-    layout: Layout, recipe: str, fields: dict[str, Any], evaluates: bool = False
-) -> dict[str, Any]:
+def train_case(layout: Layout, recipe: str, fields: dict[str, Any]) -> dict[str, Any]:
     """A rank case: two steps of two layers. Returns losses, norms, how many all-to-alls were of bytes, and notes."""
     from megatron_fp8.mcore.report import site_report
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
