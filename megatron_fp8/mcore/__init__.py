@@ -40,15 +40,15 @@ def install() -> None:
     from .patches.disable_jit import plain_functions
     from .patches.patching import PatchSet
 
-    if compat.has_cuda():
+    cuda = compat.has_cuda()
+    if cuda:
         settle_inductor()  # with CUDA, Megatron-Core compiles some of its functions
-    with nullcontext() if compat.has_cuda() else plain_functions():
+    with nullcontext() if cuda else plain_functions():
         compat.require_whole_te()
         compat.require_megatron()
-        patches = compat.patches()
-        from .patches import cpu_engine, gpu_engine
+        from .patches import cpu_engine, missing_packages
 
-        patches += (gpu_engine if compat.has_cuda() else cpu_engine).patches()
+        patches = [*(missing_packages.on_gpu() if cuda else cpu_engine.patches())]
         from .optimizer import adam
         from .patches import fp8_hooks
 

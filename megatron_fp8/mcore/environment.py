@@ -1,4 +1,4 @@
-"""The installed Megatron-Core, and the patches that depend on its environment.
+"""The installed Megatron-Core and its companions, and the groups that reduce amaxes.
 
 Importing this module imports neither Megatron-Core nor Transformer Engine; only the version check imports Megatron-Core.
 """
@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from importlib import util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .patches.patching import Patch
+from typing import Any
 
 SUPPORTED = "0.16"
 HOW_TO_GET = (
@@ -85,138 +81,6 @@ def has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def patches() -> list[Patch]:
-    """Returns the patches that Megatron-Core 0.16 needs on every machine, with or without a GPU."""
-    from .patches.patching import Patch
-
-    found = [
-        Patch(
-            "megatron.core.tensor_parallel.random",
-            "checkpoint",
-            _alias_returned_parameters,
-            "recompute_modules=['mlp'] with biases returns a bias from the region: endless recursion",
-            wrap=True,
-            everywhere=True,
-        ),
-        Patch(
-            "megatron.core.tensor_parallel.mappings",
-            "reduce_from_tensor_model_parallel_region",
-            _return_no_view,
-            "experts with biases add them in place to its output, which autograd forbids for the view that it is",
-            wrap=True,
-            everywhere=True,
-        ),
-        Patch(
-            "megatron.core.fp8_utils",
-            "prepare_model_for_fp8_inference",
-            _dispatch_prepare_for_inference,
-            "it knows Transformer Engine's linears only, and without Transformer Engine it raises",
-            wrap=True,
-            everywhere=True,
-        ),
-    ]
-    return found if has_te() else found + _without_te()
-
-
-def _dispatch_prepare_for_inference(megatrons: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wraps Megatron-Core's function for Transformer Engine models; all other models get this package's."""
-    from .. import fp8_utils
-    from ..inference.calibration import fp8_modules
-
-    def prepare_model_for_fp8_inference(model: Any) -> Any:
-        ours = any(module.fp8_site.quantizers["weight"] for module in fp8_modules(model))
-        return (fp8_utils.prepare_model_for_fp8_inference if ours or not has_te() else megatrons)(model)
-
-    return prepare_model_for_fp8_inference
-
-
-def _without_te() -> list[Patch]:
-    """Patches for names that Megatron-Core uses without checking for Transformer Engine."""
-    from packaging.version import Version
-
-    from .patches.patching import Patch
-
-    return [
-        Patch(
-            "megatron.core.utils",
-            "_te_version",
-            Version("0.0"),
-            "without Transformer Engine it is None, and is_te_min_version() compares None: a TypeError",
-        ),
-        Patch(
-            "megatron.core.transformer.moe.moe_utils",
-            "te_general_gemm",
-            None,
-            "the router asks `te_general_gemm is not None`, a name that only Transformer Engine defines",
-            create=True,
-        ),
-        *(
-            Patch(
-                "megatron.core.tensor_parallel.random",
-                name,
-                stand_in,
-                "recompute_modules=['layernorm'] and ['moe_act'] use Transformer Engine's name, FP8 or not",
-                create=True,
-            )
-            for name, stand_in in {
-                "FP8GlobalStateManager": _NoFp8State,
-                "fp8_autocast": _null_context,
-                "activation_recompute_forward": _null_context,
-            }.items()
-        ),
-    ]
-
-
-class _NoFp8State:
-    """Replaces Transformer Engine's global FP8 state when a norm or an activation is recomputed."""
-
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        """False: no GEMM runs inside a norm or an activation function."""
-        return False
-
-
-def _null_context(**kwargs: Any) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-def _alias_returned_parameters(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps Megatron-Core's activation checkpoint for functions that also return a parameter (an MLP: its bias).
-
-    An autograd function that returns a parameter makes it its own output: recomputing the region would differentiate
-    through the region again, in endless recursion. An alias of the parameter is an ordinary output.
-    """
-
-    @functools.wraps(checkpoint)
-    def safe(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
-        def region(*inputs: Any) -> Any:
-            outputs = function(*inputs)
-            return tuple(map(_alias, outputs)) if isinstance(outputs, tuple) else _alias(outputs)
-
-        return checkpoint(region, distribute_saved_activations, *args)
-
-    return safe
-
-
-def _return_no_view(reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the all-reduce: its result can be changed in place, as a new tensor with the same memory."""
-
-    @functools.wraps(reduce)
-    def reduced(*args: Any, **kwargs: Any) -> Any:
-        import torch
-
-        y = reduce(*args, **kwargs)
-        return torch.ops.aten._unsafe_view(y, y.shape)
-
-    return reduced
-
-
-def _alias(value: Any) -> Any:
-    import torch
-
-    return value.view_as(value) if isinstance(value, torch.nn.Parameter) else value
 
 
 def amax_group(config: Any, *, expert: bool) -> Any:

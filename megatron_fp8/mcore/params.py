@@ -17,7 +17,6 @@ weights stay BF16 parameters and are cast every iteration, which is the same num
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,9 +30,12 @@ from ..params.fp8_parameter import Fp8Parameter, TwoWayFp8Parameter, broadcast, 
 from ..plan.overrides import Override
 from ..recipe import RECIPES
 from .layers.linear import Fp8OutputLayer
-from .patches.patching import Patch
+from .patches.patching import PatchList
 from .runtime import runtime_of, unwrap
 from .sites import fp8_linears, prepare
+
+patches = PatchList()
+_DDP = "distributed.distributed_data_parallel.DistributedDataParallel"
 
 
 def make_fp8_params(model_chunks: list[Any], *, two_way: bool = True) -> list[str]:
@@ -141,29 +143,32 @@ def travels_in_bf16(config: Any) -> bool:
 # ------------------------------------------------------------------------------------------- DistributedDataParallel
 
 
-def make_params_first(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps DistributedDataParallel.__init__: makes weights FP8 parameters first if the config has fp8_param."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        enabled = bool(config.fp8 and getattr(config, "fp8_param", False))
-        if ddp_config.fp8_param_gather and not enabled:
-            raise ValueError(
-                f"DistributedDataParallelConfig.fp8_param_gather=True, and the model's config has fp8={config.fp8!r},"
-                f" fp8_param={getattr(config, 'fp8_param', False)!r}: set fp8_param=True there, which also sets this, or"
-                " drop it"
-            )
-        if enabled:
-            ddp_config.fp8_param_gather = True
-            _check_buffers(config, ddp_config)
-            stays_bf16 = (
-                ddp_config.use_distributed_optimizer and not ddp_config.reuse_grad_buf_for_mxfp8_param_ag
-            )
-            make_fp8_params([module], two_way=not stays_bf16)
-            _warn_memory(module)
-        original(self, config, ddp_config, module, *args, **kwargs)
-
-    return __init__
+@patches.wrap(f"{_DDP}.__init__", "weights become FP8 before buffers hold them")
+def make_params_first(
+    original: Callable[..., None],
+    self: Any,
+    config: Any,
+    ddp_config: Any,
+    module: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Makes weights FP8 parameters first if the config has fp8_param."""
+    enabled = bool(config.fp8 and getattr(config, "fp8_param", False))
+    if ddp_config.fp8_param_gather and not enabled:
+        raise ValueError(
+            f"DistributedDataParallelConfig.fp8_param_gather=True, and the model's config has fp8={config.fp8!r},"
+            f" fp8_param={getattr(config, 'fp8_param', False)!r}: set fp8_param=True there, which also sets this, or"
+            " drop it"
+        )
+    if enabled:
+        ddp_config.fp8_param_gather = True
+        _check_buffers(config, ddp_config)
+        shares = ddp_config.reuse_grad_buf_for_mxfp8_param_ag
+        make_fp8_params([module], two_way=shares or not ddp_config.use_distributed_optimizer)
+        if warning := memory_warning([module]):
+            print_rank_0(f"megatron_fp8: warning: {warning}", once=True)
+    original(self, config, ddp_config, module, *args, **kwargs)
 
 
 def _check_buffers(config: Any, ddp_config: Any) -> None:
@@ -206,29 +211,19 @@ def memory_warning(model_chunks: list[Any]) -> str | None:
     return None
 
 
-def _warn_memory(module: Any) -> None:
-    warning = memory_warning([module])
-    if warning:
-        print_rank_0(f"megatron_fp8: warning: {warning}", once=True)
-
-
-def broadcast_codes_too(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wraps DistributedDataParallel.broadcast_params: Megatron's own would broadcast a copy of an FP8 parameter."""
-
-    @functools.wraps(original)
-    def broadcast_params(self: Any) -> None:
-        if not fp8_params(self.module):
-            original(self)
-            return
-        for param in self.module.parameters():
-            group = self.dp_cp_group if getattr(param, "allreduce", True) else self.expt_dp_group
-            source = dist.get_global_rank(group, 0)
-            if isinstance(param, Fp8Parameter):
-                broadcast(param, source, group)
-            else:
-                dist.broadcast(param.data, src=source, group=group)
-
-    return broadcast_params
+@patches.wrap(f"{_DDP}.broadcast_params", "it would move a dequantized copy")
+def broadcast_codes_too(original: Callable[[Any], None], self: Any) -> None:
+    """Megatron's own would broadcast a copy of an FP8 parameter."""
+    if not fp8_params(self.module):
+        original(self)
+        return
+    for param in self.module.parameters():
+        group = self.dp_cp_group if getattr(param, "allreduce", True) else self.expt_dp_group
+        source = dist.get_global_rank(group, 0)
+        if isinstance(param, Fp8Parameter):
+            broadcast(param, source, group)
+        else:
+            dist.broadcast(param.data, src=source, group=group)
 
 
 def refuse_bf16_weights(model: Any) -> None:
@@ -243,28 +238,21 @@ def refuse_bf16_weights(model: Any) -> None:
         )
 
 
-def patches() -> list[Patch]:
-    """Returns the patches by which Megatron-Core uses this package's FP8 parameters in place of Transformer Engine's."""
-    core = "megatron.core"
-    names = f"{core}.fp8_utils"
-    ddp = f"{core}.distributed.distributed_data_parallel.DistributedDataParallel"
-    why = "FP8 weights are this package's class, without Transformer Engine"
-    return [
-        Patch(names, "FP8_TENSOR_CLASS", Fp8Parameter, why),
-        Patch(names, "HAVE_TE_FP8_TENSOR_CLASS", True, why),
-        Patch(names, "MXFP8Tensor", TwoWayFp8Parameter, "such weights travel in BF16", create=True),
-        Patch(names, "HAVE_TE_MXFP8TENSOR", True, "such weights travel in BF16"),
-        Patch(names, "_modify_underlying_storage_impl", fp8_utils.modify_underlying_storage, why),
-        Patch(names, "_quantize_param_shard_impl", fp8_utils.quantize_param_shard, why),
-        Patch(names, "_correct_amax_history_if_needed_impl", fp8_utils.correct_amax_history_if_needed, why),
-        Patch(names, "te_post_all_gather_processing", fp8_utils.post_all_gather_processing, why),
-        Patch(
-            names,
-            "dequantize_fp8_tensor",
-            fp8_utils.dequantize_fp8_tensor,
-            "it asks for Transformer Engine's version",
-            everywhere=True,
-        ),
-        Patch(ddp, "__init__", make_params_first, "weights become FP8 before buffers hold them", wrap=True),
-        Patch(ddp, "broadcast_params", broadcast_codes_too, "it would move a dequantized copy", wrap=True),
-    ]
+_WHY = "FP8 weights are this package's class, without Transformer Engine"
+for _name, _replacement in {
+    "FP8_TENSOR_CLASS": Fp8Parameter,
+    "HAVE_TE_FP8_TENSOR_CLASS": True,
+    "HAVE_TE_MXFP8TENSOR": True,
+    "_modify_underlying_storage_impl": fp8_utils.modify_underlying_storage,
+    "_quantize_param_shard_impl": fp8_utils.quantize_param_shard,
+    "_correct_amax_history_if_needed_impl": fp8_utils.correct_amax_history_if_needed,
+    "te_post_all_gather_processing": fp8_utils.post_all_gather_processing,
+}.items():
+    patches.replace(f"fp8_utils.{_name}", _replacement, _WHY)
+patches.replace("fp8_utils.MXFP8Tensor", TwoWayFp8Parameter, "such weights travel in BF16", create=True)
+patches.replace(
+    "fp8_utils.dequantize_fp8_tensor",
+    fp8_utils.dequantize_fp8_tensor,
+    "it asks for Transformer Engine's version",
+    everywhere=True,
+)

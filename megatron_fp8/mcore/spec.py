@@ -1,21 +1,48 @@
-"""Layer specs: Megatron-Core's GPT specs with this package's modules."""
+"""Layer specs: Megatron-Core's with this package's modules, made here or replaced at construction.
+
+Specs name classes, and Megatron-Core builds all of them through ``build_module``. The config is known there, so one
+rule covers every spec (GPT's, BERT's, T5's, a user's own). With ``fp8`` the classes below are built as this
+package's. Without it Megatron-Core's own are built, except where they would refuse the config (their norms under
+sequence parallelism, their attention under context parallelism).
+
+Rejected: replacing the provider from which Megatron-Core's GPT specs take their classes. It has no access to the config,
+so BF16 models got this package's modules; and BERT's, T5's and heterogeneous specs name their classes themselves.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
+import importlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe import grouped_gemm_util
+from megatron.core.transformer.moe.experts import GroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from . import environment as compat
 from . import is_installed
-from .spec_replacement import with_own_modules
+from .layers.attention import CoreAttention
+from .layers.grouped_mlp import Fp8GroupedMLP
+from .layers.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+from .layers.moe_layer import Fp8MoELayer
+from .layers.norm import Norm
+from .patches.patching import PatchList
 from .te.context import choose_te_layers
+
+patches = PatchList()
 
 
 def get_gpt_layer_fp8_spec(config: Any) -> ModuleSpec:
@@ -145,6 +172,110 @@ def _require_installed() -> None:
         raise RuntimeError(
             "call megatron_fp8.mcore.install() before building a model: it sets Megatron-Core's FP8 hooks"
         )
+
+
+# ----------------------------------------------------------------------------------------------------- replaced classes
+
+_CLASSES: dict[Any, type] = {
+    ColumnParallelLinear: Fp8ColumnParallelLinear,
+    RowParallelLinear: Fp8RowParallelLinear,
+    GroupedMLP: Fp8GroupedMLP,
+    DotProductAttention: CoreAttention,
+}
+
+
+def with_own_modules(spec: Any, replaces: Callable[[type], bool] = lambda theirs: True) -> Any:
+    """Returns a copy of a class, ModuleSpec, submodules, or a list of them, with this package's classes.
+
+    Args:
+        replaces: selects the Megatron-Core classes to replace; by default all that this package has a class for.
+    """
+    if isinstance(spec, type):
+        ours = Norm if spec in _norms() else _CLASSES.get(spec)
+        return spec if ours is None or not replaces(spec) else ours
+    if isinstance(spec, list):
+        return [with_own_modules(part, replaces) for part in spec]
+    if not is_dataclass(spec):
+        return spec
+    own: Any = copy.copy(spec)
+    # Multi-latent attention compares the class of its linears; build_module replaces them later.
+    skipped = (
+        (ColumnParallelLinear, RowParallelLinear) if isinstance(spec, MLASelfAttentionSubmodules) else ()
+    )
+    for field in fields(own):
+        part = getattr(own, field.name)
+        if part not in skipped:
+            setattr(own, field.name, with_own_modules(part, replaces))
+    return own
+
+
+@patches.wrap(
+    "transformer.spec_utils.build_module",
+    "specs without Transformer Engine name linears that run in BF16 whatever fp8 says",
+    everywhere=True,
+)
+def build_own_modules(original: Callable[..., Any], spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Builds this package's classes where the config has FP8 or needs them."""
+    config = kwargs.get("config")
+    if config is not None:
+        fp8 = getattr(config, "fp8", None)
+        spec_or_module = with_own_modules(spec_or_module, lambda theirs: fp8 or _refuses(theirs, config))
+        if fp8 and getattr(config, "moe_fp8_dispatch", False):
+            spec_or_module = _with_fp8_dispatch(spec_or_module)
+    return original(spec_or_module, *args, **kwargs)
+
+
+def _with_fp8_dispatch(spec: Any) -> Any:
+    """Returns the spec with this package's MoE layer in place of Megatron-Core's.
+
+    Only when it is built: a transformer layer compares the class to select the arguments of its constructor.
+    """
+    if not isinstance(spec, ModuleSpec) or spec.module is not MoELayer:
+        return spec
+    own = copy.copy(spec)
+    own.module = Fp8MoELayer
+    return own
+
+
+@patches.wrap(
+    "transformer.transformer_block._get_block_submodules",
+    "the final norm of a block made from one layer's spec is not the spec's",
+    everywhere=True,
+)
+def final_norm_of_the_layers(
+    original: Callable[..., Any], config: Any, spec: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """The final norm is this package's if the layers' norms are."""
+    found = original(config, spec, *args, **kwargs)
+    submodules = getattr(spec, "submodules", None)
+    if found is not submodules and getattr(submodules, "input_layernorm", None) is Norm:
+        found.layer_norm = Norm
+    return found
+
+
+def _refuses(theirs: Any, config: Any) -> bool:
+    """Whether Megatron-Core's class cannot be built from a config that this package's class accepts."""
+    if theirs is DotProductAttention:
+        return bool(config.context_parallel_size > 1 or config.multi_latent_attention)
+    if theirs is GroupedMLP:
+        return not grouped_gemm_util.grouped_gemm_is_available()
+    if theirs is WrappedTorchNorm:
+        return bool(config.sequence_parallel or config.layernorm_zero_centered_gamma)
+    return theirs in _norms() and config.normalization != "LayerNorm"  # apex has no other
+
+
+@functools.cache
+def _norms() -> tuple[Any, ...]:
+    """Returns the norms that Megatron-Core's specs name if Transformer Engine is not installed."""
+    if not compat.has_apex():
+        return (WrappedTorchNorm,)
+    return (
+        WrappedTorchNorm,
+        importlib.import_module("megatron.core.fusions.fused_layer_norm").FusedLayerNorm,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- --spec
 
 
 def __getattr__(name: str) -> ModuleSpec:

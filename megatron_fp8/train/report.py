@@ -34,7 +34,6 @@ def build_report(
     'sites' has one entry for each linear-layer GEMM site of the whole model, over all pipeline stages.
     """
     from ..mcore.params import parameter_bytes
-    from ..mcore.patches.apex import apex_use
     from ..mcore.report import own_precision, site_report
     from ..mcore.runtime import state_of
 
@@ -52,7 +51,6 @@ def build_report(
             "fp8_param": parameter_bytes(chunks) if config.fp8 and config.fp8_param else None,
             "phases": state_of(config).phases.describe(own_precision(config)) if config.fp8 else [],
         },
-        "apex": apex_use(config, chunks),
         "run_dir": run.run_dir,
         "checkpoints": os.path.abspath(checkpoint_folder(run)),
         "sites": site_report(chunks),
@@ -132,7 +130,6 @@ def format_report(report: dict[str, Any]) -> str:
         f"device      {report['device']}",
         *([f"kernels     {report['cpu_kernels']}"] if report.get("cpu_kernels") else []),
         f"versions    {', '.join(f'{name} {version}' for name, version in report['versions'].items())}",
-        f"apex        {report.get('apex', 'not known')}",
         f"ranks       {parallel['world_size']} ({parallel['launcher']}, {parallel['backend']}), "
         f"{sizes or 'no model parallelism'}"
         + (", sequence parallel" if parallel["sequence_parallel"] else "")

@@ -87,7 +87,7 @@ def waited(path, arguments):
     install()
     from megatron.core.optimizer import clip_grads
 
-    from megatron_fp8.mcore.patches.gpu_engine import norm_without_waiting
+    from megatron_fp8.mcore.patches.missing_packages import norm_without_waiting
     from megatron_fp8.train.loop import Trainer
 
     original = Trainer._timed_step

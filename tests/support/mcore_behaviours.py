@@ -29,12 +29,11 @@ Numbers = dict[str, Any]
 def plain_megatron() -> Iterator[None]:
     """Megatron-Core without the FP8 hooks, on the stand-ins that it needs on a CPU."""
     from megatron_fp8 import mcore
-    from megatron_fp8.mcore import environment as compat
-    from megatron_fp8.mcore.patches import cpu_engine
+    from megatron_fp8.mcore.patches import cpu_engine, missing_packages
     from megatron_fp8.mcore.patches.patching import PatchSet
 
     mcore.uninstall()
-    stand_ins = PatchSet([*compat._without_te(), *cpu_engine.patches()])
+    stand_ins = PatchSet([*missing_packages.without_te, *cpu_engine.patches()])
     stand_ins.apply()
     try:
         yield

@@ -39,9 +39,12 @@ from ...linear.saved_operands import first_derivative_only, given_back, save
 from ...numerics.formats import E4M3
 from ...numerics.rule import BLOCK_1X128, Rule
 from ...tensor import QuantizedSide
-from ..patches.patching import Patch
+from ..patches.patching import PatchList
 from .norm import Norm
 
+patches = PatchList()
+_WHY_STORE = "activation_func_fp8_input_store stores codes without a scale"
+_WHY_FUSED = "norms and SwiGLU before an FP8 linear are computed by its kernel"
 _STORE = Rule(E4M3, BLOCK_1X128, "pow2")
 
 
@@ -131,41 +134,40 @@ def _swiglu_with_fp8_store(
     return y.view(*x.shape[:-1], x.shape[-1] // 2)
 
 
-def store_swiglu_input_in_fp8(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wraps Megatron's bias_swiglu_impl: deferred between FP8 linears, and with the scaled store if requested."""
-
-    def bias_swiglu_impl(
-        input: torch.Tensor,
-        bias: torch.Tensor | None,
-        fp8_input_store: bool = False,
-        cpu_offload_input: bool = False,
-    ) -> torch.Tensor:
-        deferred = None
-        if bias is None and not cpu_offload_input:
-            deferred = _deferred_swiglu(input, None, fp8_input_store)
-        if deferred is not None:
-            return deferred
-        if not fp8_input_store:
-            return original(input, bias, fp8_input_store, cpu_offload_input)
-        return _swiglu_with_fp8_store(input, bias, None)
-
-    return bias_swiglu_impl
+@patches.wrap("fusions.fused_bias_swiglu.bias_swiglu_impl", _WHY_STORE, everywhere=True)
+def store_swiglu_input_in_fp8(
+    original: Callable[..., torch.Tensor],
+    input: torch.Tensor,
+    bias: torch.Tensor | None,
+    fp8_input_store: bool = False,
+    cpu_offload_input: bool = False,
+) -> torch.Tensor:
+    """Megatron's bias_swiglu_impl: deferred between FP8 linears, and with the scaled store if requested."""
+    deferred = None
+    if bias is None and not cpu_offload_input:
+        deferred = _deferred_swiglu(input, None, fp8_input_store)
+    if deferred is not None:
+        return deferred
+    if not fp8_input_store:
+        return original(input, bias, fp8_input_store, cpu_offload_input)
+    return _swiglu_with_fp8_store(input, bias, None)
 
 
-def store_expert_swiglu_input_in_fp8(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+@patches.wrap("fusions.fused_bias_swiglu.weighted_bias_swiglu_impl", _WHY_STORE, everywhere=True)
+def store_expert_swiglu_input_in_fp8(
+    original: Callable[..., torch.Tensor],
+    input: torch.Tensor,
+    bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    fp8_input_store: bool = False,
+) -> torch.Tensor:
     """The same for experts, Megatron's weighted_bias_swiglu_impl: weights [tokens, 1] are the router's."""
-
-    def weighted_bias_swiglu_impl(
-        input: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, fp8_input_store: bool = False
-    ) -> torch.Tensor:
-        deferred = _deferred_swiglu(input, weights, fp8_input_store) if bias is None else None
-        if deferred is not None:
-            return deferred
-        if not fp8_input_store:
-            return original(input, bias, weights, fp8_input_store)
-        return _swiglu_with_fp8_store(input, bias, weights)
-
-    return weighted_bias_swiglu_impl
+    deferred = _deferred_swiglu(input, weights, fp8_input_store) if bias is None else None
+    if deferred is not None:
+        return deferred
+    if not fp8_input_store:
+        return original(input, bias, weights, fp8_input_store)
+    return _swiglu_with_fp8_store(input, bias, weights)
 
 
 _mlp: ContextVar[Any] = ContextVar("mlp", default=None)
@@ -196,40 +198,20 @@ def _is_ours(linear: Any) -> bool:
     return hasattr(linear, "makes_codes_of")
 
 
-def connected(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps TransformerLayer.__init__: connects norms to their readers."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        connect(self)
-
-    return __init__
+@patches.wrap("transformer.transformer_layer.TransformerLayer.__init__", _WHY_FUSED)
+def connect_norms(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Connects norms to their readers."""
+    original(self, *args, **kwargs)
+    connect(self)
 
 
-def known_to_activation(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps MLP.forward: the activation function can find the linears on both sides."""
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # not in compiled code: the compiler fuses by itself
-            return original(self, *args, **kwargs)
-        token = _mlp.set(self if _is_ours(self.linear_fc1) and _is_ours(self.linear_fc2) else None)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _mlp.reset(token)
-
-    return forward
-
-
-def patches() -> list[Patch]:
-    """Returns the patches that connect norms, activations and linears."""
-    core, why = (
-        "megatron.core.transformer",
-        "norms and SwiGLU before an FP8 linear are computed by its kernel",
-    )
-    return [
-        Patch(f"{core}.transformer_layer.TransformerLayer", "__init__", connected, why, wrap=True),
-        Patch(f"{core}.mlp.MLP", "forward", known_to_activation, why, wrap=True),
-    ]
+@patches.wrap("transformer.mlp.MLP.forward", _WHY_FUSED)
+def find_linears(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The activation function can find the linears on both sides."""
+    if torch.compiler.is_compiling():  # not in compiled code: the compiler fuses by itself
+        return original(self, *args, **kwargs)
+    token = _mlp.set(self if _is_ours(self.linear_fc1) and _is_ours(self.linear_fc2) else None)
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        _mlp.reset(token)

@@ -13,7 +13,6 @@ their gradients are reduce-scattered. config.cp_comm_type selects other ways to 
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -37,9 +36,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...linear.saved_operands import first_derivative_only
 from ...numerics import host_sync
-from ..patches.patching import Patch
+from ..patches.patching import PatchList
 from ..runtime import runtime_of
 
+patches = PatchList()
 _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -283,46 +283,33 @@ class RotatedKeys(StaticInferenceContext):
     """
 
 
-def rotated_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps Attention._adjust_key_value_for_inference: rotates new keys before a RotatedKeys context stores them."""
-
-    @functools.wraps(original)
-    def adjusted(
-        self: Any,
-        inference_context: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        rotary_pos_emb: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if rotary_pos_emb is None or not isinstance(inference_context, RotatedKeys):
-            return original(self, inference_context, query, key, value, rotary_pos_emb, *args, **kwargs)
-        start = inference_context.sequence_len_offset
-        key = apply_rotary_pos_emb(
-            key,  # [tokens, b, groups, d]
-            rotary_pos_emb[1][start : start + len(key)],
-            config=self.config,
-            mscale=_yarn_get_concentration_factor_from_config(self.config),
-            cp_group=self.pg_collection.cp,
-        )
-        query, key, value, (of_queries, _), *rest = original(
-            self, inference_context, query, key, value, rotary_pos_emb, *args, **kwargs
-        )
-        return query, key, value, (of_queries, None), *rest
-
-    return adjusted
-
-
-def patches() -> list[Patch]:
-    """Returns the patches for a cache of rotated keys."""
-    return [
-        Patch(
-            "megatron.core.transformer.attention.Attention",
-            "_adjust_key_value_for_inference",
-            rotated_once,
-            "every token decoded would rotate the keys of all tokens again",
-            wrap=True,
-        )
-    ]
+@patches.wrap(
+    "transformer.attention.Attention._adjust_key_value_for_inference",
+    "every token decoded would rotate the keys of all tokens again",
+)
+def rotate_once(
+    original: Callable[..., Any],
+    self: Any,
+    inference_context: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    rotary_pos_emb: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Rotates new keys before a RotatedKeys context stores them."""
+    if rotary_pos_emb is None or not isinstance(inference_context, RotatedKeys):
+        return original(self, inference_context, query, key, value, rotary_pos_emb, *args, **kwargs)
+    start = inference_context.sequence_len_offset
+    key = apply_rotary_pos_emb(
+        key,  # [tokens, b, groups, d]
+        rotary_pos_emb[1][start : start + len(key)],
+        config=self.config,
+        mscale=_yarn_get_concentration_factor_from_config(self.config),
+        cp_group=self.pg_collection.cp,
+    )
+    query, key, value, (of_queries, _), *rest = original(
+        self, inference_context, query, key, value, rotary_pos_emb, *args, **kwargs
+    )
+    return query, key, value, (of_queries, None), *rest

@@ -7,7 +7,6 @@ runs Megatron's own code, so its numbers are Megatron's. ``linear_qkv`` and ``li
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,10 @@ from ...linear.gemm_site import GemmSite
 from ...linear.tensor_parallel import ALONE, ShardInfo, TensorParallel
 from ...plan.autocast_state import AutocastState, Forwards, layer_being_built, runs_fp8
 from ..checkpoint.state_dict import sharded_slots, take_slots
+from ..patches.patching import PatchList
 from ..sites import make_site, prepare, share_of
+
+patches = PatchList()
 
 
 class _Fp8Site:
@@ -33,7 +35,8 @@ class _Fp8Site:
     is_expert: bool
     weight: torch.Tensor
 
-    def _init_site(self) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.fp8_layer = layer_being_built()
         self.is_first_microbatch = True  # Megatron sets it at the start of every iteration
         self.save_original_input = False  # Megatron sets it where the input is recomputed anyway
@@ -154,10 +157,6 @@ class _Fp8Site:
 class Fp8ColumnParallelLinear(_Fp8Site, ColumnParallelLinear):
     """Y = X A^T with A split by output features; arguments as Megatron-Core's ColumnParallelLinear."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._init_site()
-
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
@@ -180,10 +179,6 @@ class Fp8ColumnParallelLinear(_Fp8Site, ColumnParallelLinear):
 
 class Fp8RowParallelLinear(_Fp8Site, RowParallelLinear):
     """Y = X A^T with A split by input features; arguments as Megatron-Core's RowParallelLinear."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._init_site()
 
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
@@ -249,24 +244,22 @@ class Fp8OutputLayer(Fp8ColumnParallelLinear):
         return self._embedding()
 
 
-def output_layer_in_fp8(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wraps LanguageModule.setup_embeddings_and_output_layer: with fp8_output_layer the output layer becomes an FP8
-    site.
+@patches.wrap(
+    "models.common.language_module.language_module.LanguageModule.setup_embeddings_and_output_layer",
+    "a model makes its output layer itself, and no spec names it",
+)
+def output_layer_in_fp8(original: Callable[[Any], None], self: Any) -> None:
+    """With fp8_output_layer the output layer becomes an FP8 site.
 
     ValueError: its class is not Megatron-Core's.
     """
-
-    @functools.wraps(original)
-    def setup_embeddings_and_output_layer(self: Any) -> None:
-        original(self)
-        config = self.config
-        if not (self.post_process and config.fp8 and getattr(config, "fp8_output_layer", False)):
-            return
-        if type(self.output_layer) is not ColumnParallelLinear:
-            raise ValueError(
-                f"fp8_output_layer=True: {type(self).__name__}'s output_layer is a {type(self.output_layer).__name__},"
-                " whose own forward runs in BF16. Make it a ColumnParallelLinear, or set fp8_output_layer=False"
-            )
-        self.output_layer = Fp8OutputLayer(self.output_layer, self.shared_embedding_or_output_weight)
-
-    return setup_embeddings_and_output_layer
+    original(self)
+    config = self.config
+    if not (self.post_process and config.fp8 and getattr(config, "fp8_output_layer", False)):
+        return
+    if type(self.output_layer) is not ColumnParallelLinear:
+        raise ValueError(
+            f"fp8_output_layer=True: {type(self).__name__}'s output_layer is a {type(self.output_layer).__name__},"
+            " whose own forward runs in BF16. Make it a ColumnParallelLinear, or set fp8_output_layer=False"
+        )
+    self.output_layer = Fp8OutputLayer(self.output_layer, self.shared_embedding_or_output_weight)

@@ -15,7 +15,7 @@ import torch
 from torch.optim.adam import adam
 
 from .. import environment as compat
-from ..patches.patching import Patch
+from ..patches.patching import PatchList
 
 
 class Adam(torch.optim.Optimizer):
@@ -100,16 +100,18 @@ class Adam(torch.optim.Optimizer):
         )
 
 
-def patches() -> list[Patch]:
+def patches() -> PatchList:
     """Returns the patches that make Megatron-Core use this Adam; none on a GPU machine that has a fused one."""
+    found = PatchList("megatron.core.optimizer")
     if (compat.has_cuda() and compat.has_te()) or compat.uses_apex("amp_C"):
-        return []
-    optimizer, distributed = "megatron.core.optimizer", "megatron.core.optimizer.distrib_optimizer"
-    why = "torch's AdamW counts steps per parameter, and the distributed optimizer cannot resume with it"
-    return [
-        Patch(optimizer, "Adam", Adam, why),
-        Patch(optimizer, "USING_PYTORCH_OPTIMIZER", False, why),
-        Patch(distributed, "Adam", Adam, why),
-        Patch(distributed, "HAVE_APEX_OR_TE", True, why),
-        Patch(distributed, "USING_TE_OPTIMIZER", True, why),
-    ]
+        return found
+    for name, replacement in {
+        "Adam": Adam,
+        "USING_PYTORCH_OPTIMIZER": False,
+        "distrib_optimizer.Adam": Adam,
+        "distrib_optimizer.HAVE_APEX_OR_TE": True,
+        "distrib_optimizer.USING_TE_OPTIMIZER": True,
+    }.items():
+        why = "torch's AdamW counts steps per parameter, and the distributed optimizer cannot resume with it"
+        found.replace(name, replacement, why)
+    return found

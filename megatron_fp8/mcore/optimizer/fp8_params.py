@@ -20,56 +20,62 @@ leaves to the training loop or silently gets wrong:
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ...params.fp8_parameter import Fp8Parameter
-from ..patches.patching import Patch
+from ..patches.patching import PatchList
+
+patches = PatchList()
+_DISTRIBUTED = "optimizer.distrib_optimizer.DistributedOptimizer"
+_BUFFERS = "distributed.param_and_grad_buffer"
+
 
 # --------------------------------------------------------------------------------------------------------- construction
 
 
-def masters_from_the_start(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps Float16OptimizerWithFloat16Params.__init__: masters start from the original weights, not from codes."""
+@patches.wrap(
+    "optimizer.optimizer.Float16OptimizerWithFloat16Params.__init__",
+    "it makes float32 masters from FP8 codes",
+)
+def masters_from_the_start(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Masters start from the original weights, not from codes."""
+    original(self, *args, **kwargs)
+    if self.is_stub_optimizer:
+        return
+    for params, masters in zip(self.float16_groups, self.fp32_from_float16_groups, strict=True):
+        for param, master in zip(params, masters, strict=True):
+            if isinstance(param, Fp8Parameter):
+                master.data.copy_(param.get_high_precision_init_val())
+                param.clear_high_precision_init_val()
 
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if self.is_stub_optimizer:
-            return
-        for params, masters in zip(self.float16_groups, self.fp32_from_float16_groups, strict=True):
-            for param, master in zip(params, masters, strict=True):
-                if isinstance(param, Fp8Parameter):
-                    master.data.copy_(param.get_high_precision_init_val())
-                    param.clear_high_precision_init_val()
 
-    return __init__
-
-
-def checked_and_cleared(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps DistributedOptimizer.__init__: checks its config against the model's, and frees the original weights."""
-
-    @functools.wraps(original)
-    def __init__(
-        self: Any,
-        optimizer: Any,
-        config: Any,
-        grad_scaler: Any,
-        init_state_fn: Any,
-        model_chunks: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        _check_config(config, model_chunks)
-        original(self, optimizer, config, grad_scaler, init_state_fn, model_chunks, *args, **kwargs)
-        for param in _fp8_params_of(self):
-            param.clear_high_precision_init_val()
-            _set_owned_piece(self, param)
-
-    return __init__
+@patches.wrap(f"{_DISTRIBUTED}.__init__", "it does not compare its config with DDP's")
+def check_and_clear(
+    original: Callable[..., None],
+    self: Any,
+    optimizer: Any,
+    config: Any,
+    grad_scaler: Any,
+    init_state_fn: Any,
+    model_chunks: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Checks its config against the model's, and frees the original weights."""
+    ddp = model_chunks[0].ddp_config
+    if config.reuse_grad_buf_for_mxfp8_param_ag != ddp.reuse_grad_buf_for_mxfp8_param_ag:
+        raise ValueError(
+            f"OptimizerConfig.reuse_grad_buf_for_mxfp8_param_ag={config.reuse_grad_buf_for_mxfp8_param_ag}, and"
+            f" DistributedDataParallelConfig's is {ddp.reuse_grad_buf_for_mxfp8_param_ag}: one would gather what the"
+            " other does not fill. Give both the same value."
+        )
+    original(self, optimizer, config, grad_scaler, init_state_fn, model_chunks, *args, **kwargs)
+    for param in _fp8_params_of(self):
+        param.clear_high_precision_init_val()
+        _set_owned_piece(self, param)
 
 
 def _set_owned_piece(optimizer: Any, param: Fp8Parameter) -> None:
@@ -81,46 +87,40 @@ def _set_owned_piece(optimizer: Any, param: Fp8Parameter) -> None:
     param.own_piece(piece.start, piece.end)
 
 
-def _check_config(config: Any, model_chunks: list[Any]) -> None:
-    ddp = model_chunks[0].ddp_config
-    if config.reuse_grad_buf_for_mxfp8_param_ag != ddp.reuse_grad_buf_for_mxfp8_param_ag:
-        raise ValueError(
-            f"OptimizerConfig.reuse_grad_buf_for_mxfp8_param_ag={config.reuse_grad_buf_for_mxfp8_param_ag}, and"
-            f" DistributedDataParallelConfig's is {ddp.reuse_grad_buf_for_mxfp8_param_ag}: one would gather what the"
-            " other does not fill. Give both the same value."
-        )
-
-
-def without_slices_of_codes(original: Callable[..., Any]) -> Any:
-    """Wraps DistributedOptimizer._build_model_and_main_param_groups: hides the recipe 'delayed' from it.
+@patches.wrap(
+    f"{_DISTRIBUTED}._build_model_and_main_param_groups",
+    "for delayed scaling it keeps slices of dequantized weights",
+)
+def without_slices_of_codes(
+    original: Callable[..., Any], gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: Any, config: Any
+) -> Any:
+    """Hides the recipe 'delayed' from it.
 
     For delayed scaling alone Megatron stores a flat slice of each FP8 weight; a slice of a wrapper is a dequantized
     copy.
     """
-
-    def build(gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: Any, config: Any) -> Any:
-        plain = copy.copy(config)
-        plain.fp8_recipe = None
-        return original(gbuf_ranges, param_gbuf_map, opt_group_ranges, plain)
-
-    return staticmethod(build)
+    plain = copy.copy(config)
+    plain.fp8_recipe = None
+    return original(gbuf_ranges, param_gbuf_map, opt_group_ranges, plain)
 
 
 # ------------------------------------------------------------------------------------------------------- skipped steps
 
 
-def recast_when_skipped(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an optimizer's step: after a skipped one, casts delayed codes again from masters, with new scales."""
+def recast_when_skipped(original: Callable[..., Any], self: Any) -> Any:
+    """A step after which, if it was skipped, delayed codes are cast again from masters, with new scales."""
+    result = original(self)
+    if not result[0]:
+        for optimizer in getattr(self, "chained_optimizers", [self]):
+            recast(optimizer)
+    return result
 
-    @functools.wraps(original)
-    def step(self: Any) -> Any:
-        result = original(self)
-        if not result[0]:
-            for optimizer in getattr(self, "chained_optimizers", [self]):
-                recast(optimizer)
-        return result
 
-    return step
+for _owner in ("MixedPrecisionOptimizer", "ChainedOptimizer"):
+    patches.wrap(
+        f"optimizer.optimizer.{_owner}.step",
+        "a skipped step copies no master, and delayed scales have changed",
+    )(recast_when_skipped)
 
 
 @torch.no_grad()
@@ -150,30 +150,25 @@ def _fp8_params_of(optimizer: Any) -> list[Fp8Parameter]:
 # ------------------------------------------------------------------------------------------------------- shared buffer
 
 
-def send_masters(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a bucket group's start_param_sync: fills a buffer that is shared with gradients from the masters first."""
-
-    @functools.wraps(original)
-    def start_param_sync(self: Any, force_sync: bool = False) -> None:
-        shared = self.ddp_config.reuse_grad_buf_for_mxfp8_param_ag
-        is_running = self.param_gather_handle is not None
-        if shared and not is_running:
-            for bucket in self.buckets:
-                _fill(
-                    bucket,
-                    self.intra_distributed_optimizer_instance_rank,
-                    self.intra_distributed_optimizer_instance_size,
-                )
-        original(self, force_sync)
-        # Megatron copies weights out in the forward pre-hook or the model's start_param_sync, not after a forced gather.
-        if shared and force_sync and self.ddp_config.overlap_param_gather:
-            for bucket in self.buckets:
-                for param in bucket.params:
-                    start, end = bucket.param_to_index[param]
-                    param.data.copy_(bucket.param_data[start:end].view(param.shape))
-                bucket.param_data.zero_()
-
-    return start_param_sync
+@patches.wrap(
+    f"{_BUFFERS}._ParamAndGradBucketGroup.start_param_sync",
+    "a gather through the gradient buffer sends its current content",
+)
+def send_masters(original: Callable[..., None], self: Any, force_sync: bool = False) -> None:
+    """Fills a buffer that is shared with gradients from the masters first."""
+    shared = self.ddp_config.reuse_grad_buf_for_mxfp8_param_ag
+    if shared and self.param_gather_handle is None:  # else it is running
+        ranks = self.intra_distributed_optimizer_instance_size
+        for bucket in self.buckets:
+            _fill(bucket, self.intra_distributed_optimizer_instance_rank, ranks)
+    original(self, force_sync)
+    # Megatron copies weights out in the forward pre-hook or the model's start_param_sync, not after a forced gather.
+    if shared and force_sync and self.ddp_config.overlap_param_gather:
+        for bucket in self.buckets:
+            for param in bucket.params:
+                start, end = bucket.param_to_index[param]
+                param.data.copy_(bucket.param_data[start:end].view(param.shape))
+            bucket.param_data.zero_()
 
 
 @torch.no_grad()
@@ -192,65 +187,11 @@ def _fill(bucket: Any, rank: int, ranks: int) -> None:
         bucket.param_data[low:high].copy_(value.view(-1))
 
 
-def indices_as_laid_out(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps _ParamAndGradBuffer._new_bucket: gives the bucket the real positions of its parameters."""
-
-    @functools.wraps(original)
-    def _new_bucket(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bucket = original(self, *args, **kwargs)
-        for param in bucket.params_list:
-            start, end, _ = self.param_index_map[param]
-            bucket.param_to_index[param] = (start - bucket.offset, end - bucket.offset)
-        return bucket
-
-    return _new_bucket
-
-
-def patches() -> list[Patch]:
-    """Returns the optimizer's patches for FP8 parameters."""
-    core = "megatron.core"
-    plain, distributed = (
-        f"{core}.optimizer.optimizer",
-        f"{core}.optimizer.distrib_optimizer.DistributedOptimizer",
-    )
-    buffers = f"{core}.distributed.param_and_grad_buffer"
-    cast_again = "a skipped step copies no master, and delayed scales have changed"
-    return [
-        Patch(
-            f"{plain}.Float16OptimizerWithFloat16Params",
-            "__init__",
-            masters_from_the_start,
-            "it makes float32 masters from FP8 codes",
-            wrap=True,
-        ),
-        Patch(
-            distributed,
-            "__init__",
-            checked_and_cleared,
-            "it does not compare its config with DDP's",
-            wrap=True,
-        ),
-        Patch(
-            distributed,
-            "_build_model_and_main_param_groups",
-            without_slices_of_codes,
-            "for delayed scaling it keeps slices of dequantized weights",
-            wrap=True,
-        ),
-        Patch(f"{plain}.MixedPrecisionOptimizer", "step", recast_when_skipped, cast_again, wrap=True),
-        Patch(f"{plain}.ChainedOptimizer", "step", recast_when_skipped, cast_again, wrap=True),
-        Patch(
-            f"{buffers}._ParamAndGradBucketGroup",
-            "start_param_sync",
-            send_masters,
-            "a gather through the gradient buffer sends its current content",
-            wrap=True,
-        ),
-        Patch(
-            f"{buffers}._ParamAndGradBuffer",
-            "_new_bucket",
-            indices_as_laid_out,
-            "it ignores the padding between parameters",
-            wrap=True,
-        ),
-    ]
+@patches.wrap(f"{_BUFFERS}._ParamAndGradBuffer._new_bucket", "it ignores the padding between parameters")
+def indices_as_laid_out(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gives the bucket the real positions of its parameters."""
+    bucket = original(self, *args, **kwargs)
+    for param in bucket.params_list:
+        start, end, _ = self.param_index_map[param]
+        bucket.param_to_index[param] = (start - bucket.offset, end - bucket.offset)
+    return bucket

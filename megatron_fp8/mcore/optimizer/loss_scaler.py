@@ -17,7 +17,6 @@ as consecutive; correcting that from outside takes as many lines as the rule its
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
@@ -28,7 +27,7 @@ from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 
 from ...state.loss_scaler import LossScaler, agree
 from ..patches.megatron_fixes import settle_biases
-from ..patches.patching import Patch
+from ..patches.patching import PatchList
 from .optimizer_setup import parts_of, runtimes_stepped_by
 
 MAX_SCALE = 2.0**32
@@ -99,6 +98,15 @@ class Float16GradScaler(MegatronGradScaler):
         self._scale = torch.full_like(self._scale, self.rule.scale)
 
 
+patches = PatchList("megatron.core.optimizer")
+patches.replace(
+    "grad_scaler.DynamicGradScaler",
+    Float16GradScaler,
+    "its hysteresis is not consecutive, it has no upper bound, and it uses one optimizer's overflow alone",
+    everywhere=True,
+)
+
+
 def set_max_scale(optimizer: Any, max_scale: float) -> None:
     """Sets the upper bound of an optimizer's dynamic loss scalers. ValueError if it is below the scale."""
     for scaler in scalers(optimizer):
@@ -115,26 +123,28 @@ _preparing: ContextVar[bool] = ContextVar("preparing", default=False)
 """Whether an optimizer in this call stack prepares its gradients: only the outermost, a chain, settles."""
 
 
-def one_verdict(original: Callable[[Any], Any]) -> Callable[[Any], bool]:
-    """Wraps prepare_grads, which returns whether to skip the step: the same on all ranks, for gradients and for the
-    FP8 casts of the models that the optimizer steps."""
+def one_verdict(original: Callable[[Any], Any], self: Any) -> bool:
+    """Whether to skip the step, in prepare_grads: the same on all ranks, for gradients and for the FP8 casts of the
+    models that the optimizer steps."""
+    if _preparing.get():
+        return bool(original(self))
+    token = _preparing.set(True)
+    try:
+        overflow = bool(original(self))
+    finally:
+        _preparing.reset(token)
+    runtimes = runtimes_stepped_by(self)
+    skipped = _settle(self, overflow or any(runtime.found_nonfinite for runtime in runtimes))
+    for runtime in runtimes:
+        settle_biases(runtime, skipped=skipped)
+    return skipped
 
-    @functools.wraps(original)
-    def prepare_grads(self: Any) -> bool:
-        if _preparing.get():
-            return bool(original(self))
-        token = _preparing.set(True)
-        try:
-            overflow = bool(original(self))
-        finally:
-            _preparing.reset(token)
-        runtimes = runtimes_stepped_by(self)
-        skipped = _settle(self, overflow or any(runtime.found_nonfinite for runtime in runtimes))
-        for runtime in runtimes:
-            settle_biases(runtime, skipped=skipped)
-        return skipped
 
-    return prepare_grads
+for _owner in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer"):
+    patches.wrap(
+        f"optimizer.{_owner}.prepare_grads",
+        "each optimizer of a chain decides for itself, and none sees what FP8 casts saturated",
+    )(one_verdict)
 
 
 def _settle(optimizer: Any, overflow: bool) -> bool:
@@ -144,22 +154,3 @@ def _settle(optimizer: Any, overflow: bool) -> bool:
     for scaler in scalers(optimizer):
         scaler.settle(overflow)
     return overflow
-
-
-def patches() -> list[Patch]:
-    """Returns patches for Megatron-Core's scaler, and for the three functions that decide to skip a step."""
-    core = "megatron.core.optimizer"
-    why = "each optimizer of a chain decides for itself, and none sees what FP8 casts saturated"
-    return [
-        Patch(
-            f"{core}.grad_scaler",
-            "DynamicGradScaler",
-            Float16GradScaler,
-            "its hysteresis is not consecutive, it has no upper bound, and it uses one optimizer's overflow alone",
-            everywhere=True,
-        ),
-        *(
-            Patch(f"{core}.optimizer.{owner}", "prepare_grads", one_verdict, why, wrap=True)
-            for owner in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
-        ),
-    ]

@@ -11,14 +11,15 @@ misleading message, or are untested. They are refused, with the reason, before a
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from .. import environment as compat
-from ..patches.patching import Patch
+from ..patches.patching import PatchList
 from ..runtime import Fp8Runtime, living_runtimes, runtime_of, unwrap
+
+patches = PatchList()
 
 
 def parts_of(optimizer: Any) -> list[Any]:
@@ -65,34 +66,19 @@ def check_options(config: Any, model_chunks: list[Any]) -> None:
         )
 
 
-def checked_and_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps _get_megatron_optimizer_based_on_param_groups: checks its options, and records whose models it steps."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def make(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
-        chunks = arguments["model_chunks"]
-        check_options(arguments["config"], chunks)
-        optimizer = original(*args, **kwargs)
-        for chunk in chunks:
-            config = getattr(unwrap(chunk), "config", None)
-            if config is not None:  # else a user's module, without this package's FP8
-                runtime_of(config).optimizers.add(optimizer)
-        return optimizer
-
-    return make
-
-
-def patches() -> list[Patch]:
-    """Returns the patch of the function that makes each of Megatron-Core's optimizers."""
-    return [
-        Patch(
-            "megatron.core.optimizer",
-            "_get_megatron_optimizer_based_on_param_groups",
-            checked_and_recorded,
-            "an optimizer skips the step if its own models cast NaN or Inf, and does not store its models; unsupported"
-            " options fail in a step, with a misleading message",
-            wrap=True,
-        )
-    ]
+@patches.wrap(
+    "optimizer._get_megatron_optimizer_based_on_param_groups",
+    "an optimizer skips the step if its own models cast NaN or Inf, and does not store its models; unsupported"
+    " options fail in a step, with a misleading message",
+)
+def check_and_record(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Makes an optimizer: checks its options, and records whose models it steps."""
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    chunks = arguments["model_chunks"]
+    check_options(arguments["config"], chunks)
+    optimizer = original(*args, **kwargs)
+    for chunk in chunks:
+        config = getattr(unwrap(chunk), "config", None)
+        if config is not None:  # else a user's module, without this package's FP8
+            runtime_of(config).optimizers.add(optimizer)
+    return optimizer

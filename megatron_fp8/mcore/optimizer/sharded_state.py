@@ -20,7 +20,6 @@ buckets in place of named tensors: another tensor or pipeline layout, or another
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
@@ -32,7 +31,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
 from ...params.fp8_tensor_base import Fp8TensorBase
-from ..patches.patching import Patch
+from ..patches.patching import PatchList
+
+patches = PatchList("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer")
+_WHY = "it stores ranges of a weight's elements, which Megatron-Core's own sharded tensors refuse"
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape."""
@@ -80,6 +82,9 @@ def sharded_state(
     return found
 
 
+patches.replace("sharded_param_state_fs_model_space", sharded_state, _WHY)
+
+
 def own_weights(optimizer: Any, model: dict[str, Any]) -> list[ShardedTensor]:
     """Returns this rank's part of its weights, rounded from the masters.
 
@@ -95,30 +100,18 @@ def own_weights(optimizer: Any, model: dict[str, Any]) -> list[ShardedTensor]:
     return found
 
 
-def joined(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps DistributedOptimizer.load_parameter_state_from_fs_model_space: joins the loaded boxes."""
-
-    @functools.wraps(original)
-    def load(self: Any, state_dict: dict[int, dict[str, list[torch.Tensor]]]) -> Any:
-        return original(
-            self,
-            {
-                number: {name: torch.cat([box.reshape(-1) for box in boxed]) for name, boxed in state.items()}
-                for number, state in state_dict.items()
-            },
-        )
-
-    return load
-
-
-def patches() -> list[Patch]:
-    """Returns the patches of Megatron-Core's two functions that store a distributed optimizer in the model's shapes."""
-    why = "it stores ranges of a weight's elements, which Megatron-Core's own sharded tensors refuse"
-    optimizer = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
-    return [
-        Patch(optimizer, "sharded_param_state_fs_model_space", sharded_state, why),
-        Patch(optimizer, "load_parameter_state_from_fs_model_space", joined, why, wrap=True),
-    ]
+@patches.wrap("load_parameter_state_from_fs_model_space", _WHY)
+def load_joined(
+    original: Callable[..., Any], self: Any, state_dict: dict[int, dict[str, list[torch.Tensor]]]
+) -> Any:
+    """Joins the loaded boxes."""
+    return original(
+        self,
+        {
+            number: {name: torch.cat([box.reshape(-1) for box in boxed]) for name, boxed in state.items()}
+            for number, state in state_dict.items()
+        },
+    )
 
 
 def _ranges(optimizer: Any, model: Any) -> Iterator[tuple[torch.nn.Parameter, Any, int, int]]:

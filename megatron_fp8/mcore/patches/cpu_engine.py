@@ -2,32 +2,42 @@
 
 Not a TorchFunctionMode: that is off inside backward() and in other threads. Without each patch, some lines of
 Megatron-Core 0.16.1 fail, or silently corrupt data.
+
+A CPU runs operations in program order, so a stream is only a name, and waiting for one does nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
+import sys
+import time
 import types
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._device import _device_constructors
 
-from . import apex
-from . import cpu_stubs as cpu
-from .patching import Patch, loaded_megatron_modules
+from . import disable_jit, missing_packages
+from .patching import Patch, PatchList
+
+CPU = torch.device("cpu")
 
 # Imported before the list is made, so that it includes every function they compile and every name they import.
 _MODULES = (
-    "megatron.core.models.gpt",
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.optimizer",
-    "megatron.core.distributed",
-    "megatron.core.pipeline_parallel.schedules",
-    "megatron.core.transformer.moe.moe_layer",
-    "megatron.core.transformer.moe.token_dispatcher",
+    "models.gpt",
+    "models.gpt.gpt_layer_specs",
+    "optimizer",
+    "distributed",
+    "pipeline_parallel.schedules",
+    "transformer.moe.moe_layer",
+    "transformer.moe.token_dispatcher",
 )
+
+_cuda, _tensor, _core = PatchList("torch.cuda"), PatchList("torch.Tensor"), PatchList()
 
 
 @cache  # torch's list of operators takes 20 ms
@@ -56,143 +66,280 @@ def factories() -> dict[str, tuple[str, ...]]:
 def patches() -> list[Patch]:
     """Returns all engine patches, for this process's loaded Megatron-Core. Imports Megatron-Core."""
     for module in _MODULES:
-        importlib.import_module(module)
-    return [*_device(), *_rng(), *_collectives(), *_moe(), *_eager(), *apex.cpu_patches()]
-
-
-def _device() -> list[Patch]:
-    """Devices, streams and tensors 'on cuda'."""
-    why = "Megatron-Core asks torch.cuda, which raises on a machine without CUDA"
-    return [
-        Patch("torch.cuda", "current_device", cpu.current_device, why),
-        Patch("torch.cuda", "set_device", cpu.set_device, why),
-        Patch("torch.cuda", "synchronize", cpu.synchronize, why),
-        Patch("torch.cuda", "empty_cache", cpu.empty_cache, why),
-        Patch("torch.cuda", "Stream", cpu.CpuStream, why),
-        Patch("torch.cuda", "Event", cpu.CpuEvent, why),
-        Patch("torch.cuda", "current_stream", cpu.current_stream, why),
-        Patch("torch.cuda", "default_stream", cpu.current_stream, why),
-        Patch("torch.cuda", "stream", cpu.stream_context, why),
-        Patch("torch.cuda", "set_stream", cpu.set_stream, why),
-        *(
-            Patch(
-                "torch.cuda.nvtx",
-                name,
-                cpu.no_range,
-                "a torch without CUDA has no NVTX",
-                wrap=True,
-                everywhere=True,
-            )
-            for name in ("range_push", "range_pop", "range_start", "range_end", "mark")
-        ),
-        *(
-            Patch(owner, name, cpu.cpu_factory, "Megatron-Core makes tensors with device='cuda'", wrap=True)
-            for owner, names in factories().items()
-            for name in names
-        ),
-        Patch(
-            "torch.utils._device.DeviceContext",
-            "__init__",
-            cpu.cpu_device_context,
-            "`with torch.device('cuda')` makes tensors on the GPU",
-            wrap=True,
-        ),
-        Patch(
-            "torch.Tensor", "cuda", cpu.tensor_cuda, "tied embeddings and checkpoints move tensors to the GPU"
-        ),
-        Patch("torch.Tensor", "to", cpu.tensor_to, "Megatron-Core moves tensors to the GPU", wrap=True),
-        Patch("torch.Tensor", "pin_memory", cpu.tensor_pin_memory, "pinning needs CUDA's driver"),
-        Patch(
-            "torch.Tensor",
-            "type",
-            cpu.tensor_type,
-            "the optimizer sorts parameters by 'torch.cuda.*'",
-            wrap=True,
-        ),
+        importlib.import_module(f"megatron.core.{module}")
+    why = "Megatron-Core makes tensors with device='cuda'"
+    make = [
+        Patch(owner, name, cpu_factory, why, wrap=True)
+        for owner, names in factories().items()
+        for name in names
     ]
+    return [*_cuda, *make, *_tensor, *_utils, *_core, *disable_jit.patches(), *missing_packages.on_cpu()]
 
 
-def _rng() -> list[Patch]:
-    """Patches that use the CPU's generator in place of the GPU's, so that dropout and recompute see the same numbers."""
-    why = "tensor-parallel random streams are states of the GPU's generator"
-    return [
-        Patch("torch.cuda", "get_rng_state", cpu.get_rng_state, why),
-        Patch("torch.cuda", "set_rng_state", cpu.set_rng_state, why),
-        Patch("torch.cuda", "manual_seed", cpu.manual_seed, why),
-        Patch(
-            "megatron.core.tensor_parallel.random",
-            "_get_cuda_rng_state",
-            cpu.get_rng_state,
-            why,
-            everywhere=True,
-        ),
-        Patch(
-            "megatron.core.tensor_parallel.random",
-            "_set_cuda_rng_state",
-            cpu.set_rng_state,
-            why,
-            everywhere=True,
-        ),
-        Patch("megatron.core.tensor_parallel.random.CudaRNGStatesTracker", "fork", cpu.fork, why),
-    ]
+# ------------------------------------------------------------------------------------------- streams and devices
 
 
-def _collectives() -> list[Patch]:
-    return [
-        Patch(
-            "megatron.core.distributed.param_and_grad_buffer",
-            "dist_all_gather_func",
-            cpu.gather_as_bytes,
-            "gloo coalesces gathers of different dtypes into the first one's: silent corruption",
-            wrap=True,
-        )
-    ]
+class CpuEvent:
+    """An event on a device that runs in program order: complete as soon as it is recorded."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._recorded = time.perf_counter()
+
+    def record(self, stream: Any = None) -> None:
+        """Records the current time: everything before this point has run."""
+        self._recorded = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        """Does nothing."""
+
+    def synchronize(self) -> None:
+        """Does nothing."""
+
+    def query(self) -> bool:
+        """True: everything recorded has run."""
+        return True
+
+    def elapsed_time(self, end_event: CpuEvent) -> float:
+        """Milliseconds from this event to ``end_event``."""
+        return 1e3 * (end_event._recorded - self._recorded)
 
 
-def _moe() -> list[Patch]:
-    return [
-        Patch(
-            "megatron.core.transformer.moe.moe_utils",
-            "maybe_move_tensor_to_cpu",
-            cpu.stay_on_cpu,
-            "on a CPU tensor it skips the conversion to numpy that the all-to-all's split sizes need",
-            everywhere=True,
-        )
-    ]
+class CpuStream(contextlib.nullcontext[None]):
+    """A stream on a device that runs in program order. `with stream:` changes nothing."""
+
+    device = CPU
+    cuda_stream = stream_id = device_index = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any):
+        super().__init__()
+        self.priority = priority
+
+    def wait_stream(self, stream: Any) -> None:
+        """Does nothing."""
+
+    def wait_event(self, event: Any) -> None:
+        """Does nothing."""
+
+    def synchronize(self) -> None:
+        """Does nothing."""
+
+    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
+        """Records the event, or a new one, and returns it."""
+        event = event or CpuEvent()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        """True: nothing is queued."""
+        return True
 
 
-def _eager() -> list[Patch]:
-    """Megatron-Core's jit_fuser is torch.compile, which on a CPU needs a C++ compiler at run time.
+_DEFAULT_STREAM = CpuStream()
 
-    Setting TORCHDYNAMO_DISABLE works only before the first import; torch.compiler.set_stance would disable all
-    compilation in the process. So the decorator becomes the identity, and functions that it already compiled become
-    their originals: this affects Megatron-Core alone, whenever it was imported.
+
+def current_stream(device: Any = None) -> CpuStream:
+    """Returns the CPU's only stream."""
+    return _DEFAULT_STREAM
+
+
+def stream_context(stream: Any) -> contextlib.AbstractContextManager[None]:
+    """Returns a context without effect."""
+    return contextlib.nullcontext()
+
+
+def set_stream(stream: Any) -> None:
+    """Does nothing: there is one stream."""
+
+
+def current_device() -> torch.device:
+    """Returns the device that Megatron-Core passes as `device=`."""
+    return CPU
+
+
+# Three functions, not one with three names: torch.compile identifies each and treats them differently.
+
+
+def set_device(device: Any) -> None:
+    """Does nothing: there is one CPU."""
+
+
+def synchronize(device: Any = None) -> None:
+    """Does nothing."""
+
+
+def empty_cache() -> None:
+    """Does nothing."""
+
+
+def names_cuda(device: Any) -> bool:
+    """Whether a `device=` argument means CUDA: 'cuda', 'cuda:1', torch.device('cuda'), or a bare index."""
+    if device is None or device == "cpu":  # the common case first: a step makes thousands of tensors
+        return False
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def cpu_factory(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wraps a tensor factory: 'cuda' becomes the CPU, and pin_memory is ignored."""
+
+    @functools.wraps(make)
+    def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs:
+            if names_cuda(kwargs.get("device")):
+                kwargs["device"] = CPU
+            kwargs.pop("pin_memory", None)  # pinning needs CUDA's driver
+        return make(*args, **kwargs)
+
+    return factory
+
+
+def tensor_to(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wraps `tensor.to(...)` in all its forms: 'cuda' becomes the CPU; module.to() calls it."""
+
+    @functools.wraps(original)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and names_cuda(args[0]):
+            args = (CPU, *args[1:])
+        elif kwargs and names_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        return original(self, *args, **kwargs)
+
+    return to
+
+
+def itself(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Returns the tensor itself, as `tensor.cuda()` does on a GPU for a tensor that is already there."""
+    return tensor
+
+
+def on_cpu_device(original: Callable[..., None], self: Any, device: Any) -> None:
+    """Replaces DeviceContext.__init__: torch.device("cuda") and set_default_device("cuda") make tensors on the CPU."""
+    original(self, CPU if names_cuda(device) else device)
+
+
+def no_range(original: Any, *args: Any, **kwargs: Any) -> int:
+    """Replaces torch.cuda.nvtx's functions: does nothing and returns 0 as depth or handle."""
+    return 0
+
+
+def tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `tensor.type()`: Megatron-Core's optimizer gets 'torch.cuda.FloatTensor' on a CPU too.
+
+    All other callers, and `tensor.type(dtype)`, get PyTorch's own result.
     """
-    why = "torch.compile on a CPU needs a C++ compiler"
-    found = [Patch("megatron.core.jit", "jit_fuser", _identity, why, everywhere=True)]
-    for module in loaded_megatron_modules():
-        for owner in [module, *_classes(module)]:
-            path = module.__name__ if owner is module else f"{module.__name__}.{owner.__qualname__}"
-            found += [
-                Patch(path, name, value._torchdynamo_orig_callable, why)
-                for name, value in vars(owner).items()
-                if _is_compiled(value)
-            ]
-    return found
+
+    @functools.wraps(original)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        name = original(self, *args, **kwargs)
+        if args or kwargs:
+            return name
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith("megatron.core.optimizer.") and not name.startswith("torch.cuda."):
+            return name.replace("torch.", "torch.cuda.", 1)
+        return name
+
+    return type_
 
 
-def _identity(function: Any) -> Any:
-    return function
+def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Returns the CPU generator's state in place of the GPU's; a copy, uint8 [n]."""
+    return torch.get_rng_state()
 
 
-def _is_compiled(value: Any) -> bool:
-    return (
-        isinstance(value, types.FunctionType)
-        and (value.__module__ or "").startswith("megatron.core.")
-        and hasattr(value, "_torchdynamo_orig_callable")
-    )
+def set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    """Sets the CPU generator in place of the GPU's."""
+    torch.set_rng_state(new_state)
 
 
-def _classes(module: types.ModuleType) -> list[type]:
-    """Returns the classes that `module` itself defines at its top level."""
-    return [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
+def manual_seed(seed: int) -> None:
+    """Seeds the CPU generator in place of the GPU's."""
+    torch.default_generator.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+    """CudaRNGStatesTracker.fork on the CPU generator: runs the body on the random stream called `name`.
+
+    Megatron-Core's own warns if the CPU generator changes inside the body; here that generator is the tracked one.
+    Nesting works as in the original: the outer stream continues where the inner body left it.
+    """
+    if name not in self.states_:
+        raise KeyError(f"RNG state {name!r} is not tracked; call model_parallel_cuda_manual_seed() first")
+    outer_name, outer_state = self._current_state_name, torch.get_rng_state()
+    nested = outer_name != "default-rng"
+    if nested:
+        self.states_[outer_name] = outer_state
+    torch.set_rng_state(self.states_[name])
+    self._current_state_name = name
+    try:
+        yield
+    finally:
+        self.states_[name] = torch.get_rng_state()
+        torch.set_rng_state(self.states_[outer_name] if nested else outer_state)
+        self._current_state_name = outer_name
+
+
+def gather_as_bytes(
+    gather: Callable[..., Any], output: torch.Tensor, shard: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """An all-gather of both tensors as uint8.
+
+    gloo coalesces the gathers of one bucket group and sends all of them in the first one's dtype: after a uint8 (FP8)
+    buffer, a BF16 buffer arrives with its values silently cast to bytes. With uint8 views nothing is cast.
+    """
+    return gather(output.view(torch.uint8), shard.view(torch.uint8), *args, **kwargs)
+
+
+def stay_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Replaces moe_utils.maybe_move_tensor_to_cpu for a CPU tensor: only the conversion to numpy remains."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+# ------------------------------------------------------------------------------------------------------ the patches
+
+_WHY = "Megatron-Core asks torch.cuda, which raises on a machine without CUDA"
+_RANDOM = "tensor-parallel random streams are states of the GPU's generator, and dropout and recompute need the CPU's"
+
+for _name, _replacement, _why in (
+    ("current_device", current_device, _WHY),
+    ("set_device", set_device, _WHY),
+    ("synchronize", synchronize, _WHY),
+    ("empty_cache", empty_cache, _WHY),
+    ("Stream", CpuStream, _WHY),
+    ("Event", CpuEvent, _WHY),
+    ("current_stream", current_stream, _WHY),
+    ("default_stream", current_stream, _WHY),
+    ("stream", stream_context, _WHY),
+    ("set_stream", set_stream, _WHY),
+    ("get_rng_state", get_rng_state, _RANDOM),
+    ("set_rng_state", set_rng_state, _RANDOM),
+    ("manual_seed", manual_seed, _RANDOM),
+):
+    _cuda.replace(_name, _replacement, _why)
+for _name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
+    _cuda.wrap(f"nvtx.{_name}", "a torch without CUDA has no NVTX", everywhere=True)(no_range)
+_tensor.replace("cuda", itself, "tied embeddings and checkpoints move tensors to the GPU")
+_tensor.replace("pin_memory", itself, "pinning needs CUDA's driver, and serves copies to a GPU")
+_tensor.replace("to", tensor_to, "Megatron-Core moves tensors to the GPU", wrap=True)
+_tensor.replace("type", tensor_type, "the optimizer sorts parameters by 'torch.cuda.*'", wrap=True)
+_utils = PatchList("torch.utils._device")
+_utils.wrap("DeviceContext.__init__", "`with torch.device('cuda')` makes tensors on the GPU")(on_cpu_device)
+for _name, _replacement in {
+    "_get_cuda_rng_state": get_rng_state,
+    "_set_cuda_rng_state": set_rng_state,
+}.items():
+    _core.replace(f"tensor_parallel.random.{_name}", _replacement, _RANDOM, everywhere=True)
+_core.replace("tensor_parallel.random.CudaRNGStatesTracker.fork", fork, _RANDOM)
+_core.wrap(
+    "distributed.param_and_grad_buffer.dist_all_gather_func",
+    "gloo coalesces gathers of different dtypes into the first one's: silent corruption",
+)(gather_as_bytes)
+_core.replace(
+    "transformer.moe.moe_utils.maybe_move_tensor_to_cpu",
+    stay_on_cpu,
+    "on a CPU tensor it skips the conversion to numpy that the all-to-all's split sizes need",
+    everywhere=True,
+)

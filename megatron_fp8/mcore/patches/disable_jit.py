@@ -1,7 +1,10 @@
-"""Imports Megatron-Core without torch.compile, on machines that do not use it.
+"""Megatron-Core's functions without torch.compile, on machines without CUDA.
 
-Megatron-Core decorates some fifty functions with torch.compile. Decorating imports torch's compiler, a quarter of a
-rank's start-up time; and the CPU engine restores the plain functions immediately (cpu_engine.py).
+Megatron-Core decorates some fifty functions with torch.compile (its jit_fuser), which on a CPU needs a C++ compiler at
+run time. Decorating also imports torch's compiler, a quarter of a rank's start-up time. Setting TORCHDYNAMO_DISABLE
+works only before the first import; torch.compiler.set_stance would disable all compilation in the process. So
+`plain_functions` imports Megatron-Core without compiling, and if it was imported before, `patches` restore its
+functions. This affects Megatron-Core alone.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .patching import ImportedNames
+from .patching import ImportedNames, Patch, loaded_megatron_modules
 
 
 @contextmanager
@@ -41,3 +44,35 @@ def plain_functions() -> Iterator[None]:
         # megatron.core.jit.jit_fuser, and modules that imported it.
         for module, name in ImportedNames().of(compile_others):
             setattr(module, name, original)
+
+
+def patches() -> list[Patch]:
+    """Returns patches by which loaded functions that were compiled become their originals."""
+    why = "torch.compile on a CPU needs a C++ compiler"
+    found = [Patch("megatron.core.jit", "jit_fuser", _identity, why, everywhere=True)]
+    for module in loaded_megatron_modules():
+        for owner in [module, *_classes(module)]:
+            path = module.__name__ if owner is module else f"{module.__name__}.{owner.__qualname__}"
+            found += [
+                Patch(path, name, value._torchdynamo_orig_callable, why)
+                for name, value in vars(owner).items()
+                if _is_compiled(value)
+            ]
+    return found
+
+
+def _identity(function: Any) -> Any:
+    return function
+
+
+def _is_compiled(value: Any) -> bool:
+    return (
+        isinstance(value, types.FunctionType)
+        and (value.__module__ or "").startswith("megatron.core.")
+        and hasattr(value, "_torchdynamo_orig_callable")
+    )
+
+
+def _classes(module: types.ModuleType) -> list[type]:
+    """Returns the classes that `module` itself defines at its top level."""
+    return [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]

@@ -2,163 +2,80 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 
 from ... import fp8_utils
+from ...inference.calibration import fp8_modules
 from ...plan.autocast_state import remember_fp8
 from .. import environment as compat
-from .patching import Patch
+from .. import params, spec
+from ..config.transformer_config import IterationEnd
+from ..layers import activation, attention, linear
+from ..optimizer import fp8_params, grad_norm, loss_scaler, optimizer_setup, sharded_state
+from ..sites import keeping_weights, prepare
+from ..te import context as te_context
+from . import megatron_fixes, missing_packages, mla, token_dispatchers
+from .patching import Patch, PatchList
+
+_hooks = PatchList()
+_SCHEDULES = "pipeline_parallel.schedules"
+_LANGUAGE_MODULE = "models.common.language_module.language_module.LanguageModule"
+
+_hooks.replace(
+    "fp8_utils.get_fp8_context",
+    te_context.get_fp8_context,
+    "without Transformer Engine it is a nullcontext: FP8 was requested and BF16 runs silently",
+    everywhere=True,
+)
+_hooks.replace(
+    "fp8_utils.get_fp8_recipe",
+    fp8_utils.get_fp8_recipe,
+    "without Transformer Engine it returns None",
+    everywhere=True,
+)
+_hooks.replace(
+    "fp8_utils.get_fp8_align_size",
+    fp8_utils.get_fp8_align_size,
+    "it recognises mxfp8 by its name, and no other recipe with such blocks",
+    everywhere=True,
+)
 
 
 def patches() -> list[Patch]:
-    """Returns all FP8 hooks of Megatron-Core 0.16."""
-    from .. import params
-    from ..layers import activation, attention
-    from ..layers import mla as latent_cache
-    from ..layers.activation import store_expert_swiglu_input_in_fp8, store_swiglu_input_in_fp8
-    from ..layers.linear import output_layer_in_fp8
-    from ..optimizer import fp8_params as param_optimizer
-    from ..optimizer import (
-        grad_norm,
-        loss_scaler,
-        optimizer_setup,
-        sharded_state,
-    )
-    from ..spec_replacement import build_own_modules, final_norm_of_the_layers
-    from ..te import context as te_context
-    from . import megatron_fixes, mla, token_dispatchers
-
-    core = "megatron.core"
-    checkpoint_why = "with fp8 Megatron recomputes through Transformer Engine's checkpoint"
+    """Returns all patches of Megatron-Core 0.16 that do not depend on the device."""
     return [
-        Patch(
-            f"{core}.fp8_utils",
-            "get_fp8_context",
-            te_context.get_fp8_context,
-            "without Transformer Engine it is a nullcontext: FP8 was requested and BF16 runs silently",
-            everywhere=True,
-        ),
-        Patch(
-            f"{core}.fp8_utils",
-            "get_fp8_recipe",
-            fp8_utils.get_fp8_recipe,
-            "without Transformer Engine it returns None",
-            everywhere=True,
-        ),
-        Patch(
-            f"{core}.fp8_utils",
-            "get_fp8_align_size",
-            fp8_utils.get_fp8_align_size,
-            "it recognises mxfp8 by its name, and no other recipe with such blocks",
-            everywhere=True,
-        ),
-        Patch(
-            f"{core}.transformer.spec_utils",
-            "build_module",
-            build_own_modules,
-            "specs without Transformer Engine name linears that run in BF16 whatever fp8 says",
-            wrap=True,
-            everywhere=True,
-        ),
-        Patch(
-            f"{core}.transformer.transformer_block",
-            "_get_block_submodules",
-            final_norm_of_the_layers,
-            "the final norm of a block made from one layer's spec is not the spec's",
-            wrap=True,
-            everywhere=True,
-        ),
-        *(
-            Patch(
-                f"{core}.{module}",
-                "te_checkpoint",
-                checkpoint_of_backend,
-                checkpoint_why,
-                wrap=True,
-                create=create,
-            )
-            for module, create in (
-                ("transformer.transformer_block", False),
-                ("transformer.moe.moe_layer", True),
-                ("extensions.transformer_engine", True),
-            )
-        ),
-        Patch(
-            f"{core}.transformer.module.MegatronModule",
-            "set_is_first_microbatch",
-            prepare_at_first_microbatch,
-            "called by every schedule before an iteration's first forward: sites get their names then",
-            wrap=True,
-        ),
-        *(
-            Patch(
-                f"{core}.pipeline_parallel.schedules",
-                f"forward_backward_{schedule}",
-                keep_weights_for_microbatches,
-                "weights are quantized once for all microbatches of an iteration, while no other code can write them",
-                wrap=True,
-                everywhere=True,
-            )
-            for schedule in (
-                "no_pipelining",
-                "pipelining_with_interleaving",
-                "pipelining_without_interleaving",
-            )
-        ),
-        Patch(
-            f"{core}.models.common.language_module.language_module.LanguageModule",
-            "__init__",
-            prepare_at_first_forward,
-            "a training loop without Megatron's schedules calls nothing before the first forward",
-            wrap=True,
-        ),
-        Patch(
-            f"{core}.models.common.language_module.language_module.LanguageModule",
-            "setup_embeddings_and_output_layer",
-            output_layer_in_fp8,
-            "a model makes its output layer itself, and no spec names it",
-            wrap=True,
-        ),
-        Patch(
-            f"{core}.pipeline_parallel.schedules",
-            "get_model_config",
-            end_iterations_of_plain_configs,
-            "a plain Megatron config does not wrap finalize_model_grads_func by itself",
-            wrap=True,
-        ),
-        Patch(
-            f"{core}.fusions.fused_bias_swiglu",
-            "bias_swiglu_impl",
-            store_swiglu_input_in_fp8,
-            "activation_func_fp8_input_store stores codes without a scale",
-            wrap=True,
-            everywhere=True,
-        ),
-        Patch(
-            f"{core}.fusions.fused_bias_swiglu",
-            "weighted_bias_swiglu_impl",
-            store_expert_swiglu_input_in_fp8,
-            "activation_func_fp8_input_store stores codes without a scale",
-            wrap=True,
-            everywhere=True,
-        ),
-        *params.patches(),
-        *param_optimizer.patches(),
-        *grad_norm.patches(),
-        *activation.patches(),
-        *attention.patches(),
-        *latent_cache.patches(),
-        *loss_scaler.patches(),
-        *optimizer_setup.patches(),
-        *mla.patches(),
-        *token_dispatchers.patches(),
-        *sharded_state.patches(),
-        *megatron_fixes.patches(),
+        *megatron_fixes.patches,
+        *([] if compat.has_te() else missing_packages.without_te),
+        *_hooks,
+        *spec.patches,
+        *params.patches,
+        *fp8_params.patches,
+        *grad_norm.patches,
+        *activation.patches,
+        *attention.patches,
+        *linear.patches,
+        *loss_scaler.patches,
+        *optimizer_setup.patches,
+        *mla.patches,
+        *([] if compat.has_te() else mla.without_te),
+        *token_dispatchers.patches,
+        *sharded_state.patches,
     ]
+
+
+@_hooks.wrap(
+    "fp8_utils.prepare_model_for_fp8_inference",
+    "it knows Transformer Engine's linears only, and without Transformer Engine it raises",
+    everywhere=True,
+)
+def prepare_model_for_fp8_inference(original: Callable[[Any], Any], model: Any) -> Any:
+    """Calls Megatron-Core's function for Transformer Engine models; all other models get this package's."""
+    ours = any(module.fp8_site.quantizers["weight"] for module in fp8_modules(model))
+    return (fp8_utils.prepare_model_for_fp8_inference if ours or not compat.has_te() else original)(model)
 
 
 def fp8_checkpoint(
@@ -173,8 +90,6 @@ def fp8_checkpoint(
 
     Tensors passed by keyword, as in multi-token prediction, are passed on by position: gradients flow to no others.
     """
-    from megatron.core import tensor_parallel
-
     tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
     rest = {name: value for name, value in kwargs.items() if name not in tensors}
 
@@ -191,72 +106,76 @@ def checkpoint_of_backend(theirs: Callable[..., Any] | None) -> Callable[..., An
     """Returns fp8_checkpoint; with Transformer Engine, its own checkpoint for its own FP8 layers."""
     if theirs is None or not compat.has_te():
         return fp8_checkpoint
-    from ..te import context as te_context
-
     return te_context.checkpoint(fp8_checkpoint, theirs)
 
 
-def prepare_at_first_microbatch(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wraps MegatronModule.set_is_first_microbatch: prepares the model's FP8 sites first."""
+for _module in (
+    "transformer.transformer_block",
+    "transformer.moe.moe_layer",
+    "extensions.transformer_engine",
+):
+    _hooks.replace(
+        f"{_module}.te_checkpoint",
+        checkpoint_of_backend,
+        "with fp8 Megatron recomputes through Transformer Engine's checkpoint",
+        wrap=True,
+        create=True,
+    )
 
-    def set_is_first_microbatch(self: Any) -> None:
-        from ..params import refuse_bf16_weights
-        from ..sites import prepare
 
-        prepare([self])
-        refuse_bf16_weights(self)
-        original(self)
+@_hooks.wrap(
+    "transformer.module.MegatronModule.set_is_first_microbatch",
+    "called by every schedule before an iteration's first forward: sites get their names then",
+)
+def prepare_at_first_microbatch(original: Callable[[Any], None], self: Any) -> None:
+    """Prepares the model's FP8 sites first."""
+    prepare([self])
+    params.refuse_bf16_weights(self)
+    original(self)
 
-    return set_is_first_microbatch
 
-
-def keep_weights_for_microbatches(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a schedule: caches weights' codes from microbatch to microbatch.
+def keep_weights_for_microbatches(original: Callable[..., Any], *, model: Any, **kwargs: Any) -> Any:
+    """A schedule that caches weights' codes from microbatch to microbatch.
 
     Not outside of it: a custom loop, or code that merges adapters, may write weights at any time.
     """
-
-    @functools.wraps(original)
-    def schedule(*, model: Any, **kwargs: Any) -> Any:
-        from ..sites import keeping_weights
-
-        with keeping_weights(model if isinstance(model, list) else [model]):
-            return original(model=model, **kwargs)
-
-    return schedule
+    with keeping_weights(model if isinstance(model, list) else [model]):
+        return original(model=model, **kwargs)
 
 
-def prepare_at_first_forward(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps LanguageModule.__init__: an FP8 model's sites get their names before its first forward in training."""
+for _schedule in ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving"):
+    _hooks.wrap(
+        f"{_SCHEDULES}.forward_backward_{_schedule}",
+        "weights are quantized once for all microbatches of an iteration, while no other code can write them",
+        everywhere=True,
+    )(keep_weights_for_microbatches)
 
-    @functools.wraps(original)
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, config, *args, **kwargs)
-        if config.fp8:
-            self.register_forward_pre_hook(_prepare_before)
 
-    return __init__
+@_hooks.wrap(
+    f"{_LANGUAGE_MODULE}.__init__",
+    "a training loop without Megatron's schedules calls nothing before the first forward",
+)
+def prepare_at_first_forward(
+    original: Callable[..., None], self: Any, config: Any, *args: Any, **kwargs: Any
+) -> None:
+    """An FP8 model's sites get their names before its first forward in training."""
+    original(self, config, *args, **kwargs)
+    if config.fp8:
+        self.register_forward_pre_hook(_prepare_before)
 
 
 def _prepare_before(model: Any, args: Any) -> None:
     if (model.training or torch.is_grad_enabled()) and not torch.compiler.is_compiling():
-        from ..sites import prepare
-
         prepare([model])
 
 
-def end_iterations_of_plain_configs(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wraps get_model_config: a Megatron config (not this package's) ends FP8 iterations too."""
-
-    def get_model_config(model: Any) -> Any:
-        from ..config.transformer_config import IterationEnd
-
-        config = original(model)
-        if getattr(config, "fp8", None) and not isinstance(config.finalize_model_grads_func, IterationEnd):
-            config.finalize_model_grads_func = IterationEnd(config.finalize_model_grads_func)
-        return config
-
-    return get_model_config
-
-
-__all__ = ["fp8_checkpoint", "patches"]
+@_hooks.wrap(
+    f"{_SCHEDULES}.get_model_config",
+    "a plain Megatron config does not wrap finalize_model_grads_func by itself",
+)
+def end_iterations_of_plain_configs(original: Callable[[Any], Any], model: Any) -> Any:
+    """A Megatron config (not this package's) ends FP8 iterations too."""
+    config = original(model)
+    if getattr(config, "fp8", None) and not isinstance(config.finalize_model_grads_func, IterationEnd):
+        config.finalize_model_grads_func = IterationEnd(config.finalize_model_grads_func)
+    return config

@@ -30,7 +30,6 @@ ranks. Here counts are float32, exact to 2^24 tokens.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,70 +39,19 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ..runtime import Fp8Runtime, runtime_of
-from .patching import Patch
+from .patching import PatchList
+
+patches = PatchList()
 
 
-def patches() -> list[Patch]:
-    """Returns the patches for state of the distributed optimizer, experts, multi-token prediction and routers."""
-    core = "megatron.core"
-    return [
-        Patch(
-            f"{core}.optimizer.distrib_optimizer.DistributedOptimizer",
-            "sharded_param_state_fully_reshardable",
-            joined_with_padding,
-            "buckets are joined without their padding, but weights are looked up by positions with it",
-            wrap=True,
-        ),
-        *(
-            Patch(
-                f"{core}.tensor_parallel.layers.{kind}ParallelLinear",
-                "__init__",
-                reduced_by_experts_ranks,
-                "experts' gradients are reduced over the dense layers' ranks where expert parallelism is 1",
-                wrap=True,
-            )
-            for kind in ("Column", "Row")
-        ),
-        Patch(
-            f"{core}.models.gpt.gpt_model",
-            "roll_tensor",
-            count_of_all_ranks,
-            "context parallel ranks predict different numbers of tokens, and each divides by its own",
-            wrap=True,
-        ),
-        Patch(
-            f"{core}.models.common.language_module.language_module.LanguageModule",
-            "setup_embeddings_and_output_layer",
-            tied_without_a_weight,
-            "a last stage that predicts several tokens cannot be saved with a weight of its tied output layer",
-            wrap=True,
-        ),
-        Patch(
-            f"{core}.distributed.finalize_model_grads",
-            "_update_router_expert_bias",
-            remember_biases,
-            "experts' biases are updated before it is known whether the step is skipped",
-            wrap=True,
-        ),
-        Patch(
-            f"{core}.transformer.moe.router.TopKRouter",
-            "_maintain_float32_expert_bias",
-            count_in_float32,
-            "tokens are counted in the model's dtype, which loses some of them",
-            wrap=True,
-        ),
-    ]
-
-
-def joined_with_padding(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps sharded_param_state_fully_reshardable: buckets keep their padding."""
-
-    @functools.wraps(original)
-    def sharded_param_state(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _with_padding(self.buffers):
-            return original(self, *args, **kwargs)
-
-    return sharded_param_state
+@patches.wrap(
+    "optimizer.distrib_optimizer.DistributedOptimizer.sharded_param_state_fully_reshardable",
+    "buckets are joined without their padding, but weights are looked up by positions with it",
+)
+def joined_with_padding(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Buckets keep their padding."""
+    with _with_padding(self.buffers):
+        return original(self, *args, **kwargs)
 
 
 @contextmanager
@@ -119,68 +67,69 @@ def _with_padding(buffers: list[Any]) -> Iterator[None]:
             part.numel_unpadded = number
 
 
-def reduced_by_experts_ranks(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a linear's __init__: marks an expert's parameters if experts have their own data parallel ranks."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if self.is_expert and (
-            parallel_state.get_expert_tensor_parallel_world_size()
-            != parallel_state.get_tensor_model_parallel_world_size()
-        ):
-            for parameter in (self.weight, self.bias):
-                if parameter is not None:
-                    parameter.allreduce = False
-
-    return __init__
+def reduced_by_experts_ranks(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """A linear's __init__ that marks an expert's parameters if experts have their own data parallel ranks."""
+    original(self, *args, **kwargs)
+    if self.is_expert and (
+        parallel_state.get_expert_tensor_parallel_world_size()
+        != parallel_state.get_tensor_model_parallel_world_size()
+    ):
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                parameter.allreduce = False
 
 
-def count_of_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps roll_tensor: the sum of a mask becomes the mean over context parallel ranks, not this rank's."""
-
-    @functools.wraps(original)
-    def roll_tensor(tensor: torch.Tensor, *args: Any, cp_group: Any = None, **kwargs: Any) -> Any:
-        rolled, count = original(tensor, *args, cp_group=cp_group, **kwargs)
-        if cp_group is None or cp_group.size() == 1:
-            return rolled, count
-        dist.all_reduce(count, group=cp_group)
-        return rolled, count / cp_group.size()
-
-    return roll_tensor
+for _kind in ("Column", "Row"):
+    patches.wrap(
+        f"tensor_parallel.layers.{_kind}ParallelLinear.__init__",
+        "experts' gradients are reduced over the dense layers' ranks where expert parallelism is 1",
+    )(reduced_by_experts_ranks)
 
 
-def tied_without_a_weight(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wraps LanguageModule.setup_embeddings_and_output_layer: removes the weight of a tied output layer first."""
+@patches.wrap(
+    "models.gpt.gpt_model.roll_tensor",
+    "context parallel ranks predict different numbers of tokens, and each divides by its own",
+)
+def count_of_all_ranks(
+    original: Callable[..., Any], tensor: torch.Tensor, *args: Any, cp_group: Any = None, **kwargs: Any
+) -> Any:
+    """The sum of a mask becomes the mean over context parallel ranks, not this rank's."""
+    rolled, count = original(tensor, *args, cp_group=cp_group, **kwargs)
+    if cp_group is None or cp_group.size() == 1:
+        return rolled, count
+    dist.all_reduce(count, group=cp_group)
+    return rolled, count / cp_group.size()
 
-    @functools.wraps(original)
-    def setup_embeddings_and_output_layer(self: Any) -> None:
-        has_table = getattr(self, "mtp_process", False) and not self.pre_process
-        if has_table and self.post_process and self.share_embeddings_and_output_weights:
-            self.output_layer.weight = None
-        original(self)
 
-    return setup_embeddings_and_output_layer
+@patches.wrap(
+    "models.common.language_module.language_module.LanguageModule.setup_embeddings_and_output_layer",
+    "a last stage that predicts several tokens cannot be saved with a weight of its tied output layer",
+)
+def tied_without_a_weight(original: Callable[[Any], None], self: Any) -> None:
+    """Removes the weight of a tied output layer first."""
+    has_table = getattr(self, "mtp_process", False) and not self.pre_process
+    if has_table and self.post_process and self.share_embeddings_and_output_weights:
+        self.output_layer.weight = None
+    original(self)
 
 
 _COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
 
 
-def remember_biases(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps _update_router_expert_bias: saves the old biases until the optimizer decides whether it steps."""
-
-    @functools.wraps(original)
-    def update(model: list[Any], config: Any) -> None:
-        biases = [
-            bias
-            for chunk in model
-            for module in chunk.modules()
-            if (bias := getattr(module, "expert_bias", None)) is not None
-        ]
-        runtime_of(config).moved_biases = [(bias, bias.clone()) for bias in biases]
-        original(model, config)
-
-    return update
+@patches.wrap(
+    "distributed.finalize_model_grads._update_router_expert_bias",
+    "experts' biases are updated before it is known whether the step is skipped",
+)
+def remember_biases(original: Callable[..., None], model: list[Any], config: Any) -> None:
+    """Saves the old biases until the optimizer decides whether it steps."""
+    biases = [
+        bias
+        for chunk in model
+        for module in chunk.modules()
+        if (bias := getattr(module, "expert_bias", None)) is not None
+    ]
+    runtime_of(config).moved_biases = [(bias, bias.clone()) for bias in biases]
+    original(model, config)
 
 
 def settle_biases(runtime: Fp8Runtime, *, skipped: bool) -> None:
@@ -190,15 +139,53 @@ def settle_biases(runtime: Fp8Runtime, *, skipped: bool) -> None:
         bias.copy_(before)
 
 
-def count_in_float32(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wraps _maintain_float32_expert_bias: makes the token counts float32 too."""
+@patches.wrap(
+    "transformer.moe.router.TopKRouter._maintain_float32_expert_bias",
+    "tokens are counted in the model's dtype, which loses some of them",
+)
+def count_in_float32(original: Callable[[Any], None], self: Any) -> None:
+    """Makes the token counts float32 too."""
+    original(self)
+    for name in _COUNTS:
+        counts = getattr(self, name, None)
+        if counts is not None and counts.dtype != torch.float32:
+            counts.data = counts.data.float()
 
-    @functools.wraps(original)
-    def maintain(self: Any) -> None:
-        original(self)
-        for name in _COUNTS:
-            counts = getattr(self, name, None)
-            if counts is not None and counts.dtype != torch.float32:
-                counts.data = counts.data.float()
 
-    return maintain
+@patches.wrap(
+    "tensor_parallel.random.checkpoint",
+    "recompute_modules=['mlp'] with biases returns a bias from the region: endless recursion",
+    everywhere=True,
+)
+def alias_returned_parameters(
+    checkpoint: Callable[..., Any],
+    function: Callable[..., Any],
+    distribute_saved_activations: bool,
+    *args: Any,
+) -> Any:
+    """An activation checkpoint for functions that also return a parameter (an MLP: its bias).
+
+    An autograd function that returns a parameter makes it its own output: recomputing the region would differentiate
+    through the region again, in endless recursion. An alias of the parameter is an ordinary output.
+    """
+
+    def region(*inputs: Any) -> Any:
+        outputs = function(*inputs)
+        return tuple(map(_alias, outputs)) if isinstance(outputs, tuple) else _alias(outputs)
+
+    return checkpoint(region, distribute_saved_activations, *args)
+
+
+def _alias(value: Any) -> Any:
+    return value.view_as(value) if isinstance(value, torch.nn.Parameter) else value
+
+
+@patches.wrap(
+    "tensor_parallel.mappings.reduce_from_tensor_model_parallel_region",
+    "experts with biases add them in place to its output, which autograd forbids for the view that it is",
+    everywhere=True,
+)
+def return_no_view(reduce: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """An all-reduce whose result can be changed in place, as a new tensor with the same memory."""
+    y = reduce(*args, **kwargs)
+    return torch.ops.aten._unsafe_view(y, y.shape)

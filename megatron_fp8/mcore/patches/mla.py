@@ -27,57 +27,28 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from torch import Tensor
 
 from ...linear.saved_operands import first_derivative_only
-from .. import environment as compat
-from .patching import Patch
+from .patching import PatchList
 
-_MODULE = "megatron.core.transformer.multi_latent_attention"
-
-
-def patches() -> list[Patch]:
-    """Returns the patches for multi-latent attention: most of them only without Transformer Engine."""
-    norms = Patch(
-        "megatron.core.distributed.finalize_model_grads",
-        "_allreduce_non_tensor_model_parallel_grads",
-        whole_gradients_kept,
-        "the gradient of the queries' norm, whole on each tensor parallel rank, is summed because of its name",
-        wrap=True,
-    )
-    if compat.has_te():
-        return [norms]
-    return [
-        norms,
-        Patch(
-            _MODULE,
-            "HAVE_TE",
-            False,
-            "it assumes that Transformer Engine is installed, and tests whether a layer is of the class None",
-        ),
-        Patch(
-            f"{_MODULE}.MLASelfAttention",
-            "__init__",
-            gather_latents,
-            "the gradient of the rotary keys lacks the other tensor parallel ranks' terms",
-            wrap=True,
-        ),
-    ]
+patches = PatchList()
+without_te = PatchList("megatron.core.transformer.multi_latent_attention")
+"""For processes without Transformer Engine."""
 
 
-def gather_latents(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps MLASelfAttention.__init__: its down projections then return all columns."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, config, *args, **kwargs)
-        group = self.pg_collection.tp
-        if group.size() == 1:
-            return
-        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
-            if hasattr(self, name):
-                summed = config.qk_pos_emb_head_dim if name == "linear_kv_down_proj" else 0
-                gather = functools.partial(_gather, group, config.sequence_parallel, summed)
-                getattr(self, name).register_forward_hook(gather)
-
-    return __init__
+@without_te.wrap(
+    "MLASelfAttention.__init__",
+    "the gradient of the rotary keys lacks the other tensor parallel ranks' terms",
+)
+def gather_latents(original: Callable[..., None], self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    """Down projections then return all columns."""
+    original(self, config, *args, **kwargs)
+    group = self.pg_collection.tp
+    if group.size() == 1:
+        return
+    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+        if hasattr(self, name):
+            summed = config.qk_pos_emb_head_dim if name == "linear_kv_down_proj" else 0
+            gather = functools.partial(_gather, group, config.sequence_parallel, summed)
+            getattr(self, name).register_forward_hook(gather)
 
 
 def _gather(group: Any, scatter: bool, summed: int, _module: Any, _inputs: Any, result: Any) -> Any:
@@ -95,19 +66,20 @@ def _gather(group: Any, scatter: bool, summed: int, _module: Any, _inputs: Any, 
     return all_to_all_hp2sp(part, group).view(rows, part.shape[1], -1), bias
 
 
-def whole_gradients_kept(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps _allreduce_non_tensor_model_parallel_grads: does not change the norms of queries' latents."""
-
-    @functools.wraps(original)
-    def all_reduce(model: list[Any], config: Any, *args: Any, **kwargs: Any) -> None:
-        latent = config.multi_latent_attention and not config.sequence_parallel
-        grads = list(_gradients_of_query_norms(model)) if latent else []
-        saved = [grad.clone() for grad in grads]
-        original(model, config, *args, **kwargs)
-        for grad, whole in zip(grads, saved, strict=True):
-            grad.copy_(whole)
-
-    return all_reduce
+@patches.wrap(
+    "distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads",
+    "the gradient of the queries' norm, whole on each tensor parallel rank, is summed because of its name",
+)
+def keep_whole_gradients(
+    original: Callable[..., None], model: list[Any], config: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Does not change the norms of queries' latents."""
+    latent = config.multi_latent_attention and not config.sequence_parallel
+    grads = list(_gradients_of_query_norms(model)) if latent else []
+    saved = [grad.clone() for grad in grads]
+    original(model, config, *args, **kwargs)
+    for grad, whole in zip(grads, saved, strict=True):
+        grad.copy_(whole)
 
 
 def _gradients_of_query_norms(model: list[Any]) -> Iterator[Tensor]:

@@ -1,20 +1,23 @@
 """Named, checked, reversible replacements of attributes in other packages.
 
-A `Patch` says which attribute of which module or class is replaced, by what, and why. A `PatchSet` applies all of a
-list or none: every name is looked up before the first one is replaced. So if Megatron-Core moved a function, an error
-names it, and no hook silently does nothing.
+A `Patch` says which attribute of which module or class is replaced, by what, and why. Each file with patches has a
+`PatchList`, which a decorator or `replace` fills. A `PatchSet` applies all of a list or none: every name is looked up
+before the first one is replaced. So if Megatron-Core moved a function, an error names it, and no hook silently does
+nothing.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ..environment import installed_megatron
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _ABSENT = object()  # the owner inherits the attribute, or has none: reverting deletes the replacement
 
 
@@ -41,6 +44,42 @@ class Patch:
 
     def __str__(self) -> str:
         return f"{self.target}.{self.name}"
+
+
+class PatchList(list[Patch]):
+    """The patches of one file; their paths are relative to ``inside``, a module or package.
+
+    patches = PatchList("megatron.core.transformer")
+
+    @patches.wrap("mlp.MLP.forward", "one line of reason")
+    def with_something(original, self, *args): ...
+    """
+
+    def __init__(self, inside: str = "megatron.core") -> None:
+        super().__init__()
+        self._inside = inside
+
+    def replace(self, path: str, replacement: Any, why: str, **options: bool) -> None:
+        """Adds a patch of ``inside.path``; options: those of Patch."""
+        target, _, name = f"{self._inside}.{path}".rpartition(".")
+        self.append(Patch(target, name, replacement, why, **options))
+
+    def wrap(self, path: str, why: str, **options: bool) -> Callable[[_F], _F]:
+        """Decorates a function that replaces ``inside.path`` and gets the original as its first argument."""
+
+        def add(function: _F) -> _F:
+            self.replace(path, functools.partial(_bound, function), why, wrap=True, **options)
+            return function
+
+        return add
+
+
+def _bound(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    return replaced
 
 
 @dataclass(frozen=True)
@@ -75,6 +114,8 @@ class PatchSet:
         for patch, owner in zip(self.patches, owners, strict=True):
             old = getattr(owner, patch.name, None)
             new = patch.replacement(old) if patch.wrap else patch.replacement
+            if patch.wrap and isinstance(vars(owner).get(patch.name), staticmethod | classmethod):
+                new = staticmethod(new)  # `old` is bound already
             self._bind(owner, patch.name, new)
             if patch.everywhere:
                 self._imported.append((old, new))

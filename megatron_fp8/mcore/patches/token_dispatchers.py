@@ -7,127 +7,95 @@ forward (dispatch) or in backward (the gradient of combine), and everything else
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 
 from ...linear.quantized_activation import QuantizedActivation
 from ...linear.saved_operands import first_derivative_only
-from .patching import Patch
+from .patching import PatchList
 
-_MOE = "megatron.core.transformer.moe"
-_DISPATCHERS = f"{_MOE}.token_dispatcher"
 _WHY = "tokens and gradients in FP8 are sent as bytes"
+patches = PatchList("megatron.core.transformer.moe")
 
 
-def patches() -> list[Patch]:
-    """Returns the patches for moe_fp8_dispatch."""
-    from megatron.core.transformer.moe import token_dispatcher
+@patches.wrap("token_dispatcher.all_to_all", _WHY)
+def all_to_all_of_rows(
+    original: Callable[..., Any],
+    group: Any,
+    input_: Any,
+    output_split_sizes_: Any = None,
+    input_split_sizes: Any = None,
+) -> Any:
+    """all_to_all, forward and backward, of rows in codes too."""
+    return _send_rows(
+        input_,
+        lambda rows: original(group, rows, output_split_sizes_, input_split_sizes),
+        lambda rows: original(group, rows, input_split_sizes, output_split_sizes_),
+    )
 
-    gather = token_dispatcher.gather_from_sequence_parallel_region
-    reduce_scatter = token_dispatcher.reduce_scatter_to_sequence_parallel_region
-    return [
-        Patch(_DISPATCHERS, "all_to_all", all_to_all_of_rows, _WHY, wrap=True),
-        Patch(
-            _DISPATCHERS,
-            "gather_from_sequence_parallel_region",
-            functools.partial(gather_of_rows, reduce_scatter=reduce_scatter),
-            _WHY,
-            wrap=True,
+
+@patches.wrap("token_dispatcher.gather_from_sequence_parallel_region", _WHY)
+def gather_of_rows(
+    original: Callable[..., Any],
+    input_: Any,
+    tensor_parallel_output_grad: bool = True,
+    group: Any = None,
+    output_split_sizes: Any = None,
+    use_global_buffer: bool = False,
+) -> Any:
+    """gather_from_sequence_parallel_region of rows in codes too; their gradients are summed as before."""
+
+    def forward(rows: Any) -> Any:
+        return original(rows, tensor_parallel_output_grad, group, output_split_sizes, use_global_buffer)
+
+    if not isinstance(input_, QuantizedActivation):
+        return forward(input_)
+    assert tensor_parallel_output_grad, "dispatchers sum the gradients of what they gather"
+
+    def backward(rows: Any) -> Any:
+        return reduce_scatter_to_sequence_parallel_region(rows, group, output_split_sizes, use_global_buffer)
+
+    return _send_rows(input_, forward, backward)
+
+
+@patches.wrap("token_dispatcher.reduce_scatter_to_sequence_parallel_region", _WHY)
+def reduce_scatter_of_rows(
+    original: Callable[..., Any],
+    input_: Any,
+    group: Any = None,
+    input_split_sizes: Any = None,
+    use_global_buffer: bool = False,
+) -> Any:
+    """reduce_scatter_to_sequence_parallel_region, whose gradient may be in codes."""
+    return _send_rows(
+        input_,
+        lambda rows: original(rows, group, input_split_sizes, use_global_buffer),
+        lambda rows: gather_from_sequence_parallel_region(
+            rows, True, group, input_split_sizes, use_global_buffer
         ),
-        Patch(
-            _DISPATCHERS,
-            "reduce_scatter_to_sequence_parallel_region",
-            functools.partial(reduce_scatter_of_rows, gather=gather),
-            _WHY,
-            wrap=True,
-        ),
-        Patch(
-            f"{_MOE}.experts.SequentialMLP",
-            "_pad_tensor_for_quantization",
-            padding_of_values,
-            "tokens in FP8 are not joined with zeros: casts and products here take any number of tokens",
-            wrap=True,
-        ),
-    ]
+    )
 
 
-def all_to_all_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps all_to_all, forward and backward, for rows in codes too."""
-
-    @functools.wraps(original)
-    def all_to_all(
-        group: Any, input_: Any, output_split_sizes_: Any = None, input_split_sizes: Any = None
-    ) -> Any:
-        def forward(rows: Any) -> Any:
-            return original(group, rows, output_split_sizes_, input_split_sizes)
-
-        def backward(rows: Any) -> Any:
-            return original(group, rows, input_split_sizes, output_split_sizes_)
-
-        return _send_rows(input_, forward, backward)
-
-    return all_to_all
-
-
-def gather_of_rows(original: Callable[..., Any], reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps gather_from_sequence_parallel_region for rows in codes too; their gradients are summed as before."""
-
-    @functools.wraps(original)
-    def gather_from_sequence_parallel_region(
-        input_: Any,
-        tensor_parallel_output_grad: bool = True,
-        group: Any = None,
-        output_split_sizes: Any = None,
-        use_global_buffer: bool = False,
-    ) -> Any:
-        def forward(rows: Any) -> Any:
-            return original(rows, tensor_parallel_output_grad, group, output_split_sizes, use_global_buffer)
-
-        if not isinstance(input_, QuantizedActivation):
-            return forward(input_)
-        assert tensor_parallel_output_grad, "dispatchers sum the gradients of what they gather"
-        return _send_rows(
-            input_, forward, lambda rows: reduce_scatter(rows, group, output_split_sizes, use_global_buffer)
-        )
-
-    return gather_from_sequence_parallel_region
-
-
-def reduce_scatter_of_rows(original: Callable[..., Any], gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps reduce_scatter_to_sequence_parallel_region, whose gradient may be in codes."""
-
-    @functools.wraps(original)
-    def reduce_scatter_to_sequence_parallel_region(
-        input_: Any, group: Any = None, input_split_sizes: Any = None, use_global_buffer: bool = False
-    ) -> Any:
-        def backward(rows: Any) -> Any:
-            return gather(rows, True, group, input_split_sizes, use_global_buffer)
-
-        return _send_rows(
-            input_, lambda rows: original(rows, group, input_split_sizes, use_global_buffer), backward
-        )
-
-    return reduce_scatter_to_sequence_parallel_region
-
-
-def padding_of_values(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps SequentialMLP._pad_tensor_for_quantization: does not pad tokens in codes."""
-
-    @functools.wraps(original)
-    def _pad_tensor_for_quantization(self: Any, hidden: Any, probs: Any) -> Any:
-        return (hidden, probs) if isinstance(hidden, QuantizedActivation) else original(self, hidden, probs)
-
-    return _pad_tensor_for_quantization
+@patches.wrap(
+    "experts.SequentialMLP._pad_tensor_for_quantization",
+    "tokens in FP8 are not joined with zeros: casts and products here take any number of tokens",
+)
+def padding_of_values(original: Callable[..., Any], self: Any, hidden: Any, probs: Any) -> Any:
+    """SequentialMLP._pad_tensor_for_quantization, which does not pad tokens in codes."""
+    return (hidden, probs) if isinstance(hidden, QuantizedActivation) else original(self, hidden, probs)
 
 
 _Send = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _send_rows(rows: torch.Tensor, forward: _Send, backward: _Send) -> Any:
-    """Sends rows by ``there``, and their gradients by ``back``."""
+    """Sends rows by ``forward``, and their gradients by ``backward``."""
     if not torch.is_grad_enabled() or not rows.requires_grad:
         return _apply(rows, forward)
     return _SendRows.apply(rows, forward, backward)
@@ -139,11 +107,11 @@ def _apply(rows: torch.Tensor, send: _Send) -> torch.Tensor:
 
 class _SendRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, there: _Send, back: _Send) -> torch.Tensor:
-        ctx.back = back
-        return _apply(rows, there)
+    def forward(ctx: Any, rows: torch.Tensor, send: _Send, send_back: _Send) -> torch.Tensor:
+        ctx.send_back = send_back
+        return _apply(rows, send)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _apply(grad, ctx.back), None, None
+        return _apply(grad, ctx.send_back), None, None

@@ -47,7 +47,8 @@ class _TeSiteLinear:
     is_expert = False  # config/incompatible.py refuses experts
     weight: torch.Tensor
 
-    def _init_site(self) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.fp8_layer = layer_being_built()
         self._site: TeSite | None = None
         self._forwards = Forwards()
@@ -134,25 +135,13 @@ class _TeSiteLinear:
 class Fp8TeColumnParallelLinear(_TeSiteLinear, TEColumnParallelLinear):
     """Y = X A^T with A split by output features; arguments as Megatron-Core's TEColumnParallelLinear."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._init_site()
-
 
 class Fp8TeRowParallelLinear(_TeSiteLinear, TERowParallelLinear):
     """Y = X A^T with A split by input features; arguments as Megatron-Core's TERowParallelLinear."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._init_site()
-
 
 class Fp8TeLayerNormColumnParallelLinear(_TeSiteLinear, TELayerNormColumnParallelLinear):
     """Norm, then a column-parallel linear; arguments as Megatron-Core's TELayerNormColumnParallelLinear."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._init_site()
 
 
 class Fp8TeSpecProvider(TESpecProvider):
@@ -191,13 +180,9 @@ def te_block_spec(config: Any, **options: Any) -> TransformerBlockSubmodules:
 
 @contextmanager
 def _own_classes() -> Iterator[None]:
-    ours = Patch(
-        "megatron.core.models.gpt.gpt_layer_specs",
-        "TESpecProvider",
-        Fp8TeSpecProvider,
-        "its Transformer Engine spec takes every class from TESpecProvider",
-    )
-    provider = PatchSet([ours])
+    why = "its Transformer Engine spec takes every class from TESpecProvider"
+    owner = "megatron.core.models.gpt.gpt_layer_specs"
+    provider = PatchSet([Patch(owner, "TESpecProvider", Fp8TeSpecProvider, why)])
     provider.apply()
     try:
         yield

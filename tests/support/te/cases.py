@@ -308,33 +308,31 @@ def without_te() -> dict[str, Any]:
 
 
 def apex() -> dict[str, Any]:
-    """Trainings with apex: what was called of it, what the report says, and losses beside those without it."""
+    """Trainings with apex: what was called of it, and losses beside those without it."""
     from importlib.util import find_spec
 
     from megatron_fp8.mcore import environment as compat
-    from megatron_fp8.mcore.patches.apex import apex_use
     from tests.support.te import apex_standin
 
     def with_apex(**fields: Any) -> dict[str, Any]:
-        uses: list[str] = []
         apex_standin.calls.clear()
-        seen = trained("emulated", "tensorwise", 1, look=lambda c, m: uses.append(apex_use(c, [m])), **fields)
-        return {"losses": seen["losses"], "calls": dict(apex_standin.calls), "use": uses[0]}
+        seen = trained("emulated", "tensorwise", 1, **fields)
+        return {"losses": seen["losses"], "calls": dict(apex_standin.calls)}
 
     bf16 = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
     on_cpu = with_apex(llama=False)
     from megatron_fp8 import mcore
-    from megatron_fp8.mcore.patches import apex as served
+    from megatron_fp8.mcore.patches import missing_packages
 
     with (  # as if there were a GPU
         mock.patch.object(compat, "uses_apex", lambda extension: find_spec(extension) is not None),
-        mock.patch.object(served, "cpu_patches", list),
+        mock.patch.object(missing_packages, "on_cpu", list),
     ):
         mcore.uninstall()  # patches are chosen when they are installed
-        layer_norm = with_apex(llama=False, gradient_accumulation_fusion=True, **bf16)
+        fused = with_apex(llama=False, gradient_accumulation_fusion=True, **bf16)
         plain = with_apex(llama=False, **bf16)
         rms_norm = with_apex()
-    return {"on_cpu": on_cpu, "layer_norm": layer_norm, "plain": plain, "rms_norm": rms_norm}
+    return {"on_cpu": on_cpu, "fused": fused, "plain": plain, "rms_norm": rms_norm}
 
 
 CASES = {case.__name__: case for case in (parity, delayed, refusals, checkpoints, doctor, gpu_scripts)}

@@ -121,9 +121,8 @@ def test_others_are_refused(way: Any, of_codes: bool, broken: str) -> None:
 
 def test_an_input_that_swiglu_has_stored() -> None:
     x = randn(64, 256, seed=1).requires_grad_()
-    swiglu = store_swiglu_input_in_fp8(lambda *args: pytest.fail("not stored"))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.reshape(-1)[1:]):
-        y = swiglu(x, None, True)
+        y = store_swiglu_input_in_fp8(lambda *args: pytest.fail("not stored"), x, None, True)
     with pytest.raises(ValueError, match=r"SwiGLU: float8_e4m3fn \[64, 256\] on cpu was saved"):
         y.backward(torch.ones_like(y))
 

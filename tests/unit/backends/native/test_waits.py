@@ -83,9 +83,9 @@ def test_swiglu_that_stores_its_input(weighted: bool, between: bool) -> None:
         with gpu_without_values():
             x, weights = leaf(256, 512), leaf(256, 1, dtype=torch.float32)
             if weighted:
-                y = activation.store_expert_swiglu_input_in_fp8(_never)(x, None, weights, True)
+                y = activation.store_expert_swiglu_input_in_fp8(_never, x, None, weights, True)
             else:
-                y = activation.store_swiglu_input_in_fp8(_never)(x, None, True)
+                y = activation.store_swiglu_input_in_fp8(_never, x, None, True)
             (y * 1).sum().backward()
             assert x.grad is not None and (weights.grad is not None) == weighted
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -27,8 +28,8 @@ def never(*args: Any, **kwargs: Any) -> torch.Tensor:
     raise AssertionError("Megatron-Core's own was called")
 
 
-swiglu = store_swiglu_input_in_fp8(never)
-expert_swiglu = store_expert_swiglu_input_in_fp8(never)
+swiglu = functools.partial(store_swiglu_input_in_fp8, never)
+expert_swiglu = functools.partial(store_expert_swiglu_input_in_fp8, never)
 
 
 def formula(x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
@@ -161,8 +162,8 @@ def test_without_the_option_megatron_computes() -> None:
     def original(*args: Any) -> str:
         return f"original {len(args)}"
 
-    assert store_swiglu_input_in_fp8(original)(1, None, False, True) == "original 4"
-    assert store_expert_swiglu_input_in_fp8(original)(1, None, 2) == "original 4"
+    assert store_swiglu_input_in_fp8(original, 1, None, False, True) == "original 4"
+    assert store_expert_swiglu_input_in_fp8(original, 1, None, 2) == "original 4"
 
 
 @pytest.mark.parametrize("fields", [{}, MOE, {**MOE, "moe_shared_expert_intermediate_size": 256}])

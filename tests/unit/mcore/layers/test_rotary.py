@@ -11,7 +11,7 @@ from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_
 
 from benchmarks.support.compare import assert_same_bytes
 from benchmarks.support.gpt import gpt_config
-from megatron_fp8.mcore.layers.attention import RotatedKeys, rotated_once
+from megatron_fp8.mcore.layers.attention import RotatedKeys, rotate_once
 
 SEEN, NEW = 5, 3
 
@@ -26,7 +26,7 @@ def adjusted(context: Any, rotary: Any) -> tuple[Any, ...]:
         return query, key, value, rotary, "mask", more
 
     query = torch.randn(NEW, 2, 4, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
-    _, _, _, rotary, mask, more = rotated_once(original)(attention, context, query, query, query, rotary, 7)
+    _, _, _, rotary, mask, more = rotate_once(original, attention, context, query, query, query, rotary, 7)
     assert (mask, more) == ("mask", (7,))
     return got[0], rotary, query
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks.support.fp8_gpt import NARROW, fp8_config
 from benchmarks.support.gpt import build_chunks, build_optimizer
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
-from megatron_fp8.mcore.optimizer.optimizer_setup import checked_and_recorded, runtimes_stepped_by
+from megatron_fp8.mcore.optimizer.optimizer_setup import check_and_record, runtimes_stepped_by
 from megatron_fp8.mcore.runtime import Fp8Runtime, runtime_of
 
 OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
@@ -142,15 +142,15 @@ def test_the_models_that_it_was_made_for():
     def make(config: Any, model_chunks: list[Any], param_groups: Any = None) -> Optimizer:
         return Optimizer()
 
-    make, config = (
-        checked_and_recorded(make),
-        SimpleNamespace(optimizer_cpu_offload=False, use_precision_aware_optimizer=False),
-    )
-    for optimizer in (make(config, [model]), make(config, model_chunks=[model])):
+    config = SimpleNamespace(optimizer_cpu_offload=False, use_precision_aware_optimizer=False)
+    for optimizer in (
+        check_and_record(make, config, [model]),
+        check_and_record(make, config, model_chunks=[model]),
+    ):
         assert runtimes_stepped_by(optimizer) == [its], "without a parameter too"
         chain = SimpleNamespace(chained_optimizers=[optimizer, Optimizer()])
         assert runtimes_stepped_by(chain) == [its]
-    assert runtimes_stepped_by(make(config, [torch.nn.Linear(1, 1)])) == []
+    assert runtimes_stepped_by(check_and_record(make, config, [torch.nn.Linear(1, 1)])) == []
 
 
 def test_the_models_whose_parameters_it_holds():

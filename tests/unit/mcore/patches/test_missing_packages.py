@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp8 import mcore
 from megatron_fp8.mcore import environment as compat
-from megatron_fp8.mcore.patches import cpu_engine, gpu_engine
+from megatron_fp8.mcore.patches import cpu_engine, missing_packages
 
 NOTHING = torch.zeros(1, dtype=torch.int32)
 
@@ -31,20 +32,20 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_norm_is_that_of_one_vector_and_is_not_read_back():
     grads = [torch.randn(n, dtype=dtype) for n, dtype in ((7, torch.float32), (300, torch.bfloat16))]
-    found, _ = gpu_engine.norm_without_waiting(2**16, NOTHING, [grads], False)
+    found, _ = missing_packages.norm_without_waiting(2**16, NOTHING, [grads], False)
     whole = torch.cat([grad.double() for grad in grads]).norm()
     assert found.shape == (1,) and found.dtype == torch.float32
     assert found.item() == pytest.approx(whole.item(), rel=1e-6)
     grads[0][3] = torch.inf
-    assert gpu_engine.norm_without_waiting(2**16, NOTHING, [grads], False)[0].isinf()
+    assert missing_packages.norm_without_waiting(2**16, NOTHING, [grads], False)[0].isinf()
     with FakeTensorMode():  # whoever reads a number of a fake tensor gets an error
         fake = [torch.empty(4, device="cuda"), torch.empty(2, device="cuda")]
         flag = torch.empty(1, device="cuda")
-        assert gpu_engine.norm_without_waiting(2**16, flag, [fake], False)[0].device.type == "cuda"
+        assert missing_packages.norm_without_waiting(2**16, flag, [fake], False)[0].device.type == "cuda"
 
 
 def test_scaling_has_the_bits_of_the_stand_in():
-    scale = gpu_engine.scale_at_once(utils.local_multi_tensor_scale)
+    scale = functools.partial(missing_packages.scale_at_once, utils.local_multi_tensor_scale)
     grads = [torch.randn(5), torch.randn(3, 2)]
     expected = [grad * 0.3 for grad in grads]
     with mock.patch.object(torch, "_foreach_mul_", wraps=torch._foreach_mul_) as at_once:
@@ -58,10 +59,10 @@ def test_scaling_has_the_bits_of_the_stand_in():
 
 
 def test_only_stand_ins_are_replaced(stand_ins, monkeypatch):
-    assert {patch.name for patch in gpu_engine.patches()} == {"l2_norm_impl", "multi_tensor_scale_impl"}
+    assert {patch.name for patch in missing_packages.on_gpu()} == {"l2_norm_impl", "multi_tensor_scale_impl"}
     monkeypatch.setattr(clip_grads, "l2_norm_impl", lambda *args: None)
     monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", lambda *args: None)
-    assert gpu_engine.patches() == []
+    assert missing_packages.on_gpu() == []
 
 
 @pytest.mark.parametrize("gpu", [True, False])
@@ -70,9 +71,8 @@ def test_one_engine_is_patched(gpu, monkeypatch):
     patched: list[str] = []
     monkeypatch.setattr(mcore, "_installed", None)
     monkeypatch.setattr(compat, "has_cuda", lambda: gpu)
-    for engine in (cpu_engine, gpu_engine):
-        name = engine.__name__
-        monkeypatch.setattr(engine, "patches", lambda name=name: patched.append(name) or [])
+    monkeypatch.setattr(cpu_engine, "patches", lambda: patched.append("cpu") or [])
+    monkeypatch.setattr(missing_packages, "on_gpu", lambda: patched.append("gpu") or [])
     with mock.patch("megatron_fp8.mcore.patches.patching.PatchSet"):
         mcore.install()
-    assert patched == [(gpu_engine if gpu else cpu_engine).__name__]
+    assert patched == ["gpu" if gpu else "cpu"]
