@@ -25,8 +25,7 @@ from ..files.checkpoint import (
     iteration_of,
     read_manifest,
 )
-from ..mcore.checkpoint.moment_loader import load_moments
-from ..mcore.checkpoint.training import load_weights
+from ..mcore.checkpoint.loader import load_moments, load_weights
 from ..mcore.sites import check_plan
 from ..plan.site_plan import SitePlan
 from ..recipe import recipe_name

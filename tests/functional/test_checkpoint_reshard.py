@@ -272,8 +272,8 @@ def test_fp8_weights_are_cast_with_the_scale_that_they_get(ranks, tmp_path):
 def loads_what_a_gpu_saved(folder: str) -> tuple[Any, bool]:
     """Why streams start anew, and whether the weights are those that were saved with a GPU's streams."""
     from megatron_fp8.files.checkpoint import read_manifest
+    from megatron_fp8.mcore import checkpoint
     from megatron_fp8.mcore.checkpoint import rng as checkpoint_rng
-    from megatron_fp8.mcore.checkpoint import training as checkpoint
 
     own = checkpoint_rng.streams
 

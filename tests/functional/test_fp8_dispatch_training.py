@@ -222,7 +222,7 @@ def sick_case(layout: Layout) -> dict[str, Any]:
     from megatron.core.transformer import spec_utils
 
     from megatron_fp8.mcore.runtime import state_of
-    from megatron_fp8.mcore.spec_replacement import with_own_modules
+    from megatron_fp8.mcore.spec import with_own_modules
 
     with model_parallel(layout):
         config = config_of(layout, "blockwise")

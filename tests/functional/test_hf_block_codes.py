@@ -110,7 +110,7 @@ def live_codes(
     config_file: str, source: str, layout: Layout, *fields: str
 ) -> tuple[dict[str, Any], list[str]]:
     """A case for ranks: codes and scales of this rank's FP8 parameters by name, and what loading said."""
-    from megatron_fp8.mcore.checkpoint import training as checkpoint
+    from megatron_fp8.mcore import checkpoint
     from megatron_fp8.mcore.runtime import unwrap
     from megatron_fp8.params.fp8_parameter import Fp8Parameter
 

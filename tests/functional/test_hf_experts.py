@@ -123,7 +123,7 @@ def test_other_settings(ranks, tmp_path, kind, fields):
 def both_logits(config_file: str, checkpoint: str, ids: torch.Tensor) -> list[torch.Tensor]:
     """A case for one rank: float32 logits [batch, sequence, rows] of the token after the next, and of the next."""
     from megatron_fp8.files.checkpoint import find_checkpoint, read_manifest
-    from megatron_fp8.mcore.checkpoint import training as checkpoints
+    from megatron_fp8.mcore import checkpoint as checkpoints
     from megatron_fp8.mcore.runtime import unwrap
 
     with model_parallel(Layout()):

@@ -243,7 +243,7 @@ def test_an_fp8_directory_is_imported_to_the_bit(folder, expected, tmp_path, nam
 
 def train_fp8_params(config_file: str, source: str, out: str, recipe: str) -> dict[str, tuple[Any, Any]]:
     """A case for ranks: weights that live as FP8 take one optimizer step and are saved. Codes and scales by site."""
-    from megatron_fp8.mcore.checkpoint import training as checkpoint
+    from megatron_fp8.mcore import checkpoint
     from megatron_fp8.mcore.checkpoint.saver import Saver
     from megatron_fp8.params.fp8_parameter import Fp8Parameter
 
@@ -301,7 +301,8 @@ def test_exported_codes_are_those_that_training_multiplied(folder, ranks, tmp_pa
 
 def masters_case(config_file: str, source: str, layout: Layout, distributed: bool) -> dict[str, torch.Tensor]:
     """A case for ranks: this rank's masters by name after loading weights alone; a step from there changes them."""
-    from megatron_fp8.mcore.checkpoint import training as checkpoint
+    from megatron_fp8.mcore import checkpoint
+    from megatron_fp8.mcore.checkpoint.training import shards_in
 
     with model_parallel(layout):
         option = f"--optimizer.use_distributed_optimizer={str(distributed).lower()}"
@@ -311,7 +312,7 @@ def masters_case(config_file: str, source: str, layout: Layout, distributed: boo
         assert any("weights alone" in note for note in notes), notes
         state = checkpoint.sharded_state(chunks, optimizer)
         found = {}
-        for shard in checkpoint._shards(state["optimizer"]):
+        for shard in shards_in(state["optimizer"]):
             kind, _, name = shard.key.removeprefix("optimizer.state.").partition(".")
             if kind.endswith("param"):
                 found[name] = shard.data.clone()

@@ -68,7 +68,7 @@ def test_any_layout_reads_an_imported_model(imported, ranks, layout):
 
 def save_case(config_file: str, folder: str, layout: Layout, ids: torch.Tensor) -> Any:
     """Save a model whose vectors are not at their defaults; its logits."""
-    from megatron_fp8.mcore.checkpoint import training as checkpoint
+    from megatron_fp8.mcore import checkpoint
     from megatron_fp8.mcore.checkpoint.saver import Saver
 
     with model_parallel(layout):

@@ -165,7 +165,12 @@ def test_without_transformer_engine(seen):
 def test_apex_serves_where_its_extensions_are(seen):
     run, plain = seen["apex"]["fused"], seen["apex"]["plain"]
     # Two microbatches: four BF16 linears and the output projection. FP8 linears accumulate by themselves.
-    assert run["calls"] == {"wgrad_gemm_accum_fp32": 5 * 2, "adam": 1, "multi_tensor_scale": 1}
+    assert run["calls"] == {
+        "wgrad_gemm_accum_fp32": 5 * 2,
+        "adam": 1,
+        "multi_tensor_l2norm": 1,
+        "multi_tensor_scale": 1,
+    }
     assert "wgrad_gemm_accum_fp32" not in plain["calls"]
     assert run["losses"] == plain["losses"]
 

@@ -12,7 +12,7 @@ python tests/support/app.py full metrics,tfevents train ... there is no room for
 python tests/support/app.py unindexed 0 train ...          there is no room for arrays: indices of samples
 python tests/support/app.py spike 16:24 train ...          these samples are noise, and a small rise counts as a spike
 python tests/support/app.py truncate 2 train ...           the corpus becomes shorter after the second iteration
-python tests/support/app.py killed load train ...          SIGKILL where it calls this of mcore/checkpoint/training.py
+python tests/support/app.py killed load train ...          SIGKILL where it calls this of mcore/checkpoint
 python tests/support/app.py many CASES.json                 several commands; prints [code, stderr] of each
 python tests/support/app.py heard CASES.json                the same; prints [code, stderr, stdout]
 """
@@ -250,9 +250,9 @@ def truncate(trainer):
 
 def killed(name, arguments):
     """End without a word where this function is called."""
-    from megatron_fp8.mcore.checkpoint import training
+    from megatron_fp8.mcore import checkpoint
 
-    with mock.patch.object(training, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+    with mock.patch.object(checkpoint, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
         return main(arguments)
 
 

@@ -48,7 +48,7 @@ def layer_case(layout: Layout, recipe: str, fields: dict[str, Any], loud: bool =
     from megatron.core.transformer import spec_utils
 
     from megatron_fp8.mcore.runtime import state_of
-    from megatron_fp8.mcore.spec_replacement import with_own_modules
+    from megatron_fp8.mcore.spec import with_own_modules
 
     seen: list[tuple[str, int, str]] = []
 

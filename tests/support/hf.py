@@ -113,7 +113,7 @@ def loaded_logits(
 ) -> Any:
     """A case for ranks: float32 [batch, SEQUENCE, padded vocabulary] of a checkpoint; None before the last stage."""
     from megatron_fp8.files.checkpoint import find_checkpoint, read_manifest
-    from megatron_fp8.mcore.checkpoint import training as checkpoints
+    from megatron_fp8.mcore import checkpoint as checkpoints
 
     with model_parallel(layout):
         _, chunks, optimizer = build(config_file, layout, *overrides)

@@ -59,7 +59,7 @@ class Training:
     def save(self, folder: str, **options: Any) -> Path:
         """Save; the checkpoint's folder."""
         from megatron_fp8.files.checkpoint import Manifest, folder_name
-        from megatron_fp8.mcore.checkpoint import training as checkpoint
+        from megatron_fp8.mcore import checkpoint
         from megatron_fp8.mcore.checkpoint.saver import Saver
         from megatron_fp8.mcore.replica_check import differing
 
@@ -76,7 +76,7 @@ class Training:
     def load(self, folder: Path) -> list[str]:
         """Load; the notes."""
         from megatron_fp8.files.checkpoint import read_manifest
-        from megatron_fp8.mcore.checkpoint import training as checkpoint
+        from megatron_fp8.mcore import checkpoint
 
         manifest = read_manifest(folder)
         resumed = checkpoint.load(folder, manifest, self.chunks, self.optimizer)

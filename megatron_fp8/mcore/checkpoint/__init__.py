@@ -1,5 +1,6 @@
 """Checkpoints of Megatron-Core models in training. docs/checkpoints.md shows the calls."""
 
-from .training import layout_facts, load, numbers, sharded_state
+from .loader import load
+from .training import layout_facts, numbers, sharded_state
 
 __all__ = ["layout_facts", "load", "numbers", "sharded_state"]

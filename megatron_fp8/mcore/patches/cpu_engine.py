@@ -327,11 +327,8 @@ _tensor.replace("to", tensor_to, "Megatron-Core moves tensors to the GPU", wrap=
 _tensor.replace("type", tensor_type, "the optimizer sorts parameters by 'torch.cuda.*'", wrap=True)
 _utils = PatchList("torch.utils._device")
 _utils.wrap("DeviceContext.__init__", "`with torch.device('cuda')` makes tensors on the GPU")(on_cpu_device)
-for _name, _replacement in {
-    "_get_cuda_rng_state": get_rng_state,
-    "_set_cuda_rng_state": set_rng_state,
-}.items():
-    _core.replace(f"tensor_parallel.random.{_name}", _replacement, _RANDOM, everywhere=True)
+for _name, _state in (("_get_cuda_rng_state", get_rng_state), ("_set_cuda_rng_state", set_rng_state)):
+    _core.replace(f"tensor_parallel.random.{_name}", _state, _RANDOM, everywhere=True)
 _core.replace("tensor_parallel.random.CudaRNGStatesTracker.fork", fork, _RANDOM)
 _core.wrap(
     "distributed.param_and_grad_buffer.dist_all_gather_func",

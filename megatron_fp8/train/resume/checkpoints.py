@@ -28,7 +28,7 @@ from ...files.checkpoint import (
     without_checksum,
 )
 from ...files.run_lock import job_name
-from ...mcore.checkpoint import training as checkpoint
+from ...mcore import checkpoint
 from ...mcore.checkpoint.saver import SaveError, Saver
 from ..config.run_config import RunConfig
 from ..health import skipped_samples

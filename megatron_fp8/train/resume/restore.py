@@ -13,7 +13,7 @@ from typing import Any
 
 from ...files.checkpoint import find_checkpoint, read_manifest, without_checksum
 from ...files.manifest import Manifest
-from ...mcore.checkpoint.training import load_weights
+from ...mcore.checkpoint.loader import load_weights
 from ...mcore.sites import check_plan
 from ...plan.settings import DEFAULT_RECIPE
 from ...recipe import check_recipe_name
