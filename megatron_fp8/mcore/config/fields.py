@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...backends import BACKENDS, LAYER_BACKENDS
 from ...plan.settings import FP8_FORMATS
 from ...recipe import RECIPES
 from ...state.guard import LADDERS
@@ -111,6 +112,9 @@ FIELD_RULES: dict[str, Rule] = {
 """Rules for Megatron-Core's fields that this package checks."""
 
 OWN_RULES: dict[str, Rule] = {
+    "fp8_backend": optional(one_of("auto", *BACKENDS, *LAYER_BACKENDS)),
+    "fp8_fallback": one_of("error", "warn"),
+    **dict.fromkeys(("fp8_high_precision_warmup", "fp8_high_precision_healing"), number(0, 1)),
     "fp8_amax_epsilon": NOT_NEGATIVE,
     "fp8_pow2_scales": optional(FLAG),
     "fp8_stochastic_rounding": FLAG,

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import warnings
-from collections.abc import Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig as MegatronLatentConfig
 from megatron.core.transformer.transformer_config import TransformerConfig as MegatronConfig
 
-from ...backends import BACKENDS, LAYER_BACKENDS
 from ...fp8_utils import get_fp8_recipe
 from ...numerics.formats import ROLES
 from ...plan.overrides import check_overrides
-from ...plan.settings import DEFAULT_RECIPE, FP8_FORMATS, exchanged, import_factory, takes
+from ...plan.settings import DEFAULT_RECIPE, import_factory, takes
 from ...plan.size_table import load_table
 from ...recipe import RECIPES
 from .fields import FIELD_RULES, OWN_RULES, REFUSED, RELATIONS, SILENT
-from .incompatible import check_dispatch, check_te_settings
+from .incompatible import check_incompatible
 from .rules import check, check_relation, integer, shown
 
 if TYPE_CHECKING:
     from .transformer_config import TransformerConfig
 
-FALLBACKS = ("error", "warn")
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # their default, 0, is invalid
 
 
@@ -80,24 +76,22 @@ def check_fp8_settings(config: TransformerConfig) -> None:
         check(name, getattr(config, name), rule)
     if config.fp8 is False:  # as in other libraries
         config.fp8 = None
-    if config.fp8_backend is not None:
-        one_of("fp8_backend", config.fp8_backend, ("auto", *BACKENDS, *LAYER_BACKENDS))
-    one_of("fp8_fallback", config.fp8_fallback, FALLBACKS)
-    _check_phases(config)
+    warmup, healing = (getattr(config, name) for name in _PHASES)
+    if warmup + healing >= 1:
+        raise ValueError(
+            f"fp8_high_precision_warmup={warmup!r} and fp8_high_precision_healing={healing!r} leave nothing to FP8: their"
+            " sum must be below 1. Lower one of them, or set fp8=None to train in BF16."
+        )
     check_overrides(config.fp8_overrides, "fp8_overrides")
     if config.fp8:
-        config.fp8 = one_of("fp8", config.fp8, FP8_FORMATS, also=(), none="None (FP8 off)")
-        config.fp8_recipe = one_of("fp8_recipe", config.fp8_recipe or DEFAULT_RECIPE, RECIPES)
+        config.fp8, config.fp8_recipe = plain(config.fp8), plain(config.fp8_recipe or DEFAULT_RECIPE)
+        check_fields(config)
         _check_bf16_layers(config)
         _check_factory(config)
-        check_fields(config)
+        check_incompatible(config)
         _check_size_filter(config)
-        _check_guard(config)
-        _check_output_layer(config)
-        check_dispatch(config)
         _check_pow2(config)
         _check_margin(config)
-        check_te_settings(config)
     elif config.fp8_param:
         raise ValueError(
             f"fp8_param=True needs FP8 training, and fp8 is {config.fp8!r}. Set fp8='hybrid' or 'e4m3', or drop it."
@@ -114,42 +108,8 @@ def announce_settings(config: TransformerConfig) -> None:
 
 
 def plain(value: Any) -> Any:
+    """Returns the value of an enum's member; any other value itself."""
     return value.value if isinstance(value, Enum) else value
-
-
-def one_of(
-    name: str, value: Any, allowed: Iterable[str], also: tuple[str, ...] = (), none: str | None = None
-) -> str:
-    value = plain(value)
-    if value in (*allowed, *also):
-        return str(value)
-    choices = ", ".join(repr(choice) for choice in (*allowed, *also)) + (f" or {none}" if none else "")
-    near = difflib.get_close_matches(str(value).lower(), (*allowed, *also), n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    if meant := exchanged(name, value):
-        hint = f" {meant}."
-    raise ValueError(f"{name}={value!r} is unknown: it must be one of {choices}.{hint}")
-
-
-def _check_phases(config: TransformerConfig) -> None:
-    """Checks the fractions of training in BF16, at its start and at its end."""
-    for name in _PHASES:
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise ValueError(
-                f"{name}={value!r} must be a number from 0 to 1, the fraction of training in BF16; 0 switches it off."
-            )
-    warmup, healing = (getattr(config, name) for name in _PHASES)
-    if warmup + healing >= 1:
-        raise ValueError(
-            f"fp8_high_precision_warmup={warmup!r} and fp8_high_precision_healing={healing!r} leave nothing to FP8: their"
-            " sum must be below 1. Lower one of them, or set fp8=None to train in BF16."
-        )
-    if config.fp8_param and (warmup or healing):
-        raise ValueError(
-            f"fp8_param=True with fp8_high_precision_warmup={warmup!r} and fp8_high_precision_healing={healing!r}: a"
-            " phase in BF16 needs BF16 weights. Set fp8_param=False, or both fractions to 0."
-        )
 
 
 _PHASES = ("fp8_high_precision_warmup", "fp8_high_precision_healing")
@@ -160,11 +120,6 @@ def _check_size_filter(config: TransformerConfig) -> None:
     path = config.fp8_size_filter
     if path is None:
         return
-    if not config.fp8_wgrad:
-        raise ValueError(
-            f"fp8_size_filter={path!r} with fp8_wgrad=False: its times are of three GEMMs in FP8. Set fp8_wgrad=True, or"
-            " drop the filter."
-        )
     measured = load_table(path).recipe
     if measured != config.fp8_recipe:
         raise ValueError(
@@ -188,31 +143,6 @@ def _check_bf16_layers(config: TransformerConfig) -> None:
             f" num_layers_at_start_in_bf16={start} and num_layers_at_end_in_bf16={end} leave none of"
             f" num_layers={config.num_layers} in FP8: set"
             " first_last_layers_bf16=False, lower one of the two numbers, or set fp8=None to train in BF16."
-        )
-
-
-def _check_guard(config: TransformerConfig) -> None:
-    """Refuses the guard with settings under which it cannot move sites, or ranks would move different ones."""
-    if not config.fp8_guard:
-        return
-    if config.fp8_param:
-        raise ValueError(
-            f"fp8_guard={config.fp8_guard!r} with fp8_param=True: a site that moves to BF16 needs a BF16 weight, and"
-            " fp8_param keeps it in FP8. Set fp8_param=False, or fp8_guard=False."
-        )
-    if config.tp_only_amax_red:
-        raise ValueError(
-            f"fp8_guard={config.fp8_guard!r} with tp_only_amax_red=True: data-parallel ranks have their own amaxes, and"
-            " would move different sites. Set tp_only_amax_red=False, or fp8_guard=False."
-        )
-
-
-def _check_output_layer(config: TransformerConfig) -> None:
-    """Refuses fp8_output_layer if Megatron-Core computes the output layer's gradient itself."""
-    if config.fp8_output_layer and config.defer_embedding_wgrad_compute:
-        raise ValueError(
-            "fp8_output_layer=True with defer_embedding_wgrad_compute=True: Megatron-Core computes the deferred gradient"
-            " of the output layer's weight in BF16. Set one of the two to False."
         )
 
 

@@ -23,7 +23,8 @@ from megatron.core.transformer import transformer_config as megatron_config
 from ...plan.settings import DEFAULT_RECIPE, FP8_FORMATS, field_meant
 from ...recipe import RECIPES
 from ..runtime import find_runtime, runtime_of
-from .fp8_checks import announce_settings, check_fp8_settings, one_of, plain
+from .fp8_checks import announce_settings, check_fp8_settings, plain
+from .rules import check, one_of
 
 # Versions of Transformer Engine that Megatron-Core requires only for FP8. This package needs none of them.
 _FP8_TE_VERSIONS = frozenset({"1.7.0.dev0", "1.11.0", "2.6.0dev0"})
@@ -143,8 +144,13 @@ def _own_fp8_format(config: TransformerConfig) -> str:
 
 
 def _assign_fp8_format(config: TransformerConfig, value: str | None) -> None:
-    name = DEFAULT_RECIPE if value is None else one_of("fp8_format", value, RECIPES, also=FP8_FORMATS)
+    name = DEFAULT_RECIPE if value is None else _checked_format(value)
     setattr(config, field_meant(name), name)
+
+
+def _checked_format(value: Any) -> str:
+    check("fp8_format", plain(value), one_of(*RECIPES, *FP8_FORMATS))
+    return str(plain(value))
 
 
 class IterationEnd:
@@ -208,7 +214,7 @@ def accept_fp8_format(generated_init: Callable[..., None]) -> Callable[..., None
 
 
 def _merge_fp8_format(fp8_format: str, kwargs: dict[str, Any], *, switch_given: bool) -> None:
-    value = one_of("fp8_format", fp8_format, RECIPES, also=FP8_FORMATS)
+    value = _checked_format(fp8_format)
     name = field_meant(value)
     if name == "fp8_recipe" and not switch_given:
         raise ValueError(

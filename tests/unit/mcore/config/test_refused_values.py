@@ -7,6 +7,8 @@ import torch
 
 from tests.support.megatron_settings import FACTORY, make
 
+FP8_PARAM = {"fp8": "hybrid", "fp8_param": True, "bf16": True, "params_dtype": torch.bfloat16}
+
 
 @pytest.mark.parametrize(
     ("settings", "both"),
@@ -66,7 +68,10 @@ def test_conflicting_values_are_an_error_that_names_both(settings, both):
             },
             ["pipeline_dtype=torch.bfloat16", "fp16=True", "the activations' dtype"],
         ),
-        ({"fp8": "hybrid", "fp8_high_precision_warmup": -0.1}, ["fp8_high_precision_warmup=-0.1", "0 to 1"]),
+        (
+            {"fp8": "hybrid", "fp8_high_precision_warmup": -0.1},
+            ["fp8_high_precision_warmup=-0.1", "at least 0 and at most 1"],
+        ),
         ({"fp8": "hybrid", "fp8_high_precision_warmup": True}, ["fp8_high_precision_warmup=True"]),
         ({"fp8": "hybrid", "fp8_high_precision_healing": 1.5}, ["fp8_high_precision_healing=1.5"]),
         ({"fp8": "hybrid", "fp8_high_precision_healing": float("nan")}, ["fp8_high_precision_healing=nan"]),
@@ -76,21 +81,15 @@ def test_conflicting_values_are_an_error_that_names_both(settings, both):
             ["warmup=0.5", "healing=0.5", "sum"],
         ),
         (
-            {"fp8": "hybrid", "fp8_param": True, "fp8_high_precision_warmup": 0.1},
+            {**FP8_PARAM, "fp8_high_precision_warmup": 0.1},
             ["fp8_param=True", "warmup=0.1", "BF16 weights", "fp8_param=False"],
         ),
         (
-            {"fp8": "hybrid", "fp8_param": True, "fp8_high_precision_healing": 0.1},
+            {**FP8_PARAM, "fp8_high_precision_healing": 0.1},
             ["fp8_param=True", "healing=0.1"],
         ),
         (
-            {
-                "fp8": "hybrid",
-                "fp8_guard": True,
-                "fp8_param": True,
-                "bf16": True,
-                "params_dtype": torch.bfloat16,
-            },
+            {**FP8_PARAM, "fp8_guard": True},
             ["fp8_guard=True", "fp8_param=False"],
         ),
         ({"fp8": "hybrid", "fp8_guard": "ladder", "tp_only_amax_red": True}, ["tp_only_amax_red=False"]),

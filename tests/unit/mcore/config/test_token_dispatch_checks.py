@@ -52,16 +52,16 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True},
         ["moe_token_dispatcher_type='flex'", "DeepEP", "'alltoall' or 'allgather'"],
     ),
-    ({"fp8_wgrad": False}, ["fp8_wgrad=False", "Set it to True"]),
+    ({"fp8_wgrad": False}, ["fp8_wgrad=False", "Set fp8_wgrad=True"]),
     (
         {"moe_shared_expert_overlap": True, "moe_shared_expert_intermediate_size": 256},
-        ["moe_shared_expert_overlap=True", "Set it to False"],
+        ["moe_shared_expert_overlap=True", "Set moe_shared_expert_overlap=False"],
     ),
     (
         {"moe_apply_probs_on_input": True, "moe_router_topk": 1},
         ["moe_apply_probs_on_input=True", "not multiplied"],
     ),
-    ({"add_bias_linear": True}, ["add_bias_linear=True", "Set it to False"]),
+    ({"add_bias_linear": True}, ["add_bias_linear=True", "Set add_bias_linear=False"]),
     ({"moe_fp8_dispatch": "yes"}, ["moe_fp8_dispatch='yes'"]),
 ]
 
