@@ -30,7 +30,7 @@ def trained(
     recipe: str | None, fields: dict[str, Any], state: str, iterations: int, seed: int
 ) -> tuple[int, int, float]:
     """A rank case: (bytes of masters and moments, how many parameters, mean loss of the last tenth)."""
-    from megatron_fp8.mcore.optimizer.compact_moments import Moment, compact_state
+    from megatron_fp8.mcore.optimizer.adam import Moment, compact_state
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     with model_parallel():

@@ -20,7 +20,7 @@ from .fp8_weights import is_fp8_parameter, shares_gradient_buffer, stored_weight
 from .model import OUTPUT, Chunk, Model
 from .parameters import Parameter, chunk_parameters
 
-_BLOCK = 128  # values per scale of a compact moment (mcore/optimizer/compact_moments.py)
+_BLOCK = 128  # values per scale of a compact moment (mcore/optimizer/adam.py)
 
 
 @dataclass(frozen=True)

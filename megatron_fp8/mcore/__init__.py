@@ -18,6 +18,7 @@ __all__ = ["install", "is_installed", "print_plan", "site_report", "uninstall"]
 warnings.filterwarnings(
     "ignore", "(Transformer Engine and )?Apex (is|are) not installed", module=r"megatron\.core\."
 )
+warnings.filterwarnings("ignore", "The legacy GroupedMLP", module=r"megatron\.core\.")  # it is replaced
 warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(megatron\.core|torch\.jit)\.")
 
 _installed: PatchSet | None = None

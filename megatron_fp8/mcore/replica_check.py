@@ -36,7 +36,7 @@ from megatron.core.distributed.finalize_model_grads import _get_shared_word_embe
 from ..params.fp8_parameter import Fp8Parameter
 from ..state.collectives import device_of, first_rank_with, same_everywhere, size
 from .names import in_whole_model, named_parameters
-from .optimizer.compact_moments import Moment
+from .optimizer.adam import Moment
 from .optimizer.optimizer_setup import parts_of
 from .runtime import state_of, unwrap
 
@@ -237,32 +237,25 @@ def _describe_difference(held: list[ReplicatedTensor], group: Any) -> str:
         return "ranks that should hold the same tensors hold different ones"
     ranks = dist.get_process_group_ranks(group)
     finite = [partial(each.finite, place) for each in held for place in range(len(each.words))]
-    for place in _indices_that_differ(digests, group)[:_SHOWN]:
-        numbers = [mine for mine, good in _gather([digests[place], finite[place]()], group) if good]
-        if len(numbers) == len(ranks):
-            return f"{words[place]} {_odd_ones(numbers, ranks)}"
+    gathered = _gather(digests, group)  # [ranks, tensors]
+    places = (gathered != gathered[0]).any(0).nonzero().view(-1).tolist()[:_SHOWN]
+    all_finite = _gather([finite[place]() for place in places], group).all(0).tolist()
+    for place, comparable in zip(places, all_finite, strict=True):
+        if comparable:
+            return f"{words[place]} {_odd_ones(gathered[:, place].tolist(), ranks)}"
     return ""
+
+
+def _gather(numbers: list[int], group: Any) -> torch.Tensor:
+    """Returns every rank's numbers, int64 [ranks, n]; each rank gives equally many."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))
+    all_of_them = [torch.empty_like(mine) for _ in range(size(group))]
+    dist.all_gather(all_of_them, mine, group=group)
+    return torch.stack(all_of_them)
 
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-
-
-def _indices_that_differ(numbers: list[int], group: Any) -> list[int]:
-    """Returns the indices at which the ranks' numbers differ. One all-reduce."""
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))
-    halves = torch.stack([mine >> 32, mine & 0xFFFFFFFF])  # so that the negation below cannot overflow
-    largest = torch.stack([halves, -halves])
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return (largest[0] != -largest[1]).any(0).nonzero().view(-1).tolist()
-
-
-def _gather(numbers: list[int], group: Any) -> list[list[int]]:
-    """Gathers every rank's numbers; each rank gives equally many."""
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))
-    all_of_them = [torch.empty_like(mine) for _ in range(size(group))]
-    dist.all_gather(all_of_them, mine, group=group)
-    return [each.tolist() for each in all_of_them]
 
 
 def _odd_ones(numbers: list[int], ranks: list[int]) -> str:

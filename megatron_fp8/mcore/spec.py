@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -58,7 +57,7 @@ def get_gpt_layer_fp8_spec(config: Any) -> ModuleSpec:
         from .te.layers import te_layer_spec  # its base classes are Transformer Engine's
 
         return te_layer_spec(config)
-    with _layer_frequency(config), _without_advice():
+    with _layer_frequency(config):
         layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
             config, use_transformer_engine=False, **_options(config)
         )
@@ -88,7 +87,7 @@ def get_gpt_decoder_block_fp8_spec(
         from .te.layers import te_block_spec  # its base classes are Transformer Engine's
 
         return te_block_spec(config, **options)
-    with _layer_frequency(config), _without_advice():
+    with _layer_frequency(config):
         return with_own_modules(
             gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, **options)
         )
@@ -157,14 +156,6 @@ def _layer_frequency(config: Any) -> Iterator[None]:
         yield
     except AssertionError as error:
         raise ValueError(f"moe_layer_freq={config.moe_layer_freq!r}: {error}") from error
-
-
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """Hides Megatron-Core's advice to use Transformer Engine instead of its GroupedMLP, which this package replaces."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The legacy GroupedMLP")
-        yield
 
 
 def _require_installed() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..mcore.config.transformer_config import TransformerConfig
 from ..mcore.names import named_parameters
-from ..mcore.optimizer.compact_moments import compact_state
+from ..mcore.optimizer.adam import compact_state
 from ..mcore.optimizer.loss_scaler import set_max_scale
 from ..mcore.params import gather_settings
 from ..mcore.runtime import unwrap

@@ -214,10 +214,10 @@ def megatron_saves(folder: str) -> list[list[tuple[float, float]]]:
         # Widths that leave padding in all of several buckets.
         fields = {"hidden_size": 160, "ffn_hidden_size": 272, "num_layers": 1}
         ddp = {**SHARDED, "overlap_grad_reduce": True, "bucket_size": 10_000}
-        trainings = [Training(Layout(), "tensorwise", fields, ddp, seed) for seed in (1, 2, 3)]
+        trainings = [Training(Layout(), "tensorwise", fields, ddp, seed) for seed in (1, 2)]
         first, *others = trainings
         first.steps(1)
-        for way, other in zip(("fully_sharded_model_space", "fully_reshardable"), others, strict=True):
+        for way, other in zip(("fully_sharded_model_space",), others, strict=True):
             target = Path(folder, way)
             target.mkdir(exist_ok=True)
             with (

@@ -1,4 +1,4 @@
-"""Megatron-Core's first import on a CPU leaves torch's compiler alone, and afterwards everything is as it was."""
+"""Megatron-Core's first import on a CPU leaves torch's compiler alone and warns of nothing; uninstall undoes all."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from tests.support.command import ROOT, environment
 
 PROGRAM = """
 import sys, types, warnings
-warnings.simplefilter("ignore")
 import torch
 original = torch.compile
 from megatron_fp8 import mcore
 mcore.install()
+from megatron_fp8.mcore import spec
+warnings.warn("mine")
+warnings.warn("mine too", DeprecationWarning)
 print("torch._inductor.compile_fx" in sys.modules, torch.compile is original)
 mcore.uninstall()
 from megatron.core import jit
@@ -27,7 +29,7 @@ print(type(swiglu) is types.FunctionType and not hasattr(swiglu, "_torchdynamo_o
 
 def test_nothing_is_compiled_and_torch_compile_is_itself_again() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-W", "always", "-c", PROGRAM],
         capture_output=True,
         text=True,
         env=environment(),
@@ -35,3 +37,5 @@ def test_nothing_is_compiled_and_torch_compile_is_itself_again() -> None:
         timeout=150,
     )
     assert done.stdout.split() == ["False", "True", "True", "True", "True"], done.stdout + done.stderr
+    warned = [line.split(": ", 1)[1] for line in done.stderr.splitlines() if "Warning: " in line]
+    assert warned == ["UserWarning: mine", "DeprecationWarning: mine too"], done.stderr

@@ -124,7 +124,7 @@ def _shapes(chunks: list[Any]) -> list[list[tuple[str, tuple[int, ...]]]]:
 
 
 def _held(chunks: list[Any], optimizer: Any) -> dict[str, int]:
-    from megatron_fp8.mcore.optimizer.compact_moments import Moment
+    from megatron_fp8.mcore.optimizer.adam import Moment
     from megatron_fp8.mcore.runtime import unwrap
     from megatron_fp8.params.fp8_parameter import Fp8Parameter
 

@@ -20,7 +20,7 @@ class Training:
     def __init__(
         self, layout: Layout, recipe: str | None, fields: dict, ddp: dict, seed: int, **options: Any
     ):
-        from megatron_fp8.mcore.optimizer.compact_moments import compact_state
+        from megatron_fp8.mcore.optimizer.adam import compact_state
         from megatron_fp8.mcore.params import gather_settings
         from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 

@@ -1,7 +1,7 @@
 """Megatron-Core's optimizers over FP8 parameters: masters, casts, communication.
 
 Most of it is Megatron's own: the distributed optimizer calls ``quantize_param_shard`` after its step and gathers
-bytes; the other one calls ``copy_`` on every weight, which quantizes. This module fixes four things that Megatron
+bytes; the other one calls ``copy_`` on every weight, which quantizes. This module fixes five things that Megatron
 leaves to the training loop or silently gets wrong:
 
 * **Masters start in high precision.** Megatron's plain FP16/BF16 optimizer makes them from the parameter, that is
@@ -15,6 +15,11 @@ leaves to the training loop or silently gets wrong:
 * **A weight is read from the place where it was written.** Megatron pads the start of each parameter in the buffer to
   64 elements, but reads it at a running sum without padding: wrong after the first parameter whose size is no
   multiple of 64.
+* **The gradient norm is the same for any order of shards.** Megatron sums squares in float32, shard by shard, in the
+  order of its buffers. FP8 weights have a separate buffer, shards are split elsewhere, and the sum's last bits differ
+  from the same training with BF16 weights; clipping spreads the difference to every gradient. Summed in float64 and
+  rounded once, the norm is the same float32 number for any split (except for about one sum in 10^8, which is too
+  close to a rounding boundary). Only the distributed optimizer shards, so other optimizers keep Megatron's norm.
 """
 
 from __future__ import annotations
@@ -24,8 +29,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from ...params.fp8_parameter import Fp8Parameter
+from ...state.collectives import own_device
 from ..patches.patching import PatchList
 
 patches = PatchList()
@@ -195,3 +203,42 @@ def indices_as_laid_out(original: Callable[..., Any], self: Any, *args: Any, **k
         start, end, _ = self.param_index_map[param]
         bucket.param_to_index[param] = (start - bucket.offset, end - bucket.offset)
     return bucket
+
+
+# -------------------------------------------------------------------------------------------------------- gradient norm
+
+
+@torch.no_grad()
+def norm_on_device(grads: list[torch.Tensor], group: Any) -> torch.Tensor:
+    """Returns the 2-norm of all gradients of all ranks of ``group`` as one vector: float32 [1]. Collective.
+
+    NaN or Inf in any gradient makes it NaN or Inf. A rank may have no gradients.
+    """
+    squares = torch.zeros(1, dtype=torch.float64, device=own_device())
+    for grad in grads:
+        squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+    dist.all_reduce(squares, group=group)
+    return squares.sqrt().to(torch.float32)
+
+
+def norm_of_shards(original: Callable[[Any], Any], self: Any) -> Any:
+    """The norm of an optimizer, or of chained ones in one group, if all of them shard FP8 models."""
+    parts = getattr(self, "chained_optimizers", [self])
+    if not all(isinstance(part, DistributedOptimizer) and trains_fp8(part) for part in parts):
+        return original(self)
+    if len(parts) > 1 and not self.grads_states_parallel_group_is_shared():
+        return original(self)
+    grads = [grad for part in parts for grad in part.get_main_grads_for_grad_norm()]
+    return float(norm_on_device(grads, parts[0].get_grad_stats_parallel_group()))
+
+
+for _owner in (_DISTRIBUTED, "optimizer.optimizer.ChainedOptimizer"):
+    patches.wrap(
+        f"{_owner}.get_grad_norm",
+        "the norm of shards depends on the buffers' layout, and FP8 weights have a separate buffer",
+    )(norm_of_shards)
+
+
+def trains_fp8(optimizer: Any) -> bool:
+    """Whether the models of a distributed optimizer have FP8 layers."""
+    return bool(optimizer.model_chunks[0].config.fp8)

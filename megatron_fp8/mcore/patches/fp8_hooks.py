@@ -15,7 +15,7 @@ from .. import environment as compat
 from .. import params, spec
 from ..config.transformer_config import IterationEnd
 from ..layers import activation, attention, linear
-from ..optimizer import fp8_params, grad_norm, loss_scaler, optimizer_setup, sharded_state
+from ..optimizer import fp8_params, loss_scaler, optimizer_setup, sharded_state
 from ..sites import keeping_weights, prepare
 from ..te import context as te_context
 from . import megatron_fixes, missing_packages, mla, token_dispatchers
@@ -54,7 +54,6 @@ def patches() -> list[Patch]:
         *spec.patches,
         *params.patches,
         *fp8_params.patches,
-        *grad_norm.patches,
         *activation.patches,
         *attention.patches,
         *linear.patches,

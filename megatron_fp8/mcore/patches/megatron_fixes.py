@@ -1,13 +1,5 @@
 """Patches of Megatron-Core functions that compute wrongly in any precision.
 
-**Checkpoints of the distributed optimizer as ``fully_reshardable``** (``train`` does not save in that format). The
-weights of a bucket are followed by padding, so that each rank's shard has the same size. For a save, Megatron-Core
-joins a buffer's buckets without the padding, but then looks up a weight by its position with the padding. From the
-second bucket on, master weights and moments are those of other weights, and the last ones zeros, if earlier buckets
-have padding. There are several buckets with overlap_grad_reduce, and with an embedding that two pipeline stages
-share; there is padding if the size of a bucket's weights is no multiple of 128 and of the number of data parallel
-ranks. The only sign is a warning for the last weights. Here buckets are joined with their padding.
-
 **Experts with a different tensor parallel size, without expert parallelism.** With expert parallelism above 1
 Megatron-Core holds experts' weights in separate buffers, which experts' own data parallel ranks reduce. With 1, and
 experts split over more or fewer tensor parallel ranks than dense layers, the ranks that share an expert's weight also
@@ -30,8 +22,7 @@ ranks. Here counts are float32, exact to 2^24 tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,29 +33,6 @@ from ..runtime import Fp8Runtime, runtime_of
 from .patching import PatchList
 
 patches = PatchList()
-
-
-@patches.wrap(
-    "optimizer.distrib_optimizer.DistributedOptimizer.sharded_param_state_fully_reshardable",
-    "buckets are joined without their padding, but weights are looked up by positions with it",
-)
-def joined_with_padding(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Buckets keep their padding."""
-    with _with_padding(self.buffers):
-        return original(self, *args, **kwargs)
-
-
-@contextmanager
-def _with_padding(buffers: list[Any]) -> Iterator[None]:
-    parts = [part for buffer in buffers for part in (buffer, *buffer.buckets)]
-    unpadded = [part.numel_unpadded for part in parts]
-    for part in parts:
-        part.numel_unpadded = part.grad_data.numel()
-    try:
-        yield
-    finally:
-        for part, number in zip(parts, unpadded, strict=True):
-            part.numel_unpadded = number
 
 
 def reduced_by_experts_ranks(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:

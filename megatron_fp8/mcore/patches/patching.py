@@ -9,7 +9,7 @@ nothing.
 from __future__ import annotations
 
 import functools
-import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -177,21 +177,11 @@ def resolve(patches: Iterable[Patch]) -> list[Any]:
 
 
 def _locate(path: str) -> Any:
-    """Imports the longest prefix of `path` that is a module and follows the rest as attributes; None on failure."""
-    parts = path.split(".")
-    for length in range(len(parts), 0, -1):
-        prefix = ".".join(parts[:length])
-        try:
-            owner: Any = importlib.import_module(prefix)
-        except ModuleNotFoundError as error:
-            # Only a prefix that is no module is skipped; a failed import inside a module is an error.
-            if error.name is None or not (prefix == error.name or prefix.startswith(error.name + ".")):
-                raise
-            continue
-        for attribute in parts[length:]:
-            owner = getattr(owner, attribute, None)
-        return owner
-    return None
+    """Returns the module or class of a dotted path, imported if needed; None if there is none."""
+    try:
+        return pkgutil.resolve_name(path)
+    except (AttributeError, ImportError):
+        return None
 
 
 class ImportedNames:

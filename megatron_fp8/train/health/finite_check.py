@@ -17,7 +17,7 @@ import torch
 from megatron.core import parallel_state
 
 from ...mcore.names import named_parameters
-from ...mcore.optimizer.compact_moments import Moment
+from ...mcore.optimizer.adam import Moment
 from ...mcore.optimizer.optimizer_setup import parts_of
 from ...mcore.runtime import state_of, unwrap
 from ...state.amax_history import AmaxRingBuffer

@@ -121,8 +121,8 @@ def test_nothing_keeps_it_alive():
     optimizer.step()
 
 
-def test_tensors_that_were_read_are_let_go_of(config):
-    read = runtime_of(config).sequence_ends
+def test_tensors_that_were_read_are_let_go_of():
+    read = Fp8Runtime().sequence_ends
     ends = torch.tensor([0, 3])
     read[ends] = (0, [0, 3])
     assert len(read) == 1

@@ -12,6 +12,8 @@ import torch
 
 from benchmarks.support.fp8_gpt import fp8_config
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.linear.amax_recorder import count_linear
+from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.mcore_linears import make_linear, random_input
 
 ONE = Layout()
@@ -171,12 +173,13 @@ def test_names_and_plans(ranks: RankPool) -> None:
     ranks(1).run(naming)
 
 
-def high_precision_counts() -> list[int]:
-    from megatron_fp8.linear.amax_recorder import count_linear
-    from megatron_fp8.state.fp8_state import Fp8State
-
-    found = []
-    for x_grad, w_grad in ((True, True), (False, True), (True, False), (False, False)):
+def test_high_precision_gemms_are_counted_as_they_run() -> None:
+    for (x_grad, w_grad), count in {
+        (True, True): 3,
+        (False, True): 2,
+        (True, False): 2,
+        (False, False): 1,
+    }.items():
         state = Fp8State()
         x, w = torch.randn(4, 8, requires_grad=x_grad), torch.randn(3, 8, requires_grad=w_grad)
         y = x @ w.t()
@@ -184,39 +187,18 @@ def high_precision_counts() -> list[int]:
         assert state.counts.hp_gemms == 1
         if y.requires_grad:
             y.sum().backward()
-        found.append(state.counts.hp_gemms)
-    return found
-
-
-def test_high_precision_gemms_are_counted_as_they_run(ranks: RankPool) -> None:
-    assert ranks(1).run(high_precision_counts)[0] == [3, 2, 2, 1]
+        assert state.counts.hp_gemms == count
 
 
 # ------------------------------------------------------------------------------------------------------------------ hooks
 
 
-def hooks() -> None:
-    from megatron.core import fp8_utils as theirs
-    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+def plain_configs() -> None:
     from megatron.core.pipeline_parallel import schedules
-    from megatron.core.transformer import transformer_block
 
     from benchmarks.support.gpt import gpt_config
-    from megatron_fp8 import fp8_utils, mcore
     from megatron_fp8.mcore.config.transformer_config import IterationEnd
-    from megatron_fp8.mcore.te import context as te_context
 
-    mcore.uninstall()
-    before = (
-        theirs.get_fp8_context,
-        transformer_block.get_fp8_context,
-        MixedPrecisionOptimizer.prepare_grads,
-    )
-    assert theirs.get_fp8_context is not fp8_utils.get_fp8_context
-    mcore.install()
-    mcore.install()
-    assert theirs.get_fp8_context is transformer_block.get_fp8_context is te_context.get_fp8_context
-    assert theirs.get_fp8_recipe is fp8_utils.get_fp8_recipe
     with model_parallel():
         for fp8 in ({"fp8": "hybrid", "fp8_recipe": "delayed"}, {}):
             config = gpt_config(ONE, **fp8)
@@ -229,14 +211,10 @@ def hooks() -> None:
             assert function == (IterationEnd(print) if fp8 else print), (
                 "wrapped once, and only where FP8 is on"
             )
-    mcore.uninstall()
-    after = (theirs.get_fp8_context, transformer_block.get_fp8_context, MixedPrecisionOptimizer.prepare_grads)
-    assert after == before
-    mcore.install()
 
 
-def test_hooks_are_set_once_and_undone(ranks: RankPool) -> None:
-    ranks(1).run(hooks)
+def test_a_plain_config_ends_its_iterations(ranks: RankPool) -> None:
+    ranks(1).run(plain_configs)
 
 
 def checkpointed() -> None:

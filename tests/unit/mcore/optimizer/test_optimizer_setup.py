@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,21 +13,17 @@ import torch
 from benchmarks.support.fp8_gpt import NARROW, fp8_config
 from benchmarks.support.gpt import build_chunks, build_optimizer
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
-from megatron_fp8.mcore.optimizer.optimizer_setup import check_and_record, runtimes_stepped_by
+from megatron_fp8.mcore.optimizer.optimizer_setup import check_and_record, check_options, runtimes_stepped_by
 from megatron_fp8.mcore.runtime import Fp8Runtime, runtime_of
 
 OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
-AWARE = {**OFFLOADED, "use_precision_aware_optimizer": True}
 DISTRIBUTED = {"use_distributed_optimizer": True}
 
 # Name -> recipe, fp8_param, DDP's fields, the optimizer's, whether there is CUDA, what the message has ('': no error)
 CASES: dict[str, tuple[str | None, bool, dict[str, Any], dict[str, Any], bool, str]] = {
     "BF16": (None, False, {}, OFFLOADED, False, "there is no GPU here: set it to False"),
-    "FP8": ("tensorwise", False, DISTRIBUTED, OFFLOADED, False, "there is no GPU here"),
     "FP8 parameters": ("tensorwise", True, DISTRIBUTED, OFFLOADED, False, "with fp8_param=True: Megatron-Core's Hybrid"),
-    "FP8 parameters on a GPU": ("blockwise", True, DISTRIBUTED, OFFLOADED, True, "Set fp8_param=False, or optimizer_cpu"),
     "plain optimizer": ("delayed", True, {}, OFFLOADED, True, "optimizer_cpu_offload=True with fp8_param=True"),
-    "precision-aware and offloaded": ("delayed", True, DISTRIBUTED, AWARE, True, "optimizer_cpu_offload=True with fp8_"),
     "neither": ("tensorwise", True, DISTRIBUTED, {}, False, ""),
 }  # fmt: skip
 
@@ -62,59 +59,13 @@ def test_offloading(ranks: RankPool, case: str) -> None:
     assert bool(message) == bool(said) != made
 
 
-def aware(param_dtype: str, fp8_recipe: str | None, fp8_param: bool) -> str:
-    """A rank case: what is said of a precision-aware optimizer that is not offloaded; '' of one that is let through."""
-    import torch
-    from megatron.core.optimizer import OptimizerConfig
-
-    from megatron_fp8.mcore.optimizer.optimizer_setup import check_options
-
-    with model_parallel(Layout()):
-        config = fp8_config(Layout(), "mxfp8", **{**NARROW, "num_layers": 1, "fp8_param": fp8_param})
-        model = torch.nn.Linear(1, 1)
-        model.config = config
-        # Without Transformer Engine the config cannot be made with the option itself.
-        given = OptimizerConfig(
-            optimizer="adam", lr=1e-3, use_distributed_optimizer=True, fp8_recipe=fp8_recipe
-        )
-        given.use_precision_aware_optimizer = True
-        given.main_params_dtype = getattr(torch, param_dtype)
-        with mock.patch.dict("sys.modules", _with_fused_adam()):
-            given.__post_init__()
-        try:
-            check_options(given, [model])
-        except ValueError as error:
-            return str(error)
-        return ""
-
-
-def _with_fused_adam() -> dict[str, Any]:
-    """Modules as Transformer Engine's are, as far as OptimizerConfig looks at them."""
-    from types import ModuleType
-
-    class FusedAdam:
-        def __init__(self, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, use_decoupled_grad): ...
-
-    names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
-    modules = {name: ModuleType(name) for name in names}
-    modules[names[2]].FusedAdam = FusedAdam
-    return modules
-
-
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        (("float32", "tensorwise", True), "was never tried"),  # Megatron-Core holds the masters: it might work
-        (("float32", "delayed", True), "use_precision_aware_optimizer=True with fp8_param=True was never tried"),
-        (("float16", "tensorwise", True), "Set use_precision_aware_optimizer=False, or fp8_param=False"),
-        (("float32", None, True), "was never tried"),
-        (("float32", "tensorwise", False), ""),
-        (("float16", None, False), ""),
-    ],
-)  # fmt: skip
-def test_precision_aware(ranks: RankPool, setting: Any, said: str) -> None:
-    (message,) = ranks(1).run(aware, *setting)
-    assert said in message if said else message == ""
+@pytest.mark.parametrize("fp8_param", [True, False])
+def test_precision_aware(fp8_param: bool) -> None:
+    model, _ = a_model()
+    model.config.fp8, model.config.fp8_param = "hybrid", fp8_param
+    config = SimpleNamespace(optimizer_cpu_offload=False, use_precision_aware_optimizer=True)
+    with pytest.raises(ValueError, match="fp8_param=True was never tried") if fp8_param else nullcontext():
+        check_options(config, [model])
 
 
 class Config:

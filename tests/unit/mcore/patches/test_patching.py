@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.support.ranks import RankPool
 from megatron_fp8.mcore import environment as compat
-from megatron_fp8.mcore.patches.patching import Patch, PatchSet
+from megatron_fp8.mcore.patches.patching import Patch, PatchList, PatchSet
 from tests.support.compiled_megatron import as_if_compiled
 
 
@@ -48,90 +45,74 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
     yield home, user
 
 
+def patch(name: str, replacement: Any = new, **options: bool) -> Patch:
+    target, _, name = f"pretend.home.{name}".rpartition(".")
+    return Patch(target, name, replacement, "the reason given", **options)
+
+
 def test_apply_and_revert_are_idempotent_and_exact(packages: Any) -> None:
     home, user = packages
-    patches = PatchSet(
-        [Patch("pretend.home", "f", new, "test"), Patch("pretend.home.Child", "static", new, "test")]
-    )
+    patches = PatchSet([patch("f"), patch("Child.static"), patch("fresh", None, create=True)])
     before = vars(Child)["static"]
     for _ in range(2):
         patches.apply()
         patches.apply()
-        assert home.f is new and Child.static() == "new"
+        assert home.f is new and Child.static() == "new" and home.fresh is None
         assert user.g is old, "imported by name elsewhere: touched only with everywhere=True"
         patches.revert()
         patches.revert()
         assert home.f is old and vars(Child)["static"] is before, "a staticmethod comes back as one"
+        assert not hasattr(home, "fresh")
 
 
 def test_an_inherited_name_is_removed_again(packages: Any) -> None:
-    patches = PatchSet([Patch("pretend.home.Child", "inherited", lambda self: "patched", "test")])
+    patches = PatchSet([patch("Child.inherited", lambda self: "patched")])
     patches.apply()
     assert Child().inherited() == "patched" and Parent().inherited() == "parent"
     patches.revert()
     assert "inherited" not in vars(Child) and Child().inherited() == "parent"
 
 
-def test_a_missing_name_is_named_and_nothing_is_replaced(packages: Any) -> None:
+@pytest.mark.parametrize("path", ["pretend.home.gone", "pretend.home.Gone.f", "pretend.gone.f", "absent.f"])
+def test_a_missing_name_is_named_and_nothing_is_replaced(packages: Any, path: str) -> None:
     home, _ = packages
-    for target, name in [
-        ("pretend.home", "gone"),
-        ("pretend.home.Gone", "f"),
-        ("pretend.gone", "f"),
-        ("absent", "f"),
-    ]:
-        patches = PatchSet(
-            [Patch("pretend.home", "f", new, "a"), Patch(target, name, new, "the reason given")]
-        )
-        with pytest.raises(
-            RuntimeError, match=rf"{target}\.{name}.*megatron-core 0\.16\.1.*the reason given"
-        ):
-            patches.apply()
-        assert home.f is old and not patches.applied
+    target, _, name = path.rpartition(".")
+    patches = PatchSet([patch("f"), Patch(target, name, new, "the reason given")])
+    with pytest.raises(RuntimeError, match=rf"{path}.*megatron-core 0\.16\.1.*the reason given"):
+        patches.apply()
+    assert home.f is old and not patches.applied
 
 
-def test_create_makes_a_name_and_removes_it(packages: Any) -> None:
-    home, _ = packages
-    patches = PatchSet([Patch("pretend.home", "fresh", None, "test", create=True)])
-    patches.apply()
-    assert home.fresh is None
-    patches.revert()
-    assert not hasattr(home, "fresh")
-
-
-def test_everywhere_follows_names_imported_before(packages: Any) -> None:
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_wrapping_twice_unwinds_in_order(packages: Any, everywhere: bool) -> None:
+    """Everywhere, the second one finds the first one's function where that was put."""
     home, user = packages
-    patches = PatchSet([Patch("pretend.home", "f", new, "test", everywhere=True)])
-    patches.apply()
-    assert home.f is new and user.g is new
-    patches.revert()
+    patches = PatchList("pretend.home")
+    for _ in range(2):
+
+        @patches.wrap("f", "test", everywhere=everywhere)
+        def louder(original: Any) -> str:
+            return original() + "!"
+
+    together = PatchSet(patches)
+    together.apply()
+    assert home.f() == "old!!" and user.g() == ("old!!" if everywhere else "old") and home.f.__name__ == "old"
+    together.revert()
     assert home.f is old and user.g is old
 
 
-def test_wrapping_twice_unwinds_in_order(packages: Any) -> None:
-    home, _ = packages
-    louder = Patch("pretend.home", "f", lambda f: lambda: f() + "!", "test", wrap=True)
-    patches = PatchSet([louder, louder])
-    patches.apply()
-    assert home.f() == "old!!"
-    patches.revert()
-    assert home.f is old
-
-
-def test_wrapping_everywhere_twice_unwinds_in_order(packages: Any) -> None:
-    """The second one finds the first one's function where that was put."""
-    home, user = packages
-    louder = Patch("pretend.home", "f", lambda f: lambda: f() + "!", "test", wrap=True, everywhere=True)
-    patches = PatchSet([louder, louder])
-    patches.apply()
-    assert home.f() == user.g() == "old!!"
-    patches.revert()
-    assert home.f is old and user.g is old
+def test_a_wrapped_static_method_stays_one(packages: Any) -> None:
+    patches = PatchList("pretend.home")
+    patches.wrap("Child.static", "test")(lambda original: original() + "!")
+    together = PatchSet(patches)
+    together.apply()
+    assert Child.static() == Child().static() == "old!"
+    together.revert()
 
 
 def test_somebody_elses_later_replacement_is_not_undone(packages: Any) -> None:
     home, _ = packages
-    patches = PatchSet([Patch("pretend.home", "f", new, "test")])
+    patches = PatchSet([patch("f")])
     patches.apply()
     home.f = other = lambda: "other"
     with pytest.raises(RuntimeError, match=r"pretend\.home\.f was replaced by other code"):
@@ -146,7 +127,7 @@ def test_a_module_loaded_while_patched_is_reverted_too(
     packages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, user = packages
-    patches = PatchSet([Patch("pretend.home", "f", new, "test", everywhere=True)])
+    patches = PatchSet([patch("f", everywhere=True)])
     patches.apply()
     late = types.ModuleType("megatron.core.late")
     late.f = home.f  # type: ignore[attr-defined]
@@ -155,20 +136,11 @@ def test_a_module_loaded_while_patched_is_reverted_too(
     assert late.f is old and user.g is old
 
 
-@pytest.mark.parametrize("found", ["0.160.1"])
-def test_another_megatron_on_the_path_is_refused(tmp_path: Path, found: str) -> None:
-    core = tmp_path / "megatron" / "core"
-    core.mkdir(parents=True)
-    for name, text in {"__init__": "", "package_info": f"__version__ = {found!r}"}.items():
-        (core / f"{name}.py").write_text(text)
-    script = "from megatron_fp8 import mcore; mcore.install()"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert (
-        f"RuntimeError: this part of megatron_fp8 needs megatron-core 0.16.x, found: megatron-core {found} in {core}"
-        in done.stderr
-    )
+@pytest.mark.parametrize("found", ["megatron-core 0.160.1 in /somewhere", "megatron-core is not installed"])
+def test_another_megatron_on_the_path_is_refused(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr(compat, "installed_megatron", lambda: found)
+    with pytest.raises(RuntimeError, match=f"needs megatron-core 0.16.x, found: {found}"):
+        compat.require_megatron()
 
 
 def test_a_missing_megatron_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

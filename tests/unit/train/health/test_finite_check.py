@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp8.mcore.optimizer.compact_moments import Moment
+from megatron_fp8.mcore.optimizer.adam import Moment
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.arena import Arena

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp8.mcore.optimizer.adam import Adam
-from megatron_fp8.mcore.optimizer.compact_moments import CompactAdam, Moment, compact_state
+from megatron_fp8.mcore.optimizer.adam import Adam, CompactAdam, Moment, compact_state
 
 KINDS = {"first": True, "second": False}
 
