@@ -1,4 +1,4 @@
-"""Loads a checkpoint of training: to continue from it, or its weights or Adam's moments alone.
+"""Loads a checkpoint of training, or its weights or Adam's moments alone.
 
 After loading, the optimizer's own copy makes model weights from the masters, as a step does. Otherwise a resumed run
 would differ from an uninterrupted one in the last bits.

@@ -1,4 +1,4 @@
-"""Weights that another program made: saved as a checkpoint, and loaded with their FP8 codes (params/block_codes.py).
+"""Weights that another program made: saved as a checkpoint, and loaded with their FP8 codes.
 
 FP8 parameters keep an imported checkpoint's codes if they have the same scales (``blockwise`` with
 ``fp8_pow2_scales=False`` and ``fp8_param=True``), in a layout that splits the weight between blocks. The float32

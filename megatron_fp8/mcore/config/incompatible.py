@@ -1,4 +1,4 @@
-"""Settings that exclude each other, as a table, and recipes that some settings do not support."""
+"""Settings that exclude each other, and recipes that some do not support."""
 
 from __future__ import annotations
 
