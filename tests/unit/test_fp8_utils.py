@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8 import Format, fp8_utils, quantize
+from megatron_fp8 import Format, quantize
 from megatron_fp8.fp8_utils import (
     dequantize_fp8_tensor,
     get_fp8_align_size,
@@ -59,38 +59,25 @@ H, E = Format.HYBRID, Format.E4M3
 STOCHASTIC = {"fp8_stochastic_rounding": True}
 RECIPES = [
     ({}, DelayedScaling(0, H, 1, "most_recent", 1)),
-    (
-        {"fp8_margin": 2, "fp8_interval": 3, "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"},
-        DelayedScaling(2, H, 16, "max", 3),
-    ),
-    ({"fp8": "e4m3", "fp8_amax_epsilon": 0.25}, DelayedScaling(0, E, 1, "most_recent", 1, 0.25)),
-    (STOCHASTIC, DelayedScaling(0, H, 1, "most_recent", stochastic_rounding=True)),
+    ({"fp8_margin": 2, "fp8_interval": 3, "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"},
+     DelayedScaling(2, H, 16, "max", 3)),
+    ({"fp8": "e4m3", "fp8_amax_epsilon": 0.25, **STOCHASTIC},
+     DelayedScaling(0, E, 1, "most_recent", 1, 0.25, stochastic_rounding=True)),
     ({"fp8_recipe": "tensorwise"}, Float8CurrentScaling(fp8_format=H)),
-    (
-        {"fp8_recipe": "tensorwise", "fp8_pow2_scales": True, "fp8_margin": 1},
-        Float8CurrentScaling(True, H, 1),
-    ),
-    (
-        {"fp8_recipe": "tensorwise", "fp8_pow2_scales": False, "fp8_amax_epsilon": 1e-4, **STOCHASTIC},
-        Float8CurrentScaling(False, H, amax_epsilon=1e-4, stochastic_rounding=True),
-    ),
+    ({"fp8_recipe": "tensorwise", "fp8_pow2_scales": True, "fp8_margin": 1}, Float8CurrentScaling(True, H, 1)),
+    ({"fp8_recipe": "tensorwise", "fp8_pow2_scales": False, "fp8_amax_epsilon": 1e-4, **STOCHASTIC},
+     Float8CurrentScaling(False, H, amax_epsilon=1e-4, stochastic_rounding=True)),
     ({"fp8_recipe": "rowwise"}, Float8RowwiseScaling(H)),
-    ({"fp8_recipe": "rowwise", "fp8": "e4m3", "fp8_amax_epsilon": 1e-4}, Float8RowwiseScaling(E, 1e-4)),
-    ({"fp8_recipe": "rowwise", **STOCHASTIC}, Float8RowwiseScaling(H, stochastic_rounding=True)),
-    ({"fp8_recipe": "blockwise"}, Float8BlockScaling(H)),
+    ({"fp8_recipe": "rowwise", "fp8": "e4m3", "fp8_amax_epsilon": 1e-4, **STOCHASTIC},
+     Float8RowwiseScaling(E, 1e-4, stochastic_rounding=True)),
     ({"fp8_recipe": "blockwise", "fp8_pow2_scales": True}, Float8BlockScaling(H)),
     ({"fp8_recipe": "blockwise", "fp8_pow2_scales": False, "fp8": "e4m3"}, Float8BlockScaling(E, True)),
-    (
-        {"fp8_recipe": "blockwise", "fp8_amax_epsilon": 1e-4, **STOCHASTIC},
-        Float8BlockScaling(H, amax_epsilon=1e-4, stochastic_rounding=True),
-    ),
+    ({"fp8_recipe": "blockwise", "fp8_amax_epsilon": 1e-4, **STOCHASTIC},
+     Float8BlockScaling(H, amax_epsilon=1e-4, stochastic_rounding=True)),
     ({"fp8_recipe": "mxfp8"}, MXFP8BlockScaling(H)),
     ({"fp8_recipe": "mxfp8", "fp8": "e4m3", **STOCHASTIC}, MXFP8BlockScaling(E, True)),
-    (
-        {"fp8_recipe": SimpleNamespace(value="mxfp8"), "fp8": SimpleNamespace(value="e4m3")},
-        MXFP8BlockScaling(E),
-    ),
-]
+    ({"fp8_recipe": SimpleNamespace(value="mxfp8"), "fp8": SimpleNamespace(value="e4m3")}, MXFP8BlockScaling(E)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -125,23 +112,12 @@ def test_custom_recipe_is_imported(monkeypatch):
         ({"fp8_recipe": "nvfp4"}, r"'nvfp4' is unknown: use one of delayed, tensorwise, rowwise"),
         ({"fp8": "e5m2"}, "e5m2"),
         ({"fp8_recipe": "mxfp8", "fp8_margin": 1}, r"fp8_margin=1 does not exist for fp8_recipe='mxfp8'"),
-        ({"fp8_recipe": "rowwise", "fp8_margin": 2}, "fp8_margin=2"),
-        ({"fp8_recipe": "blockwise", "fp8_margin": 2}, "fp8_margin=2"),
         ({"fp8_margin": -1}, "margin -1"),
-        ({"fp8_interval": 0}, "interval 0"),
-        ({"fp8_amax_history_len": 0}, "amax_history_len 0"),
         ({"fp8_amax_compute_algo": "mean"}, "'mean'"),
         ({"fp8_amax_epsilon": -1.0}, "amax_epsilon -1.0"),
         ({"fp8_recipe": "custom"}, "give fp8_quantizer_factory as 'package.module.function'"),
         ({"fp8_recipe": "custom", "fp8_quantizer_factory": "factory"}, "'factory' is not an import path"),
-        (
-            {"fp8_recipe": "custom", "fp8_quantizer_factory": "no.such.thing"},
-            "'no.such.thing' cannot be imported",
-        ),
-        (
-            {"fp8_recipe": "custom", "fp8_quantizer_factory": "math.nothing"},
-            "'math.nothing' cannot be imported",
-        ),
+        ({"fp8_recipe": "custom", "fp8_quantizer_factory": "no.such"}, "'no.such' cannot be imported"),
         ({"fp8_recipe": "custom", "fp8_quantizer_factory": "math.pi"}, "not callable"),
     ],
 )
@@ -161,12 +137,8 @@ def test_first_and_last_layers_against_counting():
                         num_layers_at_start_in_bf16=start,
                         num_layers_at_end_in_bf16=end,
                     )
-                    numbers = list(range(layers))
-                    kept = (
-                        set(numbers[:start]) | set(numbers[layers - end if end < layers else 0 :])
-                        if on
-                        else set()
-                    )
+                    last = range(layers)[layers - end if end < layers else 0 :]
+                    kept = {*range(layers)[:start], *last} if on else set()
                     found = {n for n in range(-2, layers) if is_first_last_bf16_layer(asked, n)}
                     assert found == kept, (layers, start, end, on)
 
@@ -178,7 +150,7 @@ BF16_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 def test_context_while_building(recipe):
     asked = config(fp8_recipe=recipe, **BF16_LAYERS)
     for layer in range(6):
@@ -195,7 +167,7 @@ def test_context_while_building(recipe):
         assert layer_being_built() == LayerBeingBuilt(-1, None)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 def test_context_while_running(recipe):
     """Megatron asks for a context for every layer of every forward, delayed scaling once around all of them."""
     asked = config(fp8_recipe=recipe, **BF16_LAYERS)
@@ -267,7 +239,3 @@ def test_tensors():
     quantized = quantize(x, MXFP8BlockScaling(), "input")
     assert is_float8tensor(quantized) and not is_float8tensor(x) and not is_float8tensor(None)
     assert_same_bytes(dequantize_fp8_tensor(quantized), x)
-
-
-def test_all_names_exist():
-    assert all(hasattr(fp8_utils, name) for name in fp8_utils.__all__)

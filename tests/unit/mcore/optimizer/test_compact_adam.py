@@ -80,10 +80,9 @@ def two_optimizers(steps: int, betas: tuple[float, float]) -> tuple[list[Any], l
     return made, [w.detach() for w in weights]
 
 
-@pytest.mark.parametrize("beta2", [0.95, 0.999])
-def test_follows_the_float32_optimizer(beta2: float) -> None:
+def test_follows_the_float32_optimizer() -> None:
     """Where a second moment in E4M3 would stand still after thirty steps, and lengthen the steps."""
-    _, (wide, compact) = two_optimizers(100, (0.9, beta2))
+    _, (wide, compact) = two_optimizers(100, (0.9, 0.999))
     distance = [float((w - 1).square().mean()) for w in (wide, compact)]
     assert distance[0] < 1.0
     assert distance[1] == pytest.approx(distance[0], rel=0.05)
