@@ -373,16 +373,6 @@ def test_whatever_stands_for_a_file_is_a_line(saved, name, change):
             files.read_metadata(saved)
 
 
-def test_a_manifest_without_a_checksum_is_read_and_said(saved):
-    path = saved / "manifest.json"
-    assert files.without_checksum(files.read_manifest(saved)) == []
-    content = {**json.loads(path.read_text()), "version": 1}
-    del content["sha256"]
-    path.write_text(json.dumps(content))
-    (line,) = files.without_checksum(files.read_manifest(saved))
-    assert "no checksum" in line
-
-
 @pytest.mark.parametrize(
     ("shut", "given"),
     [

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fp8.files.checkpoint import of_each_rank
+from megatron_fp8.files.checkpoint import of_each_rank, without_checksum
 from megatron_fp8.files.manifest import FORMAT, Manifest, NotAManifest, is_plain_name, parse
 
 FILE = {"bytes": 3, "sha256": "0" * 64}
@@ -37,6 +37,7 @@ def test_what_is_written_is_read():
     assert parse(DATA) == MADE and parse(DATA).checked
     assert parse(json.dumps(json.loads(DATA)).encode()) == MADE  # not indented
     assert parse(earlier()) == MADE and not parse(earlier()).checked
+    assert "no checksum" in without_checksum(parse(earlier()))[0] and not without_checksum(parse(DATA))
     with pytest.raises(ValueError):
         Manifest(2, {"lr": float("nan")}).text()
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_fp8.commands.report import losses
 from megatron_fp8.train.metrics import (
     Display,
     IterationMetrics,
@@ -16,7 +15,6 @@ from megatron_fp8.train.metrics import (
     model_flops_per_token,
 )
 from megatron_fp8.train.report import format_report
-from megatron_fp8.train.run_record import RunRecord
 from tests.support.terminal import LIKE_MARKUP, Terminal
 
 STEP = IterationMetrics(
@@ -47,12 +45,6 @@ def test_each_iteration_is_on_disk_at_once_and_valid_json(tmp_path):
         writer.iteration(replace(STEP, learning_rate=math.nan))
     writer.close()
     assert list((tmp_path / "tensorboard").iterdir())
-
-
-def test_what_a_killed_run_left_is_still_shown(tmp_path):
-    lines = "".join(json.dumps({"iteration": n, "lm_loss": 3.0, "skipped": 1}) + "\n" for n in (1, 2))
-    (tmp_path / "metrics.jsonl").write_text(f'{lines}{{"lm_lo')
-    assert losses(RunRecord(tmp_path)) == ["training    2 iterations, loss 3.0000 -> 3.0000, 2 steps skipped"]
 
 
 def test_lines_count_skipped_steps(capsys):

@@ -67,10 +67,6 @@ def _zero(folder):
     (folder / "corpus.bin").write_bytes(bytes((folder / "corpus.bin").stat().st_size))
 
 
-def _empty(folder):
-    (folder / "corpus.idx").write_bytes(b"")
-
-
 def _without_digests(folder):
     about = json.loads((folder / "corpus.json").read_text())
     del about["sha256"]
@@ -85,12 +81,11 @@ def _not_a_record(folder):
     "hurt, said",
     [
         (_zero, r"corpus\.bin is not what was written"),
-        (_empty, r"corpus\.idx is not what was written"),
         (lambda folder: (folder / "corpus.bin").unlink(), "No such file"),
         (_without_digests, r"corpus\.json has no digests"),
         (_not_a_record, r"corpus\.json has no digests"),
     ],
-    ids=["zeros", "emptied index", "no tokens", "no digests", "not a record"],
+    ids=["zeros", "no tokens", "no digests", "not a record"],
 )
 def test_a_prepared_text_that_is_not_what_was_written_is_written_again(texts, prefix, hurt, said, tmp_path):
     folder = Path(prefix).parent

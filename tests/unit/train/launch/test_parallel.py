@@ -32,27 +32,6 @@ def test_each_process_has_a_gpu():
         gpu_of(on_node(4, 8), 4)
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (ValueError("a typo"), 2),
-        (dist.DistBackendError("NCCL error: remote process exited"), 1),
-        (torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"), 1),
-    ],
-)
-def test_what_another_attempt_may_not_meet_is_no_bad_input(error, code, monkeypatch, capsys):
-    """The batch scripts do not start again after bad input, which stays bad."""
-
-    def prepare(arguments, launch, stop):
-        raise error
-
-    monkeypatch.setattr(app, "prepare", prepare)
-    told = []
-    barrier = SimpleNamespace(tell=lambda code, line, say: (told.append(code), say()))
-    assert app._run([], SimpleNamespace(barrier=barrier, world_size=2), None, False) == code
-    assert told == [code] and capsys.readouterr().err == f"error: {error}\n"
-
-
 def layout(world_size, *options, variables=()):
     run = parse([f"--{option}" for option in options])
     return check_layout(run.model, run.train, world_size, variables)

@@ -11,6 +11,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_fp8.train.launch import startup_barrier
@@ -190,6 +191,7 @@ def test_a_rank_that_never_comes_is_a_failure_and_no_bad_input(launch):
         alone.agree("settings", {}, timeout_s=0.3)
     assert exit_code(found.value) == 1
     assert exit_code(ConnectionResetError()) == exit_code(TimeoutError()) == 1
+    assert exit_code(dist.DistBackendError("NCCL")) == exit_code(torch.AcceleratorError("ECC error")) == 1
     assert exit_code(ValueError("lr=-1")) == exit_code(OSError("no such file")) == 2
 
 

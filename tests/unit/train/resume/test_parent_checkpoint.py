@@ -114,6 +114,9 @@ def test_another_attempt_of_a_job_goes_on_from_what_the_job_has_saved(own, base,
     saved.mkdir()
     Manifest(4, facts={"job": "torchrun mine"}, files=FILES).write(saved)
     assert chosen(run) == saved
+    Manifest(4, facts={"job": "torchrun other"}, files=FILES).write(saved)
+    assert chosen(run) == (None if resume == "never" else base)
+    Manifest(4, facts={"job": "torchrun mine"}, files=FILES).write(saved)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert chosen(run) == (None if resume == "never" else base)
 

@@ -118,24 +118,6 @@ def test_a_folder_that_is_not_shared_is_said_before_training(ranks, tmp_path):
     assert os.listdir(tmp_path) == ["other"] and not os.listdir(other)
 
 
-def test_another_attempt_of_a_job_goes_on_from_what_it_has_saved(tmp_path, monkeypatch):
-    """Its command still says where the first attempt began."""
-    run = run_of(tmp_path)
-    saved = tmp_path / "checkpoints" / "iter_0000008"
-    saved.mkdir(parents=True)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    for job, attempt, found in (
-        ("torchrun mine", "1", saved),
-        ("torchrun mine", "0", None),  # the same command by hand
-        ("torchrun other", "1", None),
-        ("", "1", None),
-    ):
-        Manifest(8, facts={"job": job}, files={"x": {"bytes": 0, "sha256": "0" * 64}}).write(saved)
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        assert checkpoints._saved_by_this_job(run) == found
-
-
 def test_a_spike_goes_back_to_what_is_saved_at_regular_times(tmp_path, monkeypatch):
     """A run that was stopped, and saved then, goes back as far as one that was not."""
     for number in (4, 8, 9):
