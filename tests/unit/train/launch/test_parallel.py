@@ -5,6 +5,7 @@ import re
 import time
 import warnings
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,6 +31,16 @@ def test_each_process_has_a_gpu():
         ValueError, match="local rank 4 has no GPU: this node has 8 processes and shows 4 GPUs"
     ):
         gpu_of(on_node(4, 8), 4)
+
+
+def test_what_another_attempt_may_not_meet_is_no_bad_input(monkeypatch, capsys):
+    """The batch scripts do not start again after bad input, which stays bad."""
+    told = []
+    barrier = SimpleNamespace(tell=lambda code, line, say: (told.append(code), say()))
+    for error, code in ((ValueError("a typo"), 2), (dist.DistBackendError("NCCL error: remote exit"), 1)):
+        monkeypatch.setattr(app, "prepare", Mock(side_effect=error))
+        assert app._run([], SimpleNamespace(barrier=barrier, world_size=2), None, False) == code
+        assert told.pop() == code and capsys.readouterr().err == f"error: {error}\n"
 
 
 def layout(world_size, *options, variables=()):
