@@ -145,6 +145,18 @@ def test_ids_outside_the_vocabulary_are_another_tokenizers(build, tmp_path, monk
         data.check_data([prefix], 50)
 
 
+def test_sequences_for_calibration_come_from_all_over_the_data(tmp_path):
+    prefixes = [str(tmp_path / name) for name in ("one", "two")]
+    for prefix in prefixes:
+        write(prefix, 3)  # 60 tokens
+    found = data.spread_sequences(prefixes, 3, 20, 3)
+    assert found.dtype == np.int64 and [set(row) for row in found.tolist()] == [{0}, {2, 0}, {2}]
+    with pytest.raises(ValueError, match="has 120 tokens, and a sequence has 121: give more text"):
+        data.spread_sequences(prefixes, 1, 121, 3)
+    with pytest.raises(ValueError, match="token id 2, and the vocabulary has 2 ids"):
+        data.spread_sequences(prefixes, 3, 20, 2)
+
+
 @pytest.mark.parametrize(
     ("documents", "split", "seq_length", "moved"),
     [
