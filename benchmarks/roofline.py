@@ -84,7 +84,7 @@ def measure(folder: Path, rounds: int) -> dict[str, dict[str, float]]:
         path = folder / f"device-{name}.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "rows": rows[name]}))
         settings = read([*MODEL, *options], gpus=1)
-        bound = estimate(settings, device(str(path), settings.model), chosen=False).time.seconds
+        bound = estimate(settings, device(str(path), settings.model), has_device=False).time.seconds
         found[name] = {"roofline": bound, "step": min(steps[name]), "ratio": min(steps[name]) / bound}
     return found
 

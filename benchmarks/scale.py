@@ -29,9 +29,12 @@ import torch
 
 from benchmarks.common import environment, put_between, table, write_results
 from benchmarks.estimates import CONFIGS, LAYOUTS, TITLES
-from megatron_fp8.estimate.communication import stage_traffic, status_allreduces
-from megatron_fp8.estimate.config_reader import read
+from megatron_fp8.estimate.communication import stage_traffic
+from megatron_fp8.estimate.config_reader import Settings, read
 from megatron_fp8.estimate.linear_communication import Traffic
+from megatron_fp8.estimate.model import Chunk
+from megatron_fp8.estimate.model_state import is_apart
+from megatron_fp8.estimate.parameters import chunk_parameters
 from megatron_fp8.files.gc_pause import gc_paused
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
@@ -63,6 +66,42 @@ def traffic(name: str, gpus: int) -> list[Traffic]:
     return stage_traffic(settings, chunks) + status_allreduces(settings, chunks)
 
 
+def status_allreduces(settings: Settings, chunks: list[Chunk]) -> list[Traffic]:
+    """The small status all-reduces (NaN and Inf, gradient norms) of a rank of these chunks' stage, one entry per call;
+    none for groups of one rank.
+
+    The estimate leaves them out: they have few bytes, but every rank waits for them. The loss is
+    not included: the caller sums it. `megatron-fp8 train` does so in one all-reduce per iteration, with other
+    status values (train/step.py).
+    """
+    model, distributed = settings.model, settings.optimizer.use_distributed_optimizer
+    stages, gpus = model.pipeline_model_parallel_size, settings.gpus
+    found = [("whether any rank met NaN or Inf in gradients", gpus, 4)]
+    if model.fp8 and (
+        stages > 1 or model.expert_model_parallel_size > 1
+    ):  # otherwise part of the amax all-reduce
+        found.append(("what casts met", gpus, 8))
+    # An optimizer's group: all ranks with parts of its state, or of its model (Megatron-Core, optimizer.py,
+    # get_grad_stats_parallel_group). Experts have their own optimizer.
+    optimizers = [gpus if distributed else model.tensor_model_parallel_size * stages]
+    if any(is_apart(model, parameter) for chunk in chunks for parameter in chunk_parameters(model, chunk)):
+        optimizers.append(gpus if distributed else model.expert_ranks)
+    found += [("whether an optimizer's gradients are finite", ranks, 4) for ranks in optimizers]
+    if distributed:  # one for both optimizers; in float64 if FP8 weights have their own buffers
+        found.append(("the norm of gradients", gpus, 8 if model.fp8 else 4))
+    else:
+        found += [("the norm of an optimizer's gradients", ranks, 4) for ranks in optimizers]
+    return [Traffic(what, "all-reduce", "verdict", ranks, size) for what, ranks, size in found if ranks > 1]
+
+
+def messages_of(traffic: Traffic) -> int:
+    """Messages that a rank sends: the steps of a ring, two rounds for an all-reduce. An assumption: libraries also use
+    trees and other algorithms, depending on the size."""
+    if traffic.call == "send":
+        return traffic.calls
+    return traffic.calls * (traffic.ranks - 1) * (2 if traffic.call == "all-reduce" else 1)
+
+
 def least(name: str, gpus: int) -> bool:
     """Whether so many GPUs hold the model in its layout."""
     layouts = LAYOUTS[name]
@@ -79,7 +118,7 @@ def exchange(name: str, worlds: Sequence[int]) -> str:
         for one in traffic(name, gpus):
             sums = by_axis.setdefault(one.axis, [0, 0, 0, 0])
             sums[0] = max(sums[0], one.ranks)
-            for index, value in enumerate((one.calls, one.messages, one.sent), 1):
+            for index, value in enumerate((one.calls, messages_of(one), one.sent), 1):
                 sums[index] += value
         for axis, (ranks, calls, messages, sent) in by_axis.items():
             rows.append(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .cli_common import CheckpointParser, run_command, say
+from .cli_common import CheckpointParser, run_command, say, with_progress
 
 if TYPE_CHECKING:
     import torch
@@ -39,9 +38,7 @@ def main(arguments: list[str]) -> int:
 def _parser() -> CheckpointParser:
     parser = CheckpointParser("calibrate", HELP)
     add = parser.add_argument
-    add(
-        "--data", nargs="+", metavar="FILE", help="files or folders, as train takes them (default: the run's)"
-    )
+    add("--data", nargs="+", metavar="FILE", help="files or folders, as of train (default: the run's)")
     add("--batches", type=int, default=8, help="batches to run (default %(default)s)")
     add("--batch-size", type=int, default=8, help="sequences in each (default %(default)s)")
     add("--percentile", type=float, metavar="P", help="static ranges hold P %% of the values (default: all)")
@@ -128,7 +125,7 @@ def _calibrate(
 
     calibration = calibrate(
         restored.model,
-        _with_progress(batches, launch),
+        with_progress(batches, len(batches), "calibrating") if launch.rank == 0 else batches,
         forward,
         percentile=options.percentile,
         group=dist.group.WORLD,
@@ -143,17 +140,6 @@ def _calibrate(
     if launch.rank == 0:
         print(format_ranges(calibration), flush=True)
         print(f"written     {calibration.save(out)}", flush=True)
-
-
-def _with_progress(batches: list[torch.Tensor], launch: Any) -> Iterator[torch.Tensor]:
-    """The batches, with a progress bar on a terminal."""
-    from rich.console import Console
-    from rich.progress import track
-
-    visible = launch.rank == 0 and sys.stderr.isatty()
-    yield from track(
-        batches, "calibrating", console=Console(stderr=True), transient=True, disable=not visible
-    )
 
 
 def format_ranges(calibration: Any) -> str:

@@ -8,15 +8,16 @@ import errno
 import os
 import re
 import sys
-import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from ..files.atomic_io import in_words, replace_file
 from ..files.resource_limits import limit_reached
-from ..files.terminal import printable
+from ..files.terminal import WIDTH, printable, wrapped
+from ..study import StudyFailed
 from ..train.stop import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
 
 T = TypeVar("T")
@@ -25,20 +26,15 @@ _LONGEST = 1500
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The options of ``megatron-fp8 COMMAND``, including --debug. Bad options raise ValueError.
+    """The options of ``megatron-fp8 COMMAND``, including --debug. Bad options raise ValueError."""
 
-    Args:
-        other_words: names of an option in other programs, with '_' and without leading '-' -> the option.
-    """
-
-    def __init__(self, command: str, description: str, other_words: Mapping[str, str] = MappingProxyType({})):
+    def __init__(self, command: str, description: str):
         super().__init__(
             prog=f"megatron-fp8 {command}",
             description=fit_help(description),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        self._other_words = other_words
         self.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
 
     def parse(self, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -57,10 +53,7 @@ class CommandParser(argparse.ArgumentParser):
         name = argument.partition("=")[0]
         if not name.startswith("-"):
             return ""
-        translated = self._other_words.get(name.lstrip("-").replace("-", "_"))
-        near = (
-            [translated] if translated else difflib.get_close_matches(name, self._option_string_actions, n=1)
-        )
+        near = difflib.get_close_matches(name, self._option_string_actions, n=1)
         return f". Did you mean {near[0]}?" if near else ""
 
     def error(self, message: str) -> NoReturn:
@@ -137,25 +130,62 @@ def refuse(
     return code
 
 
-def run(parser: CommandParser, arguments: list[str], work: Callable[[argparse.Namespace], None]) -> int:
-    """Parse the options, call ``work(options)``, return the exit code. ValueError means bad input."""
+def run(
+    parser: CommandParser, arguments: list[str], work: Callable[..., int | None], *, run_options: bool = False
+) -> int:
+    """Parse the options, call ``work(options)``, return its exit code or 0. ValueError means bad input, StudyFailed
+    failure.
+
+    Args:
+        run_options: options of a run such as --model.fp8=hybrid may follow, and ``work`` takes them as a second argument.
+    """
     warn_in_lines()
     try:
-        work(parser.parse_args(arguments))
-    except ValueError as error:
-        return refuse(error, debug="--debug" in arguments)
-    return EXIT_DONE
+        parsed = parser.parse_known_args(arguments) if run_options else (parser.parse_args(arguments),)
+        return work(*parsed) or EXIT_DONE
+    except (ValueError, StudyFailed) as error:
+        code = EXIT_FAILED if isinstance(error, StudyFailed) else EXIT_BAD_INPUT
+        return refuse(error, debug="--debug" in arguments, code=code)
 
 
-def tensors_shown(items: Iterable[T], count: int) -> Iterator[T]:
+def check_output(option: str, path: str | Path) -> Path:
+    """The path as a Path. Raises ValueError if no file can be written there, as far as that is known before the work."""
+    path = Path(path)
+    try:
+        is_folder, in_folder = path.is_dir(), path.absolute().parent.is_dir()
+    except OSError as error:
+        raise not_written(option, path, error) from error
+    if is_folder:
+        raise ValueError(f"{option}={path} is a folder: give a file in it")
+    if not in_folder:
+        raise ValueError(f"{option}={path}: there is no such folder; make it first")
+    return path
+
+
+def not_written(option: str, path: Path, error: OSError) -> ValueError:
+    """The error for a file that cannot be written."""
+    return ValueError(f"{option}={path} cannot be written ({in_words(error)}): give another file")
+
+
+def write_output(option: str, path: Path, text: str) -> None:
+    """Write a file atomically. Raises ValueError if it cannot be written."""
+    try:
+        if path.exists() and not path.is_file():  # /dev/stdout
+            path.write_text(text, encoding="utf-8")
+        else:
+            replace_file(path, text)
+    except OSError as error:
+        raise not_written(option, path, error) from error
+
+
+def with_progress(items: Iterable[T], count: int, description: str = "tensors") -> Iterator[T]:
     """The items, with a progress bar on a terminal."""
-    from rich.progress import track
-
     if not sys.stderr.isatty():
         return iter(items)
     from rich.console import Console
+    from rich.progress import track
 
-    return iter(track(items, total=count, console=Console(stderr=True), description="tensors"))
+    return iter(track(items, description, count, console=Console(stderr=True)))
 
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -231,7 +261,6 @@ def say(text: str, launch: Any) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- help
 
-WIDTH = 80
 _SECOND_COLUMN = re.compile(r"^(\s*\S.*?\s{2,})(\S.*)$")
 _MOST_LEFT = 40  # a longer first column has its explanation below it
 
@@ -248,45 +277,17 @@ def fit_help(text: str, width: int = WIDTH) -> str:
         if line and not line.startswith(" "):
             prose.append(line)
             continue
-        if prose:
-            lines += textwrap.wrap(" ".join(prose), width, break_on_hyphens=False, break_long_words=False)
-            prose = []
+        lines += wrapped(" ".join(prose), width=width).splitlines()
+        prose = []
         lines += [line] if len(line) <= width else _wrap_indented(line, width)
     return "\n".join(lines[:-1])
 
 
 def _wrap_indented(line: str, width: int) -> list[str]:
     columns = _SECOND_COLUMN.match(line)
-    if columns is None:
-        return _wrap_command(line, width)
-    label, explanation = columns.groups()
-    if len(label) > _MOST_LEFT:
-        first = label.rstrip()
-        head = [first] if len(first) <= width else _wrap_command(first, width)
-        return [*head, *_wrap(explanation, " " * 6, " " * 6, width)]
-    return _wrap(explanation, label, " " * len(label), width)
-
-
-def _wrap_command(line: str, width: int) -> list[str]:
-    """A command over several lines; options stay on the line of their values."""
-    indent = " " * (len(line) - len(line.lstrip()))
-    parts = re.split(r" (?=--|&&)", line.strip())
-    lines, now = [], indent + parts[0]
-    for part in parts[1:]:
-        if len(now) + len(part) + 3 > width:
-            lines.append(f"{now} \\")
-            now = f"{indent}    {part}"
-        else:
-            now = f"{now} {part}"
-    return [*lines, now]
-
-
-def _wrap(text: str, first: str, other: str, width: int) -> list[str]:
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=first,
-        subsequent_indent=other,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+    label, explanation = columns.groups() if columns else (line, "")
+    if explanation and len(label) <= _MOST_LEFT:
+        return wrapped(explanation, label, " " * len(label), width).splitlines()
+    indent = " " * 6
+    command = wrapped(label.rstrip(), "", indent, width - 2).replace("\n", " \\\n")
+    return [*command.splitlines(), *wrapped(explanation, indent, indent, width).splitlines()]

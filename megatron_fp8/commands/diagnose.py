@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..files.atomic_io import replace_file
 from ..files.terminal import printable
-from .cli_common import CheckpointParser, run, run_command, say
+from .cli_common import CheckpointParser, check_output, not_written, run, run_command, say, write_output
 
 if TYPE_CHECKING:
     from ..diagnosis.diagnosis import Diagnosis
-    from ..diagnosis.experiments import Progress
+    from ..diagnosis.measurements import Progress
     from ..diagnosis.replay import Replay
 
 HELP = """\
@@ -45,8 +42,7 @@ Exit codes: 0 done; 1 failed; 2 bad input.
 """
 
 
-@dataclass(frozen=True)
-class _Files:
+class _Files(NamedTuple):
     """Output paths of figures, overrides and plot; None: not written."""
 
     figures: Path | None
@@ -58,18 +54,13 @@ def main(arguments: list[str]) -> int:
     """Run `megatron-fp8 diagnose`; returns the exit code."""
     if any(argument.partition("=")[0] == "--against" for argument in arguments):
         return run(_parser(), arguments, _compare)
-    return run_command(_parser(), arguments, partial(_prepare, arguments))
+    return run_command(_parser(), arguments, _prepare)
 
 
 def _parser() -> CheckpointParser:
     parser = CheckpointParser("diagnose", HELP)
     add = parser.add_argument
-    add(
-        "--iteration",
-        type=int,
-        metavar="N",
-        help="take the batches from that of iteration N on (default: the next ones)",
-    )
+    add("--iteration", type=int, metavar="N", help="batches from this iteration on (default: the next)")
     add("--batches", type=int, help="batches, each of one iteration (default 4)")
     add("--share", type=float, help="what overrides must give back (default 0.9)")
     add("--budget", type=int, help="most passes, each a forward and a backward of a batch (default 1500)")
@@ -98,12 +89,11 @@ def _compare(options: argparse.Namespace) -> None:
     lines, report = compare_runs(Path(options.checkpoint), Path(options.against))
     print(printable("\n".join(lines)), flush=True)
     if options.json:
-        _write(Path(options.json), json.dumps(spelled_out(report), indent=1, allow_nan=False) + "\n")
+        text = json.dumps(spelled_out(report), indent=1, allow_nan=False) + "\n"
+        write_output("--json", Path(options.json), text)
 
 
-def _prepare(
-    arguments: list[str], options: argparse.Namespace, run_options: list[str], launch: Any
-) -> Callable[[], None]:
+def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -> Callable[[], None]:
     from ..diagnosis.diagnosis import BUDGET, check_request
 
     options.batches = 4 if options.batches is None else options.batches
@@ -129,7 +119,6 @@ def _prepare(
         iteration=options.iteration,
         batches=options.batches,
     )
-    replayed.check_shards(shlex.join(arguments))
     files = _files(options, run_folder_of(replayed.folder) / "diagnosis")
     say(f"checkpoint  {replayed.folder}, iteration {replayed.iteration}", launch)
     say(f"batches     {options.batches}, from that of iteration {replayed.first} on", launch)
@@ -140,13 +129,9 @@ def _prepare(
 
 def _check_files(options: argparse.Namespace) -> None:
     """Raise ValueError if an output file cannot be written, as far as is known before the measurement."""
-    for name in filter(None, (options.json, options.out, options.plot)):
-        if not Path(name).absolute().parent.is_dir():
-            raise ValueError(
-                f"there is no folder {str(Path(name).absolute().parent)!r} for {name!r}: make it first"
-            )
-        if Path(name).is_dir():
-            raise ValueError(f"{name!r} is a folder: give the name of a file to write")
+    for name in ("json", "out", "plot"):
+        if (path := getattr(options, name)) is not None:
+            check_output(f"--{name}", path)
     if options.plot is not None:
         from matplotlib.backend_bases import FigureCanvasBase
 
@@ -208,67 +193,39 @@ def _write_all(files: _Files, replayed: Replay, diagnosis: Diagnosis, facts: dic
         _remove(files.overrides, "nothing is to be taken out of FP8")
     if not diagnosis.ranking:
         _remove(files.plot, "nothing could be measured")
-    written = []
     if files.figures is not None:
-        _write(files.figures, json.dumps({**facts, **diagnosis.as_dict()}, indent=1) + "\n")
-        written.append(files.figures)
+        write_output("--json", files.figures, json.dumps({**facts, **diagnosis.as_dict()}, indent=1) + "\n")
+        print(f"written     {files.figures}", flush=True)
     if diagnosis.overrides and files.overrides is not None:
         overrides = dict(replayed.run.model.fp8_overrides or {}) | diagnosis.overrides
-        _write(files.overrides, overrides_text(overrides, diagnosis.cure))
-        written.append(files.overrides)
+        write_output("--out", files.overrides, overrides_text(overrides, diagnosis.remedy))
+        print(f"written     {files.overrides}", flush=True)
     if diagnosis.ranking and files.plot is not None:
         try:
             draw(diagnosis, files.plot, f"{replayed.folder}, iteration {replayed.iteration}")
         except OSError as error:
-            raise _not_written(files.plot, error) from error
-        written.append(files.plot)
-    for path in written:
-        print(f"written     {path}", flush=True)
+            raise not_written("--plot", files.plot, error) from error
+        print(f"written     {files.plot}", flush=True)
 
 
 def _remove(path: Path | None, why: str) -> None:
     """Remove an earlier diagnosis's file; pipes and devices stay."""
-    if path is None or not path.is_file():
-        return
-    try:
+    if path is not None and path.is_file():
         path.unlink()
-    except OSError as error:
-        raise ValueError(
-            f"{str(path)!r} of an earlier diagnosis cannot be removed ({error.strerror}): remove it, {why} now"
-        ) from error
-    print(f"removed     {path} of an earlier diagnosis: {why}", flush=True)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        if path.exists() and not path.is_file():  # /dev/stdout
-            path.write_text(text, encoding="utf-8")
-        else:
-            replace_file(path, text)
-    except OSError as error:
-        raise _not_written(path, error) from error
-
-
-def _not_written(path: Path, error: OSError) -> ValueError:
-    return ValueError(f"{str(path)!r} cannot be written ({error.strerror}): give another file")
+        print(f"removed     {path} of an earlier diagnosis: {why}", flush=True)
 
 
 def _progress() -> Callable[[Progress], None]:
-    """Progress output: one changing line on a terminal, else a line every 30 s."""
-    terminal, last = sys.stderr.isatty(), [0.0]
+    """Progress output: a line every 15 s."""
+    last = time.monotonic()
 
     def show(step: Progress) -> None:
-        now = time.monotonic()
-        ended = step.done >= step.expected
-        if now - last[0] < (0.2 if terminal else 30.0) and not (terminal and ended):
+        nonlocal last
+        if time.monotonic() - last < 15.0:
             return
-        last[0] = now
-        left = (
-            f"{step.seconds_left / 60:.0f} min" if step.seconds_left >= 100 else f"{step.seconds_left:.0f} s"
-        )
-        text = f"pass {step.done} of about {step.expected}, {left} left: {step.now}"
-        if terminal:
-            text = "\r\x1b[K" + ("" if ended else text[:100])
-        print(text, end="" if terminal else "\n", file=sys.stderr, flush=True)
+        last, left = time.monotonic(), step.seconds_left
+        time_left = f"{left / 60:.0f} min" if left >= 100 else f"{left:.0f} s"
+        text = f"pass {step.done} of about {step.expected}, {time_left} left: {step.now}"
+        print(text, file=sys.stderr, flush=True)
 
     return show

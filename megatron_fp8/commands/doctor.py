@@ -6,35 +6,28 @@ import argparse
 import json
 import sys
 
-from .cli_common import CommandParser, refuse, warn_in_lines
+from .cli_common import CommandParser, run
 
 HELP = """\
-Whether FP8 works on this machine, in the first line. Then versions, what is
-missing and how to get it, versions that are known not to work together, and an
-FP8 GEMM of every recipe on every backend, compared with the exact product of
-its codes.
+Whether FP8 works on this machine, in the first line. Then versions, what is missing and how to get it, versions that are
+known not to work together, and an FP8 GEMM of every recipe on every backend, beside the exact product of its codes.
 
   megatron-fp8 doctor
   megatron-fp8 doctor --matrix                  which recipe runs on which GPU
   megatron-fp8 doctor --config tiny_gpt_cpu     is all here that this run needs?
-  megatron-fp8 doctor --config my.yaml --model.fp8_backend=native
   megatron-fp8 doctor --json                    docs/doctor.md has the schema
 
-Options of the run may follow --config as in `train`. Where nothing is missing,
-the config is checked as `train` checks it before ranks meet; what data hold and
-whether the layout fits the ranks, `megatron-fp8 train --dry-run` checks.
+Options of the run may follow --config as in `train`. What data hold and whether the layout fits the ranks,
+`megatron-fp8 train --dry-run` checks.
 
-Exit codes: 0 done; 1 a product is wrong, or the config needs what is not here;
-2 bad input, or a config that `train` refuses.
+Exit codes: 0 done; 1 a product is wrong, or the config needs what is not here; 2 bad input, or a config that `train`
+refuses.
 """
 
 
 def main(arguments: list[str]) -> int:
     """Print the findings; returns the exit code."""
-    try:
-        return _run(*_parser().parse_known_args(arguments))
-    except ValueError as error:
-        return refuse(error, debug="--debug" in arguments)
+    return run(_parser(), arguments, _examine, run_options=True)
 
 
 def _parser() -> CommandParser:
@@ -45,7 +38,7 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _run(options: argparse.Namespace, run_options: list[str]) -> int:
+def _examine(options: argparse.Namespace, run_options: list[str]) -> int:
     from ..files.user_paths import config_hint
     from ..study.doctor import examine, shown
 
@@ -61,7 +54,6 @@ def _run(options: argparse.Namespace, run_options: list[str]) -> int:
         mcore.install()
         from ..train.startup import settings
 
-        warn_in_lines()
         settings([*config_options, *run_options], ranks=1)
     print(
         json.dumps(examination.as_dict()) if options.json else shown(examination, with_matrix=options.matrix)

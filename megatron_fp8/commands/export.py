@@ -9,21 +9,18 @@ from typing import Any
 
 from ..files.terminal import printable
 from ..huggingface import FP8_FORMATS
-from .cli_common import CommandParser, run, tensors_shown
+from .cli_common import CommandParser, run, with_progress
 
 HELP = """\
 Write a checkpoint as a directory that transformers, vLLM and compressed-tensors read.
 
   megatron-fp8 export runs/mine out/mine                                  in the model's own dtype, BF16
   megatron-fp8 export runs/mine out/mine-fp8 --format=fp8-channel         FP8, a scale for every output row
-  megatron-fp8 export runs/mine out/mine-fp8 --format=fp8-tensor \\
-      --calibration=runs/mine/calibration
-      FP8, a scale per tensor, static input scales
+  megatron-fp8 export runs/mine out/mine-fp8 --format=fp8-tensor --calibration=runs/mine/calibration
   megatron-fp8 export runs/mine out/mine-fp8 --format=fp8-block           FP8, 128x128 blocks, as DeepSeek-V3
 
-CHECKPOINT is a folder such as RUN_DIR/checkpoints/iter_0000100, a folder of checkpoints, or a run's folder (then: its
-latest), of any parallel layout. OUT must be new. Models: Llama, Mistral, Qwen2, Qwen3,
-Mixtral, Qwen3-MoE and DeepSeek-V3.
+CHECKPOINT is a run's folder or a checkpoint, of any parallel layout. OUT must be new. Models: Llama, Mistral, Qwen2,
+Qwen3, Mixtral, Qwen3-MoE and DeepSeek-V3.
 
 FP8 is for the linears of the layers; embedding and output head stay in high precision, and so do layers that training
 kept in BF16. Codes and scales are made as in training: these are the weights that an FP8 run was trained with.
@@ -36,28 +33,18 @@ tokens), its generation_config.json and its tokenizer.
 def main(arguments: list[str]) -> int:
     """Run `megatron-fp8 export`; return 0, or 2 for bad input."""
     parser = CommandParser("export", HELP)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's folder, or a checkpoint")
-    parser.add_argument("out", metavar="OUT", help="the directory to write")
-    parser.add_argument(
-        "--format", choices=("bf16", *FP8_FORMATS), default="bf16", help="bf16 is the model's own dtype"
-    )
-    parser.add_argument("--calibration", metavar="DIR", help="input scales: of megatron-fp8 calibrate")
-    parser.add_argument(
-        "--ignore", metavar="GLOB", action="append", default=[], help="linears to leave in BF16"
-    )
-    parser.add_argument("--quantize-all", action="store_true", help="also layers that training kept in BF16")
-    parser.add_argument("--like", metavar="DIR", help="the directory that the model was imported from")
-    parser.add_argument(
-        "--config", metavar="FILE", help="config.yaml of the run, if the checkpoint does not have it"
-    )
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="rows of the vocabulary without padding")
-    parser.add_argument(
-        "--max-position-embeddings",
-        type=int,
-        metavar="N",
-        help="default: what YaRN stretches to, else train.seq_length",
-    )
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default: 5GB)")
+    add = parser.add_argument
+    add("checkpoint", metavar="CHECKPOINT", help="a run's folder, or a checkpoint")
+    add("out", metavar="OUT", help="the directory to write")
+    add("--format", choices=("bf16", *FP8_FORMATS), default="bf16", help="bf16: the model's own dtype")
+    add("--calibration", metavar="DIR", help="input scales: of megatron-fp8 calibrate")
+    add("--ignore", metavar="GLOB", action="append", default=[], help="linears to leave in BF16")
+    add("--quantize-all", action="store_true", help="also layers that training kept in BF16")
+    add("--like", metavar="DIR", help="the directory that the model was imported from")
+    add("--config", metavar="FILE", help="config.yaml of the run, if the checkpoint does not have it")
+    add("--vocab-size", type=int, metavar="N", help="rows of the vocabulary without padding")
+    add("--max-position-embeddings", type=int, metavar="N", help="default: YaRN's, else seq_length")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default: 5GB)")
     return run(parser, arguments, _export)
 
 
@@ -87,7 +74,7 @@ def _export(options: argparse.Namespace) -> None:
     )
     run_config = _read_config(Path(options.config)) if options.config else None
     source = open_source(Path(options.checkpoint), run_config)
-    done = export(source, Path(options.out), request, tensors_shown)
+    done = export(source, Path(options.out), request, with_progress)
     what = (
         f"{done.quantized} linears in FP8 ({options.format})" if form else f"in {done.config['torch_dtype']}"
     )

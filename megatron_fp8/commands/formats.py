@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable
 from pathlib import Path
 
-from ..files.atomic_io import replace_file
-from .cli_common import CommandParser, run
+from .cli_common import CommandParser, check_output, run, write_output
 
 DESCRIPTION = """\
 The numbers behind FP8, computed by this package's own casts, scales and recipes:
 
   megatron-fp8 formats                          a picture and the tables below, on the terminal
-  megatron-fp8 formats --table values           every value of the 8-bit (and smaller) formats
   megatron-fp8 formats --csv codes.csv          every code of every format: format, code, value, spacing
   megatron-fp8 formats --csv d.csv --table delayed    another table as CSV
   megatron-fp8 formats --png formats.png        range, error, recipes on outliers and delayed scaling, drawn
 
   formats     what each format has: codes, largest and smallest values, dynamic range, largest error
-  values      all values
+  values      all values of the 8-bit (and smaller) formats
   magnitudes  spacing of the values and largest relative error, by power of two
   recipes     one tensor with outliers, quantized with a scale for the tensor, a row, a block, an MX block
   delayed     delayed scaling on tensors whose size stays, grows or jumps: saturation and noise
@@ -47,14 +44,10 @@ _TITLES = {
 def main(arguments: list[str]) -> int:
     """Print or write the tables; return the exit code."""
     parser = CommandParser("formats", DESCRIPTION)
-    parser.add_argument(
-        "--table",
-        metavar="NAME",
-        choices=list(_TITLES),
-        help="one table alone (of --csv: this in place of values)",
-    )
-    parser.add_argument("--csv", metavar="FILE", type=_file, help="write a table as CSV; -: to stdout")
-    parser.add_argument("--png", metavar="FILE", type=_file, help="write the picture")
+    add = parser.add_argument
+    add("--table", metavar="NAME", choices=list(_TITLES), help="one table (of --csv: default values)")
+    add("--csv", metavar="FILE", type=_file, help="write a table as CSV; -: to stdout")
+    add("--png", metavar="FILE", type=_file, help="write the picture")
     return run(parser, arguments, _formats)
 
 
@@ -67,57 +60,35 @@ def _file(text: str) -> Path:
 
 def _formats(options: Namespace) -> None:
     """Raises ValueError for bad input."""
-    from ..study import format_tables as tables
-    from ..study import plots
+    from ..study import format_tables, plots
 
     if options.csv is None and options.png is None:
         _print(options.table)
-    if options.csv is not None and options.png is not None and options.csv.resolve() == options.png.resolve():
-        raise ValueError(f"--csv and --png are both {str(options.csv)!r}: give two files.")
+        return
+    to_stdout = str(options.csv) == "-"
     if options.png is not None:
-        plots.check_path(options.png)
-    if options.csv is not None:
-        rows: dict[str, Callable[[], tables.Rows]] = {
-            "formats": tables.formats,
-            "values": tables.values,
-            "magnitudes": tables.magnitudes,
-            "recipes": tables.recipes,
-            "delayed": tables.delays,
-        }
-        text = tables.as_csv(rows[options.table or "values"]())
-    if options.csv is not None and str(options.csv) == "-":
-        print(text, end="")
-    elif options.csv is not None:
-        try:
-            replace_file(options.csv, text)
-        except OSError as error:
-            raise ValueError(
-                f"--csv={options.csv} cannot be written ({error.strerror}): give another file."
-            ) from error
-        print(f"{options.csv}: {text.count(chr(10)) - 1:,} rows of {options.table or 'values'}")
-    if options.png is not None:
-        plots.draw(options.png)
-        stream = sys.stderr if str(options.csv) == "-" else sys.stdout
+        plots.draw(check_output("--png", options.png))
+        stream = sys.stderr if to_stdout else sys.stdout
         print(f"{options.png}: range, error, recipes on outliers, delayed scaling", file=stream)
+    if options.csv is not None:
+        name = options.table or "values"
+        text = format_tables.as_csv(format_tables.TABLES[name].rows())
+        if to_stdout:
+            print(text, end="")
+        else:
+            write_output("--csv", options.csv, text)
+            print(f"{options.csv}: {text.count(chr(10)) - 1:,} rows of {name}")
 
 
 def _print(table: str | None) -> None:
     """Print one table, or the picture and all tables except the one of all values."""
-    from ..study import format_tables as tables
-    from ..study import plots
+    from ..study import format_tables, plots
 
-    texts: dict[str, Callable[[], str]] = {
-        "formats": tables.show_formats,
-        "values": tables.show_values,
-        "magnitudes": tables.show_magnitudes,
-        "recipes": tables.show_recipes,
-        "delayed": tables.show_delays,
-    }
-    if table is None:
-        print(plots.terminal())
+    if table is not None:
+        print(format_tables.TABLES[table].text())
+        return
+    print(plots.terminal())
     for name, title in _TITLES.items():
-        show = texts[name]
-        if name == table or (table is None and name != "values"):
-            print(f"\n{title}\n\n{show()}" if table is None else show(), flush=True)
-    if table is None:
-        print("\nEvery value: --table values; as files: --csv FILE, --png FILE.")
+        if name != "values":
+            print(f"\n{title}\n\n{format_tables.TABLES[name].text()}", flush=True)
+    print("\nEvery value: --table values; as files: --csv FILE, --png FILE.")

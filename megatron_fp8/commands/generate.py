@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 HELP = """\
 Continues a prompt with the model of a checkpoint, streaming to the terminal. Text goes to stdout, facts to stderr.
 
-  megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def "
   megatron-fp8 generate runs/tiny_gpt_cpu --prompt "import " --temperature 0          greedy: always the same
-  megatron-fp8 generate runs/tiny_gpt_cpu --prompt "class " --top-k 20 --top-p 0.9 --seed 7
+  megatron-fp8 generate runs/tiny_gpt_cpu --prompt "class " --top-k 20 --top-p 0.9
   megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def " --recipe mxfp8              another recipe than the run's
-  megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def " --recipe bf16               no FP8
   megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def " --activations static        after `megatron-fp8 calibrate`
   megatron-fp8 launch --ranks 2 generate ...                                          tensor parallel over two ranks
 
@@ -45,22 +43,12 @@ def _parser() -> CheckpointParser:
     parser = CheckpointParser("generate", HELP)
     add = parser.add_argument
     add("--prompt", required=True, help="text to continue ('-': read it from stdin; '': begin a document)")
-    add(
-        "--max-new-tokens",
-        type=int,
-        metavar="N",
-        help="tokens to add (default: 128, or what the context has room for)",
-    )
+    add("--max-new-tokens", type=int, metavar="N", help="tokens to add (default: 128, if there is room)")
     add("--temperature", type=float, default=0.8, help="0 is greedy (default %(default)s)")
     add("--top-k", type=int, default=0, help="draw from the K most likely tokens (default: all)")
     add("--top-p", type=float, default=1.0, help="draw from the likeliest that sum to P (default: all)")
     add("--seed", type=int, default=1234, help="of the draws (default %(default)s)")
-    add(
-        "--activations",
-        choices=["dynamic", "static"],
-        default="dynamic",
-        help="how they are scaled (default dynamic)",
-    )
+    add("--activations", choices=["dynamic", "static"], default="dynamic", help="default: dynamic")
     add("--calibration", metavar="DIR", help="of --activations static (default: RUN_DIR/calibration)")
     return parser
 
@@ -83,12 +71,7 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
     from ..train.resume.restore import restore
 
     restored = restore(
-        options.checkpoint,
-        launch,
-        run_options,
-        config=options.config,
-        recipe=options.recipe,
-        fp8=options.fp8,
+        options.checkpoint, launch, run_options, config=options.config, recipe=options.recipe, fp8=options.fp8
     )
     if from_stdin:  # the ranks share stdin: each would read a part
         text = on_first_rank(sys.stdin.buffer.read)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..files.resource_limits import usable_cores
 from ..files.terminal import printable
-from .cli_common import CommandParser, run_command, tensors_shown
+from .cli_common import CommandParser, run_command, with_progress
 
 HELP = """\
 Make a run of a directory of Hugging Face's form, to train on from: BF16, or FP8 as compressed-tensors (per tensor, per
@@ -88,7 +88,7 @@ def _end(*_: object) -> None:
 def _import(source: Path, run_dir: Path, tokenizer: Path | None, sharing: Any) -> None:
     from ..huggingface.importer import import_directory
 
-    progress = tensors_shown if sharing.rank == 0 else lambda names, _: names
+    progress = with_progress if sharing.rank == 0 else lambda names, _: names
     done = import_directory(source, run_dir, progress, tokenizer, sharing)
     if sharing.rank != 0:
         return

@@ -34,11 +34,7 @@ def _parser() -> CommandParser:
     add = parser.add_argument
     add("checkpoint", help="a run's folder, a folder of checkpoints, or a checkpoint")
     add("--json", action="store_true", help='one object, with "NaN" and "Infinity" as texts')
-    add(
-        "--check",
-        action="store_true",
-        help="compare every file with its checksum, and look for NaN and Inf in tensors",
-    )
+    add("--check", action="store_true", help="compare checksums, and look for NaN and Inf in tensors")
     return parser
 
 
@@ -177,33 +173,28 @@ def format_description(found: dict[str, Any]) -> str:
         of_kind = [tensor for tensor in found["tensors"] if tensor["kind"] == kind]
         if of_kind:
             lines += ["", f"{kind}: {len(of_kind)} tensors, {sum(t['bytes'] for t in of_kind):,} bytes"]
-            lines += _delayed_table(found) if kind == "delayed scaling" else _tensor_table(of_kind)
+            delayed = found["delayed_scaling"] if kind == "delayed scaling" else []
+            lines.append(_delayed_table(delayed) if delayed else _tensor_table(of_kind))
     return "\n".join(lines)
 
 
-def _tensor_table(tensors: list[dict[str, Any]]) -> list[str]:
-    width = max(len(tensor["name"]) for tensor in tensors)
-    return [
-        f"  {t['name']:<{width}}  {t['dtype']:<9} {t['shape']}"
-        + (f", {t['shards']} shards" if t["shards"] > 1 else "")
-        for t in tensors
-    ]
+def _tensor_table(tensors: list[dict[str, Any]]) -> str:
+    from ..plan.timing import table
+
+    rows = [(t["name"], t["dtype"], str(t["shape"]), str(t["shards"])) for t in tensors]
+    return table(("tensor", "dtype", "shape", "shards"), rows)
 
 
-def _delayed_table(description: dict[str, Any]) -> list[str]:
-    rows = description["delayed_scaling"]
-    width = max((len(row["name"]) for row in rows), default=0)
-    lines = [f"  {'':<{width}}  {'scale':>12} {'latest amax':>12} {'largest':>12}  history"]
-    for row in rows:
+def _delayed_table(delayed: list[dict[str, Any]]) -> str:
+    from ..plan.timing import table
+
+    rows = []
+    for row in delayed:
         scales = row["scale"] if isinstance(row["scale"], list) else [row["scale"]]
         scale = f"{scales[0]:.6g}" + (f" (+{len(scales) - 1})" if len(scales) > 1 else "")
+        amaxes = [
+            "-" if (amax := row[name]) is None else f"{amax:.6g}" for name in ("latest_amax", "largest_amax")
+        ]
         history = f"{row['recorded']} of {row['history_length']}" + ("" if row["warm"] else ", cold")
-        lines.append(
-            f"  {row['name']:<{width}}  {scale:>12} {_number(row['latest_amax'])} {_number(row['largest_amax'])}"
-            f"  {history}"
-        )
-    return lines
-
-
-def _number(value: float | None) -> str:
-    return f"{'-' if value is None else f'{value:.6g}':>12}"
+        rows.append((row["name"], scale, *amaxes, history))
+    return table(("of", "scale", "latest amax", "largest", "history"), rows)

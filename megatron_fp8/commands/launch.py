@@ -44,18 +44,6 @@ _OWN = {"--ranks", "--max-restarts", "--logs", "--nodes", "--node-rank", "--mast
 _TEXTS = {"-h", "--help", "--keys"}
 
 
-_TORCHRUNS = {
-    **dict.fromkeys(
-        ("n", "np", "nproc", "nproc_per_node", "num_processes", "ntasks_per_node", "gpus"), "--ranks"
-    ),
-    **dict.fromkeys(("nnodes", "num_machines"), "--nodes"),
-    **dict.fromkeys(("machine_rank",), "--node-rank"),
-    **dict.fromkeys(("rdzv_endpoint", "master_addr", "master_port", "main_process_ip"), "--master HOST:PORT"),
-    "log_dir": "--logs",
-}
-"""Options of torchrun, accelerate launch, mpirun and srun -> options of launch."""
-
-
 def main(arguments: list[str]) -> int:
     """Run `megatron-fp8 launch`; returns the exit code."""
     debug = False
@@ -74,33 +62,17 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser("launch", HELP, _TORCHRUNS)
+    parser = CommandParser("launch", HELP)
     parser.usage = f"{parser.prog} [--ranks N] [options] COMMAND ..."
     add = parser.add_argument
     add("--ranks", metavar="N", type=int, help="on this node (default: one for each GPU, or 1)")
     add("--max-restarts", metavar="N", type=int, default=0, help="of all ranks, after one died (default 0)")
-    add(
-        "--logs",
-        metavar="DIR",
-        type=Path,
-        help="also copy what each rank prints into files (default: no files)",
-    )
+    add("--logs", metavar="DIR", type=Path, help="also copy each rank's output into files here")
     add("--nodes", metavar="N", type=int, default=1, help="each with a launch of its own (default 1)")
     add("--node-rank", metavar="R", type=int, help="of several nodes, which one this is: 0 to N - 1")
     add("--master", metavar="HOST:PORT", help="of several nodes, where node 0 listens")
-    add(
-        "--stopped-code",
-        metavar="CODE",
-        type=int,
-        default=0,
-        help="exit code of a run that was stopped and saved (default 0; Kubernetes: 143)",
-    )
-    add(
-        "command",
-        metavar="COMMAND",
-        nargs=argparse.REMAINDER,
-        help="a command with its options, or a script's path",
-    )
+    add("--stopped-code", metavar="CODE", type=int, default=0, help="of a stopped and saved run (default 0)")
+    add("command", metavar="COMMAND", nargs=argparse.REMAINDER, help="with its options; or a script")
     return parser
 
 

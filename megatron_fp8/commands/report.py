@@ -8,12 +8,10 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..files.atomic_io import replace_file
 from ..files.terminal import printable
-from .cli_common import CommandParser, run
+from .cli_common import CommandParser, run, write_output
 
 if TYPE_CHECKING:
-    from ..diagnosis.advice import Advice
     from ..train.run_record import RunRecord
 
 DESCRIPTION = """\
@@ -31,11 +29,10 @@ site (of runs with --telemetry.every), the precision map, events and advice. It 
 def main(arguments: list[str]) -> int:
     """Print the report of the run in `arguments`, or write the page of several; returns the exit code."""
     parser = CommandParser("report", DESCRIPTION)
-    parser.add_argument("runs", metavar="RUN_DIR", nargs="*", help="a run's folder")
-    parser.add_argument(
-        "--html", metavar="FILE", type=Path, help="write a page of the runs, to open in a browser"
-    )
-    parser.add_argument("--advice", metavar="FILE", type=Path, help="write the run's advice as JSON")
+    add = parser.add_argument
+    add("runs", metavar="RUN_DIR", nargs="*", help="a run's folder")
+    add("--html", metavar="FILE", type=Path, help="write a page of the runs")
+    add("--advice", metavar="FILE", type=Path, help="write the run's advice as JSON")
     return run(parser, arguments, _report)
 
 
@@ -58,14 +55,16 @@ def _report(options: Namespace) -> None:
         raise ValueError("give one run folder: megatron-fp8 report RUN_DIR (several with --html FILE)")
 
 
+class BokehMissing(ValueError):
+    """The package bokeh is not installed."""
+
+
 def write_page(folders: list[Path], path: Path) -> None:
-    """Write the page of some runs, and print its path. Raises ValueError for bad input."""
+    """Write the page of some runs, and print its path. Raises ValueError for bad input, BokehMissing."""
     try:
         import bokeh  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"--html needs the package {error.name}, which is not installed: pip install 'bokeh>=3.9'."
-        ) from error
+        raise BokehMissing("the page needs the package bokeh: pip install 'bokeh>=3.9'.") from error
     from ..report import read_runs, write_html
 
     runs = read_runs(folders)
@@ -77,6 +76,7 @@ def write_page(folders: list[Path], path: Path) -> None:
 
 def terminal(folder: Path) -> str:
     """The report of one run for the terminal. Raises ValueError if it is no run's folder, or damaged."""
+    from ..diagnosis.advice import advice_of
     from ..train.report import format_report
     from ..train.run_record import record_of
 
@@ -90,30 +90,18 @@ def terminal(folder: Path) -> str:
     return printable("\n".join([format_report(report), *losses(record), *advice, *notes, page]))
 
 
-def advice_of(record: RunRecord, report: dict[str, Any]) -> list[Advice]:
-    """Advice from a run's figures. Raises ValueError for an invalid file."""
-    from ..diagnosis.advice import advise
-
-    metrics = [line.content for line in record.metrics()]
-    return advise((line.content for line in record.telemetry()), report, metrics)
-
-
 def write_advice(folder: Path, path: Path) -> None:
     """Write a run's advice as a JSON file, a list of objects. Raises ValueError for bad input."""
+    from ..diagnosis.advice import advice_of
     from ..train.run_record import record_of
 
     record = record_of(folder)
     pieces = [piece.as_dict() for piece in advice_of(record, record.report())]
-    try:
-        if path.is_file() and not path.read_bytes().lstrip().startswith(b"["):
-            raise ValueError(
-                f"--advice={path} is there and is no list of advice, so it is not replaced: give another file."
-            )
-        replace_file(path, json.dumps(pieces, indent=1) + "\n")
-    except OSError as error:
+    if path.is_file() and not path.read_bytes().lstrip().startswith(b"["):
         raise ValueError(
-            f"--advice={path} cannot be written ({error.strerror}): give another file."
-        ) from error
+            f"--advice={path} is there and is no list of advice, so it is not replaced: give another file."
+        )
+    write_output("--advice", path, json.dumps(pieces, indent=1) + "\n")
     for line in record.unfinished():
         print(printable(f"note        {line}"))
     print(f"{path}: {len(pieces)} pieces of advice")

@@ -6,9 +6,8 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from ..files.atomic_io import in_words, replace_file
 from ..files.terminal import printable
-from .cli_common import CommandParser, run
+from .cli_common import CommandParser, check_output, run, write_output
 
 HELP = """\
 Trains a byte-level BPE tokenizer on text and writes it as a Hugging Face tokenizers file, tokenizer.json. A model that is
@@ -29,13 +28,7 @@ def main(arguments: list[str]) -> int:
     """Train a tokenizer and write it; return the exit code."""
     parser = CommandParser("tokenizer", HELP)
     add = parser.add_argument
-    add(
-        "--data",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="text (default: the Python standard library's source)",
-    )
+    add("--data", nargs="+", default=[], metavar="FILE", help="text (default: Python's own source)")
     add("--column", help="of records: the column to learn (default: text)")
     add("--vocab-size", type=int, default=32768, metavar="N", help="ids, at most (default %(default)s)")
     add("--out", required=True, metavar="FILE", help="where the tokenizer goes, such as tokenizer.json")
@@ -43,11 +36,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _tokenizer(options: Namespace) -> None:
-    out = Path(options.out)
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise ValueError(
-            f"--out={options.out} must be a file in a folder that is there: make the folder first."
-        )
+    out = check_output("--out", options.out)
     if out.exists():
         raise ValueError(f"--out={options.out} is there already: give another file, or remove it.")
     from .. import mcore
@@ -65,18 +54,7 @@ def _tokenizer(options: Namespace) -> None:
         tokenizer = bpe.train_bpe(files, options.vocab_size, options.column, progress=sys.stderr.isatty())
     except ImportError as error:
         raise ValueError("the package tokenizers is not installed: pip install tokenizers") from error
-    try:
-        replace_file(out, tokenizer.to_str(pretty=True) + "\n")
-    except OSError as error:
-        raise ValueError(
-            f"--out={options.out} cannot be written ({in_words(error)}): give another file."
-        ) from error
+    write_output("--out", out, tokenizer.to_str(pretty=True) + "\n")
     print(printable(f"wrote       {out}: {tokenizer.get_vocab_size():,} ids, from {size:,} bytes of text"))
-    data = " ".join(["--data", *options.data]) if options.data else ""
-    print(
-        printable(
-            f"use it      megatron-fp8 train --config one_gpu {data} --data.tokenizer={out}".replace(
-                "  --", " --"
-            )
-        )
-    )
+    data = "".join(f"{word} " for word in ("--data", *options.data)) if options.data else ""
+    print(printable(f"use it      megatron-fp8 train --config one_gpu {data}--data.tokenizer={out}"))

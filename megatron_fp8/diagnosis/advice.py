@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 from ..numerics.formats import E4M3, E5M2
+from ..train.run_record import RunRecord
 
 OWN_SCALES = ("tensorwise", "rowwise", "delayed")
 BLOCKS = ("blockwise", "mxfp8")
@@ -37,7 +38,7 @@ class Rule:
         tensors, recipes, formats: where the rule applies, by the site's plan in report.json. Empty:
             everywhere.
         cause: why it happens, in words.
-        cure: 'finer' (the next finer recipe for the site, chosen by what-ifs if measured), 'bf16', or an
+        remedy: 'finer' (the next finer recipe for the site, chosen by what-ifs if measured), 'bf16', or an
             option.
         shown: other statistics to show.
         stale: applies only if most of the evidence has an outdated scale: made from an amax above STALE times
@@ -48,7 +49,7 @@ class Rule:
     statistic: str
     limit: float
     cause: str
-    cure: str
+    remedy: str
     below: bool = False
     tensors: tuple[str, ...] = ("input", "weight", "grad_output")
     recipes: tuple[str, ...] = ()
@@ -110,13 +111,7 @@ RULES = (
 STALE = 2.0
 """Rounding a scale to a power of two loses less than this factor; a margin of one loses as much."""
 
-FINER = {
-    "delayed": BLOCKS,
-    "tensorwise": BLOCKS,
-    "rowwise": BLOCKS,
-    "blockwise": (),
-    "mxfp8": (),
-}
+FINER = {"delayed": BLOCKS, "tensorwise": BLOCKS, "rowwise": BLOCKS, "blockwise": (), "mxfp8": ()}
 """Recipe -> recipes with finer scales; none: only BF16 remains. For a stale scale current per-tensor scaling is also
 tried."""
 
@@ -161,10 +156,14 @@ class Advice:
         return f"{sites}{tensor}: {self.title}: {self.cause}{shown}. Try: {self.line}"
 
 
+def advice_of(record: RunRecord, report: Mapping[str, Any]) -> list[Advice]:
+    """Advice from a run's files. Raises ValueError for an invalid file."""
+    metrics = [line.content for line in record.metrics()]
+    return advise((line.content for line in record.telemetry()), report, metrics)
+
+
 def advise(
-    records: Iterable[Mapping[str, Any]],
-    report: Mapping[str, Any],
-    metrics: Sequence[Mapping[str, Any]] = (),
+    records: Iterable[Mapping[str, Any]], report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]] = ()
 ) -> list[Advice]:
     """Advice for a run, most certain first; [] if no statistic is beyond a limit.
 
@@ -218,10 +217,10 @@ def _by_rules(
                 stale = [r for r in violations if _is_stale(r, words[0])]
                 violations = stale if 2 * len(stale) > len(violations) else []
             if len(violations) >= min(2, len(measured)) and violations:
-                cure = _remedy(rule, str(plan["recipe"]), violations)
-                pieces.setdefault((rule.name, tensor, cure), []).append((site, violations, rule))
+                remedy = _remedy(rule, str(plan["recipe"]), violations)
+                pieces.setdefault((rule.name, tensor, remedy), []).append((site, violations, rule))
                 break
-    return [_advice(tensor, cure, evidence) for (_, tensor, cure), evidence in pieces.items()]
+    return [_advice(tensor, remedy, evidence) for (_, tensor, remedy), evidence in pieces.items()]
 
 
 def _is_stale(record: Mapping[str, Any], format_name: str) -> bool:
@@ -238,8 +237,8 @@ def _remedy(rule: Rule, recipe: str, violations: list[Mapping[str, Any]]) -> str
     Of several, the first within 3 dB of the best. SQNR alone is not enough: if one huge channel holds most of
     the signal, SQNR stays high although all other values become zero.
     """
-    if rule.cure != "finer":
-        return rule.cure
+    if rule.remedy != "finer":
+        return rule.remedy
     choices = (*(("tensorwise",) if rule.stale else ()), *FINER.get(recipe, ()))
     if not choices:
         return "bf16"
@@ -252,7 +251,7 @@ def _remedy(rule: Rule, recipe: str, violations: list[Mapping[str, Any]]) -> str
     return next(name for name, gain in gains.items() if gain >= max(gains.values()) - 3.0)
 
 
-def _advice(tensor: str, cure: str, evidence: list[tuple[str, list[Mapping[str, Any]], Rule]]) -> Advice:
+def _advice(tensor: str, remedy: str, evidence: list[tuple[str, list[Mapping[str, Any]], Rule]]) -> Advice:
     rule = evidence[0][2]
 
     def worst(violations: list[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -263,7 +262,9 @@ def _advice(tensor: str, cure: str, evidence: list[tuple[str, list[Mapping[str, 
     figures = {name: first[name] for name in (rule.statistic, *rule.shown) if name in first}
     sites = tuple(site for site, _, _ in evidence)
     line = (
-        cure if cure.startswith("--") else f"--model.fp8_overrides='{json.dumps(dict.fromkeys(sites, cure))}'"
+        remedy
+        if remedy.startswith("--")
+        else f"--model.fp8_overrides='{json.dumps(dict.fromkeys(sites, remedy))}'"
     )
     iterations = [record["iteration"] for _, violations, _ in evidence for record in violations]
     return Advice(rule.name, rule.cause, line, sites, tensor, figures, (min(iterations), max(iterations)))

@@ -15,12 +15,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any
 
 from ..plan.site_plan import SitePlan
-from .experiments import Experiments, Measured, Paired, counted_parameters
+from .measurements import Experiments, Measured, Paired, counted_parameters
 from .variants import Part
 
 
@@ -85,10 +84,6 @@ class Finding:
     def key(self) -> str:
         """Its key in overrides."""
         return self.part.key
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
 
 @dataclass

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from ..files.strict_json import spelled_out
 from .attribution import Attribution, Finding, Limits, attribute
-from .experiments import Experiments, Measured, Progress
+from .measurements import Experiments, Measured, Progress
 from .model_runner import ModelRunner, ModuleRunner, restored_after
 from .output import bad_in_high_precision, far_off, verdict
-from .override_search import Cure, cure
+from .override_search import Remedy, find_remedy
 
 BUDGET = 1500
 """Passes, each a forward and a backward of one batch."""
@@ -34,7 +35,7 @@ class Diagnosis:
         gradient_noise: distance of the batches' gradients from their mean, relative to its norm.
         passes: number of passes run.
         attribution: all measurements; None if high precision is not finite or has no gradient.
-        cure: what the overrides recover.
+        remedy: what the overrides recover.
     """
 
     ranking: list[Finding]
@@ -45,19 +46,19 @@ class Diagnosis:
     gradient_noise: float
     passes: int
     attribution: Attribution | None
-    cure: Cure
+    remedy: Remedy
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; NaN and Inf as null."""
+        """Plain values, for JSON; NaN and Inf as texts."""
         found = self.attribution
         values: dict[str, Any] = {
             "verdict": self.verdict,
             "clean": self.clean,
             "overrides": self.overrides,
-            "ranking": [finding.as_dict() for finding in self.ranking],
+            "ranking": [asdict(finding) for finding in self.ranking],
             "high_precision": {"losses": list(self.losses), "gradient_noise": self.gradient_noise},
             "passes": self.passes,
-            "given_back": self.cure.given_back,
+            "recovered": self.remedy.recovered,
         }
         if found is not None:
             for name in ("planned", "at_best", "bf16"):
@@ -65,8 +66,8 @@ class Diagnosis:
             values["interaction"] = found.interaction
             values["groups"] = found.groups
             values["not_measured"] = found.skipped
-        finite: dict[str, Any] = _finite(values)
-        return finite
+        plain: dict[str, Any] = spelled_out(values)
+        return plain
 
 
 def diagnose(
@@ -138,21 +139,21 @@ def diagnose_runner(
     experiments = Experiments(runner, budget, progress)
     if experiments.useless is not None:
         text = bad_in_high_precision(experiments.useless)
-        return Diagnosis([], {}, text, False, experiments.losses, 0.0, experiments.passes, None, Cure())
+        return Diagnosis([], {}, text, False, experiments.losses, 0.0, experiments.passes, None, Remedy())
     found = attribute(experiments, limits)
-    cured = cure(experiments, found, share)
-    text = verdict(found, cured, experiments.losses, experiments.gradient_noise, good_loss)
+    found_remedy = find_remedy(experiments, found, share)
+    text = verdict(found, found_remedy, experiments.losses, good_loss)
     clean = not any(finding.stands_out for finding in found.findings) and far_off(found, limits) is None
     return Diagnosis(
         found.findings,
-        cured.overrides,
+        found_remedy.overrides,
         text,
         clean,
         experiments.losses,
         experiments.gradient_noise,
         experiments.passes,
         found,
-        cured,
+        found_remedy,
     )
 
 
@@ -168,12 +169,3 @@ def _plain(measured: Measured, counted: list[str]) -> dict[str, Any]:
         "update_error": measured.update_error,
         "of_parameters": measured.errors(),
     }
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    bad = isinstance(value, float) and (value != value or abs(value) == float("inf"))
-    return None if bad else value

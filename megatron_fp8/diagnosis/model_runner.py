@@ -168,13 +168,10 @@ def not_finite(parameters: Mapping[str, torch.nn.Parameter]) -> Table:
 
 def bare(model: torch.nn.Module) -> Any:
     """The model without wrappers of DistributedDataParallel and torch.compile."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        model = model.module
+    return getattr(model, "_orig_mod", model)
 
 
 def sites_of(model: torch.nn.Module) -> dict[str, GemmSite]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..plan.timing import table
 from .attribution import Attribution, Finding, Limits
-from .override_search import Cure
+from .override_search import Remedy
 
 if TYPE_CHECKING:
     from .diagnosis import Diagnosis
@@ -24,11 +24,8 @@ def bad_in_high_precision(what: str) -> str:
     )
 
 
-def verdict(
-    found: Attribution, cure: Cure, losses: tuple[float, ...], noise: float, good_loss: float | None
-) -> str:
-    """One paragraph, the answer first. ``losses``: in high precision; ``noise``: relative noise of batches'
-    gradients."""
+def verdict(found: Attribution, remedy: Remedy, losses: tuple[float, ...], good_loss: float | None) -> str:
+    """One paragraph, the answer first. ``losses``: in high precision."""
     outstanding = [finding for finding in found.findings if finding.stands_out]
     mean = fmean(losses)
     also = ""
@@ -37,14 +34,13 @@ def verdict(
     lines = [_answer(found, outstanding, also)]
     lines += [_finding_text(finding) for finding in _first_per_site(outstanding)[:4]]
     lines.append(_all_sites(found, mean))
-    lines.append(_against_noise(found, noise))
-    if cure.parts:
-        lines.append(_override_text(cure))
+    if remedy.parts:
+        lines.append(_override_text(remedy))
     elif outstanding:
         lines.append("Taking what stands out into high precision does not bring the gradient nearer.")
     if found.skipped:
         lines.append(f"{len(found.skipped)} sites were not measured alone: the budget of passes was spent.")
-    return " ".join(line for line in lines if line)
+    return " ".join(lines)
 
 
 def far_off(found: Attribution, limits: Limits) -> float | None:
@@ -85,13 +81,9 @@ def _far_off_text(found: Attribution) -> str:
     )
     if found.skipped:
         return f"Of what was measured alone nothing stands out, and {as_planned}: a larger budget would tell where."
-    distances, best = (measured.distances(found.counted) for measured in (found.planned, found.at_best))
-    ratios = [a / b if b else 1.0 for a, b in zip(distances.values, best.values, strict=True)]
-    worst = max(range(len(ratios)), key=ratios.__getitem__)
     return (
-        f"Nothing stands out in all batches alike, and {as_planned}, {ratios[worst]:.3g} times in batch {worst},"
-        f" {min(ratios):.3g} times in another; {found.findings[0].key} has most of that. More batches would"
-        " tell whether it is chance."
+        f"Nothing stands out in all batches alike, and {as_planned}; {found.findings[0].key} has most of that. More"
+        " batches would tell whether it is chance."
     )
 
 
@@ -118,49 +110,34 @@ def _all_sites(found: Attribution, mean: float) -> str:
     if not planned.finite:
         return f"As planned, losses or gradients are not finite; in high precision the loss is {mean:.4g}."
     sure = "" if abs(change.mean) > change.spread else f", within its spread of {change.spread:.2g}"
-    text = (
+    return (
         f"As planned the loss is {mean + change.mean:.4g}, in high precision {mean:.4g} ({change.mean:+.2g}{sure}); the"
         f" gradient is off by {_percent(planned.gradient_errors.mean)}; rounding to FP8's bits alone would give"
         f" {_percent(best.gradient_errors.mean)}, rounding to BF16 {_percent(found.bf16.gradient_errors.mean)}."
     )
-    if found.interaction is not None:
-        text += f" Together the sites change the loss by {found.interaction:+.2g} more than each alone adds up to."
-    return text
 
 
-def _against_noise(found: Attribution, noise: float) -> str:
-    if not noise or not math.isfinite(found.planned.bias):
-        return ""
-    changed = found.planned.update_error
-    update = (
-        "" if changed is None else f", and of the update that the optimizer makes of it {_percent(changed)}"
-    )
-    return (
-        f"Batches differ from each other's mean gradient by {_percent(noise)}; what FP8 changes of the mean gradient is"
-        f" {_percent(found.planned.bias)}{update}."
-    )
-
-
-def _override_text(cure: Cure) -> str:
+def _override_text(remedy: Remedy) -> str:
     back = (
-        "" if cure.given_back is None else f" gives back {_percent(cure.given_back)} of what stands out costs"
+        ""
+        if remedy.recovered is None
+        else f" gives back {_percent(remedy.recovered)} of what stands out costs"
     )
-    remaining = f", and leaves a gradient error of {_percent(cure.gradient_error or 0.0)}"
-    short = "" if cure.complete else "; that is less than was asked for"
-    return f"In high precision, {', '.join(part.key for part in cure.parts)}{back}{remaining}{short}."
+    short = "" if remedy.complete else "; that is less than was asked for"
+    return f"In high precision, {', '.join(part.key for part in remedy.parts)}{back}{short}."
 
 
 def _percent(value: float) -> str:
     return f"{100 * value:.3g} %" if math.isfinite(value) else "beyond any number"
 
 
-def overrides_text(overrides: Mapping[str, Any], cure: Cure) -> str:
+def overrides_text(overrides: Mapping[str, Any], remedy: Remedy) -> str:
     """YAML of overrides, with a comment on what they recover."""
     import yaml
 
     recovered = ""
-    if cure.given_back is not None:
-        recovered = f" They give back {cure.given_back:.0%} of that at this checkpoint."
+    if remedy.recovered is not None:
+        recovered = f" They give back {remedy.recovered:.0%} of that at this checkpoint."
     head = f"# Costs more in FP8 than it has to, by megatron-fp8 diagnose.{recovered}\n"
     return head + yaml.safe_dump(dict(overrides), sort_keys=False, width=1000)
 
@@ -196,13 +173,11 @@ def draw(diagnosis: Diagnosis, path: Path, title: str) -> None:
 
     Raises OSError if the file cannot be written.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     findings = list(reversed(diagnosis.ranking[:_MOST_ROWS]))
-    figure, axes = plt.subplots(figsize=(9, 1.6 + 0.28 * len(findings)), layout="constrained")
+    figure = Figure(figsize=(9, 1.6 + 0.28 * len(findings)), layout="constrained")
+    axes = figure.subplots()
     positions = range(len(findings))
     colors = ["#c0392b" if finding.stands_out else "#7f8c8d" for finding in findings]
     axes.barh(positions, [finding.distance for finding in findings], color=colors, height=0.7)
@@ -213,7 +188,4 @@ def draw(diagnosis: Diagnosis, path: Path, title: str) -> None:
     axes.set_xlabel("distance of the gradient from high precision, this alone in FP8 (red: stands out)")
     axes.set_title(title, fontsize=9)
     axes.legend(fontsize=8)
-    try:
-        figure.savefig(path, dpi=130)
-    finally:
-        plt.close(figure)
+    figure.savefig(path, dpi=130)

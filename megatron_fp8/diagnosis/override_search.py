@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .attribution import Attribution, Finding
-from .experiments import Experiments, Measured
+from .attribution import Attribution
+from .measurements import Experiments, Measured
 from .variants import Part
 
 
 @dataclass
-class Cure:
+class Remedy:
     """Parts to run in high precision, and what that recovers.
 
     Attributes:
         parts: in the order in which they were added.
-        given_back: recovered share of the distance, relative to all outstanding parts in high precision; None
+        recovered: recovered share of the distance, relative to all outstanding parts in high precision; None
             if nothing stands out, or if that does not help.
-        loss_change, gradient_error, distance: with these overrides, against high precision.
+        distance: with these overrides, of the gradient from high precision.
         complete: whether the requested share is recovered.
     """
 
     parts: list[Part] = field(default_factory=list)
-    given_back: float | None = None
-    loss_change: float | None = None
-    gradient_error: float | None = None
+    recovered: float | None = None
     distance: float | None = None
     complete: bool = True
 
@@ -34,7 +32,7 @@ class Cure:
         return {part.key: "bf16" for part in self.parts}
 
 
-def cure(experiments: Experiments, found: Attribution, share: float) -> Cure:
+def find_remedy(experiments: Experiments, found: Attribution, share: float) -> Remedy:
     """Overrides that recover ``share`` of what all outstanding parts in high precision would.
 
     The share refers to the distance and, if the loss rises beyond its spread, to the loss as well. For each
@@ -44,14 +42,15 @@ def cure(experiments: Experiments, found: Attribution, share: float) -> Cure:
     outstanding = [finding for finding in found.findings if finding.stands_out]
     sites = list(dict.fromkeys(finding.site for finding in outstanding))
     if not sites or experiments.left < 2:
-        return Cure(complete=not sites)
+        return Remedy(complete=not sites)
     experiments.expect(2 + 2 * len(sites))
     goal = _Goal(experiments, found, [Part(site) for site in sites], share)
-    narrow = _Goal(experiments, found, [_worst_part(outstanding, site) for site in sites], share)
+    worst_of_site = {finding.site: finding.part for finding in reversed(outstanding)}
+    narrow = _Goal(experiments, found, [worst_of_site[site] for site in sites], share)
     if narrow.gain >= _AS_GOOD * goal.gain:
         goal = narrow
     if goal.gain <= 0:
-        return Cure(complete=False)
+        return Remedy(complete=False)
     chosen: list[Part] = []
     current = found.planned
     for part in goal.parts:
@@ -67,24 +66,12 @@ def cure(experiments: Experiments, found: Attribution, share: float) -> Cure:
         without = goal.measure(rest)
         if goal.met(without):
             chosen, current = rest, without
-    return Cure(
-        chosen,
-        goal.given_back(current),
-        current.loss_changes.mean,
-        current.gradient_errors.mean,
-        goal.distance(current),
-        goal.met(current),
-    )
+    return Remedy(chosen, goal.recovered(current), goal.distance(current), goal.met(current))
 
 
 _AS_GOOD = 0.8
 """Parts replace their sites if they recover at least this share of what the sites do: good GEMMs of a site
 contribute a little too."""
-
-
-def _worst_part(outstanding: list[Finding], site: str) -> Part:
-    """The highest-ranked part of a site."""
-    return next(finding.part for finding in outstanding if finding.site == site)
 
 
 class _Goal:
@@ -115,7 +102,7 @@ class _Goal:
         """Reduction of the gradient's distance with all parts in high precision."""
         return self.distance(self._planned) - self.distance(self._best)
 
-    def given_back(self, measured: Measured) -> float:
+    def recovered(self, measured: Measured) -> float:
         """The share of ``gain`` that this variant recovers."""
         return (self.distance(self._planned) - self.distance(measured)) / self.gain
 
@@ -125,4 +112,4 @@ class _Goal:
             return False
         rise, best = self.rise(self._planned), self.rise(self._best)
         enough = rise <= best or self.rise(measured) <= best + (1 - self._share) * (rise - best)
-        return self.given_back(measured) >= self._share and enough
+        return self.recovered(measured) >= self._share and enough

@@ -7,7 +7,8 @@ one rank. Nothing is written to the run's folder.
 A checkpoint fits any parallel layout, but a scale computed from a shard's own values does not: with ``tensorwise`` a
 weight split in two has two scales. Delayed scales come from the checkpoint and are shared by all ranks, and blocks do
 not cross shards, so those recipes give the same result in every layout. Rejected: refuse every other layout; a
-diagnosis on one process is right for those recipes, and needs no second rank.
+diagnosis on one process is right for those recipes, and needs no second rank. A verdict begins with a note if the loss
+is not what the run recorded.
 """
 
 from __future__ import annotations
@@ -78,66 +79,33 @@ _SAME_NUMBERS = (
 )
 """Options of the model that do not change a run's numbers, except for scales of shards."""
 _NEAR = 0.02
-"""Relative difference below which losses count as equal: sums have another order, dropout is drawn again."""
+"""Relative difference below which losses count as equal."""
 
 
-@dataclass(frozen=True)
-class OtherShards:
-    """The run split its tensors differently from this launch, and has separate scales for each shard.
-
-    Attributes:
-        recipes: the recipes with such scales.
-        sizes: kind of parallelism -> (the run's size, this launch's).
-        ranks: least number of ranks for the run's layout.
-        requested: whether the options set this launch's layout explicitly.
-    """
-
-    recipes: list[str]
-    sizes: Mapping[str, tuple[int, int]]
-    ranks: int
-    requested: bool
-
-    def line(self) -> str:
-        """One line for the user."""
-        sizes = ", ".join(f"{kind} {here} and not {run}" for kind, (run, here) in self.sizes.items())
-        recipes = " and ".join(self.recipes)
-        return f"not the run's layout (parallel sizes: {sizes}): {recipes} scales belong to other shards"
-
-    def refusal(self, arguments: str, difference: str) -> ValueError:
-        """``arguments``: the command's arguments as given; ``difference``: the known one, or ''."""
-        size = next(iter(self.sizes))
-        return ValueError(
-            f"{self.line()}{difference}. Run it as megatron-fp8 launch --ranks {self.ranks} diagnose"
-            f" {arguments}; or add --model.{_CUTS[size]}={self.sizes[size][1]} to ask what this layout would cost"
-        )
-
-
-def other_shards(
-    saved: Mapping[str, Any], model: Any, plans: Iterable[SitePlan], options: Iterable[str]
-) -> OtherShards | None:
-    """Return OtherShards if this launch has different scales than the run had, else None.
+def other_shards(saved: Mapping[str, Any], model: Any, plans: Iterable[SitePlan]) -> str | None:
+    """A line for the user if this launch has different scales than the run had, else None.
 
     Args:
         saved: the manifest's layout; empty: unknown.
         model: the model section, in this launch's layout.
         plans: plans of all sites.
-        options: command-line options.
     """
-    sizes = {
-        kind: (saved[kind], getattr(model, name))
+    sizes = [
+        f"{kind} {getattr(model, name)} and not {saved[kind]}"
         for kind, name in _CUTS.items()
         if saved.get(kind) is not None and saved[kind] != getattr(model, name)
-    }
+    ]
     names = {recipe_name(plan.recipe) for plan in plans if plan.recipe is not None}
     recipes = [name for name in _OF_SHARDS if name in names]
     if not sizes or not recipes:
         return None
-    option_names = [option.partition("=")[0] for option in options]
     # Data-parallel ranks hold the same weights; they are needed only if they hold different experts.
     copies = saved.get("data", 1) if saved.get("expert", 1) > 1 else 1
     ranks = math.prod(saved.get(kind) or 1 for kind in ("tensor", "pipeline", "context")) * copies
-    requested = any(f"--model.{_CUTS[kind]}" in option_names for kind in sizes)
-    return OtherShards(recipes, sizes, ranks, requested)
+    return (
+        f"not the run's layout (parallel sizes: {', '.join(sizes)}): {' and '.join(recipes)} scales belong to other"
+        f" shards; megatron-fp8 launch --ranks {ranks} diagnose has the run's"
+    )
 
 
 @dataclass
@@ -149,7 +117,6 @@ class Replay:
         run, folder, iteration: its config, the checkpoint's folder, and the checkpoint's iteration.
         first: iteration of the first batch.
         lines: notes for the user.
-        shards: how scales of shards differ from the run's; None: they do not.
         recorded: the loss that the run recorded for the first batch, None if unknown or if this replay deliberately
             computes something else.
     """
@@ -160,26 +127,7 @@ class Replay:
     iteration: int
     first: int
     lines: list[str]
-    shards: OtherShards | None = None
     recorded: float | None = None
-
-    def check_shards(self, arguments: str) -> None:
-        """Raise ValueError if scales belong to other shards than the run's, unless requested or known to be harmless.
-
-        Args:
-            arguments: the command's, as given.
-        """
-        if self.shards is None or self.shards.requested:
-            return
-        difference = ""
-        if self.recorded is not None:
-            with self.runner.unrecorded():
-                loss = self.runner.run(0).loss
-            if _is_near(loss, self.recorded):
-                return
-            here, there = f"{loss:.4g}", f"{self.recorded:.4g}"
-            difference = f"; the loss of iteration {self.first} is {here} here, and was {there} in the run"
-        raise self.shards.refusal(arguments, difference)
 
     def good_loss(self) -> float | None:
         """The run's lowest mean loss over ten iterations, up to the checkpoint; None if there are fewer."""
@@ -193,7 +141,8 @@ class Replay:
         if diagnosis.attribution is None or self.recorded is None:
             return diagnosis
         loss = diagnosis.attribution.planned.losses[0]
-        if _is_near(loss, self.recorded, statistics.stdev(diagnosis.losses)):
+        # Sums have another order, and dropout is drawn again.
+        if abs(loss - self.recorded) <= max(3 * statistics.stdev(diagnosis.losses), _NEAR * self.recorded):
             return diagnosis
         note = (
             f"This is not what the run computed: as planned the loss of iteration {self.first} is {loss:.4g}, and the run"
@@ -201,11 +150,6 @@ class Replay:
             " run's."
         )
         return replace(diagnosis, verdict=f"{note} {diagnosis.verdict}", clean=False)
-
-
-def _is_near(loss: float, recorded: float, spread: float = 0.0) -> bool:
-    """Whether a replayed loss matches the recorded one; ``spread``: standard deviation of losses between batches."""
-    return abs(loss - recorded) <= max(3 * spread, _NEAR * abs(recorded))
 
 
 def replay(
@@ -285,14 +229,13 @@ def replay(
         },
         left_out=ranges_of(manifest.state.get("left_out", [])),
     )
-    shards = other_shards(manifest.facts.get("layout") or {}, run.model, runner.plans.values(), options)
-    if shards is not None:
-        lines.append(shards.line())
+    if line := other_shards(manifest.facts.get("layout") or {}, run.model, runner.plans.values()):
+        lines.append(line)
     unchanged = not skipped_samples and config is None and recipe is None and fp8 is None
     recorded = (
         recorded_loss(run_folder_of(folder), first, saved.get("model", {}), options) if unchanged else None
     )
-    return Replay(runner, run, folder, manifest.iteration, first, lines, shards, recorded)
+    return Replay(runner, run, folder, manifest.iteration, first, lines, recorded)
 
 
 def before(path: Path, iteration: int) -> Path:

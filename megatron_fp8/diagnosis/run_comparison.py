@@ -47,10 +47,6 @@ class Divergence:
     values: tuple[Any, Any]
     relative: float
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {**vars(self), "relative": self.relative if math.isfinite(self.relative) else None}
-
 
 def compare_runs(ours: Path, theirs: Path) -> tuple[list[str], dict[str, Any]]:
     """(lines for the user, the same as plain values). Raises ValueError if the runs cannot be compared."""
@@ -100,22 +96,9 @@ def _losses(ours: Path, theirs: Path, report: dict[str, Any]) -> list[str]:
         a, b = (rows[iteration]["lm_loss"] for rows in (first, second))
         if a != b:
             report["loss"] = {"iteration": iteration, "values": [a, b]}
-            return [
-                f"loss        differs first in iteration {iteration}: {' and '.join(distinct_digits(a, b))}"
-            ]
+            return [f"loss        differs first in iteration {iteration}: {a} and {b}"]
     report["loss"] = None
     return [f"loss        the same in {len(first.keys() & second.keys())} iterations"]
-
-
-def distinct_digits(a: Any, b: Any) -> tuple[str, str]:
-    """Two numbers with four significant digits, or with more if needed to show a difference."""
-    if not all(isinstance(value, (int, float)) for value in (a, b)):
-        return str(a), str(b)
-    for digits in range(4, 18):
-        texts = f"{a:.{digits}g}", f"{b:.{digits}g}"
-        if texts[0] != texts[1]:
-            break
-    return texts
 
 
 def _telemetry(ours: Path, theirs: Path, report: dict[str, Any]) -> list[str]:
@@ -131,14 +114,14 @@ def _telemetry(ours: Path, theirs: Path, report: dict[str, Any]) -> list[str]:
     lines = []
     for name, tolerance, words in (("first", 0.0, "differs first"), ("large", 0.05, "differs by 5 % first")):
         found = first_divergence(first, second, tolerance)
-        report[f"telemetry_{name}"] = None if found is None else found.as_dict()
+        report[f"telemetry_{name}"] = None if found is None else vars(found)
         if found is None:
             measured = len(common_iterations(first, second))
             lines.append(
                 f"telemetry   nothing {words.removesuffix(' first')} in {measured} measured iterations"
             )
         else:
-            a, b = distinct_digits(*found.values)
+            a, b = found.values
             lines.append(
                 f"telemetry   {words} in iteration {found.iteration}, {found.site}, {found.tensor}:"
                 f" {found.statistic} {a} and {b}"

@@ -135,34 +135,6 @@ def _slots(plan: SitePlan) -> int:
     return count
 
 
-def status_allreduces(settings: Settings, chunks: list[Chunk]) -> list[Traffic]:
-    """The small status all-reduces (NaN and Inf, gradient norms) of a rank of these chunks' stage, one entry per call;
-    none for groups of one rank.
-
-    They are not part of the estimate's ``wire``: they have few bytes, but every rank waits for them. The loss is
-    not included: the caller sums it. `megatron-fp8 train` does so in one all-reduce per iteration, with other
-    status values (train/step.py).
-    """
-    model, distributed = settings.model, settings.optimizer.use_distributed_optimizer
-    stages, gpus = model.pipeline_model_parallel_size, settings.gpus
-    found = [("whether any rank met NaN or Inf in gradients", gpus, 4)]
-    if model.fp8 and (
-        stages > 1 or model.expert_model_parallel_size > 1
-    ):  # otherwise part of the amax all-reduce
-        found.append(("what casts met", gpus, 8))
-    # An optimizer's group: all ranks with parts of its state, or of its model (Megatron-Core, optimizer.py,
-    # get_grad_stats_parallel_group). Experts have their own optimizer.
-    optimizers = [gpus if distributed else model.tensor_model_parallel_size * stages]
-    if any(is_apart(model, parameter) for chunk in chunks for parameter in chunk_parameters(model, chunk)):
-        optimizers.append(gpus if distributed else model.expert_ranks)
-    found += [("whether an optimizer's gradients are finite", ranks, 4) for ranks in optimizers]
-    if distributed:  # one for both optimizers; in float64 if FP8 weights have their own buffers
-        found.append(("the norm of gradients", gpus, 8 if model.fp8 else 4))
-    else:
-        found += [("the norm of an optimizer's gradients", ranks, 4) for ranks in optimizers]
-    return [Traffic(what, "all-reduce", "verdict", ranks, size) for what, ranks, size in found if ranks > 1]
-
-
 # ---------------------------------------------------------------------------------------------------- once a microbatch
 
 

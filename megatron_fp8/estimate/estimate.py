@@ -52,7 +52,7 @@ class Estimate:
     Attributes:
         settings: the run's settings.
         device: device whose peaks the time uses.
-        chosen: whether the user named the device; otherwise bytes are those of a CPU run.
+        has_device: whether the user named the device; otherwise bytes are those of a CPU run.
         parameters: of the whole model.
         stages: memory of the fullest rank of each pipeline stage.
         wire: traffic of each stage's ranks.
@@ -61,7 +61,7 @@ class Estimate:
 
     settings: Settings
     device: Device
-    chosen: bool
+    has_device: bool
     parameters: Totals
     stages: list[Memory]
     wire: list[list[Traffic]]
@@ -104,29 +104,29 @@ class Estimate:
             "bubble_seconds": time.bubble,
             "time": {**dataclasses.asdict(time.stage), "microbatches": settings.microbatches,
                      "slowest_stage": time.slowest},
-            "device": {**dataclasses.asdict(self.device), "chosen": self.chosen},
+            "device": {**dataclasses.asdict(self.device), "chosen": self.has_device},
             "kind": "roofline from peaks, not a measurement",
             "how_far_off": calibration(),
         }  # fmt: skip
         return found
 
 
-def estimate(settings: Settings, device: Device, *, chosen: bool = True) -> Estimate:
+def estimate(settings: Settings, device: Device, *, has_device: bool = True) -> Estimate:
     """Estimates a run.
 
     Args:
         device: for times.
-        chosen: True: bytes of a run on this device, whose kernels save other tensors than CPUs; False: of a
+        has_device: True: bytes of a run on this device, whose kernels save other tensors than CPUs; False: of a
             CPU run.
     """
-    settings = replace(settings, on_gpu=chosen)
+    settings = replace(settings, on_gpu=has_device)
     stages, wire = [], []
     for stage in range(settings.model.pipeline_model_parallel_size):
         stages.append(memory(settings, stage))
         wire.append(stage_traffic(settings, _chunks(settings, stage)))
     moved = {stage_memory.stage: _optimizer_bytes(stage_memory.state) for stage_memory in stages}
     time = step_time(settings, device, moved)
-    return Estimate(settings, device, chosen, totals(settings.model), stages, wire, time)
+    return Estimate(settings, device, has_device, totals(settings.model), stages, wire, time)
 
 
 def in_bf16(settings: Settings) -> Settings:

@@ -23,7 +23,7 @@ class Traffic:
         what: description; key in the estimate's ``wire``.
         call: the collective.
         axis: the group: 'tensor', 'data', 'context', 'pipeline', 'expert', 'expert tensor', 'embedding',
-            'expert data', 'tensor and context', 'tensor and data', 'amax', 'verdict'.
+            'expert data', 'tensor and context', 'tensor and data', 'amax'.
         ranks: size of the group.
         bytes: of the whole tensor, summed over an iteration.
         calls: per iteration.
@@ -45,14 +45,6 @@ class Traffic:
         if self.call == "send":
             return self.bytes
         return self.bytes * (self.ranks - 1) // self.ranks * (2 if self.call == "all-reduce" else 1)
-
-    @property
-    def messages(self) -> int:
-        """Messages that a rank sends: the steps of a ring, two rounds for an all-reduce. An assumption: libraries also
-        use trees and other algorithms, depending on the size."""
-        if self.call == "send":
-            return self.calls
-        return self.calls * (self.ranks - 1) * (2 if self.call == "all-reduce" else 1)
 
 
 def column(settings: Settings, site: str, width: int) -> Iterator[Traffic]:

@@ -61,20 +61,19 @@ def changes(settings: Settings) -> Iterator[tuple[tuple[str, ...], Settings]]:
     """Candidate changes: more tensor, expert and pipeline parallelism, recomputation, FP8 parameters, a sharded
     optimizer, smaller micro-batches, each alone. Then the last four cumulatively, and all of these with each parallel
     split."""
-    splits = list(_splits(settings))
-    rest = [change for group in (_recompute, _fp8_param, _sharded, _smaller) for change in group(settings)]
-    for single in [*splits, *rest]:
-        if (changed := apply(settings, single)) is not None:
-            yield _words(single), changed
+    splits, recompute, smaller = list(_splits(settings)), _recompute(settings), _smaller(settings)
+    fp8_param, sharded = _fp8_param(settings), _sharded(settings)
+    candidates = [*splits, *recompute, *fp8_param, *sharded, *smaller]
     combined: dict[str, Any] = {}
-    for group in (_sharded, _fp8_param, _recompute, _smaller):
-        for more in group(settings):
-            combined |= more
-            if len(combined) > len(more) and (changed := apply(settings, combined)) is not None:
-                yield _words(combined), changed
-    for split in splits:
-        if combined and (changed := apply(settings, {**combined, **split})) is not None:
-            yield _words({**combined, **split}), changed
+    for more in (*sharded, *fp8_param, *recompute, *smaller):
+        combined = combined | more
+        if len(combined) > len(more):
+            candidates.append(combined)
+    if combined:
+        candidates += [{**combined, **split} for split in splits]
+    for candidate in candidates:
+        if (changed := apply(settings, candidate)) is not None:
+            yield tuple(f"--{key}={_value(value)}" for key, value in candidate.items()), changed
 
 
 def apply(settings: Settings, change: dict[str, Any]) -> Settings | None:
@@ -110,50 +109,39 @@ def _splits(settings: Settings) -> Iterator[dict[str, Any]]:
         if pp > model.pipeline_model_parallel_size and model.num_layers % (pp * parts) == 0 and not uneven:
             yield {"model.pipeline_model_parallel_size": pp}
             if model.tensor_model_parallel_size < 8:
-                yield {
-                    "model.tensor_model_parallel_size": 8,
-                    "model.sequence_parallel": True,
-                    "model.pipeline_model_parallel_size": pp,
-                }
+                tensor = {"model.tensor_model_parallel_size": 8, "model.sequence_parallel": True}
+                yield {**tensor, "model.pipeline_model_parallel_size": pp}
 
 
-def _recompute(settings: Settings) -> Iterator[dict[str, Any]]:
-    if settings.model.recompute_granularity is None:
-        yield {"model.recompute_granularity": "selective", "model.recompute_modules": ["core_attn"]}
-    if settings.model.recompute_granularity != "full":
-        yield {
-            "model.recompute_granularity": "full",
-            "model.recompute_method": "uniform",
-            "model.recompute_num_layers": 1,
-        }
+def _recompute(settings: Settings) -> list[dict[str, Any]]:
+    granularity = settings.model.recompute_granularity
+    if granularity == "full":
+        return []
+    selective = {"model.recompute_granularity": "selective", "model.recompute_modules": ["core_attn"]}
+    full: dict[str, Any] = {
+        "model.recompute_granularity": "full",
+        "model.recompute_method": "uniform",
+        "model.recompute_num_layers": 1,
+    }
+    return [selective, full] if granularity is None else [full]
 
 
-def _fp8_param(settings: Settings) -> Iterator[dict[str, Any]]:
-    if settings.model.fp8 and not settings.model.fp8_param:
-        yield {"model.fp8_param": True}
+def _fp8_param(settings: Settings) -> list[dict[str, Any]]:
+    return [{"model.fp8_param": True}] if settings.model.fp8 and not settings.model.fp8_param else []
 
 
-def _sharded(settings: Settings) -> Iterator[dict[str, Any]]:
-    group = settings.data_parallel * settings.model.context_parallel_size
-    if not settings.optimizer.use_distributed_optimizer and group > 1:
-        yield {"optimizer.use_distributed_optimizer": True}
+def _sharded(settings: Settings) -> list[dict[str, Any]]:
+    several = settings.data_parallel * settings.model.context_parallel_size > 1
+    distributed = settings.optimizer.use_distributed_optimizer
+    return [{"optimizer.use_distributed_optimizer": True}] if several and not distributed else []
 
 
-def _smaller(settings: Settings) -> Iterator[dict[str, Any]]:
-    size = settings.train.micro_batch_size // 2
-    while size:
-        yield {"train.micro_batch_size": size}
-        size //= 2
-
-
-def _words(change: dict[str, Any]) -> tuple[str, ...]:
-    """The change as command-line options."""
-    return tuple(f"--{key}={_value(value)}" for key, value in change.items())
+def _smaller(settings: Settings) -> list[dict[str, Any]]:
+    halvings = range(1, settings.train.micro_batch_size.bit_length())
+    return [{"train.micro_batch_size": settings.train.micro_batch_size >> times} for times in halvings]
 
 
 def _value(value: Any) -> str:
-    if value is None:
-        return "null"
     if isinstance(value, bool):
         return str(value).lower()
     return f"[{','.join(value)}]" if isinstance(value, list) else str(value)

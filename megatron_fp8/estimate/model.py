@@ -373,8 +373,12 @@ _DEFAULTS = {
 
 def recipe_of(model: Model) -> Callable[[str | None], Recipe]:
     """A function: recipe name -> recipe with the model's options; None -> the model's recipe."""
-    options = {**_DEFAULTS, **model.fp8_options, "fp8": model.fp8, "fp8_recipe": model.fp8_recipe}
-    fields = SimpleNamespace(**options)
+    return recipes_by_name({**model.fp8_options, "fp8": model.fp8, "fp8_recipe": model.fp8_recipe})
+
+
+def recipes_by_name(options: Mapping[str, Any]) -> Callable[[str | None], Recipe]:
+    """As ``recipe_of``, from fields of the model section by name."""
+    fields = SimpleNamespace(**{**_DEFAULTS, **options})
     return cache(lambda name: get_fp8_recipe(fields, name))
 
 

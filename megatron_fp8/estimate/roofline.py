@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from typing import Any
@@ -407,7 +407,7 @@ class SiteGroup:
     site: SiteSpeedup
 
 
-def grouped(sites: Iterator[SiteSpeedup]) -> list[SiteGroup]:
+def grouped(sites: Iterable[SiteSpeedup]) -> list[SiteGroup]:
     """Groups sites by name without the layer, if they run alike."""
     found: dict[Any, list[SiteSpeedup]] = {}
     for site in sites:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from ..files.terminal import number_ranges, wrapped
 from .device import Device
 from .estimate import Estimate
-from .linear_communication import Traffic
 from .memory_fit import Fit
 from .roofline import SiteGroup, calibration
-
-WIDTH = 80
 
 
 def shown(
@@ -39,28 +36,31 @@ def shown(
         _sites(found, sites),
     ]
     if bf16 is not None:
-        parts.append(pays(found, bf16) if doubt is None else _without_verdict(found, bf16, doubt))
+        without = f"{doubt}. BF16 takes {seconds(bf16.time.seconds)} a step; {_both_sizes(found, bf16)}"
+        parts.append(pays(found, bf16) if doubt is None else wrapped(without))
     if fits is not None:
         parts.append(_fit(found, fits))
-    parts += [_wrapped(f"note: {note}") for note in (*found.settings.notes, *notes)]
+    parts += [wrapped(f"note: {note}") for note in (*found.settings.notes, *notes)]
     return "\n\n".join(part for part in parts if part)
 
 
 def size(count: float) -> str:
     """Bytes in powers of 1000, three digits."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 999.5 or unit == "TB":
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+    if abs(count) < 999.5:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB"):
         count /= 1000
-    raise AssertionError
+        if abs(count) < 999.5:
+            return f"{count:.3g} {unit}"
+    return f"{count / 1000:.3g} TB"
 
 
 def seconds(value: float) -> str:
     """A time, three digits."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if value * factor >= 0.9995 or unit == "us":
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if value * factor >= 0.9995:
             return f"{value * factor:.3g} {unit}"
-    raise AssertionError
+    return f"{value * 1e6:.3g} us"
 
 
 def _header(found: Estimate) -> str:
@@ -74,9 +74,8 @@ def _header(found: Estimate) -> str:
         "data": s.data_parallel,
     }
     names = ", ".join(f"{name} {count}" for name, count in layout.items() if count > 1) or "one rank"
-    precision = (
-        f"{model.fp8_recipe} ({model.fp8})" if model.fp8 else "BF16" if model.bf16 else model.params_dtype
-    )
+    high_precision = "BF16" if model.bf16 else model.params_dtype
+    precision = f"{model.fp8_recipe} ({model.fp8})" if model.fp8 else high_precision
     return (
         f"{s.gpus} GPU{'s' if s.gpus > 1 else ''}: {names}\n"
         f"{precision}; {s.microbatches} microbatches of {s.train.micro_batch_size} x"
@@ -115,13 +114,8 @@ def _memory(found: Estimate) -> str:
     parts = found.settings.model.virtual_pipeline_model_parallel_size or 1
     whose = f"one microbatch in the stage's {parts} chunks" if parts > 1 else "one microbatch"
     kinds = ", ".join(f"{kind} {size(count)}" for kind, count in full.by_kind.most_common() if count)
-    return "\n".join(
-        [
-            title,
-            *_columns([(f"  {name}", size(count)) for name, count in rows if count]),
-            _wrapped(f"saved by {whose}: {kinds}", "  "),
-        ]
-    )
+    columns = _columns([(f"  {name}", size(count)) for name, count in rows if count])
+    return "\n".join([title, *columns, wrapped(f"saved by {whose}: {kinds}", "  ", "    ")])
 
 
 def _in_flight(found: Estimate) -> str:
@@ -135,15 +129,10 @@ def _in_flight(found: Estimate) -> str:
 
 
 def _communication(found: Estimate) -> str:
-    traffic: Iterable[Traffic] = found.wire[found.fullest.stage]
     rows = [
-        (
-            f"  {traffic_entry.what}",
-            f"{traffic_entry.call}, {traffic_entry.axis} {traffic_entry.ranks}",
-            size(traffic_entry.sent),
-        )
-        for traffic_entry in sorted(traffic, key=lambda traffic_entry: -traffic_entry.sent)
-        if traffic_entry.sent >= 1e6
+        (f"  {one.what}", f"{one.call}, {one.axis} {one.ranks}", size(one.sent))
+        for one in sorted(found.wire[found.fullest.stage], key=lambda one: -one.sent)
+        if one.sent >= 1e6
     ]
     return "\n".join(["sent by a rank in a step (1 MB and more)", *_columns(rows)]) if rows else ""
 
@@ -162,26 +151,17 @@ def _time(found: Estimate) -> str:
         ("  optimizer", seconds(stage.optimizer)),
         ("  step", seconds(time.seconds)),
     ]
-    whose = device.name if found.chosen else f"{device.name} (no --device was given)"
+    whose = device.name if found.has_device else f"{device.name} (no --device was given)"
     heading = f"step time by a roofline of {whose}: {device.source}. " + (
         "A bound from rates that GEMMs reached, not a measurement of this run."
         if device.measured
         else "Peaks of a data sheet; nothing was measured, and no run reaches them."
     )
-    assumed = [key for key, how in device.figures.items() if how.startswith("assumed")]
-    return "\n".join(
-        [
-            _wrapped(heading),
-            *_columns(rows),
-            f"  at most {time.mfu:.0%} MFU (of the BF16 peak), {time.tokens_per_second:,.0f} tokens/s",
-            *(
-                [_wrapped(f"assumed of {device.name}, not read: {', '.join(assumed)}", "  ")]
-                if assumed
-                else []
-            ),
-            _wrapped(how_far_off(), "  "),
-        ]
-    )
+    speed = f"  at most {time.mfu:.0%} MFU (of the BF16 peak), {time.tokens_per_second:,.0f} tokens/s"
+    lines = [wrapped(heading), *_columns(rows), speed]
+    if assumed := [key for key, how in device.figures.items() if how.startswith("assumed")]:
+        lines.append(wrapped(f"assumed of {device.name}, not read: {', '.join(assumed)}", "  ", "    "))
+    return "\n".join([*lines, wrapped(how_far_off(), "  ", "    ")])
 
 
 def how_far_off() -> str:
@@ -206,7 +186,7 @@ def _sites(found: Estimate, sites: Sequence[SiteGroup]) -> str:
         rows.append(
             (
                 f"  {_short_name(group.name)}",
-                spans(group.layers),
+                number_ranges(group.layers),
                 site.precision,
                 *times,
                 f"{site.seconds / site.seconds_bf16:.2f}",
@@ -224,19 +204,17 @@ _TOO_NEAR = 0.05
 
 def pays(found: Estimate, bf16: Estimate) -> str:
     """Whether FP8 pays, with the supporting values."""
-    ratio = found.time.seconds / bf16.time.seconds
-    memory, before = found.fullest.total, bf16.fullest.total
-    verdict = (
-        "FP8 pays"
-        if ratio < 1 - _TOO_NEAR
-        else "FP8 does not pay"
-        if ratio > 1 + _TOO_NEAR
-        else "FP8 and BF16 are too near to tell"
+    ratio, verdict = found.time.seconds / bf16.time.seconds, "FP8 and BF16 are too near to tell"
+    if abs(ratio - 1) > _TOO_NEAR:
+        verdict = "FP8 pays" if ratio < 1 else "FP8 does not pay"
+    return wrapped(
+        f"{verdict}, by the roofline: a step takes {ratio:.2f} x BF16's {seconds(bf16.time.seconds)};"
+        f" {_both_sizes(found, bf16)}. The times are bounds, not measurements"
     )
-    return _wrapped(
-        f"{verdict}, by the roofline: a step takes {ratio:.2f} x BF16's {seconds(bf16.time.seconds)}; the fullest rank"
-        f" holds {size(memory)}, in BF16 {size(before)}. The times are bounds, not measurements"
-    )
+
+
+def _both_sizes(found: Estimate, bf16: Estimate) -> str:
+    return f"the fullest rank holds {size(found.fullest.total)}, in BF16 {size(bf16.fullest.total)}"
 
 
 def unsure(device: Device, native: bool | None, reason: str | None) -> str | None:
@@ -247,42 +225,21 @@ def unsure(device: Device, native: bool | None, reason: str | None) -> str | Non
     return f"FP8 {verdict} on {device.name} ({reason}); these times assume hardware that runs it natively"
 
 
-def _without_verdict(found: Estimate, bf16: Estimate, doubt: str) -> str:
-    memory = f"the fullest rank holds {size(found.fullest.total)}, in BF16 {size(bf16.fullest.total)}"
-    return _wrapped(f"{doubt}. BF16 takes {seconds(bf16.time.seconds)} a step; {memory}")
-
-
 def _short_name(name: str) -> str:
     name = re.sub(r"^mtp\.layers\.(\d+)\.(transformer_layer\.)?", r"mtp \1: ", name)
     return name.replace("self_attention.", "").replace("local_experts.0.", "").replace("mlp.", "")
 
 
-def spans(numbers: Sequence[int]) -> str:
-    """Numbers as ranges: '0-3, 7'."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
-
-
 def _fit(found: Estimate, fits: Fit) -> str:
     room = f"{size(fits.there)} of {found.device.name}'s {size(found.device.memory)} (the rest is left to CUDA and NCCL)"
     if fits.fits:
-        return _wrapped(f"fits: {size(fits.needed)} of {room}")
+        return wrapped(f"fits: {size(fits.needed)} of {room}")
     verdict = f"does not fit: {size(fits.needed)} of {room}."
     if fits.change is None:
-        return _wrapped(
-            f"{verdict} Nothing tried is enough; the least was {size(fits.smallest)}. Use more GPUs."
-        )
-    return "\n".join(
-        [
-            _wrapped(f"{verdict} It fits, with {size(fits.changed or 0)}, with:"),
-            *(f"  {one}" for one in fits.change),
-        ]
-    )
+        least = f"Nothing tried is enough; the least was {size(fits.smallest)}. Use more GPUs."
+        return wrapped(f"{verdict} {least}")
+    change = wrapped(f"{verdict} It fits, with {size(fits.changed or 0)}, with:")
+    return "\n".join([change, *(f"  {one}" for one in fits.change)])
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -295,7 +252,3 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
         )
         for row in rows
     ]
-
-
-def _wrapped(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")

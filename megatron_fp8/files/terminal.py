@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import textwrap
+from collections.abc import Iterable
 from typing import Literal
 
 _printed: set[str] = set()
@@ -16,6 +18,28 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+WIDTH = 80
+"""Width of texts for a terminal, in characters."""
+
+
+def wrapped(text: str, first: str = "", after: str = "", width: int = WIDTH) -> str:
+    """The text in lines of at most ``width``; words stay whole. ``first``, ``after``: indents of the first line and the
+    others."""
+    wrapper = textwrap.TextWrapper(width, first, after, break_on_hyphens=False, break_long_words=False)
+    return wrapper.fill(text)
+
+
+def number_ranges(numbers: Iterable[int], dash: str = "-", comma: str = ", ") -> str:
+    """Increasing numbers as ranges: '0-3, 7'."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return comma.join(str(a) if a == b else f"{a}{dash}{b}" for a, b in found)
 
 
 def print_rank_0(text: str, *, once: bool = False, to: Literal["stderr", "stdout"] = "stderr") -> None:

@@ -2,20 +2,18 @@
 
 Events are skipped steps, starts, saves and actions of the guard. events.jsonl has an object for each start from
 a checkpoint and for each save: {"iteration", "event", "text"}. Skipped steps are in metrics.jsonl, the guard's
-actions in report.json. If a run recorded no saves, its checkpoints count as saves.
+actions in report.json.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..files.checkpoint import complete_checkpoints, iteration_of, not_finite_checkpoints
 from ..files.jsonl import Line
 
 _POINTS = 4000
@@ -192,14 +190,3 @@ def guard_moves(report: Mapping[str, Any], path: str) -> list[Event]:
         raise ValueError(
             f"{path!r} is no run's report: the guard's moves cannot be understood ({error!r})."
         ) from error
-
-
-def seen_checkpoints(folder: Path) -> list[Event]:
-    """A save event for each checkpoint in the folder; deleted checkpoints are unknown."""
-    good = [(path, f"{path.name}, still there") for path in complete_checkpoints(folder)]
-    bad = [
-        (path, f"{path.name}: it holds NaN or Inf, and no training starts from it")
-        for path in not_finite_checkpoints(folder)
-    ]
-    found = [(iteration_of(path), text) for path, text in (*good, *bad)]
-    return [Event(iteration, iteration, "save", text) for iteration, text in found]

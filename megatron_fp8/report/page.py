@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from ..files.atomic_io import replace_file
 from .curves import VALIDATION, Curve
 from .precision import GEMMS, Row, precision_map, sentence
-from .run import Run, understood
+from .run import Run
 from .stat_maps import ABSENT, BITS, NAN, NULL, Statistics, meaning, packed, packed_map
 
 LARGEST = 3_000_000
@@ -25,35 +25,28 @@ _START = ("sqnr_db", "underflows%", "cur_amax")
 """The page first shows the first measured one of these statistics."""
 
 
-def write_html(runs: Sequence[Run], path: Path, advice: Sequence[Iterable[Any] | None] | None = None) -> int:
+def write_html(runs: Sequence[Run], path: Path) -> int:
     """Write the report of ``runs`` to ``path`` atomically; returns its size in bytes.
 
     Raises ValueError: the file cannot be written, or exists and is not HTML (protects against a mistaken
     name).
     """
-    if path.exists() and not path.is_dir() and not path.is_file():
-        raise ValueError(f"--html={path}: it is no ordinary file. Give the name of a file to write.")
-    if path.is_dir():
-        raise ValueError(f"--html={path}: it is a folder. Give the name of a file to write.")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"--html={path} is a folder or no ordinary file. Give the name of a file to write.")
     try:
         if path.exists() and not path.read_bytes()[:1024].lstrip().lower().startswith(b"<!doctype html"):
             raise ValueError(
                 f"--html={path}: it is there and is no HTML file, so it is not replaced. Give another name."
             )
-        text = html_of(runs, advice)
+        text = html_of(runs)
         replace_file(path, text)
     except OSError as error:
         raise ValueError(f"--html={path} cannot be written ({error.strerror}): give another file.") from error
     return len(text.encode())
 
 
-def html_of(runs: Sequence[Run], advice: Sequence[Iterable[Any] | None] | None = None) -> str:
-    """The page as a string.
-
-    Args:
-        advice: for each run, advice from diagnosis.advice or a diagnosis (strings or objects: advice.py);
-            None uses the advice in the run's folder.
-    """
+def html_of(runs: Sequence[Run]) -> str:
+    """The page as a string."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     from .charts import javascript, models, shown
@@ -62,8 +55,6 @@ def html_of(runs: Sequence[Run], advice: Sequence[Iterable[Any] | None] | None =
         loader=PackageLoader("megatron_fp8.report", "templates"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    advice_by_run = [run.advice if own is None else understood(own)
-             for run, own in zip(runs, advice or [None] * len(runs), strict=True)]  # fmt: skip
     texts: dict[str, Any] = {
         "runs": [_summary(run) for run in runs],
         "charts": [
@@ -72,7 +63,7 @@ def html_of(runs: Sequence[Run], advice: Sequence[Iterable[Any] | None] | None =
         ],
         "events": [_events(run) for run in runs],
         "several": len(runs) > 1,
-        "advice": [(run.name, pieces) for run, pieces in zip(runs, advice_by_run, strict=True) if pieces],
+        "advice": [(run.name, run.advice) for run in runs if run.advice],
         "statistics": [run.name for run in runs if run.statistics],
         "without_statistics": [run.name for run in runs if not run.statistics],
         "maps": _maps_of_precision(runs),

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from ..files.terminal import number_ranges
+
 GEMMS = ("fprop", "dgrad", "wgrad")
 _LISTED = 500
 """Most names listed in a row if ranges are not exact."""
@@ -44,8 +46,7 @@ def precision_map(sites: Sequence[Mapping[str, Any]]) -> list[Row]:
     for site in sites:
         stem = tuple("*" if part.isdecimal() else part for part in site["name"].split("."))
         groups.setdefault((stem, _content(site)), []).append(site["name"])
-    return [Row(_joint_name(stem, names), len(names), _listed(stem, names), *content)
-            for (stem, content), names in groups.items()]  # fmt: skip
+    return [_row(stem, names, content) for (stem, content), names in groups.items()]
 
 
 def sentence(site: Mapping[str, Any]) -> str:
@@ -71,36 +72,11 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _numbers(stem: tuple[str, ...], names: list[str]) -> list[set[int]]:
-    """For each '*' of the stem, the numbers at that place."""
-    places = [i for i, part in enumerate(stem) if part == "*"]
-    return [{int(name.split(".")[place]) for name in names} for place in places]
-
-
-def _ranges_are_exact(stem: tuple[str, ...], names: list[str]) -> bool:
-    return prod(len(numbers) for numbers in _numbers(stem, names)) == len(set(names))
-
-
-def _joint_name(stem: tuple[str, ...], names: list[str]) -> str:
-    if not _ranges_are_exact(stem, names):
-        return ".".join(stem)
-    numbers = iter(_numbers(stem, names))
-    return ".".join(ranges(next(numbers)) if part == "*" else part for part in stem)
-
-
-def _listed(stem: tuple[str, ...], names: list[str]) -> tuple[str, ...]:
-    if _ranges_are_exact(stem, names):
-        return ()
+def _row(stem: tuple[str, ...], names: list[str], content: tuple) -> Row:
+    """One row, named by ranges of numbers, or by the stem and a list if ranges would include other sites."""
+    numbers = [{int(name.split(".")[i]) for name in names} for i, part in enumerate(stem) if part == "*"]
+    if prod(map(len, numbers)) == len(set(names)):
+        ranges = (number_ranges(sorted(found), "–", ",") for found in numbers)
+        return Row(".".join(next(ranges) if part == "*" else part for part in stem), len(names), (), *content)
     more = (f"and {len(names) - _LISTED} more",) if len(names) > _LISTED else ()
-    return (*names[:_LISTED], *more)
-
-
-def ranges(numbers: set[int]) -> str:
-    """{0, 1, 2, 5} as '0–2,5'."""
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}–{b}" for a, b in found)
+    return Row(".".join(stem), len(names), (*names[:_LISTED], *more), *content)

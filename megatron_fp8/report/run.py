@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..diagnosis.advice import advise
+from ..diagnosis.advice import advice_of
 from ..files.atomic_io import in_words, read_ordinary
-from ..files.jsonl import Line
 from ..files.manifest import LARGEST
 from ..files.strict_json import load_json
 from ..files.user_paths import RUN_FILES, what_to_give
-from ..train.run_record import FolderNotKnown, RunRecord, require_folder
+from ..train.run_record import RunRecord, require_folder
 from .curves import (
     QUANTITIES,
     VALIDATION,
@@ -23,7 +21,6 @@ from .curves import (
     guard_moves,
     read_curves,
     recorded,
-    seen_checkpoints,
     skipped_steps,
 )
 from .stat_maps import Statistics, read_statistics
@@ -89,25 +86,17 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     sites, report_path = report.get("sites", []), str(folder / "report.json")
     metrics, validation = record.metrics(), record.validation()
     events = skipped_steps(metrics) + recorded(record.events()) + guard_moves(report, report_path)
-    if not any(event.kind == "save" for event in events):
-        try:
-            events += seen_checkpoints(record.checkpoints())
-        except FolderNotKnown as error:
-            warnings.warn(f"saves are left out: {error}", stacklevel=2)
     statistics = read_statistics(record.telemetry(), [site["name"] for site in sites])
     events += statistics.went_bad if statistics else ()
     return Run(
         name=folder.name if name is None else name,
         report=report,
         sites=sites,
-        curves={
-            **read_curves(metrics, QUANTITIES),
-            **read_curves(validation, [VALIDATION]),
-        },
+        curves={**read_curves(metrics, QUANTITIES), **read_curves(validation, [VALIDATION])},
         phases=_phases(report),
         events=tuple(sorted(events, key=lambda event: (event.first, event.kind))),
         statistics=statistics,
-        advice=_advice(folder / "advice.json") or _own_advice(record, report, metrics),
+        advice=_advice(folder / "advice.json") or _own_advice(record, report),
         unfinished=tuple(record.unfinished()),
     )
 
@@ -125,12 +114,8 @@ def _phases(report: dict[str, Any]) -> tuple[tuple[str, str, int, int], ...]:
     return tuple((p["phase"], p["precision"], p["first"], p["last"]) for p in phases)
 
 
-def _own_advice(
-    record: RunRecord, report: dict[str, Any], metrics: Sequence[Line]
-) -> tuple[ShownAdvice, ...]:
+def _own_advice(record: RunRecord, report: dict[str, Any]) -> tuple[ShownAdvice, ...]:
     """Advice derived from the run's own statistics."""
-    measured = (line.content for line in record.telemetry())
-    pieces = advise(measured, report, [line.content for line in metrics])
     return understood(
         {
             "title": f"{piece.title}: {piece.cause}",
@@ -140,7 +125,7 @@ def _own_advice(
             **piece.figures,
             "iterations": list(piece.iterations or ()) or None,
         }
-        for piece in pieces
+        for piece in advice_of(record, report)
     )
 
 
@@ -153,10 +138,6 @@ def _advice(path: Path) -> tuple[ShownAdvice, ...]:
         raise ValueError(f"{str(path)!r} cannot be read ({in_words(error)}).") from error
 
 
-_TITLES = ("title", "advice", "cause", "text")
-_TO_PASTE = ("line", "lines", "config")
-
-
 @dataclass(frozen=True)
 class ShownAdvice:
     """One piece of advice: a title, config lines to paste, and all other fields by name."""
@@ -167,36 +148,28 @@ class ShownAdvice:
 
 
 def read_advice(content: bytes, path: str) -> tuple[ShownAdvice, ...]:
-    """Parses an advice.json: a list, or an object with a list under 'advice'. Raises ValueError."""
+    """Parses an advice.json, a list. Raises ValueError."""
     try:
         found = load_json(content)
     except ValueError as error:
         raise ValueError(f"{path!r} is no JSON ({error}): correct it or remove it.") from error
-    if isinstance(found, dict):
-        found = found.get("advice")
     if not isinstance(found, list):
         raise ValueError(f"{path!r} has no list of advice: correct it or remove it.")
     return understood(found)
 
 
 def understood(pieces: Iterable[Any]) -> tuple[ShownAdvice, ...]:
-    """Parses pieces: strings, or objects with a title under 'title', 'advice', 'cause' or 'text' and config lines under
-    'line'."""
+    """Parses pieces: strings, or objects with a title or cause, and an option to paste under 'line'."""
     return tuple(_piece(piece) for piece in pieces)
 
 
 def _piece(piece: Any) -> ShownAdvice:
     if not isinstance(piece, dict):
         return ShownAdvice(_words(piece), (), ())
-    key = next((name for name in _TITLES if piece.get(name)), None)
-    paste: list[str] = []
-    for name in _TO_PASTE:
-        value = piece.get(name) or []
-        paste += [_words(line) for line in (value if isinstance(value, list) else [value])]
-    rest = [
-        (str(k), _words(v)) for k, v in piece.items() if k != key and k not in _TO_PASTE and v is not None
-    ]
-    return ShownAdvice(_words(piece[key]) if key else "Advice", tuple(paste), tuple(rest))
+    title = next((name for name in ("title", "cause") if piece.get(name)), None)
+    paste = (_words(piece["line"]),) if piece.get("line") else ()
+    rest = [(str(k), _words(v)) for k, v in piece.items() if k not in (title, "line") and v is not None]
+    return ShownAdvice(_words(piece[title]) if title else "Advice", paste, tuple(rest))
 
 
 def _words(value: Any) -> str:

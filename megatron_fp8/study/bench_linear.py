@@ -2,8 +2,7 @@
 
 Results are checked before timing: codes against the quantized values, products against the float64 product of
 the same codes, a linear's output and gradients against BF16's. A wrong result is never timed. Contenders run
-alternately, and ratios are taken per pair of runs. The command line is `megatron-fp8 bench`; larger cells are
-in models.py, other libraries in torchao_bench.py.
+alternately, and ratios are taken per pair of runs. Larger cells are in bench_models.py.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ..linear.function import fp8_linear
 from ..linear.gemm_site import GemmSite
 from ..plan.site_plan import fp8_site
 from ..plan.size_table import Gemm
-from ..plan.timing import LEAST_FOR_SPREAD, Timing, interleave_on
+from ..plan.timing import LEAST_FOR_SPREAD, interleave_on
 from ..recipe import Recipe, recipe_name
 from ..state.fp8_state import Fp8State
 
@@ -65,26 +64,21 @@ class Bench:
     def time(
         self, section: str, shape: Gemm, contender: str, run: Callable[[], Any], bf16: Callable[[], Any]
     ) -> None:
-        """Time a contender against BF16 (quantization against a copy), and add its row."""
+        """Time a contender against BF16 (quantization against a copy), in turn, and add its row."""
         times = interleave_on(self.device, {"bf16": bf16, "fp8": run}, self.repetitions)
-        self.add(section, shape, contender, times["fp8"], times["bf16"])
-
-    def add(self, section: str, shape: Gemm, contender: str, fp8: Timing, bf16: Timing) -> None:
-        """Add a row of alternately measured times."""
-        self.rows.append(_row(section, shape, contender, fp8, bf16))
-
-
-def _row(section: str, shape: Gemm, contender: str, fp8: Timing, bf16: Timing) -> dict[str, Any]:
-    ratio, spread = fp8.ratio_to(bf16)
-    return {
-        "section": section,
-        **shape._asdict(),
-        "contender": contender,
-        "fp8_ms": fp8.median * 1e3,
-        "bf16_ms": bf16.median * 1e3,
-        "ratio": ratio,
-        "spread": spread if len(fp8.seconds) >= LEAST_FOR_SPREAD else None,
-    }
+        fp8 = times["fp8"]
+        ratio, spread = fp8.ratio_to(times["bf16"])
+        self.rows.append(
+            {
+                "section": section,
+                **shape._asdict(),
+                "contender": contender,
+                "fp8_ms": fp8.median * 1e3,
+                "bf16_ms": times["bf16"].median * 1e3,
+                "ratio": ratio,
+                "spread": spread if len(fp8.seconds) >= LEAST_FOR_SPREAD else None,
+            }
+        )
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:

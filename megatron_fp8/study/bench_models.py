@@ -22,7 +22,6 @@ from ..inference import prepare_for_inference
 from ..nn import Fp8Config, convert_to_fp8, fp8_step
 from ..plan.size_table import Gemm
 from ..recipe import Recipe, recipe_name
-from .bench_collectives import collectives
 from .bench_linear import Bench, gemm, linear, quantize
 
 _FAR = 0.25
@@ -156,6 +155,5 @@ SECTIONS: dict[str, Callable[[Bench, Gemm, Recipe, ModuleType], None]] = {
     "layer": layer,
     "step": step,
     "inference": inference,
-    "collectives": collectives,
 }
 """The sections of a benchmark by name, in order of measurement."""

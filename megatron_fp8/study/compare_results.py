@@ -8,7 +8,6 @@ band.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -16,11 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files.jsonl import Line, read_lines
 from ..plan.timing import table
-from ..train.report import read_report
+from ..train.run_record import RunRecord
+from . import StudyFailed
 from .compare_plan import BASELINE, Comparison, WantedRun
-from .compare_runs import RunFailed
 from .plots import RECIPES
 
 FORMAT = "megatron_fp8 comparison 1"
@@ -97,88 +95,40 @@ def read_outcome(run: WantedRun) -> Outcome:
 
     Raises:
         ValueError: an invalid value in its files; the message names the file and the line.
-        RunFailed: it has no finite loss.
+        StudyFailed: it has no finite loss.
     """
-    metrics = list(read_lines(run.folder / "metrics.jsonl"))
-    validations = list(read_lines(run.folder / "validation.jsonl"))
+    record = RunRecord(run.folder)
+    metrics = [line.content for line in record.metrics()]
+    validations = [line.content for line in record.validation()]
     validates = bool(run.config.train.eval_iters)
     if not metrics or (validates and not validations):
         raise ValueError(f"{run.folder} is not a finished run's folder: remove it, and compare again.")
-    losses = [_finite(line, "lm_loss") for line in metrics]
-    if validates:
-        loss = _finite(validations[-1], "validation_loss")
-    else:
-        last = losses[-max(1, len(losses) // 10) :]
-        known = [value for value in last if value is not None]
-        loss = statistics.fmean(known) if len(known) == len(last) else None
-    speeds = [_at_least(line, "tokens_per_s", above=True) for line in metrics]
-    saved_bytes = facts_of(run.folder).saved_bytes
-    if loss is None:
-        raise RunFailed(
-            f"{run.name} ended without a finite loss: {run.folder} shows how, see report {run.folder}"
-        )
+    losses = [_finite(line["lm_loss"]) for line in metrics]
+    last = (
+        [_finite(validations[-1]["validation_loss"])] if validates else losses[-max(1, len(losses) // 10) :]
+    )
+    known = [value for value in last if value is not None]
+    if len(known) < len(last):
+        raise StudyFailed(f"{run.name} ended without a finite loss: see megatron-fp8 report {run.folder}")
+    speeds = [line["tokens_per_s"] for line in metrics]
     return Outcome(
         recipe=run.recipe,
         seed=run.seed,
         folder=str(run.folder),
-        loss=loss,
+        loss=statistics.fmean(known),
         losses=losses,
         tokens_per_s=statistics.median(speeds[1:] or speeds),
-        saved_bytes=saved_bytes,
-        peak_bytes=max(int(_at_least(line, "peak_memory")) for line in metrics),
-        fp8_gemms=int(_at_least(metrics[-1], "fp8_gemms")),
-        hp_gemms=int(_at_least(metrics[-1], "hp_gemms")),
-        skipped=sum(int(_at_least(line, "skipped")) for line in metrics),
+        saved_bytes=record.report().get("saved_bytes"),
+        peak_bytes=max(int(line["peak_memory"]) for line in metrics),
+        fp8_gemms=int(metrics[-1]["fp8_gemms"]),
+        hp_gemms=int(metrics[-1]["hp_gemms"]),
+        skipped=sum(int(line["skipped"]) for line in metrics),
     )
 
 
-def _finite(line: Line, name: str) -> float | None:
-    """A value; None if missing or not finite. Raises ValueError if it is not a number."""
-    if name not in line.content:
-        raise line.wrong(f"has no {name}")
-    value = line.number_of(name)
+def _finite(value: float | None) -> float | None:
+    """The value; None if it is not finite."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def _at_least(line: Line, name: str, *, above: bool = False) -> float:
-    """A value of at least 0, or above 0. Raises ValueError otherwise."""
-    value = _finite(line, name)
-    if value is None or value < 0 or (above and value == 0):
-        rule = "above 0" if above else "from 0 on"
-        raise line.wrong(f"has {name} {line.content[name]!r}, and that is a number {rule}")
-    return value
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Data of a run's report.json used by a comparison."""
-
-    device: str
-    versions: dict[str, str]
-    bigram_entropy: float | None
-    saved_bytes: int | None
-
-
-def facts_of(folder: Path) -> Facts:
-    """Facts of a run's folder. Raises ValueError for a value of a wrong type; the message names it."""
-    report = read_report(folder)
-
-    def checked(name: str, kinds: tuple[type, ...], what: str) -> Any:
-        value = report.get(name) if isinstance(report, dict) else None
-        wrong = isinstance(value, bool) or not isinstance(value, kinds)
-        if wrong or (isinstance(value, float) and not math.isfinite(value)):
-            raise ValueError(
-                f"{folder / 'report.json'} has {name}={value!r}, and that is {what}: correct it."
-            )
-        return value
-
-    nothing = type(None)
-    return Facts(
-        device=checked("device", (str,), "a text"),
-        versions=checked("versions", (dict,), "a version by name"),
-        bigram_entropy=checked("bigram_entropy", (int, float, nothing), "a number or null"),
-        saved_bytes=checked("saved_bytes", (int, nothing), "bytes or null"),
-    )
 
 
 def band_of(outcomes: Sequence[Outcome]) -> Band:
@@ -262,7 +212,7 @@ def document(comparison: Comparison, outcomes: Sequence[Outcome]) -> dict[str, A
 
     ``recipes`` has the fields of Row, ``runs`` those of Outcome, ``band`` those of Band.
     """
-    facts = facts_of(comparison.runs[0].folder)
+    report = RunRecord(comparison.runs[0].folder).report()
     rows, band = rows_of(outcomes), band_of(outcomes)
     return {
         "format": FORMAT,
@@ -271,20 +221,15 @@ def document(comparison: Comparison, outcomes: Sequence[Outcome]) -> dict[str, A
         "ranks": comparison.ranks,
         "iterations": comparison.runs[0].iterations,
         "seeds": list(comparison.seeds),
-        "device": facts.device,
-        "versions": facts.versions,
+        "device": report["device"],
+        "versions": report["versions"],
         "loss": "validation" if comparison.runs[0].config.train.eval_iters else "training",
-        "bigram_entropy": facts.bigram_entropy,
+        "bigram_entropy": report.get("bigram_entropy"),
         "band": asdict(band),
         "recipes": [asdict(row) for row in rows],
         "runs": [asdict(outcome) for outcome in outcomes],
-        "verdict": conclusion(rows, band, facts.device),
+        "verdict": conclusion(rows, band, report["device"]),
     }
-
-
-def as_json(content: dict[str, Any]) -> str:
-    """Text of compare.json."""
-    return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
 _SMOOTH = 15  # moving average of plotted losses, in iterations; at most a tenth of the run
@@ -337,11 +282,8 @@ def as_markdown(content: dict[str, Any]) -> str:
     options = f" with `{' '.join(content['overrides'])}`" if content["overrides"] else ""
     kind = "validation" if content["loss"] == "validation" else "training (mean of the last tenth)"
     entropy = content["bigram_entropy"]
-    learned = (
-        f" A model that has learned more than pairs of tokens is below {entropy:.4f}, the data's bigram entropy."
-        if entropy
-        else ""
-    )
+    more = "A model that has learned more than pairs of tokens is below"
+    learned = f" {more} {entropy:.4f}, the data's bigram entropy." if entropy else ""
     return f"""# FP8 recipes against {BASELINE}
 
 `{content["config"]}`{options}: {content["iterations"]} iterations on {ranks}, seeds {seeds}.
@@ -370,13 +312,11 @@ def draw(content: dict[str, Any], path: Path) -> None:
     A line is the mean over seeds, the shade the range over seeds. The grey band on the right is the
     verdict's, from the final losses.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     import numpy as np
+    from matplotlib.figure import Figure
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
+    figure = Figure(figsize=(12, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     length = min(len(run["losses"]) for run in content["runs"])
     window = max(1, min(_SMOOTH, length // 10))
     kernel = np.ones(window) / window
@@ -385,21 +325,17 @@ def draw(content: dict[str, Any], path: Path) -> None:
     for run in content["runs"]:
         values = np.array([np.nan if x is None else x for x in run["losses"][:length]], dtype=float)
         curves.setdefault(run["recipe"], []).append(np.convolve(values, kernel, mode="valid"))
-    bf16, largest = np.stack(curves[BASELINE]), 0.0  # [seeds, iterations]
+    bf16 = np.stack(curves[BASELINE])  # [seeds, iterations]
     for name, several in curves.items():
         losses = np.stack(several)
         _line(left, steps, losses, name)
         if name != BASELINE:
-            differences = 100 * (losses / bf16 - 1)
-            largest = max(largest, np.nanmax(np.abs(differences), initial=0.0))
-            _line(right, steps, differences, name)
+            _line(right, steps, 100 * (losses / bf16 - 1), name)
     if len(bf16) > 1:
         half = band_percent(content)
         shade = {"color": RECIPES[BASELINE], "alpha": 0.15, "lw": 0}
         label = f"how far {content['loss']} losses of {BASELINE}'s seeds lie apart at the end: {half:.2g} %"
         right.axhspan(-half, half, label=label, **shade)
-        if limit := reach(half, largest):
-            right.set_ylim(-limit, limit)
     right.axhline(0, color=RECIPES[BASELINE], lw=0.8)
     if content["bigram_entropy"]:
         left.axhline(content["bigram_entropy"], color="#999999", ls=":", label="bigram entropy")
@@ -410,15 +346,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         title = "shade: smallest to largest seed" if len(bf16) > 1 else None
         axes.legend(fontsize=8, title=title, title_fontsize=8)
-    try:
-        figure.savefig(path, dpi=110)
-    finally:
-        plt.close(figure)
-
-
-def reach(half: float, largest: float) -> float | None:
-    """Limit of the right panel (%) if a band of +-``half`` would flatten lines up to ``largest``; else None."""
-    return 4 * largest if 0 < 4 * largest < half else None
+    figure.savefig(path, dpi=110)
 
 
 def band_percent(content: dict[str, Any]) -> float:

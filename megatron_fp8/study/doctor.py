@@ -3,10 +3,10 @@
     {"schema": 1, "exit_code": 0,
      "machine":   {"device", "generation", "gpu_not_used", "cpu_kernels"},
      "versions":  [{"name", "version", "needed_for", "how"}],
-     "conflicts": [{"what", "reason", "cure", "source"}],
-     "trials":    [{"backend", "recipe", "result", "error", "reason", "cure"}],
-     "matrix":    [{"backend", "recipe", "device", "supported", "known", "reason", "cure", "note", "source"}],
-     "needs":     null | {"options": [...], "missing": [{"what", "reason", "cure"}],
+     "conflicts": [{"what", "reason", "remedy", "source"}],
+     "trials":    [{"backend", "recipe", "result", "error", "reason", "remedy"}],
+     "matrix":    [{"backend", "recipe", "device", "supported", "known", "reason", "remedy", "note", "source"}],
+     "needs":     null | {"options": [...], "missing": [{"what", "reason", "remedy"}],
                           "not_looked_at": [...]}}
 
 Later releases may add keys and keep these; ``schema`` increases if a key changes its meaning.
@@ -15,17 +15,23 @@ Later releases may add keys and keep these; ``schema`` increases if a key change
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from types import ModuleType
 from typing import Any
 
+import torch
+
+from ..backends import BACKENDS, emulated
+from ..backends import transformer_engine as engine
+from ..files.terminal import wrapped
 from ..kernels.cpu import emulation
 from ..plan.timing import unused_gpu
+from ..recipe import RECIPES, CustomRecipe, Recipe
+from ..state.collectives import own_device
 from ..train.report import device_name
-from .devices import GENERATIONS, Generation, Trial, here, trials
 from .requirements import NOT_LOOKED_AT, Need, missing
-from .support_matrix import OURS, RECIPE_NAMES, Cell, matrix
+from .support_matrix import GENERATIONS, OURS, RECIPE_NAMES, Cell, Generation, Trial, here, matrix
 from .versions import Conflict, Part, conflicts, facts, parts
 
 SCHEMA = 1
@@ -67,6 +73,10 @@ class Examination:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON described in this module's docstring."""
+        needs = None
+        if self.needs is not None:
+            missing_here = _plain(self.needs)
+            needs = {"options": self.options, "missing": missing_here, "not_looked_at": list(NOT_LOOKED_AT)}
         return {
             "schema": SCHEMA,
             "exit_code": self.exit_code,
@@ -77,17 +87,16 @@ class Examination:
                 "cpu_kernels": self.cpu_kernels,
             },
             "versions": [asdict(part) for part in self.versions],
-            "conflicts": [asdict(conflict) for conflict in self.conflicts],
-            "trials": [asdict(trial) for trial in self.trials],
-            "matrix": [asdict(cell) for cell in self.matrix],
-            "needs": None
-            if self.needs is None
-            else {
-                "options": self.options,
-                "missing": [asdict(need) for need in self.needs],
-                "not_looked_at": list(NOT_LOOKED_AT),
-            },
+            "conflicts": _plain(self.conflicts),
+            "trials": _plain(self.trials),
+            "matrix": _plain(self.matrix),
+            "needs": needs,
         }
+
+
+def _plain(found: Iterable[Any]) -> list[dict[str, Any]]:
+    """The findings as dicts. ``cure`` is an earlier name of ``remedy``."""
+    return [{**asdict(one), "cure": one.remedy} for one in found]
 
 
 def examine(options: list[str]) -> Examination:
@@ -108,7 +117,63 @@ def examine(options: list[str]) -> Examination:
     )
 
 
-WIDTH = 80
+_GEMM_TOLERANCE, _LINEAR_TOLERANCE = 1e-3, 0.1
+
+
+def trials() -> Iterator[Trial]:
+    """Every recipe on every backend. A backend that cannot run here yields one trial for itself and one per recipe."""
+    device = own_device()
+    for backend in BACKENDS.values():
+        yield from _of_backend(backend, device)
+    yield from _of_transformer_engine(device)
+
+
+def _of_backend(backend: ModuleType, device: torch.device) -> Iterator[Trial]:
+    if (reason := backend.supports(device)) is not None:
+        yield Trial(backend.name, None, "refused", reason=reason)
+    generator = torch.Generator().manual_seed(0)
+    x, w = (
+        torch.randn(128, 256, generator=generator, dtype=torch.float32, device="cpu").to(device)
+        for _ in range(2)
+    )
+    for name, made in RECIPES.items():
+        if name == "custom":
+            continue
+        scaling = made()
+        refused = reason or backend.supports(device, scaling)
+        yield (
+            Trial(backend.name, name, "refused", reason=refused)
+            if refused is not None
+            else _gemm(backend, name, scaling, x, w)
+        )
+
+
+def _gemm(backend: ModuleType, name: str, scaling: Recipe, x: torch.Tensor, w: torch.Tensor) -> Trial:
+    rules = [scaling.rule(role) for role in ("input", "weight")]
+    a, b = (
+        backend.quantize(t, rule, "rowwise").tensor.rowwise for t, rule in zip((x, w), rules, strict=True)
+    )
+    found = backend.gemm(a, b, out_dtype=torch.float32)
+    exact = emulated.gemm(a, b, out_dtype=torch.float64, exact=True)
+    error = ((found.double() - exact).abs().max() / exact.abs().max()).item()
+    return Trial(backend.name, name, "good" if error < _GEMM_TOLERANCE else "wrong", error)
+
+
+def _of_transformer_engine(device: torch.device) -> Iterator[Trial]:
+    remedy = engine.INSTALL if engine.missing() is not None else None
+    if (reason := engine.supports(device)) is not None:
+        yield Trial(engine.name, None, "refused", reason=reason, remedy=remedy)
+    for name, made in RECIPES.items():
+        scaling = made() if name != "custom" else CustomRecipe(lambda role: None)
+        refused = reason or engine.supports(device, scaling)
+        if refused is not None:
+            yield Trial(engine.name, name, "refused", reason=refused, remedy=remedy)
+            continue
+        error, differs = engine.try_linear(scaling, device)
+        good = error < _LINEAR_TOLERANCE and not differs
+        yield Trial(engine.name, name, "good" if good else "wrong", error, "; ".join(differs) or None)
+
+
 _LABEL, _INDENT = 20, 13
 
 _LEGEND = (
@@ -149,24 +214,13 @@ def _verdict(found: Examination) -> list[str]:
         verdict = f"FP8 works here: {ran}."
     if found.needs:
         verdict += f" The config needs {len(found.needs)} that this machine lacks: see the end."
-    return [_wrapped(verdict, "", "  ")]
+    return [wrapped(verdict, "", "  ")]
 
 
 def _fact(label: str, text: str) -> str:
     """A label with wrapped text next to it."""
     after = " " * (_LABEL + 1)
-    return _wrapped(text, f"{label:<{_LABEL}} ", after)
-
-
-def _wrapped(text: str, first: str, after: str) -> str:
-    return textwrap.fill(
-        text,
-        WIDTH,
-        initial_indent=first,
-        subsequent_indent=after,
-        break_on_hyphens=False,
-        break_long_words=True,
-    )
+    return wrapped(text, f"{label:<{_LABEL}} ", after)
 
 
 def _machine(found: Examination) -> list[str]:
@@ -197,8 +251,8 @@ def _conflicts(found: Examination) -> list[str]:
         return ["Known not to work together, or to be slow: nothing here"]
     lines = ["Known not to work together, or to be slow"]
     for conflict in found.conflicts:
-        lines.append(_wrapped(f"{conflict.what}: {conflict.reason} ({conflict.source})", "  ", "    "))
-        lines.append(_wrapped(conflict.cure, "    -> ", "       "))
+        lines.append(wrapped(f"{conflict.what}: {conflict.reason} ({conflict.source})", "  ", "    "))
+        lines.append(wrapped(conflict.remedy, "    -> ", "       "))
     return lines
 
 
@@ -227,7 +281,7 @@ def _result(trial: Trial) -> str:
 def _matrix(cells: list[Cell]) -> list[str]:
     marks = {(cell.backend, cell.recipe, cell.device): cell.mark for cell in cells}
     columns = [(generation.key, generation.column) for generation in GENERATIONS]
-    lines = ["What runs where", *_wrapped(_LEGEND, "  ", "  ").splitlines(), "", _heads()]
+    lines = ["What runs where", *wrapped(_LEGEND, "  ", "  ").splitlines(), "", _heads()]
     lines.append(_row("", [column for _, column in columns]))
     for backend in dict.fromkeys(cell.backend for cell in cells):
         lines.append(backend)
@@ -260,24 +314,24 @@ def _footnotes(cells: Iterable[Cell]) -> Iterator[str]:
     notes: dict[tuple[str, str, str | None], list[Cell]] = {}
     for cell in cells:
         if text := cell.reason or cell.note:
-            notes.setdefault((cell.backend, text, cell.cure), []).append(cell)
-    for (backend, text, cure), noted_cells in notes.items():
+            notes.setdefault((cell.backend, text, cell.remedy), []).append(cell)
+    for (backend, text, remedy), noted_cells in notes.items():
         recipes = list(dict.fromkeys(cell.recipe for cell in noted_cells))
         kinds = "" if len(recipes) == len(RECIPE_NAMES) else f" {', '.join(recipes)}"
         devices = list(dict.fromkeys(columns[cell.device] for cell in noted_cells))
         on = "everywhere" if len(devices) == len(columns) else f"on {', '.join(devices)}"
         sources = dict.fromkeys(cell.source for cell in noted_cells if cell.source not in (None, OURS))
         origin = "".join(f" ({source})" for source in sources)
-        yield _wrapped(f"{backend}{kinds} {on}: {text}{origin}", "  ", "    ")
-        if cure:
-            yield _wrapped(cure, "    -> ", "       ")
+        yield wrapped(f"{backend}{kinds} {on}: {text}{origin}", "  ", "    ")
+        if remedy:
+            yield wrapped(remedy, "    -> ", "       ")
 
 
 def _needs(found: Examination) -> list[str]:
     options = " ".join(found.options)
     if not found.needs:
         present = "versions, backends, packages, files and folders that it names are here"
-        return [_wrapped(f"{options}: {present}. {_UNSEEN}", "", "  ")]
-    lines = [_wrapped(f"{options} needs what is not here:", "", "  ")]
-    lines += [_wrapped(f"{n.what}: {n.reason} -> {n.cure}", "  ", "    ") for n in found.needs]
-    return [*lines, _wrapped(_UNSEEN, "  ", "    ")]
+        return [wrapped(f"{options}: {present}. {_UNSEEN}", "", "  ")]
+    lines = [wrapped(f"{options} needs what is not here:", "", "  ")]
+    lines += [wrapped(f"{n.what}: {n.reason} -> {n.remedy}", "  ", "    ") for n in found.needs]
+    return [*lines, wrapped(_UNSEEN, "  ", "    ")]

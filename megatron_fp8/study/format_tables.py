@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,11 +24,8 @@ def formats() -> Rows:
     """One row per format: counts of codes, limits, dynamic range in powers of two, largest error of normal values."""
     rows = []
     for fmt in all_formats():
-        normal = [
-            i
-            for i in by_magnitude(fmt)
-            if i.values and i.worst is not None and 2.0**i.exponent >= fmt.smallest_normal
-        ]
+        normal = [i for i in by_magnitude(fmt) if i.values and 2.0**i.exponent >= fmt.smallest_normal]
+        errors = [i.worst_relative_error for i in normal if i.worst_relative_error is not None]
         rows.append(
             {
                 "format": fmt.name,
@@ -43,7 +40,7 @@ def formats() -> Rows:
                 "smallest": fmt.smallest,
                 "binades": math.log2(fmt.max / fmt.smallest_normal),
                 "binades_with_subnormals": math.log2(fmt.max) - math.log2(fmt.smallest),
-                "largest_relative_error": max((i.worst for i in normal if i.worst is not None), default=None),
+                "largest_relative_error": max(errors, default=None),
             }
         )
     return rows
@@ -66,33 +63,12 @@ def values() -> Rows:
 
 def magnitudes() -> Rows:
     """One row per format and power of two."""
-    return [
-        {
-            "format": one.name,
-            "exponent": i.exponent,
-            "values": i.values,
-            "spacing": i.spacing,
-            "worst_relative_error": i.worst,
-            "rms_relative_error": i.rms,
-        }
-        for one in all_formats()
-        for i in by_magnitude(one)
-    ]
+    return [{"format": one.name, **vars(interval)} for one in all_formats() for interval in by_magnitude(one)]
 
 
 def recipes() -> Rows:
     """One row per recipe, operand and size of outliers."""
-    return [
-        {
-            "recipe": q.recipe,
-            "rule": q.rule,
-            "outlier": q.outlier,
-            "sqnr_db": q.sqnr,
-            "ordinary_sqnr_db": q.ordinary,
-            "ordinary_flushed": q.flushed,
-        }
-        for q in scaling_errors.by_recipe()
-    ]
+    return [vars(quantized) for quantized in scaling_errors.by_recipe()]
 
 
 def delays() -> Rows:
@@ -187,9 +163,9 @@ def _cell(one: Described, exponent: int, interval: Interval | None) -> str:
     """Spacing and error, or the effect on values outside the format."""
     if 2.0**exponent > one.max:
         return "Inf" if one.bits == 16 else "saturates"
-    if interval is None or interval.worst is None:
+    if interval is None or interval.worst_relative_error is None:
         return "0"
-    return f"{power(interval.spacing)} {interval.worst:.{2 if one.bits == 16 else 1}%}"
+    return f"{power(interval.spacing)} {interval.worst_relative_error:.{2 if one.bits == 16 else 1}%}"
 
 
 def show_recipes() -> str:
@@ -198,7 +174,7 @@ def show_recipes() -> str:
     for q in scaling_errors.by_recipe():
         rows.setdefault((q.recipe, q.rule), []).append(q)
     cells = [
-        (f"{name} {rule.split()[1]}", *(f"{q.ordinary:.1f} {q.flushed:3.0%}" for q in found))
+        (f"{name} {rule.split()[1]}", *(f"{q.ordinary_sqnr_db:.1f} {q.ordinary_flushed:3.0%}" for q in found))
         for (name, rule), found in rows.items()
     ]
     sizes = ("none" if size == 1 else f"{size:,}" for size in scaling_errors.SIZES)
@@ -220,3 +196,20 @@ def show_delays() -> str:
             )
         )
     return table(("magnitudes: setting", "saturated", "at most", "SQNR dB", "worst"), cells)
+
+
+class Table(NamedTuple):
+    """One table: its rows for CSV, and its text for a terminal."""
+
+    rows: Callable[[], Rows]
+    text: Callable[[], str]
+
+
+TABLES = {
+    "formats": Table(formats, show_formats),
+    "values": Table(values, show_values),
+    "magnitudes": Table(magnitudes, show_magnitudes),
+    "recipes": Table(recipes, show_recipes),
+    "delayed": Table(delays, show_delays),
+}
+"""The tables by name."""

@@ -74,7 +74,7 @@ class Interval:
     Attributes:
         values: number of values in the interval.
         spacing: distance between them; None without values.
-        worst, rms: largest and root mean square relative rounding error in the interval; None for scales. 1
+        worst_relative_error, rms_relative_error: of rounding, largest and root mean square; None for scales. 1
             means that everything below the smallest value becomes 0. Above the largest value FP8 saturates,
             BF16 and FP16 overflow (Inf); an interval that contains the largest value is counted up to it.
     """
@@ -82,8 +82,8 @@ class Interval:
     exponent: int
     values: int
     spacing: float | None
-    worst: float | None
-    rms: float | None
+    worst_relative_error: float | None
+    rms_relative_error: float | None
 
 
 @cache
@@ -99,6 +99,7 @@ def all_formats() -> tuple[Described, ...]:
     )
 
 
+@cache
 def by_magnitude(described: Described) -> list[Interval]:
     """Intervals from one power of two below the smallest value to one above the largest."""
     positive = described.positive

@@ -15,9 +15,10 @@ from typing import Any
 from ..backends import BACKENDS, LAYER_BACKENDS
 from ..backends.transformer_engine import INSTALL
 from ..estimate.config_reader import given_keys
+from ..estimate.model import recipes_by_name
 from ..mcore.config.rules import shown
 from ..mcore.environment import HOW_TO_GET, SUPPORTED, has_te, uses_apex
-from ..plan.settings import DEFAULT_RECIPE, RecipeSettings, from_settings
+from ..plan.settings import DEFAULT_RECIPE
 from ..recipe import RECIPES, Recipe, check_recipe_name
 from ..state.collectives import own_device
 from .versions import megatron
@@ -40,7 +41,7 @@ class Need:
 
     what: str
     reason: str
-    cure: str
+    remedy: str
 
 
 def missing(options: list[str]) -> list[Need]:
@@ -87,30 +88,14 @@ def _megatron() -> Iterator[Need]:
 
 def recipes_of(model: Mapping[str, Any]) -> list[Recipe]:
     """All recipes named in the model section, including overrides; none with FP8 off."""
-    fp8 = model.get("fp8")
-    if not fp8:
+    if not model.get("fp8"):
         return []
-    recipe = model.get("fp8_recipe") or DEFAULT_RECIPE
-    settings = RecipeSettings(
-        fp8_format=fp8,
-        margin=model.get("fp8_margin", 0),
-        amax_epsilon=model.get("fp8_amax_epsilon"),
-        pow2_scales=model.get("fp8_pow2_scales"),
-        stochastic_rounding=model.get("fp8_stochastic_rounding"),
-        interval=model.get("fp8_interval"),
-        quantizer_factory=model.get("fp8_quantizer_factory"),
-        prefix="fp8_",
-    )
+    recipe = check_recipe_name(model.get("fp8_recipe") or DEFAULT_RECIPE)
     overrides = {**(model.get("fp8_overrides") or {})}
     overrides |= {key: value for key, value in model.items() if key.startswith("fp8_overrides.")}
-    others = [
-        name for name in overrides.values() if isinstance(name, str) and name in RECIPES and name != recipe
-    ]
-    plain = RecipeSettings(fp8_format=fp8, quantizer_factory=settings.quantizer_factory, prefix="fp8_")
-    return [
-        from_settings(check_recipe_name(recipe), settings),
-        *(from_settings(name, plain) for name in dict.fromkeys(others)),
-    ]
+    others = {name for name in overrides.values() if isinstance(name, str) and name in RECIPES}
+    make = recipes_by_name({**model, "fp8_recipe": recipe})
+    return [make(None), *map(make, sorted(others - {recipe}))]
 
 
 def _backend(model: Mapping[str, Any]) -> Iterator[Need]:

@@ -36,17 +36,17 @@ class Quantized:
     Attributes:
         recipe, rule: 'mxfp8', and its rule for the operand ('e4m3 1x32 e8m0').
         outlier: size of the outliers, in standard deviations.
-        sqnr: signal-to-quantization-noise ratio of all elements, in dB, dominated by the outliers.
-        ordinary: the same for all other elements, which matters for training.
-        flushed: share of those that became 0.
+        sqnr_db: signal-to-quantization-noise ratio of all elements, dominated by the outliers.
+        ordinary_sqnr_db: the same for all other elements, which matters for training.
+        ordinary_flushed: share of those that became 0.
     """
 
     recipe: str
     rule: str
     outlier: int
-    sqnr: float
-    ordinary: float
-    flushed: float
+    sqnr_db: float
+    ordinary_sqnr_db: float
+    ordinary_flushed: float
 
 
 def with_outliers(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,8 +2,8 @@
 
 The backends' own checks are called with another device's properties: `capability_reason`,
 `architecture_reason`, `lacking` and `by_kernel` of the native backend, `unmapped` and `device_reason` of
-Transformer Engine's. Only what a library would answer there is written down (devices.py). Trials replace
-the cells of this machine.
+Transformer Engine's. Only what a library would answer there is written down, for CUDA 12.9 and newer and
+the releases in ``SOURCES``. Trials replace the cells of this machine.
 
 `estimate` takes the FP8 peak from a data sheet, even if this package does not run the recipe there. So it
 looks up the same cells that `doctor` prints.
@@ -22,6 +22,7 @@ import torch
 
 from ..backends import BACKENDS, LAYER_BACKENDS, emulated, transformer_engine
 from ..backends.native import backend as native
+from ..backends.native.layout import Mode, Refusal, Request
 from ..backends.native.probe import (
     NOT_A_GPU,
     architecture_reason,
@@ -32,8 +33,136 @@ from ..backends.native.probe import (
 )
 from ..estimate.device import Device
 from ..estimate.model import Model, recipe_of
-from ..recipe import RECIPES, Recipe
-from .devices import GENERATIONS, SOURCES, Generation, Trial, te_refusal, torch_refusal
+from ..kernels.cpu import emulation
+from ..recipe import RECIPES, Float8BlockScaling, MXFP8BlockScaling, Recipe
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One column of the matrix.
+
+    Attributes:
+        key: its name in JSON: sm90, mi300x, cpu-amx.
+        column: its name in the table, at most four characters.
+        name: in words.
+        capability: an NVIDIA GPU's compute capability.
+        architecture: an AMD GPU's architecture.
+        amx, avx512_bf16: instruction sets of a CPU.
+    """
+
+    key: str
+    column: str
+    name: str
+    capability: tuple[int, int] | None = None
+    architecture: str | None = None
+    amx: bool = False
+    avx512_bf16: bool = False
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a CPU."""
+        return self.capability is None and self.architecture is None
+
+
+GENERATIONS = (
+    Generation("sm80", "8.0", "A100", (8, 0)),
+    Generation("sm86", "8.6", "RTX 30, A10", (8, 6)),
+    Generation("sm89", "8.9", "RTX 40, L4, L40S", (8, 9)),
+    Generation("sm90", "9.0", "H100, H200", (9, 0)),
+    Generation("sm100", "10.0", "B200, GB200", (10, 0)),
+    Generation("sm103", "10.3", "B300, GB300", (10, 3)),
+    Generation("sm120", "12.0", "RTX 50, RTX PRO Blackwell", (12, 0)),
+    Generation("sm121", "12.1", "GB10", (12, 1)),
+    Generation("mi300x", "300X", "MI300X", architecture="gfx942"),
+    Generation("mi355x", "355X", "MI355X", architecture="gfx950"),
+    Generation("cpu", "CPU", "CPU without AVX512-BF16 and AMX"),
+    Generation("cpu-avx512-bf16", "bf16", "CPU with AVX512-BF16", avx512_bf16=True),
+    Generation("cpu-amx", "amx", "CPU with AMX", amx=True, avx512_bf16=True),
+)
+"""Columns of the matrix, in their order."""
+
+
+def here() -> Generation | None:
+    """The column of the device that this process computes on; None for a GPU without a column."""
+    if not torch.cuda.is_available():
+        amx, short = torch.cpu._is_amx_tile_supported(), emulation.AVX512 in emulation.inner_loops()
+        return next(
+            g for g in reversed(GENERATIONS) if g.is_cpu and g.amx <= amx and g.avx512_bf16 <= (short or amx)
+        )
+    if vars(torch.version).get("hip"):
+        name = torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName.partition(":")[0]
+        return next((g for g in GENERATIONS if g.architecture == name), None)
+    capability = torch.cuda.get_device_capability()
+    return next((g for g in GENERATIONS if g.capability == capability), None)
+
+
+SOURCES = {
+    "torch": "torch 2.13, ScaledBlas.cpp; cuBLAS, narrow precision data types",
+    "blocks": "torch 2.13, ScaledBlas.cpp; this package's kernel compiled for it by Triton 3.9, not run",
+    "te": "Transformer Engine 2.20, pytorch/quantization.py",
+}
+"""Name in this module -> source of a rule."""
+
+
+def torch_refusal(capability: tuple[int, int]) -> Refusal:
+    """A function: request -> why torch has no such product on a GPU of this compute capability; None if it
+    has.
+
+    Does not cover products of this package's own kernel.
+    """
+
+    def refusal(request: Request) -> str | None:
+        if request.triton:
+            return None
+        if request.mode in (Mode.BLOCK, Mode.BLOCK_1D):
+            if capability[0] != 9:
+                return "torch has 128-wide blocks on compute capability 9.x only"
+            if request.by == "torch" and request.a != request.b:
+                return "its newer product takes E4M3 by E4M3 only"
+        if request.mode is Mode.MX and capability < (10, 0):
+            return "32-wide blocks (MX) begin with compute capability 10.0"
+        if request.mode is Mode.ROW and request.out == torch.float32:
+            return "scales per row have no float32 result in older versions (pytorch#156771)"
+        return None
+
+    return refusal
+
+
+def te_refusal(generation: Generation, recipe: Recipe) -> str | None:
+    """Why Transformer Engine does not run a recipe (one that maps to its own) on an NVIDIA GPU; None if it does."""
+    capability = generation.capability
+    assert capability is not None, "a GPU of NVIDIA's"
+    if capability < (8, 9):
+        return "it asks for compute capability 8.9 or newer"
+    if isinstance(recipe, MXFP8BlockScaling):
+        if capability < (10, 0):
+            return "it asks for compute capability 10.0 or newer for mxfp8"
+        return "it does not have mxfp8 on compute capability 12.x yet" if capability >= (12, 0) else None
+    if isinstance(recipe, Float8BlockScaling) and capability < (9, 0):
+        return "it asks for compute capability 9.0 or newer and CUDA 12.9 for blockwise"
+    return None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Result of a recipe on a backend here.
+
+    Attributes:
+        recipe: its name; None: the backend cannot run here with any recipe.
+        result: 'good', 'wrong', or 'refused' by the backend before running.
+        error: native and emulated: largest error over the largest value of the exact product of the same
+            codes. Transformer Engine: root mean square error, relative to the unquantized product.
+        reason: why it was refused, or what is wrong besides the error.
+        remedy: remedy for a refusal.
+    """
+
+    backend: str
+    recipe: str | None
+    result: Literal["good", "wrong", "refused"]
+    error: float | None = None
+    reason: str | None = None
+    remedy: str | None = None
+
 
 Known = Literal["tried here", "documentation", "not known"]
 
@@ -52,7 +181,7 @@ class Cell:
     Attributes:
         supported: by the code's rules; None: unknown.
         known: the evidence. 'not known' with a verdict: the code would run it, but nobody has tried.
-        reason, cure: for an unsupported cell: why, and what to do instead.
+        reason, remedy: for an unsupported cell: why, and what to do instead.
         note: for a supported cell: a substitute product, if used.
         source: documentation that the cell is based on.
     """
@@ -63,7 +192,7 @@ class Cell:
     supported: bool | None
     known: Known
     reason: str | None = None
-    cure: str | None = None
+    remedy: str | None = None
     note: str | None = None
     source: str | None = None
 
@@ -125,8 +254,8 @@ def _native(cell: Cell, recipe: Recipe, generation: Generation) -> Cell:
     refusal = torch_refusal(generation.capability)
     reason = lacking(recipe, refusal)
     if reason is not None:
-        cure = f"fp8_recipe=rowwise, tensorwise or blockwise; or {_ANY_DEVICE}"
-        return _refused(cell, reason.rpartition(": ")[2], cure, source=SOURCES["torch"])
+        remedy = f"fp8_recipe=rowwise, tensorwise or blockwise; or {_ANY_DEVICE}"
+        return _refused(cell, reason.rpartition(": ")[2], remedy, source=SOURCES["torch"])
     if gemms := by_kernel(recipe, refusal):
         note = f"{', '.join(gemms)} by this package's Triton kernel: torch has no such product there"
         return replace(cell, note=note, source=SOURCES["blocks"])
@@ -147,29 +276,35 @@ def _transformer_engine(cell: Cell, recipe: Recipe, generation: Generation) -> C
             cell, supported=None, known="not known", note="AMD's own Transformer Engine was not looked at"
         )
     has_fp8 = generation.capability is not None and generation.capability >= (8, 9)
-    cure = "fp8_backend=native, or another recipe" if has_fp8 else _ANY_DEVICE
-    return _refused(cell, te_refusal(generation, recipe), cure, source=SOURCES["te"])
+    remedy = "fp8_backend=native, or another recipe" if has_fp8 else _ANY_DEVICE
+    return _refused(cell, te_refusal(generation, recipe), remedy, source=SOURCES["te"])
 
 
-def _refused(cell: Cell, reason: str | None, cure: str | None, **facts: Any) -> Cell:
+def _refused(cell: Cell, reason: str | None, remedy: str | None, **facts: Any) -> Cell:
     """The cell, marked unsupported if there is a reason."""
     if reason is None:
         return replace(cell, **facts)
-    return replace(cell, supported=False, reason=reason, cure=cure, source=facts.get("source"))
+    return replace(cell, supported=False, reason=reason, remedy=remedy, source=facts.get("source"))
 
 
 def _from_trial(cell: Cell, trial: Trial) -> Cell:
     if trial.result == "refused":
-        cure = cell.cure or trial.cure
+        remedy = cell.remedy or trial.remedy
         return replace(
-            cell, supported=False, known="tried here", reason=trial.reason, cure=cure, note=None, source=None
+            cell,
+            supported=False,
+            known="tried here",
+            reason=trial.reason,
+            remedy=remedy,
+            note=None,
+            source=None,
         )
     if trial.result == "wrong":
         why = f"it computes wrongly here: {trial.reason}"
         return replace(
-            cell, supported=False, known="tried here", reason=why, cure="please report this", source=None
+            cell, supported=False, known="tried here", reason=why, remedy="please report this", source=None
         )
-    return replace(cell, supported=True, known="tried here", reason=None, cure=None, source=None)
+    return replace(cell, supported=True, known="tried here", reason=None, remedy=None, source=None)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Conflict:
 
     what: str
     reason: str
-    cure: str
+    remedy: str
     source: str
 
 
@@ -173,145 +173,120 @@ def _has(name: str) -> bool:
         return util.find_spec(name) is not None if name.isidentifier() else False
 
 
-Rule = tuple[Callable[[Facts], Any], Conflict]
+Rule = tuple[Callable[[Facts], Any], str, str, str, str]
 
 _NEVER = "9999"
 
 RULES: tuple[Rule, ...] = (
     (
         lambda f: f.within("torch", "0", "2.8"),
-        Conflict("torch older than 2.8", "the package asks for 2.8", "pip install torch==2.13.0", "pyproject.toml"),
+        "torch older than 2.8",
+        "the package asks for 2.8",
+        "pip install torch==2.13.0",
+        "pyproject.toml",
     ),
     (
         lambda f: f.version("megatron-core") and not f.within("megatron-core", SUPPORTED, "0.17"),
-        Conflict(
-            f"megatron-core other than {SUPPORTED}.x",
-            "names that this package replaces in it are those of that series",
-            HOW_TO_GET.partition(",")[0],
-            "mcore/environment.py",
-        ),
+        f"megatron-core other than {SUPPORTED}.x",
+        "names that this package replaces in it are those of that series",
+        HOW_TO_GET.partition(",")[0],
+        "mcore/environment.py",
     ),
     (
         lambda f: f.within("python", "3.14", _NEVER) and not f.versions.get("megatron-core"),
-        Conflict(
-            "Python 3.14 and newer with megatron-core",
-            "megatron-core has no wheels for it",
-            "Python 3.10 to 3.13 for training; convert_to_fp8 works without it",
-            "docs/installation.md",
-        ),
+        "Python 3.14 and newer with megatron-core",
+        "megatron-core has no wheels for it",
+        "Python 3.10 to 3.13 for training; convert_to_fp8 works without it",
+        "docs/installation.md",
     ),
     (
         lambda f: f.within("transformer-engine", "0", MINIMUM),
-        Conflict(
-            f"Transformer Engine older than {MINIMUM}",
-            f"{MINIMUM} is the oldest whose recipes and quantizers were read",
-            INSTALL,
-            "backends/transformer_engine.py",
-        ),
+        f"Transformer Engine older than {MINIMUM}",
+        f"{MINIMUM} is the oldest whose recipes and quantizers were read",
+        INSTALL,
+        "backends/transformer_engine.py",
     ),
     (
         lambda f: f.versions.get("transformer-engine") and not f.versions.get("cuda"),
-        Conflict(
-            "Transformer Engine with a build of torch for the CPU",
-            "it does not import, and Megatron-Core imports it wherever it is found",
-            "pip uninstall transformer-engine, or a build of torch for CUDA",
-            "mcore/environment.py",
-        ),
+        "Transformer Engine with a build of torch for the CPU",
+        "it does not import, and Megatron-Core imports it wherever it is found",
+        "pip uninstall transformer-engine, or a build of torch for CUDA",
+        "mcore/environment.py",
     ),
     (
         lambda f: f.capability and not f.versions.get("triton"),
-        Conflict(
-            "a GPU without Triton",
-            "the native backend's kernels are written in it",
-            "pip install megatron_fp8[gpu]",
-            "kernels/triton_support.py",
-        ),
+        "a GPU without Triton",
+        "the native backend's kernels are written in it",
+        "pip install megatron_fp8[gpu]",
+        "kernels/triton_support.py",
     ),
     (
         lambda f: f.within("triton", "0", "3.4"),
-        Conflict(
-            "Triton older than 3.4",
-            "the kernels need 3.4",
-            "the release that this torch asks for: pip install --force-reinstall torch",
-            "docs/backends.md",
-        ),
+        "Triton older than 3.4",
+        "the kernels need 3.4",
+        "the release that this torch asks for: pip install --force-reinstall torch",
+        "docs/backends.md",
     ),
     (
         lambda f: f.interpreted and f.within("triton", "3.6", "3.7") and f.within("numpy", "2.4", _NEVER),
-        Conflict(
-            "Triton 3.6's interpreter with NumPy 2.4",
-            "interpreted kernels fail; compiled ones are not concerned",
-            "unset TRITON_INTERPRET, or pip install 'numpy<2.4'",
-            "docs/installation.md",
-        ),
+        "Triton 3.6's interpreter with NumPy 2.4",
+        "interpreted kernels fail; compiled ones are not concerned",
+        "unset TRITON_INTERPRET, or pip install 'numpy<2.4'",
+        "docs/installation.md",
     ),
     (
         lambda f: f.within("torch", "2.8", "2.8.99") or f.within("torch", "2.11", "2.11.99"),
-        Conflict(
-            "torch 2.8 and 2.11 with torch.compile",
-            "a converted model has to have run once before torch.compile traces it",
-            "run it once before, or torch 2.13",
-            "docs/installation.md",
-        ),
+        "torch 2.8 and 2.11 with torch.compile",
+        "a converted model has to have run once before torch.compile traces it",
+        "run it once before, or torch 2.13",
+        "docs/installation.md",
     ),
     (
         lambda f: f.capability and f.within("torch", "0", "2.10"),
-        Conflict(
-            "torch older than 2.10 with blockwise",
-            "it has no _scaled_mm_v2; its older product or this package's slower kernel multiplies",
-            "torch 2.10 or newer, or another recipe",
-            "backends/native/backend.py",
-        ),
+        "torch older than 2.10 with blockwise",
+        "it has no _scaled_mm_v2; its older product or this package's slower kernel multiplies",
+        "torch 2.10 or newer, or another recipe",
+        "backends/native/backend.py",
     ),
     (
         lambda f: f.capability and f.capability[0] == 9 and f.within("cuda", "0", "12.9"),
-        Conflict(
-            "CUDA older than 12.9 with blockwise on compute capability 9.0",
-            "cuBLAS has 128-wide blocks from 12.9; this package's slower kernel multiplies",
-            "a build of torch for CUDA 12.9 or newer, or another recipe",
-            "torch 2.13, ScaledBlas.cpp",
-        ),
+        "CUDA older than 12.9 with blockwise on compute capability 9.0",
+        "cuBLAS has 128-wide blocks from 12.9; this package's slower kernel multiplies",
+        "a build of torch for CUDA 12.9 or newer, or another recipe",
+        "torch 2.13, ScaledBlas.cpp",
     ),
     (
         lambda f: f.capability and f.capability[0] == 12 and f.within("torch", "2.10", "2.11"),
-        Conflict(
-            "torch 2.10 with rowwise on compute capability 12.x",
-            "its product with scales per row was reported missing; one scale each is taken, in one more pass",
-            "none is needed; another recipe saves the pass",
-            "pytorch#192707",
-        ),
+        "torch 2.10 with rowwise on compute capability 12.x",
+        "its product with scales per row was reported missing; one scale each is taken, in one more pass",
+        "none is needed; another recipe saves the pass",
+        "pytorch#192707",
     ),
     (
         lambda f: f.has("nvidia-nccl-cu12") and f.has("nvidia-nccl-cu13"),
-        Conflict(
-            "nvidia-nccl-cu12 beside nvidia-nccl-cu13",
-            "import torch was reported to fail with an undefined symbol",
-            "pip uninstall nvidia-nccl-cu12, with a torch for CUDA 13",
-            "pytorch#186591",
-        ),
+        "nvidia-nccl-cu12 beside nvidia-nccl-cu13",
+        "import torch was reported to fail with an undefined symbol",
+        "pip uninstall nvidia-nccl-cu12, with a torch for CUDA 13",
+        "pytorch#186591",
     ),
     (
         lambda f: f.versions.get("apex") and f.versions.get("cuda") and not f.has("amp_C"),
-        Conflict(
-            "apex without its CUDA extensions",
-            "its Adam and clipping are amp_C, which is not there",
-            "build it with --cpp_ext and --cuda_ext, or pip uninstall apex",
-            "docs/backends.md",
-        ),
+        "apex without its CUDA extensions",
+        "its Adam and clipping are amp_C, which is not there",
+        "build it with --cpp_ext and --cuda_ext, or pip uninstall apex",
+        "docs/backends.md",
     ),
     (
         lambda f: f.slow_bfloat16,
-        Conflict(
-            "torch's products of BF16 on a CPU without instructions for them",
-            "of more than a few rows, 6 to 80 times as slow as in float32, which this package's commands have torch take",
-            "in a program of your own: megatron_fp8.kernels.torch_products.replace_slow(), with torch.float16 for FP16",
-            "docs/performance.md",
-        ),
+        "torch's products of BF16 on a CPU without instructions for them",
+        "of more than a few rows, 6 to 80 times as slow as in float32, which this package's commands have torch take",
+        "in a program of your own: megatron_fp8.kernels.torch_products.replace_slow(), with torch.float16 for FP16",
+        "docs/performance.md",
     ),
 )  # fmt: skip
-"""(condition, conflict)."""
+"""(condition, and the fields of the conflict)."""
 
 
 def conflicts(of: Facts) -> list[Conflict]:
     """The known conflicts on this machine."""
-    return [conflict for applies, conflict in RULES if applies(of)]
+    return [Conflict(*fields) for applies, *fields in RULES if applies(of)]

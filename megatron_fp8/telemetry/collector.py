@@ -8,11 +8,11 @@ What is measured, and by which events:
 
     input, grad_output   casts; operands of the GEMMs if none quantizes them
     weight               once an iteration: its cast, its operand, or the masters of an FP8 parameter
-        (tensor_sources.py)
+        (high_precision_tensors.py)
     output, dgrad, wgrad the products, on this rank only: terms of a sum over tensor-parallel ranks are
         'partial'
     all of them          for a site in high precision: operands, result, and gradients from autograd
-        (tensor_sources.py)
+        (high_precision_tensors.py)
 
 A tensor that is cast twice, by two rules for two GEMMs, has a second row for the second codes: 'input.wgrad'.
 """
@@ -36,10 +36,10 @@ from ..state.fp8_state import Fp8State
 from ..state.observer_protocol import SeenCast, SeenLinear, SeenProduct
 from ..tensor import Float8Tensor, Operand
 from .health import MissingStats
+from .high_precision_tensors import observe_gradients, weight_values
 from .replica_dedup import Agreed
 from .settings import TelemetrySettings
 from .stat_registry import TENSORS
-from .tensor_sources import observe_gradients, weight_values
 from .tensor_stats import Layout, Measured, finish, measure
 from .what_if import Histories, what_if
 

@@ -164,16 +164,12 @@ def _windows(windows: Any) -> tuple[Window, ...]:
 
 
 def _window(window: Any) -> Window:
-    try:
-        first, last = window
-    except (TypeError, ValueError):
-        first = last = "?"
-    whole = type(first) is int and (last is None or type(last) is int)
-    if not whole or first < 0 or (last is not None and last < first):
-        raise ValueError(
-            f"telemetry windows: {window!r} must be (first, last), iterations with 0 <= first <= last, or None for no end"
-        )
-    return first, last
+    match window:
+        case [int(first), int() | None as last] if 0 <= first <= (first if last is None else last):
+            return first, last
+    raise ValueError(
+        f"telemetry windows: {window!r} must be (first, last), iterations with 0 <= first <= last, or None for no end"
+    )
 
 
 def _prefix(recipe: str) -> str:

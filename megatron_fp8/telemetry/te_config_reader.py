@@ -17,7 +17,6 @@ it: nothing is ignored silently. Disabled sections and features are skipped unch
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,14 +30,8 @@ FEATURES = {"LogTensorStats": "values", "LogFp8TensorStats": "codes"}
 
 _LAYERS = ("layer_name_regex_pattern", "layer_types", "exact_layer_names")
 _FIELDS = (
-    "enabled",
-    "tensors",
-    "tensors_struct",
-    "stats",
-    "freq",
-    "start_step",
-    "end_step",
-    "start_end_list",
+    *("enabled", "tensors", "tensors_struct", "stats", "freq"),
+    *("start_step", "end_step", "start_end_list"),
 )
 
 
@@ -168,9 +161,7 @@ def _mapping(value: Any, where: str, known: Sequence[str] = ()) -> Mapping[str, 
         raise ValueError(f"{where} must map names to values, and is {_short(value)}")
     for key in value if known else ():
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{where}: {key} is not supported, only {', '.join(known)} are.{hint}")
+            raise ValueError(f"{where}: {key} is not supported, only {', '.join(known)} are.")
     return value
 
 

@@ -162,14 +162,9 @@ class Telemetry:
 
     def _open(self, folder: Path, finished: int, wandb: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        made: list[Callable[[], Output]] = [
-            lambda: Lines(folder, finished),
-            lambda: Scalars(folder / "tensorboard", finished),
-        ]
         if wandb:
-            made.insert(0, lambda: WandbRun(folder, finished))
-        for make in made:
-            self._outputs.append(make())
+            self._outputs.append(WandbRun(folder, finished))
+        self._outputs += [Lines(folder, finished), Scalars(folder / "tensorboard", finished)]
 
     def _take(self, iteration: int, records: list[dict[str, Any]]) -> None:
         """Receives the records of a measured iteration."""

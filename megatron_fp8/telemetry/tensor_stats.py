@@ -60,11 +60,6 @@ class Layout:
         return _layout(parse_all(names))
 
     @cached_property
-    def names(self) -> tuple[str, ...]:
-        """The statistics, in canonical spelling."""
-        return tuple(statistic.name for statistic in self.wanted)
-
-    @cached_property
     def variants(self) -> tuple[Variant, ...]:
         """The codes needed: the run's own (recipe '') and those of what-ifs, each with its direction."""
         return tuple(dict.fromkeys(w.variant for w in self.wanted if w.statistic.needs == "codes"))
@@ -93,13 +88,6 @@ class Layout:
         """Names of the extremes, by position."""
         codes = (v.named(key) for v in self.variants for key in CODE_EXTREMES)
         return (*VALUE_EXTREMES, *(blocks.name for blocks in self.blocks), *codes)
-
-    def empty(self, device: torch.device) -> Measured:
-        """Initial vectors: zeros, and -Inf."""
-        return Measured(
-            torch.zeros(len(self.sums), dtype=torch.float64, device=device),
-            torch.full((len(self.extremes),), -math.inf, dtype=torch.float64, device=device),
-        )
 
 
 @cache

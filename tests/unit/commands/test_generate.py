@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_fp8.commands.generate import _texts
-from megatron_fp8.train.data.tokenizers import ByteTokenizer, JsonTokenizer, tokenizer_file
+from megatron_fp8.train.data.tokenizers import ByteTokenizer, tokenizer_file
 from megatron_fp8.train.resume.restore import choose_recipe
 
 
@@ -31,30 +31,6 @@ def test_bytes_that_are_no_text_show_as_such_and_the_end_of_document_does_not():
     assert "".join(streamed([65], [0xC3, 66, 0xFF, 67], tokenizer)) == "A\ufffdB\ufffdC"
     assert "".join(streamed([65], [66, 0xE2, 0x82], tokenizer)) == "AB\ufffd"
     assert "".join(streamed([65], [66, tokenizer.eod], tokenizer)) == "AB"
-
-
-@pytest.fixture(scope="module")
-def json_tokenizer(tmp_path_factory):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
-        ["the cat and the hat"] * 9,
-        trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet),
-    )
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    made.save(str(path))
-    return JsonTokenizer(path)
-
-
-def test_a_tokenizers_file_gives_its_text_back(json_tokenizer):
-    text = "the cat 猫 and the café"
-    ids = json_tokenizer.encode(text.encode()).tolist()
-    assert json_tokenizer.decode(ids) == text
-    parts = streamed(ids[:2], [*ids[2:], json_tokenizer.eod], json_tokenizer)
-    assert "".join(parts) == text and not any("\ufffd" in part for part in parts)
 
 
 def test_a_runs_own_tokenizer_is_taken_where_the_named_one_is_not(tmp_path):

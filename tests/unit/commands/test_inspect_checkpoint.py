@@ -32,7 +32,7 @@ def changed(name: str, index: int, value: float) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    zip([n for n, x in GOOD.items() if x.is_floating_point()], [math.nan, math.inf] * 9, strict=False),
+    [("decoder.layers.0.mlp.linear_fc1.weight", math.nan), (f"{SLOT}.amax_history", math.inf)],
     ids=lambda n: str(n)[-20:],
 )
 def test_every_tensor_that_is_not_finite_is_named(

@@ -12,30 +12,16 @@ from unittest import mock
 from megatron_fp8.commands.main import COMMANDS, USAGE, main
 
 
-def test_a_reader_that_leaves_is_no_failure():
-    """`megatron-fp8 ... | head` closes the pipe before all is written."""
-    command = [sys.executable, "-m", "megatron_fp8", "--help"]
-    root = Path(__file__).parents[3]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.close()
-        complaint = process.stderr.read()
-    assert (process.returncode, complaint) == (0, "")
-
-
 def test_bad_input_whose_last_words_find_no_reader_is_bad_input():
     """`megatron-fp8 ... 2>&1 | head`: they wait in a buffer, which is written when the command has ended."""
     root, buffered = Path(__file__).parents[3], {**os.environ, "PYTHONUNBUFFERED": ""}
     command = [sys.executable, "-m", "megatron_fp8"]  # prints its usage and ends with 2
-    for arguments in ([], ["trian"]):
-        with subprocess.Popen(
-            [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=root, env=buffered
-        ) as process:
-            assert process.stdout is not None
-            process.stdout.close()
-        assert process.returncode == 2
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=root, env=buffered
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+    assert process.returncode == 2
 
 
 def test_a_reader_that_leaves_before_the_first_step_ends_a_training_as_failed_and_says_so(capsys):

@@ -23,15 +23,10 @@ def test_a_page_of_several_runs(tmp_path, capsys):
     "arguments, said",
     [
         ([], "give one run folder"),
-        (["RUN", "RUN"], "give one run folder"),
         (["--html", "x.html"], "no run was given"),
         (["RUN", "RUN", "--html", "x.html"], "was given twice"),
-        (["FOLDER", "--html", "x.html"], "is not a run's folder"),
         (["COMPARISON"], "is a comparison's folder, and no run's: give one of its runs, such as"),
-        (["COMPARISON", "--html", "x.html"], "is a comparison's folder"),
         (["BROKEN", "--html", "x.html"], "line 3 of"),
-        (["RUN", "--page", "x.html"], "--page"),
-        (["RUN", "--html", "FOLDER"], "is a folder"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, arguments, said):

@@ -45,7 +45,7 @@ def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for arguments, said in (
         (["--data", empty, "--out", tmp_path / "t.json"], "--data has no text"),
         (["--out", there], "is there already: give another file, or remove it"),
-        (["--out", tmp_path / "none" / "t.json"], "make the folder first"),
+        (["--out", tmp_path / "none" / "t.json"], "there is no such folder"),
         (["--data", tmp_path / "none.txt", "--out", tmp_path / "t.json"], "there is no such file"),
         (["--vocab-size=256", "--out", tmp_path / "t.json"], "give at least 257"),
     ):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8.diagnosis.advice import RULES, advise
-from megatron_fp8.telemetry.stat_registry import parse
 from megatron_fp8.train.config.run_config import parse as parse_run
 
 SITE = "decoder.layers.1.mlp.linear_fc1"
@@ -41,7 +40,7 @@ def records(tensor="input", *, iterations=(10, 20, 30), site=SITE, **figures):
 
 
 @pytest.mark.parametrize("recipe", WORDS)
-@pytest.mark.parametrize("tensor", ["input", "weight", "grad_output"])
+@pytest.mark.parametrize("tensor", ["input", "grad_output"])
 def test_healthy_figures_need_no_advice(recipe, tensor):
     sqnr = 25.5 if tensor == "grad_output" else 31.5
     assert (
@@ -111,12 +110,6 @@ def test_once_is_no_evidence():
     assert advise(records(iterations=(40,), **{"underflows%": 60.0}), report("tensorwise")) != []
 
 
-def test_sites_in_high_precision_are_left_out():
-    plan = report("tensorwise")
-    plan["sites"][0]["precision"] = "bf16"
-    assert advise(records(**{"underflows%": 60.0}), plan) == []
-
-
 def test_sites_with_one_cure_are_one_piece_the_worst_first():
     other = SITE.replace("fc1", "fc2")
     rows = records(**{"underflows%": 9.0}) + records(site=other, **{"underflows%": 19.0})
@@ -175,12 +168,6 @@ def test_figures_that_are_no_numbers_are_left_out():
     assert set(found.figures) == {"underflows%", "dynamic_range", "kurtosis"}
 
 
-def test_rules_name_statistics_that_there_are():
-    for rule in RULES:
-        for name in (rule.statistic, *rule.shown):
-            assert parse(name).name == name
-
-
 def test_a_finer_recipe_is_one_whose_what_if_does_not_show_the_same():
     """A huge channel leaves the SQNR as it is, in recipes that lose everything else too."""
     what_ifs = {"fp8_block_scaling_sqnr_db": 31.0, "mxfp8_sqnr_db": 31.5, "fp8_current_scaling_sqnr_db": 31.5}
@@ -188,10 +175,7 @@ def test_a_finer_recipe_is_one_whose_what_if_does_not_show_the_same():
         shares = {"fp8_block_scaling_underflows%": blocks, "mxfp8_underflows%": mx}
         (found,) = advise(records(**{"underflows%": 40.0}, **shares, **what_ifs), report("tensorwise"))
         assert line in found.line, found
-    shares = dict.fromkeys(shares, 40.0) | {
-        "fp8_current_scaling_underflows%": 40.0,
-        "mxfp8_underflows%": 0.0,
-    }
+    shares = dict.fromkeys(shares, 40.0) | {"fp8_current_scaling_underflows%": 40.0, "mxfp8_underflows%": 0.0}
     (found,) = advise(records(**{"underflows%": 40.0}, **shares, **what_ifs), report("delayed"))
     assert '"mxfp8"' in found.line
 

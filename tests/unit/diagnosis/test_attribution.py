@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_fp8.diagnosis.attribution import beyond_rounding
-from megatron_fp8.diagnosis.experiments import Paired
+from megatron_fp8.diagnosis.measurements import Paired
 
 
 @pytest.mark.parametrize(

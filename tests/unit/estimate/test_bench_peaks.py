@@ -62,18 +62,7 @@ def test_a_machine_of_no_name_is_what_was_measured_of_it(tmp_path: Path) -> None
     rule = recipe_of(settings.model)(None).rule("input")
     assert rule is not None
     assert found.casts == pytest.approx((2 * reads(rule) + 2) * 1e6 / 4e-3)
-    assert estimate(settings, found, chosen=False).time.seconds > 0
-
-
-def test_slow_casts_and_slow_products_make_a_step_slow(tmp_path: Path) -> None:
-    settings = read(ONE, gpus=1)  # tensorwise
-    usual = estimate(settings, device(written(tmp_path, CPU), settings.model)).time.seconds
-    for section in ("gemm", "quantise"):
-        rows = [
-            {**one, "fp8_ms": one["fp8_ms"] * (3 if one["section"] == section else 1)} for one in CPU["rows"]
-        ]
-        slow = device(written(tmp_path, {**CPU, "rows": rows}), settings.model)
-        assert estimate(settings, slow).time.seconds > usual
+    assert estimate(settings, found, has_device=False).time.seconds > 0
 
 
 def test_ranks_need_a_link(tmp_path: Path) -> None:
@@ -89,13 +78,8 @@ def test_ranks_need_a_link(tmp_path: Path) -> None:
     "change, words",
     [
         ({"rows": CPU["rows"][:2]}, "add `base: NAME`"),
-        ({"rows": CPU["rows"][2:]}, "no rows of single GEMMs"),
         ({"rows": [{**one, "contender": "rowwise"} for one in CPU["rows"]]}, "--recipe tensorwise"),
-        ({"rows": [{"section": "gemm"}], "base": "h100"}, "is no result of bench"),
         ({"rows": 3}, "is no result of bench"),
-        ({"link_gb": 2}, "link_gb is not a known key. Did you mean link_gbs?"),
-        ({"base": "h10"}, "Did you mean h100?"),
-        ({"memory_gb": -1}, "memory_gb must be a number above 0"),
     ],
 )
 def test_a_file_that_is_not_enough_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:

@@ -9,23 +9,17 @@ import pytest
 from megatron_fp8.estimate.config_reader import read
 from megatron_fp8.estimate.parameters import chunk_parameters, totals
 
-
-@pytest.mark.parametrize("name, published", [("llama3_8b", 8_030_261_248), ("llama3_70b", 70_553_706_496)])
-def test_llama_has_as_many_parameters_as_published(name: str, published: int) -> None:
-    found = totals(read([f"--config=examples/configs/{name}.yaml"]).model)
-    assert found.total == found.active == published
-    assert found.padding > 0, "the vocabulary is padded for eight or four ranks, and that is apart"
-
-
 # Total; of a token; of multi-token prediction. DeepSeek-V3's published total has its experts' biases too.
 PUBLISHED = {
+    "llama3_8b": (8_030_261_248, 8_030_261_248, 0),
+    "llama3_70b": (70_553_706_496, 70_553_706_496, 0),
     "qwen3_30b_a3b": (30_532_122_624, 3_353_032_704, 0),
     "deepseek_v3": (671_026_419_200 - 58 * 256, 37_552_282_624, 11_610_067_968),
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_experts_have_as_many_parameters_as_published(name: str) -> None:
+def test_models_have_as_many_parameters_as_published(name: str) -> None:
     found = totals(read([f"--config=examples/configs/{name}.yaml"]).model)
     assert (found.total, found.active, found.prediction) == PUBLISHED[name]
 

@@ -34,12 +34,6 @@ def test_operations_are_six_a_parameter_and_token_and_attention() -> None:
         assert model_flops(read([LLAMA, *layout], gpus=64)) == pytest.approx(linears + attention, rel=1e-3)
 
 
-def test_no_run_is_faster_than_the_peak() -> None:
-    for on in ("h100", "h200", "b200", "mi300x"):
-        time = of("--model.fp8=null", on=on).time
-        assert 0 < time.mfu < 1
-
-
 def test_what_costs_time_costs_time() -> None:
     fp8 = seconds()
     assert fp8 < seconds("--model.fp8=null")
@@ -65,13 +59,6 @@ def test_small_linears_gain_nothing() -> None:
         )
         ratios.append(fc1.seconds / fc1.seconds_bf16)
     assert ratios[0] < 0.75 < ratios[1]
-
-
-def test_faster_networks_show() -> None:
-    settings, h100 = read([LLAMA], gpus=64), device("h100")
-    slow = estimate(settings, dataclasses.replace(h100, network=h100.network / 10)).time
-    fast = estimate(settings, h100).time
-    assert slow.stage.reduced > fast.stage.reduced
 
 
 def test_operations_of_latent_attention_and_of_a_second_token() -> None:

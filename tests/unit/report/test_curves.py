@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from megatron_fp8.files.jsonl import read_lines
-from megatron_fp8.report.curves import QUANTITIES, Curve, Quantity, in_words, read_curves
+from megatron_fp8.report.curves import QUANTITIES, Curve, read_curves
 
 
 def read(tmp_path, lines, quantities=QUANTITIES):
@@ -39,12 +39,3 @@ def test_a_long_curve_keeps_spikes():
     x, y = Curve(np.arange(100_000), values, ()).thinned()
     assert len(x) <= 4000 and (np.diff(x) > 0).all()
     assert y[x == 17] == 9 and y[x == 99_998] == -9 and np.isnan(y).any()
-
-
-def test_words():
-    words = [in_words(v) for v in (None, math.nan, math.inf, -math.inf, 0.0)]
-    assert words == ["null", "NaN", "Infinity", "-Infinity", None]
-    assert (
-        len({quantity.name for quantity in QUANTITIES}) == len(QUANTITIES)
-        and Quantity("x", "X", "").scale == 1
-    )

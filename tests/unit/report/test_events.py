@@ -1,11 +1,11 @@
-"""Events: stretches of skipped steps, what a run wrote, and the checkpoints of one that wrote nothing."""
+"""Events: stretches of skipped steps, and what a run wrote."""
 
 import json
 
 import pytest
 
 from megatron_fp8.files.jsonl import read_lines
-from megatron_fp8.report.curves import Event, guard_moves, recorded, seen_checkpoints, skipped_steps
+from megatron_fp8.report.curves import Event, guard_moves, recorded, skipped_steps
 
 
 def lines(tmp_path, objects):
@@ -39,11 +39,3 @@ def test_what_the_guard_moved():
     assert guard_moves({}, "r") == []
     with pytest.raises(ValueError, match="the guard's moves"):
         guard_moves({"guard": [{"site": "fc1"}]}, "r")
-
-
-def test_checkpoints_that_are_there(tmp_path):
-    for name in ("iter_0000010", "not_finite_0000020", ".saving-1", "else"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").write_text("{}")
-    assert [(e.first, e.kind) for e in seen_checkpoints(tmp_path)] == [(10, "save"), (20, "save")]
-    assert seen_checkpoints(tmp_path / "none") == []

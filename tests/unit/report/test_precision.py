@@ -1,6 +1,6 @@
 """The precision map: sites that are alike share a row, which names all of them and no other."""
 
-from megatron_fp8.report.precision import precision_map, ranges, sentence
+from megatron_fp8.report.precision import precision_map, sentence
 
 
 def site(name, **fields):
@@ -41,7 +41,3 @@ def test_gemms_operands_and_notes_are_told():
     assert sentence(site("a")) == "FP8 mxfp8 on emulated: asked"
     (row,) = precision_map([{"name": "bare"}])
     assert (row.precision, row.gemms) == ("", ("", "", ""))
-
-
-def test_ranges_of_numbers():
-    assert ranges({5, 0, 1, 2, 7, 8}) == "0–2,5,7–8"

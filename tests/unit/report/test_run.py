@@ -17,33 +17,6 @@ def test_a_run_is_read_whole(tmp_path):
     assert [(piece.paste, piece.details) for piece in run.advice] == [(("--model.fp8=e4m3",), ())]
 
 
-def test_checkpoints_are_seen_where_the_config_says(tmp_path):
-    folder = write_run(tmp_path / "run", every=0)
-    (tmp_path / "disk" / "iter_0000020").mkdir(parents=True)
-    (folder / "config.yaml").write_text(f"checkpoint: {{folder: '{tmp_path / 'disk'}'}}")
-    assert [(event.first, event.kind) for event in read_run(folder).events] == [(20, "save")]
-
-
-def test_a_relative_folder_of_checkpoints_is_not_looked_for_from_here(tmp_path, monkeypatch):
-    """Where the reader stands another run's may be."""
-    folder = write_run(tmp_path / "run", every=0)
-    for place in ("started", "here"):
-        (tmp_path / place / "saves" / f"iter_{len(place):07d}").mkdir(parents=True)
-    (folder / "config.yaml").write_text("checkpoint: {folder: saves}")
-    monkeypatch.chdir(tmp_path / "here")
-    words = r"saves are left out: .*config\.yaml' has checkpoint\.folder='saves'.*: write the whole path"
-    with pytest.warns(UserWarning, match=words):
-        assert read_run(folder).events == ()
-    report = json.loads((folder / "report.json").read_text())
-    report["checkpoints"] = str(tmp_path / "started" / "saves")
-    (folder / "report.json").write_text(json.dumps(report))
-    assert [event.first for event in read_run(folder).events] == [7]
-    report["checkpoints"] = "saves"
-    (folder / "report.json").write_text(json.dumps(report))
-    with pytest.warns(UserWarning, match=words):
-        assert read_run(folder).events == ()
-
-
 def test_names_are_the_shortest_ends_that_differ(tmp_path):
     folders = [write_run(tmp_path / a / b, every=0) for a, b in (("x", "run"), ("y", "run"), ("y", "other"))]
     assert [run.name for run in read_runs(folders)] == ["x/run", "y/run", "y/other"]

@@ -17,10 +17,7 @@ ROW = {"section": "gemm", "k": 4, "n": 8, "tokens": 2, "contender": "mxfp8", "ra
         (1.0, 1.2, 0.1, "slower"),
         (1.0, 0.8, 0.1, "faster"),
         (1.0, 1.1, 0.2, "within noise"),
-        (1.0, 0.9, 0.2, "within noise"),
-        (0.5, 0.5, 0.0, "within noise"),
         (1.0, 4.0, 145.68, "too noisy to tell"),
-        (1.0, 1.9, 0.99, "within noise"),
     ],
 )
 def test_a_change_is_one_beyond_both_spreads(before, now, noise, verdict):
@@ -38,9 +35,7 @@ def test_cells_are_matched_by_what_was_measured():
 @pytest.mark.parametrize(
     "content",
     [
-        "{", "[]", "{}", json.dumps({"device": "x", "rows": []}), json.dumps({"device": "x", "rows": [1]}),
-        json.dumps({"device": "x", "rows": [{**ROW, "ratio": 0}]}),
-        json.dumps({"rows": [ROW]}),
+        "{", json.dumps({"device": "x", "rows": [{**ROW, "ratio": 0}]}),
         json.dumps({"device": "x", "rows": [{**ROW, "spread": "wide"}]}),
     ],
 )  # fmt: skip

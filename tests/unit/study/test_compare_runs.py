@@ -14,13 +14,12 @@ import pytest
 
 from megatron_fp8.files.run_lock import LockHeld, RunLock
 from megatron_fp8.study import compare_runs as launch
-from megatron_fp8.study.compare_runs import Progress
 
 
 def test_a_second_comparison_of_a_folder_is_refused_at_once(tmp_path):
     out, began = tmp_path / "out", time.monotonic()
-    with launch.held(out):
-        with pytest.raises(LockHeld, match=r"--out=.* is in use by another run"), launch.held(out):
+    with launch.lock_folder(out):
+        with pytest.raises(LockHeld, match=r"--out=.* is in use by another run"), launch.lock_folder(out):
             pass
         assert time.monotonic() - began < 60
     assert not out.exists(), "nothing was written"
@@ -32,7 +31,7 @@ def test_a_second_comparison_of_a_folder_is_refused_at_once(tmp_path):
 def test_a_trainer_ends_with_a_comparison_that_is_killed():
     reader, writer = os.pipe()
     if not (parent := os.fork()):
-        sleeping = subprocess.Popen(["sleep", "3600"], preexec_fn=launch._parent_death_signal())
+        sleeping = subprocess.Popen(["sleep", "3600"], preexec_fn=launch._ended_with_parent())
         os.write(writer, str(sleeping.pid).encode())
         time.sleep(3600)
         os._exit(1)
@@ -72,27 +71,8 @@ def test_a_run_that_another_process_finishes_is_not_trained_again(tmp_path, monk
     folder = tmp_path / "run"
     lock = RunLock(folder, "run_dir", environ={})
     lock.take(print)
-    monkeypatch.setattr(
-        launch, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: lock.release())
-    )
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: lock.release())
+    monkeypatch.setattr(launch, "time", clock)
     monkeypatch.setattr(launch, "_train", None)
     launch.train_all(type("Comparison", (), {"runs": [Run(folder, [""])]})())
-    said = capsys.readouterr().err
-    assert "is being trained by another process: waiting for it" in said
-    assert "mxfp8, seed 1 was finished by another process meanwhile" in said
-
-
-def test_progress_says_each_tenth_and_what_was_trained(capsys):
-    progress = Progress(40)
-    progress.begin("mxfp8, seed 1", "1 of 2", 20, there=5)
-    for done in range(5, 21):
-        progress.at(done)
-    progress.end(trained=15)
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "training mxfp8, seed 1 (1 of 2)"
-    assert [line.split()[3] for line in said[1:-1]] == ["6", "8", "10", "12", "14", "16", "18", "all"]
-    assert said[-1].startswith("mxfp8, seed 1: 15 iterations in 0 s (5 were there), about")
-    progress.begin("mxfp8, seed 2", "2 of 2", 20, there=0)
-    progress.at(0)
-    progress.at(1)
-    assert "it started" in capsys.readouterr().err
+    assert "mxfp8, seed 1 was finished by another process meanwhile" in capsys.readouterr().err

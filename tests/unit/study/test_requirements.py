@@ -9,7 +9,7 @@ import torch
 
 from megatron_fp8.backends import transformer_engine as engine
 from megatron_fp8.study import requirements
-from megatron_fp8.study.requirements import missing, recipes_of
+from megatron_fp8.study.requirements import missing
 
 TINY = "--config=tiny_gpt_cpu"
 
@@ -34,12 +34,14 @@ def test_megatron(version: str | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(requirements, "megatron", lambda: version)
     (need,) = missing([TINY])
     assert need.what == "megatron-core 0.16" and (version or "not installed") in need.reason
-    assert need.cure.startswith("pip install megatron-core==0.16.1")
+    assert need.remedy.startswith("pip install megatron-core==0.16.1")
 
 
 def test_a_backend_by_name():
     (need,) = missing([TINY, "--model.fp8_backend=native"])
-    assert need.what == "fp8_backend=native" and "needs an NVIDIA GPU" in need.reason and "auto" in need.cure
+    assert (
+        need.what == "fp8_backend=native" and "needs an NVIDIA GPU" in need.reason and "auto" in need.remedy
+    )
     with pytest.raises(ValueError, match="must be one of auto"):
         named("--model.fp8_backend=nativ")
 
@@ -57,21 +59,6 @@ def test_a_recipe_that_a_backend_lacks_counts_wherever_it_is_named(monkeypatch: 
     assert named(te, "--model.fp8_overrides={'*.linear_fc1': 'rowwise'}") == [
         "fp8_backend=transformer_engine"
     ]
-
-
-def test_recipes():
-    def names(**model: object) -> list[str]:
-        return [type(recipe).__name__ for recipe in recipes_of(model)]
-
-    assert names() == names(fp8_recipe="mxfp8") == []
-    assert names(fp8="hybrid") == ["Float8CurrentScaling"]
-    assert names(fp8="e4m3", fp8_recipe="mxfp8") == ["MXFP8BlockScaling"]
-    assert names(fp8="e4m3", fp8_recipe="mxfp8", fp8_overrides={"a": "rowwise", "b": "bf16"}) == [
-        "MXFP8BlockScaling",
-        "Float8RowwiseScaling",
-    ]
-    with pytest.raises(ValueError, match="unknown"):
-        names(fp8="hybrid", fp8_recipe="mxfp9")
 
 
 def test_functions_of_transformer_engine_s(monkeypatch: pytest.MonkeyPatch):

@@ -13,9 +13,17 @@ from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native import probe
 from megatron_fp8.kernels.cpu import emulation
 from megatron_fp8.recipe import RECIPES
-from megatron_fp8.study import devices as generations
-from megatron_fp8.study.devices import GENERATIONS, Generation, Trial, torch_refusal
-from megatron_fp8.study.support_matrix import RECIPE_NAMES, cpu_product, documented, matrix
+from megatron_fp8.study.support_matrix import (
+    GENERATIONS,
+    RECIPE_NAMES,
+    Generation,
+    Trial,
+    cpu_product,
+    documented,
+    here,
+    matrix,
+    torch_refusal,
+)
 from tests.support.architecture import PACKAGE
 
 CELLS = matrix(None, [])
@@ -113,7 +121,7 @@ def test_the_cpu_s_product_is_the_one_that_is_taken(generation: Generation, monk
     taken = "gemm.c multiplies BF16" if emulation.has_matmul() else "products in float32"
     assert cpu_product(generation).startswith(taken)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert generations.here() == generation
+    assert here() == generation
 
 
 def test_every_cell_says_how_it_is_known():
@@ -121,7 +129,7 @@ def test_every_cell_says_how_it_is_known():
     for cell in CELLS:
         assert len(cell.mark) <= 4 and cell.known != "tried here"
         assert (cell.known == "documentation") == (cell.source is not None), cell
-        assert (cell.supported is False) == (cell.reason is not None) == (cell.cure is not None), cell
+        assert (cell.supported is False) == (cell.reason is not None) == (cell.remedy is not None), cell
         if cell.source and cell.source.startswith("docs/"):
             assert (PACKAGE.parent / cell.source).is_file()
 
@@ -129,23 +137,26 @@ def test_every_cell_says_how_it_is_known():
 @pytest.mark.parametrize("generation", GPUS, ids=lambda g: g.key)
 def test_a_gpu_finds_its_column(generation: Generation, monkeypatch: pytest.MonkeyPatch):
     as_if_on(generation, monkeypatch)
-    assert generations.here() == generation
+    assert here() == generation
     if generation.capability:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
-        assert generations.here() is None
+        assert here() is None
 
 
 def test_what_was_tried_wins():
-    here = GENERATIONS[3]
+    device = GENERATIONS[3]
     tried = [
         Trial("native", None, "refused", reason="no Triton"),
         Trial("native", "delayed", "good", 1e-7),
         Trial("native", "rowwise", "wrong", 0.5, "off"),
-        Trial("native", "blockwise", "refused", reason="no Triton", cure="pip install triton"),
+        Trial("native", "blockwise", "refused", reason="no Triton", remedy="pip install triton"),
     ]
-    found = {c.recipe: c for c in matrix(here, tried) if (c.backend, c.device) == ("native", here.key)}
+    found = {c.recipe: c for c in matrix(device, tried) if (c.backend, c.device) == ("native", device.key)}
     assert [found[name].mark for name in ("delayed", "rowwise", "blockwise")] == ["yes*", "no*", "no*"]
     assert found["tensorwise"].mark == "yes", "not tried"
-    assert (found["blockwise"].reason, found["blockwise"].cure) == ("no Triton", "pip install triton")
-    assert found["rowwise"].cure == "please report this"
-    assert {c.known for c in matrix(here, tried) if c.device != here.key} == {"documentation", "not known"}
+    assert (found["blockwise"].reason, found["blockwise"].remedy) == ("no Triton", "pip install triton")
+    assert found["rowwise"].remedy == "please report this"
+    assert {c.known for c in matrix(device, tried) if c.device != device.key} == {
+        "documentation",
+        "not known",
+    }

@@ -189,15 +189,6 @@ def test_iterations_between_run_not_one_operation_more():
     assert operations(100) == off and len(operations(1)) > len(off) > 30
 
 
-def test_linears_made_one_by_one_are_named_and_watched():
-    from megatron_fp8.nn import Fp8Linear
-
-    model = torch.nn.Sequential(Fp8Linear(64, 96), Fp8Linear(96, 64)).bfloat16()
-    with Telemetry(model) as telemetry:
-        step(model)
-    assert {record["site"] for record in telemetry.records} == {"0", "1"}
-
-
 def test_what_compiled_code_hides_is_said_once_by_name():
     model = tower()
     compiled = torch.compile(model[1], backend="eager")

@@ -7,7 +7,6 @@ import re
 import pytest
 
 from megatron_fp8.telemetry.settings import Selection, TelemetrySettings
-from megatron_fp8.telemetry.stat_registry import DEFAULT, TENSORS, Blocks
 
 
 def measured(selection: Selection, upto: int = 30) -> list[int]:
@@ -58,10 +57,6 @@ def test_what_ifs_of_per_tensor_recipes_have_one_direction():
     )
 
 
-def test_a_prefixed_name_is_not_prefixed_again():
-    assert Selection(statistics=("mxfp8_mse",), what_if=("rowwise",)).names("input") == ("mxfp8_mse",)
-
-
 def test_several_selections_add_up():
     settings = TelemetrySettings(
         (
@@ -82,16 +77,6 @@ def test_several_selections_add_up():
     assert not TelemetrySettings((Selection(every=0),)).on
 
 
-def test_the_default_measures_all_of_all():
-    selection = Selection()
-    assert selection.names("grad_output") == DEFAULT and selection.tensors == TENSORS
-    assert set(selection.names("wgrad")) < set(DEFAULT)
-
-
-def test_the_short_blockwise_name_becomes_the_long_one():
-    assert Selection(statistics=("max_blockwise_dynamic_range",)).statistics == (Blocks().name,)
-
-
 def test_a_pattern_that_matches_no_site_is_an_error():
     settings = TelemetrySettings((Selection(sites=("*", "linear_fc9")),))
     with pytest.raises(ValueError, match=r"'linear_fc9' matches no GEMM site; the sites are a.linear_fc1"):
@@ -103,13 +88,9 @@ def test_a_pattern_that_matches_no_site_is_an_error():
     ("given", "told"),
     [
         ({"every": -1}, "every=-1: a whole number"),
-        ({"every": 1.5}, "every=1.5"),
         ({"windows": ((5, 4),)}, "windows: (5, 4) must be (first, last)"),
-        ({"windows": (3,)}, "windows: 3 must be"),
         ({"sites": ()}, "sites is empty"),
         ({"sites": ("re:(",)}, "'re:(' is no regular expression"),
-        ({"sites": ("",)}, "a pattern is empty"),
-        ({"sites": 3}, "sites=3: a list of names"),
         ({"tensors": ("activation",)}, "'activation' is none of input, weight"),
         (
             {"statistics": ("kurtosi",)},

@@ -98,7 +98,6 @@ def test_layers(layers, matching):
 
 
 REFUSED = [
-    ({"s": 3}, "section s must map names to values"),
     ({}, "enables no LogTensorStats or LogFp8TensorStats"),
     ({"s": {"layers": {}}}, "section s: enabled=None must be True or False"),
     ({"s": {"enabled": True}}, "section s, layers needs exactly one of"),
@@ -110,23 +109,14 @@ REFUSED = [
         section("LogFP8TensorStats"),
         "section s: LogFP8TensorStats is not supported, only LogTensorStats, LogFp8",
     ),
-    (section("LogFP8TensorStats"), "Did you mean LogFp8TensorStats?"),
     (section(layers={"layer_numbers": [1]}), "layer_numbers is not supported"),
-    (section(layers={"layer_types": "fc1"}), "layer_types='fc1' must be a list"),
     (section(layers={"layer_name_regex_pattern": "("}), "is no regular expression"),
-    (section(enabled=...), "LogTensorStats: enabled=None must be True or False"),
     (section(tensors_struct=[]), "needs tensors or tensors_struct, one of the two"),
     (section(tensors=["input"]), "tensor 'input' is none of activation"),
-    (section(tensors=..., tensors_struct=[{"stats": ["mean"]}]), "tensor None is none of"),
-    (section(frequency=3), "frequency is not supported, only enabled"),
     (section(freq=0), "freq=0 must be a whole number"),
-    (section(start_step=5, end_step=3), "windows: (5, 3) must be"),
-    (section(start_end_list=[[0, 3], 5]), "windows: 5 must be"),
     (section(stats=...), "stats=None must be a list"),
-    (section(stats=["variance"]), "statistic 'variance' is unknown"),
     (section(stats=["mse"]), "mse belongs to LogFp8TensorStats"),
     (section("LogFp8TensorStats", stats=["mse"], tensors=["dgrad"]), "dgrad has no codes"),
-    (section(stats=[{"mean": {}}]), "mean is not supported, only max_blockwise_dynamic_range"),
     (
         section(stats=[{"max_blockwise_dynamic_range": {"size": 3}}]),
         "size is not supported, only block_size, dims",

@@ -34,7 +34,6 @@ from tests.support.statistics import assert_statistics, blockwise_range, dump, m
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-SHAPES = [(1, 1), (129, 7), (200, 129)]
 OF_CODES = [s.name for s in STATISTICS if s.needs == "codes"]
 EVERYTHING = Layout.of([*DEFAULT, *(f"{name}_columnwise" for name in OF_CODES)])
 RECIPES = {
@@ -77,16 +76,20 @@ def expected(x, quantized) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("role", ["weight", "grad_output"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_statistic_of_every_recipe(way, name, role):
-    for shape in SHAPES:
-        for dtype, special in [(torch.bfloat16, False), *((dtype, True) for dtype in DTYPES)]:
-            x = mixed(shape, dtype, special).cpu()
-            quantized = made(x, RECIPES[name], role)
-            found = finish(EVERYTHING, *measure(x, EVERYTHING, {"": quantized}))
-            what = f"{name} {role} {dtype} {shape} {special}"
-            assert_statistics(found, expected(x, quantized), numbers(x), what)
+def test_every_statistic_of_every_recipe(way, name):
+    for role, shape, dtype, special in (
+        ("weight", (1, 1), torch.bfloat16, False),
+        ("weight", (200, 129), torch.bfloat16, True),
+        ("weight", (129, 7), torch.float16, True),
+        ("grad_output", (129, 7), torch.float32, True),
+        ("grad_output", (200, 129), torch.bfloat16, False),
+    ):
+        x = mixed(shape, dtype, special).cpu()
+        quantized = made(x, RECIPES[name], role)
+        found = finish(EVERYTHING, *measure(x, EVERYTHING, {"": quantized}))
+        what = f"{name} {role} {dtype} {shape} {special}"
+        assert_statistics(found, expected(x, quantized), numbers(x), what)
 
 
 def test_a_stuck_scale_saturates_and_flushes(way):
@@ -137,12 +140,12 @@ def test_parts_merge_into_the_whole_in_any_order(way, name):
     layout = Layout.of([*DEFAULT, BLOCKWISE])
     draw = random.Random(0)
     x = mixed((700, 40), torch.bfloat16, special=True).cpu()
-    for _ in range(4):
+    for _ in range(2):
         borders = sorted(draw.sample(range(1, 700), draw.randint(1, 6)))
         parts = list(x.tensor_split(borders))
         codes = [made(part, RECIPES[name], "input") for part in parts]
         pieces = [measure(part, layout, {"": q}) for part, q in zip(parts, codes, strict=True)]
-        pieces.append(layout.empty(CPU))
+        pieces.append(measure(x[:0], layout))
         draw.shuffle(pieces)
         at = draw.randint(1, len(pieces) - 1)
         whole = merge([merge(pieces[:at]), merge(pieces[at:])])
@@ -166,14 +169,6 @@ def test_parts_merge_into_the_whole_in_any_order(way, name):
             counts = (round(t[key] * n / 100) for t, n in zip(told, sizes, strict=True))
             wanted[key] = 100 * sum(counts) / sum(sizes)
         assert_statistics(finish(layout, *whole), wanted, numbers(x), f"{name} {borders}")
-
-
-def test_pooled_std_is_that_of_all_values_together():
-    """Transformer Engine's pooling mixes n and n - 1, and is off by far more than rounding for small parts."""
-    layout = Layout.of(["std"])
-    parts = [torch.tensor(values, device="cpu") for values in ([0.0, 1.0], [10.0, 30.0, 11.0])]
-    whole = merge(measure(part, layout) for part in parts)
-    assert finish(layout, *whole)["std"] == pytest.approx(np.std([0, 1, 10, 30, 11], ddof=1), rel=1e-12)
 
 
 def test_a_mean_far_from_zero(way):
@@ -274,13 +269,6 @@ def test_c_and_torch_agree_on_large_tensors_and_threads(monkeypatch):
         slow = measure(x, layout, {"": quantized})
         assert torch.equal(slow.extremes, found[0].extremes)
         torch.testing.assert_close(slow.sums, found[0].sums, rtol=1e-12, atol=0)
-
-
-def test_measuring_changes_nothing_and_keeps_no_graph():
-    x = torch.randn(8, 32, device="cpu", requires_grad=True)
-    copy = x.detach().clone()
-    found = measure(x, Layout.of(DEFAULT))
-    assert torch.equal(x, copy) and not found.sums.requires_grad and x.grad is None
 
 
 def test_subnormals_count_whatever_the_threads_mode(way):

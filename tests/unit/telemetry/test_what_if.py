@@ -45,7 +45,7 @@ def test_the_runs_format_is_kept():
 @given(
     st.lists(
         st.lists(st.sampled_from([0.0, 0.0, math.inf, 1e-45, 0.5, 3.0, 448.0, 3e38]), min_size=3, max_size=3)
-    ),
+    )
 )
 def test_histories_go_by_the_rules_of_delayed_scaling(iterations):
     """Against one number at a time: unseen tensors, infinite amaxes, and cold starts."""

@@ -14,7 +14,7 @@ from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.probe import refusals
 from megatron_fp8.files import terminal
 from megatron_fp8.recipe import CustomRecipe, Float8BlockScaling, MXFP8BlockScaling
-from megatron_fp8.study.devices import torch_refusal
+from megatron_fp8.study.support_matrix import torch_refusal
 from tests.support.scaled_mm import fake_torch
 from tests.support.sites import RECIPES
 
@@ -175,10 +175,10 @@ def test_every_start_says_what_will_be_slow(tensor_cores, capsys, monkeypatch):
     """Megatron-Core's sites (which the training command prepares), converted models, and bench."""
     from megatron_fp8 import TransformerConfig
     from megatron_fp8.commands import bench as bench_command
-    from megatron_fp8.commands import bench_run
     from megatron_fp8.mcore.sites import resolve
     from megatron_fp8.nn.config import Fp8Config
     from megatron_fp8.nn.sites import plan_linear
+    from megatron_fp8.study import bench as bench_run
 
     monkeypatch.setattr(bench_run, "SECTIONS", {"gemm": lambda *_: None})
     config = TransformerConfig(

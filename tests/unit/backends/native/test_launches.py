@@ -22,7 +22,7 @@ from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.state.graph import CapturedStep
-from megatron_fp8.study.devices import torch_refusal
+from megatron_fp8.study.support_matrix import torch_refusal
 from tests.support.launch_counts import launches_by_name
 from tests.support.sites import RECIPES
 from tests.support.valueless_tensors import warm

@@ -1,4 +1,4 @@
-"""`megatron-fp8 bench`: measurements, tables and the file for fp8_size_filter (`--tune`)."""
+"""A benchmark of FP8 against BF16 on this machine: measurement, table, verdict, file for fp8_size_filter."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import os
 import platform
 import sys
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,11 +25,9 @@ from ..plan.size_table import FORMAT, Gemm, load_table, roles_of
 from ..plan.timing import LEAST_FOR_SPREAD, device_label, table
 from ..recipe import RECIPES, Recipe, check_recipe_name, recipe_name
 from ..state.collectives import own_device
-from ..study import bench_diff
-from ..study.bench_linear import Bench, torchao_linear, torchao_missing
-from ..study.bench_models import SECTIONS
-from ..train.stop import EXIT_FAILED
-from .cli_common import refuse, warn_in_lines
+from . import StudyFailed, bench_diff
+from .bench_linear import Bench, torchao_linear, torchao_missing
+from .bench_models import SECTIONS
 
 _CPU_SHAPES = [Gemm(512, 1024, 512)]
 _GPU_SHAPES = [Gemm(4096, 6144, 8192), Gemm(4096, 28672, 8192), Gemm(8192, 8192, 8192)]
@@ -44,8 +41,7 @@ _GPU_GRID = [
 _PACKAGES = ("torch", "triton", "torchao", "megatron_fp8")
 
 
-@dataclass
-class _Wanted:
+class _Request(NamedTuple):
     """Recipes, shapes and backend from the command line, with names resolved."""
 
     recipes: list[Recipe]
@@ -53,79 +49,78 @@ class _Wanted:
     backend: str | None
 
 
-def work(options: argparse.Namespace, run_options: list[str]) -> int:
-    """Measure, print and write results; return 0, 1 if a result was wrong, 2 for bad input."""
-    warn_in_lines()
-    old: dict[str, Any] | None = None
+def bench(options: argparse.Namespace, run_options: list[str]) -> None:
+    """Measure, print and write results, by the options of `megatron-fp8 bench`.
+
+    Raises:
+        ValueError: bad input.
+        StudyFailed: a result was wrong, or the results cannot be written.
+    """
     device = own_device()
-    try:
-        _check(options, run_options)
-        request = _from_config(options, run_options) if options.config else _from_options(options, device)
-        backends = [choose_backend(request.backend, device, recipe) for recipe in request.recipes]
-        if options.threads:
-            torch.set_num_threads(options.threads)
-        replace_slow()
-        record = _environment(device)
-        if options.compare:
-            old = bench_diff.read(options.compare)
-            bench_diff.check_comparable(old, record, options.compare)
-    except ValueError as error:
-        return refuse(error)
+    _check(options, run_options)
+    request = _from_config(options, run_options) if options.config else _from_options(options, device)
+    backends = [choose_backend(request.backend, device, recipe) for recipe in request.recipes]
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    replace_slow()
+    record = _environment(device)
+    old: dict[str, Any] | None = None
+    if options.compare:
+        old = bench_diff.read(options.compare)
+        bench_diff.check_comparable(old, record, options.compare)
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        bench = _measure(options, request, backends, record, device)
+        measured = _measure(options, request, backends, record, device)
         if old is not None:
-            print(printable(bench_diff.as_table(bench_diff.changes(old["rows"], bench.rows))))
-    if bench.wrong:
-        wrong = ValueError(f"{len(bench.wrong)} results were wrong; nothing is written")
-        return refuse(wrong, code=EXIT_FAILED)
-    result = {**record, "rows": bench.rows}
+            print(printable(bench_diff.as_table(bench_diff.changes(old["rows"], measured.rows))))
+    if measured.wrong:
+        raise StudyFailed(f"{len(measured.wrong)} results were wrong; nothing is written")
+    result = {**record, "rows": measured.rows}
     if options.json:
         print(json.dumps(result, indent=1))
     try:
         if options.tune:
-            _write_table(options.out, record, request.recipes[0], backends[0][0].name, bench.rows)
+            _write_table(options.out, record, request.recipes[0], backends[0][0].name, measured.rows)
         elif options.out:
             _write(options.out, result)
     except OSError as error:  # such as a full disk
-        lost = ValueError(
+        raise StudyFailed(
             f"--out={options.out} cannot be written ({error.strerror}): what was measured is lost"
-        )
-        return refuse(lost, code=EXIT_FAILED)
-    return 0
+        ) from error
 
 
 def _measure(
     options: argparse.Namespace,
-    request: _Wanted,
+    request: _Request,
     backends: list[Any],
     record: dict[str, Any],
     device: torch.device,
 ) -> Bench:
     """Measure every cell; print the environment first and the table last."""
-    print(", ".join(f"{key} {value}" for key, value in _flat(record)), flush=True)
+    facts = {**record, **record["versions"], "versions": None}
+    print(", ".join(f"{key} {value}" for key, value in facts.items() if value is not None), flush=True)
     if options.repetitions < LEAST_FOR_SPREAD:
         print(
             f"--repetitions={options.repetitions} shows no spread: --compare will not take these results (at least"
             f" {LEAST_FOR_SPREAD})",
             flush=True,
         )
-    bench = Bench(device, options.repetitions)
+    measured = Bench(device, options.repetitions)
     sections = ["linear"] if options.tune else _sections(options.only)
     for recipe, (backend, why) in zip(request.recipes, backends, strict=True):
         print(f"{recipe_name(recipe)}: backend {backend.name} ({why})", flush=True)
         warn_slow_backend(backend.name, device, recipe, "--fp8 e4m3")
         for shape in request.shapes:
             for section in sections:
-                SECTIONS[section](bench, shape, recipe, backend)
+                SECTIONS[section](measured, shape, recipe, backend)
     if options.peers and (reason := torchao_missing()):
         print(f"torchao: not measured: {reason}", flush=True)
     elif options.peers:
         for shape in request.shapes:
-            torchao_linear(bench, shape)
-    print(_as_table(bench.rows))
-    if conclusion := verdict(bench.rows):
+            torchao_linear(measured, shape)
+    print(_as_table(measured.rows))
+    if conclusion := verdict(measured.rows):
         print(conclusion)
-    return bench
+    return measured
 
 
 def _sections(only: str) -> list[str]:
@@ -142,11 +137,9 @@ def _check(options: argparse.Namespace, run_options: list[str]) -> None:
             raise ValueError(f"--only has {section!r}: sections are {', '.join(SECTIONS)}, or all")
     if options.repetitions < 1:
         raise ValueError(f"--repetitions={options.repetitions} must be at least 1")
-    if options.threads < 0:
-        raise ValueError(f"--threads={options.threads} must be at least 1, or 0 for torch's own number")
-    if options.threads > MAX_THREADS:
+    if not 0 <= options.threads <= MAX_THREADS:
         raise ValueError(
-            f"--threads={options.threads} must be at most {MAX_THREADS}: torch crashes with more"
+            f"--threads={options.threads} must be at most {MAX_THREADS}, or 0 for torch's own number"
         )
     if options.config and (options.recipe or options.shape or options.backend):
         raise ValueError(
@@ -165,24 +158,9 @@ def _check(options: argparse.Namespace, run_options: list[str]) -> None:
         )
     if options.tune and not options.out:
         raise ValueError("--tune writes a table and needs a place for it: add --out FILE")
-    if options.out:
-        _check_place(options.out)
 
 
-def _check_place(out: str) -> None:
-    """Raise ValueError if results cannot be written, as far as is known before the measurement."""
-    try:
-        path = Path(out).resolve()
-        in_folder, is_folder = path.parent.is_dir(), path.is_dir()
-    except OSError as error:
-        raise ValueError(f"--out={out} cannot be written ({error.strerror}): give another file") from error
-    if not in_folder:
-        raise ValueError(f"--out={out}: there is no such folder; make it first")
-    if is_folder:
-        raise ValueError(f"--out={out} is a folder: give a file in it")
-
-
-def _from_options(options: argparse.Namespace, device: torch.device) -> _Wanted:
+def _from_options(options: argparse.Namespace, device: torch.device) -> _Request:
     names = (
         [check_recipe_name(name) for name in options.recipe.split(",")]
         if options.recipe
@@ -199,7 +177,7 @@ def _from_options(options: argparse.Namespace, device: torch.device) -> _Wanted:
     if not shapes:
         shapes = (_CPU_GRID if cpu else _GPU_GRID) if options.tune else (_CPU_SHAPES if cpu else _GPU_SHAPES)
     settings = RecipeSettings(fp8_format=parse_format(options.fp8))
-    return _Wanted([from_settings(name, settings) for name in names], _distinct(shapes), options.backend)
+    return _Request([from_settings(name, settings) for name in names], _distinct(shapes), options.backend)
 
 
 def _shape(text: str) -> Gemm:
@@ -211,7 +189,7 @@ def _shape(text: str) -> Gemm:
     return Gemm(*map(int, parts))
 
 
-def _from_config(options: argparse.Namespace, run_options: list[str]) -> _Wanted:
+def _from_config(options: argparse.Namespace, run_options: list[str]) -> _Request:
     """The GEMMs of one layer on one rank, in the run's recipe."""
     from ..fp8_utils import get_fp8_recipe
     from ..mcore.gemm_size_filter import gemm_shapes
@@ -226,7 +204,7 @@ def _from_config(options: argparse.Namespace, run_options: list[str]) -> _Wanted
             f"--config={options.config} trains in BF16: add --model.fp8=hybrid to measure FP8 against it"
         )
     shapes = gemm_shapes(config, run_config.tokens_of_microbatch(run)).values()
-    return _Wanted([get_fp8_recipe(config)], _distinct(shapes), config.fp8_backend)
+    return _Request([get_fp8_recipe(config)], _distinct(shapes), config.fp8_backend)
 
 
 def _distinct(shapes: Any) -> list[Gemm]:
@@ -257,11 +235,6 @@ def _memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _flat(record: dict[str, Any]) -> list[tuple[str, Any]]:
-    plain = [(key, value) for key, value in record.items() if key != "versions" and value is not None]
-    return [*plain, *record["versions"].items()]
 
 
 def _as_table(rows: list[dict[str, Any]]) -> str:
