@@ -92,7 +92,7 @@ def held(linear: Any) -> list[torch.Tensor]:
 
     if isinstance(linear.weight, Fp8Parameter):
         return linear.weight.stored_tensors()
-    held = linear.fp8_site.weights.held
+    held = linear.fp8_site.weights.entry
     kept = None if held is None else held.quantized
     sides = [] if kept is None else [kept.rowwise, kept.columnwise]
     return [weight_of(linear).detach(), *(t for side in sides if side for t in (side.codes, side.scale_inv))]

@@ -127,7 +127,7 @@ class Quantizer:
         reduce_amax: AmaxReduction | None,
         for_product: bool,
     ) -> Float8Tensor:
-        self.slot.arena.counts.casts += 1
+        self.slot.arena.counter.here.casts += 1
         return native.quantize(
             x,
             self.rule,
@@ -164,7 +164,7 @@ class Quantizer:
             region=region if rule.stochastic else None,
             running=running,
         )
-        slot.arena.counts.casts += 1
+        slot.arena.counter.here.casts += 1
         return quantized
 
     def request(self, x: torch.Tensor, direction: Direction, *, record: bool) -> CastRequest | None:
@@ -173,8 +173,9 @@ class Quantizer:
         in_one_call = self.backend is emulated and type(self) is Quantizer and not self.rule.stochastic
         if not in_one_call or self.slot.arena.observer is not None:
             return None
-        running = self._in_arena().running if record else None
-        return CastRequest(x.contiguous(), self.rule, direction, self._current_scale(), running)
+        place = self._in_arena()
+        scale = place.scale if self.rule.delayed and self.slot.warm else None
+        return CastRequest(x.contiguous(), self.rule, direction, scale, place.running if record else None)
 
     def record(self, amax: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
         """Max amax (float32 [], may be Inf, never NaN) into the slot's running one; add the non-finite count, if any."""
@@ -200,7 +201,7 @@ class Quantizer:
 
     def again(self, x: torch.Tensor, direction: Direction, scale: torch.Tensor | None) -> Float8Tensor:
         """x as it was quantized before, with the delayed scale of then (None: x's own). Nothing is recorded."""
-        self.slot.arena.counts.casts += 1
+        self.slot.arena.counter.here.casts += 1
         done: Quantized = self.backend.quantize(x, self.rule, direction, scale=scale)
         return done.tensor
 
@@ -291,7 +292,7 @@ def cast_each(jobs: Sequence[CastJob]) -> list[Float8Tensor]:
             if request is None:
                 made[-1].append(quantizer(x, way, record=record, for_product=for_product))
             else:
-                quantizer.slot.arena.counts.casts += 1
+                quantizer.slot.arena.counter.here.casts += 1
                 requests.append(request)
                 made[-1].append(None)
     together = iter(emulated.quantize_each(requests))

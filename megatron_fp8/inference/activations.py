@@ -50,7 +50,7 @@ class StaticQuantizer(Quantizer):
         """x [rows, cols] with the static scale, rowwise only: a forward pass needs no columnwise codes."""
         assert direction == "rowwise", "static scales are for inference, which has no backward"
         done: Quantized = self.backend.quantize(x, self._cast, direction, scale=self.scale, running=running)
-        self.slot.arena.counts.casts += 1
+        self.slot.arena.counter.here.casts += 1
         side = done.tensor.rowwise
         assert side is not None
         if self.rule.granularity == ROW:

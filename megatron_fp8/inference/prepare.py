@@ -196,7 +196,9 @@ def _eval_quantizer(site: GemmSite) -> Any:
     delayed scale fits."""
     weights = site.weights
     return (
-        evaluation_casts(weights.casts) if weights.evaluated_by is weights.casts else weights.evaluated_by
+        evaluation_casts(weights.casts)
+        if weights.evaluation_casts is weights.casts
+        else weights.evaluation_casts
     ).rowwise
 
 

@@ -162,11 +162,6 @@ def _observed_once(sites: Sequence[GemmSite], training: bool, when: str) -> Iter
                 site.weights.recorded_nothing()
 
 
-def came_back(state: Fp8State) -> None:
-    """Counts a backward that reached a site."""
-    state.activity.backwards += 1
-
-
 def record_high_precision(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -220,7 +215,7 @@ def count_linear(
     if y.requires_grad:
 
         def count_backward(_: torch.Tensor) -> Any:
-            came_back(state)
+            state.activity.backwards += 1
             count(gradients + (not training))
 
         y.register_hook(count_backward)

@@ -56,7 +56,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..plan.autocast_state import without_autocast
 from ..state.iteration import LATER, in_backward, recorded
 from ..tensor import Operand
-from .amax_recorder import DeferredRecord, came_back, counted_forward
+from .amax_recorder import DeferredRecord, counted_forward
 from .function import check_numbers
 from .gemm_site import GemmSite, site_by_handle
 from .linear_ops import backward, forward
@@ -188,7 +188,7 @@ def linear(
         not keeps,
         TensorParallel.from_text(tp),
         counts,
-        traced=keeps,
+        as_operator=True,
     )
     options: Any = {"training": training, "when": when}
     with counted_forward(found, call.split(x), weights, **options) as (record, late):
@@ -270,7 +270,7 @@ def linear_backward(
     counts, fresh = _numbers(found[0], tokens, dy), [False] * len(found)
     call = Call(found, was_training(stamps[0]), fresh, len(kept) == 1, TensorParallel.from_text(tp), counts)
     parameters = [site.traced.parameter(weight) for site, weight in zip(found, weights, strict=True)]
-    came_back(found[0].state)
+    found[0].state.activity.backwards += 1
     if len(counted):
         DeferredRecord.restored(measured, counted).record(found)
     with without_autocast(dy.device):

@@ -12,6 +12,7 @@ Elsewhere they are called directly: for a small linear, torch's dispatcher would
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +22,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.autocast_state import without_autocast
 from ..state.iteration import NOW, recorded
-from ..tensor import Operand
-from .amax_recorder import DeferredRecord, came_back, counted_forward
+from .amax_recorder import DeferredRecord, counted_forward
 from .gemm_site import GemmSite
 from .linear_ops import backward, for_gradient, forward
 from .operands import Call
 from .quantized_activation import QuantizedActivation
-from .saved_operands import AGAIN, SavedOperand, first_derivative_only, given_back, save
+from .saved_operands import StampedWeight, first_derivative_only, restore, save
 from .tensor_parallel import ALONE, TensorParallel
 from .weight_cache import columnwise_of, stamp_of
 
@@ -65,15 +65,9 @@ def fp8_linear(
         MX's largest scale the saturated value itself is beyond bfloat16).
 
     Raises:
-        ValueError: x's last dimension is not the weight's, or they are on different devices.
+        ValueError: x is sparse or has no dimension, its last one is not the weight's, or they are on different devices.
         RuntimeError: it is being exported or jit-traced, or transformed by torch.func.
     """
-    _check_devices(site, x, weight, bias)
-    if x.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"{site.plan.name}: input {tuple(x.shape)} does not fit weight {tuple(weight.shape)};"
-            f" its last dimension must be {weight.shape[1]}"
-        )
     assert bias is None or tp.kind != "row", (
         "each rank would add a row-parallel bias, and their sum would count it again"
     )
@@ -115,12 +109,7 @@ def grouped_linear(
             f"{name}: {len(weights)} weights, {len(tokens)} numbers of tokens and {len(sites)} sites: one of each for"
             " every expert is needed"
         )
-    for site, weight in zip(sites, weights, strict=True):
-        _check_devices(site, x, weight, None)
-    if x.ndim != 2 or any(
-        weight.ndim != 2 or weight.shape != weights[0].shape or weight.shape[1] != x.shape[1]
-        for weight in weights
-    ):
+    if x.ndim != 2 or any(weight.ndim != 2 or weight.shape != weights[0].shape for weight in weights):
         raise ValueError(
             f"{name}: input {tuple(x.shape)} and weights {sorted({tuple(w.shape) for w in weights})}: tokens [T, K] and"
             " weights that are all [N, K] are needed"
@@ -129,19 +118,33 @@ def grouped_linear(
     return _run(x, weights, None, tokens, Call(sites, training, fresh, save_original_input))
 
 
-def _check_devices(site: GemmSite, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """ValueError unless input, weight and bias are on one device, as torch's linear asks."""
-    device = x.device
-    if weight.device == device and (bias is None or bias.device == device):
-        return
-    beside = "" if bias is None else f" and its bias on {bias.device}"
-    raise ValueError(
-        f"{site.plan.name}: the input is on {device}, the weight on {weight.device}{beside}: move the model or the input;"
-        " weights on meta have no memory before to_empty"
-    )
-
-
 # ------------------------------------------------------------------------------------------------------- how it runs
+
+
+def _check(name: str, x: torch.Tensor, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
+    """ValueError unless input, weights and bias fit, on one device, as torch's linear asks."""
+    if x.layout is not torch.strided:
+        raise ValueError(
+            f"{name}: an FP8 linear takes dense inputs, and this one's layout is {x.layout}: give x.to_dense(), or call"
+            " the linear inside fp8_autocast(enabled=False)"
+        )
+    if x.ndim == 0:
+        raise ValueError(
+            f"{name}: the input is a number without dimensions, and [..., in_features] is needed: give x.reshape(1)"
+        )
+    device = x.device
+    for weight in weights:
+        if weight.device != device or (bias is not None and bias.device != device):
+            beside = "" if bias is None else f" and its bias on {bias.device}"
+            raise ValueError(
+                f"{name}: the input is on {device}, the weight on {weight.device}{beside}: move the model or the input;"
+                " weights on meta have no memory before to_empty"
+            )
+    if x.shape[-1] != weights[0].shape[1]:
+        raise ValueError(
+            f"{name}: input {tuple(x.shape)} does not fit weight {tuple(weights[0].shape)};"
+            f" its last dimension must be {weights[0].shape[1]}"
+        )
 
 
 def _run(
@@ -152,50 +155,44 @@ def _run(
     call: Call,
 ) -> torch.Tensor:
     """Runs the call as an autograd function; under torch.compile and dispatch modes as one operator."""
-    _refuse_tracers(call.sites[0])
-    # No operator takes these.
-    in_codes = isinstance(x, QuantizedActivation) or any(
-        isinstance(weight, Fp8Parameter) for weight in weights
-    )
-    if torch.compiler.is_compiling():
-        from .compiled import break_graph, traced_linear  # loads torch's compiler
-
-        if in_codes:
-            return break_graph(_run_eager, x, weights, bias, tokens, call)
-        return traced_linear(x, weights, bias, tokens, call)
-    # Every site is asked: each remembers what it answered.
-    watched = [site.forwards.as_operator(x, weight) for site, weight in zip(call.sites, weights, strict=True)]
-    if not any(watched):
+    name, compiling = call.sites[0].plan.name, torch.compiler.is_compiling()
+    _check(name, x, weights, bias)
+    # Not is_exporting(): up to torch 2.12 Dynamo takes it to be true in everything that it traces.
+    if torch.compiler._is_exporting_flag or (
+        not compiling and (torch.jit.is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None)
+    ):
+        _refuse_tracers(name)
+    as_operator = compiling or call.sites[0].forwards.as_operator(x, *weights)
+    if not as_operator:
         return _run_eager(x, weights, bias, tokens, call)
-    if in_codes:
+    from .compiled import break_graph, traced_linear  # loads torch's compiler
+
+    # No operator takes these.
+    if isinstance(x, QuantizedActivation) or any(isinstance(weight, Fp8Parameter) for weight in weights):
+        if compiling:
+            return break_graph(_run_eager, x, weights, bias, tokens, call)
         with _disable_current_modes():
             return _run_eager(x, weights, bias, tokens, call)
-    from .compiled import traced_linear  # loads torch's compiler
-
     return traced_linear(x, weights, bias, tokens, call)
 
 
-def _refuse_tracers(site: GemmSite) -> None:
-    """RuntimeError where a program is made of the call, to run without the model, or where torch.func transforms it."""
-    # Not is_exporting(): up to torch 2.12 Dynamo takes it to be true in everything that it traces.
+def _refuse_tracers(name: str) -> None:
+    """RuntimeError: a program is made of the call, to run without the model, or torch.func transforms it."""
     if torch.compiler._is_exporting_flag:
         raise RuntimeError(
-            f"{site.plan.name}: torch.export (torch.onnx and pipelining's pipeline() use it) makes a program that"
+            f"{name}: torch.export (torch.onnx and pipelining's pipeline() use it) makes a program that"
             " outlives the model, and FP8 state cannot go along: export inside fp8_autocast(enabled=False), or after"
             " convert_from_fp8(model); for pipelines make each PipelineStage of a converted module"
         )
-    if torch.compiler.is_compiling():
-        return
     if torch.jit.is_tracing():
         raise RuntimeError(
-            f"{site.plan.name}: torch.jit.trace does not see through an FP8 linear: use torch.compile, or trace inside"
+            f"{name}: torch.jit.trace does not see through an FP8 linear: use torch.compile, or trace inside"
             " fp8_autocast(enabled=False)"
         )
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise RuntimeError(
-            f"{site.plan.name}: the transforms of torch.func (grad, vmap, jvp) do not see through an FP8 linear: use"
-            " loss.backward() and batched inputs, or call it inside fp8_autocast(enabled=False)"
-        )
+    raise RuntimeError(
+        f"{name}: the transforms of torch.func (grad, vmap, jvp) do not see through an FP8 linear: use"
+        " loss.backward() and batched inputs, or call it inside fp8_autocast(enabled=False)"
+    )
 
 
 def _run_eager(
@@ -205,18 +202,24 @@ def _run_eager(
     tokens: Tokens | None,
     call: Call,
 ) -> torch.Tensor:
+    """Runs the call as an autograd function, and records and counts it as its mode wants."""
     site = call.sites[0]
     if tokens is not None:
         numbers = on_host(tokens)
         check_numbers(site.plan.name, numbers, len(x))
         call = call._replace(tokens=numbers)
-    when = recorded(call.training, x, bias, *weights)
+    when, with_gradients = recorded(call.training, x, bias, *weights), torch.is_grad_enabled()
+    recording: Any
     if when == NOW and site.state.observer is None:
         site.state.activity.awaits = True
-        return _apply(x, weights, bias, call._replace(record=True), None)
-    options: Any = {"training": call.training, "when": when}
-    with counted_forward(call.sites, call.split(x), weights, **options) as (record, late):
-        return _apply(x, weights, bias, call._replace(record=record), late)
+        recording = nullcontext((True, None))
+    else:
+        recording = counted_forward(call.sites, call.split(x), weights, training=call.training, when=when)
+    with recording as (record, late):
+        call = call._replace(record=record)
+        if with_gradients or forward_ad._current_level >= 0:  # for its jvp
+            return _LinearFunction.apply(x, bias, _Options(call, with_gradients, late), *weights)
+        return forward(x, weights, bias, call, [False] * len(weights)).y
 
 
 def on_host(tokens: Tokens) -> list[int]:
@@ -237,7 +240,7 @@ def check_numbers(name: str, tokens: Sequence[int], rows: int) -> None:
         )
 
 
-def some_together(
+def group_where_possible(
     x: torch.Tensor,
     tokens: Tokens,
     joins: Sequence[bool],
@@ -275,27 +278,6 @@ class _Options(NamedTuple):
     late: DeferredRecord | None
 
 
-def _apply(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    bias: torch.Tensor | None,
-    call: Call,
-    late: DeferredRecord | None,
-) -> torch.Tensor:
-    if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # for its jvp
-        return _LinearFunction.apply(x, bias, _Options(call, torch.is_grad_enabled(), late), *weights)
-    y = forward(x, weights, bias, call, [False] * len(weights)).y
-    _forget(call)
-    return y
-
-
-def _forget(call: Call) -> None:
-    """Where weights are not kept the next call quantizes them again; what backward needs was saved."""
-    for site in call.sites:
-        if not site.state.keeps_weights:
-            site.weights.forget()
-
-
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -306,32 +288,40 @@ class _LinearFunction(torch.autograd.Function):
         ctx.options, ctx.weights = options, [for_gradient(weight) for weight in weights]
         ctx.x_shape, ctx.bias_dtype = x.shape, None if bias is None else bias.dtype
         done = forward(x, weights, bias, call, needs_wgrad)
-        saved = [SavedOperand.of(operand) for operand in done.x]
+        saved: list[Any] = [*done.x]
         for site, weight, sides in zip(call.sites, weights, done.weights, strict=True):
-            if needs_dgrad and sides.columnwise is None:
-                stamp = stamp_of(site.weights, x.device, training=call.training)
-                saved.append(SavedOperand((weight, *stamp), AGAIN))
-            else:
-                saved.append(SavedOperand.of(sides.columnwise if needs_dgrad else None))
-        _forget(call)
-        ctx.specs = [operand.spec for operand in saved]
-        save(ctx, [tensor for operand in saved for tensor in operand.tensors])
+            operand: Any = sides.columnwise if needs_dgrad else None
+            if needs_dgrad and operand is None:
+                operand = StampedWeight(weight, *stamp_of(site.weights, x.device, training=call.training))
+            saved.append(operand)
+        save(ctx, saved)
         return done.y
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call, _, late = ctx.options
-        came_back(call.sites[0].state)
+        count, state = len(call.sites), call.sites[0].state
+        state.activity.backwards += 1
         if late is not None:
             late.record(call.sites)
         needs_dgrad, needs_dbias, _, *needs_wgrad = ctx.needs_input_grad
-        tensors = given_back(ctx, call.sites[0].plan.name)
+        operands = restore(ctx, call.sites[0].plan.name)
+        dbias_dtype = ctx.bias_dtype if needs_dbias else None
         with without_autocast(grad_output.device):  # backward() may be called inside it
-            saved_x, saved_w = _restored(ctx.specs, tensors, call)
-            dbias_dtype = ctx.bias_dtype if needs_dbias else None
+            saved_w = [
+                columnwise_of(site.weights, *weight) if isinstance(weight, StampedWeight) else weight
+                for site, weight in zip(call.sites, operands[count:], strict=True)
+            ]
             done = backward(
-                grad_output, saved_x, saved_w, ctx.weights, call, needs_dgrad, needs_wgrad, dbias_dtype
+                grad_output,
+                operands[:count],
+                saved_w,
+                ctx.weights,
+                call,
+                needs_dgrad,
+                needs_wgrad,
+                dbias_dtype,
             )
         dx = done.dx if done.dx is None or done.dx.shape == ctx.x_shape else done.dx.view(ctx.x_shape)
         return dx, done.dbias, None, *done.dw
@@ -342,18 +332,3 @@ class _LinearFunction(torch.autograd.Function):
         raise RuntimeError(
             "an FP8 linear has no forward-mode derivative: use backward(), or call it inside fp8_autocast(enabled=False)"
         )
-
-
-def _restored(
-    specs: Sequence[Any], tensors: list[torch.Tensor], call: Call
-) -> tuple[list[Operand | None], list[Operand | None]]:
-    """The operands that forward saved, of tokens and of weights, each site's."""
-    found: list[Operand | None] = []
-    count = len(call.sites)
-    for i, spec in enumerate(specs):
-        if spec == AGAIN:
-            weight, stamp, scale = tensors.pop(0), tensors.pop(0), tensors.pop(0)
-            found.append(columnwise_of(call.sites[i - count].weights, weight, stamp, scale))
-        else:
-            found.append(SavedOperand.restore(spec, tensors))
-    return found[:count], found[count:]

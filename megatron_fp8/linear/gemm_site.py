@@ -156,11 +156,11 @@ class GemmSite:
         if self.plan.gemms[gemm] == "fp8":
             assert isinstance(a, QuantizedSide) and isinstance(b, QuantizedSide)
             assert self.backend is not None
-            self.state.counts.fp8_gemms += 1
+            self.state.counter.here.fp8_gemms += 1
             fast = gemm == "fprop"  # tensor cores may keep partial sums at their own precision
             y: torch.Tensor = self.backend.gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accumulation=fast)
         else:
-            self.state.counts.hp_gemms += 1
+            self.state.counter.here.hp_gemms += 1
             y = matmul_high_precision(*in_high_precision(a, b), out_dtype, bias)
         if (observer := self.state.observer) is not None:
             observer.product(SeenProduct(self.plan.name, gemm, a, b, y, record))
@@ -179,12 +179,12 @@ class GemmSite:
         or by Triton, or in high precision on a GPU; torch's scaled products cannot, nor can one that is observed."""
         in_fp8 = self.plan.gemms[gemm] == "fp8" and self.state.observer is None
         if in_fp8 and self._accumulates(a, b, into):
-            self.state.counts.fp8_gemms += 1
+            self.state.counter.here.fp8_gemms += 1
             return
         if self.plan.gemms[gemm] == "fp8" or self.state.observer is not None:
             into.add_(self.multiply(gemm, a, b, torch.float32, record=record))
             return
-        self.state.counts.hp_gemms += 1
+        self.state.counter.here.hp_gemms += 1
         add_matmul_fp32(into, *in_high_precision(a, b))
 
     def _accumulates(self, a: Operand, b: Operand, into: torch.Tensor) -> bool:

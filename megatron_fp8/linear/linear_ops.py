@@ -72,27 +72,18 @@ def forward(
     """y [..., N] of x [..., K], weights [N, K] each and a linear's bias [N], with what backward needs."""
     tp = call.tp
     with without_autocast(x.device):
-        matrix = as_matrix(x)  # [M, K]
+        matrix = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])  # [M, K]
         operands, saved, sides = quantize_forward(call.split(matrix), weights, call, needs_wgrad)
         rowwise = [side.rowwise for side in sides]
         y = _multiply("fprop", call, operands, rowwise, matrix, len(weights[0]), bias)  # [M of all ranks, N]
-        sequence = x.shape[0] * (tp.size if call.gathers_input else 1)
-        if call.gathers_gradient:
+        sequence = x.shape[0] * (tp.size if tp.gathers_input else 1)
+        if tp.gathers_gradient:
             y = tp.reduce_scatter(y).wait()
             sequence //= tp.size
     shape = (sequence, *x.shape[1:-1], y.shape[-1]) if x.ndim > 1 else (y.shape[-1],)
-    return Forward(owned(y, shape), saved, sides)
-
-
-def as_matrix(x: torch.Tensor) -> torch.Tensor:
-    """x [..., K] as [tokens, K]; itself if it is."""
-    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-
-
-def owned(y: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """y in another shape, over the same memory, and not a view: what an autograd function returns as a view of
-    something that only it knows cannot be changed in place."""
-    return y if y.shape == shape else torch.ops.aten._unsafe_view.default(y, shape)
+    # Not y.view: what an autograd function returns as a view of its own tensor cannot be changed in place.
+    y = y if y.shape == shape else torch.ops.aten._unsafe_view.default(y, shape)
+    return Forward(y, saved, sides)
 
 
 def backward(
@@ -115,13 +106,13 @@ def backward(
     """
     tp, inputs = call.tp, [*saved_x]
     # Shapes below: M is the tokens of all ranks, once shards of them are gathered.
-    dy = as_matrix(grad_output)  # [M, N]
+    dy = grad_output if grad_output.ndim == 2 else grad_output.reshape(-1, grad_output.shape[-1])  # [M, N]
     dbias = None if bias_dtype is None else bias_gradient(dy, bias_dtype)
     rowwise, columnwise = quantize_backward(call.split(dy), call, needs_dgrad, needs_wgrad)
     for e, site in enumerate(call.sites):
         if needs_wgrad[e] and isinstance(plain := inputs[e], torch.Tensor):
             inputs[e] = requantize_input(plain, site, call)
-    pending_x = gather_input(inputs[0], call) if call.gathers_input and needs_wgrad[0] else None
+    pending_x = gather_input(inputs[0], call) if tp.gathers_input and needs_wgrad[0] else None
     dx, pending_dx = None, None
     if needs_dgrad:  # [M, N] @ [K, N]^T
         dx = _multiply("dgrad", call, rowwise, saved_w, dy, weights[0].shape[1])
@@ -129,7 +120,7 @@ def backward(
         columnwise = [columnwise[0].wait()]
     if pending_x is not None:
         inputs = [columnwise_input(pending_x.wait(), call)]
-    if dx is not None and call.gathers_input:
+    if dx is not None and tp.gathers_input:
         pending_dx = tp.reduce_scatter(dx, async_op=True)
     elif dx is not None and tp.reduce_dgrad:
         pending_dx = tp.all_reduce(dx, async_op=True)
@@ -198,7 +189,7 @@ def _multiply_each(
         backend.grouped_gemm(*operands, add=add, fast_accumulation=gemm == "fprop")
         for e in group:
             site = call.sites[e]
-            site.state.counts.fp8_gemms += 1
+            site.state.counter.here.fp8_gemms += 1
             if (observer := site.state.observer) is not None:
                 observer.product(SeenProduct(site.plan.name, gemm, a[e], b[e], outs[e], record))
 

@@ -36,7 +36,7 @@ class Call(NamedTuple):
         tp: the communication of a linear.
         tokens: of each expert; not read of a linear.
         record: whether its forward records at once (state/iteration.py); a backward always does.
-        traced: what it keeps for backward crosses an operator, as plain codes and scales.
+        as_operator: whether it runs as an operator (compiled.py), which returns what backward needs as plain codes.
     """
 
     sites: Sequence[GemmSite]
@@ -46,17 +46,7 @@ class Call(NamedTuple):
     tp: TensorParallel = ALONE
     tokens: Sequence[int] = ()
     record: bool = False
-    traced: bool = False
-
-    @property
-    def gathers_input(self) -> bool:
-        """Whether the input arrives as shards of tokens."""
-        return self.tp.kind == "column" and self.tp.sequence_parallel
-
-    @property
-    def gathers_gradient(self) -> bool:
-        """Whether grad_output arrives as shards of tokens."""
-        return self.tp.kind == "row" and self.tp.sequence_parallel
+    as_operator: bool = False
 
     def split(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
         """Each site's rows of a matrix [T, features]."""
@@ -79,34 +69,34 @@ def quantize_forward(
     """
     operands: list[Operand] = [*parts]
     saved: list[Operand | None] = [None] * len(parts)
-    sides: dict[int, Sides | None] = {}
-    jobs: list[CastJob] = []
-    cast: set[int] = set()  # sites whose tokens are among the jobs
+    sides: list[Sides | None] = [None] * len(parts)
+    jobs: list[tuple[CastJob, int, bool]] = []  # a cast, its site, and whether it is of the weight
     for e, (part, weight, site) in enumerate(zip(parts, weights, call.sites, strict=True)):
         site.has_run = True
         if len(parts) == 1 or len(part):
             if isinstance(part, QuantizedActivation):
                 operands[e] = side = part.side
                 saved[e] = derived(side, site, call, "input", record=call.record) if needs_wgrad[e] else None
-            elif call.gathers_input:
+            elif call.tp.gathers_input:
                 operands[e], saved[e] = _gathered_input(part, site, call, needs_wgrad[e])
             else:
                 job, saved[e] = _input_job(part, site, call, needs_wgrad[e])
-                jobs.append(job)
-                cast.add(e)
-        sides[e] = site.weights.ready(weight, fresh=call.fresh_weights[e], record=call.record)
-        if sides[e] is None:
-            jobs.append(site.weights.job(weight, training=call.training, record=call.record))
+                jobs.append((job, e, False))
+        ready = site.weights.prepare(
+            weight, fresh=call.fresh_weights[e], training=call.training, record=call.record
+        )
+        if isinstance(ready, CastJob):
+            jobs.append((ready, e, True))
+        else:
+            sides[e] = ready
     with torch.inference_mode(False), torch.no_grad():  # codes that a later backward can save
-        made = iter(cast_each(jobs))
-        for e, (weight, site) in enumerate(zip(weights, call.sites, strict=True)):
-            if e in cast:
-                done = next(made)
+        for (job, e, of_weight), done in zip(jobs, cast_each([job for job, *_ in jobs]), strict=True):
+            if of_weight:
+                sides[e] = call.sites[e].weights.take(job, done, keep=call.as_operator)
+            else:
                 operands[e] = operands[e] if done.rowwise is None else done.rowwise
                 saved[e] = done.columnwise if saved[e] is None else saved[e]
-            if sides[e] is None:
-                sides[e] = site.weights.take(weight, next(made), record=call.record, training=call.training)
-    return operands, saved, [side for side in sides.values() if side is not None]
+    return operands, saved, [side for side in sides if side is not None]
 
 
 def _input_job(
@@ -119,7 +109,9 @@ def _input_job(
     plain = tokens.t() if needs_wgrad and not keeps else None
     if call.record and not keeps:
         _record_late_cast(tokens, casts)
-    return CastJob(casts, tokens, "both" if keeps else "rowwise", call.record, not call.traced), plain
+    return CastJob(
+        casts, tokens, "both" if keeps else "rowwise", call.record, not (keeps and call.as_operator)
+    ), plain
 
 
 def _gathered_input(
@@ -155,7 +147,7 @@ def derived(tokens: QuantizedSide, site: GemmSite, call: Call, role: str, *, rec
     values = tokens.dequantize(torch.float32)
     region = _region(values, site, call) if role == "grad_output" and site.gradients.stochastic else None
     return quantizer(
-        values, "columnwise", record=record, region=region, for_product=not call.traced
+        values, "columnwise", record=record, region=region, for_product=not call.as_operator
     ).columnwise
 
 
@@ -164,7 +156,7 @@ def keeps_codes(tokens: int, site: GemmSite, call: Call) -> bool:
     quantizer = site.casts["input"].columnwise
     if quantizer is None or call.save_original_input:
         return False
-    return not call.gathers_input or _shards_aligned(tokens, quantizer.rule.granularity)
+    return not call.tp.gathers_input or _shards_aligned(tokens, quantizer.rule.granularity)
 
 
 def _shards_aligned(tokens: int, granularity: Granularity) -> bool:
@@ -196,12 +188,12 @@ def requantize_input(saved: torch.Tensor, site: GemmSite, call: Call) -> Operand
     those that the gathered tokens would get; else as it is."""
     quantizer = site.casts["input"].columnwise
     if quantizer is None or (
-        call.gathers_input and not _shards_aligned(saved.shape[1], quantizer.rule.granularity)
+        call.tp.gathers_input and not _shards_aligned(saved.shape[1], quantizer.rule.granularity)
     ):
         return saved
-    reduce_amax = call.tp.amax_reduction(site.state.counts) if call.gathers_input else None
+    reduce_amax = call.tp.amax_reduction(site.state.counts) if call.tp.gathers_input else None
     return quantizer(
-        saved.t(), "columnwise", record=False, reduce_amax=reduce_amax, for_product=not call.gathers_input
+        saved.t(), "columnwise", record=False, reduce_amax=reduce_amax, for_product=not call.tp.gathers_input
     ).columnwise
 
 
@@ -242,7 +234,7 @@ def quantize_backward(
             if needs_wgrad[e]:
                 columnwise[e] = derived(side, site, call, "grad_output", record=True)
         elif (
-            call.gathers_gradient or site.gradients.stochastic
+            call.tp.gathers_gradient or site.gradients.stochastic
         ):  # an idle expert has random bits of its own, too
             rowwise[e], columnwise[e] = _gathered_gradient(dy, site, call, needs_dgrad, needs_wgrad[e])
         elif not idle:
@@ -262,7 +254,7 @@ def _gathered_gradient(
     dy: torch.Tensor, site: GemmSite, call: Call, needs_dgrad: bool, needs_wgrad: bool
 ) -> tuple[Operand | None, Operand | Pending | None]:
     """Operands of dgrad and wgrad of dy [M, N] that is gathered or rounded stochastically."""
-    tp, gathers, casts = call.tp, call.gathers_gradient, site.casts["grad_output"]
+    tp, gathers, casts = call.tp, call.tp.gathers_gradient, site.casts["grad_output"]
     row, column = casts.rowwise if needs_dgrad else None, casts.columnwise if needs_wgrad else None
     late = [q for q in (row, column) if gathers and q and not _shards_aligned(len(dy), q.rule.granularity)]
     plain_row, plain_column = needs_dgrad and row is None, needs_wgrad and column is None

@@ -32,18 +32,40 @@ Facts = tuple[torch.Size, torch.dtype, torch.device] | None
 """Shape, dtype and device that a saved tensor must have when it comes back; None of None."""
 
 
-def save(ctx: Any, tensors: Sequence[torch.Tensor | None]) -> None:
-    """``ctx.save_for_backward`` of tensors that ``given_back`` will check."""
+class StampedWeight(NamedTuple):
+    """A weight [N, K] with ``stamp_of`` its forward, from which ``columnwise_of`` makes dgrad's operand in backward."""
+
+    weight: torch.Tensor
+    stamp: torch.Tensor
+    scale: torch.Tensor
+
+
+Saved = Operand | StampedWeight | None
+
+
+def save(ctx: Any, operands: Sequence[Saved]) -> None:
+    """``ctx.save_for_backward`` of the operands' tensors; ``restore`` checks them and gives the operands back."""
+    tensors: list[torch.Tensor | None] = []
+    ctx.saved_as = []  # of each operand: what it is besides its tensors
+    for operand in operands:
+        if isinstance(operand, QuantizedSide):
+            side = operand
+            tensors += side.codes, side.scale_inv
+            ctx.saved_as.append((side.granularity, side.pow2, side.finite, side.tiled, side.padding))
+        elif isinstance(operand, StampedWeight):
+            tensors += operand
+            ctx.saved_as.append(StampedWeight)
+        else:
+            tensors.append(operand)
+            ctx.saved_as.append(None)
     ctx.saved_facts = [None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
     ctx.save_for_backward(*tensors)
 
 
-def given_back(ctx: Any, name: str) -> list[Any]:
-    """What ``save`` has saved. ValueError in a layer's name unless each tensor's facts are those that were saved.
-
-    Their values and strides are not looked at.
-    """
-    tensors = list(ctx.saved_tensors)
+def restore(ctx: Any, name: str) -> list[Any]:
+    """The operands that ``save`` has saved. ValueError in a layer's name unless each tensor's shape, dtype and device are
+    those that were saved; values and strides are not looked at."""
+    tensors = ctx.saved_tensors
     for x, wanted in zip(tensors, ctx.saved_facts, strict=True):
         found = None if x is None else (x.shape, x.dtype, x.device)
         if found != wanted:
@@ -52,7 +74,16 @@ def given_back(ctx: Any, name: str) -> list[Any]:
                 " of torch.autograd.graph.saved_tensors_hooks has to give back the same shape and dtype on the same"
                 " device"
             )
-    return tensors
+    operands: list[Saved] = []
+    following = iter(tensors)
+    for saved_as in ctx.saved_as:
+        if saved_as is None:
+            operands.append(next(following))
+        elif saved_as is StampedWeight:
+            operands.append(StampedWeight(next(following), next(following), next(following)))
+        else:
+            operands.append(QuantizedSide(next(following), next(following), *saved_as))
+    return operands
 
 
 def _described(facts: Facts) -> str:
@@ -60,42 +91,6 @@ def _described(facts: Facts) -> str:
         return "nothing"
     shape, dtype, device = facts
     return f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
-
-
-AGAIN = "again"
-"""SavedOperand of a weight: itself and its stamp, from which ``columnwise_of`` makes the operand."""
-
-
-Spec = tuple[Granularity, bool, bool, bool, int] | str | None
-"""An operand without its tensors."""
-
-
-class SavedOperand(NamedTuple):
-    """An operand taken apart into tensors for save_for_backward and the facts that put it together again."""
-
-    tensors: tuple[torch.Tensor, ...]
-    spec: Spec
-
-    @staticmethod
-    def of(operand: Operand | None) -> SavedOperand:
-        if operand is None:
-            return SavedOperand((), None)
-        if isinstance(operand, QuantizedSide):
-            return SavedOperand(
-                (operand.codes, operand.scale_inv),
-                (operand.granularity, operand.pow2, operand.finite, operand.tiled, operand.padding),
-            )
-        return SavedOperand((operand,), "plain")
-
-    @staticmethod
-    def restore(spec: Spec, tensors: list[torch.Tensor]) -> Operand | None:
-        """The operand again; takes its tensors off the front of the list."""
-        if spec is None:
-            return None
-        if isinstance(spec, str):
-            return tensors.pop(0)
-        codes, scale_inv = tensors.pop(0), tensors.pop(0)
-        return QuantizedSide(codes, scale_inv, *spec)
 
 
 # ------------------------------------------------------------------------------------------------ second derivatives

@@ -48,14 +48,22 @@ class TensorParallel:
         group: the tensor-parallel process group; None with kind 'none'.
         sequence_parallel: column: the input arrives sharded by tokens and is gathered; row: the output leaves so.
         reduce_dgrad: column without sequence parallelism: dgrad is summed over the group.
+        gathers_input, gathers_gradient: whether the input, or grad_output, arrives as shards of tokens.
     """
 
     kind: Literal["none", "column", "row"] = "none"
     group: Any = None
     sequence_parallel: bool = False
     reduce_dgrad: bool = False
-    rank: int = field(default=0)
-    size: int = field(default=1)
+    rank: int = 0
+    size: int = 1
+    gathers_input: bool = field(init=False, repr=False, compare=False)
+    gathers_gradient: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Derives which operand arrives as shards of tokens."""
+        object.__setattr__(self, "gathers_input", self.kind == "column" and self.sequence_parallel)
+        object.__setattr__(self, "gathers_gradient", self.kind == "row" and self.sequence_parallel)
 
     @staticmethod
     def of(

@@ -56,19 +56,21 @@ class WeightCache:
 
     Args:
         casts: the role's.
-        state: of the model: which iteration it is, and whether weights may be kept.
+        state: of the model: which iteration it is, and whether weights may be cached.
 
     Attributes:
         casts, state: as given.
-        evaluated_by: what quantizes it in evaluation: ``casts``, unless others than the training may write it.
-        held: what is kept.
+        evaluation_casts: what quantizes it in evaluation: ``casts``, unless others than the training may write it.
+        entry: what is cached.
     """
 
     def __init__(self, casts: Casts, state: Fp8State):
         self.casts, self.state = casts, state
-        self.evaluated_by = casts
-        self.held: CachedWeight | None = None
-        self._memory: StorageWeakRef | None = None  # of what is kept, so that no other memory gets its number
+        self.evaluation_casts = casts
+        self.entry: CachedWeight | None = None
+        self._memory: StorageWeakRef | None = (
+            None  # of what is cached, so that no other memory gets its number
+        )
         self._observed = -1  # the iteration in which the weight was recorded without a cast
         shared = casts.shared
         # Codes that serve both directions, one a transposed view of the other, are one copy anyway.
@@ -76,34 +78,24 @@ class WeightCache:
             shared.rule.granularity.symmetric and shared.backend.turns_codes(shared.rule)
         )
 
-    def fit(self, known: Callable[[], WeightFacts], tell: Callable[[str], Any]) -> None:
+    def check_scale_in_evaluation(
+        self, weight_facts: Callable[[], WeightFacts], warn: Callable[[str], Any]
+    ) -> None:
         """Others than the training may write the weight: evaluation looks whether its delayed scale still fits."""
-        self.evaluated_by = evaluation_casts(self.casts, known, tell)
+        self.evaluation_casts = evaluation_casts(self.casts, weight_facts, warn)
 
-    def casts_in(self, training: bool) -> Casts:
-        """What quantizes it."""
-        return self.casts if training else self.evaluated_by
+    # A call's weight is quantized once an iteration if the state ``keeps_weights``, else at each call: ``prepare`` gives
+    # it where that needs no cast, else the cast, whose result the caller hands to ``take``.
 
-    def fits(self, training: bool) -> bool:
-        """Whether a cast looks if its delayed scale fits, and may take another than training's."""
-        return self.casts_in(training) is not self.casts
-
-    @property
-    def direction(self) -> Direction:
-        """What a cast of the weight makes: 'rowwise' where each backward makes the columnwise side again."""
-        return "rowwise" if self._may_make_again and not self.state.keeps_columnwise else "both"
-
-    # A call's weight is quantized once an iteration if the state ``keeps_weights``, else at each call: ``ready`` gives it
-    # where that needs no cast, else the caller makes the ``job`` and has it cached by ``take``.
-
-    def ready(self, weight: torch.Tensor, *, fresh: bool, record: bool) -> Sides | None:
-        """The weight [N, K], and [K, N] columnwise, where that needs no cast, else None.
+    def prepare(self, weight: torch.Tensor, *, fresh: bool, training: bool, record: bool) -> Sides | CastJob:
+        """The weight [N, K], and [K, N] columnwise, where that needs no cast, else the cast that makes them.
 
         Each is quantized, or as it is where the plan has high precision. The columnwise side is None where backward makes
         it again. A weight that lives as FP8 is used as it is; its amax counts once an iteration, as if it had been cast.
 
         Args:
             fresh: quantize again whatever is cached (Megatron's is_first_microbatch).
+            training: the layer's mode, which chooses the casts.
             record: record the amax.
         """
         if isinstance(weight, Fp8Parameter):
@@ -115,59 +107,58 @@ class WeightCache:
                 if (observer := self.state.observer) is not None:
                     observer.stored(weight.quantizer.slot.name, weight)
             return Sides(weight.quantized.rowwise, weight.quantized.columnwise)
-        if self.casts.rowwise is self.casts.columnwise is None:
+        casts = self.casts if training else self.evaluation_casts
+        if casts.rowwise is casts.columnwise is None:
             return Sides(weight, weight.t())
-        kept = self.serving(weight, fresh=fresh, record=record)
-        return None if kept is None else self._sides(weight, kept.quantized)
+        entry = None if fresh or not self.state.keeps_weights else self.entry
+        # Of a weight without a version nobody would notice that it was written.
+        if entry is not None and not weight.is_inference() and entry.version == self.version(weight):
+            if record and not entry.recorded:
+                self.record(measure(weight))
+            return self._sides(weight, entry.quantized)
+        again = self._may_make_again and not self.state.keeps_columnwise
+        return CastJob(casts, weight, "rowwise" if again else "both", record)
 
-    def job(self, weight: torch.Tensor, *, training: bool, record: bool) -> CastJob:
-        """The cast of the weight [N, K]."""
-        return CastJob(self.casts_in(training), weight, self.direction, record)
+    def take(self, job: CastJob, quantized: Float8Tensor, *, keep: bool = False) -> Sides:
+        """What ``job``, given by ``prepare``, made; returned as ``prepare`` does.
 
-    def take(self, weight: torch.Tensor, quantized: Float8Tensor, *, record: bool, training: bool) -> Sides:
-        """Caches what ``job`` gave of the weight; returns it as ``ready`` does."""
-        column = self.casts_in(training).columnwise
-        scale = None if column is None else column.delayed_scale()
-        if self._memory is None or self._memory.cdata != _storage_number(weight):
-            self._memory = StorageWeakRef(weight.untyped_storage())
-        self.held = CachedWeight(self.version(weight), record, scale, quantized, self.fits(training))
+        Cached if the state ``keeps_weights``, or to ``keep`` it for backward, which an operator needs.
+        """
+        weight, casts = job.x, job.casts
+        if keep or self.state.keeps_weights:
+            column = casts.columnwise
+            scale = None if column is None else column.delayed_scale()
+            if self._memory is None or self._memory.cdata != _storage_number(weight):
+                self._memory = StorageWeakRef(weight.untyped_storage())
+            version, evaluation = self.version(weight), casts is not self.casts
+            self.entry = CachedWeight(version, job.record, scale, quantized, evaluation)
+        else:
+            self.entry = None
         return self._sides(weight, quantized)
 
     def _sides(self, weight: torch.Tensor, made: Float8Tensor) -> Sides:
-        if self.direction == "rowwise":
+        if self._may_make_again and not self.state.keeps_columnwise:
             return Sides(made.rowwise, None)
         return Sides(made.rowwise or weight, weight.t() if made.columnwise is None else made.columnwise)
-
-    def serving(self, weight: torch.Tensor, *, fresh: bool, record: bool) -> CachedWeight | None:
-        """What was cached, if it is of the weight as it is now and may serve; arguments as of ``ready``."""
-        kept = self.held
-        # Of a weight without a version nobody would notice that it was written.
-        if kept is None or fresh or not self.state.keeps_weights or weight.is_inference():
-            return None
-        if kept.version != self.version(weight):
-            return None
-        if record and not kept.recorded:
-            self.record(measure(weight))
-        return kept
 
     def record(self, measured: torch.Tensor) -> None:
         """Record the amax and non-finite count (float32 [2]) of a weight whose cast recorded neither.
 
         A cached weight is recorded once.
         """
-        kept = self.held
-        if kept is not None and kept.recorded:
+        entry = self.entry
+        if entry is not None and entry.recorded:
             return
         for quantizer in self.casts.quantizers:
             quantizer.record(measured[0], measured[1])
-        if kept is not None:
-            kept.recorded = True
+        if entry is not None:
+            entry.recorded = True
 
     def recorded_nothing(self) -> None:
         """Let the next call record the weight again: its slots were restored."""
         self._observed = -1
-        if self.held is not None:
-            self.held.recorded = False
+        if self.entry is not None:
+            self.entry.recorded = False
 
     def observe(self, weight: torch.Tensor) -> None:
         """Record the weight's amax, once an iteration, without a cast."""
@@ -175,8 +166,8 @@ class WeightCache:
             self.casts.observe(weight)
 
     def forget(self) -> None:
-        """Drop what is kept: another weight took this one's place, or the next call will quantize anyway."""
-        self.held = None
+        """Drop what is cached: another weight took this one's place."""
+        self.entry = None
 
     def _first_this_iteration(self) -> bool:
         first, self._observed = self._observed != self.state.iteration, self.state.iteration
@@ -199,9 +190,6 @@ class WeightCache:
 def _storage_number(tensor: torch.Tensor) -> int:
     number: int = torch._C._storage_id(tensor)  # type: ignore[attr-defined]
     return number
-
-
-_DELAYED, _EVALUATED = 1, 2  # a stamp's flags
 
 
 def stamp_of(
@@ -236,7 +224,11 @@ def stamps_of(
 
 def _facts(weights: WeightCache, training: bool) -> tuple[list[int], torch.Tensor | None]:
     """(stamp, delayed scale float32 [] or None)."""
-    scale = None if weights.held is None else weights.held.scale
+    casts = weights.casts if training else weights.evaluation_casts
+    if weights.entry is not None:
+        scale = weights.entry.scale
+    else:  # that of the cast just made
+        scale = None if casts.columnwise is None else casts.columnwise.delayed_scale()
     flags = _DELAYED * (scale is not None) + _EVALUATED * (not training)
     return [weights.state.weight_generation, flags], scale
 
@@ -262,10 +254,14 @@ def columnwise_of(
     if quantizer is None:
         return weight.t()
     generation, flags = stamp.tolist()
-    held, side = weights.held, None
-    alike = held is not None and held.for_evaluation == weights.fits(training=not flags & _EVALUATED)
-    if held is not None and alike and held.version == weights.version(weight, generation):
-        side = held.quantized.columnwise
+    entry, side = weights.entry, None
+    for_evaluation = bool(flags & _EVALUATED) and weights.evaluation_casts is not weights.casts
+    if (
+        entry is not None
+        and entry.for_evaluation == for_evaluation
+        and entry.version == weights.version(weight, generation)
+    ):
+        side = entry.quantized.columnwise
     if side is None:
         side = quantizer.again(weight, "columnwise", scale if flags & _DELAYED else None).columnwise
     assert side is not None
@@ -302,13 +298,13 @@ class WeightFacts(NamedTuple):
         limit: how far its amax may lie beyond the scale.
         amax: and no larger it may be, if it lies beyond: what it was as training left it, where that is known.
         written: somebody other than the training wrote it, and that is certain.
-        told: whether the model's user was told of such weights.
+        has_warned: whether the model's user was warned of such weights.
     """
 
     limit: float = STEPPED
     amax: float = math.inf
     written: bool = False
-    told: bool = False
+    has_warned: bool = False
 
 
 class EvalWeightQuantizer(Quantizer):
@@ -316,17 +312,19 @@ class EvalWeightQuantizer(Quantizer):
 
     Args:
         quantizer: training's.
-        known: asked at each cast.
-        tell: called once a scale did not fit, as far as the host sees that without waiting for a device.
+        weight_facts: called at each cast.
+        warn: called once a scale did not fit, as far as the host sees that without waiting for a device.
 
     Attributes:
         misfits: bool [], whether the last matrix was cast by a scale of its own since the history's did not fit; None: it
             was not asked.
     """
 
-    def __init__(self, quantizer: Quantizer, known: Callable[[], WeightFacts], tell: Callable[[str], Any]):
+    def __init__(
+        self, quantizer: Quantizer, weight_facts: Callable[[], WeightFacts], warn: Callable[[str], Any]
+    ):
         super().__init__(quantizer.rule, quantizer.slot, quantizer.backend)
-        self._known, self._tell = known, tell
+        self._weight_facts, self._warn = weight_facts, warn
         self._used: torch.Tensor | None = None
         self.misfits: torch.Tensor | None = None
 
@@ -343,50 +341,50 @@ class EvalWeightQuantizer(Quantizer):
         """x [rows, cols] by the history's scale where that fits, else by x's own."""
         self._used = scale = self._scale_of(x)
         done: Quantized = self.backend.quantize(x, self.rule, direction, scale=scale)
-        self.slot.arena.counts.casts += 1
+        self.slot.arena.counter.here.casts += 1
         return done
 
     def _scale_of(self, x: torch.Tensor) -> torch.Tensor | None:
         kept, self.misfits = self._current_scale(), None
         if kept is None:
             return None
-        known = self._known()
-        scale, self.misfits = eval_scale(x, kept, self.slot, known)
-        if not known.told and _may_look(x, known) and bool(self.misfits):
-            self._tell(self.slot.name)
+        facts = self._weight_facts()
+        scale, self.misfits = eval_scale(x, kept, self.slot, facts)
+        if not facts.has_warned and _may_look(x, facts) and bool(self.misfits):
+            self._warn(self.slot.name)
         return scale
 
 
 def eval_scale(
-    x: torch.Tensor, kept: torch.Tensor, slot: Slot, known: WeightFacts
+    x: torch.Tensor, delayed_scale: torch.Tensor, slot: Slot, facts: WeightFacts
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(float32 [], the scale to cast x by; bool [], whether it is x's own). Nothing is read back.
 
     Args:
         x: the weight. All zeros or with an Inf it says nothing of a scale, and fits any.
-        kept: float32 [], the delayed scale.
-        known: how far x may lie beyond it.
+        delayed_scale: float32 [].
+        facts: how far x may lie beyond it.
     """
     assert slot.delayed is not None
     amax = block_amaxes(in_memory(x).contiguous(), [(0, 0)])[0][0].view([])
     epsilon, margin = slot.delayed.amax_epsilon, slot.delayed.margin
     full = compute_scale(amax, slot.fmt, epsilon=epsilon)  # beyond this scale the largest value saturates
     own = compute_scale(amax, slot.fmt, margin=margin, epsilon=epsilon) if margin else full
-    fits = kept <= full * known.limit
-    if known.amax < math.inf:
-        fits = (fits & (amax <= known.amax * ROUNDED)) | (kept <= full)
-    misfits = ~(fits & (own <= kept * _FLUSHED)) & (amax > 0) & amax.isfinite()
-    return torch.where(misfits, own, kept), misfits
+    fits = delayed_scale <= full * facts.limit
+    if facts.amax < math.inf:
+        fits = (fits & (amax <= facts.amax * ROUNDED)) | (delayed_scale <= full)
+    misfits = ~(fits & (own <= delayed_scale * _FLUSHED)) & (amax > 0) & amax.isfinite()
+    return torch.where(misfits, own, delayed_scale), misfits
 
 
 def evaluation_casts(
     casts: Casts,
-    known: Callable[[], WeightFacts] = WeightFacts,
-    tell: Callable[[str], Any] = lambda name: None,
+    weight_facts: Callable[[], WeightFacts] = WeightFacts,
+    warn: Callable[[str], Any] = lambda name: None,
 ) -> Casts:
     """The casts of a weight for evaluation; those that are not delayed are the same."""
     made = {
-        id(quantizer): EvalWeightQuantizer(quantizer, known, tell)
+        id(quantizer): EvalWeightQuantizer(quantizer, weight_facts, warn)
         for quantizer in casts.quantizers
         if quantizer.slot.delayed is not None
     }
@@ -413,8 +411,8 @@ def warn_of_replaced(name: str) -> None:
     )
 
 
-def _may_look(x: torch.Tensor, known: WeightFacts) -> bool:
+def _may_look(x: torch.Tensor, facts: WeightFacts) -> bool:
     """Whether the host may read a verdict on x: where nobody waits for it, or where x was written."""
     if not x.is_cuda:
         return True
-    return known.written and not torch.cuda.is_current_stream_capturing()
+    return facts.written and not torch.cuda.is_current_stream_capturing()

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..linear.function import Tokens, grouped_linear, some_together
+from ..linear.function import Tokens, group_where_possible, grouped_linear
 from ..params.fp8_parameter import Fp8Parameter
-from ..plan.autocast_state import autocasts, current_autocast_state, without_autocast
+from ..plan.autocast_state import autocasts, current_autocast_state
 from .config import Fp8Config
 from .expert_modules import Kind, Stack, kind_of
 from .group import Fp8Group
@@ -187,7 +187,7 @@ class Fp8Experts(torch.nn.Module):
         """Called by .to() and .cuda(). Drops cached codes on the old device and moves the histories."""
         linears = self.fp8_linears()
         before = [linear.fp8_device for linear in linears]
-        with self.fp8_group.left.moving(
+        with self.fp8_group.trained_weights.moving(
             lambda: [of for stack in self.fp8_stacks for of in sources_of(self, stack.parameter)]
         ):
             super()._apply(fn, recurse)
@@ -233,7 +233,7 @@ class Fp8Experts(torch.nn.Module):
             for linear in self.fp8_linears(stack):
                 sources = linear.sources  # a parametrised stack is computed at the multiplication
                 weight = sources[0] if sources else linear.weight
-                if isinstance(weight, Fp8Parameter) or is_heard(linear) or not linear.way(weight)[1]:
+                if isinstance(weight, Fp8Parameter) or is_heard(linear) or not linear.resolve_call(weight)[1]:
                     return False
         return True
 
@@ -249,7 +249,7 @@ class Fp8Experts(torch.nn.Module):
         """
         linears, weights = self.fp8_linears(stack), self._weights(stack)
         device = weights[0].device
-        calls = [linear.way(weight) for linear, weight in zip(linears, weights, strict=True)]
+        calls = [linear.resolve_call(weight) for linear, weight in zip(linears, weights, strict=True)]
         in_group = [fp8 and not is_heard(linear) for linear, (_, fp8, _) in zip(linears, calls, strict=True)]
 
         def alone(e: int, part: torch.Tensor) -> torch.Tensor:
@@ -260,16 +260,10 @@ class Fp8Experts(torch.nn.Module):
             sites = [calls[e][0] for e in these]
             if autocasts(device):
                 part = part.to(torch.get_autocast_dtype(device.type))
-            with without_autocast(device):
-                return grouped_linear(
-                    part,
-                    [linears[e].as_matrix(weights[e]) for e in these],
-                    numbers,
-                    sites,
-                    training=self.training,
-                )
+            matrices = [linears[e].as_matrix(weights[e]) for e in these]
+            return grouped_linear(part, matrices, numbers, sites, training=self.training)
 
-        y = some_together(x, tokens, in_group, together, alone)
+        y = group_where_possible(x, tokens, in_group, together, alone)
         if stack.bias is None:
             return y
         assert of_rows is not None, "biases are added by row"

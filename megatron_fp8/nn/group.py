@@ -78,7 +78,7 @@ class Fp8Group:
         self.states: dict[torch.device, Fp8State] = {}
         self.iteration = 0
         self.unused = Unused()
-        self.left = TrainedWeights()
+        self.trained_weights = TrainedWeights()
         self.delays = False
         self._said_untrainable = False
         self._resumed = False
@@ -255,13 +255,13 @@ class Fp8Group:
     def _written_by_training(self) -> None:
         """Record the current parameters as written by training."""
         self._resumed = False
-        if self.delays or self.left.resumed:
-            self.left.note(weight for linear in self.linears for weight in linear.sources)
+        if self.delays or self.trained_weights.resumed:
+            self.trained_weights.record(weight for linear in self.linears for weight in linear.sources)
 
     def resume(self, iteration: int) -> None:
         """Continue from a saved iteration. The weights may be loaded before or after."""
         self.iteration = iteration
-        self.left, self._resumed, self._resumed_at = TrainedWeights(), True, self._backwards
+        self.trained_weights, self._resumed, self._resumed_at = TrainedWeights(), True, self._backwards
         for state in self.states.values():
             state.discard_iteration()
             state.iteration = iteration
@@ -270,7 +270,9 @@ class Fp8Group:
     def before_optimizer_step(self) -> None:
         """Remember which weights are still as training left them."""
         if self.delays:
-            self._unwritten = self.left.unwritten(w for linear in self.linears for w in linear.sources)
+            self._unwritten = self.trained_weights.unwritten(
+                w for linear in self.linears for w in linear.sources
+            )
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Invalidate cached codes. After a training step, require fp8_step before the next forward."""
@@ -280,7 +282,7 @@ class Fp8Group:
         before = max(self._resumed_at, self._stepped_at.get(optimizer, 0))
         self._stepped_at[optimizer] = self._backwards
         if not trains(optimizer, self._backwards != before):
-            self.left.note_again(unwritten)  # this step rewrote the weights with the same values
+            self.trained_weights.renew(unwritten)  # this step rewrote the weights with the same values
             return
         self._written_by_training()
         for state in self.states.values():

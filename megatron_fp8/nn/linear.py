@@ -21,12 +21,12 @@ from ..linear.function import fp8_linear
 from ..linear.gemm_site import GemmSite
 from ..linear.tensor_parallel import ShardInfo
 from ..params.fp8_parameter import Fp8Parameter
-from ..plan.autocast_state import AutocastState, autocasts, current_autocast_state, runs_fp8, without_autocast
+from ..plan.autocast_state import AutocastState, autocasts, current_autocast_state, runs_fp8
 from ..recipe import Recipe
 from .config import Fp8Config, make_config
 from .group import UNTRAINABLE, Fp8Group
 from .sites import LONE, LinearSites, rank
-from .special_inputs import call_in_graph, call_on_values, check_input, refuse_script
+from .special_inputs import call_in_graph, call_on_values, refuse_script
 
 COMPUTED = ("_orig", "_g", "_v")
 """Suffixes of parameters from which hooks compute a weight: spectral_norm and prune; weight_norm."""
@@ -132,11 +132,8 @@ class Fp8Layer(torch.nn.Module):
         """Create the sites that a call needs now. Returns whether any was missing."""
         return self.fp8_sites.get_ready(self.fp8_device, current_autocast_state().recipe)
 
-    def _require_sites(self, device: torch.device, label: str) -> None:
-        """make_sites if needed. The check adds no guard to traced code that would differ between layers."""
-        # Not .made: once Dynamo has read that dict, it does not see entries added here.
-        if self.fp8_sites.ready_on == device and not label:
-            return
+    def _prepare_sites(self) -> None:
+        """make_sites, also where torch.compile traces."""
         if torch.compiler.is_dynamo_compiling():
             from ..linear.compiled import prepare_layer  # loads torch's compiler
 
@@ -147,7 +144,7 @@ class Fp8Layer(torch.nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Fp8Layer:
         """Called by .to() and .cuda(). Drops cached codes on the old device and moves the histories."""
         before = self.fp8_device
-        with self.fp8_group.left.moving(lambda: self.sources):
+        with self.fp8_group.trained_weights.moving(lambda: self.sources):
             super()._apply(fn, recurse)
         if self.fp8_device != before:
             self.fp8_sites.leave(before)
@@ -191,24 +188,26 @@ class Fp8Layer(torch.nn.Module):
 
     def run(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The forward with this weight, in the layer's layout."""
-        site, fp8, switch = self.way(weight)
+        site, fp8, switch = self.resolve_call(weight)
         if not fp8:
             return self._high_precision(input, weight, site, observe=not switch.turns_off(site.plan))
-        device = weight.device
-        if autocasts(device):
-            with without_autocast(device):
-                return self._in_fp8(input.to(torch.get_autocast_dtype(device.type)), weight, site)
-        return self._in_fp8(input, weight, site)
+        if autocasts(weight.device):
+            input = input.to(torch.get_autocast_dtype(weight.device.type))
+        return fp8_linear(input, self.as_matrix(weight), self.bias, site, training=self.training)
 
-    def way(self, weight: torch.Tensor) -> tuple[GemmSite, bool, AutocastState]:
+    def resolve_call(self, weight: torch.Tensor) -> tuple[GemmSite, bool, AutocastState]:
         """Resolves site and precision for this call: (site, whether FP8, autocast switch)."""
         sites, device = self.fp8_sites, weight.device
-        self._require_sites(device, current_autocast_state().label)
-        site = sites.made[device, ""]
+        # Not .table: once Dynamo has read that dict, it does not see entries added here. The check adds no guard to
+        # traced code that would differ between layers.
+        if sites.ready_on != device:
+            self._prepare_sites()
+        site = sites.table[device, ""]
         if site.state.missing_end and self.training and site.state.must_end_first:
             raise RuntimeError(site.state.missing_end)
         switch = sites.forwards.switch(site, self.training)
         if switch.label and site.is_fp8:
+            self._prepare_sites()
             site = sites.by_recipe(device, switch.label)
         site = site.acting
         fp8 = runs_fp8(site, switch)
@@ -219,11 +218,6 @@ class Fp8Layer(torch.nn.Module):
     def __prepare_scriptable__(self) -> NoReturn:
         """Called by torch.jit.script."""
         refuse_script(self.fp8_name)
-
-    def _in_fp8(self, input: torch.Tensor, weight: torch.Tensor, site: GemmSite) -> torch.Tensor:
-        check_input(self.fp8_name, input)
-        matrix, bias = self.as_matrix(weight), self.bias
-        return fp8_linear(input, matrix, bias, site, training=self.training)
 
     def _high_precision(
         self, x: torch.Tensor, weight: torch.Tensor, site: GemmSite, *, observe: bool

@@ -54,7 +54,7 @@ class LinearSites:
         also: other names under which overrides match the linear.
 
     Attributes:
-        made: (device, label) -> site. The label is '' for the linear's own recipe, else AutocastState.label.
+        table: (device, label) -> site. The label is '' for the linear's own recipe, else AutocastState.label.
         ready_on: device on which a call needs no preparation: its site exists, and no history is waiting to
             move.
         forwards: autocast switches of the linear's forwards, for recomputation.
@@ -71,7 +71,7 @@ class LinearSites:
         also: tuple[str, ...] = (),
     ):
         self.name = name
-        self.made: dict[tuple[torch.device, str], GemmSite] = {}
+        self.table: dict[tuple[torch.device, str], GemmSite] = {}
         self.ready_on: torch.device | None = None
         self.forwards = Forwards(by_recipe=True)
         self.called = False
@@ -96,7 +96,7 @@ class LinearSites:
     @property
     def has_run(self) -> bool:
         """Whether a call of the linear ran in FP8, by any recipe."""
-        self._ran = self._ran or any(site.has_run for site in self.made.values())
+        self._ran = self._ran or any(site.has_run for site in self.table.values())
         return self._ran
 
     @property
@@ -114,26 +114,26 @@ class LinearSites:
         """Create the sites for a call on this device: those of all linears of the group there, so that all ranks have
         the same slots in the same order; and this linear's site for fp8_autocast's recipe. Returns whether anything was
         missing."""
-        before = self.ready_on, len(self.made)
-        if (device, "") not in self.made or "" in self._left:
+        before = self.ready_on, len(self.table)
+        if (device, "") not in self.table or "" in self._left:
             self.group.make_sites(device)
         own = self.on(device)
         if recipe is not None and own.is_fp8:
             self.on(device, recipe)
-        return before != (self.ready_on, len(self.made))
+        return before != (self.ready_on, len(self.table))
 
     def on(self, device: torch.device, recipe: Recipe | None = None) -> GemmSite:
         """The site on a device, for fp8_autocast's recipe if given; created on first use."""
         key = (device, "" if recipe is None else repr(recipe))
-        if key not in self.made:
+        if key not in self.table:
             # Concurrent threads must not create slots twice.
             with (
                 self.group.making,
                 _disable_current_modes(),
             ):  # the site outlives fake-tensor and tracing modes
-                if key not in self.made:
-                    self.made[key] = self._make(device, recipe)
-        site = self.made[key]
+                if key not in self.table:
+                    self.table[key] = self._make(device, recipe)
+        site = self.table[key]
         if device.type != "meta":
             if (site_before_move := self._left.pop(key[1], None)) is not None:
                 take_over(site_before_move, site)
@@ -153,7 +153,7 @@ class LinearSites:
         site.traced.owner = self._linear
         if site.has_histories:
             group.delays = True
-            site.weights.fit(self.known, self._tell)
+            site.weights.check_scale_in_evaluation(self.weight_facts, self._warn)
         if self._prepared is not None and recipe is None:
             self._prepared(site)
         return site
@@ -161,15 +161,15 @@ class LinearSites:
     def by_recipe(self, device: torch.device, label: str) -> GemmSite:
         """The site for fp8_autocast's recipe. Raises RuntimeError if it is missing because compiled code entered the
         region."""
-        if (device, label) not in self.made:
+        if (device, label) not in self.table:
             raise RuntimeError(f"{self.name}: enter fp8_autocast(recipe=...) outside of compiled code")
-        return self.made[device, label]
+        return self.table[device, label]
 
     def prepare(self, change: Preparation) -> None:
         """Apply a change for inference to all sites of the linear's own recipe: existing ones, and later ones on other
         devices or in copies."""
         self._prepared = change
-        for (_, label), site in self.made.items():
+        for (_, label), site in self.table.items():
             if not label:
                 change(site)
 
@@ -177,7 +177,7 @@ class LinearSites:
 
     def histories(self, device: torch.device) -> dict[str, Mapping[str, torch.Tensor]]:
         """Label -> delayed-scaling state of fp8_autocast's recipes, as ``saved_slots`` by role."""
-        current = {label: site for (site_device, label), site in self.made.items() if site_device == device}
+        current = {label: site for (site_device, label), site in self.table.items() if site_device == device}
         sites = {
             label: site for label, site in {**current, **self._left}.items() if label and site.has_histories
         }
@@ -188,26 +188,26 @@ class LinearSites:
         stored until the recipe is first called."""
         self._left = {label: site for label, site in self._left.items() if not label}
         self._loaded = dict(saved)
-        for (site_device, label), site in self.made.items():
+        for (site_device, label), site in self.table.items():
             if site_device == device and label and site.has_histories:
                 _load_histories(site, self._loaded.pop(label, {}))
 
     def start_again(self) -> None:
         """Reset all histories, because another weight replaces theirs."""
         self._loaded, self._left = {}, {}
-        for site in self.made.values():
+        for site in self.table.values():
             for slot in delayed_slots(site).values():
                 slot.arena.start_again(slot)
 
-    def known(self) -> WeightFacts:
+    def weight_facts(self) -> WeightFacts:
         """Facts about the weight since its scale was computed."""
         linear, group = self.linear, self._group()
         if linear is None or group is None:
             return WeightFacts()
-        return group.left.known(self.name, linear.sources)
+        return group.trained_weights.weight_facts(self.name, linear.sources)
 
-    def _tell(self, name: str) -> None:
-        self.group.left.told = True
+    def _warn(self, name: str) -> None:
+        self.group.trained_weights.has_warned = True
         warn_of_replaced(name)
 
     # ---------------------------------------------------------------------------------------------- moves and copies
@@ -220,25 +220,25 @@ class LinearSites:
         """
         if not isinstance(weight, Fp8Parameter) or weight.is_gathered or device.type == "meta":
             return
-        quantizer = self.on(device).weights.evaluated_by.rowwise
+        quantizer = self.on(device).weights.evaluation_casts.rowwise
         if quantizer is not None and quantizer.slot.arena is not weight.quantizer.slot.arena:
             weight.quantized_by(quantizer)
 
     def leave(self, device: torch.device) -> None:
         """Called after a move from this device: drops cached codes and stores the histories for the next device."""
-        for (site_device, _), site in self.made.items():
+        for (site_device, _), site in self.table.items():
             if site_device == device:
                 site.weights.forget()
         if device.type != "meta":
             self._left |= {
-                label: site for (site_device, label), site in self.made.items() if site_device == device
+                label: site for (site_device, label), site in self.table.items() if site_device == device
             }
         self.ready_on = None
 
     def forget(self, device: torch.device) -> None:
         """Remove the sites on a device whose state was dropped."""
         self._ran = self.has_run
-        self.made = {key: site for key, site in self.made.items() if key[0] != device}
+        self.table = {key: site for key, site in self.table.items() if key[0] != device}
 
     def of_copy(self, linear: Fp8Layer, group: Fp8Group, memo: dict[int, Any] | None = None) -> LinearSites:
         """Empty sites for a copy of the linear, with the same change for inference."""
@@ -256,11 +256,11 @@ class LinearSites:
         device = linear.fp8_device
         copied._loaded = copy.deepcopy(self.histories(device), memo)
         copied.follow(self)
-        source = self.made.get((device, "")) or self._left.get("")
+        source = self.table.get((device, "")) or self._left.get("")
         if source is not None and source.has_histories and device.type != "meta":
             take_over(source, copied.on(device))
         copies = [(weight, memo.get(id(weight))) for weight in linear.sources]
-        copied.group.left.note_copies(self.group.left, self.name, copies)
+        copied.group.trained_weights.record_copies(self.group.trained_weights, self.name, copies)
         copied.quantize(memo.get(id(linear.held)), device)
         return copied
 

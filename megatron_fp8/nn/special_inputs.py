@@ -1,4 +1,4 @@
-"""Handles a linear's unusual inputs: nested tensors, symbolic traces, unsupported layouts."""
+"""Handles a linear's unusual inputs: nested tensors and symbolic traces."""
 
 from __future__ import annotations
 
@@ -7,19 +7,6 @@ from typing import Any, NoReturn
 import torch
 
 from ..files.argument_check import check_tensor
-
-
-def check_input(name: str, x: torch.Tensor) -> None:
-    """Raises ValueError if FP8 does not support the input's layout or number of dimensions."""
-    if x.layout is not torch.strided:
-        raise ValueError(
-            f"{name}: an FP8 linear takes dense inputs, and this one's layout is {x.layout}: give x.to_dense(), or call"
-            " the linear inside fp8_autocast(enabled=False)"
-        )
-    if x.ndim == 0:
-        raise ValueError(
-            f"{name}: the input is a number without dimensions, and [..., in_features] is needed: give x.reshape(1)"
-        )
 
 
 def refuse_script(name: str) -> NoReturn:

@@ -74,7 +74,9 @@ def load_fp8_state_dict(model: torch.nn.Module, saved: Mapping[str, torch.Tensor
     for name, linear in linears.items():
         own, amax = _own_slots(name, linear), saved.get(f"{name}.weight.amax")
         if own or by_recipe[name]:
-            linear.fp8_group.left.note_saved(linear.fp8_name, math.inf if amax is None else float(amax))
+            linear.fp8_group.trained_weights.record_saved_amax(
+                linear.fp8_name, math.inf if amax is None else float(amax)
+            )
         load_slots(own, saved)
         histories = {
             label: {key: saved[f"{name}@{label}.{key}"] for key in keys}
@@ -115,7 +117,7 @@ def _amax_left(linear: Fp8Layer) -> torch.Tensor:
     unknown."""
     if linear.held is None or hasattr(linear.held, "to_local") or linear.fp8_device.type == "meta":
         return torch.full((1,), math.inf, device="cpu", dtype=torch.float32)
-    facts = linear.fp8_sites.known()
+    facts = linear.fp8_sites.weight_facts()
     if facts.limit == 1:
         return torch.zeros(1, device="cpu", dtype=torch.float32)
     return compute_amax(linear.matrix.detach()).clamp(max=facts.amax).view(1).cpu()

@@ -143,7 +143,7 @@ class _Stored:
         piece_amax(flat, 0, shape, self.dtype, amax, nonfinite)
         scale, scale_inv = whole_scales(quantizer, amax)
         piece_cast(flat, 0, shape, self.dtype, scale, self.codes[0].view(-1), quantizer.rule.fmt)
-        quantizer.slot.arena.counts.casts += 1
+        quantizer.slot.arena.counter.here.casts += 1
         self.set_scales([scale_inv], amax.amax() if amax.numel() else torch.zeros_like(nonfinite), nonfinite)
 
     def tensors(self) -> Iterator[torch.Tensor]:

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..recipe import Recipe
 from ..state.fp8_state import Fp8State
-from ..state.iteration import backward_task, in_backward
+from ..state.iteration import backward_task
 from .site_plan import SitePlan
 
 P = ParamSpec("P")
@@ -257,7 +257,7 @@ class WatchedForwards:
         if self._state.capturing:
             return False  # the mode is the capture's own, which needs all operations
         watched, iteration = is_watched(*tensors), self._state.iteration
-        if not in_backward():
+        if backward_task() == -1:
             if iteration != self._iteration:
                 self._iteration, self._met = iteration, set()
             self._met.add(watched)
@@ -276,6 +276,6 @@ def autocasts(device: torch.device) -> bool:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Disables torch.autocast inside: it would round the products of the emulated GEMM."""
-    if not autocasts(device):
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -30,7 +30,7 @@ from ..numerics.subnormals import keeping_subnormals
 from ..recipe import DelayedScaling
 from .amax_history import History
 from .collectives import collected, from_rank, same_everywhere
-from .iteration import Counter, IterationCounts
+from .iteration import Counter
 from .observer_protocol import Observer
 
 Group = Any
@@ -93,11 +93,6 @@ class Arena:
         self.own_damage = torch.zeros(2, 0, device=device, dtype=torch.bool)
         self._histories: dict[tuple[DelayedScaling, str], History] = {}
         self._agreed: int | None = None  # number of slots that all ranks have confirmed to share
-
-    @property
-    def counts(self) -> IterationCounts:
-        """The counts of the calling thread (Counter)."""
-        return self.counter.here
 
     @property
     def world_size(self) -> int:
@@ -244,7 +239,7 @@ class Arena:
         wire = torch.cat([self.rows[:, :agreed].reshape(-1), *flags])
         dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=self.group)
         self.rows[:, :agreed] = wire[:-2].view(2, agreed)
-        self.counts.amax_collectives += 1
+        self.counter.here.amax_collectives += 1
         return torch.stack([wire[-2], self.rows[1].sum(), wire[-1]])
 
     @keeping_subnormals
@@ -258,7 +253,7 @@ class Arena:
         added = self.rows[:, agreed:].contiguous()
         dist.all_reduce(added, op=dist.ReduceOp.MAX, group=self.group)
         self.rows[:, agreed:] = added
-        self.counts.amax_collectives += 1
+        self.counter.here.amax_collectives += 1
         return float(self.rows[1].sum())
 
     @keeping_subnormals

@@ -50,9 +50,8 @@ def in_backward() -> bool:
     return not torch.compiler.is_compiling() and backward_task() != -1
 
 
-def backward_task() -> int:
-    """Returns the id of the backward running in this thread, -1 if none. Not for traced code."""
-    return torch._C._current_graph_task_id()
+backward_task = torch._C._current_graph_task_id
+"""Returns the id of the backward running in this thread, -1 if none. Not for traced code."""
 
 
 def trains(optimizer: Optimizer, came_back: bool) -> bool:

@@ -35,7 +35,7 @@ import torch
 from ...backends import reference
 from ...backends.native import backend as native
 from ...kernels.lazy_tensor import LazyTensor, written
-from ...linear.saved_operands import first_derivative_only, given_back, save
+from ...linear.saved_operands import first_derivative_only, restore, save
 from ...numerics.formats import E4M3
 from ...numerics.rule import BLOCK_1X128, Rule
 from ...tensor import QuantizedSide
@@ -66,7 +66,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        codes, scale_inv, weights = given_back(ctx, "SwiGLU")
+        codes, scale_inv, weights = restore(ctx, "SwiGLU")
         gate, up = QuantizedSide(codes, scale_inv, BLOCK_1X128, True).dequantize().chunk(2, -1)
         sigmoid = torch.sigmoid(gate)
         silu = gate * sigmoid
@@ -106,7 +106,7 @@ class _DeferredSwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         from ...kernels.fused_quantize import SwigluGradient, swiglu_weight_grad  # loads Triton
 
-        weights, *saved = given_back(ctx, "SwiGLU")
+        weights, *saved = restore(ctx, "SwiGLU")
         dy = written(grad_output).reshape(-1, ctx.x_shape[-1] // 2)  # [tokens, n]
         x = saved[0].reshape(-1, ctx.x_shape[-1])
         if ctx.store:  # a code times a power of two is exact in 16 bits too

@@ -21,7 +21,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch.nn.modules.module import _has_any_global_hook
 
-from ...linear.function import Tokens, grouped_linear, on_host, some_together
+from ...linear.function import Tokens, group_where_possible, grouped_linear, on_host
 from .activation import computes_activation
 from .linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
 
@@ -124,7 +124,7 @@ class _Linears(NamedTuple):
             y: torch.Tensor = self.linears[e](part)[0]
             return y
 
-        return some_together(x, self.tokens, joins, self._together, alone), None
+        return group_where_possible(x, self.tokens, joins, self._together, alone), None
 
     def makes_codes_of(self, role: str) -> bool:
         """Whether all experts' kernels make codes of this operand, as for one linear."""

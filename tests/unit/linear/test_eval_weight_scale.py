@@ -23,7 +23,7 @@ def gradients(*, as_operators: bool, grouped: bool, order: list[bool]) -> list[t
     sites = [make_site("delayed", state=state, name=f"e.{e}", recording=False)[0] for e in range(2)]
     weights = [torch.nn.Parameter(randn(N, K, seed=e)) for e in range(2)]
     for site in sites:
-        site.weights.fit(lambda: WeightFacts(1.0, written=True, told=True), lambda _: None)
+        site.weights.check_scale_in_evaluation(lambda: WeightFacts(1.0, written=True, has_warned=True), print)
 
     def run(training: bool) -> tuple[torch.Tensor, torch.Tensor]:
         x = randn(sum(TOKENS), K, seed=5).requires_grad_()

@@ -309,7 +309,7 @@ def test_columnwise_codes_of_the_weight_can_be_made_again(name):
         for field in ("y", "dx", "dw"):
             assert_same_bytes(getattr(again, field), getattr(base, field), field)
         assert_same_bytes(other.state.arenas[0].rows, site.state.arenas[0].rows, "recorded")
-        held, shared = other.weights.held, other.casts["weight"].shared
+        held, shared = other.weights.entry, other.casts["weight"].shared
         assert held is not None and shared is not None
         kept = held.quantized
         assert kept.rowwise is not None

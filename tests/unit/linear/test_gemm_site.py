@@ -9,9 +9,10 @@ from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.plan.site_plan import bf16_site, fp8_site
-from megatron_fp8.quantizer import cast_each
+from megatron_fp8.quantizer import CastJob, cast_each
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.fp8_state import Fp8State
+from megatron_fp8.tensor import Sides
 from tests.support.products import assert_close_to_exact, values
 from tests.support.sites import ALL_RECIPES, RECIPES, make_site, randn
 
@@ -40,8 +41,8 @@ def test_bf16_site_has_neither_slots_nor_quantizers():
     site = GemmSite(bf16_site("output_layer", None, "not a layer's linear"), state, None)
     assert not site.is_fp8 and state.slots() == [] and set(site.quantizers.values()) == {None}
     x, w = randn(5, 7, seed=1), randn(3, 7, seed=2)
-    sides = site.weights.ready(w, fresh=True, record=True)
-    assert sides is not None and sides.rowwise is w
+    sides = site.weights.prepare(w, fresh=True, training=True, record=True)
+    assert isinstance(sides, Sides) and sides.rowwise is w
     assert_same_bytes(sides.columnwise, w.t())
     assert_close_to_exact(site.multiply("fprop", x, w, torch.bfloat16), x.double(), w.double())
     assert (state.counts.fp8_gemms, state.counts.hp_gemms, state.counts.casts) == (0, 1, 0)
@@ -77,7 +78,9 @@ def test_sites_of_one_state_share_its_counts():
     sites = [make_site(name, state=state, name=name)[0] for name in ("mxfp8", "delayed")]
     w = randn(8, 8, seed=1)
     for site in sites:
-        cast_each([site.weights.job(w, training=True, record=True)])
+        job = site.weights.prepare(w, fresh=True, training=True, record=True)
+        assert isinstance(job, CastJob)
+        cast_each([job])
     assert state.finish_iteration().casts == 2
     assert len(state.arenas) == 1 and len(state.slots()) == 6
 

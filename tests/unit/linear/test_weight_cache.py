@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.linear.weight_cache import WeightCache, columnwise_of, stamp_of
-from megatron_fp8.quantizer import cast_each
+from megatron_fp8.quantizer import CastJob, cast_each
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.tensor import Sides
 from tests.support.sites import ALL_RECIPES, make_site, randn
@@ -22,11 +22,8 @@ def made(name: str = "delayed", **options: bool) -> tuple[WeightCache, Fp8State,
 
 def quantized(cache: WeightCache, w: torch.Tensor, *, fresh: bool = False, record: bool = True) -> Sides:
     """As a forward does."""
-    ready = cache.ready(w, fresh=fresh, record=record)
-    if ready is not None:
-        return ready
-    (made,) = cast_each([cache.job(w, training=True, record=record)])
-    return cache.take(w, made, record=record, training=True)
+    ready = cache.prepare(w, fresh=fresh, training=True, record=record)
+    return cache.take(ready, *cast_each([ready])) if isinstance(ready, CastJob) else ready
 
 
 def codes(cache: WeightCache, w: torch.Tensor, **options: bool) -> Any:

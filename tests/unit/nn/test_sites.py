@@ -90,7 +90,7 @@ def test_a_model_that_leaves_its_device_keeps_histories_and_no_codes(moved):
         twin(batch(i))
         before = model.up.fp8_group.states[torch.device("cpu")]
         model.get_submodule("" if moved == "all" else moved).to("meta")
-        assert model.up.fp8_site.weights.held is None and model.up.fp8_site.state.device.type == "meta"
+        assert model.up.fp8_site.weights.entry is None and model.up.fp8_site.state.device.type == "meta"
         assert (torch.device("cpu") in model.up.fp8_group.states) == (moved == "up")
         with torch.no_grad():  # not load_state_dict, which starts histories again
             for name, parameter in model.to_empty(device="cpu").named_parameters():

@@ -279,7 +279,7 @@ def test_weights_without_numbers_or_with_inf_keep_the_scale():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model.eval().up(batch(9))
-        assert_same_bytes(model.up.fp8_site.weights.evaluated_by.rowwise.delayed_scale(), kept)
+        assert_same_bytes(model.up.fp8_site.weights.evaluation_casts.rowwise.delayed_scale(), kept)
 
 
 @pytest.mark.parametrize("factor, replaced", [(8.0, ["linear"]), (1.9, [])])
@@ -288,7 +288,7 @@ def test_prepared_linears_that_evaluation_does_not_look_at(factor, replaced):
     torch.manual_seed(0)
     linear = Fp8Linear(64, 64, recipe=RECIPE)
     train_alone(linear)
-    linear.fp8_site.weights.evaluated_by = linear.fp8_site.weights.casts
+    linear.fp8_site.weights.evaluation_casts = linear.fp8_site.weights.casts
     linear.weight.data *= factor
     before = linear.eval()(torch.eye(64)).detach()
     assert prepare_for_inference(linear).fp8_inference.replaced == replaced

@@ -326,15 +326,15 @@ def test_histories_of_a_recipe_of_fp8_autocasts_that_wait():
     other = convert_to_fp8(Tower(seed=7))
     other.load_state_dict(model.state_dict())
     load_fp8_state_dict(other, fp8_state_dict(model))
-    assert other.up.fp8_group.left.resumed
+    assert other.up.fp8_group.trained_weights.resumed
     train(other, sgd(other), range(1))
-    assert not other.up.fp8_group.left.resumed
+    assert not other.up.fp8_group.trained_weights.resumed
     with fp8_autocast(recipe=RECIPE), warnings.catch_warnings():
         warnings.simplefilter("error")
         other.eval()(batch(9))
     plain = convert_to_fp8(Tower())
     load_fp8_state_dict(plain, fp8_state_dict(convert_to_fp8(Tower())))
-    assert not plain.up.fp8_group.left.resumed, "without delayed scaling nothing is kept"
+    assert not plain.up.fp8_group.trained_weights.resumed, "without delayed scaling nothing is kept"
 
 
 def test_of_linears_whose_weight_is_one_the_first_casts_in_a_copy_too():
