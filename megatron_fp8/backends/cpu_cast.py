@@ -7,11 +7,12 @@ are found first, reduced, and handed to it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
 from ..kernels.cpu import emulation, matrix_quantize
-from ..numerics.rule import ROW, TENSOR, Granularity
+from ..numerics.rule import ROW, TENSOR, Direction, Granularity
 from ..tensor import Float8Tensor, QuantizedSide
 from . import reference
 from .base import AmaxReduction, CastRequest, Quantized, Region
@@ -21,9 +22,9 @@ def quantize(
     request: CastRequest, reduce_amax: AmaxReduction | None = None, region: Region | None = None
 ) -> Quantized:
     """``reference.quantize``, by C where it takes the matrix."""
-    if not takes(request):
-        return _as_specified(request, reduce_amax, region)
     wanted = _cast_input(request)
+    if wanted is None:
+        return _as_specified(request, reduce_amax, region)
     if reduce_amax is None or request.scale is not None or all(rows for rows, _ in wanted.cuts):
         (made,) = matrix_quantize.quantize([wanted])
         return _quantized(request, made)
@@ -34,29 +35,24 @@ def quantize(
 
 def quantize_each(requests: Sequence[CastRequest]) -> list[Quantized]:
     """``quantize`` of each, of which no amax is reduced and none is rounded stochastically."""
-    inside = [takes(one) for one in requests]
-    made = iter(
-        matrix_quantize.quantize(
-            [_cast_input(one) for one, taken in zip(requests, inside, strict=True) if taken]
-        )
-    )
-    found = []
-    for one, taken in zip(requests, inside, strict=True):
-        if taken:
-            found.append(_quantized(one, next(made)))
-        else:
-            found.append(_as_specified(one, None, None))
-    return found
+    inputs = [_cast_input(one) for one in requests]
+    made = iter(matrix_quantize.quantize([one for one in inputs if one is not None]))
+    return [
+        _as_specified(request, None, None) if wanted is None else _quantized(request, next(made))
+        for request, wanted in zip(requests, inputs, strict=True)
+    ]
 
 
-def takes(request: CastRequest) -> bool:
-    """Whether C casts it."""
-    x, rule = request.x, request.rule
+def _cast_input(request: CastRequest) -> matrix_quantize.CastInput | None:
+    """The request as C takes it; None where it does not."""
+    x, rule, direction, scale, running = request
     if rule.stochastic or x.dtype not in emulation.FLOATS or not emulation.usable(x):
-        return False
-    if request.scale is not None or (rule.scale != "e8m0" and rule.granularity in (TENSOR, ROW)):
-        return True
-    return all(map(matrix_quantize.divides, _cuts(request)))
+        return None
+    cuts = _cuts(rule.granularity, direction)
+    by_tile = scale is None and (rule.scale == "e8m0" or rule.granularity not in (TENSOR, ROW))
+    if by_tile and not all(map(matrix_quantize.divides, cuts)):
+        return None
+    return matrix_quantize.CastInput(x, rule, cuts, None if running is None else running.amax, scale)
 
 
 def _as_specified(
@@ -68,18 +64,13 @@ def _as_specified(
     )
 
 
-def _cuts(request: CastRequest) -> list[tuple[int, int]]:
+@cache
+def _cuts(granularity: Granularity, direction: Direction) -> list[tuple[int, int]]:
     """Rows and columns of the blocks of each cast that is needed, as the matrix lies."""
-    granularity, direction = request.rule.granularity, request.direction
     high, wide = granularity.rows, granularity.cols
     if high == wide or direction == "rowwise":
         return [(high, wide)]
     return [(wide, high)] if direction == "columnwise" else [(high, wide), (wide, high)]
-
-
-def _cast_input(request: CastRequest) -> matrix_quantize.CastInput:
-    running = None if request.running is None else request.running.amax
-    return matrix_quantize.CastInput(request.x, request.rule, _cuts(request), running, request.scale)
 
 
 def _with_other_ranks(
@@ -110,21 +101,11 @@ def _quantized(request: CastRequest, done: matrix_quantize.CastOutput) -> Quanti
         if running is not None:
             running.nonfinite.add_(nonfinite)
     facts = rule.granularity, rule.scale != "fp32", not special
-    sides = direction != "columnwise", direction != "rowwise"
-    return Quantized(_tensor(made, *sides, facts, x.dtype), amax, nonfinite)
-
-
-def _tensor(
-    made: Sequence[matrix_quantize.CodesAndScale],
-    row: bool,
-    column: bool,
-    facts: tuple[Granularity, bool, bool],
-    dtype: torch.dtype,
-) -> Float8Tensor:
-    """What was made of each cut as the sides that are requested; facts: of both (tensor.QuantizedSide)."""
-    rowwise = QuantizedSide(made[0].codes, made[0].scale_inv, *facts) if row else None
-    if not column:
-        return Float8Tensor(rowwise, None, dtype)
-    codes, scale_inv = made[-1]
-    turned = scale_inv if facts[0].is_tensor else scale_inv.t()
-    return Float8Tensor(rowwise, QuantizedSide(codes.t(), turned, *facts), dtype)  # [cols, rows]
+    rowwise = columnwise = None
+    if direction != "columnwise":
+        rowwise = QuantizedSide(made[0].codes, made[0].scale_inv, *facts)
+    if direction != "rowwise":
+        codes, scale_inv = made[-1]
+        turned = scale_inv if rule.granularity.is_tensor else scale_inv.t()
+        columnwise = QuantizedSide(codes.t(), turned, *facts)  # [cols, rows]
+    return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, nonfinite)

@@ -113,8 +113,17 @@ def gemm(
             or dtype of the result.
     """
     _check(a, b, out_dtype, bias)
-    done = None if exact else _in_c(a, b, out_dtype, bias)
-    return _in_torch(a, b, out_dtype, bias, exact) if done is None else done
+    if not exact and out_dtype in RESULTS:
+        addend = None if bias is None else bias.to(torch.float32).contiguous()
+        if _has_few_rows(a, b, out_dtype) and _foldable(a, b):
+            return _multiply_few_rows(a, b, addend, out_dtype)
+        left, right = _as_c_reads(a), _as_c_reads(b)
+        if emulation.inner_loop() is not None and emulation.fits(left, right):
+            dtype = out_dtype if out_dtype in _IN_C else torch.float32
+            done = emulation.multiply(left, right, dtype, addend)
+            if done is not None:
+                return done.to(out_dtype)
+    return _in_torch(a, b, out_dtype, bias, exact)
 
 
 def _check(
@@ -123,22 +132,6 @@ def _check(
     contracts = a.codes.shape[1] == b.codes.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
     if not contracts or out_dtype not in _RESULTS or (bias is not None and bias.shape != b.codes.shape[:1]):
         raise unfit(a, b, out_dtype, bias)
-
-
-def _in_c(
-    a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, bias: torch.Tensor | None
-) -> torch.Tensor | None:
-    """``gemm`` in C: of few rows a's values by b's codes as they lie, of more the codes of both; None: by torch."""
-    if out_dtype not in RESULTS:
-        return None
-    bias = None if bias is None else bias.to(torch.float32).contiguous()
-    if _has_few_rows(a, b, out_dtype) and _foldable(a, b):
-        return _multiply_few_rows(a, b, bias, out_dtype)
-    left, right = _as_c_reads(a), _as_c_reads(b)
-    if not emulation.multiplies(left, right):
-        return None
-    done = emulation.multiply(left, right, out_dtype if out_dtype in _IN_C else torch.float32, bias)
-    return None if done is None else done.to(out_dtype)
 
 
 def _has_few_rows(a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype) -> bool:
@@ -210,7 +203,7 @@ def accumulate(a: Operand, b: Operand, into: torch.Tensor) -> bool:
     if _has_few_rows(a, b, torch.float32) or into.dtype != torch.float32 or not emulation.plain(into):
         return False
     left, right = _as_c_reads(a), _as_c_reads(b)
-    if not emulation.multiplies(left, right):
+    if emulation.inner_loop() is None or not emulation.fits(left, right):
         return False
     return emulation.multiply(left, right, torch.float32, into=into) is not None
 

@@ -107,7 +107,9 @@ def backward(
     tp, inputs = call.tp, [*saved_x]
     # Shapes below: M is the tokens of all ranks, once shards of them are gathered.
     dy = grad_output if grad_output.ndim == 2 else grad_output.reshape(-1, grad_output.shape[-1])  # [M, N]
-    dbias = None if bias_dtype is None else bias_gradient(dy, bias_dtype)
+    dbias = None
+    if bias_dtype is not None:  # summed in float32 and rounded once, as torch does of 16-bit numbers
+        dbias = dy.sum(0) if dy.dtype == bias_dtype else dy.sum(0, dtype=torch.float32).to(bias_dtype)
     rowwise, columnwise = quantize_backward(call.split(dy), call, needs_dgrad, needs_wgrad)
     for e, site in enumerate(call.sites):
         if needs_wgrad[e] and isinstance(plain := inputs[e], torch.Tensor):
@@ -126,12 +128,6 @@ def backward(
         pending_dx = tp.all_reduce(dx, async_op=True)
     dw = _weight_gradients(weights, call, columnwise, inputs, needs_wgrad)
     return Backward(dx if pending_dx is None else pending_dx.wait(), dw, dbias)
-
-
-def bias_gradient(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Sums [N] of dy [M, N] in float32, rounded once: one launch, but where float32 is to become 16 bits."""
-    # Of 16-bit numbers torch sums in float32 and rounds the result itself.
-    return dy.sum(0) if dy.dtype == dtype else dy.sum(0, dtype=torch.float32).to(dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------- products

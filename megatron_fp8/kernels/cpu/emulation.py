@@ -69,7 +69,7 @@ def usable(x: torch.Tensor) -> bool:
     Either way x gets the same bits.
     """
     least = 1 if _load.cache_info().currsize else MIN_ELEMENTS
-    return x.numel() >= least and plain(x) and reason() is None
+    return x.numel() >= least and readable(x) and x.is_contiguous() and _load()[1] is None
 
 
 def plain(x: torch.Tensor) -> bool:
@@ -213,23 +213,19 @@ def inner_loop() -> int | None:
     return found[0] if found else None
 
 
-def multiplies(a: Operand, b: Operand) -> bool:
-    """Whether ``multiply`` takes these: plain CPU tensors, large enough to pay for packing, and scales along k that are
-    powers of two, each for a multiple of 32."""
-    return fits(a, b) and inner_loop() is not None
-
-
 def fits(a: Operand, b: Operand) -> bool:
-    """``multiplies``, where there is an ``inner_loop``."""
-    return a.values.numel() + b.values.numel() >= MIN_PRODUCT and _taken(a) and _taken(b)
-
-
-def _taken(of: Operand) -> bool:
-    if of.values.dtype not in FORMATS or not (readable(of.values) and of.values.numel()):
+    """Whether ``multiply`` takes these where there is an ``inner_loop``: plain CPU tensors, large enough to pay for
+    packing, and scales along k that are powers of two, each for a multiple of 32."""
+    if a.values.numel() + b.values.numel() < MIN_PRODUCT:
         return False
-    if of.scale is None:
-        return True
-    return readable(of.scale) and (of.block[1] == 0 or (of.pow2 and of.block[1] % _SQUARE == 0))
+    for of in (a, b):
+        if of.values.dtype not in FORMATS or not (readable(of.values) and of.values.numel()):
+            return False
+        if of.scale is not None and not (
+            readable(of.scale) and (of.block[1] == 0 or (of.pow2 and of.block[1] % _SQUARE == 0))
+        ):
+            return False
+    return True
 
 
 def readable(x: torch.Tensor) -> bool:
@@ -270,10 +266,10 @@ def multiply(
     if not (m and n and k):
         return out.zero_() if bias is None else out.copy_(bias.expand(m, n))
     to = out_of(out, bias, add=into is not None)
-    values_a, values_b = dense(a.values), dense(b.values)
+    (side_a, values_a), (side_b, values_b) = side_of(a), side_of(b)
     done = compiled().gemm(
-        ctypes.byref(side_of(a, values_a)),
-        ctypes.byref(side_of(b, values_b)),
+        ctypes.byref(side_a),
+        ctypes.byref(side_b),
         ctypes.byref(to),
         ctypes.c_int64(m),
         ctypes.c_int64(n),
@@ -286,22 +282,29 @@ def multiply(
     return None if done else out
 
 
-def dense(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy if neither its rows nor its columns are dense."""
-    return x if 1 in x.stride() else x.clone(memory_format=torch.contiguous_format)
+def side_of(of: Operand) -> tuple[Side, torch.Tensor]:
+    """What C is told, and the tensor whose memory it is: a copy if neither rows nor columns are dense.
 
-
-def side_of(of: Operand, values: torch.Tensor) -> Side:
-    """What C is told. A dimension of one element may have any stride."""
+    AssertionError unless there is a scale for each block.
+    """
+    values, scale, (block_rows, block_k) = of.values, of.scale, of.block
+    if 1 not in values.stride():
+        values = values.clone(memory_format=torch.contiguous_format)
+    rows, k = values.shape
     row_step, k_step = values.stride()
-    if values.shape[1] == 1:
-        k_step = 1
-    scale, (block_rows, block_k) = of.scale, of.block
-    steps = (0, 0) if scale is None else _scale_steps(scale, of)
+    steps = (0, 0)  # from one row of scales to the next, and from one of k to the next
+    if scale is not None:
+        wanted = (-(-rows // block_rows) if block_rows else 1, -(-k // block_k) if block_k else 1)
+        fits = scale.shape == wanted or (wanted == (1, 1) and scale.numel() == 1)
+        if not fits or scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
+            raise AssertionError(
+                f"scales {list(wanted)} of float32 or E8M0 are needed, got {described(scale)}"
+            )
+        steps = scale.stride() if scale.ndim == 2 else steps
     return Side(
         values.data_ptr(),
         row_step,
-        k_step,
+        1 if k == 1 else k_step,  # a dimension of one element may have any stride
         FORMATS[values.dtype],
         int(scale is not None and scale.dtype != torch.float32),
         int(of.finite),
@@ -309,18 +312,7 @@ def side_of(of: Operand, values: torch.Tensor) -> Side:
         block_rows,
         block_k,
         *steps,
-    )
-
-
-def _scale_steps(scale: torch.Tensor, of: Operand) -> tuple[int, ...]:
-    """From one row of scales to the next, and from one of k to the next; AssertionError unless there is one for each
-    block."""
-    (rows, k), (block_rows, block_k) = of.values.shape, of.block
-    wanted = (-(-rows // block_rows) if block_rows else 1, -(-k // block_k) if block_k else 1)
-    fits = scale.shape == wanted or (wanted == (1, 1) and scale.numel() == 1)
-    if not fits or scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
-        raise AssertionError(f"scales {list(wanted)} of float32 or E8M0 are needed, got {described(scale)}")
-    return scale.stride() if scale.ndim == 2 else (0, 0)
+    ), values
 
 
 def out_of(out: torch.Tensor, bias: torch.Tensor | None, *, add: bool) -> Out:

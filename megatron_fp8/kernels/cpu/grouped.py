@@ -49,24 +49,21 @@ def multiply_each(products: Sequence[Product], *, loop: int | None = None) -> li
     """
     if not products:
         return []
-    told, kept = (
-        (ProductStruct * len(products))(),
-        [],
-    )  # kept: C reads copies of operands that have no dense dimension
+    structs = (ProductStruct * len(products))()
+    values: list[torch.Tensor] = []  # what C reads: copies of operands that have no dense dimension
     elements = 0
-    for each, (a, b, out, add) in zip(told, products, strict=True):
-        values = emulation.dense(a.values), emulation.dense(b.values)
-        kept.append(values)
+    for each, (a, b, out, add) in zip(structs, products, strict=True):
         (m, k), n = a.values.shape, b.values.shape[0]
         assert b.values.shape[1] == k and out.shape == (m, n), (a.values.shape, b.values.shape, out.shape)
-        each.a, each.b = emulation.side_of(a, values[0]), emulation.side_of(b, values[1])
+        (each.a, values_a), (each.b, values_b) = emulation.side_of(a), emulation.side_of(b)
+        values += values_a, values_b
         each.out = emulation.out_of(out, None, add=add)
         each.m, each.n, each.k = m, n, k
         elements += max(m * k, n * k, m * n)
     threads = emulation.thread_count(elements)
     done = emulation.compiled().gemm_each(
-        told, ctypes.c_int64(len(told)), loop or emulation.inner_loop(), threads
+        structs, ctypes.c_int64(len(structs)), loop or emulation.inner_loop(), threads
     )
-    if done < 0 or any(each.done < 0 for each in told):
-        raise MemoryError(f"no memory to pack the matrices of {len(told)} products")
-    return [each.done == 0 for each in told]
+    if done < 0 or any(each.done < 0 for each in structs):
+        raise MemoryError(f"no memory to pack the matrices of {len(structs)} products")
+    return [each.done == 0 for each in structs]

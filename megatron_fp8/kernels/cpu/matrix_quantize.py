@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -112,17 +113,19 @@ def quantize(inputs: Sequence[CastInput]) -> list[CastOutput]:
     """Codes and scales of matrices for each way to cut them into blocks; those of one do not depend on the others."""
     if not inputs:
         return []  # and C need not be there
-    told = (CastStruct * len(inputs))()
-    made = [_told(one, to) for one, to in zip(inputs, told, strict=True)]
+    structs = (CastStruct * len(inputs))()
+    made = [_fill_struct(one, to) for one, to in zip(inputs, structs, strict=True)]
     elements = sum(one.x.numel() for one in inputs)
-    failed = emulation.compiled().cast_each(told, ctypes.c_int64(len(told)), emulation.thread_count(elements))
-    if failed or any(one.special < 0 for one in told):
+    failed = emulation.compiled().cast_each(
+        structs, ctypes.c_int64(len(structs)), emulation.thread_count(elements)
+    )
+    if failed or any(one.special < 0 for one in structs):
         raise MemoryError("no memory for a tile of a matrix, 700 KB a thread")
-    return [CastOutput(*of, one.special) for of, one in zip(made, told, strict=True)]
+    return [CastOutput(*of, one.special) for of, one in zip(made, structs, strict=True)]
 
 
-def _told(of: CastInput, to: CastStruct) -> tuple[list[CodesAndScale], torch.Tensor]:
-    """Tells C of a matrix; what its codes and scales will be, and its amax."""
+def _fill_struct(of: CastInput, to: CastStruct) -> tuple[list[CodesAndScale], torch.Tensor]:
+    """Fills in C's struct of a matrix; returns its codes and scales, and its amax float32 [], for C to write."""
     x, rule = of.x, of.rule
     rows, cols = x.shape
     assert rows and cols, "C divides by both"
@@ -147,6 +150,7 @@ def _told(of: CastInput, to: CastStruct) -> tuple[list[CodesAndScale], torch.Ten
     return made, largest
 
 
+@cache
 def scale_rule(rule: Rule) -> ScaleRule:
     """As C takes it. The product is exact: the formats' largest numbers have four bits at most."""
     largest = rule.fmt.max * 2.0**-rule.margin

@@ -27,8 +27,8 @@ def test_a_site_for_each_device_and_recipe():
     model(batch(0))
     with fp8_autocast(recipe="mxfp8"):
         model(batch(0))
-    assert list(sites.made) == [(CPU, ""), (CPU, repr(MXFP8BlockScaling()))]
-    own, other = sites.made.values()
+    assert list(sites.table) == [(CPU, ""), (CPU, repr(MXFP8BlockScaling()))]
+    own, other = sites.table.values()
     assert (own.plan.name, other.plan.name) == ("up", "up@mxfp8") and own.state is other.state
     assert sites.on(CPU) is own is model.up.fp8_site and sites.on(CPU, MXFP8BlockScaling()) is other
     assert sites.on(META).state is not own.state
@@ -41,7 +41,7 @@ def test_ready_until_it_moves():
     model.down(torch.ones(4, 64))
     assert sites.ready_on == CPU, "made with its group's"
     model.to("meta")
-    assert sites.ready_on is None and sites.made == {}, "the state on the device went with the last weight"
+    assert sites.ready_on is None and sites.table == {}, "the state on the device went with the last weight"
 
 
 def test_histories_wait_until_it_runs_elsewhere():

@@ -176,15 +176,15 @@ def test_a_block_of_zeros_under_the_smallest_scale_of_mx_is_zeros(loop: int):
 def test_what_is_not_taken():
     codes = torch.zeros(256, 256, dtype=torch.float8_e4m3fn)
     good = Operand(codes, torch.ones(256, 8), (1, 32), True)
-    assert emulation.multiplies(good, good) == bool(emulation.inner_loops())
+    assert emulation.fits(good, good)
     for bad in (
         good._replace(pow2=False),
         good._replace(block=(1, 16), scale=torch.ones(256, 16)),
         good._replace(values=codes.to("meta")),
         good._replace(values=codes.to(torch.float32)),
     ):
-        assert not emulation.multiplies(good, bad) and not emulation.multiplies(bad, good)
-    assert not emulation.multiplies(*[Operand(codes[:4], torch.ones(4, 8), (1, 32), True)] * 2)
+        assert not emulation.fits(good, bad) and not emulation.fits(bad, good)
+    assert not emulation.fits(*[Operand(codes[:4], torch.ones(4, 8), (1, 32), True)] * 2)
 
 
 @pytest.mark.parametrize(
