@@ -26,6 +26,7 @@ MOVED = {
     "mcore.checkpoint_saver": "mcore.checkpoint.saver",
     "mcore.copies": "mcore.model_copies",
     "nn.find": "nn.module_lookup",
+    "nn.transformer_fastpath": "nn.convert",
     "plan.switch": "plan.autocast_state",
     "telemetry.attribution": "diagnosis.attribution",
     "telemetry.diagnosis": "diagnosis.diagnosis",

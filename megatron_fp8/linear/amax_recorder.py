@@ -228,7 +228,7 @@ def observe_high_precision(
     if not site.has_histories or recorded(training, y) == NEVER:
         return y
     if torch.compiler.is_compiling() or site.forwards.as_operator(x, weight):
-        from .compiled_amax import traced_observation
+        from .compiled import traced_observation  # loads torch's compiler
 
         return traced_observation(x, weight, y, site, training=training)
     observe(site, x, weight, y, training=training)

@@ -25,10 +25,9 @@ from .config import DEFAULT_SKIP, Fp8Config, Skip, as_skip, make_config
 from .experts import Fp8ExpertLinear, Fp8Experts, fp8_experts_class
 from .fsdp import disable_fp8_all_gather
 from .group import Fp8Group
-from .linear import Fp8Layer
+from .linear import Fp8Layer, Fp8Linear
 from .module_filter import candidates, fp8_class, matches, rows_with_sizes, skipped_by
 from .report import Fp8Report, keep_report
-from .transformer_fastpath import leave_fast_paths, restore_fast_paths
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -96,7 +95,7 @@ def convert_to_fp8(
         module.__class__ = _class_in_fp8(type(module))  # type: ignore[assignment]
         assert isinstance(module, (Fp8Layer, Fp8Experts))
         module.join_group(group, name)
-    leave_fast_paths(model)
+    _leave_fast_paths(model)
     keep_report(model, report)
     print_rank_0(str(report), to="stdout")
     warn_no_compiler(next(model.parameters()).device)
@@ -130,7 +129,7 @@ def convert_from_fp8(model: M) -> M:
     for linear in converted:
         linear.leave_group()
         linear.__class__ = linear.plain_class  # type: ignore[assignment]
-    restore_fast_paths(model)
+    _restore_fast_paths(model)
     for module in model.modules():
         keep_report(module, None)
     return model
@@ -178,3 +177,58 @@ def _nothing_to_convert(model: nn.Module, report: Fp8Report, config: Fp8Config) 
         f"no linear of {type(model).__name__} would run in FP8 ({reasons}): change skip, min_features or the size filter,"
         " or leave the model as it is"
     )
+
+
+# ---------------------------------------------------------------------------------------- torch's transformer encoder
+
+# TransformerEncoderLayer runs one fused kernel over its linears' weights where no gradient is needed, and
+# TransformerEncoder passes it sequences without padding (nested tensors). These bypass the linears' forward: a
+# converted layer would silently run in high precision, or fail. Both are disabled where a linear inside was
+# converted, by the conditions that torch checks: a hook on any submodule, and the encoder's
+# ``use_nested_tensor``.
+#
+# The two hooks below do nothing; they mark what was disabled. torch copies and pickles hooks with the module,
+# so a copy can be converted back too.
+
+
+def _leave_fast_paths(model: nn.Module) -> None:
+    """Disable the fused kernels of encoders that contain converted linears."""
+    for module in model.modules():
+        if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
+            continue
+        inside = next((m for m in module.modules() if isinstance(m, Fp8Linear)), None)
+        if inside is None:
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer) and not _has(inside, no_fused_kernel):
+            inside.register_forward_pre_hook(no_fused_kernel)
+        if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
+            module.use_nested_tensor = False
+            module.register_forward_pre_hook(nested_tensors_before)
+
+
+def _restore_fast_paths(model: nn.Module) -> None:
+    """Undo ``_leave_fast_paths``."""
+    for module in model.modules():
+        _remove(module, no_fused_kernel)
+        if isinstance(module, nn.TransformerEncoder) and _remove(module, nested_tensors_before):
+            module.use_nested_tensor = True
+
+
+def no_fused_kernel(module: nn.Module, args: Any) -> None:
+    """An empty hook. Its presence makes torch skip the layer's fused kernel."""
+
+
+def nested_tensors_before(module: nn.Module, args: Any) -> None:
+    """An empty hook that marks an encoder which used nested tensors before the conversion."""
+
+
+def _has(module: nn.Module, hook: Any) -> bool:
+    return hook in module._forward_pre_hooks.values()
+
+
+def _remove(module: nn.Module, hook: Any) -> bool:
+    """Remove the hook; returns whether it was there."""
+    keys = [key for key, found in module._forward_pre_hooks.items() if found is hook]
+    for key in keys:
+        del module._forward_pre_hooks[key]
+    return bool(keys)

@@ -68,7 +68,7 @@ class Fp8Group:
         states: device -> FP8 state.
         iteration: number of iterations that ``fp8_step`` has finished.
         unused: detects linears that do not run.
-        left: weights as training left them.
+        trained_weights: weights as training left them.
         delays: some linear has delayed scales.
         making: lock, acquired to create a site.
     """

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
 
+from ..files.argument_check import check_tensor
 from ..linear.amax_recorder import record_high_precision
 from ..linear.function import fp8_linear
 from ..linear.gemm_site import GemmSite
@@ -26,7 +27,6 @@ from ..recipe import Recipe
 from .config import Fp8Config, make_config
 from .group import UNTRAINABLE, Fp8Group
 from .sites import LONE, LinearSites, rank
-from .special_inputs import call_in_graph, call_on_values, refuse_script
 
 COMPUTED = ("_orig", "_g", "_v")
 """Suffixes of parameters from which hooks compute a weight: spectral_norm and prune; weight_norm."""
@@ -175,9 +175,9 @@ class Fp8Layer(torch.nn.Module):
     def forward(self, input: Any) -> Any:
         """[..., in_features] -> [..., out_features]."""
         if not isinstance(input, torch.Tensor):
-            return call_in_graph(self, input)
+            return _call_in_graph(self, input)
         if input.is_nested:
-            return call_on_values(self, input)
+            return _call_on_values(self, input)
         weight = self.weight  # read once: attribute access of parameters is slow
         if torch.compiler.is_compiling() and isinstance(weight, Fp8Parameter):
             from ..linear.compiled import break_graph  # loads torch's compiler
@@ -216,8 +216,11 @@ class Fp8Layer(torch.nn.Module):
         return site, fp8, switch
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Called by torch.jit.script."""
-        refuse_script(self.fp8_name)
+        """Called by torch.jit.script, which would compile the module's source. Raises RuntimeError."""
+        raise RuntimeError(
+            f"{self.fp8_name}: torch.jit.script does not compile an FP8 linear: use torch.compile, or script the model"
+            " after convert_from_fp8(model)"
+        )
 
     def _high_precision(
         self, x: torch.Tensor, weight: torch.Tensor, site: GemmSite, *, observe: bool
@@ -339,3 +342,44 @@ def check_weight(name: str, weight: torch.Tensor, as_built: bool) -> None:
             f"{name}: its weight was gathered as FP8 codes, so it cannot run in high precision or by another recipe here:"
             " leave enable_fp8_all_gather out to use fp8_autocast with fully_shard"
         )
+
+
+# ----------------------------------------------------------------------------------------------------- unusual inputs
+
+
+def _call_in_graph(module: torch.nn.Module, proxy: Any) -> torch.fx.Proxy:
+    """Records a call of the module as one node of a torch.fx.symbolic_trace graph, as for nn.Linear.
+
+    Raises:
+        ValueError: the trace's root is the module itself.
+        TypeError: the input is neither a tensor nor an fx proxy.
+    """
+    if not isinstance(proxy, torch.fx.Proxy):
+        check_tensor(getattr(module, "fp8_name", "") or type(module).__name__, proxy)
+    tracer: Any = proxy.tracer
+    if tracer.root is module:
+        raise ValueError("torch.fx cannot trace an FP8 linear itself: put it into a module and trace that")
+    node: torch.fx.Proxy = tracer.create_proxy("call_module", tracer.path_of_module(module), (proxy,), {})
+    return node
+
+
+def _call_on_values(module: torch.nn.Module, nested: torch.Tensor) -> torch.Tensor:
+    """The module's forward on the tokens of a jagged nested tensor [batch, ragged, ..., in_features].
+
+    Raises ValueError: the layout is not torch.jagged, or the ragged dimension is the last.
+    """
+    jagged: Any = nested
+    if nested.layout is not torch.jagged or jagged._ragged_idx == nested.ndim - 1:
+        raise ValueError(
+            "an FP8 linear takes nested tensors whose layout is torch.jagged and whose last dimension is the same for"
+            " all: torch.nested.nested_tensor(list, layout=torch.jagged)"
+        )
+    if jagged.lengths() is not None:  # uninitialised memory between sequences would be cast too
+        jagged = jagged.contiguous()
+    return torch.nested.nested_tensor_from_jagged(
+        module.forward(jagged.values()),
+        jagged.offsets(),
+        jagged_dim=jagged._ragged_idx,
+        min_seqlen=jagged._maybe_min_seqlen,
+        max_seqlen=jagged._maybe_max_seqlen,
+    )

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..files.argument_check import check_tensor
 from ..linear.function import fp8_linear
 from ..linear.gemm_site import GemmSite
-from ..plan.autocast_state import is_watched, without_autocast
+from ..plan.autocast_state import is_watched
 from ..plan.resolve import SiteRequest, resolve
 from ..recipe import Recipe, recipe_name
 from ..state.fp8_state import Fp8State
@@ -65,8 +65,7 @@ def fp8_matmul(
         )
     # A traced backward looks its site up by number after this call has returned.
     make = _lasting_site if is_watched(a, b) else _site
-    with without_autocast(a.device):
-        return fp8_linear(a, b.t(), None, make(a.device, resolved, backend))
+    return fp8_linear(a, b.t(), None, make(a.device, resolved, backend))
 
 
 def _site(device: torch.device, recipe: Recipe, backend: str) -> GemmSite:

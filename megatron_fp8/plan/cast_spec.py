@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..numerics.formats import E4M3, E5M2, ROLES, FloatFormat, Format
 from ..numerics.rule import Rule
@@ -70,7 +69,6 @@ class CastSpecs:
     Attributes:
         overridden: whether an override matches the linear.
         edited: whether one changed it from what its recipe says.
-        plans: cache of plans that linears with these specs share, by backend name and reason.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class CastSpecs:
     ):
         self.unquantized, self.fp8_wgrad = unquantized, fp8_wgrad
         self.overridden = False
-        self.plans: dict[tuple[str, str], Any] = {}
         self._plain: set[str] = set()  # GEMMs whose operands are never quantized
         self._reset(recipe, reason)
         if bf16_reason is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -105,14 +106,7 @@ def resolve(
         warn_fallback(name, request.dtype, plan.reason)
         return plan
     warn_slow_backend(backend.name, device, products, request.faster)
-    plan_for_backend = specs.plans.get((backend.name, why))
-    if plan_for_backend is None:
-        reason = "; ".join(specs.reasons)
-        reason = f"{reason}; backend {why}" if reason else f"backend: {why}"
-        plan_for_backend = specs.plans[backend.name, why] = planned_site(
-            name, layer, backend.name, reason, specs
-        )
-    return plan_for_backend.of(name, layer)
+    return _shared_plan(specs, backend.name, why).of(name, layer)
 
 
 def cast_specs(
@@ -120,21 +114,10 @@ def cast_specs(
 ) -> CastSpecs:
     """Returns the operands of a linear of that name, on any backend; arguments and errors as ``resolve``'s."""
     recipe, overrides = request.recipe, matching(name, request.overrides, also)
-    key = id(recipe), request.reason, request.unquantized, request.fp8_wgrad, bf16_reason
-    cached = None if overrides else _ALIKE.get(key)
-    if cached is not None:
-        return cached
-    specs = CastSpecs(
-        recipe,
-        request.reason,
-        unquantized=request.unquantized,
-        fp8_wgrad=request.fp8_wgrad,
-        bf16_reason=bf16_reason,
-    )
+    options = request.reason, request.unquantized, request.fp8_wgrad, bf16_reason
     if not overrides:
-        if len(_ALIKE) >= _MOST_ALIKE:
-            _ALIKE.clear()
-        _ALIKE[key] = specs  # it refers to the recipe, so no other recipe gets its id
+        return _shared_specs(recipe, *options)
+    specs = _new_specs(recipe, *options)
     for override in overrides:
         specs.apply(override, _recipe_of_value(request, override.value), f"{request.prefix}overrides")
     if specs.edited:
@@ -142,14 +125,26 @@ def cast_specs(
     return specs
 
 
+def _new_specs(
+    recipe: Recipe, reason: str, unquantized: tuple[str, ...], fp8_wgrad: bool, bf16_reason: str | None
+) -> CastSpecs:
+    return CastSpecs(recipe, reason, unquantized=unquantized, fp8_wgrad=fp8_wgrad, bf16_reason=bf16_reason)
+
+
+# Linears that no override names share both: a model with 100,000 linears makes as many look-ups.
+_shared_specs = lru_cache(maxsize=256)(_new_specs)
+
+
+@lru_cache(maxsize=256)
+def _shared_plan(specs: CastSpecs, backend: str, why: str) -> SitePlan:
+    """The plan of a linear of any name with these specs, on a backend that was chosen for this reason."""
+    reason = "; ".join(specs.reasons)
+    return planned_site("", None, backend, f"{reason}; backend {why}" if reason else f"backend: {why}", specs)
+
+
 def _with_reasons(name: str, specs: CastSpecs) -> str:
     """Returns a linear's name with its overrides' reasons, for an error message."""
     return f"{name} ({'; '.join(specs.reasons)})"
-
-
-_ALIKE: dict[tuple[Any, ...], CastSpecs] = {}
-"""Cache for linears that no override names: a model with 100,000 linears makes as many lookups."""
-_MOST_ALIKE = 256
 
 
 def _recipe_of_value(request: SiteRequest, value: Any) -> Recipe | None:

@@ -69,7 +69,7 @@ def usable(x: torch.Tensor) -> bool:
     Either way x gets the same bits.
     """
     least = 1 if _load.cache_info().currsize else MIN_ELEMENTS
-    return x.numel() >= least and readable(x) and x.is_contiguous() and _load()[1] is None
+    return x.numel() >= least and readable(x) and x.is_contiguous() and reason() is None
 
 
 def plain(x: torch.Tensor) -> bool:
