@@ -60,7 +60,7 @@ def alike(eager: GemmSite, traced: GemmSite) -> None:
         assert_same_bytes(getattr(mine, what), getattr(theirs, what), what)
 
 
-@pytest.mark.parametrize("name", ["delayed", "rowwise", "blockwise-fp32", "mxfp8", "no-input", "no-weight"])
+@pytest.mark.parametrize("name", ["delayed", "rowwise", "blockwise-fp32", "mxfp8", "no-input"])
 def test_bits_counts_and_amaxes_are_eager_modes(name):
     """Three iterations: delayed scaling without and with a history, the kept weight, health."""
     x, w, dy = data(2 * 35, 96, 72)
@@ -131,8 +131,7 @@ def test_evaluation_records_and_counts_nothing(how):
 # ---------------------------------------------------------------------------------------------- what is saved
 
 
-@pytest.mark.parametrize("backend", [PARTITIONED, "inductor"])
-def test_one_byte_a_value_is_saved(backend):
+def test_one_byte_a_value_is_saved():
     """Of activations: codes, and scales; 2 x 64 x 256 values in between and no BF16 of them."""
     x, _, _ = data(64, 128, 1)
     weights = [torch.nn.Parameter(randn(256, 128, seed=1)), torch.nn.Parameter(randn(32, 256, seed=2))]
@@ -145,7 +144,9 @@ def test_one_byte_a_value_is_saved(backend):
 
     sizes = {tuple(w.shape) for w in weights}
     kept = [
-        t for t in saved(lambda: compiled(layers, backend)(x.requires_grad_())) if tuple(t.shape) not in sizes
+        t
+        for t in saved(lambda: compiled(layers, "inductor")(x.requires_grad_()))
+        if tuple(t.shape) not in sizes
     ]
     values = 64 * 128 + 64 * 256
     codes = [t for t in kept if t.dtype == torch.uint8 and t.shape[0] in (128, 256) and t.shape[1] == 64]

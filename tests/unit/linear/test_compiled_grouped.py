@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -165,28 +164,6 @@ def test_what_needs_no_gradient_costs_none() -> None:
         assert_same_bytes(one, other)
 
 
-def test_backward_uses_the_weights_scale_of_its_forward() -> None:
-    """A step between a forward and its backward changes delayed scales, and another forward the kept codes."""
-    outcomes, numbers = [], torch.tensor(NUMBERS[0])
-    for run in (grouped_linear, compiled(grouped_linear)):
-        sites, weights = experts("delayed"), parameters()
-        for _ in range(2):
-            step(run, sites, weights, NUMBERS[0])
-            sites[0].state.finish_iteration()
-            with torch.no_grad():
-                weights[0].mul_(3.3)
-        leaf = randn(127, K, seed=1).requires_grad_()
-        y = run(leaf, weights, numbers, sites)
-        sites[0].state.finish_iteration()
-        run(leaf.detach().clone().requires_grad_(), weights, numbers, sites)
-        for weight in weights:
-            weight.grad = None
-        y.backward(randn(127, N, seed=3))
-        outcomes.append([leaf.grad, *(weight.grad for weight in weights)])
-    for one, other in zip(*outcomes, strict=True):
-        assert_same_bytes(one, other)
-
-
 def test_numbers_that_do_not_fit_are_refused_as_the_graph_runs() -> None:
     x, weights, sites = randn(127, K, seed=1), parameters(), experts("blockwise")
     function = compiled(grouped_linear, "eager")
@@ -210,24 +187,6 @@ def test_one_byte_a_value_is_saved() -> None:
     # 127 tokens of 4 experts are 4 blocks of 128, if each has a token in another one.
     assert sum(t.nbytes for t in others) <= 127 * K + 4 * 4 * K + few
     assert not any(t.dtype == torch.bfloat16 for t in others)
-
-
-def test_offloaded_activations_come_back_the_same() -> None:
-    """Other tensors with the same values, also of weights; main_grads are found."""
-    function, outcomes = compiled(grouped_linear), []
-    for offload in (False, True):
-        sites, weights = experts("blockwise"), parameters(main_grad=True)
-        layers = [torch.nn.ParameterDict({"weight": weight}) for weight in weights]
-        for site, layer in zip(sites, layers, strict=True):
-            site.traced.owner = weakref.ref(layer)
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: t.clone() if offload else t,  # noqa: B023
-            lambda t: t.clone() if offload else t,  # noqa: B023
-        ):
-            outcomes.append(step(function, sites, weights, NUMBERS[0]))
-        assert all(weight.grad_added_to_main_grad for weight in weights)
-    for one, other in zip(*outcomes, strict=True):
-        assert_same_bytes(one, other)
 
 
 # ----------------------------------------------------------------------------------------------------- operators

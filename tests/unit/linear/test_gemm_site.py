@@ -8,7 +8,7 @@ import torch
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.linear.gemm_site import GemmSite
-from megatron_fp8.plan.site_plan import bf16_site, fp8_site
+from megatron_fp8.plan.site_plan import bf16_site
 from megatron_fp8.quantizer import CastJob, cast_each
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.fp8_state import Fp8State
@@ -83,9 +83,3 @@ def test_sites_of_one_state_share_its_counts():
         cast_each([job])
     assert state.finish_iteration().casts == 2
     assert len(state.arenas) == 1 and len(state.slots()) == 6
-
-
-def test_plan_is_what_the_site_was_given():
-    plan = fp8_site("a", 2, RECIPES["rowwise"], "emulated", "test")
-    site = GemmSite(plan, Fp8State(), None)
-    assert site.plan is plan and site.backend is not None and site.backend.name == "emulated"

@@ -120,7 +120,7 @@ def test_a_gemm_in_bf16_is_a_bf16_layers_to_the_bit(gemm):
         assert same == (other == gemm), what
 
 
-SOME = (3, 4, 8, 11, 16, 18)
+SOME = (4, 8, 18)
 
 
 @pytest.mark.parametrize("overrides", [CASES[i][0] for i in SOME], ids=[IDS[i] for i in SOME])
@@ -203,10 +203,14 @@ def test_a_weight_of_two_kinds_is_kept_in_both():
     assert site.state.counts.casts == 2 + 2 * 2  # weight twice, input twice a call
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize(
-    "overrides",
-    [{"*:fprop": "rowwise"}, {"*:fprop": "bf16"}, {"*:wgrad": "e5m2", "*:grad_output": "e4m3"}],
+    ("overrides", "reentrant"),
+    [
+        ({"*:fprop": "rowwise"}, True),
+        ({"*:fprop": "rowwise"}, False),
+        ({"*:fprop": "bf16"}, True),
+        ({"*:wgrad": "e5m2", "*:grad_output": "e4m3"}, False),
+    ],
     ids=str,
 )
 def test_a_second_cast_is_recorded_once_however_the_layer_is_recomputed(overrides, reentrant):

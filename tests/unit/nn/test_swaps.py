@@ -57,9 +57,13 @@ def trained(model: nn.Module, steps: int = 2) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("made", [Tower, with_a_conv1d])
+@pytest.mark.parametrize(
+    ("made", "recipe", "move"),
+    [
+        *((Tower, RECIPES[0], move) for move in MOVES),
+        *((with_a_conv1d, RECIPES[1], move) for move in ("cpu", "double")),
+    ],
+)
 def test_a_trained_model_moves(swapping: None, made: Callable[[], nn.Module], recipe: str, move: str) -> None:
     model = convert_to_fp8(made(), recipe, skip=[])
     loss = trained(model)
@@ -88,9 +92,14 @@ def test_trained_experts_move(swapping: None, recipe: str, move: str) -> None:
     assert loss.requires_grad
 
 
-@pytest.mark.parametrize("move", ["cpu", "bfloat16", "to_empty"])
-@pytest.mark.parametrize("gathers", [False, True], ids=["plain", "codes"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "gathers", "move"),
+    [
+        *((recipe, gathers, "cpu") for recipe in RECIPES for gathers in (False, True)),
+        (RECIPES[0], False, "bfloat16"),
+        (RECIPES[0], True, "to_empty"),
+    ],
+)
 def test_a_sharded_model_moves_after_a_step(alone: None, recipe: str, gathers: bool, move: str) -> None:
     """And trains on as one that was not moved, where that changes nothing; torch trains none on in another dtype."""
     models = [convert_to_fp8(Tower(), recipe) for _ in range(2)]

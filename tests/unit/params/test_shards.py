@@ -93,8 +93,15 @@ def cast_shards(recipe: str, warm: bool) -> tuple[list[dict[str, Any]], int]:
     return found, len(calls)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("recipe", [*MORE, "delayed-warm"])
+@pytest.mark.parametrize(
+    ("recipe", "world"),
+    [
+        *((recipe, 3) for recipe in (*MORE, "delayed-warm")),
+        ("delayed-warm", 1),
+        ("rowwise", 1),
+        ("blockwise", 2),
+    ],
+)
 def test_pieces_together_are_the_whole(ranks: RankPool, recipe: str, world: int) -> None:
     name, warm = recipe.removesuffix("-warm"), recipe.endswith("-warm")
     everyone = ranks(world).run(cast_shards, name, warm)

@@ -78,26 +78,6 @@ def test_update_equals_the_written_rule(recipe, iterations):
         assert_equals_plain(arena, slots, plain, recipe)
 
 
-@pytest.mark.parametrize("algo", ["max", "most_recent"])
-@pytest.mark.parametrize("length", [1, 4, 1024])
-def test_a_long_run(length, algo):
-    """Long enough for the oldest rows to fall out (histories 1 and 4); not every slot is seen every time."""
-    recipe = DelayedScaling(amax_history_len=length, amax_compute_algo=algo)
-    formats = [E4M3, E5M2] * 3
-    state = Fp8State()
-    arena = state.arena(None)
-    slots = make_slots(arena, recipe, formats)
-    plain = [PlainSlot(recipe, LARGEST[fmt.name]) for fmt in formats]
-    numbers = np.random.default_rng(0)
-    for iteration in range(30):
-        for slot, expected in zip(slots, plain, strict=True):
-            value = float(np.float32(numbers.lognormal(0, 3))) if numbers.random() < 0.8 else 0.0
-            observe(slot, value)
-            expected.update(value, iteration)
-        state.finish_iteration()
-    assert_equals_plain(arena, slots, plain, recipe)
-
-
 def one_slot(**options: Any) -> tuple[Fp8State, Slot, DelayedScaling]:
     recipe = DelayedScaling(**{"amax_history_len": 4, **options})
     state = Fp8State()

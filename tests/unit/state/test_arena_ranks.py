@@ -47,8 +47,8 @@ def collectives_of_an_iteration(
     )
 
 
-@pytest.mark.parametrize("count", [2, 500])
-def test_one_collective_for_any_number_of_slots(ranks: RankPool, count: int):
+def test_one_collective_for_any_number_of_slots(ranks: RankPool):
+    count = 500
     first, second = ranks(2).run(collectives_of_an_iteration, count)
     assert first == second, "all ranks have the same amaxes, counts and scales"
     sent, reported, amaxes, scales, nonfinite = first
