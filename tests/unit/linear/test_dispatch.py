@@ -120,8 +120,9 @@ def assert_same_parameter(found: Any, wanted: Any, what: str) -> None:
     assert mine.counter.here.casts == theirs.counter.here.casts, what
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["finite", "nonfinite"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "special"), [*((recipe, False) for recipe in RECIPES), ("delayed", True), ("blockwise", True)]
+)
 def test_masters_are_cast_by_kernels(recipe, special):
     """By copy_, as an optimizer without shards does it, and in shards cut anywhere; the host never asks."""
     for shape in SHAPES:

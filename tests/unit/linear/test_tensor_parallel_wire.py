@@ -12,7 +12,7 @@ from benchmarks.support.ranks import RankPool
 from megatron_fp8.linear.function import fp8_linear
 from tests.support.collectives import Log, recorded
 from tests.support.shards import M, Shards, communication
-from tests.support.sites import RECIPES, make_site
+from tests.support.sites import make_site
 
 
 def traffic(layout: str, name: str, m: int, needs: tuple[int, int]) -> tuple[list[Any], list[Any], list[str]]:
@@ -56,7 +56,6 @@ def row_scales(name: str, features: int) -> list[tuple[str, str, int]]:
     """What travels besides the codes of a shard's rowwise side."""
     return {
         "rowwise": [(GATHER, "float32", 4 * TOKENS)],
-        "blockwise": [(GATHER, "float32", 4 * TOKENS * (features // 128))],
         "blockwise-fp32": [(GATHER, "float32", 4 * TOKENS * (features // 128))],
         "mxfp8": [(GATHER, "uint8", TOKENS * (features // 32))],
     }.get(name, [])
@@ -65,7 +64,6 @@ def row_scales(name: str, features: int) -> list[tuple[str, str, int]]:
 def column_scales(name: str, features: int) -> list[tuple[str, str, int]]:
     """The same for the columnwise side; per-row scales were shared before the cast."""
     return {
-        "blockwise": [(GATHER, "float32", 4 * (TOKENS // 128) * features)],
         "blockwise-fp32": [(GATHER, "float32", 4 * (TOKENS // 128) * features)],
         "mxfp8": [(GATHER, "uint8", (TOKENS // 32) * features)],
     }.get(name, [])
@@ -73,10 +71,8 @@ def column_scales(name: str, features: int) -> list[tuple[str, str, int]]:
 
 def shared_amax(name: str, features: int) -> list[tuple[str, str, int]]:
     """The small reduction before a cast."""
-    per_tensor = name in ("delayed", "tensorwise", "tensorwise-pow2")
-    return (
-        [(REDUCE, "float32", 4)] if per_tensor else [(REDUCE, "float32", 4 * features)] * (name == "rowwise")
-    )
+    sizes = {"tensorwise": 4, "rowwise": 4 * features}
+    return [(REDUCE, "float32", sizes[name])] if name in sizes else []
 
 
 def codes(features: int) -> list[tuple[str, str, int]]:
@@ -84,19 +80,22 @@ def codes(features: int) -> list[tuple[str, str, int]]:
     return [(GATHER, "uint8", TOKENS * features)]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+NAMES = ("tensorwise", "rowwise", "blockwise-fp32", "mxfp8")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_bytes_of_column_parallel_with_sequence_parallelism(ranks: RankPool, name: str):
     for forward, backward, _ in ranks(2).run(traffic, "column+SP", name, M, (1, 1)):
         assert forward == shared_amax(name, 256) + codes(256) + row_scales(name, 256)
         assert backward == codes(256) + column_scales(name, 256) + [(SCATTER, "bfloat16", 2 * M * 256)]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_bytes_of_row_parallel_with_sequence_parallelism(ranks: RankPool, name: str):
     for forward, backward, _ in ranks(2).run(traffic, "row+SP", name, M, (1, 1)):
         assert forward == [(SCATTER, "bfloat16", 2 * M * 384)]
         expected = shared_amax(name, 384) + codes(384) + row_scales(name, 384)
-        if name in ("rowwise", "blockwise", "blockwise-fp32", "mxfp8"):
+        if name != "tensorwise":
             expected += codes(384) + column_scales(name, 384)
         assert backward == expected
 

@@ -204,14 +204,13 @@ def test_a_recipe_may_stand_there_itself():
 
 
 def test_linears_that_are_alike_share_all_but_their_names() -> None:
-    """A model of 100,000 linears asks for as many plans. A recipe that is equal and another object is another."""
+    """A model of 100,000 linears asks for as many plans."""
 
     def request(recipe: Any) -> SiteRequest:
         named = {"mxfp8": ALL_RECIPES["mxfp8"]}
         return SiteRequest(recipe, named, reason="of all", overrides={"*.b": "mxfp8"})
 
-    whole, fraction = DelayedScaling(amax_epsilon=0), DelayedScaling(amax_epsilon=0.0)
-    assert whole == fraction
+    whole = DelayedScaling()
     one, other, named = (
         resolve(request(whole), f"layers.{i}.{name}", i, CPU) for i, name in enumerate("acb")
     )
@@ -220,7 +219,6 @@ def test_linears_that_are_alike_share_all_but_their_names() -> None:
         other, name=one.name, layer=one.layer
     )
     assert named.operands != one.operands
-    assert resolve(request(fraction), "layers.0.a", 0, CPU).recipe is fraction and one.recipe is whole
     high = resolve(request(whole), "layers.0.a", 0, CPU, bf16_reason="the first")
     assert high.precision == "bf16" and high.reason == "the first"
     kept = resolve(dataclasses.replace(request(whole), fp8_wgrad=False), "layers.0.a", 0, CPU)
