@@ -43,7 +43,7 @@ def move_unhealthy_sites(model_chunks: list[Any], state: Fp8State, *, partial: b
         site = linear.fp8_site
         slots = {q.slot.name: role for role, q in site.quantizers.items() if q is not None}
         slots |= sender_slots.get(site.plan.name, {})
-        found = [finding for finding in state.ill if finding.slot in slots]
+        found = [finding for finding in state.findings if finding.slot in slots]
         overrides = getattr(unwrap(model_chunks[0]).config, "fp8_overrides", None) or {}
         if not found or not site.is_fp8 or matching(site.plan.name, overrides):
             continue

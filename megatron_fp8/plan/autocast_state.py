@@ -112,8 +112,8 @@ def runs_fp8(site: Site, switch: AutocastState) -> bool:
 
 _DEFAULT = AutocastState()
 _here: ContextVar[AutocastState] = ContextVar("switch", default=_DEFAULT)
-_said_in: ContextVar[int] = ContextVar(
-    "said_in", default=-1
+_switched_in: ContextVar[int] = ContextVar(
+    "switched_in", default=-1
 )  # the backward inside which the switch was set; -1: outside any
 
 
@@ -138,7 +138,7 @@ def switched(switch: AutocastState) -> Iterator[None]:
     outer = current_autocast_state()  # not _traced's: another thread may have set that
     tokens = None
     if not torch.compiler.is_compiling():
-        tokens = _here.set(switch), _said_in.set(backward_task())
+        tokens = _here.set(switch), _switched_in.set(backward_task())
     _traced.switch = switch
     try:
         yield
@@ -146,7 +146,7 @@ def switched(switch: AutocastState) -> Iterator[None]:
         _traced.switch = outer
         if tokens is not None:
             _here.reset(tokens[0])
-            _said_in.reset(tokens[1])
+            _switched_in.reset(tokens[1])
 
 
 @contextmanager
@@ -205,7 +205,7 @@ class Forwards:
             return current_autocast_state()
         here, iteration = _here.get(), site.state.iteration
         task = backward_task()
-        if task == -1 or _said_in.get() == task:
+        if task == -1 or _switched_in.get() == task:
             if iteration != self._iteration:
                 self._iteration, self._met = iteration, {}
             self._met[training, here.turns_off(site.plan), here.label if self._by_recipe else ""] = here

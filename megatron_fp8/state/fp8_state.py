@@ -64,7 +64,7 @@ class Fp8State:
         watcher: the observer set by ``watch``.
         observer: the watcher, if it wants this iteration, else None. Derived from both.
         guard: looks for unhealthy tensors in each iteration; None: no guard.
-        ill: the guard's findings in the last finished iteration.
+        findings: the guard's findings in the last finished iteration.
         phase: of this iteration, derived from ``phases``. None if the training's length is needed and not set.
     """
 
@@ -85,7 +85,7 @@ class Fp8State:
     experiment: bool = False
     watcher: Observer | None = None
     guard: Guard | None = None
-    ill: list[Finding] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     _outside: IterationCounts | None = field(default=None, init=False, repr=False, compare=False)
     _along: tuple[Callable[[], torch.Tensor], list[float]] | None = field(
         default=None, init=False, repr=False, compare=False
@@ -269,11 +269,13 @@ class Fp8State:
                 arena.rows.copy_(saved[:, : len(arena.slots)])
             return IterationCounts()
         if self.arenas:
-            self.ill = []
+            self.findings = []
             for arena, (has_new, nonfinite, _) in zip(self.arenas, reduced, strict=True):
                 self.counts.nonfinite += int(arena.reduce_new() if has_new else nonfinite)
                 if self.guard is not None and self.phase == "fp8":  # no cast uses a scale in other phases
-                    self.ill += self.guard.look(arena)  # before the update: with the scales that casts used
+                    self.findings += self.guard.look(
+                        arena
+                    )  # before the update: with the scales that casts used
                 arena.update(self.iteration)
         if self.watcher is not None:
             self.watcher.ended(self.iteration)

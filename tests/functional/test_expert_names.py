@@ -170,7 +170,7 @@ def guarded(layout: Layout, folder: str, ill: str) -> tuple[list[list[Any]], lis
         training.steps(2)
         state = state_of(training.config)
         if any(slot.name == ill for slot in state.slots()):
-            state.ill = [Finding(ill, "saturates", 3, 9.0)]
+            state.findings = [Finding(ill, "saturates", 3, 9.0)]
         move_unhealthy_sites(training.chunks, state, partial=True)
         training.save(folder)
         assert state.guard is not None

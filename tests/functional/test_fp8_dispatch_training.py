@@ -254,7 +254,7 @@ def guarded_case(layout: Layout, ill: str) -> dict[str, Any]:
         sent.append(sum(s.dtype == torch.uint8 for s in log.sent if s.name == "all_to_all_single"))
         if step == 0:
             state = state_of(config)
-            state.ill = [Finding(ill, "not finite", 3, 1.0)]
+            state.findings = [Finding(ill, "not finite", 3, 1.0)]
             moved.extend(move.site for move in move_unhealthy_sites(run.chunks, state, partial=True))
 
     with model_parallel(layout), recorded() as log:
