@@ -31,7 +31,7 @@ def run(state, slot, amaxes, nonfinite=0):
         if amax is not None:
             observe(slot, amax, nonfinite)
         state.finish_iteration()
-        found.append([(f.illness, f.iterations) for f in state.ill])
+        found.append([(f.illness, f.iterations) for f in state.findings])
     return found
 
 
@@ -57,7 +57,7 @@ def test_saturation_is_by_the_scale_that_was_used(fmt):
 def test_the_figure_is_the_share_of_the_range():
     state, slot = make(patience=1)
     run(state, slot, [1.0, 3.0])
-    (found,) = state.ill
+    (found,) = state.findings
     assert found.slot == "fc1.input" and found.figure == pytest.approx(3.0)
     assert "saturates for 1 iterations (amax 3 of FP8's range)" in str(found)
 
@@ -97,7 +97,7 @@ def test_what_is_not_cast_stays_as_ill_as_it_was():
 def test_not_finite_in_every_recipe(delayed):
     state, slot = make(delayed=delayed)
     assert run(state, slot, [math.inf, math.inf], nonfinite=5) == [[], [("not finite", 2)]]
-    assert state.ill[0].figure == 5.0
+    assert state.findings[0].figure == 5.0
 
 
 def test_scales_made_from_the_tensor_never_saturate():
@@ -149,7 +149,7 @@ def test_without_a_guard_nothing_is_looked_at():
     slot = state.arena(None).add(None, E4M3)
     observe(slot, math.inf, 3)
     state.finish_iteration()
-    assert state.ill == []
+    assert state.findings == []
 
 
 @pytest.mark.parametrize(
