@@ -292,7 +292,7 @@ def side_of(of: Operand) -> tuple[Side, torch.Tensor]:
         values = values.clone(memory_format=torch.contiguous_format)
     rows, k = values.shape
     row_step, k_step = values.stride()
-    steps = (0, 0)  # from one row of scales to the next, and from one of k to the next
+    steps: tuple[int, ...] = (0, 0)  # from one row of scales to the next, and from one of k to the next
     if scale is not None:
         wanted = (-(-rows // block_rows) if block_rows else 1, -(-k // block_k) if block_k else 1)
         fits = scale.shape == wanted or (wanted == (1, 1) and scale.numel() == 1)
