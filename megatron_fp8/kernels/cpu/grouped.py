@@ -16,7 +16,7 @@ class Product(NamedTuple):
     """a [M, K] @ b [N, K]^T, to be written to ``out``, or added to it.
 
     Attributes:
-        a, b: what ``emulation.multiplies`` takes, none of M, N and K being 0.
+        a, b: ones that ``emulation.fits``, none of M, N and K being 0.
         out: float32 or bfloat16 [M, N], contiguous; ``add``: float32.
     """
 
