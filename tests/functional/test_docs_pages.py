@@ -47,28 +47,31 @@ class Loads(html.parser.HTMLParser):
             self.loaded.append(str(found["src"]))
 
 
-def test_nothing_is_loaded_from_a_network_and_all_that_is_loaded_is_there(site):
-    pages = [page for page in site.rglob("*.html") if page.name != "404.html"]
+@pytest.fixture(scope="module")
+def pages(site) -> dict[Path, Loads]:
+    return {page: Loads(page) for page in site.rglob("*.html") if page.name != "404.html"}
+
+
+def test_nothing_is_loaded_from_a_network_and_all_that_is_loaded_is_there(site, pages):
     assert len(pages) > 35
-    for page in pages:
-        for address in Loads(page).loaded:
+    for page, loads in pages.items():
+        for address in loads.loaded:
             assert not re.match(r"(\w+:)?//", address), f"{page.name} loads {address}"
             assert (page.parent / address.partition("?")[0]).is_file(), f"{page.name} loads {address}"
     for sheet in site.rglob("*.css"):
         assert not re.search(r"url\([\"']?(https?:)?//", sheet.read_text()), sheet
 
 
-def test_every_link_inside_leads_to_a_place_of_a_page(site):
-    read = {page: Loads(page) for page in site.rglob("*.html") if page.name != "404.html"}
-    for page, loads in read.items():
+def test_every_link_inside_leads_to_a_place_of_a_page(pages):
+    for page, loads in pages.items():
         for link in loads.links:
             if re.match(r"\w+:", link) or link in (".", ".."):
                 continue
             target, _, anchor = link.partition("#")
             other = (page.parent / target).resolve() if target else page
             assert other.exists(), f"{page.name}: {link}"
-            if anchor and other in read:
-                assert anchor in read[other].ids or anchor.startswith("__"), f"{page.name}: {link}"
+            if anchor and other in pages:
+                assert anchor in pages[other].ids or anchor.startswith("__"), f"{page.name}: {link}"
 
 
 def test_what_users_call_is_in_the_reference_and_found_by_the_search(site):
