@@ -7,7 +7,8 @@ same weights, so that only the linears differ. Norm, rotation and SwiGLU are com
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -199,9 +200,15 @@ EXPERTS = {
 
 
 class Training:
-    """Megatron-Core's GPT with its DistributedDataParallel and Adam, one rank, on random tokens that repeat."""
+    """Megatron-Core's GPT with its DistributedDataParallel and Adam, one rank, on random tokens that repeat.
 
-    def __init__(self, sizes: Gpt, recipe: str | None, backend: str):
+    Args:
+        graphs: replay forward and backward as a CUDA graph, as ``train.cuda_graphs`` does.
+    """
+
+    def __init__(
+        self, sizes: Gpt, recipe: str | None, backend: str, *, graphs: bool = False, dropout: float = 0.0
+    ):
         from megatron.core import tensor_parallel
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -214,8 +221,11 @@ class Training:
 
         from megatron_fp8 import TransformerConfig
         from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+        from megatron_fp8.train.cuda_graph import IterationGraph, side_stream
 
         torch.manual_seed(1)
+        if torch.cuda.is_available():
+            tensor_parallel.random.initialize_rng_tracker(use_cudagraphable_rng=graphs, force_reset=True)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "fp8_backend": backend} if recipe else {}
         moe = {"num_moe_experts": sizes.experts, **EXPERTS} if sizes.experts else {}
@@ -230,7 +240,7 @@ class Training:
             activation_func=F.silu,
             normalization="RMSNorm",
             add_bias_linear=False,
-            hidden_dropout=0.0,
+            hidden_dropout=dropout,
             attention_dropout=0.0,
             bias_activation_fusion=True,
             bf16=True,
@@ -252,7 +262,9 @@ class Training:
             model.cuda(torch.cuda.current_device())
         config.finalize_model_grads_func = finalize_model_grads
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        self.model = DistributedDataParallel(config, ddp, Float16Module(config, model))
+        with side_stream() if graphs else nullcontext():
+            self.model = DistributedDataParallel(config, ddp, Float16Module(config, model))
+        self.graph = IterationGraph(self.model, self._passes, 1) if graphs else None
         settings = OptimizerConfig(
             optimizer="adam", lr=1e-3, bf16=True, params_dtype=torch.bfloat16, clip_grad=1.0, loss_scale=1.0
         )
@@ -268,26 +280,31 @@ class Training:
 
     def step(self) -> Tensor:
         """One optimizer step; the loss before it, on the device."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        tokens = self.tokens[self._iteration % len(self.tokens)]
+        batches = iter([{"tokens": self.tokens[self._iteration % len(self.tokens)]}])
         self._iteration += 1
+        graph = self.graph if self.graph is not None and self.graph.ready() else None
+        (loss,) = self._passes(batches) if graph is None else graph.run(batches)
+        self.optimizer.step()
+        return loss.clone()  # the next replay overwrites it
+
+    def _passes(self, batches: Iterator[dict[str, Tensor]]) -> list[Tensor]:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
         results = get_forward_backward_func()(
             forward_step_func=self._forward,
-            data_iterator=iter([tokens]),
+            data_iterator=batches,
             model=self.model,
             num_microbatches=1,
             seq_length=self.sizes.sequence,
             micro_batch_size=self.sizes.batch,
             forward_only=False,
         )
-        self.optimizer.step()
-        return results[0]["loss"]
+        return [result["loss"] for result in results]
 
     def _forward(self, data: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        tokens = next(data)
+        tokens = next(data)["tokens"]
         losses = model(tokens[:, :-1].contiguous(), self.positions, None, labels=tokens[:, 1:].contiguous())
         return losses, _mean
 

@@ -45,6 +45,8 @@ def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
             " building the model"
         )
     state = state_of(config)
+    if state.capturing:
+        return IterationCounts()  # CapturedIteration ends the iteration that it captures
     if config.fp8 and state.iteration == 0 and not is_checked(model_chunks):
         check_plan(model_chunks)
     state.finish_iteration()

@@ -291,8 +291,10 @@ class Arena:
         Only if ``capture_refusal`` is None. A collective if the group has more than one rank.
         """
         self._count_damage()
+        self.own_nonfinite = self.rows[1].clone()
         if self.world_size > 1:
             dist.all_reduce(self.rows, op=dist.ReduceOp.MAX, group=self.group)
+            self.counts.amax_collectives += 1
         self.update(0)
         return self.last_nonfinite.sum()
 

@@ -38,6 +38,9 @@ from .arena import Arena
 from .fp8_state import Fp8State
 from .iteration import IterationCounts
 
+_MEASURED = ("last_amax", "last_nonfinite", "own_nonfinite", "own_damage")
+"""Attributes of an arena that each replay overwrites."""
+
 
 class CapturedStep:
     """One training step over these FP8 states, captured inside ``with captured:``. On a CPU the step runs once.
@@ -52,13 +55,13 @@ class CapturedStep:
 
     def __init__(self, *states: Fp8State):
         for state in states:
-            reason = _refusal(state)
+            reason = capture_refusal(state)
             if reason is not None:
                 raise ValueError(f"an FP8 training step cannot be captured as a CUDA graph: {reason}")
         self.states = states
         self.nonfinite = torch.zeros(0, dtype=torch.float32, device="cpu")
         self._counts: list[IterationCounts] = []
-        self._seen: list[tuple[Arena, torch.Tensor, torch.Tensor]] = []
+        self._measured: list[tuple[Arena, dict[str, torch.Tensor]]] = []
 
     def __enter__(self) -> CapturedStep:
         for state in self.states:
@@ -72,8 +75,10 @@ class CapturedStep:
                 self.nonfinite = (
                     torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float32, device="cpu")
                 )
-                self._seen = [
-                    (arena, arena.last_amax, arena.last_nonfinite) for s in self.states for arena in s.arenas
+                self._measured = [
+                    (arena, {name: getattr(arena, name) for name in _MEASURED})
+                    for state in self.states
+                    for arena in state.arenas
                 ]
         finally:
             self._counts = [state.end_capture() for state in self.states]
@@ -87,8 +92,8 @@ class CapturedStep:
         Raises:
             RuntimeError: the next iteration is in high precision: run it eagerly.
         """
-        for arena, amax, nonfinite in self._seen:
-            arena.last_amax, arena.last_nonfinite = amax, nonfinite
+        for arena, tensors in self._measured:  # an eager iteration has set others
+            vars(arena).update(tensors)
         total = IterationCounts()
         for state, counts in zip(self.states, self._counts, strict=True):
             nonfinite_here = sum(int(arena.last_nonfinite.sum()) for arena in state.arenas)
@@ -96,7 +101,7 @@ class CapturedStep:
         return total
 
 
-def _refusal(state: Fp8State) -> str | None:
+def capture_refusal(state: Fp8State) -> str | None:
     """Returns why a step over this state cannot be captured, None if it can."""
     if not state.phases.trivial:
         return (

@@ -31,6 +31,7 @@ from ..mcore.spec import get_gpt_decoder_block_fp8_spec, get_gpt_mtp_block_fp8_s
 from ..state.collectives import own_device
 from .config.model_section import what_failed
 from .config.run_config import RunConfig
+from .cuda_graph import side_stream
 from .launch.parallel import RETRYABLE
 
 
@@ -60,10 +61,11 @@ def build_chunks(config: TransformerConfig, run: RunConfig, vocab_size: int) -> 
         check_for_nan_in_grad=False,  # the optimizer detects them and skips the step
         **_gather_settings(config, run),
     )
-    chunks = [
-        DistributedDataParallel(config, ddp, model, disable_bucketing=index > 0)
-        for index, model in enumerate(models)
-    ]
+    with side_stream() if run.train.cuda_graphs else nullcontext():
+        chunks = [
+            DistributedDataParallel(config, ddp, model, disable_bucketing=index > 0)
+            for index, model in enumerate(models)
+        ]
     for chunk in chunks:
         chunk.broadcast_params()
     return chunks

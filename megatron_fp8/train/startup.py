@@ -22,7 +22,7 @@ from ..mcore.report import site_report
 from ..mcore.sites import check_plan
 from ..params.fp8_parameter import Fp8Parameter
 from ..telemetry import Telemetry
-from . import model
+from . import cuda_graph, model
 from .config import run_config
 from .config.model_section import padded_vocab_size, transformer_config
 from .config.run_config import tokens_of_microbatch
@@ -48,6 +48,7 @@ def settings(arguments: list[str], ranks: int) -> tuple[Any, Any, Any, int]:
         ValueError: `train` would refuse these options on any machine.
     """
     run = run_config.parse(arguments, ranks)
+    cuda_graph.check_options(run)
     config = transformer_config(run.model)
     tokenizer = load_tokenizer(run.data.tokenizer)
     vocab_size = padded_vocab_size(run.model, tokenizer.vocab_size)
@@ -58,6 +59,7 @@ def settings(arguments: list[str], ranks: int) -> tuple[Any, Any, Any, int]:
 def prepare(arguments: list[str], launch: Any, stop: Any) -> Any:
     """Do all work before the first step: config, ranks, data, model, report. Return the trainer; None after a dry run."""
     run, config, tokenizer, vocab_size = settings(arguments, launch.world_size)
+    cuda_graph.check_device(run)
     parallel.check_layout(run.model, run.train, launch.world_size, launch.variables)
     launch.barrier.agree(
         "settings", run_facts(run, tokenizer, launch.world_size), run.train.distributed_timeout_minutes * 60

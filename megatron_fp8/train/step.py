@@ -26,6 +26,7 @@ from ..mcore.replica_check import differing
 from ..mcore.runtime import state_of, unwrap
 from ..state.collectives import own_device
 from .config.run_config import RunConfig
+from .cuda_graph import IterationGraph
 from .data.datasets import batches
 from .health.finite_check import FiniteCheck
 from .health.skipped_samples import Range
@@ -63,6 +64,9 @@ class Stepper:
         self._losses: list[Tensor] = []  # [loss sum, tokens] of each micro-batch of this iteration
         self.check, self.damaged = FiniteCheck(chunks, optimizer), False
         self.saved: ActivationMemory | None = ActivationMemory(chunks) if run.train.count_saved else None
+        self._graph: IterationGraph | None = None
+        if run.train.cuda_graphs:
+            self._graph = IterationGraph(chunks[0], self._training_passes, self._microbatches)
 
     def training_data(self, samples: int, left_out: Sequence[Range] = ()) -> list[Iterator[Any]]:
         """Iterators for ``step``, after `samples` samples, without those in `left_out`."""
@@ -85,8 +89,12 @@ class Stepper:
         self.optimizer.zero_grad()
         self._losses.clear()
         state = state_of(unwrap(self.chunks[0]).config)
-        with state.reading_along(lambda: self._reduced_sums(self._losses, self.check.turn())) as sums:
-            self._forward_backward(training, self._microbatches, forward_only=False)
+        if self._graph is not None and self._graph.ready():
+            damage = self.check.turn()
+            sums = self._reduced_sums(self._graph.run(training[0]), damage).tolist()
+        else:
+            with state.reading_along(lambda: self._reduced_sums(self._losses, self.check.turn())) as sums:
+                self._forward_backward(training, self._microbatches, forward_only=False)
         loss = self._agreed(sums)
         updated, grad_norm, _ = self.optimizer.step()
         if updated:
@@ -141,6 +149,9 @@ class Stepper:
             micro_batch_size=self.run.train.micro_batch_size,
             forward_only=forward_only,
         )
+
+    def _training_passes(self, batches: Iterator[Any]) -> list[Tensor]:
+        return self._forward_backward([batches], self._microbatches, forward_only=False)
 
     def _counted_forward_step(self, iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
         """``forward_step`` in the first iteration; counts saved bytes of each chunk's first micro-batch."""

@@ -9,6 +9,7 @@ import yaml
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.train.config.run_config import known_keys
 from tests.support.command import APP, MEASURED, TWO_RANKS, environment, lines, run, torchrun
+from tests.support.host_syncs import ON_CPUS
 from tests.support.size_table import make_table
 
 FIELDS = [
@@ -126,10 +127,6 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_survived(folder, confi
     assert metrics[1]["learning_rate"] == metrics[2]["learning_rate"]  # the schedule waits
     assert lines(out / "validation.jsonl")[1]["validation_loss"] < metrics[0]["lm_loss"] - 0.5
     assert "skipped 1" in done.stdout
-
-
-ON_CPUS = ("adam.py _update item", "emulated.py _scale_range __float__")
-"""torch's Adam for several tensors, and the choice of a CPU's product: neither is how a GPU's step goes."""
 
 
 def test_the_host_of_a_gpu_would_wait_three_times_an_iteration(folder, config):

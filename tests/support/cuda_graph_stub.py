@@ -6,6 +6,8 @@ writes its results to them. Operations that are no torch operations (compiled C)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,15 +24,18 @@ class Recorded(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = function(*args, **kwargs)
-        self._operations.append((function, args, kwargs, _tensors(out)))
+        out = _waited(function(*args, **kwargs))
+        if not getattr(
+            function, "is_view", False
+        ):  # a view computes nothing; ``x.data = y`` makes one of no base
+            self._operations.append((function, args, kwargs, _tensors(out)))
         return out
 
     @torch.no_grad()
     def replay(self) -> None:
         """Everything again, in order. A result that lies in memory of its own is written there."""
         for function, args, kwargs, results in self._operations:
-            fresh = _tensors(function(*args, **kwargs))
+            fresh = _tensors(_waited(function(*args, **kwargs)))
             for result, new in zip(results, fresh, strict=True):
                 if result.untyped_storage().data_ptr() != new.untyped_storage().data_ptr() and result.numel():
                     _bytes(result).copy_(_bytes(new))
@@ -39,6 +44,32 @@ class Recorded(TorchDispatchMode):
     def names(self) -> list[str]:
         """The operations."""
         return [str(function) for function, *_ in self._operations]
+
+
+class Graph(Recorded):
+    """As a captured graph is used: its first replay computes what the capture has not. Here the capture has."""
+
+    captured = False
+
+    def replay(self) -> None:
+        if self.captured:
+            super().replay()
+        self.captured = True
+
+
+@contextmanager
+def new_graph() -> Iterator[Graph]:
+    """In the place of megatron_fp8.train.cuda_graph.new_graph."""
+    with Graph() as graph:
+        yield graph
+
+
+def _waited(out: Any) -> Any:
+    """The result of an operation; that of a collective is there."""
+    for leaf in pytree.tree_leaves(out):
+        if isinstance(leaf, torch.ScriptObject):
+            torch.distributed.Work.unbox(leaf).wait()
+    return out
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -14,7 +14,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import (
+    convert_cuda_rng_state,
+    get_cuda_rng_tracker,
+    is_graph_safe_cuda_rng_tracker,
+)
 
 from .. import environment as compat
 
@@ -52,9 +56,14 @@ def put_back(saved: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(saved["torch"])
     if "cuda" in saved:
         torch.cuda.set_rng_state(saved["cuda"])
-    prefix = "tracker."
-    get_cuda_rng_tracker().set_states(
-        {name[len(prefix) :]: state for name, state in saved.items() if name.startswith(prefix)}
+    prefix, tracker = "tracker.", get_cuda_rng_tracker()
+    graph_safe = is_graph_safe_cuda_rng_tracker(tracker)
+    tracker.set_states(
+        {
+            name[len(prefix) :]: convert_cuda_rng_state(state, to_graphable=graph_safe)
+            for name, state in saved.items()
+            if name.startswith(prefix)
+        }
     )
 
 

@@ -69,6 +69,7 @@ TRAIN: dict[str, Rule] = {
     "distributed_timeout_minutes": integer(1, 10**6, "minutes"),
     "watchdog": Rule("0, or a number of seconds from 1 to 1e6", _is_watchdog, edges=(1, 10**6)),
     "count_saved": FLAG,
+    "cuda_graphs": FLAG,
 }
 OPTIMIZER: dict[str, Rule] = {
     "lr": number(0, FLOAT32, without=[0]),

@@ -53,6 +53,9 @@ class TrainSection:
     three times as long as the iterations before, where that is more. With 0 a slow rank is not named."""
     count_saved: bool = False
     """Count in the first iteration the bytes that a micro-batch keeps for its backward (report.json: saved_bytes)."""
+    cuda_graphs: bool = False
+    """Replay the forward and backward passes as a CUDA graph (docs/performance.md). What a replay cannot follow is an
+    error."""
 
 
 @dataclass

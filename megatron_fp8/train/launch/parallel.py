@@ -123,6 +123,10 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
         distributed_timeout_minutes=train.distributed_timeout_minutes,
         create_gloo_process_groups=False,  # used by save and load formats that this package does not use
     )
+    if train.cuda_graphs and cuda:  # only generators, not states as tensors, work in a captured graph
+        from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+        initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
     seed_streams(train.seed)
 
 

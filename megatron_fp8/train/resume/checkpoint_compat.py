@@ -25,7 +25,7 @@ _REPORTED = ("train", "optimizer", "data")
 _NOT_REPORTED = frozenset(
     {
         "train.log_interval", "train.threads", "train.distributed_timeout_minutes", "train.eval_interval",
-        "train.eval_iters", "data.cache_dir", "model.config_logger_dir",
+        "train.eval_iters", "train.cuda_graphs", "data.cache_dir", "model.config_logger_dir",
     }
 )  # fmt: skip
 

@@ -83,7 +83,7 @@ def test_a_check_that_dies_hangs_or_raises_costs_itself_only(folder: Path):
         "fails": "1 is not 2",
     }
     assert "terminate called" in found["aborts"]["detail"] and "in aborts" in found["aborts"]["detail"]
-    assert 'gpu_stand_in.py", line' in found["hangs"]["detail"], "where it hung"
+    assert 'gpu_check_stub.py", line' in found["hangs"]["detail"], "where it hung"
     processes = {line.rsplit(" ", 1)[1] for line in (folder / "ran").read_text().splitlines()}
     assert len(processes) == 6, "one for each group, and a new one after each that died, hung or raised"
     seen = found["disk"]["detail"]
@@ -254,8 +254,8 @@ def test_the_plan_has_every_check():
     """In the order of a first half hour, and no module has a check that no plan runs."""
     assert [g.name for g in gpu_plan.CHECK] == [
         "variants", "digests", "codes", "gemm", "added products", "mx scales", "no waiting", "bench roofline",
-        "bench gemm", "bench quantize", "gradients", "experts", "grouped product", "graph", "captured step", "update",
-        "masters", "training", "fused", "compiled", "te linear", "training te", "sanitiser",
+        "bench gemm", "bench quantise", "gradients", "experts", "grouped product", "graph", "captured step", "update",
+        "masters", "training", "graph training", "fused", "compiled", "te linear", "training te", "sanitiser",
     ]  # fmt: skip
     planned: dict[str, set[str]] = {}
     for each in (*gpu_plan.CHECK, *gpu_plan.BENCH):
