@@ -38,7 +38,7 @@ from ..train.launch import parallel
 from ..train.launch.config_consistency import agree_on_inputs
 from ..train.model import build_chunks
 from ..train.resume import checkpoint_compat
-from ..train.resume.restore import join, read_run
+from ..train.resume.restore import ONE_STAGE, join, read_run
 from ..train.run_record import RunRecord, run_folder_of, trained_beyond
 from .checkpoint_runner import CheckpointRunner
 from .diagnosis import Diagnosis
@@ -51,17 +51,7 @@ _FOR_EXPERIMENTS: dict[str, Any] = {
     "fp8_high_precision_healing": 0.0,
     "fp8_guard": False,
 }
-_ONE_RANK: dict[str, Any] = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "pipeline_model_parallel_layout": None,
-    "num_layers_in_first_pipeline_stage": None,
-    "num_layers_in_last_pipeline_stage": None,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": None,
-    "sequence_parallel": False,
-}
+_ONE_RANK: dict[str, Any] = {"tensor_model_parallel_size": 1, **ONE_STAGE}
 _OF_SHARDS = ("tensorwise", "rowwise", "custom")
 _CUTS = {
     "tensor": "tensor_model_parallel_size",

@@ -11,7 +11,6 @@ import os
 from pathlib import Path
 
 from .atomic_io import in_words, read_ordinary, refuse_link_out
-from .strict_yaml import read_yaml
 
 _PACKAGE = Path(__file__).parents[1]
 _FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "examples" / "configs")
@@ -99,6 +98,8 @@ def note_checkpoint_folder(run_dir: Path) -> str:
     Nothing follows it: a run's folder may come from another user, and `export` of such a folder could disclose one of
     the reader's own checkpoints. A relative path counts from the run's working directory, which is not known later.
     """
+    from .strict_yaml import read_yaml  # late: help texts need no PyYAML
+
     path = run_dir / _CONFIG
     try:
         refuse_link_out(path)

@@ -30,8 +30,7 @@ from ..run_record import trained_beyond
 from . import checkpoint_compat
 from .checkpoints import check_together
 
-# Settings of a run's model section that concern training and not the model.
-_FOR_INFERENCE: dict[str, Any] = {
+ONE_STAGE: dict[str, Any] = {
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
     "pipeline_model_parallel_layout": None,
@@ -41,6 +40,11 @@ _FOR_INFERENCE: dict[str, Any] = {
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": None,
     "sequence_parallel": False,
+}
+"""Settings of a model section for a layout of one stage whose ranks split nothing but weights."""
+# Settings of a run's model section that concern training and not the model.
+_FOR_INFERENCE: dict[str, Any] = {
+    **ONE_STAGE,
     "recompute_granularity": None,
     "moe_fp8_dispatch": False,  # the experts read the same codes in either case
     "fp8_guard": False,
