@@ -12,12 +12,12 @@ from tests.support.hf_small import IN_BLOCKS, write, write_family
 
 MEGABYTE = 2**20
 DENSE = {
-    "hidden_size": 1024, "num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 8,
     "intermediate_size": 2048,
 }  # fmt: skip
 EXPERTS = {
     **DENSE, "num_hidden_layers": 1, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
-    "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None,
+    "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None,
     **IN_BLOCKS,
 }  # fmt: skip
 # The largest tensor: 2048 x 1024.
@@ -68,7 +68,7 @@ def test_memory_holds_a_few_tensors_and_not_the_model(tmp_path):
     assert len(took) == 1 + len(MODELS)
     for name, imported, exported in took[1:]:
         checkpoint = sum(file.stat().st_size for file in (tmp_path / name / "run").rglob("*.distcp"))
-        assert checkpoint > 200 * MEGABYTE
+        assert checkpoint > 110 * MEGABYTE
         assert int(imported) < 80 * MEGABYTE and int(exported) < 80 * MEGABYTE, (name, imported, exported)
-    for name in MODELS:  # a gigabyte in all
+    for name in MODELS:  # half a gigabyte in all
         shutil.rmtree(tmp_path / name)
