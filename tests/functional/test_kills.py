@@ -6,7 +6,7 @@
 import random
 
 from benchmarks import kills as kills_module
-from benchmarks.kills import choose_moments, lost, play
+from benchmarks.kills import lost, play
 
 
 def test_a_killed_run_goes_on_from_the_newest_complete_checkpoint_to_the_same_bits(
@@ -19,9 +19,3 @@ def test_a_killed_run_goes_on_from_the_newest_complete_checkpoint_to_the_same_bi
     assert not any(map(lost, kills)), kills
     assert kills[-1].resumed and kills[-1].resumed >= 2
     assert not different
-
-
-def test_moments_are_as_asked_for():
-    moments = choose_moments(20, 6, random.Random(0))
-    assert moments.count("save") == 6 and moments.count("anywhere") == moments.count("starting") == 7
-    assert moments[0] != "starting"

@@ -42,7 +42,7 @@ def interpreted() -> dict[str, str]:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=400,
     )
     assert found.returncode == 0, found.stderr
     return json.loads(found.stdout)

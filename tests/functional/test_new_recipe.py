@@ -120,8 +120,3 @@ def test_inference_gives_kernels_those_tokens(name: str, monkeypatch: pytest.Mon
     model[0].register_forward_pre_hook(lambda linear, args: rows.append(args[0].shape[:-1].numel()))
     assert model(torch.randn(5, 32)).shape == (5, 32)
     assert rows == [ALIGNED[name]]
-
-
-def test_it_is_gone_with_its_row() -> None:
-    with pytest.raises(ValueError, match="'per-token' is unknown: use one of delayed, tensorwise"):
-        convert_to_fp8(nn.Linear(32, 32), "per-token")

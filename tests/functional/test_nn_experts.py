@@ -112,19 +112,18 @@ def test_a_compiled_block_has_eager_modes_bits(recipe: str) -> None:
         assert_same_bytes(traced, eager)
 
 
-@pytest.mark.parametrize("on_experts", [False, True])
-def test_adapters_beside_experts_and_on_their_parameters(on_experts: bool) -> None:
+def test_adapters_beside_experts_and_on_their_parameters() -> None:
     """Adapters of a parameter make it anew in each call, out of its low ranks."""
     peft = pytest.importorskip("peft")
     model, ids = convert_to_fp8(build("deepseek_v3"), "tensorwise"), tokens()
-    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if on_experts else None
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     adapted = peft.get_peft_model(
         model, peft.LoraConfig(r=4, target_modules=["o_proj"], target_parameters=parameters)
     )
     adapted(ids, labels=ids).loss.backward()
     trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
     assert all(adapted.get_parameter(name).grad is not None for name in trained)
-    assert any(".experts." in name for name in trained if "shared" not in name) == on_experts
+    assert any(".experts." in name for name in trained if "shared" not in name)
     assert fp8_step(adapted).fp8_gemms > 0
 
 

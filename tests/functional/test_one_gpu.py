@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "one_gpu.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^megatron-fp8 (.+)$", PAGE, re.M)
 SMALL = (
     "--model.num_layers=3 --model.hidden_size=64 --model.num_attention_heads=4 --model.num_query_groups=2"
-    " --model.kv_channels=16 --model.ffn_hidden_size=128 --train.seq_length=64 --train.micro_batch_size=2"
+    " --model.kv_channels=16 --model.ffn_hidden_size=128 --train.seq_length=32 --train.micro_batch_size=2"
     " --train.global_batch_size=4 --train.eval_iters=1 --train.train_iters="
 )
 

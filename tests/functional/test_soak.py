@@ -6,7 +6,7 @@
 import random
 
 from benchmarks import kills
-from benchmarks.soak import KINDS, draw, soak
+from benchmarks.soak import soak
 
 
 def test_a_disturbed_run_ends_at_the_same_bits(tmp_path, forking_python, monkeypatch):
@@ -17,10 +17,3 @@ def test_a_disturbed_run_ends_at_the_same_bits(tmp_path, forking_python, monkeyp
     assert faults[0].resumed >= 3 and faults[1].resumed is None
     assert 2 <= faults[2].resumed <= 6 and faults[2].how.endswith("; refused: exit code 2")
     assert last["iteration"] == 8 and not different
-
-
-def test_faults_are_drawn_as_asked_for():
-    planned = draw(2000, 50, random.Random(1))
-    assert planned == draw(2000, 50, random.Random(1))
-    assert 30 <= len(planned) <= 50 and {kind for _, kind in planned[: len(KINDS)]} == set(KINDS)
-    assert [at for at, _ in planned] == sorted(at for at, _ in planned)
