@@ -294,7 +294,7 @@ class Arena:
         self.own_nonfinite = self.rows[1].clone()
         if self.world_size > 1:
             dist.all_reduce(self.rows, op=dist.ReduceOp.MAX, group=self.group)
-            self.counts.amax_collectives += 1
+            self.counter.here.amax_collectives += 1
         self.update(0)
         return self.last_nonfinite.sum()
 
