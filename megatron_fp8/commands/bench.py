@@ -17,7 +17,7 @@ FP8 against BF16 on this machine, from a cast to a training step. A CPU and a GP
   megatron-fp8 bench --compare last_week.json               changes beyond the noise of both measurements
   megatron-fp8 bench --tune --config my.yaml --out table.json    for --model.fp8_size_filter=table.json
 
-  quantize     both directions of a linear's input, against a copy in BF16
+  quantise     both directions of a linear's input, against a copy in BF16
   gemm         the product of codes
   linear       forward and backward with all quantization
   layer        a Llama-like layer, forward and backward: K is the hidden size, N the feed-forward

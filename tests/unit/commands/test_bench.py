@@ -46,19 +46,6 @@ def test_every_recipe_is_right_and_timed(tmp_path, capsys):
     )
 
 
-def test_few_rounds_show_no_spread_and_say_so(tmp_path, capsys):
-    out = tmp_path / "bench.json"
-    few = ["--shape=48x40x36", "--recipe=mxfp8", "--only=gemm"]
-    assert bench(*few, "--repetitions=3", f"--out={out}") == 0
-    assert [row["spread"] for row in json.loads(out.read_text())["rows"]] == [None]
-    said = capsys.readouterr().out
-    assert (
-        "--repetitions=3 shows no spread: --compare will not take these results" in said and "0%" not in said
-    )
-    assert bench(*few, "--repetitions=4", f"--compare={out}") == 2
-    assert "it has no spread, since it has fewer than 4 repetitions" in capsys.readouterr().err
-
-
 def test_the_verdict_tells_no_more_than_ratios_and_their_spread():
     def row(section, contender, ratio, spread):
         return {"section": section, "contender": contender, "ratio": ratio, "spread": spread}

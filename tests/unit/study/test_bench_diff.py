@@ -46,6 +46,13 @@ def test_what_is_no_result_is_refused(tmp_path, content):
         read(path)
 
 
+def test_a_result_without_a_spread_is_refused(tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({"device": "x", "rows": [{**ROW, "spread": None}]}))
+    with pytest.raises(ValueError, match="it has no spread, since it has fewer than 4 repetitions"):
+        read(path)
+
+
 def test_another_machine_is_refused(tmp_path):
     path = tmp_path / "old.json"
     path.write_text(json.dumps({"device": "A", "threads": 2, "rows": [ROW]}))
