@@ -40,7 +40,7 @@ def _parser() -> CommandParser:
 
 def _examine(options: argparse.Namespace, run_options: list[str]) -> int:
     from ..files.user_paths import config_hint
-    from ..study.doctor import examine, shown
+    from ..study.doctor import examine, format_findings
 
     if run_options and options.config is None:
         word, parser = run_options[0], _parser()
@@ -56,7 +56,9 @@ def _examine(options: argparse.Namespace, run_options: list[str]) -> int:
 
         settings([*config_options, *run_options], ranks=1)
     print(
-        json.dumps(examination.as_dict()) if options.json else shown(examination, with_matrix=options.matrix)
+        json.dumps(examination.as_dict())
+        if options.json
+        else format_findings(examination, with_matrix=options.matrix)
     )
     if examination.wrong:
         print(

@@ -50,8 +50,8 @@ def _estimate(options: argparse.Namespace, run_options: list[str]) -> None:
     from ..estimate.device import device
     from ..estimate.estimate import estimate, in_bf16
     from ..estimate.memory_fit import RESERVE, fit
-    from ..estimate.roofline import grouped, of_sites
-    from ..estimate.text import shown, unsure
+    from ..estimate.roofline import group_sites, site_speedups
+    from ..estimate.text import format_estimate, unsure
     from ..study.support_matrix import native_support
 
     reserve = RESERVE if options.reserve is None else options.reserve
@@ -76,11 +76,11 @@ def _estimate(options: argparse.Namespace, run_options: list[str]) -> None:
     doubt = None if native is None else unsure(target, native.native, native.reason)
     notes = () if native is None else native.notes
     estimated = estimate(settings, target, has_device=has_device)
-    sites = list(of_sites(estimated.settings, target))
+    sites = list(site_speedups(estimated.settings, target))
     fits = fit(estimated, target, reserve) if has_device else None
     bf16 = estimate(in_bf16(settings), target, has_device=has_device) if settings.model.fp8 else None
     if not options.json:
-        print(shown(estimated, bf16, fits, grouped(sites), doubt, notes))
+        print(format_estimate(estimated, bf16, fits, group_sites(sites), doubt, notes))
         return
     record = {**estimated.as_dict(), "sites": [site.as_dict() for site in sites]}
     if bf16 is not None:

@@ -371,7 +371,7 @@ class SiteSpeedup:
         return {**asdict(self.linear), **found, "gemms": [asdict(gemm) for gemm in self.gemms]}
 
 
-def of_sites(settings: Settings, device: Device) -> Iterator[SiteSpeedup]:
+def site_speedups(settings: Settings, device: Device) -> Iterator[SiteSpeedup]:
     """All sites of the model by layer, plus the output projection with fp8_output_layer."""
     model, size = settings.model, settings.model.activation_bytes
     sites = [linear for layer in (*model.layers, *model.predicting) for linear in linears(settings, layer)]
@@ -407,7 +407,7 @@ class SiteGroup:
     site: SiteSpeedup
 
 
-def grouped(sites: Iterable[SiteSpeedup]) -> list[SiteGroup]:
+def group_sites(sites: Iterable[SiteSpeedup]) -> list[SiteGroup]:
     """Groups sites by name without the layer, if they run alike."""
     found: dict[Any, list[SiteSpeedup]] = {}
     for site in sites:

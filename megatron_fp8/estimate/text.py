@@ -12,7 +12,7 @@ from .memory_fit import Fit
 from .roofline import SiteGroup, calibration
 
 
-def shown(
+def format_estimate(
     found: Estimate,
     bf16: Estimate | None,
     fits: Fit | None,

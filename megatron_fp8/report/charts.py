@@ -29,7 +29,7 @@ def javascript() -> str:
     return INLINE.js_raw[INLINE.components.index("bokeh")]
 
 
-def shown(runs: Sequence[Run]) -> list[Quantity]:
+def present_quantities(runs: Sequence[Run]) -> list[Quantity]:
     """The quantities that at least one run has."""
     return [quantity for quantity in QUANTITIES if any(quantity.name in run.curves for run in runs)]
 
@@ -38,7 +38,7 @@ def models(runs: Sequence[Run]) -> Any:
     """The document of all charts as Bokeh JSON. Each root is drawn in the element 'chart-' plus its name."""
     document = Document()
     iterations = Range1d(0, 1, name="iterations")
-    roots = [_curves(quantity, runs, iterations) for quantity in shown(runs)]
+    roots = [_curves(quantity, runs, iterations) for quantity in present_quantities(runs)]
     if any(run.statistics for run in runs):
         roots += [_map(runs), _site(len(runs))]
     with document.models.freeze():  # otherwise each added root searches all models again

@@ -166,7 +166,7 @@ def skipped_steps(lines: Iterable[Line]) -> list[Event]:
     return found
 
 
-def recorded(lines: Iterable[Line]) -> list[Event]:
+def recorded_events(lines: Iterable[Line]) -> list[Event]:
     """The events of events.jsonl. Raises ValueError."""
     return [
         Event(line.iteration(), line.iteration(), line.text("event"), line.text("text")) for line in lines

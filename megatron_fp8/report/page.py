@@ -49,7 +49,7 @@ def html_of(runs: Sequence[Run]) -> str:
     """The page as a string."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    from .charts import javascript, models, shown
+    from .charts import javascript, models, present_quantities
 
     templates = Environment(
         loader=PackageLoader("megatron_fp8.report", "templates"), autoescape=True, undefined=StrictUndefined,
@@ -59,7 +59,7 @@ def html_of(runs: Sequence[Run]) -> str:
         "runs": [_summary(run) for run in runs],
         "charts": [
             {"name": q.name, "title": q.title, "unit": q.unit, "words": _alt_text(runs, q.name)}
-            for q in shown(runs)
+            for q in present_quantities(runs)
         ],
         "events": [_events(run) for run in runs],
         "several": len(runs) > 1,

@@ -20,7 +20,7 @@ from .curves import (
     Event,
     guard_moves,
     read_curves,
-    recorded,
+    recorded_events,
     skipped_steps,
 )
 from .stat_maps import Statistics, read_statistics
@@ -85,7 +85,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     report = record.report() if record.has("report.json") else {}
     sites, report_path = report.get("sites", []), str(folder / "report.json")
     metrics, validation = record.metrics(), record.validation()
-    events = skipped_steps(metrics) + recorded(record.events()) + guard_moves(report, report_path)
+    events = skipped_steps(metrics) + recorded_events(record.events()) + guard_moves(report, report_path)
     statistics = read_statistics(record.telemetry(), [site["name"] for site in sites])
     events += statistics.went_bad if statistics else ()
     return Run(
@@ -96,7 +96,8 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         phases=_phases(report),
         events=tuple(sorted(events, key=lambda event: (event.first, event.kind))),
         statistics=statistics,
-        advice=_advice(folder / "advice.json") or _own_advice(record, report),
+        advice=_advice(folder / "advice.json")
+        or parse_advice(piece.as_dict() for piece in advice_of(record, report)),
         unfinished=tuple(record.unfinished()),
     )
 
@@ -112,21 +113,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _phases(report: dict[str, Any]) -> tuple[tuple[str, str, int, int], ...]:
     phases = report.get("precision", {}).get("phases", [])
     return tuple((p["phase"], p["precision"], p["first"], p["last"]) for p in phases)
-
-
-def _own_advice(record: RunRecord, report: dict[str, Any]) -> tuple[ShownAdvice, ...]:
-    """Advice derived from the run's own statistics."""
-    return understood(
-        {
-            "title": f"{piece.title}: {piece.cause}",
-            "line": piece.line,
-            "sites": list(piece.sites) or None,
-            "tensor": piece.tensor,
-            **piece.figures,
-            "iterations": list(piece.iterations or ()) or None,
-        }
-        for piece in advice_of(record, report)
-    )
 
 
 def _advice(path: Path) -> tuple[ShownAdvice, ...]:
@@ -155,10 +141,10 @@ def read_advice(content: bytes, path: str) -> tuple[ShownAdvice, ...]:
         raise ValueError(f"{path!r} is no JSON ({error}): correct it or remove it.") from error
     if not isinstance(found, list):
         raise ValueError(f"{path!r} has no list of advice: correct it or remove it.")
-    return understood(found)
+    return parse_advice(found)
 
 
-def understood(pieces: Iterable[Any]) -> tuple[ShownAdvice, ...]:
+def parse_advice(pieces: Iterable[Any]) -> tuple[ShownAdvice, ...]:
     """Parses pieces: strings, or objects with a title or cause, and an option to paste under 'line'."""
     return tuple(_piece(piece) for piece in pieces)
 
@@ -168,7 +154,9 @@ def _piece(piece: Any) -> ShownAdvice:
         return ShownAdvice(_words(piece), (), ())
     title = next((name for name in ("title", "cause") if piece.get(name)), None)
     paste = (_words(piece["line"]),) if piece.get("line") else ()
-    rest = [(str(k), _words(v)) for k, v in piece.items() if k not in (title, "line") and v is not None]
+    rest = [
+        (str(k), _words(v)) for k, v in piece.items() if k not in (title, "line") and v not in (None, [], {})
+    ]
     return ShownAdvice(_words(piece[title]) if title else "Advice", paste, tuple(rest))
 
 

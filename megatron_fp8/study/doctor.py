@@ -188,7 +188,7 @@ _UNSEEN = (
 )
 
 
-def shown(found: Examination, *, with_matrix: bool) -> str:
+def format_findings(found: Examination, *, with_matrix: bool) -> str:
     """The verdict, then the evidence; the support matrix of other machines only on request."""
     parts = [_verdict(found), _machine(found), _versions(found), _conflicts(found), _trials(found)]
     if with_matrix:

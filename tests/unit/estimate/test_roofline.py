@@ -9,7 +9,7 @@ import pytest
 from megatron_fp8.estimate.config_reader import read
 from megatron_fp8.estimate.device import device
 from megatron_fp8.estimate.estimate import Estimate, estimate
-from megatron_fp8.estimate.roofline import grouped, linears, model_flops, of_sites
+from megatron_fp8.estimate.roofline import group_sites, linears, model_flops, site_speedups
 
 LLAMA = "--config=examples/configs/llama3_8b.yaml"
 
@@ -53,7 +53,7 @@ def test_small_linears_gain_nothing() -> None:
     wide, narrow = read([LLAMA], gpus=64), read([LLAMA, "--model.ffn_hidden_size=64"], gpus=64)
     ratios = []
     for settings in (wide, narrow):
-        sites = grouped(of_sites(settings, device("h100")))
+        sites = group_sites(site_speedups(settings, device("h100")))
         fc1 = next(
             alike.site for alike in sites if alike.name == "mlp.linear_fc1" and alike.site.precision == "fp8"
         )

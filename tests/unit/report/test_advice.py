@@ -2,11 +2,11 @@
 
 import pytest
 
-from megatron_fp8.report.run import ShownAdvice, read_advice, understood
+from megatron_fp8.report.run import ShownAdvice, parse_advice, read_advice
 
 
 def test_objects_and_texts():
-    found = understood(
+    found = parse_advice(
         [
             {
                 "site": "fc1",

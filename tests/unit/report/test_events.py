@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_fp8.files.jsonl import read_lines
-from megatron_fp8.report.curves import Event, guard_moves, recorded, skipped_steps
+from megatron_fp8.report.curves import Event, guard_moves, recorded_events, skipped_steps
 
 
 def lines(tmp_path, objects):
@@ -28,9 +28,9 @@ def test_skipped_steps_in_a_row_are_one_event(tmp_path):
 
 def test_what_a_run_wrote(tmp_path):
     written = [{"iteration": 5, "event": "guard", "text": "fc1 goes to BF16"}]
-    assert recorded(lines(tmp_path, written)) == [Event(5, 5, "guard", "fc1 goes to BF16")]
+    assert recorded_events(lines(tmp_path, written)) == [Event(5, 5, "guard", "fc1 goes to BF16")]
     with pytest.raises(ValueError, match=r"line 2 of .* has text None"):
-        recorded(lines(tmp_path, [*written, {"iteration": 6, "event": "guard"}]))
+        recorded_events(lines(tmp_path, [*written, {"iteration": 6, "event": "guard"}]))
 
 
 def test_what_the_guard_moved():

@@ -14,7 +14,8 @@ def test_a_run_is_read_whole(tmp_path):
     assert run.phases[0] == ("warm-up", "bf16", 1, 5)
     assert run.statistics is not None and run.statistics.sites == tuple(sites(2))
     assert run.events == ()
-    assert [(piece.paste, piece.details) for piece in run.advice] == [(("--model.fp8=e4m3",), ())]
+    (advice,) = run.advice
+    assert advice.paste == ("--model.fp8=e4m3",) and [name for name, _ in advice.details] == ["cause"]
 
 
 def test_names_are_the_shortest_ends_that_differ(tmp_path):
