@@ -98,7 +98,6 @@ def test_the_update_that_adam_would_make_is_looked_at_with_an_optimizer():
     assert worst.loss_change == 0.0 and worst.gradient_error > 0.1, "a dgrad does not touch the loss"
     healthy = next(f for f in found.ranking if f.site == "blocks.0.fc1")
     assert 0 < healthy.update_error < worst.update_error / 2
-    assert diagnose(model, loss_of, batches(0), budget=FEW).ranking[0].update_error is None
 
 
 def test_adam_s_update_is_torch_s():

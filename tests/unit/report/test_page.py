@@ -76,7 +76,7 @@ def test_files_that_cannot_be_or_must_not_be_written(tmp_path):
     runs = [read_run(write_run(tmp_path / "run", every=0))]
     path = tmp_path / "out.html"
     size = write_html(runs, path)
-    assert path.stat().st_size == size and write_html(runs, path) == size
+    assert path.stat().st_size == size
     for wrong, said in ((tmp_path, "is a folder"), (tmp_path / "no" / "x", "cannot be written"),
                         (tmp_path / "run" / "metrics.jsonl", "is no HTML file")):  # fmt: skip
         before = wrong.read_bytes() if wrong.is_file() else None

@@ -30,14 +30,15 @@ def test_alone_everything_counts():
 
 
 def test_the_first_of_those_that_hold_the_same_counts(ranks):
-    """Four ranks, two by two: each part of the weight once, what tensor-parallel ranks share once for all tokens."""
-    found = ranks(4).run(shared, "column", 2)
-    assert [agreed.sites for agreed in found] == [("fc", "own0", "own1", "own2", "own3")] * 4
-    counts = [agreed.mine["fc"] for agreed in found]
-    assert [c.counts("weight", shard=False) for c in counts] == [True, True, False, False]
-    assert [c.counts("input", shard=False) for c in counts] == [True, False, True, False]
-    assert [c.counts("input", shard=True) for c in counts] == [True] * 4
-    assert [c.counts("grad_output", shard=False) for c in counts] == [True] * 4
-    rows = [agreed.mine["fc"] for agreed in ranks(4).run(shared, "row", 2)]
-    assert [c.counts("input", shard=False) for c in rows] == [True] * 4
-    assert [c.counts("grad_output", shard=False) for c in rows] == [True, False, True, False]
+    """Each part of a weight once, what tensor-parallel ranks share once for all tokens."""
+    both = (True, True), (True, False)
+    found = ranks(2).run(shared, "column", 2)
+    assert [agreed.sites for agreed in found] == [("fc", "own0", "own1")] * 2
+
+    def counts(kind, tp, tensor, shard=False):
+        return tuple(a.mine["fc"].counts(tensor, shard=shard) for a in ranks(2).run(shared, kind, tp))
+
+    assert (counts("column", 2, "weight"), counts("column", 2, "input")) == both
+    assert counts("column", 2, "input", shard=True) == counts("column", 2, "grad_output") == (True, True)
+    assert (counts("row", 2, "input"), counts("row", 2, "grad_output")) == both
+    assert (counts("column", 1, "input"), counts("column", 1, "weight")) == both, "replicas with own tokens"
