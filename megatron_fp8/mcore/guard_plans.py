@@ -50,7 +50,8 @@ def move_unhealthy_sites(model_chunks: list[Any], state: Fp8State, *, partial: b
         to = guard.next_rung(recipe_name(site.plan.recipe), found[0].illness)
         why = "; ".join(f"{slots[finding.slot]} {finding}" for finding in found)
         moves.append(Move(site.plan.name, to, state.iteration, why))
-    moves = _moves_of_all_ranks(moves) if partial else moves
+    if partial:  # each move once, in the same order everywhere; without moves one number is exchanged
+        moves = sorted(union(dict.fromkeys(moves)))
     if moves:
         take(model_chunks, state, moves)
         for move in moves:
@@ -118,8 +119,3 @@ def guard_moves(model_chunks: list[Any]) -> list[Move]:
     """Returns the last move of each site that the guard has moved; equal on every rank."""
     guard = state_of(unwrap(model_chunks[0]).config).guard
     return [] if guard is None else list(guard.moves.values())
-
-
-def _moves_of_all_ranks(moves: list[Move]) -> list[Move]:
-    """Returns the moves of all ranks, each once, in the same order everywhere. Without moves it exchanges one number."""
-    return sorted(union(dict.fromkeys(moves)))

@@ -36,11 +36,6 @@ def own_precision(config: Any) -> str:
     return "fp16" if config.fp16 else "bf16"
 
 
-def _precision_name(precision: str, own: str) -> str:
-    """Returns a plan's precision, with the model's own dtype in place of 'bf16'."""
-    return own if precision == "bf16" else precision
-
-
 @gc_paused()
 def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[str, Any]]:
     """Returns one entry per GEMM site: SitePlan.as_dict(), the site's notes, and the phases of an FP8 site
@@ -70,8 +65,9 @@ def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[st
     for entry in entries:
         first = merged.setdefault(entry["name"], entry)
         first["notes"] = sorted({*first["notes"], *entry["notes"]})
-        first["precision"] = _precision_name(first["precision"], own)
-        first["gemms"] = {gemm: _precision_name(precision, own) for gemm, precision in first["gemms"].items()}
+        # The model's own dtype in place of 'bf16'.
+        first["precision"] = first["precision"].replace("bf16", own)
+        first["gemms"] = {gemm: precision.replace("bf16", own) for gemm, precision in first["gemms"].items()}
     places: dict[str, int] = {}
     for name in merged:
         places.setdefault(split_expert(name)[0], len(places))

@@ -15,12 +15,12 @@ from __future__ import annotations
 import copy
 import weakref
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..state.collectives import own_device
 from ..state.fp8_state import Fp8State
@@ -46,7 +46,6 @@ class Fp8Runtime:
         optimizers: Megatron-Core's optimizers that step these models.
         moved_biases: experts' biases that were updated after the last batch, with their earlier values
             (patches/megatron_fixes.py).
-        sequence_ends: values of integer tensors that layers have read, with the tensor's version (layers/attention.py).
     """
 
     state: Fp8State = field(default_factory=lambda: Fp8State(own_device(), keeps_weights=False))
@@ -58,7 +57,6 @@ class Fp8Runtime:
     fp8_params: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     moved_biases: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    sequence_ends: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def __post_init__(self) -> None:
         _living.add(self)
@@ -73,7 +71,7 @@ class Fp8Runtime:
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _in_another_process, (self.frozen,)
+        return partial(Fp8Runtime, frozen=self.frozen), ()
 
     @property
     def found_nonfinite(self) -> bool:
@@ -155,10 +153,6 @@ def unwrap(chunk: Any) -> Any:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
-
-
-def _in_another_process(frozen: bool) -> Fp8Runtime:
-    return Fp8Runtime(frozen=frozen)
 
 
 def watch(runtime: Fp8Runtime) -> None:

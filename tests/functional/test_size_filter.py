@@ -96,7 +96,7 @@ def test_foreign_tables_and_settings_that_do_not_fit_are_errors(ranks: RankPool,
         (
             make_table(tmp_path / "recipe.json", rows, recipe=DelayedScaling()),
             {},
-            "recipe 'delayed', and fp8_recipe is 'mxfp8'",
+            "recipe 'delayed', and this is 'mxfp8'",
         ),
         (make_table(tmp_path / "slow.json", {(256, 256, TOKENS): SMALL}), {}, "leaves no GEMM in FP8"),
         (

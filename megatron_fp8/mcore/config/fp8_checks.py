@@ -14,7 +14,6 @@ from ...fp8_utils import get_fp8_recipe
 from ...numerics.formats import ROLES
 from ...plan.overrides import check_overrides
 from ...plan.settings import DEFAULT_RECIPE, import_factory, takes
-from ...plan.size_table import load_table
 from ...recipe import RECIPES
 from .fields import FIELD_RULES, OWN_RULES, REFUSED, RELATIONS, SILENT
 from .incompatible import check_incompatible
@@ -89,7 +88,6 @@ def check_fp8_settings(config: TransformerConfig) -> None:
         _check_bf16_layers(config)
         _check_factory(config)
         check_incompatible(config)
-        _check_size_filter(config)
         _check_pow2(config)
         _check_margin(config)
     elif config.fp8_param:
@@ -113,19 +111,6 @@ def plain(value: Any) -> Any:
 
 
 _PHASES = ("fp8_high_precision_warmup", "fp8_high_precision_healing")
-
-
-def _check_size_filter(config: TransformerConfig) -> None:
-    """Checks the table itself; planning a site checks whether it is this device's."""
-    path = config.fp8_size_filter
-    if path is None:
-        return
-    measured = load_table(path).recipe
-    if measured != config.fp8_recipe:
-        raise ValueError(
-            f"fp8_size_filter={path!r} was measured with recipe {measured!r}, and fp8_recipe is {config.fp8_recipe!r}:"
-            f" measure again with `bench --tune --recipe {config.fp8_recipe}`, or drop the filter."
-        )
 
 
 def _check_bf16_layers(config: TransformerConfig) -> None:
@@ -179,9 +164,8 @@ def _check_pow2(config: TransformerConfig) -> None:
 
 def _check_margin(config: TransformerConfig) -> None:
     """Refuses a margin for row and block scales, which keep no headroom, before the model is built."""
-    for name in (
-        {config.fp8_recipe, *config.fp8_overrides.values()} & set(RECIPES) if config.fp8_margin else ()
-    ):
+    names = {config.fp8_recipe, *config.fp8_overrides.values()} & set(RECIPES)
+    for name in names if config.fp8_margin else ():
         get_fp8_recipe(config, name)
 
 

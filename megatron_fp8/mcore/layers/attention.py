@@ -32,12 +32,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, CausalVariant
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...linear.saved_operands import first_derivative_only
 from ...numerics import host_sync
 from ..patches.patching import PatchList
-from ..runtime import runtime_of
 
 patches = PatchList()
 _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -108,8 +106,7 @@ class CoreAttention(DotProductAttention):
                 )
             context = _zigzag(query, key, value, self.cp_group, self.softmax_scale, causal)
         elif packed_seq_params is not None and not self._extra and plain and attention_bias is None:
-            read = runtime_of(self.config).sequence_ends
-            return _packed(query, key, value, packed_seq_params, self.softmax_scale, causal, read).flatten(1)
+            return _packed(query, key, value, packed_seq_params, self.softmax_scale, causal).flatten(1)
         elif self._extra or not plain or any(x is not None for x in masks):
             return super().forward(
                 query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
@@ -167,9 +164,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask: Any) -> Tensor:
     return context.permute(2, 0, 1, 3).contiguous()
 
 
-def _packed(
-    q: Tensor, k: Tensor, v: Tensor, packed: Any, scale: float, causal: bool, read: WeakTensorKeyDictionary
-) -> Tensor:
+def _packed(q: Tensor, k: Tensor, v: Tensor, packed: Any, scale: float, causal: bool) -> Tensor:
     """Attention within each of the consecutive sequences in q [t, heads, d], k and v [t, groups, d]: [t, heads, dv]."""
     parts = []
     # Each int32 [sequences + 1]; padded: with the padding between sequences, None without padding.
@@ -179,7 +174,7 @@ def _packed(
         packed.cu_seqlens_kv,
         packed.cu_seqlens_kv_padded,
     )
-    of_q, padded_q, of_k, padded_k = (None if end is None else _read_values(end, read) for end in ends)
+    of_q, padded_q, of_k, padded_k = (None if end is None else end.tolist() for end in ends)
     assert of_q is not None and of_k is not None, "packed sequences say where they end"
     queries, keys = _sequences(of_q, padded_q, len(q)), _sequences(of_k, padded_k, len(k))
     for (start, length, room), (key_start, key_length, _) in zip(queries, keys, strict=True):
@@ -194,20 +189,6 @@ def _packed(
         parts.append(_sdpa(q_i, k_i, v_i, scale, **_causal_mask(q_i, k_i, causal)).squeeze(1))
         parts.append(q.new_zeros(room - length, q.shape[1], v.shape[-1]))
     return torch.cat(parts)
-
-
-def _read_values(ends: Tensor, read: WeakTensorKeyDictionary) -> list[int]:
-    """Returns the values of an integer tensor that all layers of a microbatch share: reading them waits for a GPU.
-
-    Args:
-        read: cache of tensors that layers have read, with the tensor's version.
-    """
-    version = None if ends.is_inference() else ends._version
-    cached = read.get(ends)
-    if cached is None or cached[0] != version:
-        cached = read[ends] = (version, ends.tolist())
-    numbers: list[int] = cached[1]
-    return numbers
 
 
 def _sequences(ends: list[int], padded: list[int] | None, total: int) -> list[tuple[int, int, int]]:

@@ -119,13 +119,3 @@ def test_nothing_keeps_it_alive():
     gc.collect()
     assert gone() is None
     optimizer.step()
-
-
-def test_tensors_that_were_read_are_let_go_of():
-    read = Fp8Runtime().sequence_ends
-    ends = torch.tensor([0, 3])
-    read[ends] = (0, [0, 3])
-    assert len(read) == 1
-    del ends
-    gc.collect()
-    assert len(read) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -238,43 +237,6 @@ def packed_sequences() -> None:
 
 def test_packed_sequences_attend_each_to_itself(ranks: RankPool) -> None:
     ranks(1).run(packed_sequences)
-
-
-def reads_of_packed_sequences() -> list[int]:
-    """A rank case: how often the ends of packed sequences were read, after each call of two layers of a model."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.transformer.enums import AttnMaskType
-
-    from megatron_fp8.mcore.layers.attention import CoreAttention
-
-    reads, count, read = [], [], torch.Tensor.tolist
-
-    def counting(tensor: torch.Tensor) -> list[int]:
-        count.append(tensor)
-        return read(tensor)
-
-    with model_parallel():
-        config = gpt_config()
-        layers = [CoreAttention(config, number, AttnMaskType.causal, "self") for number in (1, 2)]
-        ends = torch.tensor([0, 5, 16])
-        packed = PackedSeqParams("thd", ends, ends, None, None, 11, 11)
-        fields = set(vars(packed))
-        q, k, v = (torch.randn(16, heads, 64) for heads in (4, 2, 2))
-        with mock.patch.object(torch.Tensor, "tolist", counting):
-            for layer in (*layers, *layers):
-                layer(q, k, v, None, packed_seq_params=packed)
-                reads.append(len(count))
-            ends[1] = 7
-            changed = layers[0](q, k, v, None, packed_seq_params=packed)
-            reads.append(len(count))
-        fresh = PackedSeqParams("thd", ends.clone(), ends.clone(), None, None, 11, 11)
-        assert torch.equal(changed, layers[1](q, k, v, None, packed_seq_params=fresh))
-        assert set(vars(packed)) == fields, "Megatron's object is left as it was"
-    return reads
-
-
-def test_ends_of_packed_sequences_are_read_once_for_all_layers(ranks: RankPool) -> None:
-    assert ranks(1).run(reads_of_packed_sequences) == [[1, 1, 1, 1, 2]]
 
 
 @pytest.mark.parametrize("groups", [4, 2])
