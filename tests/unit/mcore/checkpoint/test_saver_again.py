@@ -1,9 +1,8 @@
-"""Saves after a first one: what ranks need not tell again; and endings that only look like a save."""
+"""Saves after a first one: what ranks need not send again."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -65,50 +64,3 @@ def test_a_save_like_the_one_before_collects_no_plans(ranks, tmp_path):
         check_files(folder, read_manifest(folder))
         whole = read_tensor(folder, read_metadata(folder), "a")
         assert torch.equal(whole, torch.arange(2000.0) + read_manifest(folder).iteration)
-
-
-def said_of_a_save(folder: str) -> str:
-    """What a first save is refused with; 'nothing' if it is not."""
-    from megatron_fp8.mcore.checkpoint import saver
-
-    try:
-        saver.Saver(Path(folder)).save(state(1), Manifest(1))
-    except saver.SaveError as error:
-        return str(error)
-    return "nothing"
-
-
-def too_many_shards(folder: str) -> str:
-    from megatron_fp8.mcore.checkpoint import store
-
-    with mock.patch.object(store, "LARGEST_METADATA", 100):
-        return said_of_a_save(folder)
-
-
-def test_a_checkpoint_that_nobody_could_read_is_not_called_complete(ranks, tmp_path):
-    said = ranks(2).run(too_many_shards, str(tmp_path))
-    assert said[0] == said[1] and "bytes, and readers take 100: too many shards" in said[0]
-    assert os.listdir(tmp_path) == []
-
-
-def unconfirmed_save(folder: str) -> str:
-    """What is said where the disk takes all files and the new name, and does not confirm the name."""
-    from megatron_fp8.mcore.checkpoint import saver
-
-    def fails(path: Path) -> None:
-        if path == Path(folder):
-            raise OSError(5, "Input/output error")
-
-    with mock.patch.object(saver, "sync", fails):
-        return said_of_a_save(folder)
-
-
-def test_a_name_that_the_disk_does_not_confirm_is_of_a_complete_checkpoint(ranks, tmp_path):
-    said = ranks(2).run(unconfirmed_save, str(tmp_path))
-    whole = tmp_path / "iter_0000001"
-    assert said[0] == said[1]
-    assert said[0].startswith(
-        f"the checkpoint {whole} is complete, but the disk does not confirm its name (Input"
-    )
-    assert said[0].endswith(f"--resume={whole}.")
-    check_files(whole, read_manifest(whole))
