@@ -53,7 +53,7 @@ def move_unhealthy_sites(model_chunks: list[Any], state: Fp8State, *, partial: b
     if partial:  # each move once, in the same order everywhere; without moves one number is exchanged
         moves = sorted(union(dict.fromkeys(moves)))
     if moves:
-        take(model_chunks, state, moves)
+        apply_moves(model_chunks, state, moves)
         for move in moves:
             print_rank_0(
                 f"megatron_fp8: guard: {move.site} runs in {move.to} from iteration {move.iteration + 1} on: {move.why}"
@@ -76,7 +76,7 @@ def _dispatches(model_chunks: list[Any]) -> list[Any]:
     return [module.fp8_dispatch for module in modules if hasattr(module, "fp8_dispatch")]
 
 
-def take(model_chunks: list[Any], state: Fp8State, moves: list[Move]) -> None:
+def apply_moves(model_chunks: list[Any], state: Fp8State, moves: list[Move]) -> None:
     """Applies moves, new ones or a checkpoint's, to this rank's sites; the guard records all of them."""
     assert state.guard is not None
     for move in moves:
@@ -92,7 +92,7 @@ def take(model_chunks: list[Any], state: Fp8State, moves: list[Move]) -> None:
             if slots and not linear.fp8_site.is_fp8:
                 linear.register_forward_hook(partial(_count_nonfinite, slots[0]))
     for dispatch in _dispatches(model_chunks):
-        dispatch.look_elsewhere()
+        dispatch.update_refusals()
 
 
 def _count_nonfinite(slot: Slot, linear: Any, args: tuple[Any, ...], output: Any) -> None:

@@ -84,7 +84,7 @@ def site_request(config: Any, overrides: Mapping[str, Any] | None = None) -> res
     )
 
 
-class SiteGroup:
+class PlanCache:
     """Caches what equal linears of one model share during planning: their plan, except for its name, and their ranks.
     So a warning appears once and not for each linear."""
 
@@ -113,7 +113,7 @@ class SiteGroup:
         return self._ranks[key]
 
 
-def plan_of(linear: Any, name: str, state: Fp8State, alike: SiteGroup | None = None) -> SitePlan:
+def plan_of(linear: Any, name: str, state: Fp8State, cache: PlanCache | None = None) -> SitePlan:
     """Returns the plan of an FP8 linear, or of an equal linear of this name on another rank.
 
     The size filter and the guard come last, and change only sites that run the config's recipe: an override by name
@@ -123,26 +123,26 @@ def plan_of(linear: Any, name: str, state: Fp8State, alike: SiteGroup | None = N
     te = is_te_linear(linear)
     if matching(name, getattr(config, "fp8_overrides", None) or {}):
         return resolve(config, name, layer, device, te=te)
-    plan = filtered(config, (alike or SiteGroup()).resolve(config, name, layer, device, te=te), linear)
+    plan = filtered(config, (cache or PlanCache()).resolve(config, name, layer, device, te=te), linear)
     move = None if state.guard is None else state.guard.moves.get(name)
     return plan if move is None else _moved_plan(config, plan, move, linear)
 
 
-def make_site(linear: Any, name: str, state: Fp8State | None = None, alike: SiteGroup | None = None) -> Any:
+def make_site(linear: Any, name: str, state: Fp8State | None = None, cache: PlanCache | None = None) -> Any:
     """Makes the GemmSite, or TeSite, of an FP8 linear under this name.
 
     Args:
         state: the model's FP8 state (some modules hold a copy of the config).
-        alike: the cache of the model's planning.
+        cache: the cache of the model's planning.
     """
-    config, alike = linear.config, alike or SiteGroup()
+    config, cache = linear.config, cache or PlanCache()
     state = state or state_of(config)
-    plan = plan_of(linear, name, state, alike)
+    plan = plan_of(linear, name, state, cache)
     if is_te_linear(linear):
         return TeSite(plan, state)
     group, stream = None, 0
     if plan.precision == "fp8" and parallel_state.model_parallel_is_initialized():
-        group, stream = alike.ranks(config, expert=linear.is_expert)
+        group, stream = cache.ranks(config, expert=linear.is_expert)
     return GemmSite(plan, state, group, seed=state.seed, stream=stream)
 
 
@@ -192,10 +192,10 @@ def prepare(model_chunks: list[Any]) -> None:
         if model.config.fp8 and parallel_state.model_parallel_is_initialized():
             # Made on every rank: a rank without FP8 sites in a group with some then raises an error instead of hanging.
             state.arena(compat.amax_group(model.config, expert=False))
-        named, alike = list(named_modules(model)), SiteGroup()
+        named, cache = list(named_modules(model)), PlanCache()
         for name, module in named:
             if hasattr(type(module), "bind_fp8_site"):
-                module.bind_fp8_site(make_site(module, name, state, alike))
+                module.bind_fp8_site(make_site(module, name, state, cache))
             elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 count_plain_linear(module, state)
         for name, module in named:

@@ -25,13 +25,13 @@ from ...plan.overrides import matching
 from ...state.arena import PREFIX, is_slot_key
 from ...state.collectives import anywhere, first_rank_with, union
 from ...state.guard import Move, saved_moves
-from ..guard_plans import take
+from ..guard_plans import apply_moves
 from ..names import of_key
 from ..optimizer.loss_scaler import scalers
 from ..optimizer.optimizer_setup import parts_of
 from ..runtime import state_of, unwrap
 from ..sites import fp8_linears, prepare
-from .rng import fit_here, put_back, sharded_streams
+from .rng import fit_device, restore_streams, sharded_streams
 from .state_dict import fit_to_checkpoint, recipes_of, warm_from_weights
 from .store import load_shards
 from .training import (
@@ -71,10 +71,10 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
     metadata = read_metadata(folder)
     stored = metadata.state_dict_metadata
     resumed = Resumed(manifest)
-    resumed.notes += _apply_moves(saved_moves(manifest.state), chunks)
+    resumed.notes += _restore_moves(saved_moves(manifest.state), chunks)
     if manifest.facts.get("layout") != layout_facts(chunks)["layout"]:
         resumed.new_streams = "another parallel layout"
-    elif not fit_here(stored):
+    elif not fit_device(stored):
         resumed.new_streams = "a GPU's random streams are not a CPU's"
 
     model = model_state(chunks)
@@ -116,7 +116,7 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
     _weights_to_model(chunks, optimizer)
     resumed.notes += take_codes(folder, metadata, model_state(chunks))
     if resumed.new_streams is None:
-        put_back(loaded["rng"])
+        restore_streams(loaded["rng"])
     return resumed
 
 
@@ -260,7 +260,7 @@ def _weights(stored: dict[str, Any]) -> set[str]:
     return {key for key in stored if not key.startswith(("optimizer.", "rng.")) and not is_slot_key(key)}
 
 
-def _apply_moves(moves: list[Move], chunks: list[Any]) -> list[str]:
+def _restore_moves(moves: list[Move], chunks: list[Any]) -> list[str]:
     """Applies the saved guard moves; returns lines for the log. Before state is loaded: a moved site has other slots."""
     config = unwrap(chunks[0]).config
     moves = [move for move in moves if not matching(move.site, getattr(config, "fp8_overrides", None) or {})]
@@ -270,7 +270,7 @@ def _apply_moves(moves: list[Move], chunks: list[Any]) -> list[str]:
     state = state_of(config)
     if state.guard is None:
         return [f"fp8_guard is off: the {len(moves)} moves that it made are undone ({names})"]
-    take(chunks, state, moves)
+    apply_moves(chunks, state, moves)
     return [f"fp8_guard had moved {len(moves)} sites ({names}); to undo one, name it in fp8_overrides"]
 
 

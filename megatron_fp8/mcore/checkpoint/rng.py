@@ -44,7 +44,7 @@ def streams() -> dict[str, torch.Tensor]:
     return {**found, **{f"tracker.{name}": _bytes(state) for name, state in tracked.items()}}
 
 
-def put_back(saved: dict[str, torch.Tensor]) -> None:
+def restore_streams(saved: dict[str, torch.Tensor]) -> None:
     """Restores this rank's streams from the result of ``streams``, or from loaded rows [1, n]."""
     saved = {name: state.reshape(-1) for name, state in saved.items()}
     has, gauss = saved["python_gauss"].tolist()
@@ -67,7 +67,7 @@ def put_back(saved: dict[str, torch.Tensor]) -> None:
     )
 
 
-def fit_here(stored: Container[str]) -> bool:
+def fit_device(stored: Container[str]) -> bool:
     """Whether a checkpoint with these keys has streams for this kind of device: a CPU cannot use a GPU's states."""
     return (f"{_PREFIX}.cuda" in stored) == compat.has_cuda()
 

@@ -99,7 +99,7 @@ class Dispatch:
             "grad_output": [expert.linear_fc2 for expert in experts],
         }
         self._site: GemmSite | None = None
-        self._elsewhere: dict[str, str | None] = dict.fromkeys(self._readers)
+        self._refusals: dict[str, str | None] = dict.fromkeys(self._readers)
         self._stopped = False
 
     def stop(self, why: str) -> None:
@@ -175,7 +175,7 @@ class Dispatch:
         # Experiments and the guard change plans.
         plans = [linear.fp8_site.acting.plan for linear in linears]
         refusals = (refusal(plan, role, quantizer.rule) for plan in plans)
-        why = self._elsewhere[role] or next(filter(None, refusals), None)
+        why = self._refusals[role] or next(filter(None, refusals), None)
         if self.fp8_site.state.experiment:
             return self._everywhere(run_here and why is None)
         if why is not None:
@@ -191,7 +191,7 @@ class Dispatch:
         dist.all_reduce(all_of_them, op=dist.ReduceOp.MIN, group=group)
         return bool(all_of_them)
 
-    def look_elsewhere(self) -> None:
+    def update_refusals(self) -> None:
         """Determines, without communication, whether other ranks' experts read codes.
 
         It uses their plans with the guard's moves, which every rank knows.
@@ -200,7 +200,7 @@ class Dispatch:
             quantizer = self.fp8_site.casts[role].rowwise
             if quantizer is not None:
                 refusals = (refusal(plan, role, quantizer.rule) for plan in self._plans(role))
-                self._elsewhere[role] = next(filter(None, refusals), None)
+                self._refusals[role] = next(filter(None, refusals), None)
 
     def _plans(self, role: str) -> list[SitePlan]:
         """Returns the plans of the linears that read an operand, for all experts of the layer, by number."""

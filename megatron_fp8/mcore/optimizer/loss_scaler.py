@@ -123,7 +123,7 @@ _preparing: ContextVar[bool] = ContextVar("preparing", default=False)
 """Whether an optimizer in this call stack prepares its gradients: only the outermost, a chain, settles."""
 
 
-def one_verdict(original: Callable[[Any], Any], self: Any) -> bool:
+def decide_skip(original: Callable[[Any], Any], self: Any) -> bool:
     """Whether to skip the step, in prepare_grads: the same on all ranks, for gradients and for the FP8 casts of the
     models that the optimizer steps."""
     if _preparing.get():
@@ -144,7 +144,7 @@ for _owner in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer"):
     patches.wrap(
         f"optimizer.{_owner}.prepare_grads",
         "each optimizer of a chain decides for itself, and none sees what FP8 casts saturated",
-    )(one_verdict)
+    )(decide_skip)
 
 
 def _settle(optimizer: Any, overflow: bool) -> bool:
