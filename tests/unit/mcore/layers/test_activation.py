@@ -47,17 +47,20 @@ def stored(x: torch.Tensor) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(5, 2, 256), (7, 126), (1, 2), (129, 688), (0, 64)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "weighted"),
+    [
+        ((5, 2, 256), torch.bfloat16, False),
+        ((7, 126), torch.float32, False),
+        ((1, 2), torch.float32, True),
+        ((129, 688), torch.bfloat16, True),
+        ((0, 64), torch.bfloat16, True),
+    ],
+)
 def test_forward_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, weighted: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
-    weights = (
-        torch.rand(shape[0], 1, generator=generator).requires_grad_()
-        if weighted and len(shape) == 2
-        else None
-    )
+    weights = torch.rand(shape[0], 1, generator=generator).requires_grad_() if weighted else None
     assert_right(x, weights, dtype, store=True)
 
 
