@@ -60,9 +60,12 @@ def reader_may_leave(left: Callable[[], None]) -> Iterator[None]:
 
 def open_closed_streams() -> None:
     """The null device in place of each standard stream that was closed at the start (`>&-`): Python has None for it."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
-            stream = open(os.devnull, mode)  # noqa: SIM115
+            # With the stream's own number, and for child processes too: their first file would get it, and their errors.
+            null = os.open(os.devnull, os.O_RDWR)  # the smallest number that is free
+            os.set_inheritable(null, null == number)
+            stream = os.fdopen(null, mode)
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -68,8 +69,13 @@ class RunLock:
         self.path = folder.absolute() / LOCK
         self._job, self._stale = job_name(environ), stale
         self._lease = SoftFileLease(
-            self.path, lease_duration=stale, heartbeat_interval=stale / 12, thread_local=False
+            self.path,
+            lease_duration=stale,
+            heartbeat_interval=stale / 12,
+            on_compromise=self._renew,
+            thread_local=False,
         )
+        self._released = threading.Event()
         self._token: str | None = None
         self._made: list[Path] = []
 
@@ -108,6 +114,7 @@ class RunLock:
 
     def release(self) -> None:
         """Release the lock, and remove folders that `take` created and that are empty."""
+        self._released.set()
         try:
             self._lease.release()
         except OSError as error:
@@ -126,9 +133,23 @@ class RunLock:
         except Timeout:
             return False
         self._token = self._lease.token
+        self._released.clear()
         with self.path.open("a", encoding="ascii") as stream:
             stream.write(f"machine={_machine()}\njob={self._job}\n")
         return True
+
+    def _renew(self, _: object) -> None:
+        """Renew the lock where filelock's thread gives up, after a minute of errors of the file system."""
+        warnings.warn(f"the lock {str(self.path)!r} could not be renewed; it is tried on.", stacklevel=2)
+        while not self._released.wait(self._stale / 12):
+            try:
+                owner = _read(self.path)
+                if self._is_ours(owner):
+                    os.utime(self.path)
+                elif owner is not None:
+                    return  # another run's: the next `check` raises
+            except OSError:
+                continue  # the file system may come back
 
     def _takeover_reason(self, owner: dict[str, str] | None, say: Callable[[str], None]) -> str:
         """The reason to take over a lock, after a wait if needed; '' if it was released. Raises LockHeld."""

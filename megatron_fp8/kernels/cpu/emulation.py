@@ -21,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +56,8 @@ NAMES = {
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
 }
+_is_functorch, _is_functional = torch._C._functorch.is_functorch_wrapped_tensor, torch._is_functional_tensor
+_tracing = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
 _ELEMENTWISE = (
     *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
     *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32),
@@ -229,9 +231,16 @@ def fits(a: Operand, b: Operand) -> bool:
 
 
 def readable(x: torch.Tensor) -> bool:
-    """Whether C can read x at its address: a plain CPU tensor whose numbers are in its memory."""
+    """Whether C can read x at its address: a plain CPU tensor whose numbers are in its memory.
+
+    torch.func's wrappers have none, and what C writes while make_fx traces is missing in its graph.
+    """
     return (
-        x.is_cpu and type(x) in (torch.Tensor, torch.nn.Parameter) and not (x.is_neg() or x._is_zerotensor())
+        x.is_cpu
+        and type(x) in (torch.Tensor, torch.nn.Parameter)
+        and not (x.is_neg() or x._is_zerotensor())
+        and not (_is_functorch(x) or _is_functional(x))
+        and _tracing() is None
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import traceback
 import types
 import typing
@@ -63,6 +64,10 @@ _DEFAULTS: dict[str, Any] = {
 NAMES: dict[str, Rule] = {
     "activation_func": one_of(*ACTIVATIONS),
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype"), optional(one_of(*DTYPES))),
+    "pipeline_model_parallel_layout": Rule(  # a stranger's checkpoint could ask Megatron-Core for any memory
+        "a layout that repeats nothing more than 1,000 times",
+        lambda v: not v or all(int(n[:5]) <= 1000 for n in re.findall(r"\*0*([0-9]+)", v)),
+    ),
 }
 """Names in a run's config for objects in a TransformerConfig."""
 

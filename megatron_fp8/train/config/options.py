@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import json
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -54,6 +55,9 @@ def read_options(
 
     def take(key: str, value: Any, where: str) -> None:
         check_text(key, value)
+        if kinds[key] is str and value in (None, "null"):  # the default, as for other types
+            values.pop(key, None)
+            return
         try:
             values[key] = convert(value, kinds[key])
         except ValueError as error:
@@ -73,8 +77,12 @@ def read_options(
             take(key, value, f"{where}: ")
     for name, value in options:
         key = name.removesuffix("+")
-        if key == "config":
+        if name == "config":
             continue
+        if name == "config+":
+            raise ValueError(
+                f"--config+={value} is not an option: write --config={value}, once for each file."
+            )
         check_key(key, "--", kinds)
         if key.startswith(f"{FREE_FORM}."):
             check_text(key, value)
@@ -82,7 +90,10 @@ def read_options(
         elif key in _COMMA_LISTS and not value.startswith("["):
             take(key, [*(values.get(key, []) if key == "checkpoint.accept" else []), *value.split(",")], "")
         elif name.endswith("+"):
-            take(key, [*values.get(key, []), value], "")
+            before = [] if values.get(key) is None else values[key]
+            if not isinstance(before, list):
+                raise ValueError(f"--{name}={value} adds to a list, and {key} has none: write --{key}=VALUE.")
+            take(key, [*before, value], "")
         else:
             take(key, value, "")
     return values, files
@@ -150,7 +161,7 @@ def sections_of(keys: Iterable[str]) -> tuple[str, ...]:
 
 def check_key(key: str, where: str, known: Collection[str], *, in_file: bool = False) -> None:
     """Raise ValueError for an unknown key. ``in_file``: from a file, whose indentation may be wrong."""
-    if key in known or key.startswith(f"{FREE_FORM}."):
+    if key in known or (key.startswith(f"{FREE_FORM}.") and not in_file):
         return
     sections = sections_of(known)
     if key in sections:
@@ -204,6 +215,8 @@ def convert(value: Any, kind: Any) -> Any:
     elif isinstance(kind, type) and issubclass(kind, enum.Enum):
         if isinstance(value, str) and value in kind.__members__:
             return kind[value]
+    elif kind in (int, float) and isinstance(value, str) and re.fullmatch(r"\s*[-+]?0[0-9]+\s*", value):
+        return kind(value)  # a padded number, as of an array's job; YAML 1.1 reads it to base 8
     elif not isinstance(value, str) or value.strip() or kind is Any:
         parsed = load_yaml(value.encode()) if isinstance(value, str) else value
         return _convert_parsed(parsed, origin or kind, parts)

@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import uuid
@@ -300,7 +301,8 @@ def _first_failure(failures: Mapping[int, ProcessFailure]) -> int:
 def _ended_with_parent(command: list[str]) -> list[str]:
     """A command line that runs `command`, and ends it by SIGTERM when this process dies, even of SIGKILL.
 
-    util-linux has the program for it; without it `command` runs unchanged.
+    util-linux 2.33 has the program for it; without it `command` runs unchanged.
     """
-    program = shutil.which("setpriv")
-    return [program, "--pdeathsig", "TERM", "--", *command] if program else command
+    runner = [shutil.which("setpriv") or "", "--pdeathsig", "TERM", "--"]
+    works = runner[0] and subprocess.run([*runner, "true"], capture_output=True).returncode == 0
+    return [*runner, *command] if works else command

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,19 @@ def test_with_closed_streams_a_command_works_and_refuses_as_with_others():
     shell = f'{sys.executable} -m megatron_fp8 "$@" <&- >&- 2>&-'
     arguments = ["sh", "-c", shell, "sh", "tokenizer", "--out", "/nowhere/x"]
     assert subprocess.run(arguments, cwd=Path(__file__).parents[3], timeout=200).returncode == 2
+
+
+def test_a_child_of_a_command_without_streams_has_them(tmp_path):
+    """Else its first file has the number of its errors, and what C libraries say goes into it."""
+    child = "import os; f = open('file', 'w'); os.write(2, b'noise'); f.write(str(f.fileno()))"
+    parent = (
+        "import subprocess, sys; from megatron_fp8.commands.output import open_closed_streams;"
+        f"open_closed_streams(); subprocess.run([sys.executable, '-c', {child!r}])"
+    )
+    root = {"PYTHONPATH": str(Path(__file__).parents[3])}
+    shell = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", parent]
+    assert subprocess.run(shell, cwd=tmp_path, timeout=200, env=os.environ | root).returncode == 0
+    assert int((tmp_path / "file").read_text()) > 2
 
 
 def test_work_goes_on_when_its_output_is_lost_and_it_is_said_once(monkeypatch):

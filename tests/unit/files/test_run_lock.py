@@ -1,5 +1,6 @@
 """One run at a time in a folder: who holds it, who may take it over, and who is told."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -181,6 +182,30 @@ def test_jobs_have_names():
     assert job_name(SLURM) == "SLURM job 77 of c"
     assert job_name({"TORCHELASTIC_RUN_ID": "my_run"}) == "torchrun my_run"
     assert str(os.getppid()) in job_name({"TORCHELASTIC_RUN_ID": "none"})
+
+
+def test_it_is_renewed_again_after_the_file_system_failed_for_long(lock, monkeypatch):
+    """filelock's thread gives up then, and another run would take the lock over."""
+
+    def fails(*_, **__):
+        raise OSError(errno.EIO, "no answer")
+
+    taken = lock(stale=0.6)
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="could not be renewed"):
+        patch.setattr("filelock._soft._lease.touch", fails)
+        deadline = time.monotonic() + 30
+        while taken._lease.compromise is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.1)
+    before = taken.path.stat().st_mtime_ns
+    time.sleep(0.3)
+    assert taken.path.stat().st_mtime_ns > before
+    taken.check()
+    rename_owner(taken.path, token="another")  # and left alone where it is another's
+    time.sleep(0.3)
+    before = taken.path.stat().st_mtime_ns
+    time.sleep(0.3)
+    assert taken.path.stat().st_mtime_ns == before
 
 
 def test_a_job_of_a_very_long_name(tmp_path):

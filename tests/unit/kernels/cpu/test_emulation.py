@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
@@ -300,6 +301,17 @@ def test_only_plain_contiguous_cpu_tensors_and_small_ones_load_nothing(monkeypat
     assert not cpu.usable(large[:0])
     assert not cpu.usable(large.t()[:, :128])
     assert not cpu.usable(large.to("meta"))
+
+
+def test_what_torch_transforms_is_not_read_by_c():
+    """torch.func's wrappers have no memory, and make_fx would miss what C writes."""
+    cpu.compiled()
+    f = lambda x: quantize(x, Float8CurrentScaling(), "input").dequantize()  # noqa: E731
+    x = torch.ones(4, 32)
+    assert torch.func.functionalize(f)(x).sum() == 128
+    assert torch.func.grad(lambda x: (x * x).sum() + f(x).sum())(x).sum() == 256
+    with pytest.raises(RuntimeError, match="tracing tensor"):  # it reads a count of NaN
+        make_fx(f)(x)
 
 
 def test_what_does_not_fit_is_named_before_c_sees_it():

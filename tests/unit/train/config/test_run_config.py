@@ -55,6 +55,11 @@ def test_a_shipped_config_is_known_by_its_name(tmp_path, monkeypatch):
         parse(["--config=tiny_gpt_cpo"])
 
 
+def test_padded_numbers_are_decimal_and_null_is_the_default():
+    run = parse(["--train.seed=010", "--optimizer.lr=0010", "--run_dir=a", "--run_dir=null"])
+    assert (run.train.seed, run.optimizer.lr, run.run_dir) == (10, 10.0, "runs/train")
+
+
 def test_names_may_be_written_with_hyphens_and_flags_without_values():
     run = parse(["--train.train-iters", "5", "--run-dir=there", "--dry-run"])
     assert (run.train.train_iters, run.run_dir, run.dry_run, run.debug) == (5, "there", True, False)
@@ -117,6 +122,8 @@ def test_data_without_a_file_is_refused(options):
         ("--train.seed", ["--train.seed has no value"]),
         ("stray", ["'stray' is not an option"]),
         ("--", ["-- alone is not an option"]),
+        ("--config+=a.yaml", ["--config=a.yaml"]),
+        ("--train.seed+=5", ["train.seed", "whole number"]),
     ],
 )
 def test_bad_options_are_one_line_that_names_them(option, words):
@@ -125,6 +132,11 @@ def test_bad_options_are_one_line_that_names_them(option, words):
     for word in words:
         assert word in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_number_is_not_added_to():
+    with pytest.raises(ValueError, match=re.escape("train.seed has none: write --train.seed=VALUE")):
+        parse(["--train.seed=3", "--train.seed+=5"])
 
 
 @pytest.mark.parametrize(
@@ -149,6 +161,7 @@ def test_bad_options_are_one_line_that_names_them(option, words):
         ("train: {seed: 1}\nmodel: {}\ntrain: {}", ["'train' stands twice, again in line 3"]),
         ("train: {? [1, 2] : 3}", ["the key in line 1 must be a name"]),
         ("run_dir: 2026-99-99", ["month must be in 1..12"]),
+        ("model: {fp8_overrides.a: bf16}", ["Did you mean model.fp8_overrides"]),
         ("train: {seed: ['a']}", ["train.seed=['a'] must be a whole number"]),
     ],
 )
@@ -214,6 +227,7 @@ def test_the_model_section_becomes_a_transformer_config():
         (["--model.fp8=int8"], "fp8='int8'"),
         (["--model.fp8=hybrid", "--model.fp8_format=mxfp9"], "Did you mean 'mxfp8'"),
         (["--model.num_layers=0"], "model.num_layers=0"),
+        (["--model.pipeline_model_parallel_layout=E*9999999999tL"], "nothing more than 1,000 times"),
         (["--model.sequence_parallel=true"], "sequence parallelism"),
         (["--model.num_query_groups=3", "--model.tensor_model_parallel_size=2"], "num_query_groups"),
         # An assertion of Megatron-Core's that says nothing: what failed is shown.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_fp8.train.launch.launcher import _first_failure
+from megatron_fp8.train.launch.launcher import _ended_with_parent, _first_failure
 
 
 def failed(*ends: tuple[int, int]) -> Any:
@@ -26,3 +27,11 @@ def failed(*ends: tuple[int, int]) -> Any:
 )
 def test_the_rank_whose_end_was_the_others(ends, root):
     assert _first_failure(failed(*ends)) == root
+
+
+def test_a_setpriv_that_knows_no_parents_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """util-linux before 2.33, as on Enterprise Linux 8, and BusyBox."""
+    (tmp_path / "setpriv").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "setpriv").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert _ended_with_parent(["python", "train.py"]) == ["python", "train.py"]
