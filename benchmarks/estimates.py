@@ -17,7 +17,7 @@ from megatron_fp8.estimate.config_reader import read
 from megatron_fp8.estimate.device import device
 from megatron_fp8.estimate.estimate import Estimate, estimate
 from megatron_fp8.estimate.memory_fit import RESERVE
-from megatron_fp8.estimate.parameters import totals
+from megatron_fp8.estimate.parameter_counts import totals
 
 PAGE = Path(__file__).parents[1] / "docs" / "estimates.md"
 FULL = RESULTS / "estimates.md"

@@ -16,8 +16,8 @@ from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.plan.site_plan import fp8_site
+from megatron_fp8.state.cuda_graph import CapturedStep
 from megatron_fp8.state.fp8_state import Fp8State
-from megatron_fp8.state.graph import CapturedStep
 
 ITERATIONS = 6
 

@@ -34,7 +34,7 @@ from megatron_fp8.estimate.config_reader import Settings, read
 from megatron_fp8.estimate.linear_communication import Traffic
 from megatron_fp8.estimate.model import Chunk
 from megatron_fp8.estimate.model_state import is_apart
-from megatron_fp8.estimate.parameters import chunk_parameters
+from megatron_fp8.estimate.parameter_counts import chunk_parameters
 from megatron_fp8.files.gc_pause import gc_paused
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"

@@ -1,6 +1,7 @@
 """Old documented module paths, redirected to the new ones.
 
-Nothing in this package imports an old path. A path that was never documented is not here.
+Nothing in this package imports an old path. Others than documented ones are here only if models that torch.save wrote
+whole name them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MOVED = {
     "calibration": "inference.calibration",
     "checkpoint_files": "files.checkpoint",
     "context": "plan.autocast_state",
-    "graph": "state.graph",
+    "graph": "state.cuda_graph",
     "kernels.caches": "kernels.triton_support",
     "linear.compiled_grouped": "linear.compiled",
     "linear_op": "linear.compiled",
@@ -26,8 +27,10 @@ MOVED = {
     "mcore.checkpoint_saver": "mcore.checkpoint.saver",
     "mcore.copies": "mcore.model_copies",
     "nn.find": "nn.module_lookup",
+    "nn.group": "nn.fp8_group",
     "nn.transformer_fastpath": "nn.convert",
     "plan.switch": "plan.autocast_state",
+    "state.graph": "state.cuda_graph",
     "telemetry.attribution": "diagnosis.attribution",
     "telemetry.diagnosis": "diagnosis.diagnosis",
     "trainer": "nn.trainer",

@@ -12,7 +12,7 @@ from importlib import import_module, metadata
 from .. import __version__
 from ..files.resource_limits import limit_reached, locale_limit
 from .cli_common import refuse
-from .output import Output, open_closed_streams
+from .stdout_guard import Output, open_closed_streams
 
 USAGE = """\
 usage: megatron-fp8 COMMAND ...

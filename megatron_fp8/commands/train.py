@@ -20,7 +20,7 @@ from ..files.resource_limits import limit_reached
 from ..files.user_paths import example_configs
 from ..train.stop import AGAIN_S, EXIT_DONE, EXIT_FAILED
 from .cli_common import fit_help, refuse, warn_in_lines
-from .output import reader_may_leave
+from .stdout_guard import reader_may_leave
 
 USAGE = """\
 usage: megatron-fp8 train --config FILE [--section.key=value ...]

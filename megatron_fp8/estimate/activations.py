@@ -14,7 +14,7 @@ from ..numerics.rule import BLOCK_1X128, Rule
 from .config_reader import Settings
 from .fp8_weights import side_scales
 from .model import OUTPUT, Chunk, Layer, Model
-from .parameters import gathers_input
+from .parameter_counts import gathers_input
 
 Bytes = Counter[str]
 """Kind -> bytes: 'norms', 'linear inputs', 'attention', 'activation function', 'dropout', 'layer inputs', 'routing' (of

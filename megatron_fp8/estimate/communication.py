@@ -20,7 +20,7 @@ from .fp8_weights import shares_gradient_buffer, weight_rules
 from .linear_communication import Call, Traffic, column, gathered_scales, row
 from .model import OUTPUT, Chunk, Layer, Model
 from .model_state import Buffer, chunk_buffers, group_size, is_apart
-from .parameters import Projection, chunk_parameters, projections
+from .parameter_counts import Projection, chunk_parameters, projections
 
 
 def stage_traffic(settings: Settings, chunks: list[Chunk]) -> list[Traffic]:

@@ -58,7 +58,7 @@ from ..train.config.sections import (
     settle_warmup,
 )
 from .model import Model
-from .parameters import chunk_parameters
+from .parameter_counts import chunk_parameters
 
 _SECTIONS: dict[str, Any] = {
     "train": TrainSection,

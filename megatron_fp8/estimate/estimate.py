@@ -15,7 +15,7 @@ from .device import Device
 from .linear_communication import Traffic
 from .model import Chunk, Model
 from .model_state import StateBytes, stage_state
-from .parameters import Totals, totals
+from .parameter_counts import Totals, totals
 from .roofline import StepTime, calibration, step_time
 
 

@@ -298,7 +298,7 @@ class Model:
 
     @cached_property
     def parameters_by_chunk(self) -> dict[Chunk, Any]:
-        """The results of parameters.chunk_parameters: with many experts they take most of an estimate's time."""
+        """The results of parameter_counts.chunk_parameters: with many experts they take most of an estimate's time."""
         return {}
 
     @cached_property

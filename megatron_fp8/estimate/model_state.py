@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from .config_reader import Settings
 from .fp8_weights import is_fp8_parameter, shares_gradient_buffer, stored_weight
 from .model import OUTPUT, Chunk, Model
-from .parameters import Parameter, chunk_parameters
+from .parameter_counts import Parameter, chunk_parameters
 
 _BLOCK = 128  # values per scale of a compact moment (mcore/optimizer/adam.py)
 

@@ -25,7 +25,7 @@ from .fp8_weights import is_fp8_parameter, reads, stored_weight, two_rules
 from .linear_communication import Traffic, runs_again
 from .model import OUTPUT, Chunk, Layer
 from .model_state import stores_both
-from .parameters import gathers_input, projections
+from .parameter_counts import gathers_input, projections
 
 _GEMMS = ("fprop", "dgrad", "wgrad")
 

@@ -21,7 +21,7 @@ from ..state.fp8_state import Fp8State
 from ..state.iteration import LATER, NEVER, NOW, IterationCounts, in_backward, recorded
 from ..state.observer_protocol import SeenLinear
 from .gemm_site import GemmSite
-from .quantized_activation import QuantizedActivation
+from .quantized_tokens import QuantizedActivation
 
 _restored: set[StorageWeakRef] = set()
 """Records already made: a second backward over a retained graph restores the same tensors."""

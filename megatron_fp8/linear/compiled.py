@@ -435,7 +435,7 @@ def _site_of(handle: Tensor) -> GemmSite:
     if captured and not site.state.capturing:
         raise RuntimeError(
             'this version of torch puts FP8 operators into the CUDA graphs of mode="reduce-overhead", though they keep'
-            " state on the host: compile without that mode, or capture the step (megatron_fp8.state.graph.CapturedStep)"
+            " state on the host: compile without that mode, or capture the step (state.cuda_graph.CapturedStep)"
         )
     return site
 

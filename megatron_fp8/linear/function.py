@@ -26,7 +26,7 @@ from .amax_recorder import DeferredRecord, counted_forward
 from .gemm_site import GemmSite
 from .linear_ops import backward, for_gradient, forward
 from .operands import Call
-from .quantized_activation import QuantizedActivation
+from .quantized_tokens import QuantizedActivation
 from .saved_operands import StampedWeight, first_derivative_only, restore, save
 from .tensor_parallel import ALONE, TensorParallel
 from .weight_cache import columnwise_of, stamp_of

@@ -21,7 +21,7 @@ from ..numerics.rule import Granularity
 from ..quantizer import CastJob, Casts, Quantizer, cast_each
 from ..tensor import Float8Tensor, Operand, QuantizedSide, Sides
 from .gemm_site import GemmSite
-from .quantized_activation import QuantizedActivation
+from .quantized_tokens import QuantizedActivation
 from .tensor_parallel import ALONE, Pending, TensorParallel
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..files.terminal import print_rank_0
 from ..linear.tensor_parallel import weight_of
+from ..plan.gemm_size_table import Gemm, load_table
 from ..plan.site_plan import SitePlan, bf16_site
-from ..plan.size_table import Gemm, load_table
 from ..plan.timing import device_label
 
 

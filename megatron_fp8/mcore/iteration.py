@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ..files.terminal import print_rank_0
+from ..state.cuda_graph import CapturedStep
 from ..state.fp8_state import Fp8State
-from ..state.graph import CapturedStep
 from ..state.iteration import IterationCounts
 from . import is_installed
 from .guard_plans import move_unhealthy_sites

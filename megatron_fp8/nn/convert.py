@@ -23,8 +23,8 @@ from ..plan.resolve import warn_no_compiler, warn_padding
 from ..recipe import Recipe
 from .config import DEFAULT_SKIP, Fp8Config, Skip, as_skip, make_config
 from .experts import Fp8ExpertLinear, Fp8Experts, fp8_experts_class
+from .fp8_group import Fp8Group
 from .fsdp import disable_fp8_all_gather
-from .group import Fp8Group
 from .linear import Fp8Layer, Fp8Linear
 from .module_filter import candidates, fp8_class, matches, rows_with_sizes, skipped_by
 from .report import Fp8Report, keep_report

@@ -25,7 +25,7 @@ from ..params.fp8_parameter import Fp8Parameter
 from ..plan.autocast_state import autocasts, current_autocast_state
 from .config import Fp8Config
 from .expert_modules import Kind, Stack, kind_of
-from .group import Fp8Group
+from .fp8_group import Fp8Group
 from .linear import COMPUTED, Fp8Layer, check_weight, sources_of
 
 

@@ -30,7 +30,7 @@ from ..files.terminal import print_rank_0
 from ..numerics.scaling import compute_amax
 from ..params.fp8_parameter import Fp8Parameter
 from ..quantizer import Quantizer
-from .group import Fp8Group
+from .fp8_group import Fp8Group
 from .linear import Fp8Linear
 from .module_lookup import fp8_linears
 

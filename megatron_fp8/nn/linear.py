@@ -1,7 +1,7 @@
 """Fp8Linear: nn.Linear with its GEMMs in FP8. Parameters, initialisation, state-dict keys and hooks are
 nn.Linear's.
 
-A linear has two references to FP8 state: its model's group (group.py) and its own sites there (sites.py).
+A linear has two references to FP8 state: its model's group (fp8_group.py) and its own sites there (sites.py).
 They own everything else, so a class change, copy, pickle or move of the module has to handle these two only.
 
 Fp8Layer is independent of the weight's layout; its other subclass is in conv1d.py.
@@ -25,7 +25,7 @@ from ..params.fp8_parameter import Fp8Parameter
 from ..plan.autocast_state import AutocastState, autocasts, current_autocast_state, runs_fp8
 from ..recipe import Recipe
 from .config import Fp8Config, make_config
-from .group import UNTRAINABLE, Fp8Group
+from .fp8_group import UNTRAINABLE, Fp8Group
 from .sites import LONE, LinearSites, rank
 
 COMPUTED = ("_orig", "_g", "_v")

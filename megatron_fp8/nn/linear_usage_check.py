@@ -16,7 +16,7 @@ import torch
 from .report import Row, keep_report, report_of
 
 if TYPE_CHECKING:
-    from .group import Fp8Group
+    from .fp8_group import Fp8Group
 
 LOOK_AFTER = 3
 """Number of iterations with FP8 GEMMs after which linears that never ran are reported."""

@@ -8,7 +8,7 @@ import torch
 
 from ..files.argument_check import check_model
 from ..linear.gemm_site import GemmSite
-from .group import Fp8Group
+from .fp8_group import Fp8Group
 from .linear import Fp8Layer
 from .sites import take_over
 

@@ -1,6 +1,6 @@
 """GEMM sites of one linear: one per device and recipe.
 
-They belong to the model's group (group.py), and the linear refers to them. Rejected: one table in the group
+They belong to the model's group (fp8_group.py), and the linear refers to them. Rejected: one table in the group
 with keys (name, device, recipe). torch.compile guards on what it reads; since names differ between layers, a
 model compiled block by block would need one graph per block.
 
@@ -23,17 +23,17 @@ from ..linear.gemm_site import GemmSite
 from ..linear.weight_cache import WeightFacts, warn_of_replaced
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.autocast_state import Forwards
+from ..plan.gemm_size_table import Gemm, load_table
 from ..plan.overrides import matching
 from ..plan.resolve import resolve
 from ..plan.site_plan import SitePlan, bf16_site
-from ..plan.size_table import Gemm, load_table
 from ..plan.timing import device_label
 from ..recipe import Recipe, recipe_name
 from ..state.arena import Slot, load_slots, saved_slots
 from .config import Fp8Config
 
 if TYPE_CHECKING:
-    from .group import Fp8Group
+    from .fp8_group import Fp8Group
     from .linear import Fp8Layer
 
 LONE = "linear"

@@ -11,9 +11,9 @@ import numpy as np
 
 from ..files.atomic_io import replace_file
 from .curves import VALIDATION, Curve
+from .heatmaps import ABSENT, BITS, NAN, NULL, Statistics, meaning, packed, packed_map
 from .precision import GEMMS, Row, precision_map, sentence
 from .run import Run
-from .stat_maps import ABSENT, BITS, NAN, NULL, Statistics, meaning, packed, packed_map
 
 LARGEST = 3_000_000
 """Size limit of a report in bytes."""

@@ -23,7 +23,7 @@ from .curves import (
     recorded_events,
     skipped_steps,
 )
-from .stat_maps import Statistics, read_statistics
+from .heatmaps import Statistics, read_statistics
 
 
 @dataclass(frozen=True)

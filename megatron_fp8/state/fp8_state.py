@@ -57,7 +57,7 @@ class Fp8State:
         last: counts of the last finished iteration; its ``nonfinite`` is the health status (Megatron-Core: of all
             ranks).
         arenas: one for each reduction group.
-        capturing: a CapturedStep (graph.py) captures.
+        capturing: a CapturedStep (cuda_graph.py) captures.
         missing_end: error message of the next training forward, if an optimizer stepped before the iteration was ended.
         activity: work of the iteration beside its counters.
         experiment: ``finish_iteration`` changes nothing (``unrecorded``).

@@ -20,8 +20,8 @@ from ..files.terminal import printable
 from ..kernels.cpu.emulation import MAX_THREADS
 from ..kernels.torch_products import is_replaced, replace_slow
 from ..numerics.formats import parse_format
+from ..plan.gemm_size_table import FORMAT, Gemm, load_table, roles_of
 from ..plan.settings import RecipeSettings, from_settings
-from ..plan.size_table import FORMAT, Gemm, load_table, roles_of
 from ..plan.timing import LEAST_FOR_SPREAD, device_label, table
 from ..recipe import RECIPES, Recipe, check_recipe_name, recipe_name
 from ..state.collectives import own_device

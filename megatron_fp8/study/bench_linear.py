@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from ..backends.emulated import gemm as emulated_gemm
 from ..linear.function import fp8_linear
 from ..linear.gemm_site import GemmSite
+from ..plan.gemm_size_table import Gemm
 from ..plan.site_plan import fp8_site
-from ..plan.size_table import Gemm
 from ..plan.timing import LEAST_FOR_SPREAD, interleave_on
 from ..recipe import Recipe, recipe_name
 from ..state.fp8_state import Fp8State

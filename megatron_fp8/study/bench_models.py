@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..inference import prepare_for_inference
 from ..nn import Fp8Config, convert_to_fp8, fp8_step
-from ..plan.size_table import Gemm
+from ..plan.gemm_size_table import Gemm
 from ..recipe import Recipe, recipe_name
 from .bench_linear import Bench, gemm, linear, quantize
 

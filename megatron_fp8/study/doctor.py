@@ -30,9 +30,9 @@ from ..plan.timing import unused_gpu
 from ..recipe import RECIPES, CustomRecipe, Recipe
 from ..state.collectives import own_device
 from ..train.report import device_name
+from .package_versions import Conflict, Part, conflicts, facts, parts
 from .requirements import NOT_LOOKED_AT, Need, missing
 from .support_matrix import GENERATIONS, OURS, RECIPE_NAMES, Cell, Generation, Trial, here, matrix
-from .versions import Conflict, Part, conflicts, facts, parts
 
 SCHEMA = 1
 

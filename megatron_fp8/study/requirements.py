@@ -21,7 +21,7 @@ from ..mcore.environment import HOW_TO_GET, SUPPORTED, has_te, uses_apex
 from ..plan.settings import DEFAULT_RECIPE
 from ..recipe import RECIPES, Recipe, check_recipe_name
 from ..state.collectives import own_device
-from .versions import megatron
+from .package_versions import megatron
 
 _ANY_BACKEND = "fp8_backend=auto (the emulated backend runs on every device)"
 

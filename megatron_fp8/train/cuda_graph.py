@@ -25,7 +25,7 @@ from ..files.terminal import print_rank_0
 from ..mcore.iteration import CapturedIteration
 from ..mcore.runtime import state_of, unwrap
 from ..state.collectives import first_rank_with
-from ..state.graph import capture_refusal
+from ..state.cuda_graph import capture_refusal
 from .config.run_config import RunConfig
 from .stop import TrainingFailed
 

@@ -17,7 +17,7 @@ from megatron_fp8.estimate.communication import stage_traffic
 from megatron_fp8.estimate.config_reader import Settings, read
 from megatron_fp8.estimate.model import Chunk
 from megatron_fp8.estimate.model_state import stage_state
-from megatron_fp8.estimate.parameters import chunk_parameters, totals
+from megatron_fp8.estimate.parameter_counts import chunk_parameters, totals
 from tests.support.estimate_cases import (
     BIASED,
     CASES,

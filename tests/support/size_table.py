@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp8 import Format
-from megatron_fp8.plan.size_table import FORMAT, roles_of
+from megatron_fp8.plan.gemm_size_table import FORMAT, roles_of
 from megatron_fp8.plan.timing import processor_name
 from megatron_fp8.recipe import MXFP8BlockScaling, Recipe, recipe_name
 

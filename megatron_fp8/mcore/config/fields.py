@@ -131,7 +131,7 @@ OWN_RULES: dict[str, Rule] = {
 _OWN_GRAPHS = (
     "Megatron-Core's CUDA graphs update FP8 through Transformer Engine, and a replay would skip the host's part of an"
     " iteration. Use train.cuda_graphs of megatron-fp8 train, or capture the step yourself, with"
-    " megatron_fp8.state.graph.CapturedStep (docs/performance.md)"
+    " megatron_fp8.state.cuda_graph.CapturedStep (docs/performance.md)"
 )
 _ATTENTION_IN_BF16 = (
     "attention itself runs in BF16, as in DeepSeek-V3:"

@@ -6,7 +6,7 @@
                the gradients of the tokens return and are summed in BF16
 
 Each token is cast once, however many experts it goes to, by the rule that all experts' linears have for this operand;
-the experts do not cast it again. wgrad's codes are derived from the received codes (linear/quantized_activation.py).
+the experts do not cast it again. wgrad's codes are derived from the received codes (linear/quantized_tokens.py).
 Megatron-Core's MoELayer is hooked at two places: `preprocess`, which passes tokens to the dispatcher, and `postprocess`,
 which receives the sum. The dispatchers themselves are Megatron-Core's own (patches/token_dispatchers.py has the replaced
 parts).
@@ -33,7 +33,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from ...linear.amax_recorder import counted_forward
 from ...linear.gemm_site import GemmSite
-from ...linear.quantized_activation import QuantizedActivation
+from ...linear.quantized_tokens import QuantizedActivation
 from ...linear.saved_operands import first_derivative_only
 from ...linear.tensor_parallel import ShardInfo
 from ...numerics.rule import Rule

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
-from ...linear.quantized_activation import QuantizedActivation
+from ...linear.quantized_tokens import QuantizedActivation
 from ...linear.saved_operands import first_derivative_only
 from .patching import PatchList
 

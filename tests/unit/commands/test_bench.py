@@ -11,7 +11,7 @@ import torch
 
 from megatron_fp8.backends import emulated
 from megatron_fp8.commands.main import main
-from megatron_fp8.plan.size_table import Gemm, load_table
+from megatron_fp8.plan.gemm_size_table import Gemm, load_table
 from megatron_fp8.plan.timing import processor_name
 from megatron_fp8.study import bench as bench_run
 from megatron_fp8.study import bench_diff

@@ -6,7 +6,7 @@ import zlib
 import numpy as np
 import torch
 
-from megatron_fp8.report.stat_maps import ABSENT, BITS, NAN, NULL, codes_of, packed_map, shortened, values_of
+from megatron_fp8.report.heatmaps import ABSENT, BITS, NAN, NULL, codes_of, packed_map, shortened, values_of
 
 
 def test_seven_bits_are_torchs_bfloat16():

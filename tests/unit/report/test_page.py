@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_fp8.report import html_of, page, read_run, read_runs, write_html
+from megatron_fp8.report.heatmaps import Statistics, codes_of
 from megatron_fp8.report.run import Run
-from megatron_fp8.report.stat_maps import Statistics, codes_of
 from tests.support.run_folders import OF_CODES, OF_VALUES, TENSORS, sites, write_run
 
 HOSTILE = "</script><script>alert(1)</script><img src=x>&"

@@ -8,8 +8,8 @@ import torch
 from megatron_fp8 import convert_to_fp8
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.nn import fp8_autocast, fp8_step
+from megatron_fp8.state.cuda_graph import CapturedStep
 from megatron_fp8.state.fp8_state import Fp8State
-from megatron_fp8.state.graph import CapturedStep
 from tests.support.sites import RECIPES, make_site, randn
 
 

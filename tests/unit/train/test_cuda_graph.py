@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.state.cuda_graph import CapturedStep
 from megatron_fp8.state.fp8_state import Fp8State
-from megatron_fp8.state.graph import CapturedStep
 from megatron_fp8.train import cuda_graph
 from megatron_fp8.train.config import run_config
 from megatron_fp8.train.stop import TrainingFailed

@@ -16,12 +16,12 @@ from megatron_fp8.backends.native.layout import Refusal
 from megatron_fp8.kernels.gemms import cpu_multiplies
 from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
-from megatron_fp8.linear.quantized_activation import QuantizedActivation
+from megatron_fp8.linear.quantized_tokens import QuantizedActivation
 from megatron_fp8.linear.tensor_parallel import TensorParallel
 from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.plan.site_plan import fp8_site
+from megatron_fp8.state.cuda_graph import CapturedStep
 from megatron_fp8.state.fp8_state import Fp8State
-from megatron_fp8.state.graph import CapturedStep
 from megatron_fp8.study.support_matrix import torch_refusal
 from tests.support.launch_counts import launches_by_name
 from tests.support.sites import RECIPES

@@ -22,8 +22,8 @@ from megatron_fp8.params.shards import quantize_shards
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling
+from megatron_fp8.state.cuda_graph import CapturedStep
 from megatron_fp8.state.fp8_state import Fp8State
-from megatron_fp8.state.graph import CapturedStep
 from tests.support.sites import RECIPES
 from tests.support.valueless_tensors import gpu_without_values, warm
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8.plan.size_table import FORMAT, Gemm, load_table, roles_of
+from megatron_fp8.plan.gemm_size_table import FORMAT, Gemm, load_table, roles_of
 from megatron_fp8.recipe import Float8CurrentScaling, MXFP8BlockScaling
 
 RECIPE = Float8CurrentScaling()

@@ -20,8 +20,8 @@ from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.linear.saved_operands import SideLayout
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.state.arena import Arena
+from megatron_fp8.state.cuda_graph import CapturedStep
 from megatron_fp8.state.fp8_state import Fp8State
-from megatron_fp8.state.graph import CapturedStep
 from megatron_fp8.state.precision_schedule import PrecisionSchedule
 from tests.support.cuda_graph_stub import Recorded
 from tests.support.sites import RECIPES, make_site, randn

@@ -11,7 +11,7 @@ import torch
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.linear.function import fp8_linear, grouped_linear
-from megatron_fp8.linear.quantized_activation import QuantizedActivation
+from megatron_fp8.linear.quantized_tokens import QuantizedActivation
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Rule
 from megatron_fp8.plan.site_plan import is_by_token

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_fp8.files.jsonl import read_lines
-from megatron_fp8.report.stat_maps import ABSENT, NULL, Statistics, meaning, read_statistics, values_of
+from megatron_fp8.report.heatmaps import ABSENT, NULL, Statistics, meaning, read_statistics, values_of
 
 
 def read(tmp_path, lines, order=()):

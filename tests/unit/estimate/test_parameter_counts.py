@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from megatron_fp8.estimate.config_reader import read
-from megatron_fp8.estimate.parameters import chunk_parameters, totals
+from megatron_fp8.estimate.parameter_counts import chunk_parameters, totals
 
 # Total; of a token; of multi-token prediction. DeepSeek-V3's published total has its experts' biases too.
 PUBLISHED = {

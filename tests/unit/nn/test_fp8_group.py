@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron_fp8.nn import Fp8Linear, convert_to_fp8, fp8_state_dict, fp8_step
-from megatron_fp8.nn.group import Fp8Group
+from megatron_fp8.nn.fp8_group import Fp8Group
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.precision_schedule import PrecisionSchedule
 from tests.support.small_training import DELAYED, Tower, assert_same_state, batch, sgd, train
