@@ -183,7 +183,7 @@ def test_bad_input_is_one_line(config, capsys, arguments, words):
 def test_help_teaches(capsys):
     with pytest.raises(SystemExit) as left:
         main(["compare", "--help"])
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert left.value.code == 0 and all(
         word in said for word in ("--seeds 3", "goes on", "One seed shows no noise")
     )

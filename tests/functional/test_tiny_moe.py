@@ -55,7 +55,7 @@ def test_experts_of_both_ranks_are_counted(trained):
 BAD = {
     "--model.num_moe_experts=7": "model.num_moe_experts=7, model.expert_model_parallel_size=2: every expert parallel",
     "--model.expert_model_parallel_size=4": "world size 1 does not divide by pipeline 1 x expert 4",
-    "--model.moe_router_score_function=softmax": "moe_router_enable_expert_bias=True",
+    "--model.moe_router_score_function=softmax": "only supports sigmoid score function",
     "--model.moe_router_dtype=bf16": "model.moe_router_dtype='bf16' must be one of 'fp32', 'fp64'",
 }
 

@@ -52,6 +52,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         GELU,
         {**PIPELINE, **DISTRIBUTED, **FP8, **OUTPUT, "model__fp8_format": "blockwise"},
     ),
+    "tensorwise, fp8_param, sharded": (4, TINY, {**BOTH, **DISTRIBUTED, **FP8, **THREE}),
     "mxfp8, fp8_param, sharded, three tokens predicted": (
         2,
         TINY,

@@ -43,7 +43,7 @@ def test_tests_lie_as_the_package_does():
     rooms = {str(path.parent.relative_to(package)) for path in package.rglob("*.py")}
     tested = {str(path.parent.relative_to(TESTS / "unit")) for path in (TESTS / "unit").rglob("test_*.py")}
     assert tested - rooms == {"benchmarks", "benchmarks/support", "docs", "examples"}
-    assert rooms - tested == set()
+    assert rooms - tested == {"mcore/te"}  # tests/functional/test_te_and_apex.py
 
 
 # ---------------------------------------------------------------------------------------------------------- left behind

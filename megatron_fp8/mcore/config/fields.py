@@ -7,6 +7,7 @@ tables on machines without it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ...backends import BACKENDS, LAYER_BACKENDS
@@ -112,7 +113,12 @@ FIELD_RULES: dict[str, Rule] = {
 """Rules for Megatron-Core's fields that this package checks."""
 
 OWN_RULES: dict[str, Rule] = {
-    "fp8_backend": optional(one_of("auto", *BACKENDS, *LAYER_BACKENDS)),
+    "fp8_backend": optional(  # a program may add its own
+        replace(
+            one_of("auto", *BACKENDS, *LAYER_BACKENDS),
+            holds=lambda v: v in ("auto", *BACKENDS, *LAYER_BACKENDS),
+        )
+    ),
     "fp8_fallback": one_of("error", "warn"),
     **dict.fromkeys(("fp8_high_precision_warmup", "fp8_high_precision_healing"), number(0, 1)),
     "fp8_amax_epsilon": NOT_NEGATIVE,

@@ -32,12 +32,15 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...linear.saved_operands import first_derivative_only
 from ...numerics import host_sync
 from ..patches.patching import PatchList
 
 patches = PatchList()
+_read = WeakTensorKeyDictionary()
+"""Tensors of sequences' ends -> their version when they were read, and their values."""
 _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -174,7 +177,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, packed: Any, scale: float, causal: 
         packed.cu_seqlens_kv,
         packed.cu_seqlens_kv_padded,
     )
-    of_q, padded_q, of_k, padded_k = (None if end is None else end.tolist() for end in ends)
+    of_q, padded_q, of_k, padded_k = (None if end is None else _values(end) for end in ends)
     assert of_q is not None and of_k is not None, "packed sequences say where they end"
     queries, keys = _sequences(of_q, padded_q, len(q)), _sequences(of_k, padded_k, len(k))
     for (start, length, room), (key_start, key_length, _) in zip(queries, keys, strict=True):
@@ -189,6 +192,15 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, packed: Any, scale: float, causal: 
         parts.append(_sdpa(q_i, k_i, v_i, scale, **_causal_mask(q_i, k_i, causal)).squeeze(1))
         parts.append(q.new_zeros(room - length, q.shape[1], v.shape[-1]))
     return torch.cat(parts)
+
+
+def _values(ends: Tensor) -> list[int]:
+    """Returns the values of an integer tensor. All layers of a microbatch share it: each read waits for a GPU."""
+    version = None if ends.is_inference() else ends._version
+    if ends not in _read or _read[ends][0] != version:
+        _read[ends] = version, ends.tolist()
+    values: list[int] = _read[ends][1]
+    return values
 
 
 def _sequences(ends: list[int], padded: list[int] | None, total: int) -> list[tuple[int, int, int]]:

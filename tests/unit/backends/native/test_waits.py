@@ -129,7 +129,6 @@ def test_casts_of_parameters(name: str) -> None:
 def test_packed_sequences_are_read_once_a_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the first layer; again for other numbers."""
     from megatron.core.packed_seq_params import PackedSeqParams
-    from torch.utils.weak import WeakTensorKeyDictionary
 
     reads: list[int] = []
     read = torch.Tensor.tolist
@@ -137,12 +136,11 @@ def test_packed_sequences_are_read_once_a_microbatch(monkeypatch: pytest.MonkeyP
     ends = torch.tensor([0, 3, 8], dtype=torch.int32)
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends.clone())
     q = torch.randn(8, 2, 16)
-    known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-    first = [attention._packed(q, q, q, packed, 0.25, True, known) for _ in range(3)]
+    first = [attention._packed(q, q, q, packed, 0.25, True) for _ in range(3)]
     assert len(reads) == 2 and torch.equal(first[0], first[2])
     ends[1] = 5
     packed.cu_seqlens_kv.copy_(ends)
-    other = attention._packed(q, q, q, packed, 0.25, True, known)
+    other = attention._packed(q, q, q, packed, 0.25, True)
     assert len(reads) == 4 and not torch.equal(first[0], other)
 
 
