@@ -68,9 +68,8 @@ class WeightCache:
         self.casts, self.state = casts, state
         self.evaluation_casts = casts
         self.entry: CachedWeight | None = None
-        self._memory: StorageWeakRef | None = (
-            None  # of what is cached, so that no other memory gets its number
-        )
+        self._memory: StorageWeakRef | None = None
+        """Of what is cached, so that no other memory gets its number."""
         self._observed = -1  # the iteration in which the weight was recorded without a cast
         shared = casts.shared
         # Codes that serve both directions, one a transposed view of the other, are one copy anyway.

@@ -166,9 +166,7 @@ class IterationGraph:
 def new_graph() -> Iterator[Any]:
     """Context: the GPU's work inside is captured, not run. Yields the graph."""
     graph = torch.cuda.CUDAGraph()
-    for (
-        generator
-    ) in get_all_rng_states().values():  # replays continue these random streams, as eager code would
+    for generator in get_all_rng_states().values():  # replays continue these streams, as eager code would
         graph.register_generator_state(generator)
     # NCCL's watchdog thread asks for events during the capture, which the default mode would forbid.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

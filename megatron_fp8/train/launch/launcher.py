@@ -102,9 +102,8 @@ def launch(spec: LaunchSpec, *, debug: bool = False) -> int:
         os.environ[STOPPED_CODE] = str(spec.stopped_code)
     logs = _logs(spec.logs)
     handled = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    for (
-        number
-    ) in handled:  # nothing to save yet; torch's waits for other nodes would delay a handler in Python
+    # There is nothing to save yet, and torch's waits for other nodes would delay a handler in Python.
+    for number in handled:
         signal.signal(number, signal.SIG_DFL)
     agent = None
     try:
