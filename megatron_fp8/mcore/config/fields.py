@@ -1,8 +1,8 @@
 """Rules for config fields: valid values, refused fields, and relations between fields.
 
 Only fields that this package reads, that FP8 changes, or that Megatron-Core 0.16.1 accepts and the layers here would
-ignore or compute wrongly. Megatron-Core validates the others. Nothing here imports Megatron-Core: `megatron-fp8 estimate` reads these
-tables on machines without it.
+ignore or compute wrongly. Megatron-Core validates the others. Nothing here imports Megatron-Core: `megatron-fp8
+estimate` reads these tables on machines without it.
 """
 
 from __future__ import annotations
