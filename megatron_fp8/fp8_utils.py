@@ -95,7 +95,7 @@ def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> A
     reason = None
     if is_first_last_bf16_layer(config, layer_no):
         start, end = config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16
-        reason = f"first_last_layers_bf16: layer {layer_no} is one of the first {start} or last {end}"
+        reason = f"first_last_layers_bf16: the first {start} and last {end} layers stay in BF16"
     if is_init:
         return building_layer(layer_no, reason)
     return nullcontext() if reason is None else unplanned_disabled(reason)

@@ -161,7 +161,7 @@ def test_context_while_building(recipe):
         assert layer_being_built() is None and current_autocast_state() == AutocastState()
     with get_fp8_context(asked, 5, is_init=True):
         assert layer_being_built() == LayerBeingBuilt(
-            5, "first_last_layers_bf16: layer 5 is one of the first 2 or last 1"
+            5, "first_last_layers_bf16: the first 2 and last 1 layers stay in BF16"
         )
     with get_fp8_context(asked, is_init=True):
         assert layer_being_built() == LayerBeingBuilt(-1, None)
