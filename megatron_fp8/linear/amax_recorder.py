@@ -21,7 +21,7 @@ from ..state.fp8_state import Fp8State
 from ..state.iteration import LATER, NEVER, NOW, IterationCounts, in_backward, recorded
 from ..state.observer_protocol import SeenLinear
 from .gemm_site import GemmSite
-from .quantized_tokens import QuantizedActivation
+from .quantized_tokens import QuantizedTokens
 
 _restored: set[StorageWeakRef] = set()
 """Records already made: a second backward over a retained graph restores the same tensors."""
@@ -97,7 +97,7 @@ def _measure(x: torch.Tensor) -> torch.Tensor:
     """
     if isinstance(x, Fp8Parameter):
         return x.measured
-    return measure(x.side.dequantize(torch.float32) if isinstance(x, QuantizedActivation) else x)
+    return measure(x.side.dequantize(torch.float32) if isinstance(x, QuantizedTokens) else x)
 
 
 @contextmanager

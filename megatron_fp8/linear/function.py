@@ -26,7 +26,7 @@ from .amax_recorder import DeferredRecord, counted_forward
 from .gemm_site import GemmSite
 from .linear_ops import backward, for_gradient, forward
 from .operands import Call
-from .quantized_tokens import QuantizedActivation
+from .quantized_tokens import QuantizedTokens
 from .saved_operands import StampedWeight, first_derivative_only, restore, save
 from .tensor_parallel import ALONE, TensorParallel
 from .weight_cache import columnwise_of, stamp_of
@@ -50,7 +50,7 @@ def fp8_linear(
 
     Args:
         x: [..., K]; leading dimensions are tokens. With column and sequence parallelism: this rank's tokens.
-            QuantizedActivation are multiplied as they are.
+            QuantizedTokens are multiplied as they are.
         weight: [N, K], this rank's part. If it has ``main_grad``, wgrad (float32) is added to it and the autograd
             gradient is an uninitialised dummy, as Megatron-Core's DistributedDataParallel expects of a fused wgrad.
         bias: [N], added in float32 before the one rounding; its gradient is the float32 sum of dy, unquantized. None
@@ -87,7 +87,7 @@ def grouped_linear(
     """y_e = x_e @ weight_e^T for every expert e, with the GEMMs of ``sites[e]``; the bits of ``fp8_linear`` of each.
 
     Args:
-        x: [T, K], the tokens of all experts, expert by expert; QuantizedActivation are multiplied as they are.
+        x: [T, K], the tokens of all experts, expert by expert; QuantizedTokens are multiplied as they are.
         weights: [N, K] each; one with ``main_grad`` has its gradient added there, as of ``fp8_linear``.
         tokens: T_e, any of which may be 0. Of a tensor torch.compile makes one graph for all numbers; one on the CPU is
             read without a wait, one on a GPU is copied from there first, once a call.
@@ -168,7 +168,7 @@ def _run(
     from .compiled import break_graph, traced_linear  # loads torch's compiler
 
     # No operator takes these.
-    if isinstance(x, QuantizedActivation) or any(isinstance(weight, Fp8Parameter) for weight in weights):
+    if isinstance(x, QuantizedTokens) or any(isinstance(weight, Fp8Parameter) for weight in weights):
         if compiling:
             return break_graph(_run_eager, x, weights, bias, tokens, call)
         with _disable_current_modes():

@@ -21,7 +21,7 @@ from ..numerics.rule import Granularity
 from ..quantizer import CastJob, Casts, Quantizer, cast_each
 from ..tensor import Float8Tensor, Operand, QuantizedSide, Sides
 from .gemm_site import GemmSite
-from .quantized_tokens import QuantizedActivation
+from .quantized_tokens import QuantizedTokens
 from .tensor_parallel import ALONE, Pending, TensorParallel
 
 
@@ -74,7 +74,7 @@ def quantize_forward(
     for e, (part, weight, site) in enumerate(zip(parts, weights, call.sites, strict=True)):
         site.has_run = True
         if len(parts) == 1 or len(part):
-            if isinstance(part, QuantizedActivation):
+            if isinstance(part, QuantizedTokens):
                 operands[e] = side = part.side
                 saved[e] = derived(side, site, call, "input", record=call.record) if needs_wgrad[e] else None
             elif call.tp.gathers_input:
@@ -228,7 +228,7 @@ def quantize_backward(
     jobs: dict[int, CastJob] = {}
     for e, (dy, site) in enumerate(zip(parts, call.sites, strict=True)):
         idle = len(parts) > 1 and not len(dy)
-        if isinstance(dy, QuantizedActivation) and not idle:
+        if isinstance(dy, QuantizedTokens) and not idle:
             side = dy.side
             rowwise[e] = side if needs_dgrad else None
             if needs_wgrad[e]:

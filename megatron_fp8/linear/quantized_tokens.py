@@ -27,7 +27,7 @@ from ..tensor import QuantizedSide
 aten = torch.ops.aten
 
 
-class QuantizedActivation(torch.Tensor):
+class QuantizedTokens(torch.Tensor):
     """Tokens [..., features] of nominal ``dtype``, in codes; made by ``of_side``.
 
     Attributes:
@@ -43,9 +43,7 @@ class QuantizedActivation(torch.Tensor):
     rule: Rule
 
     @staticmethod
-    def __new__(
-        cls, rows: torch.Tensor, features: int, rule: Rule, dtype: torch.dtype
-    ) -> QuantizedActivation:
+    def __new__(cls, rows: torch.Tensor, features: int, rule: Rule, dtype: torch.dtype) -> QuantizedTokens:
         shape = (*rows.shape[:-1], features)
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=rows.device)
         self.rows, self.rule = rows, rule
@@ -57,7 +55,7 @@ class QuantizedActivation(torch.Tensor):
     @classmethod
     def of_side(
         cls, side: QuantizedSide, rule: Rule, shape: Sequence[int], dtype: torch.dtype
-    ) -> QuantizedActivation:
+    ) -> QuantizedTokens:
         """The tokens [*shape] whose rowwise side, [tokens, features], this is. ValueError: a scale spans tokens."""
         if not is_by_token(rule):
             raise ValueError(
@@ -88,15 +86,15 @@ class QuantizedActivation(torch.Tensor):
         """Their values as an ordinary tensor, rounded once to dtype (default: the nominal one; in float32 exact)."""
         return self.side.dequantize(dtype or self.dtype).view(self.shape)
 
-    def sent_by(self, send: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedActivation:
+    def sent_by(self, send: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTokens:
         """What arrives of the rows, as bytes, by a function that moves rows."""
         return self._with(send(self.rows))
 
-    def _with(self, rows: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedActivation:
-        return QuantizedActivation(rows, self.shape[-1], self.rule, dtype or self.dtype)
+    def _with(self, rows: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedTokens:
+        return QuantizedTokens(rows, self.shape[-1], self.rule, dtype or self.dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"QuantizedActivation({list(self.shape)} of {self.dtype}, {self.rule}, {self.device})"
+        return f"QuantizedTokens({list(self.shape)} of {self.dtype}, {self.rule}, {self.device})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -111,7 +109,7 @@ class QuantizedActivation(torch.Tensor):
         return move(*args, **(kwargs or {}))
 
 
-def _leading(tokens: QuantizedActivation, dim: int) -> int:
+def _leading(tokens: QuantizedTokens, dim: int) -> int:
     """A dimension of tokens, from 0. RuntimeError if it is that of the features, which stay together."""
     dim %= tokens.ndim
     if dim == tokens.ndim - 1:
@@ -121,23 +119,23 @@ def _leading(tokens: QuantizedActivation, dim: int) -> int:
     return dim
 
 
-def _same(tokens: QuantizedActivation, *_: Any, **__: Any) -> QuantizedActivation:
+def _same(tokens: QuantizedTokens, *_: Any, **__: Any) -> QuantizedTokens:
     return tokens._with(tokens.rows)
 
 
-def _copied(tokens: QuantizedActivation, **_: Any) -> QuantizedActivation:
+def _copied(tokens: QuantizedTokens, **_: Any) -> QuantizedTokens:
     return tokens._with(tokens.rows.clone(memory_format=torch.contiguous_format))
 
 
 def _to_copy(
-    tokens: QuantizedActivation, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
-) -> QuantizedActivation:
+    tokens: QuantizedTokens, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+) -> QuantizedTokens:
     """Of another nominal dtype: the codes mean what they mean."""
     rows = tokens.rows if device is None else tokens.rows.to(device)
     return tokens._with(rows, dtype)
 
 
-def _viewed(tokens: QuantizedActivation, size: Sequence[int]) -> QuantizedActivation:
+def _viewed(tokens: QuantizedTokens, size: Sequence[int]) -> QuantizedTokens:
     features = tokens.shape[-1]
     if not size or size[-1] not in (features, -1):
         raise RuntimeError(
@@ -151,7 +149,7 @@ def _viewed(tokens: QuantizedActivation, size: Sequence[int]) -> QuantizedActiva
     return tokens._with(tokens.rows.reshape(*leading, tokens.rows.shape[-1]))
 
 
-def _expanded(tokens: QuantizedActivation, size: Sequence[int], **_: Any) -> QuantizedActivation:
+def _expanded(tokens: QuantizedTokens, size: Sequence[int], **_: Any) -> QuantizedTokens:
     if list(size) != list(tokens.shape):
         raise RuntimeError(
             f"tokens {list(tokens.shape)} that were dispatched in FP8 cannot be expanded to {list(size)}"
@@ -159,43 +157,43 @@ def _expanded(tokens: QuantizedActivation, size: Sequence[int], **_: Any) -> Qua
     return _same(tokens)
 
 
-def _transposed(tokens: QuantizedActivation, one: int, other: int) -> QuantizedActivation:
+def _transposed(tokens: QuantizedTokens, one: int, other: int) -> QuantizedTokens:
     return tokens._with(tokens.rows.transpose(_leading(tokens, one), _leading(tokens, other)))
 
 
-def _selected(tokens: QuantizedActivation, dim: int, index: torch.Tensor) -> QuantizedActivation:
+def _selected(tokens: QuantizedTokens, dim: int, index: torch.Tensor) -> QuantizedTokens:
     return tokens._with(tokens.rows.index_select(_leading(tokens, dim), index))
 
 
-def _gathered(tokens: QuantizedActivation, dim: int, index: torch.Tensor, **_: Any) -> QuantizedActivation:
+def _gathered(tokens: QuantizedTokens, dim: int, index: torch.Tensor, **_: Any) -> QuantizedTokens:
     """Rows by one number each, which is expanded over the features: how the gradient of scatter_add reads them."""
     if tokens.ndim != 2 or index.stride(1) != 0:
         raise RuntimeError("tokens that were dispatched in FP8 are gathered whole, by one number a row")
     return _selected(tokens, dim, index[:, 0])
 
 
-def _split(tokens: QuantizedActivation, sizes: Any, dim: int = 0) -> list[QuantizedActivation]:
+def _split(tokens: QuantizedTokens, sizes: Any, dim: int = 0) -> list[QuantizedTokens]:
     return [tokens._with(part) for part in tokens.rows.split(sizes, _leading(tokens, dim))]
 
 
 def _sliced(
-    tokens: QuantizedActivation, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
-) -> QuantizedActivation:
+    tokens: QuantizedTokens, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> QuantizedTokens:
     return tokens._with(aten.slice.Tensor(tokens.rows, _leading(tokens, dim), start, end, step))
 
 
 def _unsliced(
-    grad: QuantizedActivation, size: Sequence[int], dim: int, start: int, end: int, step: int
-) -> QuantizedActivation:
+    grad: QuantizedTokens, size: Sequence[int], dim: int, start: int, end: int, step: int
+) -> QuantizedTokens:
     """The gradient of a slice that took everything."""
     return _expanded(grad, size)
 
 
-def _joined(parts: Sequence[Any], dim: int = 0) -> QuantizedActivation:
-    first = next(part for part in parts if isinstance(part, QuantizedActivation))
+def _joined(parts: Sequence[Any], dim: int = 0) -> QuantizedTokens:
+    first = next(part for part in parts if isinstance(part, QuantizedTokens))
     for part in parts:
         if (
-            not isinstance(part, QuantizedActivation)
+            not isinstance(part, QuantizedTokens)
             or part.rule != first.rule
             or part.shape[-1] != first.shape[-1]
         ):

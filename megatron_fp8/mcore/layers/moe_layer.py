@@ -33,7 +33,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from ...linear.amax_recorder import counted_forward
 from ...linear.gemm_site import GemmSite
-from ...linear.quantized_tokens import QuantizedActivation
+from ...linear.quantized_tokens import QuantizedTokens
 from ...linear.saved_operands import first_derivative_only
 from ...linear.tensor_parallel import ShardInfo
 from ...numerics.rule import Rule
@@ -154,7 +154,7 @@ class Dispatch:
         result: torch.Tensor = _Gradients.apply(y, self)
         return result
 
-    def coded(self, x: torch.Tensor, role: str, *, record: bool) -> QuantizedActivation:
+    def coded(self, x: torch.Tensor, role: str, *, record: bool) -> QuantizedTokens:
         """Quantizes x [..., hidden] as the role."""
         site, matrix = self.fp8_site, x.reshape(-1, x.shape[-1])
         quantizer = site.casts[role].rowwise
@@ -164,7 +164,7 @@ class Dispatch:
             region = site.gradients.next_region(0, 0, matrix.shape[1])
         side = quantizer(matrix, "rowwise", record=record, region=region).rowwise
         assert side is not None
-        return QuantizedActivation.of_side(side, quantizer.rule, x.shape, x.dtype)
+        return QuantizedTokens.of_side(side, quantizer.rule, x.shape, x.dtype)
 
     def _sends_codes(self, role: str) -> bool:
         """Whether all experts run in FP8 here, and read this operand as it is planned to be sent."""

@@ -1,6 +1,6 @@
 """Patches by which Megatron-Core's token dispatchers send codes (`moe_fp8_dispatch`).
 
-Dispatchers move rows with torch operations, which QuantizedActivation implements, and with three collectives, which would
+Dispatchers move rows with torch operations, which QuantizedTokens implements, and with three collectives, which would
 send dequantized values. Those are replaced where dispatchers look them up: rows in codes are sent as bytes, in
 forward (dispatch) or in backward (the gradient of combine), and everything else by the original calls.
 """
@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
-from ...linear.quantized_tokens import QuantizedActivation
+from ...linear.quantized_tokens import QuantizedTokens
 from ...linear.saved_operands import first_derivative_only
 from .patching import PatchList
 
@@ -54,7 +54,7 @@ def gather_of_rows(
     def forward(rows: Any) -> Any:
         return original(rows, tensor_parallel_output_grad, group, output_split_sizes, use_global_buffer)
 
-    if not isinstance(input_, QuantizedActivation):
+    if not isinstance(input_, QuantizedTokens):
         return forward(input_)
     assert tensor_parallel_output_grad, "dispatchers sum the gradients of what they gather"
 
@@ -88,7 +88,7 @@ def reduce_scatter_of_rows(
 )
 def padding_of_values(original: Callable[..., Any], self: Any, hidden: Any, probs: Any) -> Any:
     """SequentialMLP._pad_tensor_for_quantization, which does not pad tokens in codes."""
-    return (hidden, probs) if isinstance(hidden, QuantizedActivation) else original(self, hidden, probs)
+    return (hidden, probs) if isinstance(hidden, QuantizedTokens) else original(self, hidden, probs)
 
 
 _Send = Callable[[torch.Tensor], torch.Tensor]
@@ -102,7 +102,7 @@ def _send_rows(rows: torch.Tensor, forward: _Send, backward: _Send) -> Any:
 
 
 def _apply(rows: torch.Tensor, send: _Send) -> torch.Tensor:
-    return rows.sent_by(send) if isinstance(rows, QuantizedActivation) else send(rows)
+    return rows.sent_by(send) if isinstance(rows, QuantizedTokens) else send(rows)
 
 
 class _SendRows(torch.autograd.Function):

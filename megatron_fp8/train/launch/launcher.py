@@ -300,7 +300,7 @@ def _first_failure(failures: Mapping[int, ProcessFailure]) -> int:
 def _ended_with_parent(command: list[str]) -> list[str]:
     """A command line that runs `command`, and ends it by SIGTERM when this process dies, even of SIGKILL.
 
-    util-linux 2.33 has the program for it; without it `command` runs unchanged.
+    util-linux 2.33 has the program for it; without it `command` runs unchanged. torch starts ranks without a preexec_fn.
     """
     runner = [shutil.which("setpriv") or "", "--pdeathsig", "TERM", "--"]
     works = runner[0] and subprocess.run([*runner, "true"], capture_output=True).returncode == 0

@@ -11,7 +11,7 @@ import torch
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.linear.function import fp8_linear, grouped_linear
-from megatron_fp8.linear.quantized_tokens import QuantizedActivation
+from megatron_fp8.linear.quantized_tokens import QuantizedTokens
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Rule
 from megatron_fp8.plan.site_plan import is_by_token
@@ -31,8 +31,8 @@ def sided(x: torch.Tensor, recipe: Recipe | str, role: str = "input") -> tuple[Q
     return side, rule
 
 
-def coded(x: torch.Tensor, recipe: Recipe | str, role: str = "input") -> QuantizedActivation:
-    return QuantizedActivation.of_side(*sided(x.reshape(-1, x.shape[-1]), recipe, role), x.shape, x.dtype)
+def coded(x: torch.Tensor, recipe: Recipe | str, role: str = "input") -> QuantizedTokens:
+    return QuantizedTokens.of_side(*sided(x.reshape(-1, x.shape[-1]), recipe, role), x.shape, x.dtype)
 
 
 @pytest.mark.parametrize("recipe", BY_TOKEN)
@@ -40,7 +40,7 @@ def test_codes_and_scales_come_back_as_they_went(recipe: str) -> None:
     x = randn(T, K, seed=1)
     x[3, 5], x[4, 6], x[5] = float("nan"), float("inf"), 0
     side, rule = sided(x, recipe)
-    tokens = QuantizedActivation.of_side(side, rule, x.shape, x.dtype)
+    tokens = QuantizedTokens.of_side(side, rule, x.shape, x.dtype)
     assert (tokens.shape, tokens.dtype) == (x.shape, x.dtype)
     again = tokens.side
     assert_same_bytes(again.codes.view(torch.uint8), side.codes.view(torch.uint8))
@@ -56,7 +56,7 @@ def test_scales_that_lie_as_the_native_backend_writes_them() -> None:
     for features in (96, 300):
         side, rule = sided(x := randn(T, features, seed=1), "blockwise")
         lying = torch.empty(side.scale_inv.shape[1], T).t().copy_(side.scale_inv)
-        tokens = QuantizedActivation.of_side(replace(side, scale_inv=lying), rule, x.shape, x.dtype)
+        tokens = QuantizedTokens.of_side(replace(side, scale_inv=lying), rule, x.shape, x.dtype)
         assert_same_bytes(tokens.side.scale_inv, side.scale_inv, str(features))
 
 
@@ -83,7 +83,7 @@ def test_moved_they_are_what_moved_values_are_and_gradients_are_ordinary(move: s
     tokens, values = coded(x, "mxfp8"), coded(x, "mxfp8").dequantize()
     tokens.requires_grad_(), values.requires_grad_()
     moved, expected = (MOVES[move](given, index) for given in (tokens, values))
-    assert isinstance(moved, QuantizedActivation)
+    assert isinstance(moved, QuantizedTokens)
     assert_same_bytes(moved.dequantize(), expected)
     dy = randn(*expected.shape, seed=3)
     for result in (moved, expected):
@@ -107,7 +107,7 @@ def test_a_gradient_in_codes_goes_back_through_what_sums_tokens() -> None:
         else:
             out.index_add_(0, index, same)
         out.to(torch.float32).to(torch.bfloat16).view(3, 1, K).backward(dy.view(3, 1, K))
-        assert isinstance(seen[0], QuantizedActivation), name
+        assert isinstance(seen[0], QuantizedTokens), name
         assert_same_bytes(rows.grad, dy.dequantize()[index])
 
 
@@ -122,10 +122,10 @@ def test_nothing_computes_with_them() -> None:
         torch.cat([tokens, torch.zeros(1, K, dtype=torch.bfloat16)])
     with pytest.raises(RuntimeError, match="cannot be seen as"):
         tokens.view(2, 2 * K)
-    assert repr(tokens) == "QuantizedActivation([4, 160] of torch.bfloat16, e4m3 1x128 pow2, cpu)"
+    assert repr(tokens) == "QuantizedTokens([4, 160] of torch.bfloat16, e4m3 1x128 pow2, cpu)"
 
 
-def derived_by_hand(x: QuantizedActivation, recipe: str, role: str) -> torch.Tensor:
+def derived_by_hand(x: QuantizedTokens, recipe: str, role: str) -> torch.Tensor:
     """Columnwise codes as docs/numerics.md says."""
     side = quantize(x.dequantize(torch.float32), RECIPES[recipe], role, "columnwise").columnwise
     assert side is not None

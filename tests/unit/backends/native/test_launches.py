@@ -16,7 +16,7 @@ from megatron_fp8.backends.native.layout import Refusal
 from megatron_fp8.kernels.gemms import cpu_multiplies
 from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
-from megatron_fp8.linear.quantized_tokens import QuantizedActivation
+from megatron_fp8.linear.quantized_tokens import QuantizedTokens
 from megatron_fp8.linear.tensor_parallel import TensorParallel
 from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.plan.site_plan import fp8_site
@@ -234,7 +234,7 @@ def test_tokens_that_came_as_codes(name: str) -> None:
         side = native.quantize(torch.empty(131, 512, dtype=torch.bfloat16), rule, "rowwise").tensor.rowwise
         with CapturedStep(state):
             for _ in range(2):
-                coded = QuantizedActivation.of_side(side, rule, (131, 512), torch.bfloat16)
+                coded = QuantizedTokens.of_side(side, rule, (131, 512), torch.bfloat16)
                 names.clear()
                 fp8_linear(coded, w, None, site)
                 found = [
