@@ -227,7 +227,7 @@ def observe_high_precision(
     """Record the amaxes of a linear that ran in high precision, for delayed scaling. Returns y [..., N], unchanged."""
     if not site.has_histories or recorded(training, y) == NEVER:
         return y
-    if torch.compiler.is_compiling() or site.forwards.as_operator(x, weight):
+    if torch.compiler.is_compiling() or site.watched_forwards.as_operator(x, weight):
         from .compiled import traced_observation  # loads torch's compiler
 
         return traced_observation(x, weight, y, site, training=training)

@@ -162,7 +162,7 @@ def _run(
         not compiling and (torch.jit.is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None)
     ):
         _refuse_tracers(name)
-    as_operator = compiling or call.sites[0].forwards.as_operator(x, *weights)
+    as_operator = compiling or call.sites[0].watched_forwards.as_operator(x, *weights)
     if not as_operator:
         return _run_eager(x, weights, bias, tokens, call)
     from .compiled import break_graph, traced_linear  # loads torch's compiler
@@ -271,7 +271,7 @@ def group_where_possible(
 
 
 class _Options(NamedTuple):
-    """Options of a forward: the call, whether gradients are enabled, and the record that its backward makes late."""
+    """Options of a forward: the call, whether gradients are enabled, and an evaluation forward's record."""
 
     call: Call
     grad_enabled: bool

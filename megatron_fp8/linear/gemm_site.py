@@ -49,7 +49,7 @@ class GemmSite:
         backend: what they and the GEMMs run on; None if nothing is in FP8.
         weights: quantizes the weight and keeps it.
         gradients: names the random bits by which grad_output is rounded.
-        forwards: whether calls go as one operator, and recomputations as their forwards.
+        watched_forwards: says whether a call runs as one operator; a recomputation does as its forward did.
         traced: what compiled code knows the site by.
         notes: what the report says of how the site ran.
         has_run: whether a forward came here.
@@ -77,7 +77,7 @@ class GemmSite:
         self.seed, self.stream = seed, stream
         stochastic = any(quantizer.rule.stochastic for quantizer in self.casts["grad_output"].quantizers)
         self.gradients = GradientStream(plan.name, state, stochastic=stochastic, seed=seed, rank=stream)
-        self.forwards = WatchedForwards(state)
+        self.watched_forwards = WatchedForwards(state)
         self.has_run = False
         self._stand_in: GemmSite | None = None
 

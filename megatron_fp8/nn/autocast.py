@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..plan.autocast_state import current_autocast_state, switched
+from ..plan.autocast_state import autocast_context, current_autocast_state
 from ..recipe import Recipe
 from .config import Fp8Config
 
@@ -32,9 +32,11 @@ def fp8_autocast(enabled: bool = True, recipe: Recipe | str | None = None) -> It
         raise ValueError(
             f"fp8_autocast(enabled={enabled!r}): use True or False; a recipe goes into recipe=..."
         )
-    switch = current_autocast_state()
+    autocast = current_autocast_state()
     if recipe is not None:
-        switch = switch.with_recipe(Fp8Config(recipe=recipe).resolved_recipe)
-    on = switch._replace(off="none", reason="")
-    with switched(on if enabled else switch._replace(off="all", reason="fp8_autocast(enabled=False)")):
+        autocast = autocast.with_recipe(Fp8Config(recipe=recipe).resolved_recipe)
+    on = autocast._replace(off="none", reason="")
+    with autocast_context(
+        on if enabled else autocast._replace(off="all", reason="fp8_autocast(enabled=False)")
+    ):
         yield

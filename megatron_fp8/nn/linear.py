@@ -188,15 +188,15 @@ class Fp8Layer(torch.nn.Module):
 
     def run(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The forward with this weight, in the layer's layout."""
-        site, fp8, switch = self.resolve_call(weight)
+        site, fp8, autocast = self.resolve_call(weight)
         if not fp8:
-            return self._high_precision(input, weight, site, observe=not switch.turns_off(site.plan))
+            return self._high_precision(input, weight, site, observe=not autocast.turns_off(site.plan))
         if autocasts(weight.device):
             input = input.to(torch.get_autocast_dtype(weight.device.type))
         return fp8_linear(input, self.as_matrix(weight), self.bias, site, training=self.training)
 
     def resolve_call(self, weight: torch.Tensor) -> tuple[GemmSite, bool, AutocastState]:
-        """Resolves site and precision for this call: (site, whether FP8, autocast switch)."""
+        """Resolves site and precision for this call: (site, whether FP8, autocast state)."""
         sites, device = self.fp8_sites, weight.device
         # Not .table: once Dynamo has read that dict, it does not see entries added here. The check adds no guard to
         # traced code that would differ between layers.
@@ -205,15 +205,15 @@ class Fp8Layer(torch.nn.Module):
         site = sites.table[device, ""]
         if site.state.missing_end and self.training and site.state.must_end_first:
             raise RuntimeError(site.state.missing_end)
-        switch = sites.forwards.switch(site, self.training)
-        if switch.label and site.is_fp8:
+        autocast = sites.forwards.state_for_call(site, self.training)
+        if autocast.label and site.is_fp8:
             self._prepare_sites()
-            site = sites.by_recipe(device, switch.label)
+            site = sites.by_recipe(device, autocast.label)
         site = site.acting
-        fp8 = runs_fp8(site, switch)
+        fp8 = runs_fp8(site, autocast)
         if type(weight) is not torch.nn.Parameter:
-            check_weight(self.fp8_name, weight, fp8 and not switch.label)
-        return site, fp8, switch
+            check_weight(self.fp8_name, weight, fp8 and not autocast.label)
+        return site, fp8, autocast
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Called by torch.jit.script, which would compile the module's source. Raises RuntimeError."""

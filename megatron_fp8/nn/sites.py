@@ -57,7 +57,7 @@ class LinearSites:
         table: (device, label) -> site. The label is '' for the linear's own recipe, else AutocastState.label.
         ready_on: device on which a call needs no preparation: its site exists, and no history is waiting to
             move.
-        forwards: autocast switches of the linear's forwards, for recomputation.
+        forwards: autocast states of the linear's forwards, for recomputation.
         called: a forward of the linear ran in high precision.
     """
 

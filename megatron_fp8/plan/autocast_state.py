@@ -2,18 +2,18 @@
 
 During model construction ``building_layer`` gives the linears inside it their global layer number. At run time a
 ``AutocastState`` holds all that a context can set: FP8 is off, or another recipe runs. ``runs_fp8`` alone decides whether
-a call of a site is in FP8, in eager mode, in compiled code, in a recomputation and in any thread. No switch gives FP8
-to a site whose plan has none, and leaving a context updates nothing.
+a call of a site is in FP8, in eager mode, in compiled code, in a recomputation and in any thread. No autocast state
+gives FP8 to a site whose plan has none, and leaving a context updates nothing.
 
 Activation recompute would run under the wrong context: it happens in the backward, after the context around the
-forward was left, perhaps in another thread. So a switch set before a backward does not apply to forwards inside that
-backward: there a layer uses the switch of its forwards of this iteration (``Forwards``). A switch set inside the
+forward was left, perhaps in another thread. So a state set before a backward does not apply to forwards inside that
+backward: there a layer uses the state of its forwards of this iteration (``Forwards``). A state set inside the
 backward applies: Megatron's recompute sets it (``remember_fp8``), or a hook that runs its own forward. Rejected:
 patching torch.utils.checkpoint, because other libraries recompute too.
 
 torch.compile cannot guard on a context variable, nor on thread-local state (it silently uses the value at tracing
-time forever). So every switch is also written to a plain object, ``_traced``, which compiled code reads and guards
-on. It is one per process: threads that run compiled code at the same time must have the same switch.
+time forever). So every state is also written to a plain object, ``_traced``, which compiled code reads and guards
+on. It is one per process: threads that run compiled code at the same time must have the same state.
 """
 
 from __future__ import annotations
@@ -103,57 +103,56 @@ class Site(Protocol):
     state: Fp8State
 
 
-def runs_fp8(site: Site, switch: AutocastState) -> bool:
-    """Whether a call under this switch runs in FP8: by plan, in a phase that has FP8, and not switched off."""
-    if site.plan.precision != "fp8" or switch.turns_off(site.plan):
+def runs_fp8(site: Site, autocast: AutocastState) -> bool:
+    """Whether a call in this autocast state runs in FP8: by plan, in a phase that has FP8, and not switched off."""
+    if site.plan.precision != "fp8" or autocast.turns_off(site.plan):
         return False
     return (site.state.phase or site.state.known_phase()) == "fp8"
 
 
 _DEFAULT = AutocastState()
-_here: ContextVar[AutocastState] = ContextVar("switch", default=_DEFAULT)
-_switched_in: ContextVar[int] = ContextVar(
-    "switched_in", default=-1
-)  # the backward inside which the switch was set; -1: outside any
+_here: ContextVar[AutocastState] = ContextVar("autocast_state", default=_DEFAULT)
+_entered_in: ContextVar[int] = ContextVar("entered_in", default=-1)
+"""The backward inside which the state was set; -1: outside any."""
 
 
 class _Traced:
-    """The innermost switch, for compiled code."""
+    """The innermost context's state, for compiled code."""
 
     def __init__(self) -> None:
-        self.switch = _DEFAULT
+        self.autocast = _DEFAULT
 
 
 _traced = _Traced()
 
 
 def current_autocast_state() -> AutocastState:
-    """Returns the current switch."""
-    return _traced.switch if torch.compiler.is_compiling() else _here.get()
+    """Returns the current state."""
+    return _traced.autocast if torch.compiler.is_compiling() else _here.get()
 
 
 @contextmanager
-def switched(switch: AutocastState) -> Iterator[None]:
-    """Inside, this switch applies, whatever contexts are around it."""
+def autocast_context(autocast: AutocastState) -> Iterator[None]:
+    """Inside, this state applies, whatever contexts are around it."""
     outer = current_autocast_state()  # not _traced's: another thread may have set that
     tokens = None
     if not torch.compiler.is_compiling():
-        tokens = _here.set(switch), _switched_in.set(backward_task())
-    _traced.switch = switch
+        tokens = _here.set(autocast), _entered_in.set(backward_task())
+    _traced.autocast = autocast
     try:
         yield
     finally:
-        _traced.switch = outer
+        _traced.autocast = outer
         if tokens is not None:
             _here.reset(tokens[0])
-            _switched_in.reset(tokens[1])
+            _entered_in.reset(tokens[1])
 
 
 @contextmanager
 def fp8_disabled(reason: str | None) -> Iterator[None]:
     """Sites called inside run in high precision; None changes nothing."""
     here = current_autocast_state()
-    with switched(here if reason is None else here._replace(off="all", reason=reason)):
+    with autocast_context(here if reason is None else here._replace(off="all", reason=reason)):
         yield
 
 
@@ -161,7 +160,7 @@ def fp8_disabled(reason: str | None) -> Iterator[None]:
 def unplanned_disabled(reason: str) -> Iterator[None]:
     """Sites called inside run in high precision, except those whose plan has a layer number and has already decided."""
     here = current_autocast_state()
-    with switched(here if here.off == "all" else here._replace(off="unplanned", reason=reason)):
+    with autocast_context(here if here.off == "all" else here._replace(off="unplanned", reason=reason)):
         yield
 
 
@@ -169,24 +168,24 @@ def unplanned_disabled(reason: str) -> Iterator[None]:
 
 
 def remember_fp8(function: Callable[P, R]) -> Callable[P, R]:
-    """Returns the function with the current switch: each call, in any thread, runs under it.
+    """Returns the function with the current autocast state: each call, in any thread, runs in it.
 
     So torch.utils.checkpoint.checkpoint(remember_fp8(module), x) recomputes in the precision of the forward.
     """
-    switch = current_autocast_state()
+    autocast = current_autocast_state()
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        with switched(switch):
+        with autocast_context(autocast):
             return function(*args, **kwargs)
 
     return call
 
 
 class Forwards:
-    """Records the switches of one layer's forwards in an iteration, for their recomputations.
+    """Records the autocast states of one layer's forwards in an iteration, for their recomputations.
 
     Args:
-        by_recipe: whether the layer runs the recipe of a switch: then forwards with other recipes differ.
+        by_recipe: whether the layer runs a context's recipe: then forwards with other recipes differ.
     """
 
     def __init__(self, *, by_recipe: bool = False) -> None:
@@ -194,10 +193,10 @@ class Forwards:
         self._iteration = -1
         self._met: dict[
             tuple[bool, bool, str], AutocastState
-        ] = {}  # (training, off for this site, recipe) -> switch
+        ] = {}  # (training, off for this site, recipe) -> state
 
-    def switch(self, site: Site, training: bool) -> AutocastState:
-        """Returns the switch of this call, in this mode. Records none while torch.compile traces: the graph is fixed.
+    def state_for_call(self, site: Site, training: bool) -> AutocastState:
+        """Returns the state of this call, in this mode. Records none while torch.compile traces: the graph is fixed.
 
         RuntimeError: this recomputes one of several forwards that differed, and no ``remember_fp8`` says which.
         """
@@ -205,7 +204,7 @@ class Forwards:
             return current_autocast_state()
         here, iteration = _here.get(), site.state.iteration
         task = backward_task()
-        if task == -1 or _switched_in.get() == task:
+        if task == -1 or _entered_in.get() == task:
             if iteration != self._iteration:
                 self._iteration, self._met = iteration, {}
             self._met[training, here.turns_off(site.plan), here.label if self._by_recipe else ""] = here
@@ -213,15 +212,15 @@ class Forwards:
         if not self._met:
             return here
         # A recomputation in training ignores forwards in evaluation; one in evaluation uses all.
-        switches = {key[1:]: switch for key, switch in self._met.items() if key[0] or not training}
-        switches = switches or {key[1:]: switch for key, switch in self._met.items()}
-        if len(switches) > 1:
+        states = {key[1:]: state for key, state in self._met.items() if key[0] or not training}
+        states = states or {key[1:]: state for key, state in self._met.items()}
+        if len(states) > 1:
             raise RuntimeError(
                 f"{site.plan.name} ran with FP8 switched off and on (or in several ways) in one iteration, and"
                 " torch.utils.checkpoint does not say which call it recomputes: checkpoint"
                 " megatron_fp8.plan.autocast_state.remember_fp8(function) in place of the function"
             )
-        return next(iter(switches.values()))
+        return next(iter(states.values()))
 
 
 # ------------------------------------------------------------------------------------------------------ dispatch modes

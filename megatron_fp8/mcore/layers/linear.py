@@ -87,10 +87,10 @@ class _Fp8Site:
         return missing
 
     def _called(self) -> tuple[GemmSite, AutocastState, bool]:
-        """Returns this call's site, its switch (in a recomputation the forward's), and whether it uses FP8."""
+        """Returns this call's site, its autocast state (in a recomputation the forward's), and whether it uses FP8."""
         site = self.fp8_site
-        switch, acting = self._forwards.switch(site, self.training), site.acting
-        return acting, switch, runs_fp8(acting, switch)
+        autocast, acting = self._forwards.state_for_call(site, self.training), site.acting
+        return acting, autocast, runs_fp8(acting, autocast)
 
     def runs_fp8(self) -> bool:
         """Whether the next forward uses FP8."""
@@ -145,12 +145,12 @@ class _Fp8Site:
         x: torch.Tensor,
         weight: torch.Tensor,
         y: torch.Tensor,
-        switch: AutocastState,
+        autocast: AutocastState,
         *,
         shard: bool = False,
     ) -> torch.Tensor:
         site = self.fp8_site.acting
-        on = not switch.turns_off(site.plan)
+        on = not autocast.turns_off(site.plan)
         return record_high_precision(x, weight, y, site, training=self.training, observe=on, shard=shard)
 
 
@@ -160,10 +160,10 @@ class Fp8ColumnParallelLinear(_Fp8Site, ColumnParallelLinear):
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        site, switch, fp8 = self._called()
+        site, autocast, fp8 = self._called()
         if not fp8:
             y = super()._forward_impl(input, weight, *args, **kwargs)
-            return self._after_high_precision(input, weight, y, switch, shard=kwargs["sequence_parallel"])
+            return self._after_high_precision(input, weight, y, autocast, shard=kwargs["sequence_parallel"])
         assert not args, "Megatron-Core 0.16 passes everything but input and weight by keyword"
         assert kwargs.get("grad_output_buffer") is None, (
             "deferred wgrad is the output layer's, which is not FP8"
@@ -183,10 +183,10 @@ class Fp8RowParallelLinear(_Fp8Site, RowParallelLinear):
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        site, switch, fp8 = self._called()
+        site, autocast, fp8 = self._called()
         if not fp8:
             y = super()._forward_impl(input, weight, *args, **kwargs)
-            return self._after_high_precision(input, weight, y, switch)
+            return self._after_high_precision(input, weight, y, autocast)
         return self._fp8_forward(input, weight, kwargs["bias"], site, ALONE)
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

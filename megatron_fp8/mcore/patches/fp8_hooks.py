@@ -85,7 +85,7 @@ def fp8_checkpoint(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Transformer Engine's checkpoint signature over Megatron's own: the recomputation runs under the same FP8 switch.
+    """Transformer Engine's checkpoint signature over Megatron's own: the recomputation runs in the same autocast state.
 
     Tensors passed by keyword, as in multi-token prediction, are passed on by position: gradients flow to no others.
     """

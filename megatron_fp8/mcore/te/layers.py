@@ -69,7 +69,7 @@ class _TeSiteLinear:
 
     def runs_fp8(self) -> bool:
         """Whether the next forward uses FP8."""
-        return runs_fp8(self.fp8_site, self._forwards.switch(self.fp8_site, self.training))
+        return runs_fp8(self.fp8_site, self._forwards.state_for_call(self.fp8_site, self.training))
 
     def forward(self, x: torch.Tensor) -> Any:
         """As Megatron-Core's wrapper, in the plan's precision.

@@ -14,7 +14,17 @@ from megatron_fp8.recipe import GEMM_OPERANDS, RECIPES
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
-OUR_OWN = {"arena", "cast spec", "codes", "site", "slot"}
+OUR_OWN = {
+    "arena",
+    "autocast state",
+    "cast spec",
+    "codes",
+    "side",
+    "site",
+    "slot",
+    "stamp",
+    "weight generation",
+}
 
 
 def rows() -> list[list[str]]:

@@ -20,6 +20,7 @@ from megatron_fp8.plan.autocast_state import (
     Forwards,
     LayerBeingBuilt,
     WatchedForwards,
+    autocast_context,
     building_layer,
     current_autocast_state,
     fp8_disabled,
@@ -27,7 +28,6 @@ from megatron_fp8.plan.autocast_state import (
     layer_being_built,
     remember_fp8,
     runs_fp8,
-    switched,
     unplanned_disabled,
 )
 from megatron_fp8.plan.site_plan import SitePlan, bf16_site, fp8_site
@@ -56,8 +56,8 @@ def nothing_compiled() -> Iterator[None]:
 
 def off() -> str | None:
     """Why all are switched off here, None if they are not."""
-    switch = current_autocast_state()
-    return switch.reason if switch.off == "all" else None
+    autocast = current_autocast_state()
+    return autocast.reason if autocast.off == "all" else None
 
 
 def test_building_layer_nests_and_is_left_on_errors():
@@ -74,7 +74,7 @@ def test_building_layer_nests_and_is_left_on_errors():
 
 
 @pytest.mark.parametrize(
-    ("switch", "planned", "unplanned"),
+    ("autocast", "planned", "unplanned"),
     [
         (AutocastState(), True, True),
         (AutocastState("unplanned", "layer 0"), True, False),
@@ -82,12 +82,12 @@ def test_building_layer_nests_and_is_left_on_errors():
         (AutocastState().with_recipe(MXFP8BlockScaling()), True, True),
     ],
 )
-def test_who_runs_in_fp8(switch, planned, unplanned):
+def test_who_runs_in_fp8(autocast, planned, unplanned):
     """A plan that knows its layer has settled whether that is one of the first and last."""
-    assert runs_fp8(Site(fp8_plan(0)), switch) is planned
-    assert runs_fp8(Site(fp8_plan()), switch) is unplanned
-    assert not runs_fp8(Site(bf16_site("a", None, "a test")), switch), "nothing switches FP8 on"
-    assert not runs_fp8(Site(fp8_plan(), Fp8State(phases=PrecisionSchedule(0.5, length=4))), switch), (
+    assert runs_fp8(Site(fp8_plan(0)), autocast) is planned
+    assert runs_fp8(Site(fp8_plan()), autocast) is unplanned
+    assert not runs_fp8(Site(bf16_site("a", None, "a test")), autocast), "nothing switches FP8 on"
+    assert not runs_fp8(Site(fp8_plan(), Fp8State(phases=PrecisionSchedule(0.5, length=4))), autocast), (
         "warm-up"
     )
 
@@ -103,7 +103,10 @@ def test_layers_are_switched_off_for_those_that_did_not_know():
         assert current_autocast_state() == AutocastState("unplanned", "layer 0")
         with fp8_disabled("debugging"), unplanned_disabled("layer 1"):
             assert off() == "debugging", "a user's own reason outside stays"
-        with switched(current_autocast_state().with_recipe(MXFP8BlockScaling())), fp8_disabled("debugging"):
+        with (
+            autocast_context(current_autocast_state().with_recipe(MXFP8BlockScaling())),
+            fp8_disabled("debugging"),
+        ):
             assert current_autocast_state().recipe == MXFP8BlockScaling() and off() == "debugging"
         assert current_autocast_state() == AutocastState("unplanned", "layer 0")
     assert current_autocast_state() == AutocastState()
@@ -116,7 +119,7 @@ def test_fp8_disabled_nests_and_none_changes_nothing():
     with fp8_disabled("debugging"):
         assert off() == "debugging"
         with fp8_disabled(None):
-            assert off() == "debugging", "no context can switch FP8 on again"
+            assert off() == "debugging", "no context can autocast FP8 on again"
         with fp8_disabled("layer 0"):
             assert off() == "layer 0"
         assert off() == "debugging"
@@ -178,18 +181,18 @@ def test_plain_forwards_and_backwards_are_no_recompute():
 
 
 def recomputed(forwards: list[AutocastState], memory: Forwards, site: Site) -> list[bool]:
-    """Whether each call's recomputation, outside of the switches, runs in FP8."""
+    """Whether each call's recomputation, outside of the contexts, runs in FP8."""
     runs: list[bool] = []
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        found = runs_fp8(site, memory.switch(site, True))
+        found = runs_fp8(site, memory.state_for_call(site, True))
         if in_backward():
             runs.append(found)
         return x.sin()
 
     x, total = torch.ones(2, requires_grad=True), torch.zeros(())
-    for switch in forwards:
-        with switched(switch):
+    for autocast in forwards:
+        with autocast_context(autocast):
             total = total + checkpoint(call, x, use_reentrant=True).sum()
     total.backward()
     return runs
@@ -197,7 +200,7 @@ def recomputed(forwards: list[AutocastState], memory: Forwards, site: Site) -> l
 
 @pytest.mark.parametrize("layer", [None, 0])
 def test_a_recomputation_asks_what_was_meant_and_not_how_it_was_put(layer):
-    """Two reasons are one answer; a switch that does not concern the site is none."""
+    """Two reasons are one answer; a state that does not concern the site is none."""
     site = Site(fp8_plan(layer))
     assert (
         recomputed([AutocastState("all", "one"), AutocastState("all", "two")], Forwards(), site)
@@ -234,7 +237,7 @@ def inside(site: Site, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_traced_code_finds_the_switch_around_it_and_inside_of_it(nothing_compiled):
-    """Reasons are for people: where traced code only reads the switch, another one is no other graph."""
+    """Reasons are for people: where traced code only reads the state, another one is no other graph."""
     counter, x, site = CompileCounterWithBackend("eager"), torch.zeros(()), Site(fp8_plan())
     reading = torch.compile(outside, fullgraph=True, backend=counter)
     switching = torch.compile(inside, fullgraph=True, backend="eager")
