@@ -150,8 +150,8 @@ class Quantizer:
         """Quantize x [rows, cols] with the current scale (delayed, once warm) or x's own.
 
         Args:
-            reduce_amax, region: as in backends.specified.quantize; a delayed scale that is warm is shared already and
-                needs no reduction.
+            reduce_amax, region: as in backends.reference.quantize; a warm delayed scale is shared already and needs no
+                reduction.
             running: where the backend records amax and health.
         """
         slot, rule = self.slot, self.rule

@@ -4,7 +4,7 @@ A rule covers one statistic of some tensors, for some recipes. It applies to a t
 beyond the limit in at least two measured iterations (or in the only one). The limits are far from values of
 normal training, where E4M3 codes have an SQNR of 31 dB, E5M2 codes 25 dB, and less than 0.2 % of the values
 underflow or saturate. The rules ignore the loss: a diagnosis measures what FP8 costs, and advice says where
-to look first. Besides the rules, a loss that rose while codes were good (loss_rise.py) is not attributed to FP8.
+to look first. Besides the rules, a loss that rose while codes were good is not attributed to FP8.
 
 Rejected: one score per tensor. It would not show which statistic is bad.
 """

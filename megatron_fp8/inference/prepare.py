@@ -1,11 +1,10 @@
 """prepare_for_inference: quantizes weights once and frees the high-precision ones.
 
-    model = prepare_for_inference(model)                             # activations scaled as the recipe does
-    in training
+    model = prepare_for_inference(model)                             # activations scaled as in training
     model = prepare_for_inference(model, calibration=calibration)    # ... with static scales
 
 Every linear keeps its module, name and GEMM site. Its weight becomes codes (weights.py), and with static
-scales its input's quantizer changes (static_scales.py). Training forward and inference share one code path, so their
+scales its input's quantizer changes (activations.py). Training forward and inference share one code path, so their
 logits are bit-identical.
 
 Rejected: separate modules for inference. Code that checks a module's class (parallel layouts, checkpoints,

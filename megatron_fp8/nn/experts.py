@@ -3,7 +3,7 @@
 A conversion changes the module's class to a subclass of Fp8Experts and of the module's own class. Parameters,
 state-dict keys, hooks and isinstance checks stay the same. Each expert's linear has its own site and name
 (``mlp.experts.3.gate_up``), with its own amaxes, histories and scales. One grouped GEMM computes all experts
-(linear/grouped.py). Each linear is also a small submodule without parameters, which can be called and hooked
+(linear/linear_ops.py). Each linear is also a small submodule without parameters, which can be called and hooked
 alone; so code that iterates over a model's FP8 linears (reports, telemetry, calibration, inference) finds it.
 
 Rejected: a ModuleList of linears instead of the stack. Checkpoints, optimizers and fully_shard would see

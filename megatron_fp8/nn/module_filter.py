@@ -309,7 +309,7 @@ def _reason_not_linear(module: nn.Module) -> str:
 
 
 def _candidate(row: Row, module: nn.Module, parameters: list[nn.Parameter], padded: str = "") -> Candidate:
-    """A candidate from a report row; ``every`` holds the module's own parameters."""
+    """A candidate from a report row; ``parameters`` are the module's own."""
     own = [p for p in parameters if not is_lazy(p)]
     values, lazy = {id(p): p.numel() for p in own}, len(own) < len(parameters)
     return Candidate(row, row.name, module, values, _multiplied(module, own), lazy, padded=padded)

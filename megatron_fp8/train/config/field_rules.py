@@ -30,7 +30,7 @@ from ...telemetry.stat_registry import TENSORS
 
 _ITERATIONS = integer(1, 2**31 - 1, "iterations")
 _ITERATIONS_OR_0 = integer(0, 2**31 - 1, "iterations")
-_PATH = Rule("a path, as text", lambda v: isinstance(v, str))  # paths.py checks the path
+_PATH = Rule("a path, as text", lambda v: isinstance(v, str))  # user_paths.py checks the path
 _ROWS = integer(1, 2**24, "rows")
 
 

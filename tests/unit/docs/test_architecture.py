@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
 
 from tests.support.architecture import PACKAGE, PAGE, STREAM
+
+OTHERS = {
+    "compressed_tensors_w8a8_fp8.py",
+    "core/distributed/param_and_grad_buffer.py",
+    "core/tensor_parallel/mappings.py",
+    "distrib_optimizer.py",
+    "fp8.py",
+    "modeling_rope_utils.py",
+    "quantization/lifecycle/initialize.py",
+}
+"""Files of Megatron-Core, vLLM, transformers and compressed-tensors that texts of the package name."""
 
 
 def test_every_room_has_its_line():
@@ -59,3 +74,33 @@ def test_every_module_begins_with_what_it_is_in_at_most_fifteen_words():
         assert told, path
         first = re.split(r"(?<=[.!?])\s", told.partition("\n\n")[0].replace("\n", " "))[0]
         assert len(first.split()) <= 15, (path, first)
+
+
+def texts(path: Path) -> Iterator[str]:
+    """Docstrings and comments of a module."""
+    source = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield str(node.value.value)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def test_files_named_in_docstrings_and_comments_exist():
+    root = PACKAGE.parent
+    files = ["/setup.py"] + [
+        f"/{path.relative_to(root)}"
+        for folder in ("megatron_fp8", "tests", "benchmarks")
+        for path in (root / folder).rglob("*.py")
+    ]
+    named = {
+        (name, str(path.relative_to(PACKAGE)))
+        for path in PACKAGE.rglob("*.py")
+        for text in texts(path)
+        for name in re.findall(r"[\w./-]*\w\.py\b", text)
+    }
+    assert len(named) > 50
+    missing = {pair for pair in named if not any(file.endswith(f"/{pair[0]}") for file in files)}
+    assert {pair for pair in missing if pair[0] not in OTHERS} == set()
+    assert {name for name, _ in missing} == OTHERS
