@@ -13,15 +13,17 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from .numerics.formats import E5M2, ROLES, Format, parse_format
+from .numerics.formats import E2M1, E5M2, ROLES, Format, parse_format
 from .numerics.rule import (
+    BLOCK_1X16,
     BLOCK_1X32,
     BLOCK_1X128,
+    BLOCK_16X16,
     BLOCK_128X128,
     ROW,
     TENSOR,
@@ -47,6 +49,7 @@ __all__ = [
     "Float8RowwiseScaling",
     "Granularity",
     "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
     "Products",
     "Recipe",
     "RoleFactory",
@@ -75,7 +78,20 @@ def products_of(recipe: Recipe | Products) -> Products:
     """Returns the rules of each GEMM of a layer with one recipe; products are returned unchanged."""
     if isinstance(recipe, Mapping):
         return recipe
-    return {gemm: (recipe.role_rules[a], recipe.role_rules[b]) for gemm, (a, b) in GEMM_OPERANDS.items()}
+    rules = {gemm: tuple(recipe.role_rules[role] for role in roles) for gemm, roles in GEMM_OPERANDS.items()}
+    if not is_transformed(rules["wgrad"]):
+        rules = {gemm: tuple(map(untransformed, pair)) for gemm, pair in rules.items()}
+    return {gemm: (first, second) for gemm, (first, second) in rules.items()}
+
+
+def is_transformed(wgrad: Iterable[Rule | None]) -> bool:
+    """Whether both operands of a wgrad have the Hadamard transform: it cancels in their product, and only there."""
+    return all(rule is not None and rule.hadamard for rule in wgrad)
+
+
+def untransformed(rule: Rule | None) -> Rule | None:
+    """Returns the rule without the Hadamard transform."""
+    return replace(rule, hadamard=False) if rule is not None and rule.hadamard else rule
 
 
 def refuse_e5m2_twice(products: Products, whose: str) -> None:
@@ -252,6 +268,35 @@ class MXFP8BlockScaling(Recipe):
         return Rule(self.fp8_format.for_role(role), BLOCK_1X32, "e8m0", stochastic=self._stochastic(role))
 
 
+@dataclass(frozen=True, repr=False)
+class NVFP4BlockScaling(Recipe):
+    """Blocks of 16 E2M1 codes with E4M3 scales and one float32 scale a tensor (NVIDIA, arXiv 2509.25149): 1x16 for input
+    and grad_output, 16x16 for weight.
+
+    Args:
+        disable_rht: without the random Hadamard transform of wgrad's operands.
+        disable_stochastic_rounding: grad_output is rounded to nearest even.
+        disable_2d_quantization: weights in 1x16 blocks too, with other codes in each direction.
+    """
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        check_flags(self, "disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
+        super().__post_init__()
+
+    def rule(self, role: str) -> Rule:
+        """1x16 blocks along the contraction, in each direction; 16x16 for the weight."""
+        if role not in ROLES:
+            raise ValueError(f"role {role!r} is unknown: choose one of {', '.join(ROLES)}")
+        if role == "weight":
+            return Rule(E2M1, BLOCK_1X16 if self.disable_2d_quantization else BLOCK_16X16, "e4m3")
+        stochastic = role == "grad_output" and not self.disable_stochastic_rounding
+        return Rule(E2M1, BLOCK_1X16, "e4m3", stochastic=stochastic, hadamard=not self.disable_rht)
+
+
 RoleFactory = Callable[[str], Rule | Recipe | None]
 
 
@@ -316,6 +361,7 @@ RECIPES: dict[str, type] = {
     "rowwise": Float8RowwiseScaling,
     "blockwise": Float8BlockScaling,
     "mxfp8": MXFP8BlockScaling,
+    "nvfp4": NVFP4BlockScaling,
     "custom": CustomRecipe,
 }
 """Recipe classes by the name used in configs and on the command line."""

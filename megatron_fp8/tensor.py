@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 
 from .kernels.cast_dispatch import decode, decode_blocks, e8m0_to_scale_inv
-from .numerics import host_sync
+from .numerics import host_sync, nvfp4
 from .numerics.cast import known_finite, one_nan_
-from .numerics.formats import FloatFormat, format_of
+from .numerics.formats import E2M1, FloatFormat, format_of
 from .numerics.rule import Granularity
 from .numerics.subnormals import keeping_subnormals
 
@@ -29,9 +29,10 @@ class QuantizedSide:
     """One direction of a quantized matrix.
 
     Attributes:
-        codes: float8 [rows, cols + padding]; the contraction is last.
-        scale_inv: float32, or float8_e8m0fnu for MXFP8. Shape [] (per tensor), [rows, 1] (per row), or [ceil(rows /
-            R), ceil(cols / C)] for R x C blocks: the logical layout.
+        codes: float8 [rows, cols + padding], or float4_e2m1fn_x2 [rows, (cols + padding) / 2] for NVFP4; the contraction
+            is last.
+        scale_inv: float32, float8_e8m0fnu for MXFP8, or float8_e4m3fn for NVFP4. Shape [] (per tensor), [rows, 1] (per
+            row), or [ceil(rows / R), ceil(cols / C)] for R x C blocks: the logical layout.
         granularity: elements that share a scale, in this side's orientation.
         pow2: every scale is a power of two, so that codes times scales are exact in bfloat16.
         finite: known to have no NaN or Inf code and no NaN scale (False: not known). Decoding and products then skip
@@ -39,7 +40,8 @@ class QuantizedSide:
         tiled: scale_inv is one row of bytes in the layout of Blackwell's GEMM (kernels/gemm_layouts.py). Only operands
             that a linear casts for its GEMMs.
         padding: columns of zeros after the matrix, up to a whole block, for GEMMs that sum over them. Only operands
-            that a linear casts for its GEMMs. ``plain`` restores the logical layout of both.
+            that a linear casts for its GEMMs, and NVFP4, always. ``plain`` restores the logical layout of both.
+        tensor_amax: float32 [], NVFP4's amax of the tensor, from which its second scale comes; None for others.
     """
 
     codes: torch.Tensor
@@ -49,6 +51,7 @@ class QuantizedSide:
     finite: bool = False
     tiled: bool = False
     padding: int = 0
+    tensor_amax: torch.Tensor | None = None
 
     def __repr__(self) -> str:
         codes = f"{self.fmt.name} {list(self.shape)}"
@@ -59,12 +62,19 @@ class QuantizedSide:
     def shape(self) -> torch.Size:
         """[rows, cols], without padding."""
         rows, cols = self.codes.shape
+        if self.tensor_amax is not None:
+            cols *= E2M1.codes_per_byte
         return torch.Size((rows, cols - self.padding))
 
     @property
     def fmt(self) -> FloatFormat:
         """Format of the codes."""
         return format_of(self.codes.dtype)
+
+    @property
+    def tensor_scale_inv(self) -> torch.Tensor | None:
+        """float32 [], by which NVFP4's values are multiplied after their blocks' scales; None for others."""
+        return None if self.tensor_amax is None else nvfp4.tensor_scale_inv(self.tensor_amax)
 
     @cached_property
     def scale_range(self) -> tuple[float, float]:
@@ -93,6 +103,8 @@ class QuantizedSide:
 
     def plain(self) -> QuantizedSide:
         """Returns the logical layout: itself; without padding, as a view; if tiled, with a copy of its scales."""
+        if self.tensor_amax is not None:
+            return self
         if self.padding:
             return replace(self, codes=self.codes[:, : self.shape[1]], padding=0).plain()
         if not self.tiled:
@@ -104,12 +116,20 @@ class QuantizedSide:
         return replace(self, scale_inv=plain.view(torch.float8_e8m0fnu), tiled=False)
 
     def expanded_scale_inv(self) -> torch.Tensor:
-        """Returns float32, broadcastable to codes: one scale for every element (a copy only for blocks)."""
-        return expand_scale(self.float_scale_inv(), self.granularity, self.codes.shape)
+        """Returns float32, broadcastable to the matrix: one scale for every element (a copy only for blocks). NVFP4's
+        blocks' scales, without the tensor's."""
+        return expand_scale(self.float_scale_inv(), self.granularity, self.shape)
 
     def transposed(self) -> QuantizedSide:
-        """Returns the other direction as views of the same codes and scales: per tensor and square blocks only."""
+        """Returns the other direction as views of the same codes and scales: per tensor and square blocks only.
+
+        Of NVFP4, which packs two codes along the contraction, as copies.
+        """
         assert self.granularity.symmetric, "a 1-wide block has other scales along the other direction"
+        if self.tensor_amax is not None:
+            codes = nvfp4.unpack(self.codes)[:, : self.shape[1]].t()
+            packed, padding = nvfp4.pack(nvfp4.pad(codes)), -codes.shape[1] % nvfp4.BLOCK
+            return replace(self, codes=packed, scale_inv=self.scale_inv.t().contiguous(), padding=padding)
         assert not self.padding, "zeros behind the columns would be rows"
         scale_inv = self.scale_inv if self.granularity.is_tensor else self.scale_inv.t()
         return replace(self, codes=self.codes.t(), scale_inv=scale_inv)
@@ -118,6 +138,9 @@ class QuantizedSide:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Returns codes * scale_inv in float32, rounded once to dtype; NaN codes and scales give the canonical quiet
         NaN."""
+        if self.tensor_amax is not None:
+            values = nvfp4.values(self.codes)[:, : self.shape[1]]
+            return (values * self.expanded_scale_inv() * self.tensor_scale_inv).to(dtype)
         if self.tiled or self.padding:
             return self.plain().dequantize(dtype)
         is_transposed = not self.codes.is_contiguous() and self.codes.t().is_contiguous()
@@ -184,8 +207,10 @@ class Sides(NamedTuple):
 
 
 def _float_scale(scale_inv: torch.Tensor) -> torch.Tensor:
-    """Converts float32 or float8_e8m0fnu scales to float32."""
-    return scale_inv if scale_inv.dtype == torch.float32 else e8m0_to_scale_inv(scale_inv.view(torch.uint8))
+    """Converts float32, float8_e4m3fn or float8_e8m0fnu scales to float32."""
+    if scale_inv.dtype == torch.float8_e8m0fnu:
+        return e8m0_to_scale_inv(scale_inv.view(torch.uint8))
+    return scale_inv.to(torch.float32)
 
 
 def expand_scale(

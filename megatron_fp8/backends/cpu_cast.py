@@ -46,7 +46,7 @@ def quantize_each(requests: Sequence[CastRequest]) -> list[Quantized]:
 def _cast_input(request: CastRequest) -> matrix_quantize.CastInput | None:
     """The request as C takes it; None where it does not."""
     x, rule, direction, scale, running = request
-    if rule.stochastic or x.dtype not in emulation.FLOATS or not emulation.usable(x):
+    if rule.stochastic or rule.scale == "e4m3" or x.dtype not in emulation.FLOATS or not emulation.usable(x):
         return None
     cuts = _cuts(rule.granularity, direction)
     by_tile = scale is None and (rule.scale == "e8m0" or rule.granularity not in (TENSOR, ROW))
@@ -100,7 +100,7 @@ def _quantized(request: CastRequest, done: matrix_quantize.CastOutput) -> Quanti
         nonfinite = torch.tensor(special, dtype=torch.int64, device="cpu")
         if running is not None:
             running.nonfinite.add_(nonfinite)
-    facts = rule.granularity, rule.scale != "fp32", not special
+    facts = rule.granularity, rule.pow2, not special
     rowwise = columnwise = None
     if direction != "columnwise":
         rowwise = QuantizedSide(made[0].codes, made[0].scale_inv, *facts)

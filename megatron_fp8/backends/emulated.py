@@ -29,12 +29,13 @@ from ..kernels import gemms
 from ..kernels.cast_dispatch import decode
 from ..kernels.cpu import emulation, grouped, skinny_gemm
 from ..kernels.gemms import finish, keeps_float32, matmul_fp32
+from ..numerics import nvfp4
 from ..numerics.formats import E5M2
 from ..numerics.rule import BLOCK_1X32, BLOCK_128X128, Direction, Rule
 from ..numerics.subnormals import keeping_subnormals
 from ..recipe import Products, Recipe
 from ..tensor import Operand, QuantizedSide
-from . import cpu_cast
+from . import cpu_cast, fp4
 from .base import RESULTS, AmaxReduction, CastRequest, Quantized, Region, RunningAmax, gemm_in_turn, unfit
 
 name = "emulated"
@@ -51,8 +52,8 @@ def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
 
 
 def turns_codes(rule: Rule) -> bool:
-    """Whether the columnwise side of an input is a transposed view of codes in row order: always."""
-    return True
+    """Whether the columnwise side of an input is a transposed view of codes in row order: of one code a byte."""
+    return rule.fmt.codes_per_byte == 1
 
 
 def quantize(
@@ -113,6 +114,8 @@ def gemm(
             or dtype of the result.
     """
     _check(a, b, out_dtype, bias)
+    if _is_fp4(a, b):
+        return fp4.gemm(a, b, out_dtype, bias, exact)
     if not exact and out_dtype in RESULTS:
         addend = None if bias is None else bias.to(torch.float32).contiguous()
         if _has_few_rows(a, b, out_dtype) and _foldable(a, b):
@@ -129,9 +132,16 @@ def gemm(
 def _check(
     a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, bias: torch.Tensor | None = None
 ) -> None:
-    contracts = a.codes.shape[1] == b.codes.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
+    if _is_fp4(a, b):  # in whole blocks: the Hadamard transform fills the last one
+        contracts = nvfp4.padded(a.shape[1]) == nvfp4.padded(b.shape[1])
+    else:
+        contracts = a.codes.shape[1] == b.codes.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
     if not contracts or out_dtype not in _RESULTS or (bias is not None and bias.shape != b.codes.shape[:1]):
         raise unfit(a, b, out_dtype, bias)
+
+
+def _is_fp4(a: QuantizedSide, b: QuantizedSide) -> bool:
+    return a.tensor_amax is not None or b.tensor_amax is not None
 
 
 def _has_few_rows(a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype) -> bool:
@@ -196,11 +206,15 @@ def accumulate(a: Operand, b: Operand, into: torch.Tensor) -> bool:
     """
     if not isinstance(a, QuantizedSide) or not isinstance(b, QuantizedSide):
         return False
-    if a.codes.shape[1] != b.codes.shape[1] or a.codes.dtype == b.codes.dtype == E5M2.dtype:
-        raise unfit(a, b, torch.float32, None)
+    _check(a, b, torch.float32)
     if into.shape != (rows_cols := (a.codes.shape[0], b.codes.shape[0])):
         raise ValueError(f"a product of shape {rows_cols} cannot be added to one of {tuple(into.shape)}")
-    if _has_few_rows(a, b, torch.float32) or into.dtype != torch.float32 or not emulation.plain(into):
+    if (
+        _is_fp4(a, b)
+        or _has_few_rows(a, b, torch.float32)
+        or into.dtype != torch.float32
+        or not emulation.plain(into)
+    ):
         return False
     left, right = _as_c_reads(a), _as_c_reads(b)
     if emulation.inner_loop() is None or not emulation.fits(left, right):
@@ -225,7 +239,7 @@ def grouped_gemm(
     for i, (left, right, out) in enumerate(zip(a, b, outs, strict=True)):
         wanted = torch.float32 if add else out.dtype
         _check(left, right, wanted)
-        if loop is None or _has_few_rows(left, right, wanted):
+        if loop is None or _is_fp4(left, right) or _has_few_rows(left, right, wanted):
             continue
         operands = _as_c_reads(left), _as_c_reads(right)
         writes = (torch.float32,) if add else _IN_C

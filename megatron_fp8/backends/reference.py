@@ -18,6 +18,7 @@ from ..numerics.rule import Direction, Granularity, Rule
 from ..numerics.scaling import compute_scale, compute_scale_inv
 from ..numerics.subnormals import keeping_subnormals
 from ..tensor import Float8Tensor, QuantizedSide, expand_scale
+from . import fp4
 from .base import AmaxReduction, Quantized, Region, RunningAmax
 
 
@@ -48,6 +49,8 @@ def quantize(
     Raises:
         ValueError: x's dtype is none of these.
     """
+    if rule.scale == "e4m3":
+        return fp4.quantize(x, rule, direction, reduce_amax=reduce_amax, region=region, running=running)
     x = in_memory(x).contiguous()
     granularity = rule.granularity
     wants_row, wants_column = direction != "columnwise", direction != "rowwise"
@@ -76,7 +79,7 @@ def quantize(
         return cast_blocks(x, block_scale, cut, rule, bounded, region), scale_inv
 
     rowwise = columnwise = None
-    pow2, finite = rule.scale != "fp32", nonfinite is None
+    pow2, finite = rule.pow2, nonfinite is None
     made, scale_inv = coded(cuts[0], amaxes[0])
     if wants_row:
         rowwise = QuantizedSide(made, scale_inv, granularity, pow2, finite)

@@ -148,9 +148,7 @@ class Calibration:
                 f"the calibration saw nothing but zeros go into {site}, and has no static scale for it: calibrate on more"
                 " text (or a higher percentile), or scale activations dynamically"
             )
-        return compute_scale(
-            amax, rule.fmt, margin=rule.margin, epsilon=rule.epsilon, pow2=rule.scale != "fp32"
-        )
+        return compute_scale(amax, rule.fmt, margin=rule.margin, epsilon=rule.epsilon, pow2=rule.pow2)
 
     def input_scale_inv(self, site: str) -> torch.Tensor:
         """float32 [], the inverse of the static E4M3 scale: ``input_scale`` in checkpoints for other engines."""

@@ -35,7 +35,7 @@ class _StoredRows(_Stored):
             codes.view(rule.fmt.dtype),
             scale_inv,
             rule.granularity,
-            rule.scale != "fp32",
+            rule.pow2,
             self.nonfinite is None,
         )
         self.quantized = Float8Tensor(side, None, self.dtype)

@@ -79,7 +79,7 @@ class QuantizedTokens(torch.Tensor):
             codes.view(self.rule.fmt.dtype),
             scales.view(kind),
             self.rule.granularity,
-            self.rule.scale != "fp32",
+            self.rule.pow2,
         )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
+from ..numerics import nvfp4
 from ..numerics.rule import Granularity, Rule
 from ..tensor import Operand, QuantizedSide
 
@@ -50,7 +51,7 @@ def save(ctx: Any, operands: Sequence[Saved]) -> None:
     for operand in operands:
         if isinstance(operand, QuantizedSide):
             side = operand
-            tensors += side.codes, side.scale_inv
+            tensors += side.codes, side.scale_inv, side.tensor_amax
             ctx.saved_as.append((side.granularity, side.pow2, side.finite, side.tiled, side.padding))
         elif isinstance(operand, StampedWeight):
             tensors += operand
@@ -82,7 +83,8 @@ def restore(ctx: Any, name: str) -> list[Any]:
         elif saved_as is StampedWeight:
             operands.append(StampedWeight(next(following), next(following), next(following)))
         else:
-            operands.append(QuantizedSide(next(following), next(following), *saved_as))
+            codes, scale_inv, amax = next(following), next(following), next(following)
+            operands.append(QuantizedSide(codes, scale_inv, *saved_as, tensor_amax=amax))
     return operands
 
 
@@ -214,18 +216,31 @@ class SideLayout:
         square = self.granularity.rows == self.granularity.cols > 0
         return square and self.scale != "e8m0" and not self.turned
 
+    @property
+    def packs(self) -> bool:
+        """Whether two codes share a byte, in whole blocks (NVFP4)."""
+        return self.scale == "e4m3"
+
+    def tokens_of(self, codes: torch.Tensor) -> int:
+        """How many tokens uint8 codes have room for."""
+        return codes.shape[1] * (2 if self.packs else 1)
+
     def codes(self, rows: int, tokens: int) -> Layout:
-        """[rows, tokens]."""
+        """[rows, tokens]; packed [rows, tokens in whole blocks / 2]."""
+        if self.packs:
+            tokens = -(-tokens // nvfp4.BLOCK) * (nvfp4.BLOCK // 2)
         return Layout((rows, tokens), (1, rows) if self.turned else (tokens, 1), torch.uint8)
 
     def scales(self, rows: int, tokens: int) -> Layout:
-        """scale_inv as it is, E8M0 as bytes."""
+        """scale_inv as it is, E8M0 as bytes; NVFP4's in a row of bytes, the tensor's amax after them."""
         height, width = self.granularity.rows, self.granularity.cols
         if self.granularity.is_tensor:
             return Layout((), (), torch.float32)
         if width == 0:
             return Layout((rows, 1), (1, 1), torch.float32)
         down, across = -(-rows // height), -(-tokens // width)
+        if self.packs:
+            return Layout((down * across + _AMAX_BYTES,), (1,), torch.uint8)
         if self.scale == "e8m0":
             return Layout((down, across), (1, down) if self.turned else (across, 1), torch.uint8)
         if self.pads_scales:
@@ -237,6 +252,10 @@ class SideLayout:
         """(codes, scales) of a side as they lie; 8-bit floats as bytes."""
         side = side.plain()
         scales = side.scale_inv
+        if side.tensor_amax is not None:
+            scales = torch.cat(
+                [scales.view(torch.uint8).flatten(), side.tensor_amax.view(1).view(torch.uint8)]
+            )
         return side.codes.view(torch.uint8), (
             scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
         )
@@ -244,15 +263,24 @@ class SideLayout:
     def put_together(self, codes: torch.Tensor, scales: torch.Tensor) -> QuantizedSide:
         """The side again. Whether it is finite was known at run time only, and is forgotten. ValueError unless there is
         a scale for each block."""
-        wanted = self.scales(*codes.shape)
+        rows = codes.shape[0]
+        wanted = self.scales(rows, self.tokens_of(codes))
         if (scales.shape, scales.dtype, codes.dtype) != (wanted.shape, wanted.dtype, torch.uint8):
             raise ValueError(
                 f"codes {codes.dtype} {list(codes.shape)} and scales {scales.dtype} {list(scales.shape)} came back from"
                 f" a hook for saved tensors, where torch.uint8 and {wanted.dtype} {list(wanted.shape)} were saved"
             )
+        if self.packs:
+            amax = scales[-_AMAX_BYTES:].clone().view(torch.float32).view([])
+            of_blocks = scales[:-_AMAX_BYTES].view(rows, -1).view(torch.float8_e4m3fn)
+            return QuantizedSide(
+                codes.view(self.fmt), of_blocks, self.granularity, False, True, tensor_amax=amax
+            )
         scales = scales.view(torch.float8_e8m0fnu) if self.scale == "e8m0" else scales
         return QuantizedSide(codes.view(self.fmt), scales, self.granularity, self.scale != "fp32")
 
+
+_AMAX_BYTES = 4  # of NVFP4's amax, float32
 
 _ALIGNED = 16
 """Where kernels read codes in row order, each expert's begin at a multiple of so many elements, and so do scales."""
@@ -299,6 +327,9 @@ class InputLayout(NamedTuple):
             return SavedInput(self.of.codes(*size).empty(device), self.of.scales(*size).empty(device))
         height, width = self.of.granularity.rows, self.of.granularity.cols
         gaps = 0 if self.of.turned else sites * (_ALIGNED - 1)
+        codes = tokens * self.features
+        if self.of.packs:
+            codes = (tokens + sites * (nvfp4.BLOCK - 1)) // 2 * self.features
         if self.of.granularity.is_tensor:
             scales = sites
         elif width == 0:
@@ -306,8 +337,9 @@ class InputLayout(NamedTuple):
         else:
             across = (tokens + sites * (width - 1)) // width
             scales = -(-self.features // height) * (across + (3 * sites if self.of.pads_scales else 0))
+            scales += _AMAX_BYTES * sites if self.of.packs else 0
         return SavedInput(
-            torch.empty(tokens * self.features + gaps, dtype=torch.uint8, device=device),
+            torch.empty(codes + gaps, dtype=torch.uint8, device=device),
             torch.zeros(scales + gaps, dtype=self.of.scales(1, 1).dtype, device=device),
         )
 
@@ -318,7 +350,7 @@ class InputLayout(NamedTuple):
         if len(sides) == 1:
             assert isinstance(sides[0], QuantizedSide)
             codes, scales = self.of.parts(sides[0])
-            size = codes.shape[0], codes.shape[1]
+            size = codes.shape[0], self.of.tokens_of(codes)
             return SavedInput(self.of.codes(*size).lay(codes), self.of.scales(*size).lay(scales))
         packed = self.empty(sum(tokens), len(tokens), device)
         for side, count, places in zip(sides, tokens, self._places(tokens), strict=True):

@@ -124,6 +124,7 @@ class TensorParallel:
         the cast, and so were scales per row of a side whose columns are the tokens.
         """
         assert not side.tiled, "tiles of scales do not join"
+        assert side.tensor_amax is None or not side.padding, "shards of NVFP4 are whole blocks"
         codes, scale_inv = side.codes, side.scale_inv
         side_by_side = by_column and codes.is_contiguous()
         if by_column and not side_by_side:
@@ -143,7 +144,7 @@ class TensorParallel:
                 all_codes = all_codes.t()
             if by_column and pending_scales is not None:
                 scales = scales.t()
-            return QuantizedSide(all_codes, scales, side.granularity, side.pow2)
+            return QuantizedSide(all_codes, scales, side.granularity, side.pow2, tensor_amax=side.tensor_amax)
 
         return Pending([], result)
 

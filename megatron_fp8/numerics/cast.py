@@ -178,14 +178,21 @@ class RandomKey:
 
 
 def philox_bits(index: torch.Tensor, key: RandomKey) -> torch.Tensor:
-    """Returns 32 random bits per element: the first word of Philox4x32-10 (Salmon et al., SC 2011) at counter = index.
+    """Returns 32 random bits per element, int64 in [0, 2^32): the first of ``philox_words`` at counter = index."""
+    return philox_words(index, key)[0]
+
+
+def philox_words(
+    index: torch.Tensor, key: RandomKey
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the four words of Philox4x32-10 (Salmon et al., SC 2011) at counter = index.
 
     Args:
-        index: int64, any shape, the logical element indices.
+        index: int64, any shape.
         key: the stream.
 
     Returns:
-        int64 in [0, 2^32), index's shape.
+        int64 in [0, 2^32), index's shape each.
     """
     mask = 0xFFFFFFFF
     c0, c1 = index & mask, (index >> 32) & mask
@@ -201,7 +208,7 @@ def philox_bits(index: torch.Tensor, key: RandomKey) -> torch.Tensor:
             product0 & mask,
         )
         k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
-    return c0
+    return c0, c1, c2, c3
 
 
 @keeping_subnormals

@@ -1,10 +1,12 @@
-"""The 8-bit formats, as data. Casts and scales derive all their constants from them.
+"""The formats of codes and scales, as data. Casts and scales derive all their constants from them.
 
 NaN, Inf, zero and saturation:
 
 * E4M3 (OCP "FN") has no Inf: its only specials are the NaN codes 0x7F and 0xFF. Its largest number is 448, not the
   240 of an IEEE-style formula, because the top exponent also encodes numbers.
 * E5M2 is IEEE-like: Inf is 0x7C / 0xFC, NaN is 0x7D-0x7F (and their negatives). Largest number 57344.
+* E2M1 has 15 numbers (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), no Inf and no NaN. A byte holds two codes, the
+  first in the low four bits.
 * E8M0 is a scale format: eight exponent bits, no sign, no zero, no Inf; 0xFF is NaN.
 
 Sources: OCP 8-bit Floating Point Specification (OFP8) 1.0; OCP Microscaling Formats (MX) 1.0.
@@ -12,6 +14,7 @@ Sources: OCP 8-bit Floating Point Specification (OFP8) 1.0; OCP Microscaling For
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -20,11 +23,11 @@ import torch
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """One 8-bit floating-point format.
+    """One floating-point format.
 
     Args:
         name: short lower-case name, as used on the command line and in reports.
-        dtype: the torch dtype whose bytes are this format's codes.
+        dtype: the torch dtype whose bytes are this format's codes; of E2M1 a byte is two.
         exponent_bits, mantissa_bits, bias: the layout; value = 2^(e - bias) * 1.m for normal codes.
         max: largest finite value.
         has_inf: whether the format has codes for infinity.
@@ -42,8 +45,13 @@ class FloatFormat:
 
     @property
     def max_exponent(self) -> int:
-        """floor(log2(max)): 8 for E4M3, 15 for E5M2. MX calls it emax."""
-        return 127 if not self.signed else (8 if self.mantissa_bits == 3 else 15)
+        """floor(log2(max)): 8 for E4M3, 15 for E5M2, 2 for E2M1. MX calls it emax."""
+        return math.frexp(self.max)[1] - 1
+
+    @property
+    def codes_per_byte(self) -> int:
+        """2 for E2M1, else 1."""
+        return 8 // (self.signed + self.exponent_bits + self.mantissa_bits)
 
     @property
     def smallest(self) -> float:
@@ -57,6 +65,7 @@ class FloatFormat:
 
 E4M3 = FloatFormat("e4m3", torch.float8_e4m3fn, 4, 3, 7, 448.0, has_inf=False)
 E5M2 = FloatFormat("e5m2", torch.float8_e5m2, 5, 2, 15, 57344.0, has_inf=True)
+E2M1 = FloatFormat("e2m1", torch.float4_e2m1fn_x2, 2, 1, 1, 6.0, has_inf=False)
 E8M0 = FloatFormat("e8m0", torch.float8_e8m0fnu, 8, 0, 127, 2.0**127, has_inf=False, signed=False)
 
 ROLES = ("input", "weight", "grad_output")
@@ -104,10 +113,11 @@ def parse_format(name: str | Format) -> Format:
 
 def format_of(dtype: torch.dtype) -> FloatFormat:
     """Returns the format whose codes have this torch dtype; ValueError for any other dtype (FNUZ variants included)."""
-    for fmt in (E4M3, E5M2, E8M0):
+    for fmt in (E4M3, E5M2, E2M1, E8M0):
         if fmt.dtype == dtype:
             return fmt
     raise ValueError(
-        f"{dtype} is not a format of this package: codes are float8_e4m3fn or float8_e5m2, MX scales float8_e8m0fnu"
+        f"{dtype} is not a format of this package: codes are float8_e4m3fn, float8_e5m2 or float4_e2m1fn_x2, MX scales"
+        " float8_e8m0fnu"
         " (AMD's FNUZ variants have another bias and another zero, so the same bytes mean other numbers)"
     )

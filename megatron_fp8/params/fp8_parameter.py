@@ -91,9 +91,7 @@ class _Stored:
         """Rebuilds the quantized matrix over the current codes; the columnwise side is a transposed view."""
         rule = self.quantizer.rule
         sides = [
-            QuantizedSide(
-                codes.view(rule.fmt.dtype), scale_inv, g, rule.scale != "fp32", self.nonfinite is None
-            )
+            QuantizedSide(codes.view(rule.fmt.dtype), scale_inv, g, rule.pow2, self.nonfinite is None)
             for codes, scale_inv, g in zip(self.codes, self.scale_invs, granularities(rule), strict=True)
         ]
         if len(sides) == 1:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ..numerics.formats import E4M3, E5M2, ROLES, FloatFormat, Format
 from ..numerics.rule import Rule
-from ..recipe import GEMM_OPERANDS, DelayedScaling, Products, Recipe
+from ..recipe import GEMM_OPERANDS, DelayedScaling, Products, Recipe, is_transformed, untransformed
 from .overrides import Override
 
 READERS = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
@@ -29,6 +29,11 @@ class CastSpec:
     def of(rule: Rule, recipe: Recipe) -> CastSpec:
         """Makes the cast for a rule of this recipe."""
         return CastSpec(rule, recipe if rule.delayed and isinstance(recipe, DelayedScaling) else None)
+
+    def untransformed(self) -> CastSpec:
+        """The same without the Hadamard transform."""
+        rule = untransformed(self.rule)
+        return self if rule is self.rule or rule is None else replace(self, rule=rule)
 
 
 Operands = Mapping[str, Mapping[str, CastSpec | None]]
@@ -158,7 +163,12 @@ class CastSpecs:
         }
         if self._leaves_wgrad(result):
             result["wgrad"] = dict.fromkeys(GEMM_OPERANDS["wgrad"])
-        return result
+        if is_transformed(None if cast is None else cast.rule for cast in result["wgrad"].values()):
+            return result
+        return {
+            gemm: {role: None if cast is None else cast.untransformed() for role, cast in casts.items()}
+            for gemm, casts in result.items()
+        }
 
     def products(self) -> Products:
         """Returns the same as rules, in the form that backends take."""

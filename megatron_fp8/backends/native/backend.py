@@ -125,6 +125,8 @@ def kernel_reason(rule: Rule) -> str | None:
     if rule.stochastic:
         return "stochastic rounding"
     granularity, scale = rule.granularity, rule.scale
+    if scale == "e4m3":
+        return "NVFP4"
     if granularity in _WITH_FLOAT_SCALES and scale != "e8m0":
         return None
     return None if granularity == BLOCK_1X32 else f"{granularity} blocks with {scale} scales"
@@ -175,7 +177,7 @@ def quantize(
     else:
         record = kernels.Record(running.amax, running.nonfinite)
     matrix = source_of(x)
-    granularity, pow2 = rule.granularity, rule.scale != "fp32"
+    granularity, pow2 = rule.granularity, rule.pow2
     tiled, pad_to = for_product and rule.scale == "e8m0", padded_length(granularity) if for_product else 1
     how: dict[str, Any] = {"margin": rule.margin, "epsilon": rule.epsilon, "pad_to": pad_to}
     if scale is not None:

@@ -148,6 +148,8 @@ def lacking(recipe: Recipe | Products, refusal: Refusal) -> str | None:
         refusal: why the device does not do a kind of product.
     """
     for which, (first, second) in gemms_of(recipe).items():
+        if "e4m3" in (first.scale, second.scale):
+            return f"{which}: NVFP4 has no GPU kernels in this release"
         for out, bias in _RESULTS:
             try:
                 plan_for(first, second, out, bias, refusal)
@@ -193,5 +195,5 @@ def plan_for(a: Rule, b: Rule, out: torch.dtype, bias: torch.dtype | None, refus
 
 def _typical(rule: Rule) -> Operand:
     """An operand of no particular size, quantized by the rule."""
-    e8m0, pow2 = rule.scale == "e8m0", rule.scale != "fp32"
+    e8m0, pow2 = rule.scale == "e8m0", rule.pow2
     return Operand(128, 128, rule.fmt.dtype, rule.granularity, e8m0, pow2)

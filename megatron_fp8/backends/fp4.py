@@ -1,0 +1,139 @@
+"""NVFP4 on any device: casts of one or both directions, and products, by numerics/nvfp4.py.
+
+Two codes share a byte along the contraction, so a columnwise side is contiguous in its own orientation, never a
+transposed view. Its codes of 16x16 blocks are those of the rowwise side, transposed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..kernels import cast_dispatch
+from ..kernels.cast_dispatch import in_memory
+from ..kernels.gemms import finish, matmul_fp32
+from ..numerics import nvfp4
+from ..numerics.cast import chunks
+from ..numerics.rule import Direction, Rule
+from ..numerics.subnormals import keeping_subnormals
+from ..tensor import Float8Tensor, QuantizedSide, expand_scale
+from .base import AmaxReduction, Quantized, Region, RunningAmax
+
+
+@keeping_subnormals
+def quantize(
+    x: torch.Tensor,
+    rule: Rule,
+    direction: Direction,
+    *,
+    reduce_amax: AmaxReduction | None = None,
+    region: Region | None = None,
+    running: RunningAmax | None = None,
+) -> Quantized:
+    """``reference.quantize`` of an E2M1 rule. NaN is cast as 0, Inf saturates; both are counted.
+
+    Args:
+        reduce_amax: takes the largest over ranks, where x is a shard of a matrix's rows, of the tensor's amax in both
+            directions, float32 [2].
+    """
+    x = in_memory(x).contiguous()
+    block, symmetric = rule.granularity, rule.granularity.symmetric
+    (of_blocks,), nonfinite = cast_dispatch.block_amaxes(x, [(block.rows, block.cols)])
+    turned, of_turned = x, of_blocks
+    if direction != "rowwise" and not symmetric:
+        turned = nvfp4.hadamard(x.t()) if rule.hadamard else x.t().contiguous()
+        (of_turned,), _ = cast_dispatch.block_amaxes(turned, [(block.rows, block.cols)])
+    amaxes = torch.stack([_largest(of_blocks), _largest(of_turned)])
+    own = amaxes[0].clone()
+    if reduce_amax is not None:
+        reduce_amax(amaxes)
+    rowwise = columnwise = None
+    if direction != "columnwise" or symmetric:
+        draws = None if region is None else _bytes(region, *x.shape, x.device, columnwise=False)
+        rowwise = _side(x, of_blocks, amaxes[0], rule, draws)
+    if direction != "rowwise" and symmetric:
+        assert rowwise is not None
+        columnwise = rowwise.transposed()
+    elif direction != "rowwise":
+        draws = None
+        if region is not None:
+            draws = _bytes(region, nvfp4.padded(len(x)), x.shape[1], x.device, columnwise=True).t()
+        columnwise = _side(turned, of_turned, amaxes[1], rule, draws)
+    if running is not None:
+        running.record(own, nonfinite)
+    return Quantized(
+        Float8Tensor(None if direction == "columnwise" else rowwise, columnwise, x.dtype), own, nonfinite
+    )
+
+
+def _largest(amaxes: torch.Tensor) -> torch.Tensor:
+    """float32 []; 0 of none."""
+    return amaxes.amax() if amaxes.numel() else amaxes.new_zeros(())
+
+
+def _bytes(region: Region, rows: int, cols: int, device: torch.device, *, columnwise: bool) -> torch.Tensor:
+    """The random byte of each element, uint8 [rows, cols]."""
+    return nvfp4.random_bytes(region.index(rows, cols, device), region.key, columnwise=columnwise)
+
+
+def _side(
+    x: torch.Tensor, block_amax: torch.Tensor, amax: torch.Tensor, rule: Rule, draws: torch.Tensor | None
+) -> QuantizedSide:
+    """Codes and scales of x [rows, cols], quantized along cols.
+
+    Args:
+        block_amax: float32, of each block.
+        amax: float32 [], of the tensor.
+        draws: uint8 [rows, cols at least], for stochastic rounding.
+    """
+    (rows, cols), height = x.shape, rule.granularity.rows
+    scales = nvfp4.block_scales(block_amax, amax)
+    factors = nvfp4.encoding_factors(scales, amax)
+    codes = torch.empty((rows, nvfp4.padded(cols) // 2), dtype=torch.uint8, device=x.device)
+    for part in chunks(-(-rows // height), x.numel(), x.device):
+        lines = slice(part.start * height, part.stop * height)
+        scaled = x[lines].to(torch.float32)
+        scaled = scaled * expand_scale(factors[part], rule.granularity, scaled.shape)
+        of_codes = nvfp4.encode(scaled, None if draws is None else draws[lines, :cols])
+        codes[lines] = nvfp4.pack(nvfp4.pad(of_codes)).view(torch.uint8)
+    packed = codes.view(rule.fmt.dtype)
+    padding = nvfp4.padded(cols) - cols
+    return QuantizedSide(packed, scales, rule.granularity, False, True, padding=padding, tensor_amax=amax)
+
+
+def gemm(
+    a: QuantizedSide,
+    b: QuantizedSide,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    exact: bool,
+) -> torch.Tensor:
+    """``emulated.gemm`` of sides of which one is NVFP4, or both: sums of codes times block scales, then one float32
+    factor, the bias [N], one rounding.
+
+    Args:
+        a: [M, K]; b: [N, K].
+    """
+    alpha = _factor(a, b)
+    if exact:
+        values_a, values_b = (_values(side, torch.float64) for side in (a, b))
+        return finish(values_a @ values_b.t(), alpha.to(torch.float64), bias, out_dtype)
+    short = all(side.tensor_amax is not None or side.pow2 for side in (a, b))
+    dtype = torch.bfloat16 if short else torch.float32
+    return finish(matmul_fp32(_values(a, dtype), _values(b, dtype)), alpha, bias, out_dtype)
+
+
+def _values(side: QuantizedSide, dtype: torch.dtype) -> torch.Tensor:
+    """[rows, cols with zeros up to a whole block], what is multiplied: codes times their blocks' scales, exact in bfloat16
+    for NVFP4; the numbers themselves of another side."""
+    if side.tensor_amax is None:
+        return nvfp4.pad(side.dequantize(dtype))
+    values = nvfp4.values(side.codes, dtype)
+    return values.mul_(expand_scale(side.scale_inv.to(dtype), side.granularity, values.shape))
+
+
+@keeping_subnormals
+def _factor(a: QuantizedSide, b: QuantizedSide) -> torch.Tensor:
+    """float32 []: the product of both tensors' amaxes over 2688^2; over 2688 where one side is NVFP4."""
+    amaxes = [side.tensor_amax for side in (a, b) if side.tensor_amax is not None]
+    amax = amaxes[0] * amaxes[1] if len(amaxes) == 2 else amaxes[0]
+    return amax / torch.full_like(amax, nvfp4.LARGEST ** len(amaxes))
