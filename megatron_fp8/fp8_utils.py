@@ -48,6 +48,8 @@ def get_fp8_recipe(config: Any, name: str | None = None) -> Recipe:
     """
     if not config.fp8:
         raise ValueError("config.fp8 is None: set fp8='hybrid' or fp8='e4m3' to train in FP8")
+    if name is None and _text(config.fp8_recipe) == "nvfp4":
+        raise ValueError("fp8_recipe='nvfp4' has 4-bit codes: set fp4='e2m1' and fp8=None in its place")
     settings = RecipeSettings(
         fp8_format=parse_format(_text(config.fp8)),
         margin=config.fp8_margin,

@@ -140,7 +140,7 @@ class QuantizedSide:
         NaN."""
         if self.tensor_amax is not None:
             values = nvfp4.values(self.codes)[:, : self.shape[1]]
-            return (values * self.expanded_scale_inv() * self.tensor_scale_inv).to(dtype)
+            return (values * self.expanded_scale_inv() * nvfp4.tensor_scale_inv(self.tensor_amax)).to(dtype)
         if self.tiled or self.padding:
             return self.plain().dequantize(dtype)
         is_transposed = not self.codes.is_contiguous() and self.codes.t().is_contiguous()

@@ -48,7 +48,7 @@ def quantize(
         reduce_amax(amaxes)
     rowwise = columnwise = None
     if direction != "columnwise" or symmetric:
-        draws = None if region is None else _bytes(region, *x.shape, x.device, columnwise=False)
+        draws = None if region is None else _bytes(region, len(x), x.shape[1], x.device, columnwise=False)
         rowwise = _side(x, of_blocks, amaxes[0], rule, draws)
     if direction != "rowwise" and symmetric:
         assert rowwise is not None
@@ -123,8 +123,8 @@ def gemm(
 
 
 def _values(side: QuantizedSide, dtype: torch.dtype) -> torch.Tensor:
-    """[rows, cols with zeros up to a whole block], what is multiplied: codes times their blocks' scales, exact in bfloat16
-    for NVFP4; the numbers themselves of another side."""
+    """[rows, cols padded with zeros to whole blocks]: NVFP4's codes times their blocks' scales, exact in bfloat16; the
+    decoded values of another side."""
     if side.tensor_amax is None:
         return nvfp4.pad(side.dequantize(dtype))
     values = nvfp4.values(side.codes, dtype)

@@ -33,6 +33,7 @@ from ..recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     Products,
     Recipe,
     recipe_name,
@@ -102,6 +103,8 @@ def unmapped(recipe: Recipe) -> str | None:
         return (
             "Transformer Engine's custom recipes are made of its own quantizers, not of this package's rules"
         )
+    if isinstance(recipe, NVFP4BlockScaling):
+        return "NVFP4 by Transformer Engine is not in this release"
     if not isinstance(recipe, (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)):
         known = "delayed, tensorwise, blockwise, mxfp8"
         return f"Transformer Engine has no {recipe_name(recipe)} recipe (its recipes: {known})"

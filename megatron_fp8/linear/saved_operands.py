@@ -84,7 +84,7 @@ def restore(ctx: Any, name: str) -> list[Any]:
             operands.append(StampedWeight(next(following), next(following), next(following)))
         else:
             codes, scale_inv, amax = next(following), next(following), next(following)
-            operands.append(QuantizedSide(codes, scale_inv, *saved_as, tensor_amax=amax))
+            operands.append(QuantizedSide(codes, scale_inv, *saved_as, amax))
     return operands
 
 

@@ -19,6 +19,7 @@ Transformer Engine's reference_nvfp4.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -82,7 +83,7 @@ def encode(scaled: torch.Tensor, random_bytes: torch.Tensor | None = None) -> to
         random_bytes: uint8, scaled's shape: added as 1/256ths of a step before rounding down (stochastic rounding).
     """
     size = scaled.abs().nan_to_num_(nan=0.0).clamp_(max=E2M1.max)
-    whole = torch.round  # ties to even
+    whole: Callable[[torch.Tensor], torch.Tensor] = torch.round  # ties to even
     if random_bytes is not None:
         step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
         size = (random_bytes.to(torch.float32) / 256).mul_(step).add_(size).clamp_(max=E2M1.max)
@@ -151,8 +152,8 @@ def random_bytes(index: torch.Tensor, key: RandomKey, *, columnwise: bool) -> to
         key = replace(key, site=~key.site)
     rows, cols = index.shape
     first = index[:, :1]
-    blocks = first // BLOCK + torch.arange(cols // BLOCK + 2, device=index.device)
+    blocks = first // BLOCK + torch.arange(cols // BLOCK + 2, dtype=torch.int64, device=index.device)
     words = torch.stack(philox_words(blocks, key), dim=-1)  # [rows, blocks, 4]
-    shifts = torch.arange(0, 32, 8, device=index.device)
+    shifts = torch.arange(0, 32, 8, dtype=torch.int64, device=index.device)
     drawn = ((words[..., None] >> shifts) & 0xFF).to(torch.uint8).view(rows, -1)
     return drawn.gather(1, index - first + first % BLOCK)

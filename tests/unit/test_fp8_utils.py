@@ -109,7 +109,8 @@ def test_custom_recipe_is_imported(monkeypatch):
     "fields, message",
     [
         ({"fp8": None}, "set fp8='hybrid' or fp8='e4m3'"),
-        ({"fp8_recipe": "nvfp4"}, r"'nvfp4' is unknown: use one of delayed, tensorwise, rowwise"),
+        ({"fp8_recipe": "nvfp5"}, r"'nvfp5' is unknown: use one of delayed, tensorwise, rowwise"),
+        ({"fp8_recipe": "nvfp4"}, "set fp4='e2m1' and fp8=None"),
         ({"fp8": "e5m2"}, "e5m2"),
         ({"fp8_recipe": "mxfp8", "fp8_margin": 1}, r"fp8_margin=1 does not exist for fp8_recipe='mxfp8'"),
         ({"fp8_margin": -1}, "margin -1"),
