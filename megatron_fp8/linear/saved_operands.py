@@ -52,7 +52,8 @@ def save(ctx: Any, operands: Sequence[Saved]) -> None:
         if isinstance(operand, QuantizedSide):
             side = operand
             tensors += side.codes, side.scale_inv, side.tensor_amax
-            ctx.saved_as.append((side.granularity, side.pow2, side.finite, side.tiled, side.padding))
+            names = "granularity", "pow2", "finite", "tiled", "padding"
+            ctx.saved_as.append({name: getattr(side, name) for name in names})
         elif isinstance(operand, StampedWeight):
             tensors += operand
             ctx.saved_as.append(StampedWeight)
@@ -84,7 +85,7 @@ def restore(ctx: Any, name: str) -> list[Any]:
             operands.append(StampedWeight(next(following), next(following), next(following)))
         else:
             codes, scale_inv, amax = next(following), next(following), next(following)
-            operands.append(QuantizedSide(codes, scale_inv, *saved_as, amax))
+            operands.append(QuantizedSide(codes, scale_inv, tensor_amax=amax, **saved_as))
     return operands
 
 

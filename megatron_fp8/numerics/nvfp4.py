@@ -14,7 +14,7 @@ its block. Both operands have it, so that it cancels in the product. Stochastic 
 instruction, with 8 random bits: its result is too small by 0.0018 of a step on average.
 
 Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149; docs/numerics.md. The bits are those of
-Transformer Engine's reference_nvfp4.py.
+Transformer Engine's reference quantizer.
 """
 
 from __future__ import annotations
