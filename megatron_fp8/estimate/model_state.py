@@ -25,14 +25,14 @@ _BLOCK = 128  # values per scale of a compact moment (mcore/optimizer/adam.py)
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of one rank.
+    """Bytes of weights, gradients and optimizer state on one rank.
 
     Attributes:
         weights: parameters: BF16 values, or codes and scales, with their buffers.
         kept_codes: cached codes and scales of BF16 weights, reused across microbatches, in all directions.
         gradients: the float32 gradient buffer.
         masters: the optimizer's float32 weights.
-        moments: both of Adam's.
+        moments: Adam's exp_avg and exp_avg_sq.
     """
 
     weights: int = 0

@@ -213,7 +213,7 @@ def hf_config(
     Args:
         vocab_size: without padding.
         positions: the longest sequence (max_position_embeddings).
-        family: the family to write, if it computes the same.
+        family: architecture to write; ignored if its forward differs.
 
     Raises ValueError as exported_architecture does.
     """

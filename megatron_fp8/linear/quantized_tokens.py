@@ -21,7 +21,7 @@ import torch
 
 from ..backends.native.layout import BLOCK_ROWS, round_up
 from ..numerics.rule import Rule
-from ..plan.site_plan import is_by_token
+from ..plan.site_plan import has_token_scales
 from ..tensor import QuantizedSide
 
 aten = torch.ops.aten
@@ -57,7 +57,7 @@ class QuantizedTokens(torch.Tensor):
         cls, side: QuantizedSide, rule: Rule, shape: Sequence[int], dtype: torch.dtype
     ) -> QuantizedTokens:
         """The tokens [*shape] whose rowwise side, [tokens, features], this is. ValueError: a scale spans tokens."""
-        if not is_by_token(rule):
+        if not has_token_scales(rule):
             raise ValueError(
                 f"a scale per {rule.granularity} is not one token's: tokens travel with scales of rows or 1xN blocks"
             )

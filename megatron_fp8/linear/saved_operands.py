@@ -1,17 +1,16 @@
 """Operands saved for backward, by autograd functions and by compiled operators.
 
-Between what forward saves and what backward gets back stand hooks (torch.autograd.graph.saved_tensors_hooks:
-offloading, recomputation, compression, a user's own), and autograd looks at nothing that they give. Codes may come back
-as another tensor that lies otherwise; of another shape C would read past its end, of another dtype other numbers. So
-shapes, dtypes and devices are checked.
+Hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks: offloading, recomputation, compression, a user's own)
+run between forward and backward. Autograd does not check what they return. Codes may return with other strides. With
+another shape C would read out of bounds; with another dtype it would read wrong values. So shapes, dtypes and devices
+are checked.
 
 A compiler has to know shape, strides and dtype of everything that an operator will return, before there is a tensor. So
-both backends promise a layout, which is a string, a constant of the graph: the emulated one writes codes in the input's
-order and returns a transposed view, the native one writes them as tensor cores read them. Nor does anybody know then how
-many tokens each expert gets. So experts' codes lie one behind the other, and so do their scales. Blocks along the tokens
-begin anew with each expert: there is room for a block more of each, and what is left at the end is not read. Rejected: a
-tensor for each expert. Its size would be a symbol that nothing is known of, and each graph would begin by reading all of
-them on the host.
+each backend declares its layout in advance, as a string constant of the graph: the emulated one writes codes in the
+input's order and returns a transposed view, the native one writes them as tensor cores read them. The tokens of each
+expert are unknown too, so all experts' codes are packed into one tensor and their scales into another. Each expert
+starts a new block, so the buffers have one spare block per expert. The unused end is never read. Rejected: a tensor for
+each expert. Its size would be an unbacked symbol, and each graph would begin with a host sync to read all sizes.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class TensorParallel:
         return TensorParallel(kind, group, sequence_parallel, reduce_dgrad, dist.get_rank(group), size)
 
     def to_text(self) -> str:
-        """Itself as a string, a constant of compiled graphs; '' without communication."""
+        """Serializes it to a string for compiled graphs; '' without communication."""
         if self.kind == "none":
             return ""
         flags = f"{int(self.sequence_parallel)} {int(self.reduce_dgrad)}"

@@ -59,7 +59,7 @@ def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
 
 
 class CapturedIteration(CapturedStep):
-    """CapturedStep (state/cuda_graph.py) for a Megatron-Core model; ``replayed`` also tells the optimizer the health."""
+    """Megatron-Core's CapturedStep (state/cuda_graph.py); ``replayed`` also updates the optimizer's health status."""
 
     def __init__(self, model_chunks: list[Any]):
         self._config = unwrap(model_chunks[0]).config

@@ -44,7 +44,7 @@ def make_fp8_params(model_chunks: list[Any], *, two_way: bool = True) -> list[st
     Weights that the plan leaves in BF16 do not change. Chunks that were converted before are skipped.
 
     Args:
-        two_way: False leaves weights whose directions have different codes in BF16, and notes it for the report.
+        two_way: False: weights that need separate rowwise and columnwise codes stay in BF16; the report says so.
 
     Raises:
         ValueError: a weight is not BF16, or its rule rounds stochastically.

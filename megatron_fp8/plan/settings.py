@@ -156,7 +156,7 @@ def _custom(path: str | None, prefix: str) -> CustomRecipe:
 
 
 def import_factory(path: str | None, field: str = "fp8_quantizer_factory") -> Callable[..., Any]:
-    """Returns the function at an import path. ValueError, naming the field with the path, if there is none."""
+    """Returns the function at an import path. ValueError, which names ``field``, if the path leads to no function."""
     remedy = f"give {field} as 'package.module.function'"
     if not isinstance(path, str) or not path:
         raise ValueError(f"a custom recipe needs a factory and {field} is {path!r}: {remedy}")

@@ -162,8 +162,8 @@ def check_something_left(plans: Iterable[tuple[Precision, Cause, str]]) -> None:
     )
 
 
-def is_by_token(rule: Rule) -> bool:
-    """Whether each scale belongs to one row alone, so that a row can be sent with its scales."""
+def has_token_scales(rule: Rule) -> bool:
+    """Whether no two tokens share a scale, so that a token can be sent with its own scales."""
     return rule.granularity.rows == 1
 
 
@@ -194,6 +194,6 @@ def refusal(plan: SitePlan, role: str, rule: Rule | None) -> str | None:
         return f"{plan.name} reads {one.rule}, and other experts {rule}"
     return (
         None
-        if is_by_token(rule)
+        if has_token_scales(rule)
         else f"{plan.name} has a scale per {rule.granularity}, which is not sent with a token"
     )

@@ -136,7 +136,7 @@ def device_of(group: Any) -> torch.device:
 
 
 def own_device() -> torch.device:
-    """Returns this process's current GPU; the CPU if it sees none. The model, batches and sums are there."""
+    """Returns this process's current GPU; the CPU if it sees none. The model, batches and reduced values are on it."""
     cuda = torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 

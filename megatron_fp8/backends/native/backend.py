@@ -218,7 +218,7 @@ def quantize(
 
 
 def padded_length(granularity: Granularity) -> int:
-    """What the length of codes is made a multiple of: a block, or 16 where scales are none of the contraction's."""
+    """Multiple to which the contraction dimension is padded: the block's width, at least 16."""
     return max(granularity.cols, 16)
 
 

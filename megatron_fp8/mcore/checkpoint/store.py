@@ -1,10 +1,10 @@
 """Reads and writes sharded tensors in Megatron-Core's torch_dist format.
 
-Megatron-Core describes the shards (``sharded_state_dict``), plans and checks; torch.distributed.checkpoint writes the
-files. Megatron-Core's own writer forks two processes a save and starts a manager process. They survive a killed rank
-and continue to write into a folder that the restarted run wants to remove. Here the ranks write themselves; an
-asynchronous save is a thread over copies, with its own process group. torch's writer holds every tensor of a file
-(for a GPU: copies) until the file is complete; here each tensor is freed once it is written.
+Megatron-Core describes the shards (``sharded_state_dict``), plans the save and checks it. torch.distributed.checkpoint
+writes the files. Megatron-Core's own writer forks two processes a save and starts a manager process. They survive a
+killed rank and continue to write into a folder that the restarted run wants to remove. Here each rank writes its own
+files. An asynchronous save is a thread that writes copies and has its own process group. torch's writer holds every
+tensor of a file (for a GPU: copies) until the file is complete; here each tensor is freed once it is written.
 
 The only pickle written is ``.metadata``, and it is the only one loaded, with files/checkpoint.py's unpickler.
 """

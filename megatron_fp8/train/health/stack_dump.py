@@ -39,14 +39,14 @@ _DECORATORS = ("/contextlib.py", "/typing_extensions.py")
 
 
 class StackPlace(NamedTuple):
-    """Position of a thread. ``kind``: 'waits' (for other ranks), 'compiles' or 'elsewhere'; ``text``: description."""
+    """Where a thread is. ``kind``: 'waits' (for other ranks), 'compiles' or 'elsewhere'; ``text``: description."""
 
     kind: str
     text: str
 
 
 def place(frame: FrameType) -> StackPlace:
-    """The position of a thread, from its innermost frame."""
+    """Where a thread is, from its innermost frame."""
     frames = list(_callers(frame))
     code, line = frame.f_code, _line(frame)
     if code.co_filename.endswith(_COLLECTIVES):

@@ -8,8 +8,8 @@ each rank polls the store until training starts. Later, torchrun or SLURM must n
 
 The store is torchrun's, or one that rank 0 makes. torchrun uses one store in every attempt (torch 2.13). A restarted
 rank would read the addresses of dead ranks there: gloo's connection is refused, or waits. So the keys of each attempt
-get their own prefix. The attempt's number is known on one node only, as with several nodes each torchrun counts the
-restarts of its own ranks. Then torchrun must not share its store; the ranks make one on a new port each time.
+get their own prefix. With several nodes each torchrun counts its own restarts, so attempt numbers differ. torchrun
+must then not share its store; the ranks make one on a new port each time.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class StartupBarrier:
 
         partial: this rank has only some of the facts; the others are taken from rank 0, which has all.
 
-        Raises ValueError on rank 0 that names ranks, keys and values that differ; the other ranks end with it. Raises
+        Raises ValueError on rank 0 if facts differ, with ranks, keys and values. The other ranks then exit too. Raises
         RanksMissing on any rank after `timeout_s`, and ValueError where ranks cannot connect.
         """
         if self.world_size == 1:

@@ -14,7 +14,7 @@ from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.linear.quantized_tokens import QuantizedTokens
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Rule
-from megatron_fp8.plan.site_plan import is_by_token
+from megatron_fp8.plan.site_plan import has_token_scales
 from megatron_fp8.recipe import Recipe
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.tensor import QuantizedSide
@@ -61,8 +61,8 @@ def test_scales_that_lie_as_the_native_backend_writes_them() -> None:
 
 
 def test_a_scale_that_spans_tokens_cannot_go_with_one() -> None:
-    assert [is_by_token(Rule(E4M3, cut)) for cut in (ROW, BLOCK_1X32, BLOCK_1X128)] == [True] * 3
-    assert [is_by_token(Rule(E4M3, cut)) for cut in (TENSOR, BLOCK_128X128)] == [False] * 2
+    assert [has_token_scales(Rule(E4M3, cut)) for cut in (ROW, BLOCK_1X32, BLOCK_1X128)] == [True] * 3
+    assert [has_token_scales(Rule(E4M3, cut)) for cut in (TENSOR, BLOCK_128X128)] == [False] * 2
     with pytest.raises(ValueError, match="a scale per tensor is not one token's"):
         coded(randn(8, 32, seed=0), "tensorwise")
 
