@@ -30,16 +30,17 @@ PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 BEGIN, END = "<!-- python -m benchmarks.options --write: from here -->", "<!-- to here -->"
 _OF_TRAIN = (
     ("`--config FILE`", "a config file, or the name of one that comes with the package; needed"),
-    ("`--data FILE ...`", "short for `data.paths`; of both the later one counts, and a second `--data` adds"),
+    ("`--data FILE ...`", "same as `data.paths`; the later one wins; repeated `--data` appends"),
     ("`--KEY=VALUE`", "any of the [keys](#keys)"),
     ("`--keys`", "list them"),
 )
 """Its other options are keys of the config, and no parser here has them."""
 
 THEIRS = "Section `model`: all other fields of Megatron-Core"
-_FOREWORD = "Each with its default. Their meaning is Megatron-Core's: `megatron-fp8 train --keys` prints a line on each."
-TAKEN, NOT_TAKEN = "Megatron-Core's, which validates them", "Refused, with the reason"
-"""What becomes of a field of Megatron-Core, in the page's words."""
+_FOREWORD = (
+    "`megatron-fp8 train --keys` prints each with its default and meaning. Megatron-Core validates them. Refused, with"
+    " the reason:"
+)
 _ABOUT_PRECISION = {
     "fp16",
     "first_last_layers_bf16",
@@ -97,20 +98,10 @@ def sections() -> Iterator[str]:
     yield "## Keys"
     for title, rows in keys().items():
         if title == THEIRS:
-            yield f"### {title}\n\n{_FOREWORD}"
-            yield from _by_effect(rows)
+            names = [name for key, *_ in rows if (name := key.strip("`").removeprefix("model.")) in REFUSED]
+            yield f"### {title}\n\n{_FOREWORD} {', '.join(f'`{name}`' for name in names)}."
         else:
             yield f"### {title}\n\n{_table(['key', 'default', 'what it does'], rows)}"
-
-
-def _by_effect(rows: list[list[str]]) -> Iterator[str]:
-    """Keys of Megatron-Core, with their defaults: a paragraph of those that are taken, and one of the others."""
-    found: dict[str, list[str]] = {TAKEN: [], NOT_TAKEN: []}
-    for key, default, _ in rows:
-        name = key.strip("`").removeprefix("model.")
-        found[NOT_TAKEN if name in REFUSED else TAKEN].append(f"`{name}={default.strip('`')}`")
-    for effect, names in found.items():
-        yield f"{effect}: {', '.join(names)}."
 
 
 def keys() -> dict[str, list[list[str]]]:

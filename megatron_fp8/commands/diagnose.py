@@ -62,8 +62,8 @@ def _parser() -> CheckpointParser:
     add = parser.add_argument
     add("--iteration", type=int, metavar="N", help="batches from this iteration on (default: the next)")
     add("--batches", type=int, help="batches, each of one iteration (default 4)")
-    add("--share", type=float, help="what overrides must give back (default 0.9)")
-    add("--budget", type=int, help="most passes, each a forward and a backward of a batch (default 1500)")
+    add("--share", type=float, help="fraction of FP8's error that overrides must remove (default 0.9)")
+    add("--budget", type=int, help="maximum number of forward-backward passes (default 1500)")
     add("--json", metavar="FILE", help="where the figures go (default: RUN_DIR/diagnosis/diagnosis.json)")
     add("--out", metavar="FILE", help="where overrides go (default: RUN_DIR/diagnosis/overrides.yaml)")
     add("--plot", metavar="FILE", help="where the plot goes (default: RUN_DIR/diagnosis/diagnosis.png)")

@@ -21,7 +21,7 @@ FP8 training for Megatron-Core models.
 
   train      train a GPT on real text
   launch     several ranks of train, generate, import, ... or of a script
-  report     what a run ran, layer by layer, and how it went; as a page too
+  report     summarize a run: precision by layer, loss, advice; also as HTML
   compare    train BF16 and several recipes, and say how they differ
   diagnose   what FP8 costs a run, by layer and GEMM, and overrides against it
   inspect    what is in a checkpoint

@@ -72,16 +72,16 @@ class TransformerConfig(megatron_config.TransformerConfig):
     batch size x sequence length / context parallel size. None elsewhere needs a table of one token count."""
 
     fp8_keep_columnwise: bool = True
-    """Keep the copy of a weight's codes that dgrad reads from the forward to the backward.
-    False: each backward makes them again from the weight, the same bits: less memory, one cast more a microbatch."""
+    """Keep dgrad's weight codes from forward to backward; False: make them again.
+    The bits are the same: less memory, one cast more a microbatch."""
 
     fp8_output_layer: bool = False
     """Run the output projection (`output_layer`) in FP8 too. False: it stays in the model's dtype, as in Megatron-Core
     and in DeepSeek-V3. first_last_layers_bf16 is about transformer layers, and does not concern it."""
 
     moe_fp8_dispatch: bool = False
-    """Send tokens to their experts as FP8 codes and scales, quantized once, and the gradient of what comes back too. It
-    needs a recipe with scales of a row or of 1xN blocks. False: in the model's dtype, as in Megatron-Core."""
+    """Send tokens to their experts as FP8 codes and scales, quantized once; likewise gradients of the experts' outputs.
+    It needs a recipe with scales of a row or of 1xN blocks. False: in the model's dtype, as in Megatron-Core."""
 
     fp8_high_precision_warmup: float = 0.0
     """Fraction of training in BF16 before FP8 starts; delayed scaling fills its histories meanwhile."""

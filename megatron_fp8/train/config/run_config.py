@@ -56,7 +56,7 @@ class RunConfig:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     telemetry: TelemetrySection = field(default_factory=TelemetrySection)
     run_dir: str = "runs/train"
-    """Where the run writes; the config file's name replaces 'train' when it is not given."""
+    """Output folder; default: runs/NAME of the config file."""
     resume: str = "auto"
     """'auto' (the latest checkpoint of this run, if there is one), 'never', or the path of a checkpoint or run."""
     dry_run: bool = False

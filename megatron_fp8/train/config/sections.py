@@ -45,7 +45,8 @@ class TrainSection:
     """How often a run may go back to its last checkpoint after a loss spike and leave out the samples since; 0: never.
     A spike is reported in any case."""
     check_replicas_every: int = 0
-    """Iterations between comparisons of what ranks hold in common (docs/reliability.md); 0: only at saves and the end."""
+    """Iterations between checks that replicated state is equal on all ranks (docs/reliability.md); 0: at saves and the
+    end."""
     distributed_timeout_minutes: int = 30
     """A collective that waits longer than this ends the run."""
     watchdog: float = 15.0
@@ -151,7 +152,7 @@ class TelemetrySection:
     """What is measured of tensors and codes while training (docs/telemetry.md): telemetry.jsonl and TensorBoard."""
 
     every: int = 0
-    """Measure the iterations that this divides. 0: none."""
+    """Measure every N-th iteration; 0: none."""
     windows: list[list[int | None]] = field(default_factory=list)
     """Measure only between [first, last] iterations, both included; null: no end. Empty: in all."""
     sites: list[str] = field(default_factory=lambda: ["*"])
