@@ -311,12 +311,13 @@ def _accepts_one_argument(function: Callable[..., Any]) -> bool:
     return True
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class CustomRecipe(Recipe):
     """A user's recipe: ``qfactory(role)`` returns each role's Rule, or a recipe whose rule for that role applies, or
     None to leave the role in high precision (then the GEMMs that read it run in high precision).
 
-    It is called once for each role, when the recipe is made.
+    It is called once for each role, when the recipe is made. Recipes are compared by its answers: a function may answer
+    differently later, and an object that is called need not be hashable.
 
     Raises:
         ValueError: qfactory does not take one role, returns something else, or pairs E5M2 with E5M2 in one GEMM.
@@ -333,6 +334,15 @@ class CustomRecipe(Recipe):
             )
         object.__setattr__(self, "role_rules", {role: self._ask(role) for role in ROLES})
         refuse_e5m2_twice(products_of(self), "CustomRecipe")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CustomRecipe) and self.role_rules == other.role_rules
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.role_rules.values()))
+
+    def __repr__(self) -> str:
+        return f"CustomRecipe({', '.join(f'{role}: {rule!r}' for role, rule in self.role_rules.items())})"
 
     def rule(self, role: str) -> Rule | None:
         """The rule that qfactory returned for the role."""

@@ -223,3 +223,24 @@ def test_linears_that_are_alike_share_all_but_their_names() -> None:
     assert high.precision == "bf16" and high.reason == "the first"
     kept = resolve(dataclasses.replace(request(whole), fp8_wgrad=False), "layers.0.a", 0, CPU)
     assert kept.gemms["wgrad"] == "bf16" and one.gemms["wgrad"] == "fp8"
+
+
+def test_a_factory_made_into_a_recipe_again_is_asked_again() -> None:
+    """Plans are shared by equal recipes: of an object that cannot be hashed, and of one that changes its mind."""
+
+    @dataclasses.dataclass
+    class Factory:
+        recipe: Any
+
+        def __call__(self, role: str) -> Any:
+            return self.recipe
+
+    factory = Factory(MXFP8BlockScaling())
+    before = resolve(SiteRequest(CustomRecipe(factory)), FC1, 3, CPU)
+    same = CustomRecipe(lambda role: MXFP8BlockScaling())
+    assert CustomRecipe(factory) == same and repr(CustomRecipe(factory)) == repr(same)
+    factory.recipe = Float8BlockScaling()
+    after = resolve(SiteRequest(CustomRecipe(factory)), FC1, 3, CPU)
+    assert before.operands["fprop"]["input"].rule == MXFP8BlockScaling().rule("input")
+    assert after.operands["fprop"]["input"].rule == Float8BlockScaling().rule("input")
+    assert CustomRecipe(factory) != same and repr(CustomRecipe(factory)) != repr(same)  # fp8_autocast's key
