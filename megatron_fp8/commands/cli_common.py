@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from ..files.atomic_io import in_words, replace_file
+from ..files.atomic_io import in_words, own_output, write_result
 from ..files.resource_limits import limit_reached
 from ..files.terminal import WIDTH, printable, wrapped
 from ..study import StudyFailed
@@ -162,18 +162,23 @@ def check_output(option: str, path: str | Path) -> Path:
     return path
 
 
+def check_outputs(files: Mapping[str, str | Path | None]) -> None:
+    """``check_output`` of each option's file. Raises ValueError too if two are one file, of which one would be lost."""
+    paths = [check_output(option, path) for option, path in files.items() if path is not None]
+    replaced = [path.resolve() for path in paths if own_output(path) is None]
+    if len(set(replaced)) < len(replaced):
+        raise ValueError(f"{' and '.join(files)} name the same file: give each its own")
+
+
 def not_written(option: str, path: Path, error: OSError) -> ValueError:
     """The error for a file that cannot be written."""
     return ValueError(f"{option}={path} cannot be written ({in_words(error)}): give another file")
 
 
 def write_output(option: str, path: Path, text: str) -> None:
-    """Write a file atomically. Raises ValueError if it cannot be written."""
+    """``write_result``. Raises ValueError if the file cannot be written."""
     try:
-        if path.exists() and not path.is_file():  # /dev/stdout
-            path.write_text(text, encoding="utf-8")
-        else:
-            replace_file(path, text)
+        write_result(path, text)
     except OSError as error:
         raise not_written(option, path, error) from error
 

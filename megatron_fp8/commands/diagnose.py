@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..files.atomic_io import own_output
 from ..files.terminal import printable
-from .cli_common import CheckpointParser, check_output, not_written, run, run_command, say, write_output
+from .cli_common import CheckpointParser, check_outputs, not_written, run, run_command, say, write_output
 
 if TYPE_CHECKING:
     from ..diagnosis.diagnosis import Diagnosis
@@ -129,9 +130,7 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
 
 def _check_files(options: argparse.Namespace) -> None:
     """Raise ValueError if an output file cannot be written, as far as is known before the measurement."""
-    for name in ("json", "out", "plot"):
-        if (path := getattr(options, name)) is not None:
-            check_output(f"--{name}", path)
+    check_outputs({f"--{name}": getattr(options, name) for name in ("json", "out", "plot")})
     if options.plot is not None:
         from matplotlib.backend_bases import FigureCanvasBase
 
@@ -209,8 +208,8 @@ def _write_all(files: _Files, replayed: Replay, diagnosis: Diagnosis, facts: dic
 
 
 def _remove(path: Path | None, why: str) -> None:
-    """Remove an earlier diagnosis's file; pipes and devices stay."""
-    if path is not None and path.is_file():
+    """Remove an earlier diagnosis's file; pipes, devices and this process's own output stay."""
+    if path is not None and path.is_file() and own_output(path) is None:
         path.unlink()
         print(f"removed     {path} of an earlier diagnosis: {why}", flush=True)
 

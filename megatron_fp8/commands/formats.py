@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 
-from .cli_common import CommandParser, check_output, run, write_output
+from .cli_common import CommandParser, check_outputs, run, write_output
 
 DESCRIPTION = """\
 The numbers behind FP8, computed by this package's own casts, scales and recipes:
@@ -66,8 +66,9 @@ def _formats(options: Namespace) -> None:
         _print(options.table)
         return
     to_stdout = str(options.csv) == "-"
+    check_outputs({"--png": options.png, "--csv": None if to_stdout else options.csv})
     if options.png is not None:
-        plots.draw(check_output("--png", options.png))
+        plots.draw(options.png)
         stream = sys.stderr if to_stdout else sys.stdout
         print(f"{options.png}: range, error, recipes on outliers, delayed scaling", file=stream)
     if options.csv is not None:

@@ -7,9 +7,10 @@ import os
 import re
 import shutil
 import stat
+import sys
 import time
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -45,6 +46,27 @@ def replace_file(path: Path, content: str | bytes) -> None:
         discard(temporary)
         raise
     sync(path.parent)
+
+
+def write_result(path: Path, text: str) -> None:
+    """Write a file that a user named: atomically, but a device, a pipe or this process's own output as it is."""
+    if (stream := own_output(path)) is not None:
+        print(text, end="", file=stream, flush=True)
+    elif path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+    else:
+        replace_file(path, text)
+
+
+def own_output(path: Path) -> TextIO | None:
+    """This process's stdout or stderr, if the path is one of them.
+
+    With ``> log`` /dev/stdout is a link to an ordinary file: to replace or remove it takes it from the whole machine.
+    """
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(number)):
+            return stream
+    return None
 
 
 def discard(path: Path) -> None:

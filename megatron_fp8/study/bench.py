@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backends import choose_backend, warn_slow_backend
+from ..files.atomic_io import write_result
 from ..files.terminal import printable
 from ..kernels.cpu.emulation import MAX_THREADS
 from ..kernels.torch_products import is_replaced, replace_slow
@@ -139,7 +140,7 @@ def _check(options: argparse.Namespace, run_options: list[str]) -> None:
         raise ValueError(f"--repetitions={options.repetitions} must be at least 1")
     if not 0 <= options.threads <= MAX_THREADS:
         raise ValueError(
-            f"--threads={options.threads} must be at most {MAX_THREADS}, or 0 for torch's own number"
+            f"--threads={options.threads} must be from 1 to {MAX_THREADS}, or 0 for torch's own number"
         )
     if options.config and (options.recipe or options.shape or options.backend):
         raise ValueError(
@@ -300,5 +301,5 @@ def _write_table(
 
 
 def _write(path: str, content: dict[str, Any]) -> None:
-    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_result(Path(path), json.dumps(content, indent=1) + "\n")
     print(printable(f"wrote {path}"))

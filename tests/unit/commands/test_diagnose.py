@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +60,33 @@ def test_files_of_an_earlier_diagnosis_are_removed_where_the_new_one_has_none(fo
     printed = capsys.readouterr().out
     assert f"removed     {tmp_path / 'overrides.yaml'} of an earlier diagnosis" in printed
     assert f"removed     {tmp_path / 'diagnosis.png'} of an earlier diagnosis" in printed
+
+
+def test_standard_output_is_not_removed(found, tmp_path):
+    """With `> log` /dev/stdout is a link to an ordinary file."""
+    link = tmp_path / "stdout"
+    link.symlink_to("/proc/self/fd/1")
+    with (tmp_path / "log").open("w") as log, _standard_output(log):
+        _writes(replace(found, overrides={}), {"out": str(link)}, tmp_path)
+    assert link.is_symlink()
+
+
+@contextlib.contextmanager
+def _standard_output(stream):
+    before = os.dup(1)
+    os.dup2(stream.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+
+
+def test_two_results_in_one_file_are_refused_before_anything_is_measured(tmp_path):
+    one = str(tmp_path / "one.png")
+    with pytest.raises(ValueError, match="--json and --out and --plot name the same file"):
+        _check_files(SimpleNamespace(json=one, out=None, plot=one))
+    _check_files(SimpleNamespace(json="/dev/stdout", out="/dev/stdout", plot=one))
 
 
 def test_with_a_file_named_only_that_one_is_written(found, tmp_path):

@@ -70,6 +70,7 @@ def test_the_picture_is_a_png(tmp_path):
     [
         (["--png=/no/such/folder/a.png"], "there is no such folder"),
         (["--csv="], "argument --csv: '' names no file"),
+        (["--csv=same.png", "--png=./same.png"], "--png and --csv name the same file"),
         (["--csv=codes.csv", "--png=-"], "--png=- must be a FILE.png"),
         (["--colour"], "unrecognized"),
     ],

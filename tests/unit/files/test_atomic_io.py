@@ -1,6 +1,8 @@
 """Files that are whole or not there, whatever stands under their names."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -34,6 +36,20 @@ def test_a_link_is_replaced_and_what_it_points_to_is_left(tmp_path):
     replace_file(tmp_path / "latest", "one\n")
     assert other.read_text() == "mine" and (tmp_path / "latest").read_text() == "one\n"
     assert not (tmp_path / "latest").is_symlink()
+
+
+def test_the_process_s_own_output_is_written_to_and_stays(tmp_path):
+    """`--json /dev/stdout > log` as root would else make /dev/stdout an ordinary file, for the whole machine."""
+    link, log = tmp_path / "stdout", tmp_path / "log"
+    link.symlink_to("/proc/self/fd/1")
+    program = (
+        "import sys, pathlib; from megatron_fp8.files.atomic_io import write_result; print('before', flush=True);"
+        "write_result(pathlib.Path(sys.argv[1]), 'a result\\n'); print('after')"
+    )
+    with log.open("w") as stream:
+        subprocess.run([sys.executable, "-c", program, str(link)], stdout=stream, check=True)
+    assert log.read_text().split() == ["before", "a", "result", "after"]
+    assert link.is_symlink()
 
 
 def test_whatever_has_a_name_is_removed(tmp_path):
