@@ -41,7 +41,10 @@ class QuantizedSide:
             that a linear casts for its GEMMs.
         padding: columns of zeros after the matrix, up to a whole block, for GEMMs that sum over them. Only operands
             that a linear casts for its GEMMs, and NVFP4, always. ``plain`` restores the logical layout of both.
-        tensor_amax: float32 [], NVFP4's amax of the tensor, from which its second scale comes; None for others.
+        tensor_amax: float32 [], NVFP4's amax of the tensor (2688 in place of Inf), which gives its second scale; None for
+            others.
+        hadamard: the codes are those of the matrix after numerics/nvfp4.py's transform along the contraction, which fills
+            the padding too.
     """
 
     codes: torch.Tensor
@@ -52,6 +55,7 @@ class QuantizedSide:
     tiled: bool = False
     padding: int = 0
     tensor_amax: torch.Tensor | None = None
+    hadamard: bool = False
 
     def __repr__(self) -> str:
         codes = f"{self.fmt.name} {list(self.shape)}"
@@ -137,10 +141,13 @@ class QuantizedSide:
     @keeping_subnormals
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Returns codes * scale_inv in float32, rounded once to dtype; NaN codes and scales give the canonical quiet
-        NaN."""
+        NaN. A transformed matrix is transformed back, before the rounding."""
         if self.tensor_amax is not None:
-            values = nvfp4.values(self.codes)[:, : self.shape[1]]
-            return (values * self.expanded_scale_inv() * nvfp4.tensor_scale_inv(self.tensor_amax)).to(dtype)
+            values = nvfp4.values(self.codes)
+            scale = expand_scale(self.float_scale_inv(), self.granularity, values.shape)
+            values = values * scale * nvfp4.tensor_scale_inv(self.tensor_amax)
+            values = nvfp4.inverse_hadamard(values) if self.hadamard else values
+            return values[:, : self.shape[1]].to(dtype)
         if self.tiled or self.padding:
             return self.plain().dequantize(dtype)
         is_transposed = not self.codes.is_contiguous() and self.codes.t().is_contiguous()

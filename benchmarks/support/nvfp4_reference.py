@@ -62,6 +62,7 @@ def quantize(x: np.ndarray, rows: int, amax: float | None = None, draws: np.ndar
     x = np.pad(x.astype(F32), ((0, -height % rows), (0, -width % 16)))
     size = np.where(np.isnan(x), F32(0), np.abs(x))
     total = F32(size.max(initial=0) if amax is None else amax)
+    total = F32(2688) if np.isinf(total) else total
     with np.errstate(all="ignore"):
         encode = np.minimum(F32(2688) / total, _LARGEST_F32)
         encode = F32(1) if encode == 0 else encode

@@ -6,6 +6,8 @@ transposed view. Its codes of 16x16 blocks are those of the rowwise side, transp
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ..kernels import cast_dispatch
@@ -38,9 +40,9 @@ def quantize(
     x = in_memory(x).contiguous()
     block, symmetric = rule.granularity, rule.granularity.symmetric
     (of_blocks,), nonfinite = cast_dispatch.block_amaxes(x, [(block.rows, block.cols)])
-    turned, of_turned = x, of_blocks
+    turned, of_turned, hadamard = x, of_blocks, rule.hadamard
     if direction != "rowwise" and not symmetric:
-        turned = nvfp4.hadamard(x.t()) if rule.hadamard else x.t().contiguous()
+        turned = nvfp4.hadamard(x.t()) if hadamard else x.t().contiguous()
         (of_turned,), _ = cast_dispatch.block_amaxes(turned, [(block.rows, block.cols)])
     amaxes = torch.stack([_largest(of_blocks), _largest(of_turned)])
     own = amaxes[0].clone()
@@ -57,7 +59,8 @@ def quantize(
         draws = None
         if region is not None:
             draws = _bytes(region, nvfp4.padded(len(x)), x.shape[1], x.device, columnwise=True).t()
-        columnwise = _side(turned, of_turned, amaxes[1], rule, draws)
+        side = _side(turned, of_turned, amaxes[1], rule, draws)
+        columnwise = replace(side, padding=side.codes.shape[1] * 2 - len(x), hadamard=hadamard)
     if running is not None:
         running.record(own, nonfinite)
     return Quantized(
@@ -86,6 +89,9 @@ def _side(
         draws: uint8 [rows, cols at least], for stochastic rounding.
     """
     (rows, cols), height = x.shape, rule.granularity.rows
+    amax = torch.where(
+        amax.isinf(), nvfp4.LARGEST, amax
+    )  # S_enc is 1 for both: the product saturates as the codes do
     scales = nvfp4.block_scales(block_amax, amax)
     factors = nvfp4.encoding_factors(scales, amax)
     codes = torch.empty((rows, nvfp4.padded(cols) // 2), dtype=torch.uint8, device=x.device)

@@ -1,4 +1,4 @@
-"""Inference weights: one byte per value for all recipes, for fprop only.
+"""Inference weights: one byte per value, half a byte for NVFP4, for fprop only.
 
 Training needs a weight's codes for both directions of its GEMMs; with 1-wide blocks that takes two bytes per
 value. Inference reads the rowwise side only. ``inference_weight`` quantizes it once, with the quantizer of
@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
+from ..numerics import nvfp4
 from ..params.fp8_parameter import Fp8Parameter, _Stored
 from ..quantizer import Quantizer
 from ..tensor import Float8Tensor, QuantizedSide
 
 
 class _StoredRows(_Stored):
-    """Rowwise codes only, for rules whose columnwise codes differ."""
+    """Rowwise codes only, for rules whose columnwise codes differ, and for NVFP4, whose codes share bytes."""
 
     def view(self) -> None:
         rule = self.quantizer.rule
@@ -37,6 +38,8 @@ class _StoredRows(_Stored):
             rule.granularity,
             rule.pow2,
             self.nonfinite is None,
+            padding=codes.shape[1] * rule.fmt.codes_per_byte - self.shape[1],
+            tensor_amax=self.amax if rule.scale == "e4m3" else None,
         )
         self.quantized = Float8Tensor(side, None, self.dtype)
 
@@ -65,8 +68,12 @@ def inference_weight(weight: torch.Tensor, quantizer: Quantizer) -> Any:
     if isinstance(weight, Fp8Parameter):
         return _from_fp8(weight)
     value = weight.detach()
-    kind = _Stored if quantizer.rule.granularity.symmetric else _StoredRows
-    stored = kind(quantizer, value.dtype, [torch.empty(value.shape, dtype=torch.uint8, device=value.device)])
+    rule, (rows, cols) = quantizer.rule, value.shape
+    packs = rule.fmt.codes_per_byte > 1
+    kind = _Stored if rule.granularity.symmetric and not packs else _StoredRows
+    width = nvfp4.padded(cols) // 2 if packs else cols
+    codes = torch.empty((rows, width), dtype=torch.uint8, device=value.device)
+    stored = kind(quantizer, value.dtype, [codes], value.shape)
     stored.write(value)
     return _as_parameter(stored, weight)
 

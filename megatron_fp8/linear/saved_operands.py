@@ -51,7 +51,7 @@ def save(ctx: Any, operands: Sequence[Saved]) -> None:
         if isinstance(operand, QuantizedSide):
             side = operand
             tensors += side.codes, side.scale_inv, side.tensor_amax
-            names = "granularity", "pow2", "finite", "tiled", "padding"
+            names = "granularity", "pow2", "finite", "tiled", "padding", "hadamard"
             ctx.saved_as.append({name: getattr(side, name) for name in names})
         elif isinstance(operand, StampedWeight):
             tensors += operand
@@ -187,28 +187,32 @@ class SideLayout:
 
     Attributes:
         turned: codes are a transposed view of codes in row order, and so are scales.
+        hadamard: as of QuantizedSide.
     """
 
     granularity: Granularity
     scale: str
     fmt: torch.dtype
     turned: bool
+    hadamard: bool = False
 
     def __str__(self) -> str:
         name = str(self.fmt).removeprefix("torch.")
-        return f"{self.granularity.rows} {self.granularity.cols} {self.scale} {name} {int(self.turned)}"
+        transform = " hadamard" if self.hadamard else ""  # graphs cached by earlier versions have five words
+        return f"{self.granularity.rows} {self.granularity.cols} {self.scale} {name} {int(self.turned)}{transform}"
 
     @staticmethod
     @lru_cache(maxsize=256)
     def parse(text: str) -> SideLayout:
         """From its string."""
-        rows, cols, scale, fmt, turned = text.split(" ")
-        return SideLayout(Granularity(int(rows), int(cols)), scale, getattr(torch, fmt), turned == "1")
+        rows, cols, scale, fmt, turned, *transform = text.split(" ")
+        granularity = Granularity(int(rows), int(cols))
+        return SideLayout(granularity, scale, getattr(torch, fmt), turned == "1", bool(transform))
 
     @staticmethod
     def of(rule: Rule, turned: bool) -> SideLayout:
         """That of a rule."""
-        return SideLayout(rule.granularity, rule.scale, rule.fmt.dtype, turned)
+        return SideLayout(rule.granularity, rule.scale, rule.fmt.dtype, turned, rule.hadamard)
 
     @property
     def pads_scales(self) -> bool:
@@ -273,9 +277,8 @@ class SideLayout:
         if self.packs:
             amax = scales[-_AMAX_BYTES:].clone().view(torch.float32).view([])
             of_blocks = scales[:-_AMAX_BYTES].view(rows, -1).view(torch.float8_e4m3fn)
-            return QuantizedSide(
-                codes.view(self.fmt), of_blocks, self.granularity, False, True, tensor_amax=amax
-            )
+            facts: Any = {"pow2": False, "finite": True, "tensor_amax": amax, "hadamard": self.hadamard}
+            return QuantizedSide(codes.view(self.fmt), of_blocks, self.granularity, **facts)
         scales = scales.view(torch.float8_e8m0fnu) if self.scale == "e8m0" else scales
         return QuantizedSide(codes.view(self.fmt), scales, self.granularity, self.scale != "fp32")
 

@@ -12,7 +12,7 @@ float8 dtypes travel as uint8: gloo and NCCL have no float8 collectives.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -124,7 +124,9 @@ class TensorParallel:
         the cast, and so were scales per row of a side whose columns are the tokens.
         """
         assert not side.tiled, "tiles of scales do not join"
-        assert side.tensor_amax is None or not side.padding, "shards of NVFP4 are whole blocks"
+        assert side.tensor_amax is None or not by_column or not side.padding, (
+            "shards of NVFP4 are whole blocks"
+        )
         codes, scale_inv = side.codes, side.scale_inv
         side_by_side = by_column and codes.is_contiguous()
         if by_column and not side_by_side:
@@ -144,7 +146,9 @@ class TensorParallel:
                 all_codes = all_codes.t()
             if by_column and pending_scales is not None:
                 scales = scales.t()
-            return QuantizedSide(all_codes, scales, side.granularity, side.pow2, tensor_amax=side.tensor_amax)
+            made = QuantizedSide(all_codes, scales, side.granularity, side.pow2)
+            padding = 0 if by_column else side.padding
+            return replace(made, padding=padding, tensor_amax=side.tensor_amax, hadamard=side.hadamard)
 
         return Pending([], result)
 

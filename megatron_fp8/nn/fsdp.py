@@ -50,8 +50,8 @@ def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
 
     Returns:
         Names of the linears whose weights are gathered as codes. The others' recipes quantize each direction
-        from high precision (rowwise, mxfp8) or leave the weight unquantized, or they are Conv1Ds, experts or
-        parametrised. The count is also printed.
+        from high precision (rowwise, mxfp8), have 4-bit codes (nvfp4), or leave the weight unquantized; or they
+        are Conv1Ds, experts or parametrised. The count is also printed.
 
     Raises:
         ValueError: the model has no FP8 linear, is sharded already, or has no weight that can be gathered as
@@ -71,7 +71,8 @@ def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
                 f"{name}.weight is sharded already: call enable_fp8_all_gather before fully_shard"
             )
         rule = linear.fp8_config.resolved_recipe.rule("weight")
-        both_ways = rule is not None and rule.granularity.symmetric  # one set of codes serves both directions
+        # One set of codes serves both directions, a byte a value.
+        both_ways = rule is not None and rule.granularity.symmetric and rule.fmt.codes_per_byte == 1
         if not both_ways or "weight" in linear.fp8_config.unquantized:
             continue
         if id(weight) not in wrapped:

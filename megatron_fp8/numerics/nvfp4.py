@@ -121,13 +121,26 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
         x: [rows, cols], any dtype; zeros follow the last column. H is Sylvester's matrix; sums are float32, by a
             butterfly over strides of 8, 4, 2 and 1.
     """
-    signs = torch.tensor(_SIGNS, dtype=torch.float32, device=x.device)
-    runs = pad(x.to(torch.float32)).unflatten(1, (-1, BLOCK)) * signs
+    runs = pad(x.to(torch.float32)).unflatten(1, (-1, BLOCK)) * _signs(x.device)
+    return _butterfly(runs).to(torch.bfloat16).flatten(1)
+
+
+def inverse_hadamard(x: torch.Tensor) -> torch.Tensor:
+    """Returns x [rows, whole blocks of columns] transformed back, in float32: H is symmetric, and its own inverse."""
+    return (_butterfly(x.to(torch.float32).unflatten(1, (-1, BLOCK))) * _signs(x.device)).flatten(1)
+
+
+def _signs(device: torch.device) -> torch.Tensor:
+    return torch.tensor(_SIGNS, dtype=torch.float32, device=device)
+
+
+def _butterfly(runs: torch.Tensor) -> torch.Tensor:
+    """[rows, blocks, 16] times H / 4."""
     for stride in (8, 4, 2, 1):
         pairs = runs.unflatten(2, (-1, 2, stride))
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         runs = torch.stack((first + second, first - second), dim=-2).flatten(2)
-    return (runs * 0.25).to(torch.bfloat16).flatten(1)
+    return runs * 0.25
 
 
 def pad(x: torch.Tensor) -> torch.Tensor:

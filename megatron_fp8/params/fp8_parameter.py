@@ -75,8 +75,15 @@ def whole_scales(quantizer: Quantizer, amax: torch.Tensor) -> tuple[torch.Tensor
 class _Stored:
     """Codes, scales and the last cast's measurements; shared by a parameter and its detached aliases."""
 
-    def __init__(self, quantizer: Quantizer, dtype: torch.dtype, codes: list[torch.Tensor]):
+    def __init__(
+        self,
+        quantizer: Quantizer,
+        dtype: torch.dtype,
+        codes: list[torch.Tensor],
+        shape: torch.Size | None = None,
+    ):
         self.quantizer, self.dtype, self.codes = quantizer, dtype, codes
+        self.shape = codes[0].shape if shape is None else shape  # of the matrix: NVFP4 has two codes a byte
         self.initial: torch.Tensor | None = None
         self.piece: tuple[int, int] | None = None
 
@@ -165,8 +172,8 @@ class Fp8Parameter(Fp8TensorBase):
 
     @staticmethod
     def __new__(cls, stored: _Stored) -> Fp8Parameter:
-        codes = stored.codes[0]
-        self = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=stored.dtype, device=codes.device)
+        device = stored.codes[0].device
+        self = torch.Tensor._make_wrapper_subclass(cls, stored.shape, dtype=stored.dtype, device=device)
         self._stored = stored
         return self
 
@@ -331,7 +338,7 @@ class Fp8Parameter(Fp8TensorBase):
     def move(self, device: Any) -> Fp8Parameter:
         """Returns an FP8 parameter on another device, with the same codes, scales and attributes."""
         old = self._stored
-        new = type(old)(old.quantizer, old.dtype, [codes.to(device) for codes in old.codes])
+        new = type(old)(old.quantizer, old.dtype, [codes.to(device) for codes in old.codes], old.shape)
         new.initial = old.initial
         new.take_scales(old, device)
         return type(self)(new)
@@ -343,7 +350,7 @@ class Fp8Parameter(Fp8TensorBase):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Parameter:
         old = self._stored
-        new = type(old)(old.quantizer, old.dtype, [codes.clone() for codes in old.codes])
+        new = type(old)(old.quantizer, old.dtype, [codes.clone() for codes in old.codes], old.shape)
         new.initial = None if old.initial is None else old.initial.clone()
         new.take_scales(old, self.device)
         copied = _as_parameter(type(self)(new), self.requires_grad)
@@ -365,8 +372,13 @@ def fp8_parameter(weight: torch.Tensor, quantizer: Quantizer) -> Fp8Parameter:
     Takes over requires_grad and attributes that were set on the weight (tensor parallelism's and others).
 
     Raises:
-        ValueError: the rule rounds stochastically: casting the same master again would give other codes.
+        ValueError: the rule rounds stochastically: casting the same master again would give other codes. Or it has
+            4-bit codes, for inference only.
     """
+    if quantizer.rule.fmt.codes_per_byte > 1:
+        raise ValueError(
+            "a trained weight cannot live in 4 bits in this release: give it an FP8 recipe, or keep BF16"
+        )
     if quantizer.rule.stochastic:
         raise ValueError(
             "an FP8 parameter cannot be rounded stochastically: give the weight a rule with stochastic=False"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..numerics.formats import E4M3, E5M2, ROLES, FloatFormat, Format
+from ..numerics.formats import E2M1, E4M3, E5M2, ROLES, FloatFormat, Format
 from ..numerics.rule import Rule
 from ..recipe import GEMM_OPERANDS, DelayedScaling, Products, Recipe, is_transformed, untransformed
 from .overrides import Override
@@ -111,7 +111,7 @@ class CastSpecs:
             recipe: the recipe that it names, or None.
             setting: the config field, for the report.
 
-        ValueError: it gives a format to an operand that its recipe does not quantize.
+        ValueError: it gives a format to an operand that its recipe does not quantize, or quantizes as NVFP4.
         """
         self.overridden = True
         value, of_role = override.value, override.part in ROLES
@@ -136,7 +136,12 @@ class CastSpecs:
                     self._operands[gemm, role] = replace(operand, plain="by name")
                 elif recipe is not None:
                     self._operands[gemm, role] = _Operand(recipe)
-                elif operand.recipe.role_rules[role] is None:
+                elif (rule := operand.recipe.role_rules[role]) is not None and rule.fmt is E2M1:
+                    raise ValueError(
+                        f"{setting} {override.key!r}: {value!r} is a format, and NVFP4 has its own: name a recipe,"
+                        " such as 'mxfp8'"
+                    )
+                elif rule is None:
                     raise ValueError(
                         f"{setting} {override.key!r}: {value!r} is a format, and the recipe does not quantize {role}:"
                         " name a recipe"

@@ -39,8 +39,9 @@ WHAT_IF = {
     "fp8_block_scaling": "blockwise",
     "mxfp8": "mxfp8",
     "fp8_rowwise_scaling": "rowwise",
+    "nvfp4": "nvfp4",
 }
-"""Prefix of a name -> recipe. The last is ours, the others are Transformer Engine's."""
+"""Prefix of a name -> recipe. The last two are ours, the others are Transformer Engine's."""
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def measure(x: torch.Tensor, layout: Layout, codes: Mapping[str, Float8Tensor] |
         last = x.shape[-1] if x.ndim else 1
         matrix = matrix.reshape(x.numel() // max(last, 1), last)
     matrix = matrix.contiguous()
-    sides = [_side(codes or {}, variant, matrix.shape) for variant in layout.variants]
+    sides = [_side(codes or {}, variant, matrix) for variant in layout.variants]
     present = [side for side in sides if side is not None]
     if stats.usable(matrix) and all(stats.plain(side.made) for side in present):
         return _in_c(matrix, layout, sides, present)
@@ -157,14 +157,14 @@ def _in_c(x: torch.Tensor, layout: Layout, sides: list[Side | None], present: li
     )
 
 
-def _side(codes: Mapping[str, Float8Tensor], variant: Variant, shape: torch.Size) -> Side | None:
-    """The side for a variant; None if missing."""
+def _side(codes: Mapping[str, Float8Tensor], variant: Variant, x: torch.Tensor) -> Side | None:
+    """The side for a variant of x [rows, cols]; None if missing, or if its codes are of a transform of x."""
     quantized = codes.get(variant.recipe)
     if quantized is None:
         return None
     columnwise = variant.columnwise or quantized.rowwise is None
     side = quantized.columnwise if columnwise else quantized.rowwise
-    return None if side is None else side_of(side, shape, columnwise=columnwise)
+    return None if side is None or side.hadamard else side_of(side, x.shape, columnwise=columnwise)
 
 
 def finish(

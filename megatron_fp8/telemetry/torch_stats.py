@@ -12,8 +12,9 @@ import torch
 
 from ..kernels.cast_dispatch import decode
 from ..kernels.cpu.stats import Side
-from ..numerics import host_sync
+from ..numerics import host_sync, nvfp4
 from ..numerics.cast import chunks
+from ..numerics.formats import E4M3
 from ..numerics.rule import Granularity
 from ..numerics.scaling import blocked
 from ..numerics.subnormals import keeping_subnormals
@@ -92,13 +93,17 @@ def side_of(quantized: QuantizedSide, shape: torch.Size, *, columnwise: bool) ->
     """
     codes, scale, granularity = quantized.codes, quantized.float_scale_inv(), quantized.granularity
     block = (granularity.rows, granularity.cols)
+    if (of_tensor := quantized.tensor_scale_inv) is not None:
+        # E4M3 has all of E2M1's numbers.
+        numbers = nvfp4.values(codes)[:, : quantized.shape[1]]
+        codes, scale = numbers.to(E4M3.dtype), scale * of_tensor
     if columnwise:
         codes, scale, block = codes.t(), scale.t() if scale.ndim == 2 else scale, block[::-1]
     if codes.shape != shape:
         raise ValueError(
             f"codes of shape {tuple(codes.shape)} were not made of values of shape {tuple(shape)}"
         )
-    return Side(codes.contiguous(), scale.contiguous(), block)
+    return Side(codes.contiguous(), scale.contiguous(), block, quantized.fmt.max)
 
 
 @keeping_subnormals
@@ -118,9 +123,7 @@ def measure_codes(x: torch.Tensor, side: Side) -> tuple[torch.Tensor, torch.Tens
     for part in chunks(-(-x.shape[0] // unit), x.numel(), x.device):
         rows = slice(unit * part.start, unit * part.stop)
         of_part = (scale[part] if granularity.rows else scale).to(torch.float64)
-        sums += _quantization_of_chunk(
-            x[rows], codes[rows], of_part, granularity, torch.finfo(codes.dtype).max
-        )
+        sums += _quantization_of_chunk(x[rows], codes[rows], of_part, granularity, side.largest)
     return sums, torch.stack([largest, -smallest]).to(torch.float64)
 
 

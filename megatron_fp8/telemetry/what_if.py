@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from ..backends import reference
-from ..numerics.formats import FloatFormat
+from ..numerics.formats import E2M1, E4M3, FloatFormat
 from ..numerics.rule import Direction, Rule
 from ..numerics.scaling import compute_scale
 from ..numerics.subnormals import keeping_subnormals
@@ -29,11 +29,13 @@ def what_if_rule(recipe: str, role: str, fmt: FloatFormat | None) -> Rule:
 
     Args:
         fmt: format of the run's own codes of this tensor; kept, as in Transformer Engine, so a what-if
-            changes only the scales. None, if the run has none: the recipe's own.
+            changes only the scales. None, if the run has none: the recipe's own. So too where either is NVFP4.
     """
     rule: Rule | None = RECIPES[WHAT_IF[recipe]]().rule(role)
     assert rule is not None
-    return replace(rule, fmt=fmt or rule.fmt)
+    if fmt is None or E2M1 in (fmt, rule.fmt):
+        return replace(rule, stochastic=False)
+    return replace(rule, fmt=fmt)
 
 
 def what_if(
@@ -116,7 +118,8 @@ class Histories:
             new_slots: dict[str, tuple[FloatFormat, list[int]]] = {}
             for slot in arena.slots:
                 if slot.name not in self._known:
-                    new_slots.setdefault(slot.fmt.name, (slot.fmt, []))[1].append(slot.index)
+                    fmt = E4M3 if slot.fmt is E2M1 else slot.fmt
+                    new_slots.setdefault(fmt.name, (fmt, []))[1].append(slot.index)
             for fmt, index in new_slots.values():
                 history = WhatIfHistory(fmt, len(index), arena.device)
                 self._histories.append(

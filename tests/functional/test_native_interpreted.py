@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.sites import RECIPES
+from tests.support.sites import NATIVE_RECIPES as RECIPES
 
 BY_BLOCKS = ("delayed", "rowwise", "blockwise", "mxfp8")
 CHECKS = [

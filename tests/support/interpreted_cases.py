@@ -32,7 +32,8 @@ from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.recipe import Granularity, MXFP8BlockScaling, Rule
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.scaled_mm import fake_torch
-from tests.support.sites import RECIPES, data, make_site, randn, run
+from tests.support.sites import NATIVE_RECIPES as RECIPES
+from tests.support.sites import data, make_site, randn, run
 from tests.support.triton_interpreter import lean_interpreter
 
 FUNCTIONS = ("measure", "quantize_tensor", "quantize_rows", "quantize_blocks")

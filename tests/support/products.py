@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.support import reference
+from benchmarks.support import nvfp4_reference, reference
 from megatron_fp8 import quantize
+from megatron_fp8.numerics import nvfp4
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -33,6 +34,10 @@ def operands(which: str, recipe, m: int, n: int, k: int, x=None, w=None, dy=None
 
 def values(side) -> torch.Tensor:
     """float64 values of a side, decoded by the oracle from the captured bytes alone."""
+    if side.tensor_amax is not None:
+        amax, codes = side.tensor_amax.numpy(), nvfp4.unpack(side.codes).numpy()
+        matrix = nvfp4_reference.Matrix(codes, side.scale_inv.float().numpy(), amax, side.granularity.rows)
+        return torch.from_numpy(matrix.values() * (float(amax) / 2688))
     mx = side.scale_inv.dtype is torch.float8_e8m0fnu
     spec = reference.E4M3 if side.codes.dtype is torch.float8_e4m3fn else reference.E5M2
     granularity = side.granularity

@@ -20,13 +20,14 @@ from megatron_fp8.recipe import (
     Float8CurrentScaling,
     Float8RowwiseScaling,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     Recipe,
 )
 from megatron_fp8.state.arena import Group
 from megatron_fp8.state.fp8_state import Fp8State
 
 HYBRID = Format.HYBRID
-RECIPES: dict[str, Recipe] = {
+NATIVE_RECIPES: dict[str, Recipe] = {
     "delayed": DelayedScaling(amax_history_len=4),
     "tensorwise": Float8CurrentScaling(),
     "tensorwise-pow2": Float8CurrentScaling(use_power_2_scales=True),
@@ -35,6 +36,9 @@ RECIPES: dict[str, Recipe] = {
     "blockwise-fp32": Float8BlockScaling(fp8_format=HYBRID, use_f32_scales=True),
     "mxfp8": MXFP8BlockScaling(fp8_format=HYBRID),
 }
+"""Recipes that the native backend multiplies."""
+
+RECIPES = NATIVE_RECIPES | {"nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True)}
 """Every recipe whose three roles are quantized."""
 
 

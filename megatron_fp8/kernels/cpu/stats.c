@@ -148,6 +148,7 @@ typedef struct {
     const float *scale;
     int64_t height, width, scales;
     int32_t e5m2;
+    double largest;
 } Side;
 
 /* The sum of squared errors, how many values vanished, how many lie beyond the largest code. */
@@ -207,7 +208,7 @@ static void compare(const Side *side, int64_t at, const float *raw, const float 
     uint32_t limit[RUN];
     int64_t width = side->width, row = at / cols, col = at % cols;
     const float *from = side->scale + row / side->height * ((cols + width - 1) / width);
-    double top = (side->e5m2 ? 57344 : 448) * BEYOND;
+    double top = side->largest * BEYOND;
     (side->e5m2 ? read_e5m2 : read_e4m3)(side->made, at, n, meant);
     if (raw) drop(raw, meant, n);
     if (width >= cols) {

@@ -25,11 +25,13 @@ class Side(NamedTuple):
         made: float8 [rows, cols], contiguous.
         scale: float32, contiguous, one for each block, row-major.
         block: (rows, cols) that share a scale, 0 meaning the whole extent.
+        largest: the largest number of their format: 448, 57344; or 6 of E2M1 numbers, which are given as E4M3.
     """
 
     made: torch.Tensor
     scale: torch.Tensor
     block: tuple[int, int]
+    largest: float
 
 
 class _Side(ctypes.Structure):
@@ -40,6 +42,7 @@ class _Side(ctypes.Structure):
         ("width", ctypes.c_int64),
         ("scales", ctypes.c_int64),
         ("e5m2", ctypes.c_int32),
+        ("largest", ctypes.c_double),
     )
 
 
@@ -95,6 +98,7 @@ def _told(side: Side, rows: int, cols: int) -> _Side:
         width,
         scales,
         {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}[side.made.dtype],
+        side.largest,
     )
 
 

@@ -236,7 +236,8 @@ def test_saves_about_half_the_bytes_of_a_bf16_linear(name):
     assert plain == 2 * (tokens * 512 + 384 * 512)
     site, _ = make_site(name)
     ours = saved_bytes(lambda: fp8_linear(x, linear.weight, linear.bias, site))
-    assert tokens * 512 + 384 * 512 <= ours <= 0.55 * plain
+    least = plain // (4 if name == "nvfp4" else 2)
+    assert least <= ours <= 1.15 * least
 
 
 def test_nothing_is_saved_without_grad():
@@ -314,7 +315,10 @@ def test_columnwise_codes_of_the_weight_can_be_made_again(name):
         assert held is not None and shared is not None
         kept = held.quantized
         assert kept.rowwise is not None
-        assert (kept.columnwise is None) == (not shared.rule.granularity.symmetric)
+        one_copy = (
+            shared.rule.granularity.symmetric and name != "nvfp4"
+        )  # whose directions pack other codes in a byte
+        assert (kept.columnwise is None) == (not one_copy)
         site.state.finish_iteration(), other.state.finish_iteration()
 
 

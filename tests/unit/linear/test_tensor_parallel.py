@@ -106,7 +106,7 @@ def test_equals_one_rank_with_all_tokens(ranks: RankPool, layout: str):
         shared = {name: collectives for name, (_, collectives) in found.items()}
         expected = dict.fromkeys(ALL_RECIPES, 0)
         if layout != "column":
-            expected |= {"delayed": 1, "tensorwise": 1, "tensorwise-pow2": 1, "rowwise": 1}
+            expected |= {"delayed": 1, "tensorwise": 1, "tensorwise-pow2": 1, "rowwise": 1, "nvfp4": 1}
         if layout == "row+SP":  # these quantize grad_output by rows
             expected |= {"no-input": 1, "no-weight": 1}
         assert shared == expected
@@ -153,7 +153,7 @@ def test_shards_that_are_no_whole_blocks(ranks: RankPool, layout: str, tokens: i
     tokens *= BATCH
     for found in ranks(2).run(equals_one_rank, layout, list(RECIPES), 2 * tokens):
         for name, (notes, _) in found.items():
-            block = {"blockwise": 128, "blockwise-fp32": 128, "mxfp8": 32}.get(name, 1)
+            block = {"blockwise": 128, "blockwise-fp32": 128, "mxfp8": 32, "nvfp4": 16}.get(name, 1)
             role = "input" if layout == "column+SP" else "grad_output"
             expected = (
                 f"sequence-parallel {role} gathered in high precision: shards of {tokens} tokens are not whole"
@@ -189,9 +189,11 @@ def nan_on_one_rank(layout: str, names: list[str]) -> None:
         outcome = parallel(site, shards)
         assert outcome.dx is not None and outcome.dw is not None
         through = outcome.y if layout == "column+SP" else outcome.dx
+        assert site[0].state.finish_iteration().nonfinite == 1, f"{name}: rank {rank} does not know"
+        if name == "nvfp4":  # which has no code for NaN
+            continue
         assert through.flatten(0, 1).isnan().all(1).nonzero().tolist() == [[M // 2 + 5]], name
         assert outcome.dw.isnan().all(0 if layout == "column+SP" else 1).nonzero().tolist() == [[7]], name
-        assert site[0].state.finish_iteration().nonfinite == 1, f"{name}: rank {rank} does not know"
 
 
 @pytest.mark.parametrize("layout", ["column+SP", "row+SP"])

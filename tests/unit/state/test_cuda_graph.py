@@ -24,7 +24,8 @@ from megatron_fp8.state.cuda_graph import CapturedStep
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.state.precision_schedule import PrecisionSchedule
 from tests.support.cuda_graph_stub import Recorded
-from tests.support.sites import RECIPES, make_site, randn
+from tests.support.sites import NATIVE_RECIPES as RECIPES
+from tests.support.sites import make_site, randn
 from tests.support.valueless_tensors import gpu_without_values, warm
 
 MICROBATCHES = 2

@@ -65,7 +65,7 @@ def test_sees_every_cast_and_product(recipe):
     ]
     (_, seen_x, done, *_), (_, seen_w, *_), (_, dy, *_) = watch.casts
     assert torch.equal(seen_x, x) and torch.equal(seen_w, w) and torch.equal(dy, randn(64, 96, seed=3))
-    assert done.tensor.rowwise.codes.shape == (64, 32)
+    assert done.tensor.rowwise.shape == (64, 32)
     fprop, dgrad, wgrad = (y for *_, y in watch.products)
     assert torch.equal(fprop, y) and torch.equal(dgrad, x.grad) and torch.equal(wgrad.to(w.dtype), w.grad)
 

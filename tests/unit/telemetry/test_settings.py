@@ -97,7 +97,7 @@ def test_a_pattern_that_matches_no_site_is_an_error():
             "telemetry statistics: statistic 'kurtosi' is unknown. Did you mean 'kurtosis'?",
         ),
         ({"statistics": ("mse",), "tensors": ("output",)}, "mse is measured of input, weight, grad_output"),
-        ({"what_if": ("nvfp4",)}, "'nvfp4' is none of tensorwise, delayed, blockwise, mxfp8, rowwise"),
+        ({"what_if": ("nvfp5",)}, "'nvfp5' is none of tensorwise, delayed, blockwise, mxfp8, rowwise"),
     ],
 )
 def test_what_cannot_be_is_refused(given, told):

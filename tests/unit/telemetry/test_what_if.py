@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
-from megatron_fp8.numerics.formats import E4M3, E5M2
-from megatron_fp8.recipe import RECIPES, DelayedScaling, Float8CurrentScaling
+from megatron_fp8.numerics.formats import E2M1, E4M3, E5M2
+from megatron_fp8.recipe import RECIPES, DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 from megatron_fp8.telemetry.stat_registry import QUANTIZED, WHAT_IF
 from megatron_fp8.telemetry.tensor_stats import Layout, finish, measure
 from megatron_fp8.telemetry.what_if import WhatIfHistory, what_if
@@ -28,10 +28,13 @@ CPU = torch.device("cpu")
 def test_codes_are_those_of_the_recipe(prefix):
     x = mixed((70, 130), torch.bfloat16).cpu()
     for role in QUANTIZED:
-        expected = quantize(x, RECIPES[WHAT_IF[prefix]](), role, "both")
+        recipe = RECIPES[WHAT_IF[prefix]]()
+        if prefix == "nvfp4":
+            recipe = NVFP4BlockScaling(disable_stochastic_rounding=True)
+        expected = quantize(x, recipe, role, "both")
         found = what_if(x, prefix, role, direction="both")
         for mine, theirs in zip(found.sides, expected.sides, strict=True):
-            assert_same_bytes(mine.codes, theirs.codes, prefix)
+            assert_same_bytes(mine.codes.view(torch.uint8), theirs.codes.view(torch.uint8), prefix)
             assert_same_bytes(mine.float_scale_inv(), theirs.float_scale_inv(), prefix)
 
 
@@ -39,6 +42,8 @@ def test_the_runs_format_is_kept():
     x = torch.randn(8, 64, device="cpu")
     for fmt in (E4M3, E5M2):
         assert what_if(x, "mxfp8", "grad_output", fmt=fmt).rowwise.fmt is fmt
+        assert what_if(x, "nvfp4", "grad_output", fmt=fmt).rowwise.fmt is E2M1
+    assert what_if(x, "mxfp8", "grad_output", fmt=E2M1).rowwise.fmt is E4M3
 
 
 @draws(30)

@@ -16,7 +16,7 @@ from megatron_fp8.files import terminal
 from megatron_fp8.recipe import CustomRecipe, Float8BlockScaling, MXFP8BlockScaling
 from megatron_fp8.study.support_matrix import torch_refusal
 from tests.support.scaled_mm import fake_torch
-from tests.support.sites import RECIPES
+from tests.support.sites import NATIVE_RECIPES as RECIPES
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -12,7 +12,8 @@ from benchmarks.support.ranks import RankPool
 from megatron_fp8 import quantize
 from megatron_fp8.linear.tensor_parallel import TensorParallel
 from megatron_fp8.tensor import QuantizedSide
-from tests.support.sites import RECIPES, randn
+from tests.support.sites import NATIVE_RECIPES as RECIPES
+from tests.support.sites import randn
 
 TOKENS, FEATURES = 256, 96
 

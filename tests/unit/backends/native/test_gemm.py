@@ -27,7 +27,8 @@ from megatron_fp8.recipe import CustomRecipe, Float8CurrentScaling, Float8Rowwis
 from tests.support.native_casts import as_cast
 from tests.support.products import operands
 from tests.support.scaled_mm import fake_torch, unswizzle
-from tests.support.sites import RECIPES, randn
+from tests.support.sites import NATIVE_RECIPES as RECIPES
+from tests.support.sites import randn
 
 SIZES = (1, 2, 7, 15, 16, 17, 31, 33, 64, 100, 127, 128, 129, 199)
 SHAPES = [(m, SIZES[(3 * i + 5) % 14], SIZES[(5 * i + 2) % 14]) for i, m in enumerate(SIZES)]

@@ -24,7 +24,7 @@ from megatron_fp8.state.cuda_graph import CapturedStep
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.study.support_matrix import torch_refusal
 from tests.support.launch_counts import launches_by_name
-from tests.support.sites import RECIPES
+from tests.support.sites import NATIVE_RECIPES as RECIPES
 from tests.support.valueless_tensors import warm
 
 MOST = 12

@@ -19,7 +19,7 @@ from megatron_fp8.tensor import Float8Tensor
 from tests.support.native_casts import as_column_cast
 from tests.support.products import operands
 from tests.support.scaled_mm import fake_torch
-from tests.support.sites import RECIPES
+from tests.support.sites import NATIVE_RECIPES as RECIPES
 
 WHOLE = {"delayed": 16, "tensorwise": 16, "rowwise": 16, "blockwise": 128, "blockwise-fp32": 128, "mxfp8": 32}
 """As the table in docs/no_speed_up.md has it."""

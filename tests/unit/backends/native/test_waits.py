@@ -24,7 +24,7 @@ from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling
 from megatron_fp8.state.cuda_graph import CapturedStep
 from megatron_fp8.state.fp8_state import Fp8State
-from tests.support.sites import RECIPES
+from tests.support.sites import NATIVE_RECIPES as RECIPES
 from tests.support.valueless_tensors import gpu_without_values, warm
 
 
