@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .backends import emulated, reference
+from .backends import reference
 from .backends.base import AmaxReduction, CastRequest, Quantized, Region, RunningAmax, check_matrix
-from .backends.native import backend as native
 from .files.argument_check import check_tensor
 from .kernels.cast_dispatch import block_amaxes, in_memory
 from .numerics.cast import RandomKey
@@ -89,7 +88,9 @@ class Quantizer:
     def __init__(self, rule: Rule, slot: Slot, backend: ModuleType):
         self.rule, self.slot, self.backend = rule, slot, backend
         self._place: _Place | None = None
-        self._has_kernels = native.kernel_reason(rule) is None
+        kernels_cast = getattr(backend, "kernels_cast", None)
+        self._returns_slot_amax = kernels_cast is not None
+        self._has_kernel: bool = kernels_cast is not None and kernels_cast(rule)
 
     def __call__(
         self,
@@ -108,8 +109,8 @@ class Quantizer:
         observer = self.slot.arena.observer
         if observer is None and self.computes:  # its kernels record as they go
             return self._by_kernels(x, direction, record, reduce_amax, for_product)
-        # Where native kernels record as they go, they tell the slot's amax and not the cast's, which an observer wants.
-        apart = observer is not None and self.backend is native
+        # Kernels that record as they go return the slot's amax; an observer needs the cast's own.
+        apart = observer is not None and self._returns_slot_amax
         running = self._in_arena().running if record and not apart else None
         quantized = self.quantize(x, direction, reduce_amax=reduce_amax, region=region, running=running)
         if record and apart:
@@ -128,7 +129,7 @@ class Quantizer:
         for_product: bool,
     ) -> Float8Tensor:
         self.slot.arena.counter.here.casts += 1
-        return native.quantize(
+        done: Quantized = self.backend.quantize(
             x,
             self.rule,
             direction,
@@ -136,7 +137,8 @@ class Quantizer:
             reduce_amax=reduce_amax,
             running=self._in_arena().running if record else None,
             for_product=for_product,
-        ).tensor
+        )
+        return done.tensor
 
     def quantize(
         self,
@@ -170,7 +172,9 @@ class Quantizer:
     def request(self, x: torch.Tensor, direction: Direction, *, record: bool) -> CastRequest | None:
         """The cast as a request for ``cast_each``; None where the quantizer has to be called: it casts in its own way,
         its backend makes casts one by one, or an observer sees each."""
-        in_one_call = self.backend is emulated and type(self) is Quantizer and not self.rule.stochastic
+        in_one_call = (
+            hasattr(self.backend, "quantize_each") and type(self) is Quantizer and not self.rule.stochastic
+        )
         if not in_one_call or self.slot.arena.observer is not None:
             return None
         place = self._in_arena()
@@ -208,7 +212,7 @@ class Quantizer:
     @property
     def computes(self) -> bool:
         """Whether its kernels take a matrix that they have to compute as they read (kernels/lazy_tensor.py)."""
-        return self.backend is native and self._has_kernels
+        return self._has_kernel
 
     def delayed_scale(self) -> torch.Tensor | None:
         """float32 [], a copy of the history's; None where the matrix at hand gives it (not delayed, or still cold)."""
@@ -284,7 +288,7 @@ class CastJob(NamedTuple):
 def cast_each(jobs: Sequence[CastJob]) -> list[Float8Tensor]:
     """What ``casts`` gives for each job, with its bits; in one call of a backend that has one for many."""
     made: list[list[Any]] = []
-    requests: list[CastRequest] = []
+    requests: dict[ModuleType, list[CastRequest]] = {}
     for casts, x, direction, record, for_product in jobs:
         made.append([])
         for quantizer, way in casts.parts(direction):
@@ -293,12 +297,12 @@ def cast_each(jobs: Sequence[CastJob]) -> list[Float8Tensor]:
                 made[-1].append(quantizer(x, way, record=record, for_product=for_product))
             else:
                 quantizer.slot.arena.counter.here.casts += 1
-                requests.append(request)
-                made[-1].append(None)
-    together = iter(emulated.quantize_each(requests))
+                requests.setdefault(quantizer.backend, []).append(request)
+                made[-1].append(quantizer.backend)
+    together = {backend: iter(backend.quantize_each(asked)) for backend, asked in requests.items()}
     found = []
     for job, parts in zip(jobs, made, strict=True):
-        done = [next(together).tensor if part is None else part for part in parts]
+        done = [part if isinstance(part, Float8Tensor) else next(together[part]).tensor for part in parts]
         found.append(done[0] if len(done) == 1 else _joined(done, job.x.dtype))
     return found
 

@@ -3,11 +3,22 @@
 * ``name``: by which it is asked for.
 * ``supports(device, recipe)``: why it cannot run there, or not that recipe; None if it can.
 * ``notes(device, recipe)``: what of the recipe it does in another way than its own.
-* ``turns_codes(rule)``: whether an input's columnwise side is a transposed view of codes in row order, or lies as the
-  product reads it: a compiler has to know before there is one.
+* ``turns_codes(rule)``: whether an input's columnwise side is a transposed view of codes in row order. If not, it is
+  stored as the product reads it. A compiler needs this before the side exists.
 * ``quantize``: codes and scales of a matrix, the bits of reference.quantize.
 * ``gemm``: the product of two sides.
 * ``grouped_gemm``: ``gemm`` of many pairs in one call.
+
+It may also have
+
+- ``quantize_each(requests)``: many casts in one call. Without it casts are made one by one.
+- ``kernels_cast(rule)``: whether Triton kernels of this package cast by a rule. They take a LazyTensor and
+  ``for_product``, return the slot's amax in place of the cast's, and cast FP8 parameters.
+- ``accumulate(a, b, into)``: adds a product to a buffer; False where it cannot. Without it the product is added
+  afterwards.
+- ``rounds_once``: True if a 16-bit result of ``gemm`` is the float32 sum, rounded once. Otherwise wgrad asks for float32.
+- ``takes_any_size``: True if no size of a matrix is padded. Otherwise inference pads tokens.
+- ``padded_products(device, recipe, n, k)``: the GEMMs of a weight [N, K] that copy codes to pad them, for a note.
 
 An explicit request that cannot be met is an error; 'auto' takes the first that can, in the order of BACKENDS. No request
 is ever replaced in silence.
@@ -41,6 +52,7 @@ def choose_backend(
     recipe: Recipe | Products | None = None,
     *,
     layers: bool = False,
+    setting: str = "fp8_backend",
 ) -> tuple[ModuleType, str]:
     """The backend for a device and a recipe, and why it was taken.
 
@@ -49,6 +61,7 @@ def choose_backend(
         device: where the operands live.
         recipe: what they are quantized as, where need be for each GEMM; None asks for any.
         layers: whether the caller can place a backend's own layers.
+        setting: name of the user's setting, for errors.
 
     Raises:
         ValueError: the name is unknown or that backend cannot run there; the message says what can.
@@ -57,18 +70,18 @@ def choose_backend(
         known = BACKENDS | LAYER_BACKENDS
         if request not in known:
             raise ValueError(
-                f"fp8_backend {request!r} is not in this release: use 'auto' or one of {', '.join(known)}"
+                f"{setting} {request!r} is not in this release: use 'auto' or one of {', '.join(known)}"
                 " ('emulated' runs on every device)"
             )
         if request in LAYER_BACKENDS and not layers:
             raise ValueError(
-                f"fp8_backend {request!r} has layers of its own, which only a Megatron-Core model's spec"
+                f"{setting} {request!r} has layers of its own, which only a Megatron-Core model's spec"
                 f" (megatron_fp8.mcore.spec) places: here use 'auto' or one of {', '.join(BACKENDS)}"
             )
         reason = known[request].supports(device, recipe)
         if reason is not None:
             raise ValueError(
-                f"fp8_backend {request!r} cannot run on {device}: {reason}; use fp8_backend='auto'"
+                f"{setting} {request!r} cannot run on {device}: {reason}; use {setting}='auto'"
                 " ('emulated' runs on every device)"
             )
         return known[request], "; ".join(["asked for", *_notes(known[request], device, recipe)])

@@ -39,6 +39,7 @@ from . import cpu_cast, fp4
 from .base import RESULTS, AmaxReduction, CastRequest, Quantized, Region, RunningAmax, gemm_in_turn, unfit
 
 name = "emulated"
+takes_any_size = True
 
 
 def supports(device: torch.device, recipe: Recipe | Products | None = None) -> str | None:

@@ -19,6 +19,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
+from ..backends import BACKENDS, LAYER_BACKENDS
 from ..mcore.config.fields import FIELD_RULES, RELATIONS
 from ..mcore.config.rules import (
     COUNT,
@@ -333,7 +334,7 @@ MODEL_RULES: dict[str, Rule] = {
     "params_dtype": optional(one_of("bfloat16", "float16", "float32")),
     "fp8": optional(one_of("hybrid", "e4m3")),
     "fp8_recipe": optional(one_of(*RECIPES)),
-    "fp8_backend": optional(one_of("auto", "emulated", "native", "transformer_engine")),
+    "fp8_backend": optional(one_of("auto", *BACKENDS, *LAYER_BACKENDS)),
     **dict.fromkeys(("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), integer(0, 2**16, "layers")),
     **dict.fromkeys(
         ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..backends import emulated
 from ..linear.gemm_site import GemmSite
 from ..linear.weight_cache import evaluation_casts, untrained_quantizer
 from ..nn.experts import Fp8ExpertLinear
@@ -262,7 +261,8 @@ def _prepare(
         weight.quantized_by(untrained_quantizer(weight.quantizer))
         if static is not None:
             static(site)
-    multiple = pad_tokens or (1 if site.backend is emulated else alignment(site.plan.recipe))
+    any_size = getattr(site.backend, "takes_any_size", False)
+    multiple = pad_tokens or (1 if any_size else alignment(site.plan.recipe))
     # Under sequence parallelism a linear's input and output have different numbers of tokens.
     # Experts in a grouped GEMM are not called one by one.
     in_group = isinstance(linear, Fp8ExpertLinear)

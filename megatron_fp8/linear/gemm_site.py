@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from ..backends import BACKENDS, emulated
+from ..backends import BACKENDS
 from ..backends.base import RESULTS, Region
-from ..backends.native import backend as native
 from ..kernels.gemms import add_matmul_fp32, matmul_high_precision
 from ..numerics.cast import RandomKey
 from ..plan.autocast_state import WatchedForwards
@@ -169,7 +168,7 @@ class GemmSite:
     def wgrad_dtype(self, wanted: torch.dtype) -> torch.dtype:
         """What wgrad's product is asked for, where its float32 sums are handed on in the wanted dtype: that itself of a
         scaled product, which rounds once; float32 of 16-bit GEMMs, whose partial sums torch may round."""
-        scaled = self.plan.gemms["wgrad"] == "fp8" and self.backend is native
+        scaled = self.plan.gemms["wgrad"] == "fp8" and getattr(self.backend, "rounds_once", False)
         return wanted if scaled and wanted in RESULTS else torch.float32
 
     def accumulate(
@@ -189,11 +188,8 @@ class GemmSite:
 
     def _accumulates(self, a: Operand, b: Operand, into: torch.Tensor) -> bool:
         """Whether the backend has added the product."""
-        if self.backend is emulated:
-            return emulated.accumulate(a, b, into)
-        if self.backend is not native or not isinstance(a, QuantizedSide) or not isinstance(b, QuantizedSide):
-            return False
-        return native.accumulate(a, b, into)
+        accumulate = getattr(self.backend, "accumulate", None)
+        return accumulate is not None and accumulate(a, b, into)
 
 
 def in_high_precision(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,7 +34,6 @@ import torch.distributed as dist
 
 from .. import kernels
 from ..backends.base import Quantized
-from ..backends.native import backend as native
 from ..backends.reference import block_scales
 from ..numerics import host_sync
 from ..numerics.rule import BLOCK_128X128, TENSOR, Granularity, Rule
@@ -58,7 +57,7 @@ def cast_by_kernel(quantizer: Quantizer, device: torch.device) -> bool:
     """Whether kernels round a master and cast it directly into its single set of codes (kernels/param_cast.py)."""
     return (
         type(quantizer) is Quantizer  # subclasses cast differently
-        and quantizer.backend is native
+        and quantizer.computes
         and kernels.run_on(device)
         and quantizer.rule.granularity in (TENSOR, BLOCK_128X128)
     )

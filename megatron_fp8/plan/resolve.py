@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 
-from ..backends import LAYER_BACKENDS, choose_backend, warn_slow_backend
-from ..backends.native import backend as native
-from ..backends.native.backend import padded_products
+from ..backends import BACKENDS, LAYER_BACKENDS, choose_backend, warn_slow_backend
 from ..files.terminal import print_rank_0
 from ..kernels.cpu.library import missing_compiler
 from ..recipe import RECIPES, Recipe, refuse_e5m2_twice
@@ -88,7 +86,8 @@ def resolve(
             return bf16_site(name, layer, "; ".join(specs.reasons))
         products = specs.products() if specs.edited else specs.recipe
         try:
-            backend, why = choose_backend(request.backend, device, products, layers=layers)
+            setting = f"{request.prefix}backend"
+            backend, why = choose_backend(request.backend, device, products, layers=layers, setting=setting)
         except ValueError as error:
             if not specs.overridden:
                 raise  # the request is the same for all linears: one name would mislead
@@ -194,7 +193,9 @@ def padded_note(plan: SitePlan, device: torch.device, n: int, k: int) -> str | N
 
     Its codes are copied to pad them, in every step. None for other weights.
     """
-    if plan.backend != native.name or not (gemms := padded_products(device, plan.products, n, k)):
+    backend = BACKENDS.get(plan.backend or "")
+    padded_products = getattr(backend, "padded_products", None)
+    if padded_products is None or not (gemms := padded_products(device, plan.products, n, k)):
         return None
     return f"K {k} x N {n} is not what the GPU's product takes: {', '.join(gemms)} copy codes, to pad them"
 

@@ -222,11 +222,11 @@ def documented(backend: str, recipe: str, generation: Generation, made: Recipe |
     """One cell, without a trial. ``made``: the recipe with a run's options; None: with defaults."""
     made = RECIPES[recipe]() if made is None else made
     cell = Cell(backend, recipe, generation.key, True, "documentation")
-    if backend == emulated.name:
-        return _emulated(cell, made, generation)
-    if backend == transformer_engine.name:
-        return _transformer_engine(cell, made, generation)
-    return _native(cell, made, generation)
+    if backend not in _RULES:
+        return replace(
+            cell, supported=None, known="not known", note=f"{backend} has no rules here: tried only"
+        )
+    return _RULES[backend](cell, made, generation)
 
 
 def cpu_product(generation: Generation) -> str:
@@ -278,6 +278,14 @@ def _transformer_engine(cell: Cell, recipe: Recipe, generation: Generation) -> C
     has_fp8 = generation.capability is not None and generation.capability >= (8, 9)
     remedy = "fp8_backend=native, or another recipe" if has_fp8 else _ANY_DEVICE
     return _refused(cell, te_refusal(generation, recipe), remedy, source=SOURCES["te"])
+
+
+_RULES = {
+    emulated.name: _emulated,
+    native.name: _native,
+    transformer_engine.name: _transformer_engine,
+}
+"""How a backend's cells are filled without a trial."""
 
 
 def _refused(cell: Cell, reason: str | None, remedy: str | None, **facts: Any) -> Cell:
@@ -338,7 +346,7 @@ def native_support(model: Model, device: Device) -> DeviceSupport | None:
             None, "its file has no line `generation`, a column of doctor's matrix such as sm90"
         )
     request = model.fp8_backend
-    backend = transformer_engine.name if request == transformer_engine.name else native.name
+    backend = native.name if request in (None, "auto") else str(request)
     recipes, notes = recipe_of(model), []
     for name in dict.fromkeys([str(model.fp8_recipe), *_override_recipes(model.fp8_overrides)]):
         cell = documented(backend, name, generation, recipes(name))

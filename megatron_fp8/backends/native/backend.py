@@ -132,9 +132,18 @@ def kernel_reason(rule: Rule) -> str | None:
     return None if granularity == BLOCK_1X32 else f"{granularity} blocks with {scale} scales"
 
 
+def kernels_cast(rule: Rule) -> bool:
+    """Whether a Triton kernel quantizes by this rule."""
+    return kernel_reason(rule) is None
+
+
 def turns_codes(rule: Rule) -> bool:
     """Whether the columnwise side of an input is a transposed view of codes in row order: only without a kernel."""
-    return kernel_reason(rule) is not None
+    return not kernels_cast(rule)
+
+
+rounds_once = True
+"""A 16-bit result of ``gemm`` is the float32 sum, rounded once."""
 
 
 def quantize(
@@ -342,9 +351,11 @@ def _multiply_blocks_grouped(
     grouped_block_matmul(told[0].a, told, a_height=heights[0], b_height=heights[1], add=add)
 
 
-def accumulate(a: QuantizedSide, b: QuantizedSide, into: torch.Tensor) -> bool:
+def accumulate(a: QuantizedSide | torch.Tensor, b: QuantizedSide | torch.Tensor, into: torch.Tensor) -> bool:
     """Add ``gemm``'s float32 result to ``into`` [M, N] as it is made, with the bits of ``into.add_``, where this
     package's kernel multiplies; False, with nothing done, where torch does: its scaled products add to nothing."""
+    if not isinstance(a, QuantizedSide) or not isinstance(b, QuantizedSide):
+        return False
     if a.granularity.cols != 128 or into.dtype != torch.float32 or not into.is_contiguous():
         return False
     refusal = refusals(a.codes.device, multiply)

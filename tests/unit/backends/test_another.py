@@ -17,7 +17,7 @@ from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.mcore.sites import site_request
 from megatron_fp8.plan.resolve import SiteRequest, resolve
 from megatron_fp8.state.fp8_state import Fp8State
-from tests.support.architecture import PAGE
+from tests.support.architecture import PACKAGE, PAGE
 from tests.support.sites import ALL_RECIPES, data, randn, run
 
 NAMES = re.findall(r"`(\w+)`", PAGE.split("- **A backend**")[1].split("`BACKENDS`")[0])
@@ -78,3 +78,23 @@ def test_megatrons_config_takes_its_name(used):
 def test_the_package_lists_the_same():
     assert re.findall(r"^\* ``(\w+)", backends.__doc__ or "", re.M) == NAMES
     assert all(hasattr(module, name) for module in BACKENDS.values() for name in NAMES)
+    optional = set(re.findall(r"^- ``(\w+)", backends.__doc__ or "", re.M))
+    assert optional == {name for module in BACKENDS.values() for name in asked_for() if hasattr(module, name)}
+
+
+def asked_for() -> set[str]:
+    """Names of optional attributes that the package outside of backends/ looks for."""
+    look = re.compile(r"(?:get|has)attr\([^,()]*backend\b[^,]*,\s*\"(\w+)\"")
+    return {
+        name
+        for path in PACKAGE.rglob("*.py")
+        if not path.is_relative_to(PACKAGE / "backends")
+        for name in look.findall(path.read_text())
+    }
+
+
+def test_no_module_outside_compares_with_a_backend():
+    """But for the support matrix, which has each backend's rules."""
+    compares = re.compile(r"backend is (not )?(native|emulated)\b|[=!]= (native|emulated)\.name")
+    found = {path.name for path in PACKAGE.rglob("*.py") if compares.search(path.read_text())}
+    assert found == {"support_matrix.py"}

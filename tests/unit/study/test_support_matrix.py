@@ -73,11 +73,18 @@ def test_cells_are_what_the_backends_decide(generation: Generation, monkeypatch:
                 assert by_name(engine.name, generation)[recipe] is False
 
 
+def test_an_unknown_backend_has_unknown_cells():
+    for generation in GENERATIONS:
+        cell = documented("another", "mxfp8", generation)
+        assert cell.supported is None and cell.mark == "?" and "another" in (cell.note or "")
+
+
 def test_what_everybody_knows_of_gpus():
     """So that a rule that is wrong in the backend is wrong here too, and seen."""
     for generation in GPUS:
         found, capability = by_name("native", generation), generation.capability or (0, 0)
         assert found.pop("mxfp8") is (capability >= (10, 0)), generation.key
+        assert found.pop("nvfp4") is False, "emulated alone"
         assert set(found.values()) == {capability >= (8, 9)}, generation.key
 
 
