@@ -37,8 +37,8 @@ class Fp8Config:
     """FP8 settings for the linears of a model.
 
     Args:
-        recipe: 'tensorwise' (default), 'delayed', 'rowwise', 'blockwise', 'mxfp8', or an instance of a class
-            of megatron_fp8.recipe, which has its own formats, margin and epsilon.
+        recipe: a name in megatron_fp8.recipe.RECIPES ('tensorwise' by default), or an instance of one of its
+            classes, which has its own formats, margin and epsilon.
         granularity: selects the recipe by granularity of scales: 'tensor', 'channel' (or 'row'), 'block'
             (128x128, 1x128) or 'mx' (1x32). Use instead of ``recipe``.
         forward_format: 'e4m3', for weights and activations.

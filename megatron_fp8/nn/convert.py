@@ -53,7 +53,7 @@ def convert_to_fp8(
     Args:
         model: any module. Convert before torch.compile and fully_shard; DistributedDataParallel may come
             before or after.
-        recipe: 'tensorwise' (the default), 'delayed', 'rowwise', 'blockwise', 'mxfp8', or a recipe instance.
+        recipe: a name in megatron_fp8.recipe.RECIPES ('tensorwise' by default), or a recipe instance.
             An Fp8Config is accepted too.
         config: an Fp8Config; use instead of ``recipe``.
         skip: modules to leave in high precision; replaces the config's list. A glob, a function (name,

@@ -19,7 +19,7 @@ from ..plan.timing import table
 from ..train.run_record import RunRecord
 from . import StudyFailed
 from .compare_plan import BASELINE, Comparison, WantedRun
-from .plots import RECIPES
+from .plots import recipe_colour
 
 FORMAT = "megatron_fp8 comparison 1"
 
@@ -333,10 +333,10 @@ def draw(content: dict[str, Any], path: Path) -> None:
             _line(right, steps, 100 * (losses / bf16 - 1), name)
     if len(bf16) > 1:
         half = band_percent(content)
-        shade = {"color": RECIPES[BASELINE], "alpha": 0.15, "lw": 0}
+        shade = {"color": recipe_colour(BASELINE), "alpha": 0.15, "lw": 0}
         label = f"how far {content['loss']} losses of {BASELINE}'s seeds lie apart at the end: {half:.2g} %"
         right.axhspan(-half, half, label=label, **shade)
-    right.axhline(0, color=RECIPES[BASELINE], lw=0.8)
+    right.axhline(0, color=recipe_colour(BASELINE), lw=0.8)
     if content["bigram_entropy"]:
         left.axhline(content["bigram_entropy"], color="#999999", ls=":", label="bigram entropy")
     smoothed = f", mean of {window}" if window > 1 else ""
@@ -355,6 +355,6 @@ def band_percent(content: dict[str, Any]) -> float:
 
 
 def _line(axes: Any, steps: Any, values: Any, name: str) -> None:
-    axes.plot(steps, values.mean(0), color=RECIPES[name], lw=1.3, label=name)
+    axes.plot(steps, values.mean(0), color=recipe_colour(name), lw=1.3, label=name)
     if len(values) > 1:
-        axes.fill_between(steps, values.min(0), values.max(0), color=RECIPES[name], alpha=0.15, lw=0)
+        axes.fill_between(steps, values.min(0), values.max(0), color=recipe_colour(name), alpha=0.15, lw=0)

@@ -22,19 +22,25 @@ FORMATS = {
     "fp16": "#999999",
 }
 
-RECIPES = {
+RECIPE_COLOURS = {
     "bf16": "#404040",
     "delayed": "#e69f00",
     "tensorwise": "#d55e00",
     "rowwise": "#cc79a7",
     "blockwise": "#0072b2",
     "mxfp8": "#009e73",
+    "nvfp4": "#f0e442",
     "custom": "#56b4e9",
 }
 """'bf16' stands for the model's dtype without FP8."""
 
 _FIRST, _LAST = -30, 32  # powers of two to draw: all of E5M2 and FP16
 _HISTORIES = {1: ":", 16: "-", 1024: "--"}  # line styles
+
+
+def recipe_colour(name: str) -> str:
+    """Colour of a recipe; of one without an entry a colour of matplotlib's cycle."""
+    return RECIPE_COLOURS.get(name, f"C{sum(name.encode()) % 10}")
 
 
 def terminal() -> str:
@@ -129,7 +135,7 @@ def _recipes(axes: Any) -> None:
             dashed,
             marker="o",
             ms=4,
-            color=RECIPES[name],
+            color=recipe_colour(name),
             label=f"{name} ({rule})",
         )
     axes.set_xticks(
@@ -146,9 +152,10 @@ def _recipes(axes: Any) -> None:
 
 def _delays(axes: Any) -> None:
     """SQNR by iteration for jumping magnitudes; line styles show the history length."""
-    shown = {"tensorwise (no delay)": (RECIPES["tensorwise"], "-")}
+    shown = {"tensorwise (no delay)": (RECIPE_COLOURS["tensorwise"], "-")}
     shown |= {
-        f"history {length}, margin 0": (RECIPES["delayed"], style) for length, style in _HISTORIES.items()
+        f"history {length}, margin 0": (RECIPE_COLOURS["delayed"], style)
+        for length, style in _HISTORIES.items()
     }
     for name, (colour, style) in shown.items():
         steps = scaling_errors.all_simulations()["spiky", name]

@@ -160,7 +160,8 @@ def mode_of(a: Operand, b: Operand) -> Mode | str:
     if pair <= {TENSOR, ROW, BLOCK_1X128, BLOCK_128X128}:
         return Mode.BLOCK if b.granularity == BLOCK_128X128 else Mode.BLOCK_1D
     kinds = " by ".join(
-        f"{o.granularity} blocks with {'E8M0' if o.e8m0 else 'float32'} scales" for o in (a, b)
+        f"{o.granularity} blocks with {'E8M0' if o.e8m0 else 'power-of-two' if o.pow2 else 'float32'} scales"
+        for o in (a, b)
     )
     return f"no tensor-core GEMM multiplies {kinds}"
 

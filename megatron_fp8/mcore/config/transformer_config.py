@@ -42,7 +42,7 @@ class TransformerConfig(megatron_config.TransformerConfig):
     """
 
     fp8_recipe: str = DEFAULT_RECIPE
-    """Scaling rule: 'tensorwise', 'delayed' (Megatron-Core's default), 'rowwise', 'blockwise', 'mxfp8' or 'custom'."""
+    """Scaling rule: a name in megatron_fp8.recipe.RECIPES. Megatron-Core's default is 'delayed'."""
 
     fp8_backend: str | None = None
     """The code that quantizes and multiplies: 'emulated' (any device), 'native' or 'transformer_engine' (GPU).

@@ -13,12 +13,13 @@ from typing import Any
 from docstring_parser import parse_from_object
 
 from ...mcore.config.transformer_config import MLATransformerConfig
+from ...recipe import RECIPES
 from .model_section import GPTOptions
 from .run_config import SECTIONS, RunConfig, known_keys
 
 OWN: dict[str, str] = {
     "model.fp8": "FP8: 'hybrid' (E4M3, and E5M2 for gradients) or 'e4m3' (E4M3 everywhere); None: BF16.",
-    "model.fp8_recipe": "Which scaling: delayed, tensorwise, rowwise, blockwise, mxfp8 or custom; None: tensorwise.",
+    "model.fp8_recipe": f"Which scaling: {', '.join(RECIPES)}; None: tensorwise.",
     "model.fp8_param": "Keep the weights of FP8 GEMMs as FP8 alone, with float32 masters in the optimizer.",
     "model.fp8_wgrad": "Compute the weights' gradients in FP8 too; False: in high precision.",
     "model.fp8_dot_product_attention": "Attention's own products in FP8: refused, only Transformer Engine has them.",

@@ -3,6 +3,8 @@ colours of pictures."""
 
 from __future__ import annotations
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -61,6 +63,13 @@ def test_a_margin_takes_in_growth():
 
 
 def test_every_recipe_has_a_colour_of_its_own():
-    assert set(plots.RECIPES) == {*RECIPES, "bf16"}
-    for table in (plots.RECIPES, plots.FORMATS):
+    assert set(plots.RECIPE_COLOURS) == {*RECIPES, "bf16"}
+    for table in (plots.RECIPE_COLOURS, plots.FORMATS):
         assert len(set(table.values())) == len(table)
+
+
+def test_a_recipe_of_a_program_has_a_colour():
+    assert (
+        re.fullmatch(r"C\d", plots.recipe_colour("of a program"))
+        and plots.recipe_colour("mxfp8") == "#009e73"
+    )
