@@ -36,7 +36,7 @@ FACTORIES = {
     *("arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint"),
     *("randn", "randperm", "scalar_tensor", "tensor", "zeros"),
 }
-DEFAULTS = ["bfloat16", "float16", "float64", "meta"]
+DEFAULTS = ["bfloat16", "float64", "meta"]
 F32 = {"dtype": torch.float32, "device": "cpu"}
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 FILE = ROOT / "examples" / "container" / "Containerfile"
-KNOWN = {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "USER", "CMD"}
 
 
 def instructions() -> list[tuple[str, str]]:

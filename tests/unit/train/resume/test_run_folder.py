@@ -18,8 +18,6 @@ from megatron_fp8.train.health import loss_spikes
 from megatron_fp8.train.resume import checkpoints, parent_checkpoint, run_folder
 from megatron_fp8.train.resume.run_folder import RunFolders
 
-MIB = 1 << 20
-
 
 def run_of(run_dir: Path, folder: Path | None = None) -> Any:
     """The part of a run's config that says where it writes."""
