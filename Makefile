@@ -77,7 +77,8 @@ ARM_HERE := command -v qemu-aarch64 >/dev/null && command -v aarch64-linux-gnu-g
 
 # Each of these has a small case in make test: hypothesis with a twentieth of the inputs, values drawn from all that are
 # tried here, two kills (tests/functional/test_kills.py), three faults in a short run (tests/functional/test_soak.py), two
-# models (tests/functional/test_hf_specified.py), two planted faults of twenty.
+# models (tests/functional/test_hf_specified.py), two planted faults of twenty, some layouts and recipes of each test
+# (tests/support/long_cases.py).
 # SEED draws the same inputs again, with the same hypothesis, tests and DRAWS_TIMES.
 test-long: $(VENV)/.test .arm ## every nonsense value of every option, 20 times the drawn inputs and the fuzzing, every layout and estimate, 20 planted faults, 20 kills, 2,000 disturbed iterations, transformers' own tests (network)
 	DRAWS_TIMES=20 $(SUITE) -m "long or draws" --timeout 3600 --hypothesis-seed=$(SEED) $(ARGS); \

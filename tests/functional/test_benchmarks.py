@@ -18,6 +18,7 @@ from benchmarks.support.fp8_gpt import NARROW, fp8_config
 from benchmarks.support.gpt import gpt_config
 from benchmarks.support.ranks import RankPool
 from tests.support.command import ROOT, run
+from tests.support.long_cases import some
 
 BENCHMARKS = ROOT / "benchmarks"
 ONCE = "--repetitions=1"
@@ -112,7 +113,7 @@ def test_every_script_is_here():
     assert all((ROOT / file).exists() for file in ELSEWHERE.values())
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", some(SMALL, "cast", "inference", "step", "telemetry"))
 def test_it_runs(name: str, tmp_path: Path) -> None:
     """1: it missed its goal, of a size that it is not run in."""
     constants, options = SMALL[name]
@@ -131,7 +132,7 @@ def as_small(name: str, constants: dict[str, Any], case: str, *args: Any) -> Any
         return getattr(module, case)(*args)
 
 
-@pytest.mark.parametrize("name", ON_RANKS)
+@pytest.mark.parametrize("name", some(ON_RANKS, "layouts"))
 def test_it_runs_on_ranks(name: str, ranks: RankPool, monkeypatch: Any, capsys: Any) -> None:
     module = importlib.import_module(f"benchmarks.{name}")
     constants, options = ON_RANKS[name]

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.support.gpt import gpt_config, train
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from tests.support.long_cases import some
 
 MOE = {
     "num_moe_experts": 4,
@@ -80,9 +81,16 @@ LAYOUTS: dict[str, tuple[int, Layout, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+HERE = ("tp2-sp", "dp2-overlap", "pp2-vpp2-overlap", "cp2", "ep2-alltoall", "gpt-pp2-tied")
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, torch.float32) for name in LAYOUTS), *((name, torch.bfloat16) for name in IN_BF16)],
+    some(
+        [*((name, torch.float32) for name in LAYOUTS), *((name, torch.bfloat16) for name in IN_BF16)],
+        *((name, torch.float32) for name in HERE),
+        ("tp2-sp", torch.bfloat16),
+    ),
 )
 def test_layout_trains_as_one_rank_does(
     ranks: RankPool, one_rank: Any, name: str, dtype: torch.dtype

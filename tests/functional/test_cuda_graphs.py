@@ -92,7 +92,7 @@ def with_bad_iteration(original: Callable[..., Iterator[Any]]) -> Callable[..., 
     ("world", "options"),
     [
         (1, ["--model.fp8_format=delayed", "--model.hidden_dropout=0.1"]),
-        (1, ["--model.fp8=null"]),
+        pytest.param(1, ["--model.fp8=null"], marks=pytest.mark.long),
         (2, ["--model.fp8_format=delayed"]),
     ],
 )

@@ -13,6 +13,7 @@ from benchmarks.support.fp8_gpt import MOE
 from benchmarks.support.ranks import Layout
 from tests.support.command import APP, MODEL, run
 from tests.support.diagnosis_cases import diagnosed
+from tests.support.long_cases import some
 
 LAYOUTS = {
     "tensor and sequence": (Layout(tp=2, sp=True), {}),
@@ -40,7 +41,7 @@ def alone(ranks) -> dict[str, Any]:
     return ranks(1).run(diagnosed, Layout(), "tensorwise", SOME, WRONG, timeout=120)[0]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", some(LAYOUTS, "tensor and sequence", "pipeline"))
 def test_ranks_name_the_same_gemm_as_one_process_by_the_same_figures(ranks, alone, name):
     """Under tensor parallelism down to the GEMM and the override, else to the site, by its layer."""
     layout, fields = LAYOUTS[name]

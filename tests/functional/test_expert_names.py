@@ -13,6 +13,7 @@ from benchmarks.support.gpt import build_chunks, build_optimizer, train, train_s
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from tests.support.collectives import recorded
 from tests.support.fp8_dispatch import config_of
+from tests.support.long_cases import some
 from tests.support.resume import Training
 
 SMALL: dict[str, Any] = {**NARROW, **MOE, "num_layers": 1, "moe_ffn_hidden_size": 128}
@@ -73,7 +74,7 @@ def of_one(ranks: RankPool) -> Any:
     return run
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", some(HOW, "in turn", "cut"))
 def test_an_override_of_one_expert_is_of_that_one_on_any_ranks(
     ranks: RankPool, of_one: Any, how: str
 ) -> None:

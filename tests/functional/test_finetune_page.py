@@ -17,6 +17,7 @@ from megatron_fp8.inference import prepare_for_inference
 from megatron_fp8.nn import DEFAULT_SKIP, convert_to_fp8, fp8_step
 from tests.support.command import ROOT
 from tests.support.docs_blocks import blocks
+from tests.support.long_cases import some
 from tests.support.process_state import put_back
 
 PAGE = ROOT / "docs" / "finetune.md"
@@ -160,7 +161,7 @@ def test_all_weights_are_trained_resumed_exported_and_loaded(here):
         assert torch.equal(again(known["ids"]).logits.float(), wanted)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+@pytest.mark.parametrize("recipe", some(["rowwise", "delayed"], "delayed"))
 def test_adapters_are_trained_resumed_and_merged(here, recipe):
     program, edits = with_adapters(), [('"rowwise"', f'"{recipe}"'), ("1e-5", "2e-4")]
     names = run(program, *edits)
@@ -219,7 +220,7 @@ def test_the_table_has_the_six_families():
     assert list(table()) == list(FAMILIES)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some(FAMILIES, "Gemma 3", "Mixtral", "DeepSeek-V3", "GPT-OSS"))
 def test_a_family_runs_in_fp8_what_the_table_says(family, tmp_path):
     from transformers import AutoModelForCausalLM
 

@@ -210,7 +210,7 @@ def with_scaler(config: Any, chunks: list[Any], *, ddp: Any, optim: dict[str, An
 
 @pytest.mark.parametrize(
     ("layout", "recipe", "ddp"),
-    [(Layout(pp=2), "mxfp8", {}), (Layout(), "delayed", OVERLAP)],
+    [pytest.param(Layout(pp=2), "mxfp8", {}, marks=pytest.mark.long), (Layout(), "delayed", OVERLAP)],
     ids=["pp2", "dp2-distributed"],
 )
 def test_a_resumed_run_has_the_scale_and_every_bit(

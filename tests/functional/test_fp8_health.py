@@ -14,6 +14,7 @@ import torch.distributed as dist
 from benchmarks.support.fp8_gpt import NARROW, OPTIONS, fp8_config, record_steps
 from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from tests.support.long_cases import some
 from tests.support.nonfinite_models import OVERLAP, made_sick, masters
 
 SICK_RANK = 1
@@ -96,8 +97,12 @@ def check(everyone: list[Health], sick: dict[int, tuple[str, float]]) -> None:
     assert len({tuple(seen.nonfinite) for seen in everyone}) == 1, "ranks disagree on what was found"
 
 
+HERE = (("tp2-sp", "delayed"), ("pp2", "delayed"), ("dp2-overlap", "delayed"), ("dp2-overlap", "mxfp8"))
+"""The verdict over each kind of group, with a state that could be poisoned and without one."""
+
+
 @pytest.mark.parametrize(
-    ("name", "recipe"), [*((name, "delayed") for name in LAYOUTS), ("pp2", "mxfp8"), ("dp2-overlap", "mxfp8")]
+    ("name", "recipe"), some([*((name, "delayed") for name in LAYOUTS), ("pp2", "mxfp8"), HERE[-1]], *HERE)
 )
 def test_step_is_skipped_together_and_nothing_is_poisoned(ranks: RankPool, name: str, recipe: str) -> None:
     layout, fields, ddp = LAYOUTS[name]
@@ -109,7 +114,7 @@ def test_step_is_skipped_together_and_nothing_is_poisoned(ranks: RankPool, name:
         assert len(set(seen.learned_scales)) == 1
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recipe", some(["tensorwise", "rowwise", "blockwise"], "blockwise"))
 def test_every_recipe_counts(ranks: RankPool, recipe: str) -> None:
     check(ranks(2).run(sick_training, Layout(tp=2), recipe, SICK_OTHERWISE, {}, {}), SICK_OTHERWISE)
 

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.support.fp8_gpt import CLIP, DISTRIBUTED, NARROW, RECIPES
 from benchmarks.support.ranks import Layout, RankPool
 from tests.support.fp8_params import OVERLAP, param_training, whole_masters
+from tests.support.long_cases import some
 
 
 def same(
@@ -37,7 +38,7 @@ def same(
     assert [key for key in weights if weights[key] != expected[key]] == []
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "rowwise"])
+@pytest.mark.parametrize("recipe", some(["delayed", "blockwise", "rowwise"], "delayed", "rowwise"))
 def test_one_rank(ranks: RankPool, recipe: str) -> None:
     same(ranks, 1, Layout(), recipe, sick=(1,), steps=3)
 
@@ -82,7 +83,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+HERE = ("dp2-replicated", "dp2-two-way-unshared", "tp2-sp", "vpp-mxfp8", "ep2", "tp-only-amax", "bf16-layers")
+
+
+@pytest.mark.parametrize("case", some(CASES, *HERE))
 def test_layouts(ranks: RankPool, case: str) -> None:
     world, layout, recipe, fields, ddp = CASES[case]
     steps = 3 if "fp8_interval" in fields else 2  # what was cast after the first step is read in the second

@@ -20,6 +20,7 @@ from benchmarks.support.fp8_gpt import (
 )
 from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from tests.support.long_cases import some
 
 ONE, TP_SP, PP, VPP = Layout(), Layout(tp=2, sp=True), Layout(pp=2), Layout(pp=2, vpp=2)
 DISTRIBUTED = {"use_distributed_optimizer": True}
@@ -74,7 +75,12 @@ def trainings(
 
 @pytest.mark.parametrize(
     ("layout", "recipe", "ends"),
-    [(ONE, "delayed", False), (TP_SP, "delayed", False), (ONE, "blockwise", True), (ONE, "mxfp8", False)],
+    [
+        (ONE, "delayed", False),
+        (TP_SP, "delayed", False),
+        (ONE, "blockwise", True),
+        pytest.param(ONE, "mxfp8", False, marks=pytest.mark.long),
+    ],
     ids=["delayed", "delayed-tp2-sp", "blockwise-ends", "mxfp8"],
 )
 def test_recompute_is_bit_identical(ranks: RankPool, layout: Layout, recipe: str, ends: bool) -> None:
@@ -153,7 +159,7 @@ def pipelined(layout: Layout, recipe: str, fields: dict[str, Any], ways: list[st
     return [watched_training(layout, recipe, {**fields, **variant}, options, steps) for variant in variants]
 
 
-@pytest.mark.parametrize("name", PIPELINED)
+@pytest.mark.parametrize("name", some(PIPELINED, "mxfp8-interleaved", "delayed-fp8-weights"))
 def test_recompute_in_a_pipeline(ranks: RankPool, name: str) -> None:
     """Recomputations of one microbatch come between the forwards of others; each stage answers for itself."""
     layout, _, _, ways = PIPELINED[name]
@@ -238,7 +244,7 @@ def found_gradients(ranks: RankPool) -> Any:
     return functools.cache(lambda recipe, rows: ranks(1).run(gradients, recipe, rows)[0])
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", some(["delayed", "mxfp8"], "mxfp8"))
 def test_accumulation_equals_one_big_microbatch(found_gradients: Any, recipe: str) -> None:
     """Four microbatches of one sequence against one of four.
 

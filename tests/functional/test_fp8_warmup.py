@@ -139,7 +139,7 @@ def variants(layout: Layout, fields: dict[str, dict[str, Any]]) -> dict[str, See
 
 @pytest.mark.parametrize(
     ("layout", "fields"),
-    [(TP_SP, {"plain": {}, "full": FULL}), (PP, {"plain": {}})],
+    [(TP_SP, {"plain": {}, "full": FULL}), pytest.param(PP, {"plain": {}}, marks=pytest.mark.long)],
     ids=["tp2-sp", "pp2"],
 )
 def test_the_switch_starts_with_real_scales(ranks: RankPool, layout: Layout, fields: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ def test_the_switch_starts_with_real_scales(ranks: RankPool, layout: Layout, fie
 
 @pytest.mark.parametrize(
     ("recipe", "fields"),
-    [("mxfp8", {}), ("delayed", {**MOE, "moe_ffn_hidden_size": 128})],
+    [("mxfp8", {}), pytest.param("delayed", {**MOE, "moe_ffn_hidden_size": 128}, marks=pytest.mark.long)],
     ids=["mxfp8", "delayed-moe"],
 )
 def test_warm_up_is_bf16_to_the_bit(ranks: RankPool, recipe: str, fields: dict[str, Any]) -> None:

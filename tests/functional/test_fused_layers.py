@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.support.ranks import Layout, RankPool
+from tests.support.long_cases import some
 from tests.support.native_gpt import HOW, Seen, evaluated, gpu_checks, native_trainings
 
 ONE = Layout()
@@ -41,7 +42,7 @@ def named(kernel: str, source: str) -> str:
     return kernel if source == "plain" else f"{kernel} of {source}"
 
 
-@pytest.mark.parametrize("recipe", PASSES)
+@pytest.mark.parametrize("recipe", some(PASSES, "delayed", "mxfp8"))
 def test_every_kernel_is_launched_and_nothing_is_written(ranks: RankPool, recipe: str) -> None:
     """A step of a layer that has its scales: each operand by its passes, each statistic once, no BF16 in between."""
     steps = 2 if recipe == "delayed" else 1
@@ -142,16 +143,16 @@ EXPERTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, int]]] = {
 }
 
 
-def test_experts_in_one_call_are_those_in_turn(ranks: RankPool) -> None:
+@pytest.mark.parametrize("name", some(EXPERTS, "hooked"))
+def test_experts_in_one_call_are_those_in_turn(ranks: RankPool, name: str) -> None:
     """To the bit, and as much is computed for each by those that quantize it."""
-    settings = [(GROUPED | fields, MOE | fields, options) for fields, options, _ in EXPERTS.values()]
-    cases = [("mxfp8", "fused", moe, options, 1) for *both, options in settings for moe in both]
-    (found,) = trained(ranks, ONE, *cases)
-    for name, grouped, in_turn in zip(EXPERTS, found[::2], found[1::2], strict=True):
-        assert grouped.digests == in_turn.digests and grouped.losses == in_turn.losses, name
-        assert written_sources(grouped) == EXPERTS[name][2], name
-        kernel = "quantize_tiles of swiglu"
-        assert grouped.calls[-1][kernel] == in_turn.calls[-1][kernel] > 0, name
+    fields, options, written = EXPERTS[name]
+    cases = [("mxfp8", "fused", moe | fields, options, 1) for moe in (GROUPED, MOE)]
+    ((grouped, in_turn),) = trained(ranks, ONE, *cases)
+    assert grouped.digests == in_turn.digests and grouped.losses == in_turn.losses
+    assert written_sources(grouped) == written
+    kernel = "quantize_tiles of swiglu"
+    assert grouped.calls[-1][kernel] == in_turn.calls[-1][kernel] > 0
 
 
 def test_producers_that_do_not_know(ranks: RankPool) -> None:

@@ -14,6 +14,7 @@ from benchmarks.support.fp8_gpt import DEEPSEEK, RECIPES, fp8_config
 from benchmarks.support.gpt import build_chunks, build_optimizer, gpt_config, train, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from tests.support.host_syncs import waits
+from tests.support.long_cases import some
 
 SEQUENCE, STEPS = 128, 2
 MOE = {
@@ -116,7 +117,10 @@ CASES: dict[str, tuple[int, Layout, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = ("delayed", "fp8-param-float32-scales", "fp8-param-mxfp8", "first-last-bf16")
+
+
+@pytest.mark.parametrize("case", some(CASES, *(case for case in CASES if case not in LONG)))
 def test_it_trains_as_experts_in_turn_do(ranks: RankPool, case: str) -> None:
     world, layout, *setting = CASES[case]
     microbatches = 2 if case in RECIPES else 1  # sums over both are each recipe's matter
@@ -216,7 +220,10 @@ def test_who_listens_to_one_expert_hears_it(ranks: RankPool, plain: dict[str, An
     assert len(hooked["heard"]) == STEPS - 1
 
 
-@pytest.mark.parametrize("change", [name for name in CHANGES if name != "listen"])
+@pytest.mark.parametrize(
+    "change",
+    some([name for name in CHANGES if name != "listen"], "change_input", "change_expert_output", "wrap"),
+)
 def test_who_changes_one_expert_changes_it(ranks: RankPool, plain: dict[str, Any], change: str) -> None:
     world, *setting = CASES["blockwise"]
     grouped, in_turn = (ranks(world).run(run_case, grouped, *setting, change)[0] for grouped in (True, False))

@@ -75,7 +75,7 @@ GUARD: dict[str, Any] = {"fp8_guard": True, "fp8_guard_patience": 2}
     ("layout", "fields"),
     [
         (Layout(tp=2, sp=True), {}),
-        (Layout(pp=2), {}),
+        pytest.param(Layout(pp=2), {}, marks=pytest.mark.long),
         (Layout(ep=2), {**MOE, "add_bias_linear": False}),
     ],
     ids=["tp2-sp", "pp2", "ep2"],

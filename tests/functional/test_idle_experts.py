@@ -11,6 +11,7 @@ import pytest
 from benchmarks.support.fp8_gpt import DEEPSEEK, fp8_config
 from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from tests.support.long_cases import some
 
 IDLE = 3  # iterations without a token, more than a history remembers
 HISTORY = {"fp8_amax_history_len": 2, "fp8_amax_compute_algo": "max"}
@@ -67,7 +68,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(CASES, "an expert", "a rank"))
 def test_nobody_waits_and_scales_are_kept(ranks: RankPool, name: str) -> None:
     idle, fields = CASES[name]
     everyone = ranks(2).run(idles, "delayed", idle, {**HISTORY, **fields})
@@ -92,7 +93,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", some(OTHERS, "tokens in fp8"))
 def test_other_recipes(ranks: RankPool, name: str) -> None:
     """What an idle expert does not multiply is seen in the count of products; afterwards it multiplies again."""
     recipe, fields = OTHERS[name]

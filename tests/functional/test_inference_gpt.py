@@ -14,6 +14,7 @@ from benchmarks.support.fp8_gpt import RECIPES, fp8_config
 from benchmarks.support.gpt import VOCAB, build_chunks
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from tests.support.decoding import exact_attention, forward
+from tests.support.long_cases import some
 
 LENGTH, BATCH = 40, 2
 GPT_LIKE = "rowwise, GPT-like"  # learned positions, biases, LayerNorm
@@ -90,7 +91,7 @@ def decoded(ranks: RankPool) -> Any:
     return get
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, GPT_LIKE])
+@pytest.mark.parametrize("recipe", some([*RECIPES, GPT_LIKE], "delayed", "tensorwise", "mxfp8", GPT_LIKE))
 def test_logits_are_the_training_forwards_bytes(decoded, recipe):
     found = decoded(recipe)
     assert_same_bytes(found["full"], found["trained"])
@@ -99,7 +100,7 @@ def test_logits_are_the_training_forwards_bytes(decoded, recipe):
 PARTS = ("prompt 1", "prompt 39", "pieces")
 
 
-@pytest.mark.parametrize("recipe", PER_TOKEN)
+@pytest.mark.parametrize("recipe", some(PER_TOKEN, "mxfp8", "static", "delayed", GPT_LIKE))
 def test_decoding_adds_nothing_of_fp8_where_a_tokens_scales_are_its_own(decoded, recipe):
     """With attention that does not depend on the order of its sums, decoding gives the whole forward's bytes."""
     found = decoded(recipe)
@@ -236,7 +237,7 @@ def test_a_calibration_does_not_depend_on_tensor_parallelism(ranks):
         assert first[name][1] == pytest.approx(amax, rel=0.02), name
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", some(["tensorwise", "mxfp8"], "tensorwise"))
 def test_tensor_parallel_ranks_generate_together(ranks, recipe):
     first, second = ranks(2).run(over_two_ranks, recipe)
     assert_same_bytes(first[1], first[0])

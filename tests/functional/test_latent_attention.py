@@ -16,6 +16,7 @@ from benchmarks.support.fp8_gpt import RECIPES
 from benchmarks.support.gpt import build_chunks, gpt_config, train
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from tests.support.decoding import exact_attention, forward, unwrap
+from tests.support.long_cases import some
 
 LATENT = {
     "q_lora_rank": 64, "kv_lora_rank": 96, "qk_head_dim": 32, "qk_pos_emb_head_dim": 32, "v_head_dim": 64,
@@ -64,7 +65,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", some(LAYOUTS, "tp2-sp", "pp2", "cp2"))
 def test_layout_trains_as_one_rank_does(ranks: RankPool, one: Any, name: str) -> None:
     """In float32, where only the order of sums is left: a gradient that lacks another rank's part shows in the norm."""
     found = ranks(2).run(trained, LAYOUTS[name], FP32)[-1]
@@ -74,7 +75,7 @@ def test_layout_trains_as_one_rank_does(ranks: RankPool, one: Any, name: str) ->
     assert found["losses"][1] < found["losses"][0]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", some(RECIPES, "delayed", "rowwise"))
 def test_recipe(ranks: RankPool, one: Any, recipe: str) -> None:
     found = ranks(2).run(trained, Layout(tp=2, sp=True), {"fp8": "hybrid", "fp8_recipe": recipe})[-1]
     assert found["losses"] == pytest.approx(one["losses"], rel=5e-3) and found["losses"] != one["losses"]
@@ -92,7 +93,7 @@ def test_recompute_changes_no_bit(ranks: RankPool) -> None:
     pool, layout = ranks(2), Layout(tp=2, sp=True)
     fp8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
     want = pool.run(trained, layout, fp8)
-    for modules in (["mla_up_proj"], ["core_attn"], ["mla_up_proj", "layernorm", "mlp"]):
+    for modules in (["core_attn"], ["mla_up_proj", "layernorm", "mlp"]):
         fields = {**fp8, "recompute_granularity": "selective", "recompute_modules": modules}
         assert pool.run(trained, layout, fields) == want, modules
 
@@ -148,7 +149,7 @@ DECODED = {
 }
 
 
-@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize("name", some(DECODED, *(name for name in DECODED if name != "bf16")))
 def test_decoding_gives_the_logits_of_the_whole(ranks: RankPool, name: str) -> None:
     """Byte for byte where attention's order of sums is hidden."""
     layout, recipe, fields = DECODED[name]

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.support.gpt import gpt_config
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from tests.support.long_cases import some
 from tests.support.mcore_behaviours import BEHAVIOURS, EXPERTS, SEQUENCE, SMALL, VOCAB, run
 
 FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
@@ -23,7 +24,10 @@ REFUSED_IN_FP8 = {
 }
 
 
-@pytest.mark.parametrize("name", BEHAVIOURS)
+LONG = ("gpt-layernorm", "expert-layers")
+
+
+@pytest.mark.parametrize("name", some(BEHAVIOURS, *(name for name in BEHAVIOURS if name not in LONG)))
 def test_behaviour(ranks: RankPool, name: str) -> None:
     rank = ranks(BEHAVIOURS[name][1].model_ranks)
     plain, installed, fp8 = (rank.run(run, name, *how)[0] for how in ((True, {}), (False, {}), (False, FP8)))

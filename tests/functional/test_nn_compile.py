@@ -82,7 +82,7 @@ def switched(step: int) -> AbstractContextManager[Any]:
 @pytest.mark.parametrize(
     ("form", "recipe", "region", "graphs"),
     [
-        (plain, "tensorwise", everywhere, 1),
+        pytest.param(plain, "tensorwise", everywhere, 1, marks=pytest.mark.long),
         (plain, DELAYED, everywhere, 1),
         (plain, "rowwise", switched, 4),
         (checkpointed, "mxfp8", everywhere, 1),

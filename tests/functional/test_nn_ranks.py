@@ -238,7 +238,9 @@ def bytes_case(recipe: Any, policy: MixedPrecisionPolicy, width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", ["tensorwise", DELAYED, "blockwise"], ids=["tensorwise", "delayed", "blockwise"]
+    "recipe",
+    ["tensorwise", pytest.param(DELAYED, marks=pytest.mark.long), "blockwise"],
+    ids=["tensorwise", "delayed", "blockwise"],
 )
 def test_a_weight_travels_as_one_byte_a_value(ranks, recipe):
     ranks(2).run(bytes_case, recipe, MixedPrecisionPolicy(), 4)
@@ -419,7 +421,12 @@ def together_case(kind: str, recipe: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "recipe"),
-    [("ddp", DELAYED), ("fsdp", "mxfp8"), ("fsdp", "tensorwise"), ("checkpointed", DELAYED)],
+    [
+        ("ddp", DELAYED),
+        pytest.param("fsdp", "mxfp8", marks=pytest.mark.long),
+        ("fsdp", "tensorwise"),
+        ("checkpointed", DELAYED),
+    ],
     ids=["ddp", "fsdp", "fsdp of codes", "checkpointed fsdp of codes"],
 )
 def test_compiled_and_checkpointed_models_keep_the_bits(ranks, kind, recipe):

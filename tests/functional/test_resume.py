@@ -10,6 +10,7 @@ import pytest
 from benchmarks.support import gpt
 from benchmarks.support.fp8_gpt import DEEPSEEK, NARROW
 from benchmarks.support.ranks import Layout, model_parallel
+from tests.support.long_cases import some
 from tests.support.resume import Training, resumes_exactly
 
 DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -49,9 +50,14 @@ BACK = (
     *("delayed-dp2-own-histories", "delayed-tp2-sp", "delayed-vpp2-first-last-bf16"),
     *("delayed-fp8-weights-overlap", "mxfp8-fp8-weights-overlap", "delayed-deepseek-ep2"),
 )
+HERE = (
+    *("bf16-tp2-sp", "delayed-interval", "tensorwise-stochastic", "tensorwise-cp2"),
+    *("tensorwise-fp8-weights-dp2-sharded", *BACK),
+)
+"""Each parallelism, and each kind of state that is saved."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(CASES, *HERE))
 def test_a_resumed_run_is_the_uninterrupted_one(ranks, tmp_path, name):
     """Of BACK also in the same model, after other iterations, as train.rewind_on_spike goes back."""
     layout, recipe, fields, ddp = CASES[name]
@@ -62,7 +68,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks, tmp_path, name):
     assert ranks(2).run(resumes_exactly, *case, back=name in BACK) == [wanted] * 2
 
 
-@pytest.mark.parametrize("ddp", [{}, SHARDED], ids=["dp2", "dp2-sharded"])
+@pytest.mark.parametrize(
+    "ddp", [pytest.param({}, marks=pytest.mark.long), SHARDED], ids=["dp2", "dp2-sharded"]
+)
 def test_compact_moments_resume_exactly_too(ranks, tmp_path, ddp):
     """They are stored in float32, and become the same codes again."""
     case = (Layout(), "tensorwise", {**NARROW, **ONE}, ddp, str(tmp_path))
@@ -112,7 +120,7 @@ def saves_once_more(folder: str) -> tuple[bool, list[int]]:
         return all(group["params"] for group in first.optimizer.param_groups), steps
 
 
-@pytest.mark.parametrize("ddp", [{}, SHARDED], ids=["plain", "sharded"])
+@pytest.mark.parametrize("ddp", [pytest.param({}, marks=pytest.mark.long), SHARDED], ids=["plain", "sharded"])
 def test_a_frozen_first_stage_knows_how_often_the_others_stepped(ranks, tmp_path, ddp):
     """Its rank writes the manifest. Without the step Adam would correct its moments as in the first one."""
     assert ranks(2).run(resumes_frozen, str(tmp_path), ddp) == [{"anew": {}}] * 2

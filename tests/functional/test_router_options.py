@@ -11,6 +11,7 @@ import pytest
 from benchmarks.support.fp8_gpt import MOE, NARROW, fp8_config
 from benchmarks.support.gpt import train
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from tests.support.long_cases import some
 
 OPTIONS: dict[str, Any] = {"sequence": 64, "micro_batch": 2, "global_batch": 4}
 BASE = {**NARROW, **MOE, "moe_ffn_hidden_size": 128, "moe_grouped_gemm": True}
@@ -78,7 +79,10 @@ def trained(ranks: RankPool) -> Any:
     return run
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = ("sinkhorn", "z loss", "float64")
+
+
+@pytest.mark.parametrize("name", some(CASES, *(name for name in CASES if name not in LONG)))
 def test_option_trains_and_does_something(trained: Any, name: str) -> None:
     fields, without = CASES[name]
     found, other = trained(fields), trained(without)
