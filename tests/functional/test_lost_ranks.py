@@ -19,7 +19,7 @@ from tests.support.ports import held_ports
 pytestmark = pytest.mark.timeout(600)
 
 PROGRAM = str(ROOT / "tests" / "support" / "disturbed_train.py")
-ITERATIONS = 22
+ITERATIONS = 16
 MORE = [f"--train.train_iters={ITERATIONS}", "--train.eval_iters=0"]
 SLURM = {"SLURM_JOB_START_TIME": str(time.time()), "SLURM_JOB_END_TIME": str(time.time() + 3600)}
 
@@ -72,7 +72,7 @@ def metrics(folder):
 @pytest.fixture(scope="module")
 def disturbed(folder, config, forking_python):
     """A run with every fault that it outlives: its folder, and what its ranks said."""
-    faults = {"clock": True, "slow": 0.4, "hangs": 18, "compiles": 20, "stops": 22}
+    faults = {"clock": True, "slow": 0.4, "hangs": 12, "compiles": 14, "stops": 16}
     out = folder / "runs" / "disturbed"
     options = [f"--config={config}", f"--run_dir={out}", "--train.watchdog=1", *MORE]
     with Ranks(folder / "disturbed", forking_python, faults, *options, **SLURM) as ranks:
@@ -102,16 +102,16 @@ def test_a_slow_rank_is_named_with_its_delay(disturbed):
 def test_a_rank_that_hangs_is_named_and_where_it_is(disturbed):
     out, (said, other) = disturbed
     line = re.search(
-        r"^waiting     iteration 18 takes .*: rank 1 works in iteration 18: \S*disturbed_train\.py:\d+ \(read_slowly\);"
-        r" rank 0 waits in iteration 18: .* Stacks: (.*)$",
+        r"^waiting     iteration 12 takes .*: rank 1 works in iteration 12: \S*disturbed_train\.py:\d+ \(read_slowly\);"
+        r" rank 0 waits in iteration 12: .* Stacks: (.*)$",
         said,
         re.M,
     )
     assert line, said
-    assert "waiting     iteration 18" not in other
-    assert re.search(r"^iteration 18 went on after \d+ s$", said, re.M), said
+    assert "waiting     iteration 12" not in other
+    assert re.search(r"^iteration 12 went on after \d+ s$", said, re.M), said
     folder = Path(line[1])
-    assert folder in set((out / "stacks").glob("*/iteration-18-step-*"))
+    assert folder in set((out / "stacks").glob("*/iteration-12-step-*"))
     records = [json.loads((folder / f"rank-{rank}.txt").read_text().partition("\n")[0]) for rank in range(2)]
     assert [record["kind"] for record in records] == ["waits", "elsewhere"]
     stacks = (folder / "rank-1.txt").read_text()
@@ -120,13 +120,13 @@ def test_a_rank_that_hangs_is_named_and_where_it_is(disturbed):
 
 def test_a_rank_that_compiles_is_waited_for_in_silence(disturbed):
     out, said = disturbed
-    assert list((out / "stacks").glob("*/iteration-20-*")) and "iteration 20 takes" not in "".join(said)
+    assert list((out / "stacks").glob("*/iteration-14-*")) and "iteration 14 takes" not in "".join(said)
 
 
 def test_a_rank_that_was_stopped_says_so(disturbed):
     said, other = disturbed[1]
     assert re.search(
-        r"^waiting     iteration 22 takes .*: rank 1 does not answer: it is stopped, dead or", said, re.M
+        r"^waiting     iteration 16 takes .*: rank 1 does not answer: it is stopped, dead or", said, re.M
     )
     assert re.search(r"^warning: rank 1 on \S+ stood still for \d+ s: it was stopped", other, re.M), other
 
@@ -135,16 +135,16 @@ def test_four_ranks_of_two_stages_name_the_one_that_hangs_and_the_one_that_is_sl
     folder, config, forking_python
 ):
     """Here waiting is normal: for the other stage's messages, for tensor parallel ranks, in a validation, in a save."""
-    faults = {"slow": 0.4, "inside": {"forward": 18, "validation": 20, "save": 22}}
+    faults = {"slow": 0.4, "inside": {"forward": 12, "validation": 14, "save": 16}}
     options = [
         f"--config={config}", f"--run_dir={folder / 'runs' / 'four'}", f"--train.train_iters={ITERATIONS}",
         "--model.tensor_model_parallel_size=2", "--model.pipeline_model_parallel_size=2", "--train.watchdog=1",
-        "--train.eval_iters=1", "--train.eval_interval=4", "--checkpoint.save_interval=5",
+        "--train.eval_iters=1", "--train.eval_interval=2", "--checkpoint.save_interval=4",
     ]  # fmt: skip
     with Ranks(folder / "four", forking_python, faults, *options, count=4) as ranks:
         assert ranks.codes(*range(4)) == [0] * 4, ranks.said
         said = ranks.said
-    for words in ("iteration 18", r"iteration 20 \(validation\)", r"iteration 22 \(save\)"):
+    for words in ("iteration 12", r"iteration 14 \(validation\)", r"iteration 16 \(save\)"):
         (line, *_) = re.findall(f"^waiting     {words} takes .*rank 3 works.*$", said[0], re.M)
         assert re.search(rf": rank 3 works in {words}: \S*disturbed_train\.py:\d+ \(read_slowly\); ", line), (
             line

@@ -1,12 +1,12 @@
 """Runs `megatron-fp8 train` as the command does, with trouble of time and ranks: a child process of the tests.
 
-python tests/support/disturbed_train.py '{"clock": true, "slow": 0.4, "hangs": 18, "stops": 22}' train ...
+python tests/support/disturbed_train.py '{"clock": true, "slow": 0.4, "hangs": 12, "stops": 16}' train ...
 
     clock      the time of day jumps by days, back and forth, before every iteration
-    slow       the last rank sleeps so many seconds in each of the first 16 iterations
+    slow       the last rank sleeps so many seconds in each of the first 10 iterations
     log        the file that rank 0 writes to
     hangs      in this iteration the last rank sleeps until rank 0 says so, in a function named `read_slowly`
-    inside     {"forward": 18, "validation": 20, "save": 22}: so too, in these parts of these iterations
+    inside     {"forward": 12, "validation": 14, "save": 16}: so too, in these parts of these iterations
     compiles   in this one until rank 0 has noticed, and a little longer, in what looks like torch's compiler
     stops      in this one the last rank is stopped (SIGSTOP) until rank 0 says so
     dies       in this iteration the last rank is killed: SIGKILL
@@ -37,7 +37,7 @@ RANK, LAST = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", 
 NOW = [0]
 """The iteration."""
 RUN_DIR = next(Path(word.partition("=")[2]) for word in sys.argv if word.startswith("--run_dir="))
-SLOW = 16
+SLOW = 10
 SAID_S, SILENT_S = 100, 3.0
 """How long rank 0 may take to say something; after it wrote its stacks: until it would have."""
 
