@@ -22,7 +22,7 @@ The numbers behind FP8, computed by this package's own casts, scales and recipes
   recipes     one tensor with outliers, quantized with a scale for the tensor, a row, a block, an MX block
   delayed     delayed scaling on tensors whose size stays, grows or jumps: saturation and noise
 
-E2M1 is there to compare with; nothing here trains in it. What the numbers mean: docs/recipes.md.
+What the numbers mean: docs/recipes.md.
 """
 
 _TITLES = {
@@ -31,7 +31,7 @@ _TITLES = {
     "magnitudes": "Spacing and largest relative error of values from 2^n to 2^(n+1)",
     "recipes": (
         "SQNR in dB of the ordinary elements, and the share of them that became 0, beside\n"
-        "outliers of that many standard deviations (E4M3)"
+        "outliers of that many standard deviations (E4M3; nvfp4: E2M1)"
     ),
     "delayed": (
         "Delayed scaling, 64 iterations: in how many something saturated, the largest\n"

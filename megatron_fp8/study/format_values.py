@@ -4,8 +4,7 @@ The input for each format is the values of its codes and how the package rounds 
 (largest and smallest value, dynamic range, subnormals, spacing, error) is computed from these, so no number
 can be mistyped.
 
-E4M3, E5M2 and E8M0 come from numerics/formats.py; BF16 and FP16 from torch. E2M1, the 4-bit element of MXFP4
-(OCP Microscaling Formats 1.0, section 5.3.3), is for comparison only; this package does not compute in it.
+E4M3, E5M2, E8M0 and E2M1 come from numerics/; BF16 and FP16 from torch.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from functools import cache, cached_property
 
 import torch
 
+from ..numerics import nvfp4
 from ..numerics.cast import cast, decode
-from ..numerics.formats import E4M3, E5M2, E8M0, FloatFormat
+from ..numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
 from ..numerics.scaling import e8m0_to_scale_inv
 
 _GRID = 4096  # points per power of two: includes all values and midpoints for mantissas of up to 11 bits
@@ -160,15 +160,8 @@ def _torch(name: str, dtype: torch.dtype, use: str) -> Described:
 
 
 def _e2m1() -> Described:
-    """One sign bit, two exponent bits, one mantissa bit, bias 1; no NaN, no Inf; rounds to nearest even, saturating."""
-    magnitude = [2.0 ** (max(e, 1) - 1) * ((e > 0) + m / 2) for e in range(4) for m in range(2)]
-    table = torch.tensor(magnitude, dtype=torch.float64, device="cpu")
-    middle = (table[1:] + table[:-1]) / 2
-
     def rounded(x: torch.Tensor) -> torch.Tensor:
-        below = torch.bucketize(x.abs(), middle)  # midpoints map to the lower code ...
-        above = torch.bucketize(x.abs(), middle, right=True)  # ... or to the upper one; the even one wins
-        code = torch.where(below % 2 == 0, below, above)
-        return torch.copysign(table[code], x)
+        return values[nvfp4.encode(x.to(torch.float32)).to(torch.int64)]
 
-    return Described("e2m1", 4, "for orientation: MXFP4", torch.cat([table, -table]), rounded)
+    values = nvfp4.values(nvfp4.pack(_codes(16).to(torch.uint8)[None]), torch.float64)[0]
+    return Described(E2M1.name, 4, "nvfp4", values, rounded)

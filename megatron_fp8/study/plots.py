@@ -128,7 +128,7 @@ def _recipes(axes: Any) -> None:
     for q in scaling_errors.by_recipe():
         lines.setdefault((q.recipe, q.rule), []).append(q)
     for (name, rule), found in lines.items():
-        dashed = "--" if rule.split()[1] == "128x128" else "-"
+        dashed = "--" if rule.split()[1] in ("128x128", "16x16") else "-"
         axes.plot(
             range(len(found)),
             [q.ordinary_sqnr_db for q in found],

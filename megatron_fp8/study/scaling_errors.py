@@ -25,7 +25,7 @@ from ..state.fp8_state import Fp8State
 ROWS, COLS, OUTLIERS = 256, 1024, 32
 SIZES = (1, 1024, 16384, 65536, 262144)
 """Size of the outliers in standard deviations; 1: no outliers."""
-NAMES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
+NAMES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 """Recipes with current scaling; delayed scaling is simulated below."""
 
 
