@@ -110,6 +110,7 @@ setup(
     package_data={
         PACKAGE: ["py.typed"],
         f"{PACKAGE}.kernels.cpu": ["*.c", "*.h"],
+        f"{PACKAGE}.conformance": ["golden.safetensors"],
         f"{PACKAGE}.report": ["templates/*"],
         f"{PACKAGE}.estimate": ["devices.yaml", "calibration.yaml"],
     },

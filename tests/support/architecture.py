@@ -28,7 +28,7 @@ STREAM: list[tuple[str, ...]] = [
     ("train",),
     ("diagnosis",),
     ("huggingface", "report", "estimate"),
-    ("study",),
+    ("study", "conformance"),
     ("commands",),
     ("__main__", "moved"),
 ]

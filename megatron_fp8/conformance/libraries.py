@@ -1,0 +1,119 @@
+"""Adapters: how each library quantizes a case, in its own calls."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from ..backends.emulated import quantize
+from ..kernels.cast_dispatch import cast
+from ..numerics import nvfp4
+from ..numerics.formats import E2M1, E4M3, E5M2
+from ..numerics.rule import Granularity, Rule
+from .golden import Case
+
+Found = Mapping[str, torch.Tensor] | None
+"""The tensors of a case by name; None: the library has no such rule."""
+
+Adapter = Callable[[Case], Found]
+
+_FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E2M1)}
+
+
+def of_megatron_fp8(case: Case) -> Found:
+    """This package's."""
+    fmt = _FORMATS[case.fmt]
+    if case.block is None:
+        codes = nvfp4.pack(nvfp4.encode(case.x)) if fmt is E2M1 else cast(case.x, None, fmt)
+        return {"codes": codes}
+    rule = Rule(fmt, Granularity(*case.block), case.scale, hadamard=case.hadamard)  # type: ignore[arg-type]
+    if case.random_bytes is not None:
+        return _stochastic(case)
+    if case.hadamard:
+        side = quantize(case.x.t(), rule, "columnwise").tensor.columnwise
+    else:
+        side = quantize(case.x, rule, "rowwise").tensor.rowwise
+    assert side is not None
+    found = {"codes": side.codes, "scale_inv": side.scale_inv.reshape(case.expected["scale_inv"].shape)}
+    return found if side.tensor_amax is None else {**found, "amax": side.tensor_amax}
+
+
+def _stochastic(case: Case) -> Found:
+    """With the case's bytes in the place of Philox's."""
+    x = nvfp4.hadamard(case.x) if case.hadamard else case.x
+    blocks = nvfp4.pad(x.float()).unflatten(1, (-1, nvfp4.BLOCK)).abs().amax(2)
+    amax = blocks.amax()
+    scales = nvfp4.block_scales(blocks, amax)
+    factors = nvfp4.encoding_factors(scales, amax).repeat_interleave(nvfp4.BLOCK, 1)
+    assert case.random_bytes is not None
+    codes = nvfp4.encode(nvfp4.pad(x.float()) * factors, case.random_bytes)
+    return {"codes": nvfp4.pack(codes), "scale_inv": scales, "amax": amax}
+
+
+def of_torch(case: Case) -> Found:
+    """torch's own conversions, which saturate from 2.12 on."""
+    if case.block is not None or case.fmt == "e2m1":
+        return None
+    return {"codes": case.x.to(_FORMATS[case.fmt].dtype)}
+
+
+def of_ml_dtypes(case: Case) -> Found:
+    """ml_dtypes' conversions, of values clamped before."""
+    if case.block is not None:
+        return None
+    ml_dtypes = importlib.import_module("ml_dtypes")
+    name = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "e2m1": "float4_e2m1fn"}[case.fmt]
+    largest = _FORMATS[case.fmt].max
+    array: Any = case.x.float().clamp(-largest, largest).numpy().astype(getattr(ml_dtypes, name))
+    codes = torch.from_numpy(array.view("uint8").copy())
+    return {"codes": nvfp4.pack(codes) if case.fmt == "e2m1" else codes}
+
+
+def of_torchao(case: Case) -> Found:
+    """torchao's float8, MX (round-up mode) and NVFP4 quantizers."""
+    if case.block is None or case.random_bytes is not None or case.hadamard:
+        return None
+    x, dtype = case.x.contiguous(), _FORMATS[case.fmt].dtype
+    if case.scale in ("fp32", "pow2") and case.block in ((0, 0), (1, 0)):
+        utils = importlib.import_module("torchao.float8.float8_utils")
+        granularity = importlib.import_module("torchao.float8.config").ScalingGranularity
+        by_row = case.block == (1, 0)
+        options = {"scaling_granularity": granularity.AXISWISE, "axiswise_dim": -1} if by_row else {}
+        scale = utils.tensor_to_scale(x, dtype, round_scales_to_power_of_2=case.scale == "pow2", **options)
+        codes = utils.to_fp8_saturated(x.float() * scale, dtype)
+        return {"codes": codes, "scale_inv": (1 / scale).reshape(case.expected["scale_inv"].shape)}
+    if case.scale == "e8m0" and x.shape[1] % 32 == 0:
+        module = importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
+        modes = importlib.import_module("torchao.prototype.mx_formats.config").ScaleCalculationMode
+        scale, codes = module.to_mx(x, dtype, 32, modes.RCEIL)
+        return {"codes": codes, "scale_inv": scale.reshape(case.expected["scale_inv"].shape)}
+    if case.scale == "e4m3" and case.block == (1, 16) and x.shape[1] % 16 == 0:
+        module = importlib.import_module("torchao.prototype.mx_formats.nvfp4_tensor")
+        amax = x.abs().max().float()
+        scale, codes = module.nvfp4_quantize(x, 16, module.per_tensor_amax_to_scale(amax))
+        return {"codes": codes, "scale_inv": scale.reshape(case.expected["scale_inv"].shape), "amax": amax}
+    return None
+
+
+LIBRARIES: dict[str, Adapter] = {
+    "megatron_fp8": of_megatron_fp8,
+    "torch": of_torch,
+    "ml_dtypes": of_ml_dtypes,
+    "torchao": of_torchao,
+}
+"""Adapters by the name of their package."""
+
+
+def installed() -> dict[str, Adapter]:
+    """The adapters whose packages are installed."""
+    return {name: adapter for name, adapter in LIBRARIES.items() if find_spec(name) is not None}
+
+
+def version(name: str) -> str:
+    """The installed version of a package."""
+    return metadata.version(name)
