@@ -3,17 +3,17 @@
     linear           y, codes, scales, stamps, scale, measured, counted  =  x, weights, bias, tokens, sites
     linear_backward  dx, dbias, dw of each weight  =  dy, (x | codes, scales), weights, stamps, ..., tokens, sites
 
-A linear has one weight and no ``tokens``. ``grouped_linear`` and ``grouped_linear_backward`` are the same operators under
-the names of a layer's experts, for checkpointing policies that name them. Their numbers of tokens are a tensor on the CPU
-that an operator reads as it runs, so one graph serves all: it knows only their sum. Backward reads codes and scales, the
-saved input; where experts' saved layouts differ, the tokens are saved in high precision, and backward quantizes them.
-stamps and scale say how the forward quantized the weights; measured and counted are the deferred record of an
-evaluation-mode forward (amax_recorder.py).
+A linear has one weight and no ``tokens``. ``grouped_linear`` and ``grouped_linear_backward`` are the same operators with
+other names for a layer's experts, for checkpointing policies that name them. Experts' numbers of tokens are a tensor on
+the CPU, which the operator reads when it runs; so one graph serves all numbers: it knows only their sum. Backward reads
+the saved input: codes and scales. If experts' saved layouts differ, the tokens are saved in high precision, and
+backward quantizes them. stamps and scale describe how the forward quantized the weights; measured and counted are the
+deferred record of an evaluation-mode forward (amax_recorder.py).
 
 A cast records into a slot, a weight is quantized once an iteration, kernels are launched by pointer, stochastic rounding
-counts its calls. A tracer would have to guard on this state or bake it in. So the operators run eagerly and keep it; the
-graph sees tensors only. What backward needs is an output like any other (one byte a value): a compiler may plan its
-memory, offload it and fuse around it. The native kernels already fuse amax, cast and transpose.
+counts its calls. A tracer would need guards on this state, or make it constant. So the operators run eagerly, and the
+graph has tensors only. Operands for backward are ordinary outputs (one byte a value): a compiler may plan their memory,
+offload them and fuse around them. The native kernels already fuse amax, cast and transpose.
 
 Arguments have this form because:
 
@@ -31,11 +31,11 @@ weight again with the same scale.
 
 Rejected: tracing through, as torchao does. It suits tensors that carry their state; here slots, caches and Triton
 launches would each need a functional twin, and bits would differ from eager mode's. Rejected: an effect token through
-the graph: it orders what needs no order, and current versions of torch split backward effects wrongly (pytorch#172248).
+the graph: no order is needed, and current versions of torch split backward effects wrongly (pytorch#172248).
 Rejected: disabling compilation around the layer, as Transformer Engine did for years: each linear breaks the graph.
 
-CUDA graphs: an operator with Python state must not be replayed alone, so all are tagged ``cudagraph_unsafe``: with
-mode="reduce-overhead" the rest of a graph is captured. To capture everything, capture the step (docs/performance.md).
+CUDA graphs: a replay would skip the operators' Python, so all are tagged ``cudagraph_unsafe``: mode="reduce-overhead"
+captures the rest of a graph. To capture everything, capture the step (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _calls = itertools.count(first_call(Path(__file__).parent))
 
 @torch.compiler.assume_constant_result
 def next_call() -> int:
-    """The number of a call. The tracer runs this; the graph holds the result as a constant."""
+    """The number of a call, a constant in the graph."""
     return next(_calls)
 
 
@@ -94,10 +94,11 @@ def traced_linear(
     tokens: Sequence[int] | Tensor | None,
     call: Call,
 ) -> Tensor:
-    """The call while torch.compile traces, or under a dispatch mode: y [..., N] of x [..., K], weights [N, K], bias [N].
+    """Calls the operator, while torch.compile traces or under a dispatch mode: y [..., N] of x [..., K], weights [N, K],
+    bias [N].
 
-    Training quantizes the weights once an iteration if the state ``keeps_weights``, else at each call; evaluation does so
-    at each call. It ignores Megatron's ``is_first_microbatch``, each value of which would need its own graph.
+    Training quantizes the weights once an iteration if the state ``keeps_weights``; otherwise, and in evaluation, each
+    call quantizes them. It ignores Megatron's ``is_first_microbatch``, each value of which would need its own graph.
     """
     layouts = {site.traced.saved_layout for site in call.sites}
     layout = layouts.pop() if len(layouts) == 1 else ""
@@ -128,7 +129,7 @@ def traced_linear(
 
 
 def beside(real: Tensor, *given: Tensor) -> Tensor:
-    """``real``, of any shape, as an argument beside others: a fake copy where their fake mode rejects real ones."""
+    """``real``, of any shape, as an argument: a fake copy if the other arguments' fake mode rejects real tensors."""
     if torch.compiler.is_compiling():
         return real
     mode = detect_fake_mode(given)
@@ -168,10 +169,10 @@ def linear(
     Args:
         x, bias: [..., K], [N] or None.
         weights: [N, K] each: a linear's, or the experts'.
-        tokens: integers [experts] on the CPU, each expert's tokens; None of a linear.
+        tokens: integers [experts] on the CPU, each expert's tokens; None for a linear.
         sites: int64 [] on the CPU each, GemmSites' handles.
         layout: the sites' common saved_layout (gemm_site.CompileHandle), or ''.
-        tp: the communication, as TensorParallel.to_text has it.
+        tp: the communication, from TensorParallel.to_text.
         keeps: return x's codes for wgrad.
         training, when: the layer's mode; when to record the forward: NOW, LATER or NEVER.
         number: distinguishes calls; not read.
@@ -203,7 +204,7 @@ def linear(
 
 
 def _numbers(site: GemmSite, tokens: Tensor | None, x: Tensor) -> list[int]:
-    """Each site's tokens: all of x [..., features] of a linear."""
+    """Each site's number of tokens; for a linear all tokens of x [..., features]."""
     if tokens is None:
         return [math.prod(x.shape[:-1])]
     numbers: list[int] = tokens.tolist()
@@ -351,7 +352,7 @@ _register("grouped_linear")
 
 # ----------------------------------------------------------------------------------- amaxes in high precision
 
-# Delayed scaling needs them. The operators return a copy of the result, so that no compiler drops the recording.
+# They record amaxes for delayed scaling, and return a copy of the result, so that no compiler drops the recording.
 
 
 def traced_observation(x: Tensor, weight: Tensor, y: Tensor, site: GemmSite, *, training: bool) -> Tensor:
@@ -418,8 +419,8 @@ torch.library.register_autograd("megatron_fp8::observe", _pass_observed, setup_c
 def prepare_layer(layer: Any) -> bool:
     """Calls layer.make_sites() during tracing, untraced; restarts the trace if that made any site.
 
-    The trace so far has read that there are no sites. At a graph break Dynamo traces the function again and fails if it
-    reads something else. A graph that starts with sites is shared by all layers of one structure.
+    The trace has already read that there are no sites. At a graph break Dynamo traces the function again and fails if it
+    reads another value. A graph that starts with sites is shared by all layers of one structure.
     """
     if layer.make_sites():
         raise UnspecializeRestartAnalysis(restart_reason="FP8 layers were prepared")

@@ -1,12 +1,11 @@
 """The linear layer and a layer's experts: the autograd function, and how a call runs.
 
 linear_ops.py computes; this file is its autograd function. Saved for backward: the input's columnwise codes (one byte
-a value, and scales) and the weight's, not BF16. The function is told its GEMMs (GemmSite) and its communication (a
-TensorParallel); it chooses neither. Rejected: the forty loose arguments and the flags for every kernel that such
-functions grow elsewhere.
+a value, and scales) and the weight's, not BF16. Its GEMMs (GemmSite) and its communication (a TensorParallel) are
+arguments. Rejected: forty separate arguments, as in similar functions of other packages.
 
 While torch.compile traces, or a dispatch mode is on, the same passes are called as two opaque operators (compiled.py).
-Elsewhere they are called directly: for a small linear, torch's dispatcher would take longer than autograd's function.
+Otherwise they are called directly: for a small linear, torch's dispatcher would take longer than the autograd function.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from .tensor_parallel import ALONE, TensorParallel
 from .weight_cache import columnwise_of, stamp_of
 
 Tokens = Sequence[int] | torch.Tensor
-"""Each expert's number of tokens: whole numbers, or an integer tensor [experts], best on the CPU: there it is read."""
+"""Each expert's number of tokens: integers, or an integer tensor [experts]. The host reads it, so best on the CPU."""
 
 
 def fp8_linear(
@@ -50,15 +49,15 @@ def fp8_linear(
 
     Args:
         x: [..., K]; leading dimensions are tokens. With column and sequence parallelism: this rank's tokens.
-            QuantizedTokens are multiplied as they are.
+            QuantizedTokens are not quantized again.
         weight: [N, K], this rank's part. If it has ``main_grad``, wgrad (float32) is added to it and the autograd
             gradient is an uninitialised dummy, as Megatron-Core's DistributedDataParallel expects of a fused wgrad.
         bias: [N], added in float32 before the one rounding; its gradient is the float32 sum of dy, unquantized. None
             with row parallelism, where it belongs after the sum over ranks.
         site, tp: the GEMMs and the communication.
-        training: the layer's mode. What is recorded and counted, and when, says state/iteration.py.
+        training: the layer's mode. It decides what is recorded, counted, and when (state/iteration.py).
         fresh_weight: quantize the weight again even if this iteration has done so.
-        save_original_input: keep x itself for wgrad, and quantize it again there. For callers that recompute x anyway.
+        save_original_input: save x for wgrad, and quantize it again there. For callers that recompute x anyway.
 
     Returns:
         [..., N] in x's dtype. NaN in x or weight gives NaN where it is multiplied; Inf saturates and is counted (under
@@ -87,16 +86,16 @@ def grouped_linear(
     """y_e = x_e @ weight_e^T for every expert e, with the GEMMs of ``sites[e]``; the bits of ``fp8_linear`` of each.
 
     Args:
-        x: [T, K], the tokens of all experts, expert by expert; QuantizedTokens are multiplied as they are.
-        weights: [N, K] each; one with ``main_grad`` has its gradient added there, as of ``fp8_linear``.
-        tokens: T_e, any of which may be 0. Of a tensor torch.compile makes one graph for all numbers; one on the CPU is
-            read without a wait, one on a GPU is copied from there first, once a call.
+        x: [T, K], the tokens of all experts, expert by expert; QuantizedTokens are not quantized again.
+        weights: [N, K] each; ``main_grad`` as in ``fp8_linear``.
+        tokens: T_e, any of which may be 0. With a tensor torch.compile makes one graph for all numbers. One on a GPU is
+            copied to the host, once a call.
         sites: the experts' GEMMs.
-        training, save_original_input: as of ``fp8_linear``.
-        fresh_weights: as its fresh_weight, of each expert.
+        training, save_original_input: as in ``fp8_linear``.
+        fresh_weights: its fresh_weight, for each expert.
 
     Returns:
-        [T, N] in x's dtype. NaN and Inf as of ``fp8_linear``: those of one expert stay in its rows.
+        [T, N] in x's dtype. NaN and Inf as in ``fp8_linear``; those of one expert stay in its rows.
 
     Raises:
         ValueError: tokens do not sum to T, x's last dimension is not the weights', they are on different
@@ -122,7 +121,7 @@ def grouped_linear(
 
 
 def _check(name: str, x: torch.Tensor, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
-    """ValueError unless input, weights and bias fit, on one device, as torch's linear asks."""
+    """Raises ValueError unless input, weights and bias have fitting shapes and one device."""
     if x.layout is not torch.strided:
         raise ValueError(
             f"{name}: an FP8 linear takes dense inputs, and this one's layout is {x.layout}: give x.to_dense(), or call"
@@ -157,7 +156,7 @@ def _run(
     """Runs the call as an autograd function; under torch.compile and dispatch modes as one operator."""
     name, compiling = call.sites[0].plan.name, torch.compiler.is_compiling()
     _check(name, x, weights, bias)
-    # Not is_exporting(): up to torch 2.12 Dynamo takes it to be true in everything that it traces.
+    # Not is_exporting(): up to torch 2.12 Dynamo assumes that it is true.
     if torch.compiler._is_exporting_flag or (
         not compiling and (torch.jit.is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None)
     ):
@@ -177,7 +176,7 @@ def _run(
 
 
 def _refuse_tracers(name: str) -> None:
-    """RuntimeError: a program is made of the call, to run without the model, or torch.func transforms it."""
+    """Raises RuntimeError: torch.export or torch.jit.trace makes a program of the call, or torch.func transforms it."""
     if torch.compiler._is_exporting_flag:
         raise RuntimeError(
             f"{name}: torch.export (torch.onnx and pipelining's pipeline() use it) makes a program that"
@@ -202,7 +201,7 @@ def _run_eager(
     tokens: Tokens | None,
     call: Call,
 ) -> torch.Tensor:
-    """Runs the call as an autograd function, and records and counts it as its mode wants."""
+    """Runs the call as an autograd function. Records and counts it by its mode."""
     site = call.sites[0]
     if tokens is not None:
         numbers = on_host(tokens)
@@ -223,12 +222,12 @@ def _run_eager(
 
 
 def on_host(tokens: Tokens) -> list[int]:
-    """The numbers, which the host waits for if they are on a GPU."""
+    """The numbers of tokens as integers. Waits for a GPU's."""
     return tokens.tolist() if isinstance(tokens, torch.Tensor) else list(tokens)
 
 
 def check_numbers(name: str, tokens: Sequence[int], rows: int) -> None:
-    """ValueError, in the name of a site, unless these numbers of tokens share out so many rows."""
+    """Raises ValueError, which names the site, unless these numbers of tokens are valid and sum to ``rows``."""
     if not all(isinstance(count, int) for count in tokens):
         raise ValueError(
             f"{name}: numbers of tokens {list(tokens)} must be whole numbers: use an integer tensor, or its tolist()"
@@ -250,10 +249,10 @@ def group_where_possible(
     """[T, N] of tokens [T, K], where only some experts can be multiplied in one call.
 
     Args:
-        tokens: T_e, in order. They are read here only if an expert cannot.
-        joins: whether an expert can be.
-        together: gives the rows of these experts, of their tokens one after the other, and of their numbers.
-        alone: gives one expert's.
+        tokens: T_e, in order. Read only if some expert cannot be in the call.
+        joins: whether each expert can be.
+        together: (experts, their tokens concatenated, their numbers) -> their rows.
+        alone: (expert, its tokens) -> its rows.
     """
     if all(joins):
         return together(list(range(len(joins))), x, tokens)

@@ -1,7 +1,6 @@
 """A GEMM site at run time: quantizers of the plan's entry, and three GEMMs.
 
-Compiled code knows a site by a handle, a number in a tensor. A site names the random stream of each backward that rounds
-stochastically.
+Compiled code identifies a site by a handle, a number in a tensor.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ class GemmSite:
         group: the amax reduction group of its slots (None: this process alone).
         seed: of stochastic rounding.
         stream: distinguishes data-parallel ranks, whose tokens differ, in stochastic rounding.
-        casts: what quantizes each role, where another site's quantizers are to serve; None: quantizers of its own.
+        casts: role -> quantizers of another site to use; None: own quantizers.
 
     Attributes:
         casts: role -> its quantizers.
         backend: what they and the GEMMs run on; None if nothing is in FP8.
-        weights: quantizes the weight and keeps it.
-        gradients: names the random bits by which grad_output is rounded.
+        weights: quantizes the weight and caches it.
+        gradients: chooses the random bits for rounding of grad_output.
         watched_forwards: says whether a call runs as one operator; a recomputation does as its forward did.
-        traced: what compiled code knows the site by.
-        notes: what the report says of how the site ran.
-        has_run: whether a forward came here.
+        traced: the handle for compiled code.
+        notes: notes for the report.
+        has_run: whether a forward has run.
     """
 
     @torch.inference_mode(False)  # slots and handle must be writable and savable in training later
@@ -81,7 +80,7 @@ class GemmSite:
         self._stand_in: GemmSite | None = None
 
     def _casts(self, role: str, group: Group) -> Casts:
-        """What quantizes a role: one quantizer where one serves both GEMMs that read it. ``group``: of its slots."""
+        """The role's quantizers, one if both GEMMs that read it use the same cast. ``group``: reduces their amaxes."""
         one, other = (self.plan.operands[gemm][role] for gemm in READERS[role])
         name = f"{self.plan.name}.{role}"
         row = self._quantizer(one, name, group)
@@ -101,12 +100,12 @@ class GemmSite:
 
     @property
     def acting(self) -> GemmSite:
-        """The site that calls of this layer run: itself, but for experiments (``replaced_by``)."""
+        """The site that this layer's calls use: itself, except in experiments (``replaced_by``)."""
         return self if self._stand_in is None else self._stand_in
 
     @contextmanager
     def replaced_by(self, stand_in: GemmSite) -> Iterator[None]:
-        """Inside, calls of this layer run another site, in any thread and in recomputations too."""
+        """Inside, calls of this layer use another site, in any thread and in recomputations too."""
         before, self._stand_in = self._stand_in, stand_in
         try:
             yield
@@ -115,7 +114,7 @@ class GemmSite:
 
     @property
     def quantizers(self) -> dict[str, Quantizer | None]:
-        """By role; what a role is cast by a second time, for its second GEMM, as 'role.gemm'."""
+        """Quantizers by role; the second one of a role that is cast for each GEMM is 'role.gemm'."""
         found: dict[str, Quantizer | None] = {}
         for role, casts in self.casts.items():
             found[role] = casts.columnwise if casts.rowwise is None else casts.rowwise
@@ -125,16 +124,16 @@ class GemmSite:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether any GEMM of this site runs in FP8, as planned."""
+        """Whether the plan has any GEMM in FP8."""
         return self.plan.precision == "fp8"
 
     @property
     def has_histories(self) -> bool:
-        """Whether scales of some operand are delayed."""
+        """Whether any operand has delayed scales."""
         return any(q.slot.delayed is not None for casts in self.casts.values() for q in casts.quantizers)
 
     def computes(self, role: str) -> bool:
-        """Whether this operand is only ever quantized, by kernels that can compute it: all its GEMMs are FP8."""
+        """Whether all GEMMs that read this operand are FP8 and its quantizers' kernels can compute a LazyTensor."""
         in_fp8 = all(self.plan.gemms[gemm] == "fp8" for gemm in READERS[role])
         return in_fp8 and all(quantizer.computes for quantizer in self.casts[role].quantizers)
 
@@ -148,9 +147,9 @@ class GemmSite:
         *,
         record: bool = True,
     ) -> torch.Tensor:
-        """a [M, K] @ b [N, K]^T (+ bias [N]) = [M, N] as the plan has it for 'fprop', 'dgrad' or 'wgrad'; counted.
+        """a [M, K] @ b [N, K]^T (+ bias [N]) = [M, N], as planned for 'fprop', 'dgrad' or 'wgrad'; counted.
 
-        ``record`` False: a forward of evaluation, or again in a recomputation.
+        ``record`` False: the call is an evaluation or a recomputed forward.
         """
         if self.plan.gemms[gemm] == "fp8":
             assert isinstance(a, QuantizedSide) and isinstance(b, QuantizedSide)
@@ -166,16 +165,16 @@ class GemmSite:
         return y
 
     def wgrad_dtype(self, wanted: torch.dtype) -> torch.dtype:
-        """What wgrad's product is asked for, where its float32 sums are handed on in the wanted dtype: that itself of a
-        scaled product, which rounds once; float32 of 16-bit GEMMs, whose partial sums torch may round."""
+        """Result dtype of wgrad's GEMM for a gradient of the wanted dtype. A scaled GEMM rounds its float32 sum once,
+        so it is the wanted one. In other GEMMs torch may round partial sums to 16 bits, so it is float32."""
         scaled = self.plan.gemms["wgrad"] == "fp8" and getattr(self.backend, "rounds_once", False)
         return wanted if scaled and wanted in RESULTS else torch.float32
 
     def accumulate(
         self, gemm: str, a: Operand, b: Operand, into: torch.Tensor, *, record: bool = True
     ) -> None:
-        """Add to ``into`` [M, N], float32, what ``multiply`` gives: in the product where it is this package's own, in C
-        or by Triton, or in high precision on a GPU; torch's scaled products cannot, nor can one that is observed."""
+        """Adds the result of ``multiply`` to ``into`` [M, N], float32. This package's GEMMs (C, Triton) and
+        high-precision ones on a GPU add it directly; torch's scaled GEMMs and observed ones cannot."""
         in_fp8 = self.plan.gemms[gemm] == "fp8" and self.state.observer is None
         if in_fp8 and self._accumulates(a, b, into):
             self.state.counter.here.fp8_gemms += 1
@@ -187,13 +186,13 @@ class GemmSite:
         add_matmul_fp32(into, *in_high_precision(a, b))
 
     def _accumulates(self, a: Operand, b: Operand, into: torch.Tensor) -> bool:
-        """Whether the backend has added the product."""
+        """Lets the backend add the product. Returns whether it did."""
         accumulate = getattr(self.backend, "accumulate", None)
         return accumulate is not None and accumulate(a, b, into)
 
 
 def in_high_precision(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both operands of a product in high precision: what is quantized is decoded to the other's dtype."""
+    """Both operands in high precision: a quantized one is decoded to the other's dtype."""
     dtype = next((o.dtype for o in (a, b) if isinstance(o, torch.Tensor)), torch.bfloat16)
     first, second = (o if isinstance(o, torch.Tensor) else o.dequantize(dtype) for o in (a, b))
     return first, second
@@ -204,12 +203,12 @@ _numbers = itertools.count()
 
 
 class CompileHandle:
-    """What compiled code needs of a site.
+    """The attributes of a site that compiled code uses.
 
     Attributes:
         handle: int64 [] on the CPU, the site's number.
         saved_layout: memory layout of the saved input's codes and scales (a SideLayout as text); empty without FP8.
-        owner: returns the site's layer, or None once that is deleted. It refers to no tensor.
+        owner: returns the site's layer, or None if it was deleted. Holds no tensor.
     """
 
     def __init__(self, handle: torch.Tensor, saved_layout: str):
@@ -218,11 +217,11 @@ class CompileHandle:
         self._multiplied: int | None = None
 
     def multiplied_by(self, weight: torch.Tensor) -> None:
-        """Remembers the weight [N, K] that a forward used."""
+        """Stores the identity of the weight [N, K] that a forward used."""
         self._multiplied = id(weight) if hasattr(weight, "main_grad") else None
 
     def parameter(self, weight: torch.Tensor) -> torch.Tensor:
-        """The layer's parameter [N, K] with a main_grad, for a weight [N, K] that may be an offloaded copy of it."""
+        """The layer's parameter [N, K], which has the main_grad, for a weight [N, K] that may be an offloaded copy."""
         layer = self.owner()
         if layer is None or self._multiplied is None:
             return weight
@@ -250,11 +249,11 @@ class GradientStream:
     """Names the random stream of each cast of a site's grad_output.
 
     Args:
-        name: the site's.
-        state: of the model; its iteration is part of the name, so that a resumed run draws what it would have drawn.
-        stochastic: whether the bits are used at all; nobody need ask for a region where they are not.
-        seed: of the run.
-        rank: the data-parallel rank: ranks see other tokens, so they draw other bits.
+        name: the site's name.
+        state: the model's. Its iteration is part of the stream's name, so that a resumed run draws the same bits.
+        stochastic: whether gradients are rounded stochastically.
+        seed: the run's seed.
+        rank: the data-parallel rank. Ranks have different tokens, so they draw different bits.
     """
 
     def __init__(self, name: str, state: Fp8State, *, stochastic: bool, seed: int, rank: int):
@@ -263,9 +262,9 @@ class GradientStream:
         self._iteration, self._backwards = -1, 0  # backward passes of that iteration, so far
 
     def next_region(self, row_offset: int, col_offset: int, total_cols: int) -> Region:
-        """Place and stream of the next backward's grad_output, a part of a matrix with ``total_cols`` columns.
+        """Position and random stream of the next backward's grad_output in a matrix with ``total_cols`` columns.
 
-        RuntimeError: a CUDA graph is captured, which would draw the same bits at each replay.
+        Raises RuntimeError in the capture of a CUDA graph, which would draw the same bits at each replay.
         """
         if self._state.capturing and self.stochastic:
             raise RuntimeError(

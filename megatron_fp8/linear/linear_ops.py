@@ -5,23 +5,22 @@
     wgrad  dw [N, K] = dy [M, N]^T @ x  [M, K]          dy, x   columnwise
 
 A linear is a group of one GEMM site. Experts are a group of several: the rows of x are their tokens, expert by expert.
-Each site has its own plan, quantizers, slots and cached weight. So no amax is shared between experts, no block of a
-scale straddles two, and codes, histories, checkpoints and reports are those of the experts called one after the other,
-to the bit. What is gained are the calls: the emulated backend makes all casts in one, and a backend's ``grouped_gemm``
-all products. With an expert without tokens nothing is multiplied. Experts that a plan or an experiment treats in
-another way (one in BF16, a gradient in high precision) are multiplied alone. Rejected: one site with a weight
-[experts, N, K]. Its quantizers, histories, FP8 parameter, main_grad and checkpoint would each need a second form with
-a dimension more.
+Each site has its own plan, quantizers, slots and cached weight. So experts share no amax and no block of a scale, and
+codes, histories, checkpoints and reports equal those of experts called one by one, to the bit. Grouping saves calls: the
+emulated backend makes all casts in one call, and ``grouped_gemm`` all products. Experts without tokens are skipped.
+Experts that a plan or an experiment treats differently (one in BF16, a gradient in high precision) are multiplied one by
+one. Rejected: one site with a weight [experts, N, K]. Its quantizers, histories, FP8 parameter, main_grad and checkpoint
+would each need a second form with one more dimension.
 
-With tensor parallelism, which experts do not have here, the order is Megatron-Core's own, so that the network works while
-the cores do:
+With tensor parallelism, which experts do not have here, the order is Megatron-Core's, so that communication overlaps with
+GEMMs:
 
     column, sequence parallel:  gather x codes | dgrad | reduce-scatter dx | wgrad
     column:                                      dgrad | all-reduce dx     | wgrad
     row, sequence parallel:     gather dy codes (columnwise side) | dgrad | wgrad
 
-Two callers put autograd around it: function.py's in eager mode, compiled.py's operators in compiled code. Neither
-knows the other's way of saving, and both run these very lines, so their bits are the same.
+Two callers add autograd: function.py in eager mode, compiled.py's operators in compiled code. They save operands
+differently and run this same code, so their bits are equal.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from .tensor_parallel import Pending
 
 
 class Forward(NamedTuple):
-    """y [..., N]; of each site wgrad's operand, of this rank's tokens, or None; each weight, quantized or as it is."""
+    """y [..., N]; each site's wgrad operand of this rank's tokens, or None; each weight, quantized or plain."""
 
     y: torch.Tensor
     x: list[Operand | None]
@@ -55,7 +54,7 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The gradients that are needed; of a weight whose gradient was added to main_grad, a dummy."""
+    """The needed gradients; a dummy for a weight whose gradient was added to main_grad."""
 
     dx: torch.Tensor | None
     dw: list[torch.Tensor | None]
@@ -69,7 +68,7 @@ def forward(
     call: Call,
     needs_wgrad: Sequence[bool],
 ) -> Forward:
-    """y [..., N] of x [..., K], weights [N, K] each and a linear's bias [N], with what backward needs."""
+    """y [..., N] from x [..., K], weights [N, K] each and a linear's bias [N]; and operands for backward."""
     tp = call.tp
     with without_autocast(x.device):
         matrix = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])  # [M, K]
@@ -105,10 +104,10 @@ def backward(
         bias_dtype: dtype of dbias; None if it is not needed.
     """
     tp, inputs = call.tp, [*saved_x]
-    # Shapes below: M is the tokens of all ranks, once shards of them are gathered.
+    # In shapes below, M counts all ranks' tokens once shards are gathered.
     dy = grad_output if grad_output.ndim == 2 else grad_output.reshape(-1, grad_output.shape[-1])  # [M, N]
     dbias = None
-    if bias_dtype is not None:  # summed in float32 and rounded once, as torch does of 16-bit numbers
+    if bias_dtype is not None:  # summed in float32 and rounded once, as torch sums 16-bit numbers
         dbias = dy.sum(0) if dy.dtype == bias_dtype else dy.sum(0, dtype=torch.float32).to(bias_dtype)
     rowwise, columnwise = quantize_backward(call.split(dy), call, needs_dgrad, needs_wgrad)
     for e, site in enumerate(call.sites):
@@ -142,7 +141,7 @@ def _multiply(
     cols: int,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a @ b^T (+ bias) of a linear; of experts a[e] @ b[e]^T, one below the other: [T, cols] of ``like`` [T, ...]."""
+    """A linear: a @ b^T (+ bias). Experts: a[e] @ b[e]^T, concatenated. Returns [T, cols] for ``like`` [T, ...]."""
     record = call.record or gemm != "fprop"
     if len(call.sites) == 1:
         return call.sites[0].multiply(gemm, a[0], b[0], like.dtype, bias, record=record)
@@ -162,10 +161,9 @@ def _multiply_each(
     record: bool = True,
     add: bool = False,
 ) -> None:
-    """outs[e] = a[e] @ b[e]^T (add: +=) of these experts, as each site's plan has it; those of one backend in FP8 in one
-    call.
+    """outs[e] = a[e] @ b[e]^T (add: +=) for these experts, by each site's plan; FP8 products of one backend in one call.
 
-    An expert without tokens is left out: it has no rows, or, in wgrad, a gradient of zeros.
+    An expert without tokens is skipped: it has no rows, or, in wgrad, a gradient of zeros.
     """
     together: dict[ModuleType, list[int]] = {}
     for e in these:
@@ -240,8 +238,8 @@ def _turns(sums: Mapping[int, torch.Tensor]) -> list[list[int]]:
 
 
 def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
-    """The buffer [N, K] that the weight's gradient is added to, if it has one (Megatron-Core's fused wgrad); ValueError
-    if it has another shape."""
+    """The buffer [N, K] to which the weight's gradient is added (Megatron-Core's fused wgrad); None without one.
+    ValueError if it has another shape."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
@@ -254,9 +252,10 @@ def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def for_gradient(weight: torch.Tensor) -> torch.Tensor:
-    """Returns what a backward needs of a weight [N, K]: the parameter itself, which may have a main_grad.
+    """Returns what backward needs of a weight [N, K]: the parameter itself, which may have a main_grad.
 
-    Of a view or a computed weight it needs shape, dtype and device alone: torch cannot swap a parameter that has views.
+    For a view or a computed weight: an uninitialised tensor of its shape, dtype and device. torch cannot swap a
+    parameter that has views.
     """
     if weight.is_leaf and not weight._is_view():
         return weight
@@ -264,8 +263,8 @@ def for_gradient(weight: torch.Tensor) -> torch.Tensor:
 
 
 def added_to_main_grad(weight: Any) -> torch.Tensor:
-    """What autograd gets where dw was added to main_grad: a dummy that DDP will drop."""
+    """The dummy gradient for autograd if dw was added to main_grad; DDP drops it."""
     weight.grad_added_to_main_grad = True
-    # Not None: with overlapped reduction DDP needs the gradient hook to run, and looks at a gradient's presence.
+    # Not None: with overlapped reduction DDP needs its gradient hook to run and checks that a gradient exists.
     make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
     return make(weight.shape, dtype=weight.dtype, device=weight.device)

@@ -2,10 +2,10 @@
 
 Per-tensor and square-block codes are the same in both directions; per-row and 1-wide blocks are quantized twice from
 high precision, and only the columnwise side of the input outlives the forward. All casts of a forward or a backward
-are made in one call, but those that are gathered or rounded stochastically.
+are made in one call, except gathered ones and those with stochastic rounding.
 
-Under sequence parallelism codes are gathered, never BF16, as long as a shard's tokens are whole blocks; otherwise the
-quantization waits until after a gather in high precision, and the site's notes (hence the report) say so.
+Under sequence parallelism codes are gathered if a shard's tokens are whole blocks. Otherwise tokens are gathered in high
+precision and then quantized; the site's notes, and so the report, say so.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Call(NamedTuple):
     """Arguments of one forward.
 
     Attributes:
-        sites: one of a linear, or each expert's.
+        sites: a linear's one, or each expert's.
         training: whether the layer is in training mode.
         fresh_weights: of each site: quantize the weight again even if this iteration has done so.
         save_original_input: keep x itself for wgrad, and quantize it again there.
         tp: the communication of a linear.
-        tokens: of each expert; not read of a linear.
-        record: whether its forward records at once (state/iteration.py); a backward always does.
-        as_operator: whether it runs as an operator (compiled.py), which returns what backward needs as plain codes.
+        tokens: of each expert; unused for a linear.
+        record: whether its forward records now (state/iteration.py); a backward always does.
+        as_operator: whether it runs as an operator (compiled.py), which returns plain codes for backward.
     """
 
     sites: Sequence[GemmSite]
@@ -59,9 +59,9 @@ class Call(NamedTuple):
 def quantize_forward(
     parts: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], call: Call, needs_wgrad: Sequence[bool]
 ) -> tuple[list[Operand], list[Operand | None], list[Sides]]:
-    """Of each site: fprop's operand; what wgrad will need, columnwise, of this rank's tokens; the weight.
+    """Returns for each site fprop's operand; wgrad's columnwise operand of this rank's tokens; the weight.
 
-    Of an expert without tokens only the weight is cast, whose amax a history may want.
+    For an expert without tokens only the weight is cast, because a history may need its amax.
 
     Args:
         parts: each site's tokens [M, K].
@@ -102,10 +102,10 @@ def quantize_forward(
 def _input_job(
     tokens: torch.Tensor, site: GemmSite, call: Call, needs_wgrad: bool
 ) -> tuple[CastJob, torch.Tensor | None]:
-    """(the cast of this rank's tokens [M, K]; [K, M], what wgrad will need, where that is no codes)"""
+    """(cast of this rank's tokens [M, K]; wgrad's operand [K, M] if it is in high precision)"""
     casts = site.casts["input"]
     keeps = needs_wgrad and keeps_codes(tokens.shape[0], site, call)
-    # Only where it is needed: asked for its transpose, a LazyTensor computes its values and writes them out.
+    # Only if needed: the transpose of a LazyTensor computes its values and writes them.
     plain = tokens.t() if needs_wgrad and not keeps else None
     if call.record and not keeps:
         _record_late_cast(tokens, casts)
@@ -117,7 +117,7 @@ def _input_job(
 def _gathered_input(
     tokens: torch.Tensor, site: GemmSite, call: Call, needs_wgrad: bool
 ) -> tuple[Operand, Operand | None]:
-    """(fprop's operand of all ranks' tokens, wgrad's of this rank's tokens), of this rank's [M, K]."""
+    """(fprop's operand of all ranks' tokens, wgrad's of this rank's) from this rank's tokens [M, K]."""
     tp, casts = call.tp, site.casts["input"]
     row, count = casts.rowwise, tokens.shape[0]
     job, plain = _input_job(tokens, site, call, needs_wgrad)
@@ -139,8 +139,8 @@ def _gathered_input(
 
 
 def derived(tokens: QuantizedSide, site: GemmSite, call: Call, role: str, *, record: bool) -> Operand | None:
-    """wgrad's operand [features, M] of tokens [M, features] that came as codes: their values, exact in float32, quantized
-    by wgrad's rule (docs/numerics.md, Derived codes)."""
+    """wgrad's operand [features, M] from codes of tokens [M, features]: decoded exactly in float32, then quantized by
+    wgrad's rule (docs/numerics.md, Derived codes)."""
     assert call.tp.kind == "none", "tokens are dispatched to experts, which gather none"
     quantizer = site.casts[role].columnwise
     assert quantizer is not None, "a wgrad in high precision would read values that were quantized"
@@ -152,7 +152,7 @@ def derived(tokens: QuantizedSide, site: GemmSite, call: Call, role: str, *, rec
 
 
 def keeps_codes(tokens: int, site: GemmSite, call: Call) -> bool:
-    """Whether wgrad's operand is kept as codes of this rank's tokens, and not as the input itself."""
+    """Whether codes of this rank's tokens are saved for wgrad, rather than the input itself."""
     quantizer = site.casts["input"].columnwise
     if quantizer is None or call.save_original_input:
         return False
@@ -173,8 +173,8 @@ def _misaligned_note(role: str, tokens: int, granularity: Granularity) -> str:
 
 
 def _record_late_cast(tokens: torch.Tensor, casts: Casts) -> None:
-    """Record now what wgrad's own cast would record. That cast comes in the backward or in a recomputation, and those
-    record no amax of the input: the forward has done so."""
+    """Records the amax of wgrad's own cast, which runs in backward or in a recomputation. Casts there do not record
+    the input."""
     column = casts.columnwise
     if column is not None and column.rule.delayed and column is not casts.rowwise:
         column.observe(tokens)
@@ -184,8 +184,8 @@ def _record_late_cast(tokens: torch.Tensor, casts: Casts) -> None:
 
 
 def requantize_input(saved: torch.Tensor, site: GemmSite, call: Call) -> Operand | None:
-    """A saved plain input [K, M], quantized now if wgrad reads codes, and if codes made of a shard of the tokens are
-    those that the gathered tokens would get; else as it is."""
+    """Quantizes a saved plain input [K, M] if wgrad reads codes and a shard's codes equal those of the gathered tokens;
+    otherwise returns it unchanged."""
     quantizer = site.casts["input"].columnwise
     if quantizer is None or (
         call.tp.gathers_input and not _shards_aligned(saved.shape[1], quantizer.rule.granularity)
@@ -198,7 +198,7 @@ def requantize_input(saved: torch.Tensor, site: GemmSite, call: Call) -> Operand
 
 
 def gather_input(saved: Operand | None, call: Call) -> Pending:
-    """Start collecting all ranks' tokens of the saved columnwise input [K, M]."""
+    """Starts gathering all ranks' tokens of the saved columnwise input [K, M]."""
     assert saved is not None
     if isinstance(saved, QuantizedSide):
         return call.tp.gather_side(saved, by_column=True, async_op=True)
@@ -206,8 +206,8 @@ def gather_input(saved: Operand | None, call: Call) -> Pending:
 
 
 def columnwise_input(gathered: Operand, call: Call) -> Operand | None:
-    """wgrad's operand [K, M of all ranks] from what was gathered: codes [K, M] as they are; tokens [M, K] in high
-    precision transposed, and quantized if wgrad reads codes."""
+    """wgrad's operand [K, M of all ranks] from the gathered input: codes [K, M] unchanged; high-precision tokens [M, K]
+    transposed, and quantized if wgrad reads codes."""
     if isinstance(gathered, QuantizedSide):
         return gathered
     quantizer = call.sites[0].casts["input"].columnwise
@@ -219,7 +219,7 @@ def columnwise_input(gathered: Operand, call: Call) -> Operand | None:
 def quantize_backward(
     parts: Sequence[torch.Tensor], call: Call, needs_dgrad: bool, needs_wgrad: Sequence[bool]
 ) -> tuple[list[Operand | None], list[Any]]:
-    """Of each site: dgrad's operand [M, N]; wgrad's [N, M], or its gather under way; over all ranks' tokens.
+    """Returns for each site dgrad's operand [M, N], and wgrad's [N, M] or its pending gather, of all ranks' tokens.
 
     ``parts``: each site's grad_output [M, N].
     """
@@ -235,7 +235,7 @@ def quantize_backward(
                 columnwise[e] = derived(side, site, call, "grad_output", record=True)
         elif (
             call.tp.gathers_gradient or site.gradients.stochastic
-        ):  # an idle expert has random bits of its own, too
+        ):  # an expert without tokens uses up its random bits, too
             rowwise[e], columnwise[e] = _gathered_gradient(dy, site, call, needs_dgrad, needs_wgrad[e])
         elif not idle:
             casts = site.casts["grad_output"]
@@ -253,7 +253,7 @@ def quantize_backward(
 def _gathered_gradient(
     dy: torch.Tensor, site: GemmSite, call: Call, needs_dgrad: bool, needs_wgrad: bool
 ) -> tuple[Operand | None, Operand | Pending | None]:
-    """Operands of dgrad and wgrad of dy [M, N] that is gathered or rounded stochastically."""
+    """Operands of dgrad and wgrad from dy [M, N], if it is gathered or rounded stochastically."""
     tp, gathers, casts = call.tp, call.tp.gathers_gradient, site.casts["grad_output"]
     row, column = casts.rowwise if needs_dgrad else None, casts.columnwise if needs_wgrad else None
     late = [q for q in (row, column) if gathers and q and not _shards_aligned(len(dy), q.rule.granularity)]
@@ -290,8 +290,8 @@ def _gathered_gradient(
 def _gather_gradient(
     quantized: Float8Tensor, tp: TensorParallel
 ) -> tuple[QuantizedSide | None, QuantizedSide | Pending | None]:
-    """Both sides of all ranks' tokens: the rowwise one is waited for, since dgrad comes next; the columnwise one arrives
-    while dgrad runs."""
+    """Gathers both sides of all ranks' tokens. Waits for the rowwise side, since dgrad comes next; the columnwise side
+    arrives while dgrad runs."""
     row, column = quantized.rowwise, quantized.columnwise
     gathered_row = None if row is None else tp.gather_side(row, by_column=False).wait()
     if column is None:
@@ -302,8 +302,8 @@ def _gather_gradient(
 
 
 def _region(dy: torch.Tensor, site: GemmSite, call: Call) -> Region:
-    """Where dy [M, N] lies in the matrix of the whole group, which names the random bits of each element. It has all
-    rows; a column-parallel rank has some of the columns."""
+    """Position of dy [M, N] in the whole group's matrix, by which each element's random bits are chosen. dy has all rows;
+    a column-parallel rank has some of the columns."""
     tp, cols = call.tp, dy.shape[1]
     by_column = tp.kind == "column"
     return site.gradients.next_region(

@@ -1,15 +1,15 @@
 """Quantized tokens between ranks: a tensor subclass of codes and scales.
 
-A row is one token: its codes, a byte a value, and behind them its scales as they lie in memory. So whatever moves rows,
-Megatron-Core's token dispatchers with their permutations and collectives, moves tokens in FP8 without knowing it, and
-autograd sees an ordinary differentiable matrix [..., features] of the values' dtype: gradients have that shape. It needs
-scales that belong to one token each: rows, or blocks of 1 x n.
+A row is one token: its codes, then the bytes of its scales. So code that moves rows, such as the permutations and
+collectives of Megatron-Core's token dispatchers, moves tokens in FP8 without a change. Autograd sees a differentiable
+matrix [..., features] of the values' dtype, and gradients have that shape. Each scale must belong to one token: scales
+per row, or blocks of 1 x n.
 
-It never computes. An operation that does more than move rows is an error, so that nothing is decoded behind anybody's
-back; ``dequantize`` gives the values. What the experts' products read (``side``) are the codes as they were sent.
+The tensor does not compute. An operation that does more than move rows is an error, so no values are decoded
+implicitly; ``dequantize`` decodes them. The experts' GEMMs read the codes that were sent (``side``).
 
-wgrad reads the other direction, blocks along the tokens, which no rank can have made: an expert's tokens come from many.
-Its codes are derived (``derived``): decoded, exactly, and quantized by the rule that wgrad has, one rounding more.
+wgrad reads blocks along the tokens. The sender cannot make those, because an expert's tokens come from several ranks. So
+wgrad's codes are derived (``derived``): decoded exactly and quantized by wgrad's rule, which rounds once more.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ class QuantizedTokens(torch.Tensor):
                 f"a scale per {rule.granularity} is not one token's: tokens travel with scales of rows or 1xN blocks"
             )
         side = side.plain()
-        # Not ``contiguous()``, which keeps whatever step one column of scales has.
+        # Not ``contiguous()``, which keeps any stride of a single column of scales.
         scales = side.scale_inv.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         rows = torch.cat([side.codes.view(torch.uint8), scales], dim=1)
         return cls(rows.view(*shape[:-1], rows.shape[1]), side.codes.shape[1], rule, dtype)
 
     @property
     def side(self) -> QuantizedSide:
-        """Codes [tokens, features] and scales, for a product that sums over the features: copies, the codes' with room
-        for whole 4s of tokens."""
+        """Codes [tokens, features] and scales, for a GEMM that sums over the features. Copies; the codes' memory has room
+        for a multiple of 4 tokens."""
         features, rows = self.shape[-1], self.rows.reshape(-1, self.rows.shape[-1])
         room = rows.new_empty(round_up(len(rows), BLOCK_ROWS), features)
         codes, scales = room[: len(rows)].copy_(rows[:, :features]), rows[:, features:].contiguous()
@@ -83,11 +83,11 @@ class QuantizedTokens(torch.Tensor):
         )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Their values as an ordinary tensor, rounded once to dtype (default: the nominal one; in float32 exact)."""
+        """The decoded values, rounded once to dtype (default: the nominal one; exact in float32)."""
         return self.side.dequantize(dtype or self.dtype).view(self.shape)
 
     def sent_by(self, send: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTokens:
-        """What arrives of the rows, as bytes, by a function that moves rows."""
+        """The tokens after a function that moves rows was applied to their bytes."""
         return self._with(send(self.rows))
 
     def _with(self, rows: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedTokens:
@@ -110,7 +110,7 @@ class QuantizedTokens(torch.Tensor):
 
 
 def _leading(tokens: QuantizedTokens, dim: int) -> int:
-    """A dimension of tokens, from 0. RuntimeError if it is that of the features, which stay together."""
+    """The dimension, counted from 0. RuntimeError if it is the features', which cannot be split."""
     dim %= tokens.ndim
     if dim == tokens.ndim - 1:
         raise RuntimeError(
@@ -130,7 +130,7 @@ def _copied(tokens: QuantizedTokens, **_: Any) -> QuantizedTokens:
 def _to_copy(
     tokens: QuantizedTokens, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
 ) -> QuantizedTokens:
-    """Of another nominal dtype: the codes mean what they mean."""
+    """Changes the nominal dtype; codes and scales stay."""
     rows = tokens.rows if device is None else tokens.rows.to(device)
     return tokens._with(rows, dtype)
 
@@ -185,7 +185,7 @@ def _sliced(
 def _unsliced(
     grad: QuantizedTokens, size: Sequence[int], dim: int, start: int, end: int, step: int
 ) -> QuantizedTokens:
-    """The gradient of a slice that took everything."""
+    """Gradient of a slice of all rows."""
     return _expanded(grad, size)
 
 
@@ -220,4 +220,4 @@ _MOVES: dict[Any, Callable[..., Any]] = {
     aten.slice_backward.default: _unsliced,
     aten.cat.default: _joined,
 }
-"""What moves rows, in dispatchers and in their gradients."""
+"""Operations that move rows, in dispatchers and in their gradients."""

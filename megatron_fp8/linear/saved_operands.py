@@ -29,11 +29,11 @@ from ..numerics.rule import Granularity, Rule
 from ..tensor import Operand, QuantizedSide
 
 Facts = tuple[torch.Size, torch.dtype, torch.device] | None
-"""Shape, dtype and device that a saved tensor must have when it comes back; None of None."""
+"""Shape, dtype and device that a restored tensor must have; None for None."""
 
 
 class StampedWeight(NamedTuple):
-    """A weight [N, K] with ``stamp_of`` its forward, from which ``columnwise_of`` makes dgrad's operand in backward."""
+    """A weight [N, K] with its forward's ``stamp_of``, from which ``columnwise_of`` makes dgrad's operand in backward."""
 
     weight: torch.Tensor
     stamp: torch.Tensor
@@ -44,9 +44,9 @@ Saved = Operand | StampedWeight | None
 
 
 def save(ctx: Any, operands: Sequence[Saved]) -> None:
-    """``ctx.save_for_backward`` of the operands' tensors; ``restore`` checks them and gives the operands back."""
+    """Saves the operands' tensors by ``ctx.save_for_backward``; ``restore`` checks them and returns the operands."""
     tensors: list[torch.Tensor | None] = []
-    ctx.saved_as = []  # of each operand: what it is besides its tensors
+    ctx.saved_as = []  # each operand's attributes other than tensors
     for operand in operands:
         if isinstance(operand, QuantizedSide):
             side = operand
@@ -64,8 +64,8 @@ def save(ctx: Any, operands: Sequence[Saved]) -> None:
 
 
 def restore(ctx: Any, name: str) -> list[Any]:
-    """The operands that ``save`` has saved. ValueError in a layer's name unless each tensor's shape, dtype and device are
-    those that were saved; values and strides are not looked at."""
+    """Returns the operands of ``save``. Raises ValueError, which names the layer, unless each tensor has the saved shape,
+    dtype and device. Values and strides are not checked."""
     tensors = ctx.saved_tensors
     for x, wanted in zip(tensors, ctx.saved_facts, strict=True):
         found = None if x is None else (x.shape, x.dtype, x.device)
@@ -155,7 +155,7 @@ def _leaves_behind(node: Any) -> list[torch.Tensor]:
 
 
 class Layout(NamedTuple):
-    """A tensor before it exists."""
+    """Shape, strides and dtype of a tensor that does not exist yet."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -163,17 +163,17 @@ class Layout(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """How many elements of memory it spans."""
+        """Number of elements of memory that it spans."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """An uninitialised one."""
+        """An uninitialised tensor of this layout."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
     def lay(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself where it lies so already, else a copy that does."""
+        """The tensor itself if it has this layout, else a copy with it."""
         assert tensor.shape == self.shape, (tensor.shape, self.shape)
         as_it_should = all(
             size == 1 or a == b for size, a, b in zip(self.shape, tensor.stride(), self.strides, strict=True)
@@ -186,7 +186,7 @@ class SideLayout:
     """Layouts of codes [K, tokens] and scales, for any K and number of tokens.
 
     Attributes:
-        turned: codes are a transposed view of codes in row order, and so are scales.
+        turned: codes and scales are transposed views of row-major memory.
         hadamard: as of QuantizedSide.
     """
 
@@ -204,19 +204,19 @@ class SideLayout:
     @staticmethod
     @lru_cache(maxsize=256)
     def parse(text: str) -> SideLayout:
-        """From its string."""
+        """Parses its string."""
         rows, cols, scale, fmt, turned, *transform = text.split(" ")
         granularity = Granularity(int(rows), int(cols))
         return SideLayout(granularity, scale, getattr(torch, fmt), turned == "1", bool(transform))
 
     @staticmethod
     def of(rule: Rule, turned: bool) -> SideLayout:
-        """That of a rule."""
+        """The layout of a rule's sides."""
         return SideLayout(rule.granularity, rule.scale, rule.fmt.dtype, turned, rule.hadamard)
 
     @property
     def pads_scales(self) -> bool:
-        """Whether rows of scales are padded to four blocks, as torch's product reads them."""
+        """Whether rows of scales are padded to a multiple of four blocks, which torch's scaled product needs."""
         square = self.granularity.rows == self.granularity.cols > 0
         return square and self.scale != "e8m0" and not self.turned
 
@@ -236,7 +236,7 @@ class SideLayout:
         return Layout((rows, tokens), (1, rows) if self.turned else (tokens, 1), torch.uint8)
 
     def scales(self, rows: int, tokens: int) -> Layout:
-        """scale_inv as it is, E8M0 as bytes; NVFP4's in a row of bytes, the tensor's amax after them."""
+        """scale_inv, E8M0 as bytes; NVFP4's as one row of bytes, followed by the tensor's amax."""
         height, width = self.granularity.rows, self.granularity.cols
         if self.granularity.is_tensor:
             return Layout((), (), torch.float32)
@@ -253,7 +253,7 @@ class SideLayout:
 
     @staticmethod
     def parts(side: QuantizedSide) -> tuple[torch.Tensor, torch.Tensor]:
-        """(codes, scales) of a side as they lie; 8-bit floats as bytes."""
+        """(codes, scales) of a side in this layout; 8-bit floats as bytes."""
         side = side.plain()
         scales = side.scale_inv
         if side.tensor_amax is not None:
@@ -265,8 +265,7 @@ class SideLayout:
         )
 
     def put_together(self, codes: torch.Tensor, scales: torch.Tensor) -> QuantizedSide:
-        """The side again. Whether it is finite was known at run time only, and is forgotten. ValueError unless there is
-        a scale for each block."""
+        """Rebuilds the side, with the default ``finite``. Raises ValueError unless there is a scale for each block."""
         rows = codes.shape[0]
         wanted = self.scales(rows, self.tokens_of(codes))
         if (scales.shape, scales.dtype, codes.dtype) != (wanted.shape, wanted.dtype, torch.uint8):
@@ -286,44 +285,44 @@ class SideLayout:
 _AMAX_BYTES = 4  # of NVFP4's amax, float32
 
 _ALIGNED = 16
-"""Where kernels read codes in row order, each expert's begin at a multiple of so many elements, and so do scales."""
+"""Alignment, in elements, of each expert's codes and scales if kernels read codes in row order."""
 
 
 class SavedInput(NamedTuple):
-    """Codes of the input, uint8, and their scales, float32 or E8M0 as uint8; of experts flat."""
+    """The input's codes, uint8, and scales, float32 or E8M0 as uint8; experts' are one-dimensional."""
 
     codes: torch.Tensor
     scales: torch.Tensor
 
 
 class _Place(NamedTuple):
-    """Where one expert's part of a flat tensor lies: its first element, and how."""
+    """Position and layout of one expert's part of a one-dimensional tensor."""
 
     first: int
     lies: Layout
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """That part: a view."""
-        # as_strided counts from the beginning of memory, of which `whole` may be any part.
+        """A view of that part."""
+        # as_strided counts from the beginning of the storage; `whole` may start later.
         return whole.as_strided(self.lies.shape, self.lies.strides, whole.storage_offset() + self.first)
 
 
 class InputLayout(NamedTuple):
-    """How the columnwise sides of a linear's input, or of each expert's tokens, lie: codes [features, tokens].
+    """Layout of the columnwise sides of a linear's input, or of each expert's tokens: codes [features, tokens].
 
     Attributes:
-        of: one side's.
-        features: of a token.
+        of: the layout of one side.
+        features: number of features of a token.
     """
 
     of: SideLayout
     features: int
 
     def empty(self, tokens: int, sites: int, device: torch.device) -> SavedInput:
-        """Room for so many tokens of a linear, or of so many experts, however they are shared out. Scales that nobody
-        writes are 0.
+        """Uninitialised tensors for this many tokens of a linear, or of ``sites`` experts with any numbers of tokens.
+        Unused scales are 0.
 
-        Plain arithmetic of ``tokens``, which is a symbol while a compiler traces.
+        Sizes are arithmetic of ``tokens``, which is a symbol while a compiler traces.
         """
         if sites == 1:
             size = self.features, tokens
@@ -349,7 +348,7 @@ class InputLayout(NamedTuple):
     def pack(
         self, sides: Sequence[Operand | None], tokens: Sequence[int], device: torch.device
     ) -> SavedInput:
-        """These sides, of experts a copy; that of an expert without tokens is not looked at."""
+        """Packs the sides; experts' are copied. Ignores the side of an expert without tokens."""
         if len(sides) == 1:
             assert isinstance(sides[0], QuantizedSide)
             codes, scales = self.of.parts(sides[0])
@@ -364,9 +363,9 @@ class InputLayout(NamedTuple):
         return packed
 
     def unpack(self, packed: SavedInput, tokens: Sequence[int]) -> list[Operand | None]:
-        """The sides again, of experts views; None of an expert without tokens.
+        """Returns the sides; experts' are views, and None without tokens.
 
-        ValueError unless shapes and dtypes are those that ``empty`` gives.
+        Raises ValueError unless shapes and dtypes are those of ``empty``.
         """
         if len(tokens) == 1:
             return [self.of.put_together(*packed)]
@@ -384,8 +383,8 @@ class InputLayout(NamedTuple):
         ]
 
     def _places(self, tokens: Sequence[int]) -> Iterator[tuple[_Place, _Place]]:
-        """Where the codes and the scales of each expert lie. One without tokens has room for scales too,
-        but where they go by blocks."""
+        """Places of each expert's codes and scales. One without tokens has room for scales too, unless scales are per
+        block."""
         first = [0, 0]
         for count in tokens:
             lies = self.of.codes(self.features, count), self.of.scales(self.features, count)

@@ -1,10 +1,9 @@
 """Tensor-parallel communication of a linear, in FP8 codes where possible, and this rank's shard.
 
 Tokens are [sequence, batch] flattened, so a gather along the sequence is a gather along the rows. The columnwise side of
-a quantized matrix has the tokens last. The emulated backend keeps it as a transposed view of codes in row order: its
-shards gather along rows, and the permutation that gathered columns need is the view itself. The native backend writes it
-contiguous, as tensor cores read it: its shards arrive one after the other, and are put side by side, a copy of bytes in
-runs of a shard's tokens. Either way the gathered side lies as its shards did.
+a quantized matrix has the tokens last. In the emulated backend it is a transposed view of codes in row order, so its
+shards are gathered along rows without a copy. The native backend writes it contiguous, as tensor cores read it; gathered
+shards are copied side by side. In both the gathered side has its shards' layout.
 
 float8 dtypes travel as uint8: gloo and NCCL have no float8 collectives.
 """
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Pending:
-    """A collective under way; ``wait()`` gives its result."""
+    """A pending collective; ``wait()`` returns its result."""
 
     def __init__(self, works: list[Any], result: Callable[[], Any]):
         self._works, self._result = works, result
@@ -120,8 +119,8 @@ class TensorParallel:
 
         by_column False: [M, K] of each rank -> [size * M, K]. True: tokens are the columns, [K, M] -> [K, size * M].
 
-        Codes travel at a byte a value, and scales where ranks have different ones. Per-tensor scales were shared before
-        the cast, and so were scales per row of a side whose columns are the tokens.
+        Codes are sent, and scales if they differ between ranks. Per-tensor scales, and scales per row of a side whose
+        columns are the tokens, were shared before the cast.
         """
         assert not side.tiled, "tiles of scales do not join"
         assert side.tensor_amax is None or not by_column or not side.padding, (

@@ -1,7 +1,7 @@
 """The cached codes of a site's weight, valid until the weight may have changed.
 
-Optimizers that write through flat buffers leave no trace in a tensor's version; whoever steps tells the state, whose
-``weight_generation`` covers those.
+Optimizers that write through flat buffers do not change a tensor's version. So each optimizer step increments the state's
+``weight_generation``.
 
 A forward saves a stamp of the weight if it keeps no columnwise side for dgrad, or if that may be replaced before
 backward (compiled code, offloading, another forward). The stamp names the weight's generation and the delayed scale,
@@ -38,10 +38,10 @@ class CachedWeight:
     """A quantized weight.
 
     Attributes:
-        version: of the weight that it was made of (``WeightCache.version``).
+        version: the source weight's ``WeightCache.version``.
         recorded: the weight's amax is in its slots.
         scale: float32 [], the delayed scale that was used; None: the weight's own.
-        for_evaluation: evaluation made it, whose scale may be another than training's.
+        for_evaluation: evaluation made it; its scale may differ from training's.
     """
 
     version: tuple[Any, ...]
@@ -55,13 +55,13 @@ class WeightCache:
     """Quantizes a site's weight and caches the result.
 
     Args:
-        casts: the role's.
+        casts: the weight's quantizers.
         state: of the model: which iteration it is, and whether weights may be cached.
 
     Attributes:
         casts, state: as given.
-        evaluation_casts: what quantizes it in evaluation: ``casts``, unless others than the training may write it.
-        entry: what is cached.
+        evaluation_casts: its quantizers in evaluation: ``casts``, unless code other than training may write it.
+        entry: the cached weight.
     """
 
     def __init__(self, casts: Casts, state: Fp8State):
@@ -69,7 +69,7 @@ class WeightCache:
         self.evaluation_casts = casts
         self.entry: CachedWeight | None = None
         self._memory: StorageWeakRef | None = None
-        """Of what is cached, so that no other memory gets its number."""
+        """Storage of the cached weight; the reference keeps its number from being reused."""
         self._observed = -1  # the iteration in which the weight was recorded without a cast
         shared = casts.shared
         # Codes that serve both directions, one a transposed view of the other, are one copy anyway.
@@ -80,20 +80,20 @@ class WeightCache:
     def check_scale_in_evaluation(
         self, weight_facts: Callable[[], WeightFacts], warn: Callable[[str], Any]
     ) -> None:
-        """Others than the training may write the weight: evaluation looks whether its delayed scale still fits."""
+        """Makes evaluation check that the delayed scale fits, because code other than training may write the weight."""
         self.evaluation_casts = evaluation_casts(self.casts, weight_facts, warn)
 
-    # A call's weight is quantized once an iteration if the state ``keeps_weights``, else at each call: ``prepare`` gives
-    # it where that needs no cast, else the cast, whose result the caller hands to ``take``.
+    # A weight is quantized once an iteration if the state ``keeps_weights``, else at each call. ``prepare`` returns it if
+    # no cast is needed, else the cast; the caller passes the cast's result to ``take``.
 
     def prepare(self, weight: torch.Tensor, *, fresh: bool, training: bool, record: bool) -> Sides | CastJob:
-        """The weight [N, K], and [K, N] columnwise, where that needs no cast, else the cast that makes them.
+        """Returns the weight [N, K], and [K, N] columnwise; or, if that needs a cast, the cast.
 
-        Each is quantized, or as it is where the plan has high precision. The columnwise side is None where backward makes
-        it again. A weight that lives as FP8 is used as it is; its amax counts once an iteration, as if it had been cast.
+        A side is quantized, or plain if its GEMM runs in high precision. The columnwise side is None if backward makes it
+        again. An FP8 parameter is used without a cast; its amax counts once an iteration, as if it had been cast.
 
         Args:
-            fresh: quantize again whatever is cached (Megatron's is_first_microbatch).
+            fresh: ignore the cache (Megatron's is_first_microbatch).
             training: the layer's mode, which chooses the casts.
             record: record the amax.
         """
@@ -110,7 +110,7 @@ class WeightCache:
         if casts.rowwise is casts.columnwise is None:
             return Sides(weight, weight.t())
         entry = None if fresh or not self.state.keeps_weights else self.entry
-        # Of a weight without a version nobody would notice that it was written.
+        # An inference tensor has no version, so a write would go unnoticed.
         if entry is not None and not weight.is_inference() and entry.version == self.version(weight):
             if record and not entry.recorded:
                 self.record(measure(weight))
@@ -119,9 +119,9 @@ class WeightCache:
         return CastJob(casts, weight, "rowwise" if again else "both", record)
 
     def take(self, job: CastJob, quantized: Float8Tensor, *, keep: bool = False) -> Sides:
-        """What ``job``, given by ``prepare``, made; returned as ``prepare`` does.
+        """Returns the result of ``job``, which ``prepare`` returned, in ``prepare``'s form.
 
-        Cached if the state ``keeps_weights``, or to ``keep`` it for backward, which an operator needs.
+        Caches it if the state ``keeps_weights``; ``keep``: for backward, which an operator needs.
         """
         weight, casts = job.x, job.casts
         if keep or self.state.keeps_weights:
@@ -154,7 +154,7 @@ class WeightCache:
             entry.recorded = True
 
     def recorded_nothing(self) -> None:
-        """Let the next call record the weight again: its slots were restored."""
+        """Lets the next call record the weight again, after its slots were restored."""
         self._observed = -1
         if self.entry is not None:
             self.entry.recorded = False
@@ -165,7 +165,7 @@ class WeightCache:
             self.casts.observe(weight)
 
     def forget(self) -> None:
-        """Drop what is cached: another weight took this one's place."""
+        """Empties the cache, because another weight took this one's place."""
         self.entry = None
 
     def _first_this_iteration(self) -> bool:
@@ -173,11 +173,10 @@ class WeightCache:
         return first
 
     def version(self, weight: torch.Tensor, weight_generation: int | None = None) -> tuple[Any, ...]:
-        """The weight's memory, how it lies there, and what is known of writes to it (now, or in an earlier generation).
+        """The weight's memory and layout, and its version now, or in an earlier generation.
 
-        The storage is named by its number, which no other has for as long as somebody refers to it, as the cache does:
-        its address freed memory gives to another. Codes made in the capture of a CUDA graph exist at its replay only, so
-        they are another version.
+        The storage is identified by its number, which is unique while the cache refers to it. An address would be reused
+        once freed. Codes made in the capture of a CUDA graph exist at its replay only, so they are another version.
         """
         generation = self.state.weight_generation if weight_generation is None else weight_generation
         captured = self.state.capturing or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -269,34 +268,33 @@ def columnwise_of(
 
 # -------------------------------------------------------------------------------------------------- evaluation scale
 
-# Delayed scaling knows a weight by the iterations that cast it. Weights that somebody puts there afterwards, such as
-# merged adapters and averages, may lie far beyond that scale, and evaluation, which records nothing, would saturate them
-# for ever. So evaluation looks at the weight's amax before it casts. Where that fits the scale, the scale is used, with
-# the training forward's bits; else the cast is that of a weight without a history, by its own amax. The choice is made on
-# the device and nothing is remembered: it is right for a weight that is written through ``.data``, in compiled code and
-# in a CUDA graph.
+# A delayed scale comes from the weights of earlier iterations. Weights written by other code, such as merged adapters and
+# averages, may exceed it by far. Evaluation records nothing, so it would saturate them for ever. So evaluation measures
+# the weight's amax before each cast. If it fits the scale, the cast uses the scale, with the training forward's bits.
+# Otherwise the cast uses current scaling, as for a weight without a history. The choice is made on the device and not
+# stored, so it is right after a write through ``.data``, in compiled code and in a CUDA graph.
 #
-# Training makes no such pass: the first forward saturates, its amax is recorded, and the next iteration's scale fits.
-# Rejected: to take the own scale whenever the weight outgrew the history's. Optimizers let many weights grow a little in
-# each step, and evaluation would then not give the training forward's bytes.
+# Training does not measure: the first forward saturates, its amax is recorded, and the next iteration's scale fits.
+# Rejected: current scaling for every weight that exceeds its scale. Optimizers let many weights grow a little in each
+# step, and evaluation would then not give the training forward's bytes.
 
 STEPPED = 2.0
-"""How far beyond its scale a weight may be that the training itself may have written."""
+"""Factor by which a weight may exceed its scale if training may have written it."""
 
 ROUNDED = 1 + 2.0**-7
-"""How much larger a weight may be than it was saved, whose dtype is another one now: BF16 rounds by half of that."""
+"""Factor by which a weight may exceed its saved amax: its dtype may have changed, and BF16 rounds by half of this."""
 
 _FLUSHED = 2.0**10
-"""How much larger a weight's own scale may be: with one beyond it, the weight's small values become zeros."""
+"""Largest factor between the current and the delayed scale: beyond it the weight's small values become zeros."""
 
 
 class WeightFacts(NamedTuple):
-    """What is known of a weight since its last scale was made.
+    """Facts about a weight since its scale was computed.
 
     Attributes:
-        limit: how far its amax may lie beyond the scale.
-        amax: and no larger it may be, if it lies beyond: what it was as training left it, where that is known.
-        written: somebody other than the training wrote it, and that is certain.
+        limit: factor by which its amax may exceed the largest that fits the scale.
+        amax: an amax beyond the scale may not exceed this: the weight's as training left it, if known.
+        written: code other than training certainly wrote it.
         has_warned: whether the model's user was warned of such weights.
     """
 
@@ -307,16 +305,15 @@ class WeightFacts(NamedTuple):
 
 
 class EvalWeightQuantizer(Quantizer):
-    """A delayed weight's quantizer in evaluation, which takes the weight's own scale where the history's does not fit.
+    """A delayed weight's quantizer in evaluation. It uses current scaling if the delayed scale does not fit.
 
     Args:
         quantizer: training's.
         weight_facts: called at each cast.
-        warn: called once a scale did not fit, as far as the host sees that without waiting for a device.
+        warn: called once if a scale did not fit and the host can see it without waiting for a device.
 
     Attributes:
-        misfits: bool [], whether the last matrix was cast by a scale of its own since the history's did not fit; None: it
-            was not asked.
+        misfits: bool [], whether the delayed scale did not fit the last matrix; None: that was not checked.
     """
 
     def __init__(
@@ -333,11 +330,11 @@ class EvalWeightQuantizer(Quantizer):
         return False
 
     def delayed_scale(self) -> torch.Tensor | None:
-        """float32 [], the scale of its last cast; None if that had no history's."""
+        """float32 [], the scale of its last cast; None if that was not delayed."""
         return self._used
 
     def quantize(self, x: torch.Tensor, direction: Direction, **_: Any) -> Quantized:
-        """x [rows, cols] by the history's scale where that fits, else by x's own."""
+        """Casts x [rows, cols] by the delayed scale if that fits, else by current scaling."""
         self._used = scale = self._scale_of(x)
         done: Quantized = self.backend.quantize(x, self.rule, direction, scale=scale)
         self.slot.arena.counter.here.casts += 1
@@ -360,9 +357,9 @@ def eval_scale(
     """(float32 [], the scale to cast x by; bool [], whether it is x's own). Nothing is read back.
 
     Args:
-        x: the weight. All zeros or with an Inf it says nothing of a scale, and fits any.
+        x: the weight. If it is all zeros or has an Inf, any scale fits.
         delayed_scale: float32 [].
-        facts: how far x may lie beyond it.
+        facts: by how much x may exceed it.
     """
     assert slot.delayed is not None
     amax = block_amaxes(in_memory(x).contiguous(), [(0, 0)])[0][0].view([])
@@ -395,14 +392,14 @@ def evaluation_casts(
 
 
 def untrained_quantizer(quantizer: Quantizer) -> Quantizer:
-    """What casts a weight that no training writes any more: whatever is written there is not to be saturated."""
+    """The quantizer of a weight that is no longer trained: no value written to it may saturate."""
     cast = evaluation_casts(Casts(quantizer, quantizer), lambda: WeightFacts(1.0)).rowwise
     assert cast is not None
     return cast
 
 
 def warn_of_replaced(name: str) -> None:
-    """Say that a weight, whose slot has this name, is scaled by itself in evaluation."""
+    """Warns that evaluation uses current scaling for the weight whose slot has this name."""
     warnings.warn(
         f"{name} was replaced since training gave it a scale, which does not fit it: evaluation scales such weights by"
         " their own largest magnitude, as training will from the iteration after its next",
@@ -411,7 +408,7 @@ def warn_of_replaced(name: str) -> None:
 
 
 def _may_look(x: torch.Tensor, facts: WeightFacts) -> bool:
-    """Whether the host may read a verdict on x: where nobody waits for it, or where x was written."""
+    """Whether the host may read the result for x: if that needs no wait, or if x was written."""
     if not x.is_cuda:
         return True
     return facts.written and not torch.cuda.is_current_stream_capturing()
