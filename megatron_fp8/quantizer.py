@@ -1,4 +1,4 @@
-"""quantize, without state; and Quantizer, with a site's state for one operand."""
+"""quantize, without state; Quantizer, with a site's state for one operand."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def quantize(
         role: 'input', 'weight' or 'grad_output'.
         direction: 'rowwise' (blocks along cols), 'columnwise' (codes of the transposed matrix, blocks along rows) or
             'both'.
-        key: names the random bits where the recipe rounds grad_output stochastically.
+        key: chooses the random bits if the recipe rounds grad_output stochastically.
 
     Raises:
         ValueError: shape, dtype, role or direction is wrong, or the recipe leaves this role in high precision.
@@ -58,7 +58,8 @@ def quantize(
 
 
 def measure(x: torch.Tensor) -> torch.Tensor:
-    """float32 [2] on x's device: the amax of x [..., K] (may be Inf, never NaN; 0 of nothing); how many NaN and Inf."""
+    """float32 [2] on x's device: the amax of x [..., K] (may be Inf, never NaN; 0 if x is empty); the number of NaN and
+    Inf."""
     matrix = in_memory(x.detach().reshape(-1, x.shape[-1])).contiguous()
     (amax,), nonfinite = block_amaxes(matrix, [(0, 0)])
     counted = amax.new_zeros(()) if nonfinite is None else nonfinite.to(amax.dtype)
@@ -66,7 +67,7 @@ def measure(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Place(NamedTuple):
-    """Views of one slot's numbers in its arena, and the tensors that they are views of. scale: float32 [], delayed."""
+    """Views of one slot's numbers in its arena, and the tensors they belong to. scale: float32 [], delayed."""
 
     rows: torch.Tensor
     scales: torch.Tensor
@@ -76,14 +77,14 @@ class _Place(NamedTuple):
     @staticmethod
     @torch.inference_mode(False)
     def of(slot: Slot) -> _Place:
-        """Those of a slot."""
+        """The views of a slot."""
         rows, scales, index = slot.arena.rows, slot.arena.scale, slot.index
         running = RunningAmax(rows[0, index], rows.view(torch.int32)[0, index], rows[1, index])
         return _Place(rows, scales, running, scales[index])
 
 
 class Quantizer:
-    """What one GEMM site keeps for one role: the recipe's rule, the slot that casts record in, and the backend."""
+    """A GEMM site's quantizer of one role: the recipe's rule, the slot for amaxes, and the backend."""
 
     def __init__(self, rule: Rule, slot: Slot, backend: ModuleType):
         self.rule, self.slot, self.backend = rule, slot, backend
@@ -102,9 +103,9 @@ class Quantizer:
         region: Region | None = None,
         for_product: bool = False,
     ) -> Float8Tensor:
-        """``quantize``, and record amax and health; record=False leaves the slot alone (evaluation, recomputation).
+        """``quantize``, which also records amax and health; record=False does not (evaluation, recomputation).
 
-        for_product: nobody but the backend's gemm reads the sides: their scales may lie as that wants them.
+        for_product: only the backend's gemm reads the sides, so their scales may have its layout.
         """
         observer = self.slot.arena.observer
         if observer is None and self.computes:  # its kernels record as they go
@@ -149,12 +150,12 @@ class Quantizer:
         region: Region | None = None,
         running: RunningAmax | None = None,
     ) -> Quantized:
-        """Quantize x [rows, cols] with the current scale (delayed, once warm) or x's own.
+        """Quantizes x [rows, cols] with the delayed scale, once warm, or by current scaling.
 
         Args:
             reduce_amax, region: as in backends.reference.quantize; a warm delayed scale is shared already and needs no
                 reduction.
-            running: where the backend records amax and health.
+            running: receives amax and non-finite count.
         """
         slot, rule = self.slot, self.rule
         quantized: Quantized = self.backend.quantize(
@@ -170,8 +171,8 @@ class Quantizer:
         return quantized
 
     def request(self, x: torch.Tensor, direction: Direction, *, record: bool) -> CastRequest | None:
-        """The cast as a request for ``cast_each``; None where the quantizer has to be called: it casts in its own way,
-        its backend makes casts one by one, or an observer sees each."""
+        """The cast as a request for ``cast_each``. None if the quantizer must be called: it is a subclass, rounds
+        stochastically, its backend has no ``quantize_each``, or an observer sees each cast."""
         in_one_call = (
             hasattr(self.backend, "quantize_each") and type(self) is Quantizer and not self.rule.stochastic
         )
@@ -182,48 +183,49 @@ class Quantizer:
         return CastRequest(x.contiguous(), self.rule, direction, scale, place.running if record else None)
 
     def record(self, amax: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
-        """Max amax (float32 [], may be Inf, never NaN) into the slot's running one; add the non-finite count, if any."""
+        """Updates the slot's running amax by this one (float32 [], may be Inf, never NaN); adds the non-finite count,
+        if any."""
         self._in_arena().running.record(amax, nonfinite)
 
     def observe(self, x: torch.Tensor) -> None:
-        """Record the amax that a cast of x [rows, cols] would, without a cast.
+        """Records the amax of x [rows, cols] without a cast.
 
-        Non-finite elements are not counted: nothing saturates them, whoever uses x meets them.
+        Non-finite elements are not counted: without a cast they do not saturate, and x's users see them.
         """
         self.record(measure(x)[0], None)
 
     def _in_arena(self) -> _Place:
-        """The slot's numbers, found anew only where the arena has grown or was trimmed."""
+        """The slot's views, made again only if the arena was resized."""
         arena, place = self.slot.arena, self._place
         if place is None or place.rows is not arena.rows or place.scales is not arena.scale:
             self._place = place = _Place.of(self.slot)
         return place
 
     def _current_scale(self) -> torch.Tensor | None:
-        """float32 [], the history's own, not a copy: to be read now. None where the matrix at hand gives it."""
+        """float32 [], a view of the delayed scale, valid only now. None for current scaling."""
         return self._in_arena().scale if self.rule.delayed and self.slot.warm else None
 
     def again(self, x: torch.Tensor, direction: Direction, scale: torch.Tensor | None) -> Float8Tensor:
-        """x as it was quantized before, with the delayed scale of then (None: x's own). Nothing is recorded."""
+        """Repeats an earlier cast of x with its delayed scale (None: current scaling). Records nothing."""
         self.slot.arena.counter.here.casts += 1
         done: Quantized = self.backend.quantize(x, self.rule, direction, scale=scale)
         return done.tensor
 
     @property
     def computes(self) -> bool:
-        """Whether its kernels take a matrix that they have to compute as they read (kernels/lazy_tensor.py)."""
+        """Whether its kernels take a LazyTensor, which they compute while reading (kernels/lazy_tensor.py)."""
         return self._has_kernel
 
     def delayed_scale(self) -> torch.Tensor | None:
-        """float32 [], a copy of the history's; None where the matrix at hand gives it (not delayed, or still cold)."""
+        """float32 [], a copy of the delayed scale; None for current scaling (not delayed, or not yet warm)."""
         return self._in_arena().scale.clone() if self.rule.delayed and self.slot.warm else None
 
 
 @dataclass
 class Casts:
-    """What quantizes one role of a site, in each of its two directions; None: that GEMM reads it in high precision.
+    """The quantizers of one role of a site, by direction; None: that GEMM reads it in high precision.
 
-    One object in both where one cast serves both GEMMs.
+    Both are the same object if one cast serves both GEMMs.
     """
 
     rowwise: Quantizer | None
@@ -236,17 +238,17 @@ class Casts:
 
     @property
     def shared(self) -> Quantizer | None:
-        """What quantizes it for both GEMMs; None if nothing does."""
+        """The quantizer that serves both GEMMs; None if there is none."""
         return self.rowwise if self.rowwise is self.columnwise else None
 
     @property
     def quantizers(self) -> list[Quantizer]:
-        """Those that there are, each once."""
+        """The existing quantizers, each once."""
         found = dict.fromkeys((self.rowwise, self.columnwise))
         return [quantizer for quantizer in found if quantizer is not None]
 
     def observe(self, x: torch.Tensor) -> None:
-        """Record the amax of x [rows, cols] without a cast, where a scale is delayed."""
+        """Records the amax of x [rows, cols] without a cast, for delayed scales."""
         for quantizer in self.quantizers:
             if quantizer.slot.delayed is not None:
                 quantizer.observe(x)
@@ -260,13 +262,13 @@ class Casts:
         reduce_amax: AmaxReduction | None = None,
         for_product: bool = False,
     ) -> Float8Tensor:
-        """The sides of x that are asked for and quantized; arguments as Quantizer's."""
+        """Casts x to the requested sides; arguments as Quantizer's."""
         options: Any = {"record": record, "reduce_amax": reduce_amax, "for_product": for_product}
         done = [quantizer(x, way, **options) for quantizer, way in self.parts(direction)]
         return done[0] if len(done) == 1 else _joined(done, x.dtype)
 
     def parts(self, direction: Direction) -> list[tuple[Quantizer, Direction]]:
-        """The casts that are needed: by which quantizer, in which direction."""
+        """The needed casts: (quantizer, direction)."""
         row = None if direction == "columnwise" else self.rowwise
         column = None if direction == "rowwise" else self.columnwise
         if row is not None and row is column:
@@ -276,7 +278,7 @@ class Casts:
 
 
 class CastJob(NamedTuple):
-    """A cast of x [rows, cols] for ``cast_each``; the others as of a call of ``casts``."""
+    """A cast of x [rows, cols] for ``cast_each``; other fields are arguments of ``casts``."""
 
     casts: Casts
     x: torch.Tensor
@@ -286,7 +288,7 @@ class CastJob(NamedTuple):
 
 
 def cast_each(jobs: Sequence[CastJob]) -> list[Float8Tensor]:
-    """What ``casts`` gives for each job, with its bits; in one call of a backend that has one for many."""
+    """The result of ``casts`` for each job, bit for bit; one call if the backend has ``quantize_each``."""
     made: list[list[Any]] = []
     requests: dict[ModuleType, list[CastRequest]] = {}
     for casts, x, direction, record, for_product in jobs:
@@ -308,7 +310,7 @@ def cast_each(jobs: Sequence[CastJob]) -> list[Float8Tensor]:
 
 
 def _joined(made: Sequence[Float8Tensor], dtype: torch.dtype) -> Float8Tensor:
-    """One tensor of up to two, each with sides that the others lack."""
+    """Joins the sides of one or two tensors."""
     rowwise = next((one.rowwise for one in made if one.rowwise is not None), None)
     columnwise = next((one.columnwise for one in made if one.columnwise is not None), None)
     return Float8Tensor(rowwise, columnwise, dtype)

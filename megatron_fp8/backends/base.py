@@ -13,12 +13,12 @@ from ..numerics.rule import Direction, Rule
 from ..tensor import Float8Tensor, QuantizedSide
 
 AmaxReduction = Callable[[torch.Tensor], None]
-"""Maxes a float32 tensor over ranks, in place."""
+"""Reduces a float32 tensor over ranks by MAX, in place."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """Where a matrix lies in the logical one that all ranks share; names the random bits of stochastic rounding."""
+    """Position of a matrix in the logical one that all ranks share; it chooses the bits of stochastic rounding."""
 
     key: RandomKey
     row_offset: int = 0
@@ -34,7 +34,7 @@ class Region:
 
 @dataclass(frozen=True)
 class RunningAmax:
-    """What an arena holds of a slot's iteration so far.
+    """An arena's numbers for a slot in the current iteration.
 
     Attributes:
         amax: float32 [], the largest.
@@ -47,19 +47,19 @@ class RunningAmax:
     nonfinite: torch.Tensor
 
     def record(self, amax: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
-        """Max amax (float32 [], may be Inf, never NaN) into the largest; add the non-finite count, if any."""
+        """Updates the largest by amax (float32 [], may be Inf, never NaN); adds the non-finite count, if any."""
         torch.maximum(self.bits, amax.view(torch.int32), out=self.bits)
         if nonfinite is not None:
             self.nonfinite.add_(nonfinite)
 
 
 class CastRequest(NamedTuple):
-    """A cast that a backend is asked for.
+    """A cast for a backend.
 
     Attributes:
         x: contiguous [rows, cols].
-        rule, direction, scale: as of reference.quantize.
-        running: where amax and non-finite count are recorded, too; None: nowhere.
+        rule, direction, scale: as in reference.quantize.
+        running: also receives amax and non-finite count; None: not recorded.
     """
 
     x: torch.Tensor
@@ -71,8 +71,8 @@ class CastRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Quantized:
-    """What a quantization gives: the tensor, and the local amax (float32 []) and non-finite count for the health; or,
-    where a backend was given a slot's ``RunningAmax`` to record in, that slot's."""
+    """Result of a quantization: the tensor, the local amax (float32 []) and the non-finite count. If the backend recorded
+    in a ``RunningAmax``, these may be the slot's."""
 
     tensor: Float8Tensor
     amax: torch.Tensor
@@ -80,7 +80,7 @@ class Quantized:
 
 
 def check_matrix(x: torch.Tensor, direction: str) -> None:
-    """ValueError unless x is a matrix of a floating dtype that can be quantized, and the direction is known."""
+    """Raises ValueError unless x is a matrix of a supported floating dtype and the direction is known."""
     check_float(x)
     if x.ndim != 2:
         raise ValueError(
@@ -91,13 +91,13 @@ def check_matrix(x: torch.Tensor, direction: str) -> None:
 
 
 RESULTS = (torch.float32, torch.bfloat16, torch.float16)
-"""What a gemm's result can be (float64, too, where a reference is wanted)."""
+"""Result dtypes of a gemm (and float64, for a reference)."""
 
 
 def unfit(
     a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, bias: torch.Tensor | None
 ) -> ValueError:
-    """What a gemm raises: contractions that differ, E5M2 twice, another result than a float, a bias that is not [N]."""
+    """A gemm's error: contractions differ, both operands are E5M2, or the result dtype or the bias's shape is wrong."""
     if a.shape[1] != b.shape[1]:
         return ValueError(
             f"gemm contracts the last dimensions, {tuple(a.shape)} and {tuple(b.shape)}: they must be equal"
@@ -120,13 +120,12 @@ def gemm_in_turn(
     add: bool = False,
     fast_accumulation: bool = False,
 ) -> None:
-    """outs[i] [M, N] = gemm of a[i] [M, K] and b[i] [N, K], one after the other: what any backend's ``grouped_gemm`` is.
+    """outs[i] [M, N] = gemm of a[i] [M, K] and b[i] [N, K], one by one: a ``grouped_gemm`` for any backend.
 
     Args:
         gemm: a backend's.
-        outs: each of a dtype that gemm gives. M and K may be 0: of no K the product is 0.
-        add: to outs as they are instead, of any dtype: the float32 product, rounded once, as ``out.add_`` does. Of no K
-            nothing changes.
+        outs: of a result dtype. M and K may be 0; with K = 0 the product is 0.
+        add: add the float32 product to outs, of any dtype, rounded once as by ``out.add_``. With K = 0 nothing changes.
         fast_accumulation: as gemm's.
     """
     for left, right, out in zip(a, b, outs, strict=True):

@@ -1,7 +1,7 @@
 """CPU casts in C, of one matrix or many in one call. What C does not take goes through reference.py.
 
-Amaxes, scales and codes of both directions are one call (kernels/cpu/casts.c), but where ranks share amaxes: then those
-are found first, reduced, and handed to it.
+One call makes amaxes, scales and codes of both directions (kernels/cpu/casts.c). If ranks share amaxes, these are
+measured and reduced first, in a separate call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .base import AmaxReduction, CastRequest, Quantized, Region
 def quantize(
     request: CastRequest, reduce_amax: AmaxReduction | None = None, region: Region | None = None
 ) -> Quantized:
-    """``reference.quantize``, by C where it takes the matrix."""
+    """``reference.quantize``, in C if it supports the matrix."""
     wanted = _cast_input(request)
     if wanted is None:
         return _as_specified(request, reduce_amax, region)
@@ -34,7 +34,7 @@ def quantize(
 
 
 def quantize_each(requests: Sequence[CastRequest]) -> list[Quantized]:
-    """``quantize`` of each, of which no amax is reduced and none is rounded stochastically."""
+    """``quantize`` of each request, without reduction of amaxes and stochastic rounding."""
     inputs = [_cast_input(one) for one in requests]
     made = iter(matrix_quantize.quantize([one for one in inputs if one is not None]))
     return [
@@ -44,7 +44,7 @@ def quantize_each(requests: Sequence[CastRequest]) -> list[Quantized]:
 
 
 def _cast_input(request: CastRequest) -> matrix_quantize.CastInput | None:
-    """The request as C takes it; None where it does not."""
+    """The request for C; None if C does not support it."""
     x, rule, direction, scale, running = request
     if rule.stochastic or rule.scale == "e4m3" or x.dtype not in emulation.FLOATS or not emulation.usable(x):
         return None
@@ -66,7 +66,7 @@ def _as_specified(
 
 @cache
 def _cuts(granularity: Granularity, direction: Direction) -> list[tuple[int, int]]:
-    """Rows and columns of the blocks of each cast that is needed, as the matrix lies."""
+    """(rows, columns) of the blocks of each needed cast, in x's orientation."""
     high, wide = granularity.rows, granularity.cols
     if high == wide or direction == "rowwise":
         return [(high, wide)]
@@ -76,9 +76,11 @@ def _cuts(granularity: Granularity, direction: Direction) -> list[tuple[int, int
 def _with_other_ranks(
     wanted: matrix_quantize.CastInput, reduce_amax: AmaxReduction
 ) -> tuple[matrix_quantize.CastInput, torch.Tensor, int]:
-    """The same with amaxes that were found and reduced; this rank's own amax, and how many elements are NaN or Inf."""
+    """The same cast with reduced amaxes; this rank's own amax; the number of NaN and Inf."""
     amaxes, special = matrix_quantize.block_amaxes(wanted.x, wanted.cuts)
-    bits = amaxes[0].view(torch.int32).amax()  # which sort like the numbers, and no mode flushes them
+    bits = (
+        amaxes[0].view(torch.int32).amax()
+    )  # they sort like the numbers, and no floating-point mode flushes them
     amax = bits.view(torch.float32)
     if wanted.running is not None:
         running = wanted.running.view(torch.int32)
@@ -92,7 +94,7 @@ def _with_other_ranks(
 
 
 def _quantized(request: CastRequest, done: matrix_quantize.CastOutput) -> Quantized:
-    """What codes and scales of each cut are the sides of; both lie as x does."""
+    """The quantized tensor made of each cut's codes and scales, both in x's orientation."""
     x, rule, direction, _, running = request
     made, amax, special = done
     nonfinite = None

@@ -13,10 +13,9 @@ an FP8 GEMM up to the order of summation:
   contraction where torch may round float32 operands (``torch.set_float32_matmul_precision``): float64, rare and slow.
 * ``exact=True``: float64 throughout, the oracle.
 
-On CPUs C takes large matrices a shorter way: one call makes amaxes, scales, and codes in both directions (cpu_cast.py),
-or the codes under a scale that was there before its matrix. A product decodes codes as its GEMM packs them
-(kernels/cpu/gemm.c), where the processor has one for that. All else goes through reference.py and torch. Codes and scales
-are the same bits; products differ by the order of their sums.
+On CPUs one call of C makes amaxes, scales, and codes in both directions (cpu_cast.py). The C GEMM decodes codes while
+it packs them (kernels/cpu/gemm.c), on processors that it supports. Everything else goes through reference.py and torch.
+Codes and scales have the same bits; products differ by the order of their sums.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ takes_any_size = True
 
 
 def supports(device: torch.device, recipe: Recipe | Products | None = None) -> str | None:
-    """Why this backend cannot run on the device, or multiply what the recipe quantizes: never, it does all of it."""
+    """None: this backend runs all recipes on all devices."""
     return None
 
 
 def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
-    """What of the recipe this backend does in another way than its own: nothing."""
+    """No notes: this backend follows every recipe."""
     return []
 
 
 def turns_codes(rule: Rule) -> bool:
-    """Whether the columnwise side of an input is a transposed view of codes in row order: of one code a byte."""
+    """Whether the columnwise side of an input is a transposed view of codes in row order: if a byte has one code."""
     return rule.fmt.codes_per_byte == 1
 
 
@@ -70,7 +69,7 @@ def quantize(
     """Quantize a matrix in one or both directions; other arguments, errors and bits are reference.quantize's.
 
     Args:
-        running: where amax and non-finite count are recorded, too.
+        running: also receives amax and non-finite count.
     """
     return cpu_cast.quantize(
         CastRequest(x.contiguous(), rule, direction, scale, running), reduce_amax, region
@@ -101,10 +100,10 @@ def gemm(
     """a @ b^T of two quantized sides: acc * (scale_inv_a * scale_inv_b) in float32, + bias, one rounding.
 
     Args:
-        a: [M, K]; b: [N, K]; any M, N, K (none need be a multiple of anything).
+        a: [M, K]; b: [N, K]; any M, N, K.
         out_dtype: float32, bfloat16 or float16; float64 for the reference.
         bias: [N], added in float32 before the rounding.
-        fast_accumulation: allowed to tensor cores; here sums are float32 either way.
+        fast_accumulation: ignored; sums are float32.
         exact: float64 accumulation: the reference.
 
     Returns:
@@ -146,7 +145,7 @@ def _is_fp4(a: QuantizedSide, b: QuantizedSide) -> bool:
 
 
 def _has_few_rows(a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype) -> bool:
-    """Whether a @ b^T is for ``_multiply_few_rows``, as far as shapes, dtypes and kinds of scales say."""
+    """Whether ``_multiply_few_rows`` takes a @ b^T, by shapes, dtypes and kinds of scales."""
     return (
         a.codes.shape[0] <= skinny_gemm.MOST
         and skinny_gemm.takes(a.codes.shape[0], b.codes, out_dtype)
@@ -160,10 +159,10 @@ def _has_few_rows(a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype) ->
 def _multiply_few_rows(
     a: QuantizedSide, b: QuantizedSide, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """``gemm`` of at most 16 rows, as of decoded tokens: b's codes are read once, as they lie. bias: float32 [N].
+    """``gemm`` for at most 16 rows, such as decoded tokens. Reads b's codes once, without a copy. bias: float32 [N].
 
-    Powers of two along the contraction go into the numbers that are multiplied, all other scales into the sum: no bit
-    of the result depends on that.
+    Power-of-two scales along the contraction multiply the operands' values, all other scales the sum; the result has
+    the same bits.
     """
     one = torch.ones((), dtype=torch.float32, device="cpu")
     if a.granularity.cols:
@@ -189,15 +188,15 @@ def _multiply_few_rows(
 
 
 def _exponents(scale: torch.Tensor) -> torch.Tensor:
-    """uint8 [block rows, block cols] of scales that are powers of two and normal numbers."""
+    """uint8 [block rows, block cols]: exponents of scales that are powers of two and normal numbers."""
     if scale.dtype != torch.float32:
         return scale.view(torch.uint8).contiguous()
     return (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
 
 
 def accumulate(a: Operand, b: Operand, into: torch.Tensor) -> bool:
-    """Add ``gemm``'s float32 result to ``into`` as it is made, with the bits of ``into.add_``, and say so; False, with
-    nothing done, where C does not take these.
+    """Adds ``gemm``'s float32 result to ``into`` while it is computed, with the bits of ``into.add_``. Returns False,
+    without a change, if C does not support the operands.
 
     Args:
         into: [M, N].
@@ -231,9 +230,9 @@ def grouped_gemm(
     add: bool = False,
     fast_accumulation: bool = False,
 ) -> None:
-    """outs[i] = ``gemm`` of a[i] and b[i], with its bits; in one call where C decodes codes on the way.
+    """outs[i] = ``gemm`` of a[i] and b[i], bit for bit; one call of C for all that it supports.
 
-    Args: as of base.gemm_in_turn.
+    Args: as in base.gemm_in_turn.
     """
     inside, products = [], []
     loop = emulation.inner_loop()
@@ -266,7 +265,7 @@ _IN_C = (torch.bfloat16, torch.float32)
 def _in_torch(
     a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, bias: torch.Tensor | None, exact: bool
 ) -> torch.Tensor:
-    """``gemm`` of any two sides that fit."""
+    """``gemm`` in torch, for all operands."""
     short = _is_short(a) and _is_short(b)
     if exact or not _foldable(a, b) or not (short or keeps_float32(a.codes.device)):
         return finish(values64(a) @ values64(b).t(), None, bias, out_dtype)
@@ -274,7 +273,7 @@ def _in_torch(
     if a.pow2 and b.pow2 and bias is None and out_dtype == torch.bfloat16 and in_bfloat16:
         values_a, values_b = a.dequantize(torch.bfloat16), b.dequantize(torch.bfloat16)
         if not (a.finite and b.finite):
-            # oneDNN reads a row's end in whole tiles, so that a NaN of the next row gets into this one.
+            # oneDNN reads whole tiles beyond a row's end, so a NaN of the next row would spread into this one.
             missing = -a.codes.shape[1] % 32
             values_a, values_b = (torch.nn.functional.pad(v, (0, missing)) for v in (values_a, values_b))
         return values_a @ values_b.t()
@@ -292,7 +291,7 @@ def values64(side: QuantizedSide) -> torch.Tensor:
 
 
 def _foldable(a: QuantizedSide, b: QuantizedSide) -> bool:
-    """Whether scaled operands, their products and sums stay clear of subnormals (which BF16 units flush) and
+    """Whether scaled operands, their products and sums have no subnormals (which BF16 units flush) and no
     overflow."""
     (smallest_a, largest_a), (smallest_b, largest_b) = _scale_range(a), _scale_range(b)
     return (
@@ -308,15 +307,15 @@ def _scale_range(side: QuantizedSide) -> tuple[float, float]:
 
 
 def _is_short(side: QuantizedSide) -> bool:
-    """Whether what ``_operand`` multiplies are bfloat16 numbers."""
+    """Whether ``_operand``'s values are exact in bfloat16."""
     return side.pow2 or side.granularity.cols == 0
 
 
 def _operand(side: QuantizedSide, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(values [rows, K] in dtype; float32 [] or [rows, 1] to multiply the result by, None where nothing is left to do).
+    """(values [rows, K] in dtype; float32 [] or [rows, 1] to multiply the result by, or None).
 
-    dtype is float32, or bfloat16 of a short side, which is exact. Powers of two go into the values; other scales stay
-    outside the contraction where they are constant along it.
+    dtype is float32, or bfloat16 for a short side, whose values are exact in it. The values include power-of-two scales;
+    other scales multiply the result if they are constant along the contraction.
     """
     if side.granularity.cols == 0 and not side.pow2:  # then scales are float32: E8M0 has powers of two only
         return decode(side.codes, dtype, finite=side.finite), side.scale_inv

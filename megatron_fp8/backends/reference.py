@@ -1,10 +1,10 @@
 """The reference quantizer on any device: amaxes, scales and codes, one or both directions.
 
-The emulated backend has nothing else; the native one has it for what no Triton kernel does. Elements go through
-kernels/cast_dispatch.py, in C where that is faster.
+The backends use it for casts without a C or Triton kernel. Elements are cast by kernels/cast_dispatch.py, in C where that
+is faster.
 
-A columnwise side is kept as the transposed view of codes in the original layout: nothing is copied to transpose, and
-shards gathered along the rows need no permutation.
+A columnwise side is a transposed view of codes in the original layout: no copy, and shards gathered along the rows need
+no permutation.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def quantize(
             are counted, and neither makes a scale non-finite.
         rule: format, granularity, scale kind.
         direction: 'rowwise', 'columnwise' or 'both'.
-        scale: float32 [], given from outside (delayed scaling); None computes it from x.
-        reduce_amax: takes the largest over ranks, where x is a shard of a matrix's rows, of the amaxes that span other
-            ranks' rows too: the tensor's, and those of whole columns (the columnwise side of per-row scales).
-        region: place and random stream for stochastic rounding, needed if rule.stochastic.
-        running: where amax and non-finite count are recorded, too.
+        scale: float32 [] (delayed scaling); None computes it from x.
+        reduce_amax: if x is a shard of a matrix's rows: reduces amaxes over ranks, the tensor's and those of whole
+            columns (the columnwise side of per-row scales).
+        region: position and random stream for stochastic rounding, needed if rule.stochastic.
+        running: also receives amax and non-finite count.
 
     Raises:
         ValueError: x's dtype is none of these.
@@ -55,7 +55,7 @@ def quantize(
     granularity = rule.granularity
     wants_row, wants_column = direction != "columnwise", direction != "rowwise"
     once = granularity.symmetric  # one cast serves both directions
-    # One cut of x into blocks (0: not cut) for each cast that is needed: blocks along columns, blocks along rows.
+    # The blocks (rows, columns; 0: the whole extent) of each needed cast: along columns, along rows.
     cuts = [(granularity.rows, granularity.cols)] if wants_row or once else []
     if wants_column and not once:
         cuts.append((granularity.cols, granularity.rows))
@@ -63,7 +63,7 @@ def quantize(
     amax = amaxes[0].amax() if amaxes[0].numel() else torch.zeros((), device=x.device, dtype=torch.float32)
 
     def coded(cut: tuple[int, int], block_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(codes [rows, cols], scale_inv [blocks down, blocks across], or [] of a tensor): both as x lies."""
+        """(codes [rows, cols], scale_inv [blocks down, blocks across], or [] per tensor), both in x's orientation."""
         if granularity.is_tensor:
             block_amax = amax  # [], not [1, 1]
             if scale is None and reduce_amax is not None:
@@ -74,7 +74,7 @@ def quantize(
         block_scale, scale_inv = (
             block_scales(block_amax, rule) if scale is None else (scale, compute_scale_inv(scale))
         )
-        # A scale made from x's own amax lets nothing saturate but an Inf. Of other ranks' it may be 1: theirs may be Inf.
+        # With x's own amax only Inf saturates. A shared scale may be 1, if another rank has an Inf.
         bounded = scale is None and nonfinite is None and reduce_amax is None
         return cast_blocks(x, block_scale, cut, rule, bounded, region), scale_inv
 
@@ -110,7 +110,7 @@ def cast_blocks(
     bounded: bool,
     region: Region | None,
 ) -> torch.Tensor:
-    """Codes [rows, cols] of x under one scale for every block of ``cut`` (rows, cols; 0: the whole extent)."""
+    """Codes [rows, cols] of x with one scale per block of ``cut`` (rows, cols; 0: the whole extent)."""
     if rule.stochastic:
         assert region is not None, "stochastic rounding needs a region to draw its bits from"
         per_element = _expand_any(scale, Granularity(*cut), x.shape)

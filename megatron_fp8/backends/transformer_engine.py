@@ -1,13 +1,13 @@
 """Transformer Engine's linears as a backend, configured and checked by this package.
 
-The other backends are handed a matrix and a rule. Transformer Engine (TE) is handed a layer: casts, GEMMs, communication
-and the amax history are its own, and what it shall do is said once, by a recipe object given to its autocast. So this
-backend has no ``quantize`` and no ``gemm``. It has ``te_recipe``, which turns a recipe of ours into TE's, and
-``disagreements``, which reads from the quantizers that TE made for a layer what they really do.
+The other backends get a matrix and a rule. Transformer Engine (TE) runs a whole layer: casts, GEMMs, communication and
+the amax history are its own, configured by a recipe object given to its autocast. So this backend has no ``quantize``
+and no ``gemm``. It has ``te_recipe``, which translates a recipe into TE's, and ``disagreements``, which compares the
+quantizers that TE made for a layer with the recipe.
 
-Both are needed, because TE drops in silence what it does not know. Its recipes are pydantic dataclasses, which ignore
-unknown keywords: ``DelayedScaling(override_linear_precision=...)``, the way Megatron-Core asks for a weight gradient in
-BF16, and ``interval=...`` vanish. Keywords that it knows may have no effect either: ``use_power_2_scales`` and
+Both are needed, because TE silently ignores settings that it does not know. Its recipes are pydantic dataclasses, which
+ignore unknown keywords: ``DelayedScaling(override_linear_precision=...)``, Megatron-Core's request for a weight gradient
+in BF16, and ``interval=...``. Keywords that it knows may have no effect either: ``use_power_2_scales`` and
 ``use_f32_scales`` are fields, but quantizers read three QParams, which are attributes of the class, computed from an
 environment variable when it was defined. Here those are set on the recipe object itself, and everything is read back.
 
@@ -72,7 +72,7 @@ def import_failure() -> str | None:
 
 
 def version() -> str:
-    """The installed Transformer Engine's version, by which Megatron-Core goes too."""
+    """The installed Transformer Engine's version, which Megatron-Core checks too."""
     found = getattr(import_module("transformer_engine"), "__version__", None)
     return str(found) if found is not None else metadata.version("transformer-engine")
 
@@ -88,17 +88,17 @@ def supports(device: torch.device, recipe: Recipe | Products | None = None) -> s
 
 
 def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
-    """Whose numbers they are: TE's casts and GEMMs are specified by TE, not by this package."""
+    """A note: TE specifies its casts and GEMMs, so its numbers differ from this package's."""
     return [f"Transformer Engine {version()} casts and multiplies"]
 
 
 def device_reason(device: torch.device) -> str | None:
-    """Why the device is none of TE's, None if it may be."""
+    """Why TE does not support the device; None if it may."""
     return None if device.type == "cuda" else f"Transformer Engine needs a CUDA device, this is {device}"
 
 
 def unmapped(recipe: Recipe) -> str | None:
-    """What of a recipe TE has no way to do, None if all of it maps. Needs no Transformer Engine."""
+    """The part of a recipe that TE does not support; None if it supports all. Needs no Transformer Engine."""
     if isinstance(recipe, CustomRecipe):
         return (
             "Transformer Engine's custom recipes are made of its own quantizers, not of this package's rules"
@@ -129,18 +129,18 @@ def _refusal_of_te(recipe: Recipe) -> str | None:
 
 # ------------------------------------------------------------------------------------------------------------- mapping
 
-# Fields that a version may lack because it lacks what they would switch on; their value means "off".
+# Fields that a version may lack, with the feature that they enable; their value means "off".
 _MAY_BE_ABSENT = {"backward_override": None, "enable_2d_quantization": False}
 
 _made: dict[str, Recipe] = {}
 
 
 def te_recipe(recipe: Recipe) -> Any:
-    """TE's recipe object that does what ``recipe`` says, every setting read back from it.
+    """TE's recipe object for ``recipe``, with every setting read back and compared.
 
     Raises:
-        ValueError: TE cannot do that (``unmapped``); or a recipe that TE cannot tell from this one is in use already.
-        RuntimeError: the installed TE did not take a setting.
+        ValueError: TE does not support it (``unmapped``), or another recipe that TE cannot distinguish is in use.
+        RuntimeError: the installed TE ignored a setting.
     """
     reason = unmapped(recipe)
     if reason is not None:
@@ -163,7 +163,7 @@ def te_recipe(recipe: Recipe) -> Any:
 
 
 def _settings(recipe: Recipe, classes: Any) -> tuple[type, dict[str, Any]]:
-    """TE's class for a recipe, and everything that decides what it does, defaults of TE's included."""
+    """TE's class for a recipe, and all settings that determine its behaviour, TE's defaults included."""
     wanted: dict[str, Any] = {
         "fp8_format": classes.Format[recipe.fp8_format.name],  # type: ignore[attr-defined]
         "fp8_dpa": False,
@@ -211,7 +211,7 @@ def _quantizer_settings(classes: Any, pow2: bool, epsilon: float) -> dict[str, A
 
 
 def _refuse_twin(recipe: Recipe, made: Any) -> None:
-    """TE keeps delayed scaling's amaxes under the recipe's repr, which leaves out the amax algorithm."""
+    """TE stores delayed scaling's amaxes by the recipe's repr, which lacks the amax algorithm."""
     other = _made.setdefault(repr(made), recipe)
     if other != recipe:
         raise ValueError(
@@ -224,13 +224,13 @@ def _refuse_twin(recipe: Recipe, made: Any) -> None:
 
 
 def autocast(recipe: Any, group: Any) -> AbstractContextManager[Any]:
-    """TE's context in which its layers run FP8 by this recipe of TE's; ``group`` shares delayed scaling's amaxes."""
+    """TE's context for FP8 by this TE recipe; ``group`` shares delayed scaling's amaxes."""
     engine = import_module("transformer_engine.pytorch")
     return engine.autocast(enabled=True, recipe=recipe, amax_reduction_group=group)
 
 
 def high_precision() -> AbstractContextManager[Any]:
-    """A context in which TE's layers run in their own dtype, inside an FP8 one too."""
+    """A context in which TE's layers run in their own dtype, even inside an FP8 context."""
     return (
         import_module("transformer_engine.pytorch").autocast(enabled=False) if is_enabled() else nullcontext()
     )
@@ -261,7 +261,7 @@ _QUANTIZERS = {
 
 
 def disagreements(linear: Any, recipe: Recipe) -> list[str]:
-    """In what the quantizers that TE made for a linear differ from the recipe; empty if they do as it says.
+    """Differences between the quantizers that TE made for a linear and the recipe; empty if there are none.
 
     Call it after the linear's first FP8 forward, which makes them.
     """
@@ -283,7 +283,7 @@ def disagreements(linear: Any, recipe: Recipe) -> list[str]:
 
 
 def _compared(recipe: Recipe, role: str, quantizer: Any) -> dict[str, tuple[Any, Any]]:
-    """What -> (as the recipe has it, as the quantizer has it)."""
+    """Setting -> (the recipe's value, the quantizer's value)."""
     rule = recipe.rule(role)
     assert rule is not None, "a recipe that maps quantizes every role"
     kind = recipe_name(recipe)
@@ -301,8 +301,8 @@ def _compared(recipe: Recipe, role: str, quantizer: Any) -> dict[str, tuple[Any,
 
 
 def try_linear(recipe: Recipe, device: torch.device) -> tuple[float, list[str]]:
-    """Run one of TE's linears: (root mean square error against the unquantized float64 product, relative; what
-    ``disagreements`` finds). Normal numbers in E4M3 give 3 to 4 %."""
+    """Runs one of TE's linears. Returns (relative root mean square error against the unquantized float64 product; the
+    result of ``disagreements``). Normal numbers in E4M3 give 3 to 4 %."""
     engine = import_module("transformer_engine.pytorch")
     generator = torch.Generator().manual_seed(0)
     x, weight = (

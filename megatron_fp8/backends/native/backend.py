@@ -1,19 +1,18 @@
 """The native backend: Triton quantization kernels and FP8 tensor cores.
 
-GEMMs are torch's scaled matrix product (cuBLASLt, CUTLASS); what it wants to be handed is layout.py's business,
-what it can do on this machine probe.py's. The result is what numerics.md says, acc * (scale_inv_a * scale_inv_b) +
-bias in float32 and one rounding, within the accuracy of the accumulation: Hopper's tensor cores keep about 14 bits of a
-partial sum with fast accumulation, which is on in fprop only, and promote it to float32 otherwise.
+GEMMs are torch's scaled matrix product (cuBLASLt, CUTLASS). layout.py has its requirements on operands; probe.py tests
+what it supports on this machine. The result is that of numerics.md, acc * (scale_inv_a * scale_inv_b) + bias in float32
+and one rounding, up to the accuracy of the accumulation: Hopper's tensor cores keep about 14 bits of a partial sum with
+fast accumulation, which is on in fprop only, and promote it to float32 otherwise.
 
-Where torch has no block-scaled product, the package's own Triton kernel (kernels/block_matmul.py) does it, and ``advice``
-says what to change if that is to be avoided. What neither can do is a reason in ``supports``, before a model is built:
-nothing is multiplied in BF16 instead.
+If torch has no block-scaled product, this package's Triton kernel (kernels/block_matmul.py) multiplies, and ``advice``
+names the setting that avoids it. If neither can multiply, ``supports`` returns the reason before a model is built;
+nothing falls back to BF16.
 
-What wgrad sums over are tokens, of which an expert has any number, and torch's products sum over whole 16s or blocks. So
-casts for a product write zeros behind the last token of columnwise codes (``padded_length``), which costs no launch and
-no copy. Codes that were made otherwise (gathered, saved by compiled code, rounded at random) end with the matrix: beside
-codes that reach further they are copied among zeros (``of_one_length``); two such, as the product needs
-(layout.place_codes).
+wgrad sums over tokens. An expert may have any number of them, but torch's products sum over a multiple of 16 or over
+whole blocks. So casts for a product write zeros after the last token of columnwise codes (``padded_length``), without a
+launch or a copy. Other codes (gathered, saved by compiled code, rounded stochastically) have no padding. They are padded
+by a copy if the other operand is longer (``of_one_length``) or as the product needs (layout.place_codes).
 
 NaN codes give NaN in their row or column. Empty operands give zeros (and the bias).
 """
@@ -49,23 +48,22 @@ from .probe import by_kernel, by_mx, device_reason, gemms_of, lacking, plan_for,
 name = "native"
 
 Remedy = Literal["e4m3", "pow2"]
-"""What of a recipe can be changed for a product of torch's."""
+"""A change of a recipe by which torch can multiply."""
 
 
 def supports(device: torch.device, recipe: Recipe | Products | None = None) -> str | None:
-    """Why this backend cannot run on the device, or cannot multiply there what the recipe quantizes; None if it can.
+    """Why this backend cannot run on the device, or cannot run the recipe's GEMMs there; None if it can.
 
     With a recipe, every kind of product that its three GEMMs may need (16-bit and float32 results, bias) is tried once
-    a process, so that nothing is found missing, and nothing is tried, inside a step.
+    a process, so that no step fails or has to try.
     """
     reason = device_reason(device)
     return reason if reason is not None or recipe is None else lacking(recipe, refusals(device, multiply))
 
 
 def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
-    """Which roles are quantized by the emulated backend on the same device, since no kernel does it, and why; and which
-    GEMMs of blocks are this package's own kernel's, or the MX product's, since torch has no other. Of a recipe that
-    ``supports`` does not refuse."""
+    """Roles without a kernel, which reference.py quantizes on the same device, and why; and GEMMs of blocks that this
+    package's kernel or the MX product multiplies, since torch has no other. For recipes that ``supports`` accepts."""
     refusal = refusals(device, multiply)
     found = [f"{which} by this package's block-scaled kernel" for which in by_kernel(recipe, refusal)]
     found += [
@@ -80,10 +78,11 @@ def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
 
 
 def advice(device: torch.device, recipe: Recipe | Products) -> tuple[str, Remedy | None] | None:
-    """What of a recipe, that ``supports`` does not refuse, will be slow for want of a product of torch's; None: nothing.
+    """GEMMs of a recipe that will be slow, because torch has no such product; None: there are none. For recipes that
+    ``supports`` accepts.
 
     Returns:
-        What multiplies instead, and why; and what of the recipe to change for torch's product: gradients to 'e4m3',
+        What multiplies instead, and why; and the change of the recipe by which torch can multiply: gradients to 'e4m3',
         scales to 'pow2'; None: no such change.
     """
     refusal = refusals(device, multiply)
@@ -103,12 +102,12 @@ def advice(device: torch.device, recipe: Recipe | Products) -> tuple[str, Remedy
 
 
 _FITS = 512
-"""Tokens that every product takes as they are."""
+"""A number of tokens that no product pads."""
 
 
 def padded_products(device: torch.device, recipe: Recipe | Products, n: int, k: int) -> list[str]:
-    """The GEMMs of a weight [N, K] whose operands are padded, whatever the number of tokens; this package's own kernel
-    pads nothing. Of a recipe that ``supports`` does not refuse."""
+    """The GEMMs of a weight [N, K] whose operands are padded for any number of tokens. This package's own kernel pads
+    nothing. For recipes that ``supports`` accepts."""
     sizes = {"fprop": (_FITS, n, k), "dgrad": (_FITS, k, n), "wgrad": (n, k, _FITS)}  # M, N, K
     found = []
     for which, request in requests(recipe, refusals(device, multiply)).items():
@@ -121,7 +120,7 @@ _WITH_FLOAT_SCALES = frozenset((TENSOR, ROW, BLOCK_1X128, BLOCK_128X128))
 
 
 def kernel_reason(rule: Rule) -> str | None:
-    """Why no Triton kernel quantizes by this rule, None if one does."""
+    """Why no Triton kernel quantizes by this rule; None if one does."""
     if rule.stochastic:
         return "stochastic rounding"
     granularity, scale = rule.granularity, rule.scale
@@ -157,17 +156,17 @@ def quantize(
     running: RunningAmax | None = None,
     for_product: bool = False,
 ) -> Quantized:
-    """Quantize a matrix in one or both directions; arguments and errors are reference.quantize's, and so are all bits.
+    """Quantizes a matrix in one or both directions; arguments, errors and bits are those of reference.quantize.
 
     Args:
-        running: where amax and non-finite count are recorded; of rules that have a kernel returned in their place.
-        for_product: the sides go to ``gemm`` as they are: MX scales lie in tiles, columnwise codes reach to the end of a
-            block, with zeros behind the last row (QuantizedSide's tiled and padding), and memory has room for whole 4s.
+        running: receives amax and non-finite count. With a kernel the result has these in place of the cast's own.
+        for_product: the sides have ``gemm``'s layout: MX scales in tiles, columnwise codes padded with zeros to a whole
+            block (QuantizedSide's tiled and padding), and memory for a multiple of 4 rows.
 
-    x is read once for both directions where the rule allows (delayed, blocks), else twice. A LazyTensor is computed
-    as it is read and stays deferred: to compute it twice moves fewer bytes than to write it and read it. The columnwise
-    side's codes are contiguous [cols, rows], as the GEMM reads them, and block scales lie as it wants them. Nothing
-    waits for the GPU: the amax and the non-finite count stay there.
+    x is read once for both directions if the rule allows it (delayed, blocks), else twice. A LazyTensor is computed while
+    it is read, and not stored: computing it twice moves fewer bytes than writing and reading it. The columnwise side's
+    codes are contiguous [cols, rows], and block scales have the GEMM's layout. The host does not wait: the amax and the
+    non-finite count stay on the GPU.
     """
     if kernel_reason(rule) is not None:
         x = written(x)
@@ -176,7 +175,7 @@ def quantize(
         )
     from ...kernels import quantize as kernels  # loads Triton, which importing the package must not
 
-    # The one scale that is made from a recorded amax.
+    # The only scale that is computed from a recorded amax.
     tensorwise = scale is None and rule.granularity.is_tensor
     if running is None:
         record = kernels.Record.new(x.device)
@@ -195,7 +194,7 @@ def quantize(
         kernels.measure(matrix, record=record)
         shared = record.amax
         if reduce_amax is not None:
-            shared = shared if running is not None else shared.clone()  # what is returned is this rank's
+            shared = shared if running is not None else shared.clone()  # the result has this rank's
             reduce_amax(shared)
         sides = kernels.quantize_tensor(matrix, rule.fmt, direction, amax=shared, pow2=pow2, **how)
     elif granularity == ROW:
@@ -232,7 +231,7 @@ def padded_length(granularity: Granularity) -> int:
 
 
 def of_one_length(a: QuantizedSide, b: QuantizedSide) -> tuple[QuantizedSide, QuantizedSide]:
-    """Both operands of a product, their codes equally long; they themselves if they are, or are of other matrices."""
+    """Both operands, the shorter one padded to the other's length. Unchanged if their matrices do not fit."""
     first, second = a.codes.shape[1], b.codes.shape[1]
     if first == second or a.shape[1] != b.shape[1]:
         return a, b
@@ -257,7 +256,7 @@ def gemm(
     """a @ b^T of two quantized sides on tensor cores.
 
     Args:
-        a: [M, K]; b: [N, K]; any sizes: what alignment asks for is padded and cut off again.
+        a: [M, K]; b: [N, K]; any sizes: they are padded as needed, and the result is cut.
         out_dtype: bfloat16, float16 or float32.
         bias: [N], any floating dtype, added in float32 before the one rounding.
         fast_accumulation: let the tensor cores keep partial sums at their own precision (ignored with blocks).
@@ -266,8 +265,8 @@ def gemm(
         [M, N], contiguous.
 
     Raises:
-        ValueError: contractions differ, both operands are E5M2, nothing here multiplies such operands, or another shape
-            of bias or dtype of the result.
+        ValueError: contractions differ, both operands are E5M2, nothing here multiplies such operands, or the bias's
+            shape or the result's dtype is wrong.
     """
     a, b = of_one_length(a, b)
     contracts = a.shape[1] == b.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
@@ -304,11 +303,9 @@ def grouped_gemm(
     add: bool = False,
     fast_accumulation: bool = False,
 ) -> None:
-    """outs[i] = ``gemm`` of a[i] and b[i]: in one launch of those that this package's kernel multiplies, one after the
-    other of those that torch does, whose grouped product (no blocks, no float32, other last bits)
-    docs/decisions/gpu_products.md speaks of.
+    """outs[i] = ``gemm`` of a[i] and b[i]: one launch for those of this package's kernel, one product each for torch's.
 
-    Args: as of base.gemm_in_turn.
+    torch's grouped product is not used: docs/decisions/gpu_products.md. Args: as in base.gemm_in_turn.
     """
     refusal = refusals(outs[0].device, multiply) if outs else None
     by_kind: dict[tuple[Any, ...], list[int]] = {}
@@ -352,8 +349,8 @@ def _multiply_blocks_grouped(
 
 
 def accumulate(a: QuantizedSide | torch.Tensor, b: QuantizedSide | torch.Tensor, into: torch.Tensor) -> bool:
-    """Add ``gemm``'s float32 result to ``into`` [M, N] as it is made, with the bits of ``into.add_``, where this
-    package's kernel multiplies; False, with nothing done, where torch does: its scaled products add to nothing."""
+    """Adds ``gemm``'s float32 result to ``into`` [M, N] while it is computed, with the bits of ``into.add_``. Returns
+    False, without a change, unless this package's kernel multiplies: torch's scaled products cannot add."""
     if not isinstance(a, QuantizedSide) or not isinstance(b, QuantizedSide):
         return False
     if a.granularity.cols != 128 or into.dtype != torch.float32 or not into.is_contiguous():
@@ -369,7 +366,7 @@ def accumulate(a: QuantizedSide | torch.Tensor, b: QuantizedSide | torch.Tensor,
 def multiply(
     product: ProductPlan, a: QuantizedSide, b: QuantizedSide, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The product with all its padding, before what is left to do to it. float32 if the plan rounds later."""
+    """The product with its padding, before post_scale, post_bias and the cut. float32 if the plan rounds later."""
     if product.request.triton:
         return _multiply_blocks(a, b, product.request.out, bias)
     codes_a, codes_b, scale_a, scale_b = arguments(product, a, b)

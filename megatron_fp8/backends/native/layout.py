@@ -1,7 +1,7 @@
 """Operand requirements of torch's scaled product: shapes, strides, scale layouts, padding.
 
-``torch._scaled_mm`` (and its successor ``_scaled_mm_v2``, whose recipes are explicit) multiplies codes on tensor cores,
-and both are particular about what they are handed:
+``torch._scaled_mm`` and its successor ``_scaled_mm_v2``, which names recipes explicitly, multiply codes on tensor cores.
+They require:
 
     operands   a [M, K] row-major, b [K, N] column-major: the contraction is contiguous in both (before Blackwell there
                is no other kernel); K and N multiples of 16
@@ -9,19 +9,19 @@ and both are particular about what they are handed:
     row        a [M, 1], b [1, N], float32, contiguous
     block      a [M, K/128], strides [1, M]; b of 1x128 blocks [N, K/128], strides [1, N]; b of 128x128 blocks
                [ceil4(K/128), N/128], strides [1, ceil4(K/128)]: without that padding results were silently wrong
-               (pytorch#166752); M a multiple of 4; one operand at most has 128x128 blocks. So has it _scaled_mm_v2,
-               which takes E4M3 by E4M3 only. ``_scaled_mm`` hands E5M2 on to cuBLASLt, which multiplies it; it tells
-               the mode by the shapes: b of 1x128 blocks [K/128, N], contiguous, with two blocks of K or more (one
-               would look like scales per row), b of 128x128 blocks without padding, so K in whole 512s
-    mx         E8M0 in tiles of 128 x 4, each tile 512 bytes, swizzled (see ``swizzle``). Blocks of 128 whose scales are
-               powers of two run so where torch has no product for them (Blackwell): a scale is that of four blocks
+               (pytorch#166752); M a multiple of 4; one operand at most has 128x128 blocks. This is _scaled_mm_v2,
+               which takes E4M3 by E4M3 only. ``_scaled_mm`` passes E5M2 on to cuBLASLt, which multiplies it; it infers
+               the mode from shapes: b of 1x128 blocks [K/128, N], contiguous, with two blocks of K or more (one
+               would look like scales per row), b of 128x128 blocks without padding, so K a multiple of 512
+    mx         E8M0 in tiles of 128 x 4, each tile 512 bytes, swizzled (see ``swizzle``). Blocks of 128 with power-of-two
+               scales use this mode where torch has no product for them (Blackwell): each scale serves four blocks
 
-Here a layout never is a reason not to run. Codes are padded with zeros, which add nothing, scales with ones, and the
-result is cut back. Scales that are coarser than a mode's are repeated until they fit it (a tensor's scale is every row's,
-a row's is each of its blocks'), which changes no number: so mixed recipes run, and 128x128 blocks on both sides do.
+Any layout is made to fit. Codes are padded with zeros, scales with ones, and the result is cut. Scales coarser than a
+mode's are repeated (a tensor's for every row, a row's for each of its blocks), which changes no number. So mixed recipes
+run, and so do 128x128 blocks on both sides.
 
-Two layers, so that every rule is tested without a GPU: ``plan`` computes the exact arguments from shapes and dtypes,
-``arguments`` builds tensors that are so. Rejected: letting the operator's error message say what to pad.
+Two layers make every rule testable without a GPU: ``plan`` computes the exact arguments from shapes and dtypes,
+``arguments`` builds such tensors. Rejected: taking the padding from the operator's error message.
 
 Sources: NVIDIA cuBLAS documentation, "Scaling factors layouts"; PyTorch's ScaledBlas.cpp; numerics.md.
 """
@@ -41,12 +41,12 @@ from ...tensor import QuantizedSide
 
 BLOCK, MX_BLOCK = 128, 32
 BLOCK_ROWS = 4
-"""M of torch's products by blocks of 128 is a multiple of it."""
+"""M must be a multiple of this in torch's products with blocks of 128."""
 _1X128, _128X128 = 4, 5  # torch.nn.functional.ScalingType.BlockWise1x128, BlockWise128x128
 
 
 class Mode(Enum):
-    """How the product's scales are cut."""
+    """Granularity of the product's scales."""
 
     TENSOR = "per tensor"
     ROW = "per row"
@@ -56,14 +56,14 @@ class Mode(Enum):
 
     @property
     def recipes(self) -> tuple[int, int] | None:
-        """torch's ScalingType of a and of b, where the shape of the scales does not tell them; None where it does."""
+        """torch's ScalingType of a and of b; None if torch infers them from the scales' shapes."""
         if self is Mode.BLOCK:
             return _1X128, _128X128
         return (_1X128, _1X128) if self is Mode.BLOCK_1D else None
 
 
-class Operand(NamedTuple):  # a plan is looked up by two of these in each product: a tuple is hashed fastest
-    """What a plan needs to know of one side: [rows, k] codes of a dtype, and how they are scaled."""
+class Operand(NamedTuple):  # a key of the plan cache in each product: a tuple is hashed fastest
+    """The facts of one side that a plan needs: [rows, k] codes of a dtype, and their scaling."""
 
     rows: int
     k: int
@@ -81,14 +81,14 @@ class Operand(NamedTuple):  # a plan is looked up by two of these in each produc
 
     @property
     def fits_mx(self) -> bool:
-        """Whether its scales, each of them repeated, are those of 1x32 blocks too: powers of two of blocks 128 wide. E8M0
-        has all that their scale_inv can be, 2^-127 to 2^126."""
+        """Whether its scales, repeated, can be those of 1x32 blocks: powers of two of blocks 128 wide. E8M0 can represent
+        their scale_inv, 2^-127 to 2^126."""
         return self.pow2 and self.granularity in (BLOCK_1X128, BLOCK_128X128)
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One tensor that the product is given, to the stride."""
+    """Shape, strides and dtype of one argument of the product."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -97,7 +97,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Request:
-    """A kind of product, of which a device and a torch version have a kernel or do not."""
+    """A kind of product, which a device and a torch version may support."""
 
     mode: Mode
     a: torch.dtype
@@ -105,11 +105,11 @@ class Request:
     out: torch.dtype
     bias: bool = False
     by: Literal["torch", "torch v1", "kernel"] = "torch"
-    """Who multiplies by blocks of 128: _scaled_mm_v2, _scaled_mm, or this package's kernel. Else 'torch'."""
+    """What multiplies blocks of 128: _scaled_mm_v2, _scaled_mm, or this package's kernel. Otherwise 'torch'."""
 
     @property
     def triton(self) -> bool:
-        """Whether it is this package's kernel that is meant, and not torch's product."""
+        """Whether this package's kernel multiplies, and not torch."""
         return self.by == "kernel"
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ class Request:
 
 @dataclass(frozen=True)
 class ProductPlan:
-    """One product: what it is asked for, with which arguments, and what is left to do to its result.
+    """One product: its kind, its arguments, and the steps after it.
 
     Attributes:
         m, n, k: the logical sizes; the arguments' may be larger.
@@ -145,7 +145,7 @@ class ProductPlan:
 
 
 Refusal = Callable[[Request], str | None]
-"""Why a device has no product for a request; None where it has."""
+"""Why a device has no product for a request; None if it has."""
 
 
 def mode_of(a: Operand, b: Operand) -> Mode | str:
@@ -176,13 +176,13 @@ def choose(
     *,
     fits_mx: bool = False,
 ) -> tuple[Request, bool, bool] | str:
-    """(request, post_scale, post_bias) of the cheapest product that rounds its result once, or why there is none.
+    """(request, post_scale, post_bias) of the cheapest product that rounds once, or why there is none.
 
-    The product adds a bias only of its own 16-bit dtype; any other joins the float32 result. A mode that has no float32
-    result (per-row scales in older versions, pytorch#156771) runs per tensor with scales of one, whose float32
-    result then takes the row scales: acc * (scale_inv_a * scale_inv_b), as specified, at the price of one more pass.
-    Block scales that neither of torch's products multiplies by go by the MX product where they fit it (``fits_mx``), the
-    way on Blackwell, whose tensor cores have no wider blocks; what is left is this package's own kernel's.
+    The product adds a bias only of its own 16-bit dtype; any other is added to the float32 result. A mode without a
+    float32 result (per-row scales in older versions, pytorch#156771) runs per tensor with scales of one; the row scales
+    multiply that float32 result, acc * (scale_inv_a * scale_inv_b), in one more pass. If neither of torch's products
+    supports block scales, they use the MX product if they fit it (``fits_mx``), as on Blackwell, whose tensor cores have
+    no wider blocks; otherwise this package's own kernel.
     """
     inside = bias is not None and bias == out != torch.float32
     blocks = mode in (Mode.BLOCK, Mode.BLOCK_1D)
@@ -218,12 +218,12 @@ def plan(
     fast: bool,
     refusal: Refusal,
 ) -> ProductPlan:
-    """The product a [M, K] @ b [N, K]^T, to the last stride.
+    """Plans the product a [M, K] @ b [N, K]^T, with all shapes and strides.
 
     Args:
         out: bfloat16, float16 or float32; bias: dtype of a bias [N], or None.
-        fast: fast accumulation where the mode has it (never with blocks).
-        refusal: what the device cannot do.
+        fast: fast accumulation, if the mode has it (never with blocks).
+        refusal: why the device does not support a request.
 
     Raises:
         ValueError: nothing multiplies such operands; the message says why.
@@ -255,7 +255,7 @@ def plan(
 
 
 def padded_sizes(request: Request, m: int, n: int, k: int) -> tuple[int, int, int]:
-    """(M, N, K) that the product takes: N to 16, K to 16 or to whole blocks, M to 4 where block scales need it."""
+    """(M, N, K) padded: N to 16, K to 16 or whole blocks, M to 4 if block scales need it."""
     if request.mode not in (Mode.BLOCK, Mode.BLOCK_1D):
         return m, round_up(n, 16), round_up(k, MX_BLOCK if request.mode is Mode.MX else 16)
     contraction = BLOCK
@@ -287,7 +287,7 @@ def scale_arguments(request: Request, m: int, n: int, k: int) -> tuple[Argument,
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The smallest multiple that is size or more."""
+    """The smallest multiple not below size."""
     return -(-size // multiple) * multiple
 
 
@@ -295,7 +295,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def arguments(plan: ProductPlan, a: QuantizedSide, b: QuantizedSide) -> tuple[torch.Tensor, ...]:
-    """(a, b, scale_a, scale_b) as the plan has them. Copies only what does not lie so already."""
+    """(a, b, scale_a, scale_b) in the plan's layout. Copies only what has another one."""
     return (
         place_codes(a.codes, *plan.a.shape),
         place_codes(b.codes, *plan.b.shape[::-1]).t(),
@@ -305,10 +305,10 @@ def arguments(plan: ProductPlan, a: QuantizedSide, b: QuantizedSide) -> tuple[to
 
 
 def place_codes(codes: torch.Tensor, rows: int, k: int) -> torch.Tensor:
-    """Row-major [rows, k], codes themselves if they are so. A transposed view is turned (GPUs: a kernel).
+    """Row-major codes [rows, k]; the codes themselves if they are. A transposed view is copied (GPUs: by a kernel).
 
-    Around them are zeros; but where only rows are lacking and memory goes on behind the last, whatever lies there: such
-    rows give rows or columns of the result that are cut off.
+    Padding is zeros. If only rows are missing and the memory is long enough, it is that memory's content: such rows give
+    rows or columns of the result that are cut.
     """
     if codes.shape[1] == k and codes.stride() == (k, 1):
         if codes.shape[0] == rows:
@@ -324,7 +324,7 @@ def place_codes(codes: torch.Tensor, rows: int, k: int) -> torch.Tensor:
         from ...kernels.gemm_layouts import transpose  # loads Triton
 
         byte = transpose(byte.t())
-    elif byte.stride() != (k, 1):  # of one row or column too, where contiguous() looks away
+    elif byte.stride() != (k, 1):  # of one row or column too, whose strides contiguous() ignores
         byte = torch.empty(rows, k, dtype=torch.uint8, device=byte.device).copy_(byte)
     return byte.view(codes.dtype)
 
@@ -357,13 +357,14 @@ def place_scale(plan: ProductPlan, side: QuantizedSide, *, first: bool) -> torch
     blocks, padded_rows = argument.shape if turned else argument.shape[::-1]
     if side.granularity.rows == BLOCK:
         scale = scale.repeat_interleave(BLOCK, 0)[:rows]
-    # Made as [blocks, rows] and turned: rows contiguous.
+    # Made as [blocks, rows] and transposed: rows contiguous.
     scale = _padded(scale.expand(rows, -(-k // BLOCK)).t(), blocks, padded_rows)
     return scale if turned else scale.t()
 
 
 def block_scales(side: QuantizedSide) -> tuple[torch.Tensor, int]:
-    """What kernels/block_matmul.py takes: scale_inv [ceil(rows / height), ceil(K / 128)], any strides, and the height."""
+    """Arguments of kernels/block_matmul.py: scale_inv [ceil(rows / height), ceil(K / 128)], any strides, and the
+    height."""
     scale, (rows, k) = side.float_scale_inv(), side.codes.shape
     if side.granularity.rows == BLOCK:
         return scale, BLOCK
@@ -371,29 +372,29 @@ def block_scales(side: QuantizedSide) -> tuple[torch.Tensor, int]:
 
 
 def row_scales(side: QuantizedSide) -> torch.Tensor:
-    """scale_inv of every row, [rows, 1] or [1, 1], of a side with one scale a row or tensor."""
+    """scale_inv [rows, 1] or [1, 1] of a side with one scale per row or tensor."""
     scale = side.float_scale_inv()
     return scale.reshape(1, 1) if side.granularity.is_tensor else scale
 
 
 def _padded(scale: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """Contiguous float32 [rows, cols]: scale, and ones around it."""
+    """Contiguous float32 [rows, cols]: scale, padded with ones."""
     if scale.shape == (rows, cols) and scale.stride() == (cols, 1):
         return scale
     if scale.shape[0] == rows and scale.stride() == (cols, 1) and _room(scale) >= rows * cols:
-        return scale.as_strided((rows, cols), (cols, 1))  # kernels.quantize left the padding that is wanted
+        return scale.as_strided((rows, cols), (cols, 1))  # kernels.quantize wrote this padding
     padded = scale.new_ones(rows, cols)
     padded[: scale.shape[0], : scale.shape[1]] = scale
     return padded
 
 
 def _room(scale: torch.Tensor) -> int:
-    """Elements from the first one of a view to the end of its memory."""
+    """Number of elements from a view's first one to the end of its storage."""
     return scale.untyped_storage().nbytes() // scale.element_size() - int(scale.storage_offset())
 
 
 def tiles_of(side: QuantizedSide) -> torch.Tensor:
-    """A side's scales as those of 1x32 blocks, in the tiles that Blackwell's tensor cores read: float8_e8m0fnu."""
+    """A side's scales as those of 1x32 blocks, in the tiles of Blackwell's tensor cores: float8_e8m0fnu."""
     if side.tiled:
         return side.scale_inv
     (rows, cols), granularity = side.codes.shape, side.granularity
@@ -405,17 +406,18 @@ def tiles_of(side: QuantizedSide) -> torch.Tensor:
     if scale.dtype == torch.float32:
         exponents = ((scale.view(torch.int32) >> 23) & 255).to(
             torch.uint8
-        )  # 2^-127 is a float32 without an exponent
+        )  # 2^-127 is subnormal in float32: its exponent bits are 0
         scale = exponents.repeat_interleave(granularity.cols // MX_BLOCK, 1)[:, : -(-cols // MX_BLOCK)]
         scale = scale.repeat_interleave(granularity.rows, 0)[:rows].view(torch.float8_e8m0fnu)
     return swizzle(scale)
 
 
 def swizzle(scale: torch.Tensor) -> torch.Tensor:
-    """E8M0 scales [rows, blocks] as Blackwell's tensor cores read them: tiles of 128 rows by 4 blocks, 512 bytes each.
+    """E8M0 scales [rows, blocks] in the layout of Blackwell's tensor cores: tiles of 128 rows by 4 blocks, 512 bytes
+    each.
 
     Scale (i, j) goes to byte ((i // 128) * tiles_per_row + j // 4) * 512 + (i % 32) * 16 + (i % 128 // 32) * 4 + j % 4.
-    Around it 2^0 is filled in.
+    The padding is 2^0.
 
     Returns:
         float8_e8m0fnu [128 * ceil(rows / 128) * 4 * ceil(blocks / 4)].

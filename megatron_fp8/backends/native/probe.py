@@ -1,13 +1,13 @@
 """FP8 products of this GPU and torch, tried once against float64; those a recipe lacks.
 
-Which scaled products torch has depends on the GPU, on the CUDA libraries it was built with and on its own version, and
-tables of versions are wrong the day after (rowwise scales had no float32 result, 128x128 blocks gave wrong numbers unless
-padded, blocks need one GPU generation). So each kind of product is run once, on a small matrix of an awkward shape, and
-its result is compared with the float64 product of the same codes: what raises, or computes something else, is refused,
-in the words of the error. The answers are kept for the process.
+The scaled products of torch depend on the GPU, on torch's CUDA libraries and on its version. Tables of versions are soon
+wrong: rowwise scales had no float32 result, 128x128 blocks gave wrong numbers without padding, blocks need one GPU
+generation. So each kind of product is run once, on a small matrix of an awkward shape, and compared with the float64
+product of the same codes. One that raises, or is wrong, is refused, with the error as the reason. Results are cached for
+the process.
 
-One thing is known without trying: AMD's MI300X has FP8 units, but for other formats (FNUZ: 0x80 is NaN, E4M3 ends at
-240), whose numbers would be different ones; it is refused by name.
+One device is refused by name: AMD's MI300X has FP8 units for other formats (FNUZ: 0x80 is NaN, E4M3 ends at 240), which
+would give other numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NOT_A_GPU = "it needs an NVIDIA GPU of compute capability 8.9 or newer (RTX 40, 
 
 
 def device_reason(device: torch.device) -> str | None:
-    """Why the native backend cannot run on the device, whatever the recipe, or None."""
+    """Why the native backend cannot run on the device with any recipe; None if it can."""
     if device.type != "cuda":
         return NOT_A_GPU
     if vars(torch.version).get("hip"):
@@ -50,7 +50,7 @@ def device_reason(device: torch.device) -> str | None:
 
 
 def capability_reason(name: str, capability: tuple[int, int]) -> str | None:
-    """Why it cannot run on an NVIDIA GPU of that name and compute capability, or None."""
+    """Why it cannot run on an NVIDIA GPU of that name and compute capability; None if it can."""
     if capability >= (8, 9):
         return None
     return f"{name} has compute capability {capability[0]}.{capability[1]}, FP8 units begin with 8.9"
@@ -68,7 +68,8 @@ def architecture_reason(architecture: str) -> str:
 
 @lru_cache(maxsize=64)
 def refusals(device: torch.device, run: Run) -> Callable[[Request], str | None]:
-    """For a device: why torch does not do a request there, None if it does. The same object for the same arguments."""
+    """A function for a device: request -> why torch does not support it there; None if it does. The same object for the
+    same arguments."""
 
     @lru_cache(maxsize=256)
     def refusal(request: Request) -> str | None:
@@ -142,10 +143,10 @@ _RESULTS = [(torch.float32, None)] + [
 
 
 def lacking(recipe: Recipe | Products, refusal: Refusal) -> str | None:
-    """The first product that the recipe needs and a device has in no way, with the reasons; None: it has all.
+    """The first of the recipe's products that a device does not support, with the reasons; None: it supports all.
 
     Args:
-        refusal: why the device does not do a kind of product.
+        refusal: why the device does not support a request.
     """
     for which, (first, second) in gemms_of(recipe).items():
         if "e4m3" in (first.scale, second.scale):
@@ -159,31 +160,32 @@ def lacking(recipe: Recipe | Products, refusal: Refusal) -> str | None:
 
 
 def by_kernel(recipe: Recipe | Products, refusal: Refusal) -> list[str]:
-    """The GEMMs that this package's own kernel multiplies, since a device has no such product of torch's."""
+    """The GEMMs of this package's own kernel, because torch has no such product on the device."""
     return [which for which, request in requests(recipe, refusal).items() if request.triton]
 
 
 def by_mx(recipe: Recipe | Products, refusal: Refusal) -> list[str]:
-    """The GEMMs of 128-wide blocks that run as the MX product, each scale that of four blocks of 32: the same numbers."""
+    """The GEMMs of 128-wide blocks that run as the MX product: each scale serves four blocks of 32, with the same
+    numbers."""
     found = requests(recipe, refusal).items()
     mx = [which for which, request in found if request.mode is Mode.MX]
     return [which for which in mx if BLOCK_1X32 not in {rule.granularity for rule in gemms_of(recipe)[which]}]
 
 
 def requests(recipe: Recipe | Products, refusal: Refusal) -> dict[str, Request]:
-    """What each GEMM of a recipe asks a device for, where its result is 16-bit."""
+    """Each GEMM's request for a 16-bit result, by the recipe."""
     gemms = gemms_of(recipe).items()
     return {gemm: plan_for(a, b, torch.bfloat16, None, refusal).request for gemm, (a, b) in gemms}
 
 
 def gemms_of(recipe: Recipe | Products) -> dict[str, tuple[Rule, Rule]]:
-    """The rules of both operands of every GEMM that runs in FP8."""
+    """The rules of both operands of every FP8 GEMM."""
     products = products_of(recipe).items()
     return {which: (a, b) for which, (a, b) in products if a is not None and b is not None}
 
 
 def rules_of(recipe: Recipe | Products, role: str) -> list[Rule]:
-    """The rules that quantize a role, each once."""
+    """The role's rules, each once."""
     products = products_of(recipe)
     rules = [products[gemm][roles.index(role)] for gemm, roles in GEMM_OPERANDS.items() if role in roles]
     return [rule for rule in dict.fromkeys(rules) if rule is not None]
@@ -194,6 +196,6 @@ def plan_for(a: Rule, b: Rule, out: torch.dtype, bias: torch.dtype | None, refus
 
 
 def _typical(rule: Rule) -> Operand:
-    """An operand of no particular size, quantized by the rule."""
+    """An operand of typical size, quantized by the rule."""
     e8m0, pow2 = rule.scale == "e8m0", rule.pow2
     return Operand(128, 128, rule.fmt.dtype, rule.granularity, e8m0, pow2)
