@@ -10,7 +10,9 @@ from collections.abc import Callable
 from importlib import import_module, metadata
 
 from .. import __version__
+from ..files.atomic_io import in_words
 from ..files.resource_limits import limit_reached, locale_limit
+from ..train.stop import EXIT_FAILED
 from .cli_common import refuse
 from .stdout_guard import Output, open_closed_streams
 
@@ -125,9 +127,15 @@ def _run(arguments: list[str]) -> int:
         except (ImportError, OSError, RuntimeError, ValueError, MemoryError) as error:
             if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
                 return refuse(ValueError(f"{str(error.filename)!r} is longer than a file's name may be"))
-            if limit_reached(error) is None:
-                raise
-            return refuse(error, debug="--debug" in rest)
+            debug = "--debug" in rest
+            if limit_reached(error) is not None:
+                return refuse(error, debug=debug)
+            if (
+                isinstance(error, OSError) and error.filename is not None
+            ):  # a full disk, a folder of another user
+                failed = RuntimeError(f"{str(error.filename)!r}: {in_words(error)}")
+                return refuse(failed.with_traceback(error.__traceback__), debug=debug, code=EXIT_FAILED)
+            raise
     near = difflib.get_close_matches(command, COMMANDS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return refuse(ValueError(f"{command!r} is not a command: they are {', '.join(COMMANDS)}.{hint}"))

@@ -173,12 +173,13 @@ def _build(name: str, content: Mapping[str, Any], where: str, *, links: bool = T
 def _checked(key: str, values: Mapping[str, Any], where: str) -> float:
     """The value as a number within its limits. YAML reads 1e3 as text."""
     low, high, unit = _BOUNDS[key]
+    given = values.get(key)
     try:
-        value = float(values.get(key) or "")
+        value = math.nan if isinstance(given, bool) else float(given or "")
     except (TypeError, ValueError):
         value = math.nan
     if not low <= value <= high or (key == "node" and value != int(value)):
-        raise ValueError(f"{where}: {key}={values.get(key)!r} must be from {low:g} to {high:g}, in {unit}.")
+        raise ValueError(f"{where}: {key}={given!r} must be from {low:g} to {high:g}, in {unit}.")
     return value
 
 
@@ -259,6 +260,9 @@ def _from_rows(name: str, content: Mapping[str, Any], model: Model | None) -> De
         )
     for key in ("bf16", "fp8"):
         rates[key] = max(2 * row["k"] * row["n"] * row["tokens"] / _seconds(row, key) for row in gemms)
+    for key in content:  # a benchmark writes others too
+        if key not in _KEYS and difflib.get_close_matches(str(key), _ADDED, cutoff=0.8):
+            raise ValueError(f"{where}: {key} is not a known key.{_did_you_mean(key, _ADDED)}")
     own = {key: content[key] for key in _ADDED if key in content}
     source = f"rates measured on {content.get('device')} ({name})"
     if base is None:

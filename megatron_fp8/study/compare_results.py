@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..files.jsonl import Line
 from ..plan.timing import table
 from ..train.run_record import RunRecord
 from . import StudyFailed
@@ -98,19 +99,19 @@ def read_outcome(run: WantedRun) -> Outcome:
         StudyFailed: it has no finite loss.
     """
     record = RunRecord(run.folder)
-    metrics = [line.content for line in record.metrics()]
+    metrics = record.metrics()
     validations = [line.content for line in record.validation()]
     validates = bool(run.config.train.eval_iters)
     if not metrics or (validates and not validations):
         raise ValueError(f"{run.folder} is not a finished run's folder: remove it, and compare again.")
-    losses = [_finite(line["lm_loss"]) for line in metrics]
+    losses = [_finite(line.content["lm_loss"]) for line in metrics]
     last = (
         [_finite(validations[-1]["validation_loss"])] if validates else losses[-max(1, len(losses) // 10) :]
     )
     known = [value for value in last if value is not None]
     if len(known) < len(last):
         raise StudyFailed(f"{run.name} ended without a finite loss: see megatron-fp8 report {run.folder}")
-    speeds = [line["tokens_per_s"] for line in metrics]
+    speeds = [_figure(line, "tokens_per_s", above=True) for line in metrics]
     return Outcome(
         recipe=run.recipe,
         seed=run.seed,
@@ -119,11 +120,19 @@ def read_outcome(run: WantedRun) -> Outcome:
         losses=losses,
         tokens_per_s=statistics.median(speeds[1:] or speeds),
         saved_bytes=record.report().get("saved_bytes"),
-        peak_bytes=max(int(line["peak_memory"]) for line in metrics),
-        fp8_gemms=int(metrics[-1]["fp8_gemms"]),
-        hp_gemms=int(metrics[-1]["hp_gemms"]),
-        skipped=sum(int(line["skipped"]) for line in metrics),
+        peak_bytes=max(int(_figure(line, "peak_memory")) for line in metrics),
+        fp8_gemms=int(_figure(metrics[-1], "fp8_gemms")),
+        hp_gemms=int(_figure(metrics[-1], "hp_gemms")),
+        skipped=sum(int(_figure(line, "skipped")) for line in metrics),
     )
+
+
+def _figure(line: Line, name: str, *, above: bool = False) -> float:
+    """A value of a line, finite and at least 0, or ``above`` it. Raises ValueError otherwise."""
+    value = line.content.get(name)
+    if value is None or not 0 <= value < math.inf or (above and not value):
+        raise line.wrong(f"has {name} {value!r}, and that is a number {'above 0' if above else 'from 0 on'}")
+    return float(value)
 
 
 def _finite(value: float | None) -> float | None:

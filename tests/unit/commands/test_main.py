@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -50,6 +51,17 @@ def test_what_is_no_command_is_refused_as_any_bad_input(capsys):
     assert main(["x" * 100_000]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: 'xxx") and said.count("\n") == 1 and len(said) < 2000
+
+
+def test_a_file_that_the_system_refuses_is_one_line_of_any_command(capsys, monkeypatch):
+    """A disk that fills, a folder of another user: nobody can find all of them before the work."""
+
+    def formats(arguments):
+        raise PermissionError(errno.EACCES, "Permission denied", "runs/logs")
+
+    monkeypatch.setattr("megatron_fp8.commands.formats.main", formats)
+    assert main(["formats"]) == 1
+    assert capsys.readouterr().err == "error: 'runs/logs': Permission denied\n"
 
 
 def test_every_command_is_in_the_help(capsys):

@@ -80,6 +80,7 @@ def test_ranks_need_a_link(tmp_path: Path) -> None:
         ({"rows": CPU["rows"][:2]}, "add `base: NAME`"),
         ({"rows": [{**one, "contender": "rowwise"} for one in CPU["rows"]]}, "--recipe tensorwise"),
         ({"rows": 3}, "is no result of bench"),
+        ({"network_gb": 3}, "network_gb is not a known key. Did you mean network_gbs?"),
     ],
 )
 def test_a_file_that_is_not_enough_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:

@@ -58,6 +58,7 @@ OURS = {
         ({"bandwith_gbs": 3000}, "bandwith_gbs is not a known key. Did you mean bandwidth_gbs?"),
         ({"tflops": {"bf16": 700, "fp8": 1200, "fp4": 1}}, "tflops.fp4 is not a known key"),
         ({"memory_gb": 8e10}, "memory_gb=80000000000.0 must be from 0.001 to 100000, in 10.9 bytes"),
+        ({"memory_gb": True}, "memory_gb=True must be from"),
         ({"base": "h10"}, "base='h10' must be one of h100.* Did you mean h100?"),
     ],
 )

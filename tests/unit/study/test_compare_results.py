@@ -123,6 +123,22 @@ def test_figures_are_read(tmp_path):
     assert found.loss == 2.5 and len(found.losses) == 40 and found.peak_bytes > 0
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [("skipped", ...), ("tokens_per_s", 0), ("peak_memory", -1), ("fp8_gemms", None), ("hp_gemms", "NaN")],
+)
+def test_a_figure_that_is_missing_or_impossible_is_refused(tmp_path, name, value):
+    run = left(tmp_path / "run")
+    path = run.folder / "metrics.jsonl"
+    *lines, last = map(json.loads, path.read_text().splitlines())
+    last = {key: inner for key, inner in {**last, name: value}.items() if inner is not ...}
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in [*lines, last]))
+    with pytest.raises(
+        ValueError, match=rf"line 40 of .*metrics\.jsonl' has {name} .*, and that is a number"
+    ):
+        read_outcome(run)
+
+
 def test_a_wrong_line_is_refused_and_a_loss_that_is_not_finite_is_a_failure(tmp_path):
     with pytest.raises(ValueError, match=r"line 1 of .*validation\.jsonl"):
         read_outcome(left(tmp_path / "one", loss="x"))
