@@ -37,7 +37,7 @@ def test_torchao_agrees_where_it_has_the_rule_and_nothing_is_special():
         if "special" not in case.name and "outliers" not in case.name
     }
     compared = [differences(case, found[case.name]) for case in CASES if found.get(case.name) is not None]
-    assert len(compared) > 10 and not any(compared)
+    assert len(compared) > 8 and not any(compared)
 
 
 def test_ml_dtypes_differs_in_nan_alone():
