@@ -31,12 +31,9 @@ def test_this_package(case):
 
 
 def test_torchao_agrees_where_it_has_the_rule_and_nothing_is_special():
-    found = {
-        case.name: of_torchao(case)
-        for case in CASES
-        if "special" not in case.name and "outliers" not in case.name
-    }
-    compared = [differences(case, found[case.name]) for case in CASES if found.get(case.name) is not None]
+    usual = [case for case in CASES if case.name.endswith((", normal", ", odd"))]
+    found = [(case, of_torchao(case)) for case in usual]
+    compared = [differences(case, tensors) for case, tensors in found if tensors is not None]
     assert len(compared) > 8 and not any(compared)
 
 
