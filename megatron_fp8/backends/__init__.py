@@ -101,7 +101,7 @@ def warn_slow_backend(
 
     Args:
         backend: its name; only the native one is meant to be fast.
-        remedy: the setting that makes gradients E4M3, in the words of whoever asks.
+        remedy: the setting that makes gradients E4M3, as the caller's users write it.
     """
     found = (
         native_backend.advice(device, recipe)

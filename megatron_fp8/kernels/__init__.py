@@ -26,7 +26,7 @@ def run_on(device: torch.device) -> bool:
 def on_its_device(launches: Callable[P, Result]) -> Callable[P, Result]:
     """Decorator: launch Triton kernels on the device of the first argument, a tensor or a TileSource.
 
-    Triton launches on the current device and its stream; a model's layers may lie on several GPUs.
+    Triton launches on the current device and its stream; a model's layers may be on several GPUs.
     """
 
     @wraps(launches)

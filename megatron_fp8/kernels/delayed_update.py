@@ -97,7 +97,7 @@ def _update(
     number = first // BLOCK
     entry = tl.arange(0, BLOCK)[None, :]
     touched = history + (number * slots + slot) * BLOCK
-    # The running entry is the value at hand, not what the ring holds of it.
+    # The running entry is the given value, not the ring's.
     past = held[:, None] & (number[:, None] * BLOCK + entry != first[:, None])
     inside = tl.maximum(value, tl.max(tl.load(touched[:, None] + entry, mask=past, other=0.0), 1))
     if DUE:
@@ -109,7 +109,7 @@ def _update(
             amax = tl.maximum(inside, tl.max(known, 1))
         largest = tl.load(fp8_max + slot, mask=held, other=1.0)
         tl.store(scale + at, scale_of(as_bits(amax), largest, epsilon, factor), mask=is_seen)
-    tl.debug_barrier()  # other threads of the program have read by now what is overwritten below
+    tl.debug_barrier()  # the program's other threads have now read the memory that is overwritten below
     tl.store(touched + first % BLOCK, value, mask=held)
     tl.store(maxima + number * slots + slot, inside, mask=held)
     tl.store(head + slot, tl.where(first + 1 == length, 0, first + 1), mask=is_seen)

@@ -1,21 +1,21 @@
-"""What the Triton kernels do to single numbers: the cast, the scales, IEEE division. Same bits as cast.py and scaling.py.
+"""Elementwise math of the Triton kernels: the cast, the scales, IEEE division. Same bits as cast.py and scaling.py.
 
-Two traps shape this file. Both are about subnormals, which nothing here may flush:
+Nothing here may flush subnormals. Two operations need care:
 
 * Division. Triton's `/` is approximate when compiled. Its ``div_rn`` is IEEE in the interpreter and in Triton 3.6 and
   later, but Triton 3.4 compiles it to ``div.rn.ftz``, which makes the inverse of a large scale 0. So the compiled kernels
   name the instruction, ``div.rn.f32``; the interpreter, which runs no PTX, takes ``div_rn``. Square roots likewise.
 * The cast. The interpreter's own float8 conversions are wrong (2.3 % of bytes; overflow becomes NaN), so the cast there
   is integer arithmetic. Compiled for compute capability 8.9 and later, Triton's conversion is one instruction for two
-  elements, ``cvt.rn.satfinite``: to nearest even, saturating, Inf too, NaN to 0x7F. Some twenty integer instructions
-  instead would take longer than the memory traffic they hide behind.
+  elements, ``cvt.rn.satfinite``: to nearest even, saturating, Inf too, NaN to 0x7F. Twenty integer instructions
+  would take longer than the memory traffic.
 
-Three more things are instructions where they are compiled, and integers where they are interpreted: rounding two floats
-to 16 bits (``narrow``; Triton converts one by one, at an eighth of the rate), the larger of two pairs of 16-bit numbers
+Three more operations are PTX instructions if compiled and integer arithmetic if interpreted: rounding two floats to 16
+bits (``narrow``; Triton converts one by one, at an eighth of the rate), the larger of two pairs of 16-bit numbers
 (tile_amax.py), and four codes in a word, for sides that are written transposed (``encode_word``).
 
-``COMPILED`` chooses; nothing else differs. Rejected: integer arithmetic everywhere, for that reason.
-Floating-point contraction (a * b + c in one rounding) is turned off at every launch: Triton's default for it changes
+``COMPILED`` selects between them; nothing else differs. Rejected: integer arithmetic everywhere, which is slower.
+Floating-point contraction (a * b + c in one rounding) is off at every launch, because Triton's default for it changes
 between versions.
 """
 
@@ -31,7 +31,7 @@ NAN_CODE = tl.constexpr(0x7F)
 HALF_POWER = tl.constexpr(0x00400000)  # 2^-127, a subnormal
 ABOVE = tl.constexpr(
     0x001FFFFF
-)  # added to a float32's bits it carries into the exponent if the mantissa is above 1.75
+)  # added to a float32's bits, it carries into the exponent if the mantissa is above 1.75
 
 
 @triton.jit
@@ -93,8 +93,8 @@ def encode(x, E4M3: tl.constexpr):
 def encode_by_integers(x, E4M3: tl.constexpr):
     """``encode`` without conversions.
 
-    The significand's low bits are cut off with round-to-nearest-even: as many as the format lacks, and below its smallest
-    normal exponent (LOW) as many more as the grid is coarser. A carry into the exponent is the right code by itself.
+    Rounds the significand's low bits to nearest even: those that the format lacks, and more of them below its smallest
+    normal exponent (LOW). A carry into the exponent gives the right code.
     """
     DROP: tl.constexpr = 20 if E4M3 else 21
     LOW: tl.constexpr = 121 if E4M3 else 113
@@ -103,7 +103,7 @@ def encode_by_integers(x, E4M3: tl.constexpr):
     magnitude = bits & 0x7FFFFFFF
     inside = tl.minimum(magnitude, TOP)
     exponent = inside >> 23
-    # The hidden bit, also of float32's subnormals: they fall off the end with it or without.
+    # The hidden bit; float32's subnormals get it too, but become 0 in any case.
     significand = (inside & 0x7FFFFF) | 0x800000
     grid = tl.maximum(exponent, LOW)
     drop = tl.minimum(DROP + grid - exponent, 25)
@@ -114,7 +114,7 @@ def encode_by_integers(x, E4M3: tl.constexpr):
 
 @triton.jit
 def encode_word(a, b, c, d, E4M3: tl.constexpr):
-    """int32 words of four codes each, of float32 a (the lowest byte), b, c and d: ``encode``, in the order of memory."""
+    """int32 words of four codes each, in memory order: ``encode`` of float32 a (the lowest byte), b, c and d."""
     if COMPILED:
         if E4M3:
             word = tl.inline_asm_elementwise(
@@ -138,7 +138,7 @@ def encode_word(a, b, c, d, E4M3: tl.constexpr):
 
 @triton.jit
 def decode(codes, E4M3: tl.constexpr):
-    """float32 of uint8 codes, by integers: where no tensor core reads them (the interpreter's dot)."""
+    """float32 of uint8 codes, by integer arithmetic, for the interpreter's dot."""
     SHIFT: tl.constexpr = 20 if E4M3 else 21
     REBIAS: tl.constexpr = 2.0**120 if E4M3 else 2.0**112
     NAN_FROM: tl.constexpr = 0x7F if E4M3 else 0x7D
@@ -156,7 +156,7 @@ def widen(x):
     """float32 of bfloat16, float16 or float32 x. (The interpreter's own conversion loses bfloat16's subnormals.)"""
     if x.dtype == tl.bfloat16 and not COMPILED:
         return as_float(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
-    elif x.dtype == tl.bfloat16:  # Triton's own takes the upper one of two apart first
+    elif x.dtype == tl.bfloat16:  # Triton's own conversion unpacks two values first
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
             "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2,
@@ -183,7 +183,7 @@ def narrow(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def zero_outside(x, inside):
-    """float32 x where inside, else 0. Compiled, it stays in its branch: no selection is made of the branch."""
+    """float32 x where inside, else 0. The compiler keeps the branch and does not make a selection of it."""
     if COMPILED:
         return tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.s32 p, $2, 0; selp.f32 $0, $1, 0f00000000, p; }",
@@ -213,7 +213,8 @@ def count_nonfinite(bits):
 
 @triton.jit
 def record(amax, nonfinite, top, count):
-    """Max the bits ``top`` into amax (int32 view of float32 [], >= 0) and add ``count`` to nonfinite (float32 [])."""
+    """Updates amax (int32 view of float32 [], >= 0) by the maximum with ``top``, and adds ``count`` to nonfinite
+    (float32 [])."""
     tl.atomic_max(amax, top, sem="relaxed")
     if count > 0:
         tl.atomic_add(nonfinite, count.to(tl.float32), sem="relaxed")
@@ -234,7 +235,7 @@ def power_scale_of(bits, fp8_max, epsilon, factor):
 
     Both formats' maxima are 1.75 times a power of two. So the quotient's exponent is the difference of the exponents, one
     less where the amax's mantissa is above 1.75 (just above, the quotient is more than half a unit below the power).
-    An amax that is subnormal has an exponent field of 0, and a scale beyond the largest: 2^127 either way.
+    A subnormal amax has an exponent field of 0, and its scale is the largest, 2^127.
     """
     amax = as_bits(tl.maximum(as_float(bits), epsilon))
     top = (as_bits(tl.full((), fp8_max, tl.float32) * factor) >> 23) + 127
@@ -247,7 +248,7 @@ def scales(bits, epsilon, factor, E4M3: tl.constexpr, KIND: tl.constexpr):
     """(float32 scale, stored inverse) of amaxes given by their bits.
 
     KIND 'fp32', 'pow2' and 'pow2_divided': as scaling.compute_scale with epsilon and factor = 2^-margin; the inverse is
-    float32. 'pow2' wants a margin of at most 6 (``kind_for``).
+    float32. 'pow2' needs a margin of at most 6 (``kind_for``).
     KIND 'e8m0': as scaling.compute_e8m0; the stored inverse is the uint8 exponent.
     """
     FP8_MAX: tl.constexpr = 448.0 if E4M3 else 57344.0
@@ -270,10 +271,10 @@ def scales(bits, epsilon, factor, E4M3: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def cast_scale(bits, epsilon, factor, E4M3: tl.constexpr, KIND: tl.constexpr, FINITE: tl.constexpr):
-    """``scales``' float32 scale, for codes alone: of an amax of 0 it may be another, under which zeros are zeros too.
+    """``scales``' float32 scale, for codes alone. For an amax of 0 it may differ; zeros stay zeros.
 
-    FINITE: no amax is Inf. A power of two then takes three instructions: exponents are subtracted in their place. The
-    first one has more than 32 bits there, the difference has not.
+    FINITE: no amax is Inf. A power of two then takes three instructions, which subtract exponents in place. The minuend
+    may overflow 32 bits, the difference does not.
     """
     FP8_MAX: tl.constexpr = 448.0 if E4M3 else 57344.0
     if KIND == "pow2" or KIND == "e8m0":
@@ -283,7 +284,7 @@ def cast_scale(bits, epsilon, factor, E4M3: tl.constexpr, KIND: tl.constexpr, FI
         else:
             top = 262 if E4M3 else 269
             least = 0
-        # The larger one of amax and epsilon counts, and no scale is above 2^127.
+        # The scale is that of max(amax, epsilon), and at most 2^127.
         floor = tl.maximum(least + ABOVE, (top - 254) << 23)
         power = (top << 23) - (tl.maximum(bits + ABOVE, floor) & INF)
         if not FINITE:
@@ -295,5 +296,5 @@ def cast_scale(bits, epsilon, factor, E4M3: tl.constexpr, KIND: tl.constexpr, FI
 
 
 def kind_for(kind: str, margin: int) -> str:
-    """The KIND that makes scales of this kind with this margin."""
+    """The KIND for scales of this kind with this margin."""
     return "pow2_divided" if kind == "pow2" and margin > 6 else kind

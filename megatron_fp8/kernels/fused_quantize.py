@@ -13,13 +13,13 @@ SwiGLU, forward and backward: silu(gate) * up, with [gate, up] the halves of the
 optionally times a weight per token (a router's probability), rounded once to the input's dtype and then quantized: what
 mcore/layers/activation.py and the cast do.
 
-What is promised. Codes and scales are those of the rounded result, in all bits. The result itself goes through exp, whose
-last bits differ between devices: it is within one unit in the last place of its dtype of torch's.
+Guarantee: codes and scales are those of the rounded result, bit for bit. The result depends on exp, whose last bits
+differ between devices: it is within one unit in the last place of its dtype of torch's.
 
-The gradient of [gate, up] is one matrix, [tokens, 2 n]. A tile of it computes the half that it lies in, and reads again
-what the other half's tile has read (from L2). Amaxes, which have no blocks, are found of both halves at once, with one
-sigmoid. Rejected for the casts: a program that makes both halves, whose blocks then end where n does, not where 128 does,
-and which holds twice the numbers, in 128 x 128 tiles more than two programs have registers for.
+The gradient of [gate, up] is one matrix, [tokens, 2 n]. A tile computes its own half, and reads the inputs again that the
+other half's tile has read (from L2). Amaxes without blocks are computed for both halves at once, with one sigmoid.
+Rejected for the casts: a program for both halves. Its blocks would end at n, not at a multiple of 128, and its 128 x 128
+tiles would need more registers than two programs have.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .tiles import TileSource, sigmoid, unit_stride
 
 
 class Normalized(TileSource):
-    """RMSNorm of a known rstd: x * rstd * (weight + offset), two float32 products, one rounding to x's dtype.
+    """RMSNorm with a given rstd: x * rstd * (weight + offset), two float32 products, one rounding to x's dtype.
 
     Args:
         x: [rows, hidden], float32, bfloat16 or float16. A NaN makes its whole row NaN; an Inf gives NaN at its position
@@ -59,7 +59,7 @@ def row_rstd(x: torch.Tensor, eps: float) -> torch.Tensor:
     rows, cols = x.shape
     rstd = torch.empty(rows, device=x.device, dtype=torch.float32)
     if rows:
-        # A float: Triton turns an int argument of 1 into a constant, which cannot be converted.
+        # A float: an int argument of 1 becomes a constant in Triton, which cannot be converted.
         _row_rstd[(triton.cdiv(rows, 8),)](
             x, x.stride(0), rstd, rows, cols, float(cols), eps,
             ROWS=8, COLS=512, num_warps=4, enable_fp_fusion=False,
@@ -116,7 +116,7 @@ class SwigluGradient(TileSource):
         super().__init__(x.shape[0], x.shape[1], unit_stride(dy), unit_stride(x), _per_token(weights))
 
     def halves(self) -> dict[str, Any]:
-        """What a kernel takes first that computes both halves at once (``tiles.load_halves``)."""
+        """Leading arguments of a kernel that computes both halves at once (``tiles.load_halves``)."""
         names = ("x", "x_stride", "first", "first_stride", "second", "rows", "WEIGHTED")
         return {name: self.arguments()[name] for name in names} | {"half": self.cols // 2}
 

@@ -122,6 +122,6 @@ def _tile_scales(
     if EXPONENTS:
         exponent = stored
     else:
-        # 2^-127 is a float32 without an exponent; 0 too is E8M0's 2^-127. Inf's exponent, and NaN's, is E8M0's NaN.
+        # Exponent bits of 2^-127, a subnormal float32, and of 0 are E8M0's 2^-127; those of Inf and NaN are its NaN.
         exponent = ((as_bits(stored) & INF) >> 23).to(tl.uint8)
     tl.store(out + at, tl.where(known, exponent, 127).to(tl.uint8), mask=at < size)

@@ -31,7 +31,7 @@ def piece_amax(
     amax: torch.Tensor,
     nonfinite: torch.Tensor,
 ) -> None:
-    """Max a shard's amaxes into ``amax`` and add its count of NaN and Inf to ``nonfinite``.
+    """Updates ``amax`` by a shard's amaxes and adds its count of NaN and Inf to ``nonfinite``.
 
     Args:
         master: float32 [n], contiguous.
@@ -60,7 +60,7 @@ def piece_cast(
     codes: torch.Tensor,
     fmt: FloatFormat,
 ) -> None:
-    """Write a shard's codes under the whole weight's scales.
+    """Writes a shard's codes with the whole weight's scales.
 
     Args:
         master, offset, shape, dtype: as in piece_amax.

@@ -5,7 +5,7 @@
 | delayed | one: cast under the given scale and record the amax | quantize_tensor(scale=) |
 | tensorwise | two: the scale needs the amax first | measure, quantize_tensor(amax=) |
 | rowwise | two: row and column amaxes in one read, then casts | measure, quantize_rows |
-| blockwise, MXFP8 | one: blocks of both directions lie inside the tile | quantize_blocks |
+| blockwise, MXFP8 | one: blocks of both directions are inside the tile | quantize_blocks |
 
 Every function takes a matrix x [rows, cols] (float32, bfloat16 or float16; rows may be strided; may be empty) or a
 TileSource that computes one, and returns ``Sides``: codes and inverse scales of the requested directions. Columnwise
@@ -72,8 +72,8 @@ class Sides(NamedTuple):
 class Record:
     """Amax (updated by max) and count of NaN and Inf (added) of a cast: float32 [] each.
 
-    Views of an arena's slot, or ``Record.new``. Counts are exact up to 2^24. ``measure`` also maxes the amax into
-    ``running`` (float32 []), because a scale is made from one matrix's amax alone.
+    Views of an arena's slot, or ``Record.new``. Counts are exact up to 2^24. ``measure`` also updates ``running``
+    (float32 []) by the amax; a scale is computed from one matrix's amax alone.
     """
 
     amax: torch.Tensor

@@ -1,11 +1,11 @@
 """The passes over a matrix, as Triton kernels. Each program takes one tile; quantize.py launches them.
 
 The first arguments are a TileSource's (tiles.load). row_codes uint8 [rows, cols] and col_codes uint8 [cols,
-col_stride] are contiguous; amaxes are int32 views of float32; a flag says which of them are there. A program's tile is
-tiles.place. Rows beyond the matrix are zeros in a tile, and so are their codes, up to col_stride, which is rows or more.
+col_stride] are contiguous; amaxes are int32 views of float32; flags say which of them exist. tiles.place gives a
+program's tile. Rows beyond the matrix are zeros in a tile, and so are their codes, up to col_stride >= rows.
 
-Amaxes are first taken with NaN included: as bits it is greater than Inf. Only a tile whose largest value is Inf or NaN is
-gone through again, to count such elements and to leave NaN out.
+Amaxes first include NaN, whose bits are greater than Inf's. Only a tile whose largest value is Inf or NaN is reduced
+again, to count such elements and to ignore NaN.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .gemm_layouts import tiled_at
 from .tile_amax import col_tops, nonfinite_in, row_tops, top_of
 from .tiles import load, load_halves, place, quarters, rows_of, store_rows, store_turned
 
-# Numbers of an arena lie at any index, on 16 bytes or not: one variant for both.
+# An arena's numbers may be 16-byte aligned or not: one compiled variant serves both.
 _NUMBERS = ("given", "amax", "nonfinite", "running")
 
 
@@ -39,7 +39,8 @@ def find_amaxes(
     SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     RECORD: tl.constexpr, RUNNING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Amaxes of rows [rows], columns [cols] and all, maxed into what is there; that of all into ``running`` too."""
+    """Updates amaxes of rows [rows], columns [cols] and the matrix by their maximum; the matrix's also updates
+    ``running``."""
     tile = load(x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS)
     row_bits, col_bits, largest = _tops(tile, ROWWISE, COLUMNWISE, COLS, ROWS, True)
     count = tl.zeros_like(largest)
@@ -66,7 +67,7 @@ def find_gradient_amaxes(
     WEIGHTED: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     RECORD: tl.constexpr, RUNNING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """``find_amaxes`` of SwiGLU's gradient [rows, 2 half], both halves at a time."""
+    """``find_amaxes`` of SwiGLU's gradient [rows, 2 half], both halves at once."""
     dgate, dup = load_halves(x, x_stride, first, first_stride, second, rows, half, WEIGHTED, ROWS, COLS)
     gate_rows, gate_cols, gate_top = _tops(dgate, ROWWISE, COLUMNWISE, COLS, ROWS, True)
     up_rows, up_cols, up_top = _tops(dup, ROWWISE, COLUMNWISE, COLS, ROWS, True)
@@ -99,7 +100,7 @@ def cast_tensor(
     RECORD: tl.constexpr, E4M3: tl.constexpr, KIND: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """One scale: given (KIND 'given'), or of the kind KIND from the amax given."""
+    """Casts with one scale: the given one (KIND 'given'), or a scale of KIND from the given amax."""
     if KIND == "given":
         scale = tl.load(given)
         inverse = divide(1.0, scale)
@@ -130,7 +131,7 @@ def cast_rows(
     SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     E4M3: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """One scale a row for row_codes, one a column for col_codes, from their amaxes."""
+    """Casts with one scale per row for row_codes, one per column for col_codes, from their amaxes."""
     tile = load(x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS)
     down, across = place(cols, COLS)
     top, left = down * ROWS, across * COLS
@@ -159,8 +160,9 @@ def quantize_tiles(
     RECORD: tl.constexpr, E4M3: tl.constexpr, KIND: tl.constexpr,
     BLOCK: tl.constexpr, SQUARE: tl.constexpr, TILED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """One scale a block, all of whose elements are in this tile. Scales have strides major (rows of codes), minor; with
-    TILED they lie as gemm_layouts.tiled_at has it. A row of square blocks' scales is ``major`` long, zeros at its end."""
+    """Casts with one scale per block; a block's elements are all in this tile. Scales have strides major (rows of codes),
+    minor; with TILED the layout of gemm_layouts.tiled_at. A row of square blocks' scales is padded with zeros to
+    ``major``."""
     tile = load(x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS)
     ALONG_ROWS: tl.constexpr = ROWWISE and not SQUARE
     ALONG_COLS: tl.constexpr = COLUMNWISE and not SQUARE
@@ -188,7 +190,7 @@ def quantize_tiles(
             _store_square(col_scale, inverse, across, down, col_major, tl.cdiv(rows, BLOCK))
             store_turned(col_codes, _words(tile, scale, E4M3), top, left, col_stride, cols)
     # Stored scales have an axis more: the compiler then hands amaxes, not scales, to the threads that store them, and
-    # each scale is made once.
+    # each scale is computed once.
     if ALONG_ROWS:
         row = (top + rows_of(ROWS))[:, None]
         block = (across * ACROSS + tl.arange(0, ACROSS))[None, :]
@@ -218,7 +220,8 @@ def quantize_tiles(
 
 @triton.jit
 def _store_square(scale, inverse, row, block, major, blocks):
-    """The scale of square block [row, block]; and zeros from the row's end up to ``major``, fewer than four."""
+    """Writes the scale of square block [row, block], and the zeros after the row's end, up to ``major`` (fewer than
+    four)."""
     after = tl.arange(0, 4)
     col = block + after
     padding = (col >= blocks) & (col < major)
@@ -228,7 +231,7 @@ def _store_square(scale, inverse, row, block, major, blocks):
 
 @triton.jit
 def _store_tiled(scale, inverse, row, block, major, rows, blocks):
-    """E8M0 scales of rows and blocks of codes into tiles; 2^0 around the matrix, to the ends of its tiles."""
+    """Writes E8M0 scales of rows and blocks of codes into tiles; the padding of tiles is 2^0."""
     inside = (row < rows) & (block < blocks)
     padded = (row < tl.cdiv(rows, 128) * 128) & (block < tl.cdiv(blocks, 4) * 4)
     at = scale + tiled_at(row, block, major)
@@ -240,7 +243,7 @@ def write_values(
     x, x_stride, first, first_stride, second, offset, rows, cols, values,
     SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """The matrix itself, [rows, cols] in its dtype."""
+    """Writes the matrix, [rows, cols] in its dtype."""
     tile = load(x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS)
     down, across = place(cols, COLS)
     top, left = down * ROWS, across * COLS
@@ -253,8 +256,7 @@ def _tops(
     NAN: tl.constexpr,
 ):  # fmt: skip
     """Largest bits of each 1 x WIDTH block [ROWS, COLS / WIDTH], of each HEIGHT x 1 block [ROWS / HEIGHT, COLS], and of
-    all; the last is also returned in place of one that is not wanted. NAN: NaN is above INF (else it does not
-    count)."""
+    the tile, which also stands for one that is not requested. NAN: NaN is above INF (else it is ignored)."""
     if ALONG_ROWS:
         row_bits = row_tops(tile, WIDTH, NAN)
         largest = tl.max(row_bits)
@@ -273,6 +275,6 @@ def _tops(
 
 @triton.jit
 def _words(tile, scale, E4M3: tl.constexpr):
-    """Codes of a tile under scales that broadcast to [ROWS / 4, COLS], in words of four rows each (tiles.quarters)."""
+    """Codes of a tile with scales that broadcast to [ROWS / 4, COLS], in words of four rows each (tiles.quarters)."""
     a, b, c, d = quarters(tile)
     return encode_word(widen(a) * scale, widen(b) * scale, widen(c) * scale, widen(d) * scale, E4M3)

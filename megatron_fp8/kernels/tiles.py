@@ -1,19 +1,19 @@
 """Tiles of matrices: how kernels read them, compute them and write their codes.
 
 Codes of the columnwise side are written transposed, [cols, rows] and contiguous, as Hopper's FP8 GEMM reads them. A
-tile is turned on chip, and is at least 64 rows high, so that each of its columns is written as whole 32-byte sectors.
+tile is transposed on chip, and is at least 64 rows high, so that each of its columns is written as whole 32-byte sectors.
 
-Bytes are dear to turn: alone each is an access to shared memory. So four rows that follow each other in the matrix lie a
-quarter of the tile apart in it (``rows_of``), which gives them to one thread; it makes their four codes of a column one
-word, and words are turned.
+Transposing single bytes is slow: each is one access to shared memory. So four successive rows of the matrix are a quarter
+of the tile apart in it (``rows_of``), which assigns them to one thread. The thread packs their four codes of a column
+into one word, and words are transposed.
 
-A kernel sees a matrix [rows, cols] as tiles of its dtype. A ``TileSource`` says what the matrix is made of, and ``load``
-makes a tile of it, rounded to the dtype that the unfused operation would write. So one set of kernels serves all
+A kernel reads a matrix [rows, cols] as tiles of its dtype. A ``TileSource`` describes the matrix's inputs, and ``load``
+computes a tile, rounded to the dtype that the unfused operation would write. So one set of kernels serves all
 producers, and a fused kernel gives the codes of the unfused pair.
 
-There is a class for each kind of matrix, in its operation's own words: ``Plain`` here; ``Normalized``, ``Swiglu`` and
-``SwigluGradient`` in fused_quantize.py. Kernels know them all by one list of arguments
-(x, first, second, offset), so that a new kind adds a class and a branch of ``load`` and changes no kernel's signature.
+Each kind of matrix has a class: ``Plain`` here; ``Normalized``, ``Swiglu`` and ``SwigluGradient`` in fused_quantize.py.
+All have the same list of kernel arguments (x, first, second, offset). So a new kind needs a class and a branch of
+``load``, and no kernel's signature changes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .device_math import COMPILED, narrow, widen, zero_outside
 
 
 class Tile(NamedTuple):
-    """How much one program takes: rows x cols of the matrix, by ``warps`` warps of at most ``registers`` a thread."""
+    """The part of one program: rows x cols of the matrix, by ``warps`` warps with at most ``registers`` per thread."""
 
     rows: int
     cols: int
@@ -51,7 +51,7 @@ def _options(tile: Tile) -> dict[str, Any]:
 
 
 def grid_of(rows: int, cols: int, tile: Tile) -> tuple[int]:
-    """One program for each tile (``place``), all on the first axis: the others hold 65,535 programs at most."""
+    """One program per tile (``place``), all on the first axis: the others are limited to 65,535 programs."""
     return (max(-(-rows // tile.rows), 1) * max(-(-cols // tile.cols), 1),)  # triton.cdiv takes 2 us
 
 
@@ -68,21 +68,22 @@ def codes_like(rows: int, cols: int, fmt: FloatFormat, device: torch.device) -> 
 
 @triton.jit
 def place(cols, COLS: tl.constexpr):
-    """(row of tiles, column of tiles) of this program. Columns are fastest: what is read twice is still in L2."""
-    across = (cols - 1) // COLS + 1  # 1 of no columns: the quotient is cut off towards zero
+    """(row of tiles, column of tiles) of this program. Columns vary fastest, so that data read twice is still in L2."""
+    across = (cols - 1) // COLS + 1  # 1 without columns: the quotient is truncated towards zero
     return tl.program_id(0) // across, tl.program_id(0) % across
 
 
 @triton.jit
 def rows_of(ROWS: tl.constexpr):
-    """int32 [ROWS]: which row of the matrix, from the tile's first on, lies where in a tile: 0, 4, 8 ... 1, 5, 9 ..."""
+    """int32 [ROWS]: the matrix's row, from the tile's first, of each row of a tile: 0, 4, 8 ... 1, 5, 9 ..."""
     at = tl.arange(0, ROWS)
     return at % (ROWS // 4) * 4 + at // (ROWS // 4)
 
 
 @triton.jit
 def quarters(tile):
-    """A tile [ROWS, COLS], its rows as ``rows_of``, as four [ROWS / 4, COLS]: of rows 4 r, 4 r + 1, 4 r + 2, 4 r + 3."""
+    """Splits a tile [ROWS, COLS] with rows in ``rows_of`` order into four [ROWS / 4, COLS]: rows 4 r, 4 r + 1, 4 r + 2,
+    4 r + 3."""
     ROWS: tl.constexpr = tile.shape[0] // 4
     COLS: tl.constexpr = tile.shape[1]
     even, odd = tl.split(tl.permute(tl.reshape(tile, (2, 2, ROWS, COLS)), (2, 3, 0, 1)))
@@ -93,8 +94,8 @@ def quarters(tile):
 
 @triton.jit
 def store_turned(out, words, top, left, rows, cols):
-    """Words of ``quarters``' codes, [ROWS / 4, COLS], to the tile at [left, top] of ``out`` [cols, rows], contiguous;
-    rows may be more than the matrix has, within the last tile."""
+    """Writes words of ``quarters``' codes, [ROWS / 4, COLS], to tile [left, top] of contiguous ``out`` [cols, rows].
+    rows may exceed the matrix's, within the last tile."""
     ROWS: tl.constexpr = 4 * words.shape[0]
     COLS: tl.constexpr = words.shape[1]
     turned = tl.trans(words)
@@ -105,13 +106,13 @@ def store_turned(out, words, top, left, rows, cols):
 
 @triton.jit
 def store_rows(out, tile, top, left, rows, cols):
-    """A tile with its rows as ``rows_of`` to ``out`` [rows, cols], contiguous, with its corner at [top, left]."""
+    """Writes a tile with rows in ``rows_of`` order to contiguous ``out`` [rows, cols], its corner at [top, left]."""
     store(out, tile, top, left, rows, cols, rows_of(tile.shape[0]))
 
 
 @triton.jit
 def store(out, tile, top, left, rows, cols, down=None):
-    """A tile to ``out`` [rows, cols], contiguous, with its corner at [top, left]; its rows are ``down`` or in order."""
+    """Writes a tile to contiguous ``out`` [rows, cols], its corner at [top, left]; its rows in order, or as ``down``."""
     ROWS: tl.constexpr = tile.shape[0]
     COLS: tl.constexpr = tile.shape[1]
     if down is None:
@@ -123,16 +124,16 @@ def store(out, tile, top, left, rows, cols, down=None):
 
 
 class TileSource:
-    """A matrix [rows, cols] that kernels read, or compute as they read.
+    """A matrix [rows, cols] that kernels read, or compute while reading.
 
     Attributes:
-        kind: the branch of ``load`` that makes its tiles, and its name in messages.
-        by_row: those of x, first and second that have a row, or a number, for each of its rows.
-        rows, cols: of the matrix, not of what it is made of.
+        kind: its branch of ``load``, and its name in messages.
+        by_row: which of x, first and second have one row, or number, per row of the matrix.
+        rows, cols: the matrix's, not its inputs'.
         dtype, device: the matrix's.
 
     Raises:
-        ValueError: a side, or the step from row to row, of 2^24 or more.
+        ValueError: a size or row stride of 2^24 or more.
     """
 
     kind: ClassVar[str]
@@ -150,7 +151,7 @@ class TileSource:
         self.rows, self.cols = rows, cols
         self.dtype, self.device = x.dtype, x.device
         x_step, first_step = x.stride(0), 0 if first is None else first.stride(0)
-        # Offsets inside a tile of at most 128 rows (or columns, when turned) are 32-bit numbers.
+        # Offsets inside a tile of at most 128 rows (or columns, if transposed) are 32-bit numbers.
         if max(rows, cols, x_step, first_step) >= 1 << 24:
             raise ValueError(
                 f"a matrix of {rows} x {cols} has a side or stride of 2^24 or more: quantize it in pieces"
@@ -170,12 +171,12 @@ class TileSource:
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that it is made of; the last dimension of each has stride 1."""
+        """Its input tensors; the last dimension of each has stride 1."""
         given = (self._arguments[name] for name in ("x", "first", "second"))
         return tuple(tensor for tensor in given if tensor is not None)
 
     def part(self, start: int, rows: int) -> TileSource:
-        """The matrix of so many of its rows, in the same memory."""
+        """The matrix of a slice of its rows, in the same memory."""
         found = copy(self)
         found.rows, found._arguments = rows, {**self._arguments, "rows": rows}
         for name in self.by_row:
@@ -184,16 +185,16 @@ class TileSource:
         return found
 
     def arguments(self) -> dict[str, Any]:
-        """What every kernel here takes first."""
+        """The leading arguments of every kernel here."""
         return self._arguments
 
     def grid(self, tile: Tile) -> tuple[int]:
-        """Programs, one a tile (``place``); at least one row and one column of them."""
+        """The grid of programs, one per tile (``place``); at least one row and one column."""
         return grid_of(self.rows, self.cols, tile)
 
 
 class Plain(TileSource):
-    """A matrix as it is.
+    """A matrix in memory.
 
     Args:
         x: [rows, cols], float32, bfloat16 or float16; rows may be strided, columns are copied if they are.
@@ -238,8 +239,8 @@ def load(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """This program's tile [ROWS, COLS] of the source in x's dtype, its rows as tiles.rows_of; 0 outside of rows x cols,
-    whatever the row's statistic.
+    """This program's tile [ROWS, COLS] of the source in x's dtype, its rows in tiles.rows_of order; 0 outside of rows x
+    cols, for any statistic of a row.
 
     | SOURCE        | x            | first                | second                       |
     | ------------- | ------------ | -------------------- | ---------------------------- |
@@ -284,7 +285,7 @@ def load(
         weight = 1.0
         if WEIGHTED:
             weight = widen(tl.load(second + top + down, mask=in_rows, other=0.0))[:, None]
-        # A tile that lies in one half, as all do where half is a multiple of COLS, computes that half only.
+        # A tile inside one half, as all are if half is a multiple of COLS, computes that half only.
         if left + COLS <= half:
             first += top.to(tl.int64) * first_stride + left
             first_at = (first + down * first_stride)[:, None] + across[None, :]
@@ -341,14 +342,14 @@ def load_halves(
 
 @triton.jit
 def gate_gradient(gate, up, dy):
-    """float32 gradient of silu(gate) * up by gate; the same operations as in ``load_halves``."""
+    """float32 derivative of silu(gate) * up with respect to gate; the same operations as in ``load_halves``."""
     s, rest = sigmoid_and_rest(gate)
     return dy * up * s * (1 + gate * rest)
 
 
 @triton.jit
 def up_gradient(gate, dy):
-    """float32 gradient of silu(gate) * up by up."""
+    """float32 derivative of silu(gate) * up with respect to up."""
     return dy * (gate * sigmoid(gate))
 
 
@@ -363,8 +364,8 @@ def sigmoid(x):
 def sigmoid_and_rest(x):
     """(sigmoid(x), 1 - sigmoid(x)), the latter no smaller than 2^-120.
 
-    exp(x) / (1 + exp(x)), where exp(x) is the square of a number that is not subnormal wherever the square is not 0, and
-    is cut off at 2^120, where the quotient is 1. So the fast instructions, which flush subnormals, find none.
+    exp(x) / (1 + exp(x)). exp(x) is computed as a square; its root is never subnormal unless the square is 0. It is
+    limited to 2^120, where the quotient is 1. So the fast instructions, which flush subnormals, see none.
     """
     root = _exp2(tl.minimum(x * 0.7213475204444817, 60.0))  # log2(e) / 2
     power = root * root

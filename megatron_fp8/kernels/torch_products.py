@@ -1,14 +1,14 @@
 """Replaces torch's 16-bit products in float32 on CPUs without instructions for them.
 
-oneDNN has a GEMM for BF16 where there is AVX512, and for FP16 where there is AVX512-FP16. Elsewhere, as on many
-laptops, torch multiplies more than a few rows element by element, 6 to 80 times as slow as in float32: nine tenths of
-an FP8 training step went into the output layer, the layers kept in BF16 and attention's backward. `replace_slow`
-registers other kernels for these operations, in this process: operands become float32, which is exact, sums are
-float32, and each result is rounded once. So the numbers are at least as exact as torch's.
+oneDNN has a GEMM for BF16 on CPUs with AVX512, and for FP16 with AVX512-FP16. On others, such as many laptops, torch
+multiplies more than a few rows element by element, 6 to 80 times slower than in float32: nine tenths of an FP8
+training step went into the output layer, the layers kept in BF16 and attention's backward. `replace_slow` registers
+other kernels for these operations in this process: operands become float32, which is exact, sums are float32, and each
+result is rounded once. So results are at least as exact as torch's.
 
-`megatron-fp8` calls it in each process that computes; importing this package does not, since whose process it is
-decides what torch does there. Rejected: another function where this package calls a product. The products of
-Megatron-Core's own layers, of Hugging Face's models and of torch's attention are not called from here.
+`megatron-fp8` calls it in each process that computes. Importing this package does not: the process's owner decides how
+torch computes. Rejected: a separate function for this package's own products. Megatron-Core's layers, Hugging Face's
+models and torch's attention call torch.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torch import Tensor
 from .gemms import cpu_multiplies, matmul_fp32, multiplies
 
 FEW = 4
-"""torch takes as long for each row: so few of float16, and both operands in memory along K, are faster by its own code.
-Those of bfloat16 are not torch's even so: a token that is decoded has the same bits as among others."""
+"""torch's time is proportional to the rows: up to this many of float16, with both operands contiguous along K, its own
+code is faster. bfloat16 always uses the replacement, so that a decoded token has the same bits as in a batch."""
 
 
 @cache
 def replace_slow(dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Replace torch's products of bfloat16 (or float16) for the rest of this process if they are slow on this CPU;
-    whether they are.
+    """Replaces torch's products of bfloat16 (or float16) for the rest of this process if they are slow on this CPU.
+    Returns whether they are.
 
     Products of other dtypes and on other devices stay torch's, and so do errors. Not replaced: `addbmm`, convolutions,
-    ``out=``, what ends in an underscore, and code that `torch.compile` makes.
+    ``out=``, in-place operations, and compiled code.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"dtype={dtype} has no slow products: give torch.bfloat16 or torch.float16.")
@@ -46,7 +46,7 @@ def replace_slow(dtype: torch.dtype = torch.bfloat16) -> bool:
 
 
 def is_replaced(dtype: torch.dtype) -> bool:
-    """Whether this process has asked for it, and they were slow."""
+    """Whether this process has replaced them."""
     return dtype in _replaced
 
 
@@ -59,12 +59,12 @@ def _registered() -> torch.library.Library:
 
 
 def register(dtypes: Container[torch.dtype]) -> torch.library.Library:
-    """The replaced operations of the CPU, slow or not, for what is in ``dtypes`` when they are called; they last as long
-    as the library that comes back."""
+    """Replaces the CPU's operations, slow or not, for the dtypes in ``dtypes`` at the time of a call, as long as the
+    returned library exists."""
     library = torch.library.Library("aten", "IMPL")
     for name, function in _FUNCTIONS.items():
         kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-        with warnings.catch_warnings():  # that an operation is replaced is what is meant
+        with warnings.catch_warnings():  # a warning that an operation is replaced
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
             library.impl(name, partial(_kernel, function, dtypes, kernel), "CPU", with_keyset=True)
     return library
@@ -78,10 +78,9 @@ def _kernel(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """What torch calls: `function` where an operand, each one's second argument, has one of these dtypes, else torch's
-    kernel."""
+    """The kernel that torch calls: `function` if the second argument has one of these dtypes, else torch's."""
     if args[1].dtype in dtypes:
-        # A kernel is below modes and classes of tensors: what it calls is not theirs to see.
+        # A kernel runs below dispatch modes and tensor subclasses: they must not see its calls.
         with torch._C.DisableTorchFunction():
             found = function(partial(kernel.call_boxed, keys), *args, **kwargs)
         if found is not None:
@@ -90,7 +89,7 @@ def _kernel(
 
 
 def _mm(kernel: Callable[..., Any], a: Tensor, b: Tensor) -> Tensor | None:
-    """[M, N] = a [M, K] @ b [K, N]; None: torch's own, because it is fast or has to say what is wrong."""
+    """[M, N] = a [M, K] @ b [K, N]; None: use torch's kernel, because it is fast or must raise the error."""
     sums = None if _torch_is_fast(a, b) else _sums(a, b, kernel)
     return None if sums is None else sums.to(a.dtype)
 
@@ -128,7 +127,7 @@ def _grouped_mm(
     bias: Any = None,
     out_dtype: Any = None,
 ) -> Tensor | None:
-    """Products of groups of rows, of experts' tokens for one; torch wants strides of whole 16 bytes."""
+    """Products of groups of rows, such as experts' tokens; torch needs strides of a multiple of 16 bytes."""
     aligned = all(step == 1 or step % 8 == 0 for x in (a, b) for step in x.stride())
     if not aligned or a.dtype != b.dtype or bias is not None or out_dtype not in (None, a.dtype):
         return None
@@ -145,7 +144,7 @@ def _attention_backward(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _sums(a: Tensor, b: Tensor, kernel: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
-    """float32 a @ b, where they are matrices of one dtype that fit."""
+    """float32 a @ b, if they are matrices of one dtype with fitting shapes."""
     if not (a.dtype == b.dtype and a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0]):
         return None
     if a.dtype == torch.bfloat16 and multiplies(a, b):
@@ -154,7 +153,7 @@ def _sums(a: Tensor, b: Tensor, kernel: Callable[[Tensor, Tensor], Tensor]) -> T
 
 
 def _without_bias(kernel: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
-    """a @ b by a kernel that adds: alpha comes afterwards, since it would scale an operand, out of float32's range."""
+    """a @ b by a kernel that adds. alpha is applied afterwards: scaling an operand could leave float32's range."""
     return kernel(torch.zeros((), dtype=torch.float32, device="cpu"), a, b, beta=0)
 
 
@@ -168,7 +167,7 @@ def _added(sums: Tensor | None, bias: Tensor, beta: Any, alpha: Any) -> Tensor |
 
 
 def _wide(x: Any) -> Any:
-    """In float32, if it is a tensor of 16 bits; a dimension that repeats one element goes on to."""
+    """Converts a 16-bit tensor to float32; an expanded dimension stays expanded."""
     if not isinstance(x, Tensor) or x.dtype not in (torch.bfloat16, torch.float16):
         return x
     if x.numel() and 0 in x.stride():

@@ -1,7 +1,7 @@
 """A check that Triton can run a kernel here; private cache folders for compilers.
 
-Triton needs more than its own package: a C compiler and Python's headers, for the part that talks to CUDA's driver, and a
-folder that it can write to. Where one is missing the first kernel would end a training in a traceback.
+Triton needs a C compiler and Python's headers, for its interface to CUDA's driver, and a writable folder. If one is
+missing, the first kernel would end a training with a traceback.
 
 The compilers of Triton and torch load and run code from a cache folder, so only this user may be able to write to it.
 torch's default is ``torchinductor_NAME`` under the system's temporary folder; torch does not check an existing folder,
@@ -31,7 +31,7 @@ from .cpu.library import folders, private
 
 @cache
 def refusal(device: torch.device) -> str | None:
-    """Why Triton kernels cannot run on a CUDA device, None if they can. The first call launches one."""
+    """Why Triton kernels cannot run on a CUDA device; None if they can. The first call launches one."""
     if vars(torch.version).get("hip"):
         return "its kernels are written for NVIDIA GPUs"
     if find_spec("triton") is None:
@@ -39,7 +39,7 @@ def refusal(device: torch.device) -> str | None:
     settle_triton()
     try:
         _launch(device)
-    except Exception as error:  # the compiler's, the driver's, the disk's: each has its own
+    except Exception as error:  # the compiler, the driver and the disk raise different errors
         return f"Triton cannot run a kernel here: {_why(error)}"
     return None
 
@@ -52,7 +52,7 @@ def _launch(device: torch.device) -> None:
 
 
 def _why(error: Exception) -> str:
-    """One line, with the remedy where it is known."""
+    """The error in one line, with the remedy if known."""
     said = f"{type(error).__name__}: {error}".splitlines()[0]
     if isinstance(error, OSError):
         return f"{said}. Set {TRITON} to a folder that can be written"

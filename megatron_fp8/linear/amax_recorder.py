@@ -181,7 +181,7 @@ def record_high_precision(
         shard: x is this rank's tokens of a matrix that its tensor-parallel group gathers.
 
     Returns:
-        y. Use this one: traced code drops the recording of a y that nobody uses.
+        y. Use this one: traced code drops the recording of an unused y.
     """
     count_linear(site.state, x, weight, y, training=training)
     watch_high_precision(x, weight, y, site, training=training, shard=shard)

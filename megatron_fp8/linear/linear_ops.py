@@ -226,7 +226,7 @@ def _weight_gradients(
 
 
 def _turns(sums: Mapping[int, torch.Tensor]) -> list[list[int]]:
-    """Splits experts into turns in which no two share a main_grad (float32 [N, K]), as experts with one weight do."""
+    """Splits experts into groups in which no two share a main_grad (float32 [N, K]), as experts with one weight do."""
     turns: list[dict[int, int]] = []
     for e, total in sums.items():
         at = total.data_ptr()

@@ -1,4 +1,4 @@
-"""Ambient state: the layer under construction, autocast contexts, observers.
+"""Ambient state: the layer under construction, autocast contexts, dispatch modes.
 
 During model construction ``building_layer`` gives the linears inside it their global layer number. At run time a
 ``AutocastState`` holds all that a context can set: FP8 is off, or another recipe runs. ``runs_fp8`` alone decides whether

@@ -21,7 +21,7 @@ from .precision_schedule import Phase, PrecisionSchedule
 
 @dataclass
 class Activity:
-    """Work of an iteration beside its counters. A plain object, so that compiled code can write to it.
+    """Work of an iteration besides its counters. A plain object, so that compiled code can write to it.
 
     Attributes:
         backwards: backward calls of sites since the state was made.
@@ -59,7 +59,7 @@ class Fp8State:
         arenas: one for each reduction group.
         capturing: a CapturedStep (cuda_graph.py) captures.
         missing_end: error message of the next training forward, if an optimizer stepped before the iteration was ended.
-        activity: work of the iteration beside its counters.
+        activity: work of the iteration besides its counters.
         experiment: ``finish_iteration`` changes nothing (``unrecorded``).
         watcher: the observer set by ``watch``.
         observer: the watcher, if it wants this iteration, else None. Derived from both.

@@ -1,19 +1,18 @@
 """Inner loops of emulated FP8 in C: cast, decode, product. They take a third to a tenth of torch's time.
 
-The C sources are compiled by the machine's own C compiler when the first large tensor needs them (library.py). Where
-that fails, ``reason()`` says why and callers keep to torch operations: the same codes, the same values, and GEMMs that
-differ by their order of summation.
+The machine's own C compiler compiles the C sources when the first large tensor needs them (library.py). If that fails,
+``reason()`` returns why, and callers use torch operations: the same codes and values, and GEMMs that differ by their
+order of summation.
 
-C trusts what it is handed, so every tensor's address goes through ``address``, which checks the tensor first; and every
-tensor made here names its dtype and device: torch's defaults for both may be anything.
+C does not check its arguments, so every tensor's address goes through ``address``, which checks the tensor first. Every
+tensor made here names its dtype and device, because torch's defaults may have been changed.
 
-Products (gemm.c) decode codes while the GEMM packs its panels. Of the inner loops those are compiled for which the
-processor has instructions: AMX, AVX512-BF16, and float32 (AVX2, AVX512, Arm; gemm_float32.c). The first of these is
-taken, but not AMX where ``ONEDNN_MAX_CPU_ISA``, by which users keep torch's products off it, names a lesser one.
+Products (gemm.c) decode codes while the GEMM packs its panels. Inner loops are compiled for the processor's
+instructions: AMX, AVX512-BF16, and float32 (AVX2, AVX512, Arm; gemm_float32.c). Products use the first of these, except
+AMX if ``ONEDNN_MAX_CPU_ISA``, by which users disable it for torch's products, names a lesser one.
 
 Rejected: torch.utils.cpp_extension (needs ninja, a C++ compiler and a minute). Rejected: wheels with binaries, which
-would have to guess the vector width. Rejected: products in a file of their own, which a reader of a linear would have
-to open too.
+would have to guess the vector width.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from . import library
 _FILES = """emulation blocks casts gemm gemm_float32 grouped skinny_gemm skinny_gemm_float32
     stats"""
 SOURCES = [Path(__file__).with_name(f"{name}.c") for name in _FILES.split()]
-# No -ffast-math: only what changes no result. Compilers vectorise selects of float products without trapping math.
+# No -ffast-math: these options change no result. Compilers vectorise selects of float products without trapping math.
 FLAGS = (
     "-std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared"
 )
 MIN_ELEMENTS = 1 << 10
-"""Elements. C is not compiled for smaller tensors alone."""
+"""Number of elements. Smaller tensors alone do not cause a compilation."""
 MIN_PRODUCT = 1 << 14
-"""Elements of both operands. Packing smaller ones for the GEMM takes longer than torch's product."""
+"""Number of elements of both operands. Packing smaller ones for the GEMM takes longer than torch's product."""
 MAX_THREADS = 1024
-"""Threads at most. Asked for many more, torch's thread pool and OpenMP end the process."""
+"""Maximum number of threads. With many more, torch's thread pool and OpenMP end the process."""
 _THREAD_ELEMENTS = 1 << 15
 FLOATS = {
     torch.float32: (torch.int32, 0x7F800000),
@@ -66,9 +65,9 @@ _ELEMENTWISE = (
 
 
 def usable(x: torch.Tensor) -> bool:
-    """Whether x is for these kernels: ``plain``, not empty, and large unless they are loaded, where C compiles.
+    """Whether these kernels take x: C compiles, x is ``plain`` and not empty, and large unless they are loaded already.
 
-    Either way x gets the same bits.
+    The bits are the same with and without them.
     """
     least = 1 if _load.cache_info().currsize else MIN_ELEMENTS
     return x.numel() >= least and readable(x) and x.is_contiguous() and reason() is None
@@ -80,19 +79,19 @@ def plain(x: torch.Tensor) -> bool:
 
 
 def reason() -> str | None:
-    """Why there are no compiled kernels on this machine; None if there are. Compiles them if nobody has."""
+    """Why there are no compiled kernels on this machine; None if there are. Compiles them on the first call."""
     return _load()[1]
 
 
 def cast(
     x: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Codes of x times the scale of its block, as ``numerics.cast.cast`` gives them.
+    """Codes of x times its block's scale, as from ``numerics.cast.cast``.
 
     Args:
         x: contiguous; float32, bfloat16 or float16; [rows, cols], or any shape under one scale.
         scale: float32, one for each block, row-major; None means 1.
-        block: (rows, cols) that share a scale, 0 meaning the whole extent.
+        block: (rows, cols) that share a scale; 0: the whole extent.
         dtype: float8_e4m3fn or float8_e5m2.
     """
     codes = torch.empty(x.shape, dtype=dtype, device="cpu")
@@ -103,7 +102,7 @@ def cast(
 def decode(
     codes: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """codes times the scale of their block, the product in float32, rounded once to dtype: bfloat16 or float32.
+    """Codes times their block's scale in float32, rounded once to dtype: bfloat16 or float32.
 
     Args as in ``cast``. A NaN code gives the canonical quiet NaN of dtype, Inf codes give Inf.
     """
@@ -135,7 +134,7 @@ def _elementwise(
 # ----------------------------------------------------------------------------------------------------------- products
 
 AVX512, AMX, FLOAT32 = 1, 2, 4
-"""What gemm.c calls its inner loops."""
+"""gemm.c's numbers of its inner loops."""
 # fmt: off
 _BELOW_AMX = frozenset({
     "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2",
@@ -143,9 +142,9 @@ _BELOW_AMX = frozenset({
 })
 # fmt: on
 FORMATS = {torch.bfloat16: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
-"""What C calls what an operand holds."""
+"""C's numbers of operands' dtypes."""
 _SQUARE = 32
-"""Of k: those that gemm.c packs together, under one scale."""
+"""Elements along k that gemm.c packs together, with one scale."""
 
 
 class Operand(NamedTuple):
@@ -154,9 +153,9 @@ class Operand(NamedTuple):
     Attributes:
         values: float8_e4m3fn, float8_e5m2 or bfloat16, of any strides.
         scale: float32 or float8_e8m0fnu, one for each block, of any strides; None: 1.
-        block: (rows, k) that share a scale, 0 meaning the whole extent.
+        block: (rows, k) that share a scale; 0: the whole extent.
         pow2: every scale is a power of two.
-        finite: known to hold no NaN and no Inf, which then need not be looked for; False: not known.
+        finite: known to have no NaN and no Inf, so C does not check; False: not known.
     """
 
     values: torch.Tensor
@@ -197,7 +196,7 @@ class Out(ctypes.Structure):
 
 @cache
 def inner_loops() -> tuple[int, ...]:
-    """The inner loops of this processor, fastest first; none without its instructions or without a C compiler."""
+    """This processor's inner loops, fastest first; empty without the instructions or a C compiler."""
     if reason() is not None:
         return ()
     found = compiled().has_gemm()
@@ -206,7 +205,7 @@ def inner_loops() -> tuple[int, ...]:
 
 @cache
 def inner_loop() -> int | None:
-    """The one that products take; None: there is none. Like oneDNN it looks at the environment once."""
+    """The inner loop of products; None: there is none. Like oneDNN it reads the environment once."""
     found = inner_loops()
     names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
     limit = next((os.environ[name] for name in names if name in os.environ), "").upper()
@@ -216,8 +215,8 @@ def inner_loop() -> int | None:
 
 
 def fits(a: Operand, b: Operand) -> bool:
-    """Whether ``multiply`` takes these where there is an ``inner_loop``: plain CPU tensors, large enough to pay for
-    packing, and scales along k that are powers of two, each for a multiple of 32."""
+    """Whether ``multiply`` takes these operands, given an ``inner_loop``: plain CPU tensors, large enough to pay for
+    packing, with power-of-two scales along k, each for a multiple of 32."""
     if a.values.numel() + b.values.numel() < MIN_PRODUCT:
         return False
     for of in (a, b):
@@ -231,9 +230,9 @@ def fits(a: Operand, b: Operand) -> bool:
 
 
 def readable(x: torch.Tensor) -> bool:
-    """Whether C can read x at its address: a plain CPU tensor whose numbers are in its memory.
+    """Whether C can read x at its address: a plain CPU tensor with its numbers in memory.
 
-    torch.func's wrappers have none, and what C writes while make_fx traces is missing in its graph.
+    torch.func's wrappers have no memory, and a graph that make_fx traces would miss C's writes.
     """
     return (
         x.is_cpu
@@ -258,14 +257,13 @@ def multiply(
     Args:
         dtype: float32 or bfloat16.
         bias: float32 [N], contiguous.
-        into: float32 [M, N], contiguous, to which the product is added (dtype float32, no bias); it is what is
-            returned.
+        into: float32 [M, N], contiguous: the product is added to it (dtype float32, no bias) and it is returned.
         loop: one of ``inner_loops``; None: ``inner_loop``.
 
     Returns:
-        [M, N], or None where scales are so small or large that numbers or sums could leave bfloat16's normal range. An
-        element depends on its row and column alone: the order of its sum is the same for any M, N and number of
-        threads. NaN and Inf go where IEEE has them; subnormal numbers of bfloat16 operands may count as zero.
+        [M, N], or None if scales are so small or large that numbers or sums could leave bfloat16's normal range. An
+        element depends only on its row and column: the order of its sum is the same for any M, N and number of
+        threads. NaN and Inf spread as in IEEE arithmetic; subnormal numbers of bfloat16 operands may count as zero.
     """
     (m, k), n = a.values.shape, b.values.shape[0]
     out = torch.empty(m, n, dtype=dtype, device="cpu") if into is None else into
@@ -292,7 +290,7 @@ def multiply(
 
 
 def side_of(of: Operand) -> tuple[Side, torch.Tensor]:
-    """What C is told, and the tensor whose memory it is: a copy if neither rows nor columns are dense.
+    """C's description of an operand, and the tensor that owns the memory: a copy if neither rows nor columns are dense.
 
     AssertionError unless there is a scale for each block.
     """
@@ -301,7 +299,7 @@ def side_of(of: Operand) -> tuple[Side, torch.Tensor]:
         values = values.clone(memory_format=torch.contiguous_format)
     rows, k = values.shape
     row_step, k_step = values.stride()
-    steps: tuple[int, ...] = (0, 0)  # from one row of scales to the next, and from one of k to the next
+    steps: tuple[int, ...] = (0, 0)  # strides of the scales along rows and along k
     if scale is not None:
         wanted = (-(-rows // block_rows) if block_rows else 1, -(-k // block_k) if block_k else 1)
         fits = scale.shape == wanted or (wanted == (1, 1) and scale.numel() == 1)
@@ -325,7 +323,7 @@ def side_of(of: Operand) -> tuple[Side, torch.Tensor]:
 
 
 def out_of(out: torch.Tensor, bias: torch.Tensor | None, *, add: bool) -> Out:
-    """What C is told of the result, float32 or bfloat16 [m, n]; add: to the float32 that is there."""
+    """C's description of the result, float32 or bfloat16 [m, n]; add: add to it, in float32."""
     assert not add or out.dtype == torch.float32, "C adds to float32 alone"
     return Out(
         address(out, out.dtype, out.numel()),
@@ -336,7 +334,7 @@ def out_of(out: torch.Tensor, bias: torch.Tensor | None, *, add: bool) -> Out:
 
 
 def has_matmul() -> bool:
-    """Whether this processor has the instructions for which gemm.c is written, and the kernels could be compiled."""
+    """Whether this processor has gemm.c's BF16 instructions, and the kernels could be compiled."""
     return inner_loop() is not None
 
 
@@ -344,7 +342,8 @@ def has_matmul() -> bool:
 
 
 def address(x: torch.Tensor, dtype: torch.dtype, elements: int) -> ctypes.c_void_p:
-    """Where x lies, for C, which trusts it; AssertionError unless it is so many elements of dtype, dense, on the CPU."""
+    """x's address for C, which does not check it. AssertionError unless x has so many elements of dtype, dense, on the
+    CPU."""
     if x.dtype != dtype or x.numel() != elements or not x.is_cpu or not x.is_contiguous():
         raise AssertionError(
             f"{elements} contiguous elements of {dtype} on the CPU are needed, got {described(x)}"
@@ -353,12 +352,12 @@ def address(x: torch.Tensor, dtype: torch.dtype, elements: int) -> ctypes.c_void
 
 
 def described(x: torch.Tensor) -> str:
-    """What a message says of a tensor."""
+    """Describes a tensor in a message."""
     return f"{list(x.shape)}, strides {list(x.stride())}, {x.dtype} on {x.device}"
 
 
 def thread_count(elements: int) -> int:
-    """How many threads so many elements are worth."""
+    """Number of threads for this many elements."""
     return max(1, min(torch.get_num_threads(), MAX_THREADS, elements // _THREAD_ELEMENTS))
 
 
@@ -371,7 +370,7 @@ def compiled() -> ctypes.CDLL:
 
 @cache
 def function_of(kind: str, *dtypes: torch.dtype) -> Callable[..., Any]:
-    """The one of a kind that is for these dtypes; looked up once."""
+    """The function of a kind for these dtypes; cached."""
     function = getattr(compiled(), "_".join([kind, *(NAMES[dtype] for dtype in dtypes)]))
     function.argtypes = _ELEMENTWISE
     function.restype = None

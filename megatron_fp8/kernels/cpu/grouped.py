@@ -13,10 +13,10 @@ from .emulation import Operand
 
 
 class Product(NamedTuple):
-    """a [M, K] @ b [N, K]^T, to be written to ``out``, or added to it.
+    """a [M, K] @ b [N, K]^T, written to ``out``, or added to it.
 
     Attributes:
-        a, b: ones that ``emulation.fits``, none of M, N and K being 0.
+        a, b: operands that ``emulation.fits``; M, N and K are not 0.
         out: float32 or bfloat16 [M, N], contiguous; ``add``: float32.
     """
 
@@ -41,16 +41,16 @@ class ProductStruct(ctypes.Structure):
 
 
 def multiply_each(products: Sequence[Product], *, loop: int | None = None) -> list[bool]:
-    """Make all products; which of them were made: the others' scales are outside what ``emulation.multiply`` takes, and
-    their ``out`` is as it was.
+    """Makes the products. Returns which were made: the scales of others are outside of ``emulation.multiply``'s range,
+    and their ``out`` is unchanged.
 
     Args:
-        loop: as of ``emulation.multiply``.
+        loop: as in ``emulation.multiply``.
     """
     if not products:
         return []
     structs = (ProductStruct * len(products))()
-    values: list[torch.Tensor] = []  # what C reads: copies of operands that have no dense dimension
+    values: list[torch.Tensor] = []  # keeps alive the copies, for C, of operands without a dense dimension
     elements = 0
     for each, (a, b, out, add) in zip(structs, products, strict=True):
         (m, k), n = a.values.shape, b.values.shape[0]

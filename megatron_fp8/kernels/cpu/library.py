@@ -1,14 +1,14 @@
 """C sources as a shared library: compiled once, cached, checked before loading.
 
-The compiler is ``CC``, else ``cc``, and compiles for its own processor. What it makes is kept under the user's cache
-folder as ``cpu-KEY-DIGEST.so``: KEY is a hash of all that went into it, DIGEST one of the file. It is loaded only if
+The compiler is ``CC``, else ``cc``, and compiles for its own processor. The library is stored in the user's cache
+folder as ``cpu-KEY-DIGEST.so``: KEY is a hash of all of its inputs, DIGEST one of the file. It is loaded only if
 
-* its bytes have that digest, so one that was cut short by a power failure is compiled again, not mapped and crashed on;
-* nobody but this user and root can have put it there: they own it and every folder above it, and none of those can be
-  written by others. A cache folder that fails this is not used (one warning says so). The next to be tried are a folder
-  of this user under the system's temporary folder, and one of this process alone.
+* its bytes have that digest: a file truncated by a power failure is compiled again, and not mapped, which would crash;
+* only this user and root can have put it there: they own it and every folder above it, and others can write to none of
+  those. A cache folder that fails this is not used, with one warning. The next candidates are a folder of this user
+  under the system's temporary folder, and one of this process.
 
-A file is written under another name, flushed to the disk and renamed, so processes that compile at once do no harm.
+A file is written under another name, flushed to the disk and renamed, so processes may compile at the same time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ...files.atomic_io import sync
 
 
 def missing_compiler() -> str | None:
-    """Why nothing can be compiled, as far as can be told without running anything; None: a compiler is there."""
+    """Why nothing can be compiled; None: a compiler exists. Runs nothing."""
     given = os.environ.get("CC") or "cc"
     words = given.split()
     if words and shutil.which(words[0]) is None:
@@ -44,7 +44,7 @@ def _absent(given: str) -> str:
 
 
 def load(sources: Sequence[Path], flags: str) -> tuple[ctypes.CDLL | None, str | None]:
-    """(the library of these C sources, None), or (None, why there is none). They include headers that lie beside them."""
+    """(the library of these C sources, None), or (None, why there is none). Their headers are in the same folder."""
     given = os.environ.get("CC") or "cc"
     try:
         compiler = shlex.split(given)
@@ -68,7 +68,7 @@ def load(sources: Sequence[Path], flags: str) -> tuple[ctypes.CDLL | None, str |
 
 
 def _run(command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
-    """What a compiler does and says, in English; CalledProcessError if it fails."""
+    """Runs a compiler with English messages; CalledProcessError if it fails."""
     return subprocess.run(
         command,
         env=os.environ | {"LC_ALL": "C"},
@@ -81,18 +81,18 @@ def _run(command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[
 
 
 def _find_or_compile(key: str, command: Sequence[str]) -> ctypes.CDLL:
-    """The library from the first folder that holds a good one, or can be written and run from."""
+    """The library from the first folder that has a valid one, or that allows writing and executing."""
     failed: OSError | None = None
     for folder in folders():
         try:
             return ctypes.CDLL(str(_kept(folder, key) or _compile(folder, key, command)))
-        except OSError as error:  # read-only, full, or mounted so that nothing runs from it
+        except OSError as error:  # read-only, full, or mounted noexec
             failed = error
     raise OSError(f"no folder for compiled kernels: {failed}")
 
 
 def _kept(folder: Path, key: str) -> Path | None:
-    """The whole library of this key in a folder; None if there is none."""
+    """The complete library of this key in a folder; None if there is none."""
     for path in sorted(folder.glob(f"cpu-{key}-*.so")):
         if path.is_file() and _foreign(path) is None and path.stem.rpartition("-")[2] == _digest(path):
             return path
@@ -100,14 +100,14 @@ def _kept(folder: Path, key: str) -> Path | None:
 
 
 def _compile(folder: Path, key: str, command: Sequence[str]) -> Path:
-    """Compile into a folder. Many processes may do so at once: each renames a whole file, the last one wins."""
+    """Compiles into a folder. Processes may do so at the same time: each renames a complete file, the last one wins."""
     handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
     unfinished = Path(name)
     try:
         _run([*command, "-o", name], timeout=300)
-        unfinished.chmod(0o755)  # whatever the umask: what others may write is not loaded
-        ctypes.CDLL(name)  # what a compiler calls done may be no library: that is not kept
+        unfinished.chmod(0o755)  # for any umask: a file that others may write is not loaded
+        ctypes.CDLL(name)  # a compiler may succeed without a valid library, which is not kept
         sync(unfinished)
         path = folder / f"cpu-{key}-{_digest(unfinished)}.so"
         os.replace(unfinished, path)
@@ -128,7 +128,7 @@ def folders() -> Iterator[Path]:
     """Folders for compiled libraries, best first; each exists, and only this user and root can write to it."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # no HOME, and a user that the system does not know
+    except RuntimeError:  # no HOME, and a user unknown to the system
         cache = None
     temporary = Path(tempfile.gettempdir(), f"megatron_fp8-{_user()}")
     for folder in (cache and cache / "megatron_fp8", temporary):
@@ -151,11 +151,11 @@ def folders() -> Iterator[Path]:
 
 
 def private(folder: Path) -> tuple[str | None, Path]:
-    """(None, the real path of a folder, made if it was not there); or (why others could write to it, that path).
+    """(None, the real path of a folder, created if missing); or (why others could write to it, that path).
 
     OSError: it cannot be made.
     """
-    folder = Path(os.path.realpath(folder))  # what is checked is what is used, whatever links lead there
+    folder = Path(os.path.realpath(folder))  # the checked path is the used one, after all links
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     why = _writable_by_others(missing[-1] if missing else folder)
     if why is None and missing:
@@ -166,17 +166,17 @@ def private(folder: Path) -> tuple[str | None, Path]:
 
 
 def _writable_by_others(folder: Path) -> str | None:
-    """Who but this user and root could put files into a folder, or another folder in its place; None if nobody."""
+    """Who else than this user and root could put files into a folder, or replace it; None if no one could."""
     for path in (folder, *folder.parents):
         why = _foreign(path) if path.exists() else None
-        # In a sticky folder, such as the system's temporary one, nobody can rename another user's files.
+        # In a sticky folder, such as the system's temporary one, users cannot rename other users' files.
         if why is not None and (path == folder or not _sticky(path)):
             return why
     return None
 
 
 def _foreign(path: Path) -> str | None:
-    """Why a file or folder may be other than what this user or root put there; None if it cannot."""
+    """Why users other than this one and root could have written a file or folder; None if they could not."""
     if not hasattr(os, "getuid"):  # Windows: a user's folders are the user's
         return None
     found = path.lstat()
@@ -195,7 +195,7 @@ def _sticky(path: Path) -> bool:
 
 
 def _is_own_group(number: int) -> bool:
-    """Whether a group is this user's alone: many systems give each user one of the user's name, and let it write."""
+    """Whether only this user is in a group: many systems give each user a group of the same name, with write access."""
     import grp
     import pwd
 
@@ -211,7 +211,7 @@ def _user() -> int | str:
 
 
 def _processor() -> str:
-    """What -march=native depends on: a home folder may be shared by unlike machines."""
+    """The facts on which -march=native depends: different machines may share a home folder."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     named = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}

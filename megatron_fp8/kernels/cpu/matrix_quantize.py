@@ -1,6 +1,6 @@
 """Amaxes, scales and codes of CPU matrices in C (casts.c, blocks.c, emulation.c).
 
-One matrix or many a call. What numerics/scaling.py and numerics/cast.py specify, to the bit.
+One matrix or many per call. Bits are those of numerics/scaling.py and numerics/cast.py.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class CastInput(NamedTuple):
         x: contiguous [rows, cols]; float32, bfloat16 or float16; not empty. NaN becomes 0x7F, Inf saturates; neither
             makes a scale non-finite.
         rule: format and kind of scale; not stochastic.
-        cuts: one or two: rows and columns of a block. Each ``divides``; or each spans all rows, all columns or both (0),
-            one row or column high, where scales are not E8M0.
-        running: float32 [], where the amax is put if it is larger; None: nowhere.
-        scale: float32 [], finite and positive, that was there before x; cuts is then [(0, 0)], scales float32.
-        amaxes: of each cut, where it spans: float32, one for each block, as they are to be taken, and not to be found.
-        finite: of a matrix with amaxes: whether it has no NaN and no Inf.
+        cuts: one or two (rows, columns) of a block. Each ``divides``; or, for scales other than E8M0, spans all rows,
+            all columns or both (0), with height or width 1.
+        running: float32 [], updated by the amax; None: none.
+        scale: float32 [], finite and positive, the delayed scale; cuts is then [(0, 0)], scales float32.
+        amaxes: for each spanning cut: float32, one per block, given instead of measured.
+        finite: for given amaxes: whether x has no NaN and no Inf.
     """
 
     x: torch.Tensor
@@ -48,16 +48,16 @@ class CastInput(NamedTuple):
 
 
 class CodesAndScale(NamedTuple):
-    """codes [rows, cols]; scale_inv [row blocks, column blocks], or [] of a matrix, float32 or float8_e8m0fnu: both as
-    the matrix lies."""
+    """codes [rows, cols]; scale_inv [row blocks, column blocks], or [] per matrix, float32 or float8_e8m0fnu; both in the
+    matrix's orientation."""
 
     codes: torch.Tensor
     scale_inv: torch.Tensor
 
 
 class CastOutput(NamedTuple):
-    """What each cut of a matrix gave; the amax, float32 [] (NaN ignored, Inf kept), and how many elements are NaN or Inf:
-    both 0 where amaxes were given."""
+    """The result of each cut; the amax, float32 [] (NaN ignored, Inf kept), and the number of NaN and Inf; both are 0 for
+    given amaxes."""
 
     sides: list[CodesAndScale]
     amax: torch.Tensor
@@ -76,7 +76,7 @@ class CutStruct(ctypes.Structure):
 
 
 class ScaleRule(ctypes.Structure):
-    """blocks.c's Rule: how scales are made of amaxes."""
+    """blocks.c's Rule: how scales are computed from amaxes."""
 
     _fields_ = (
         ("largest", ctypes.c_float),
@@ -104,15 +104,15 @@ class CastStruct(ctypes.Structure):
 
 
 def divides(cut: tuple[int, int]) -> bool:
-    """Whether blocks of so many rows and columns fill the tiles that are quantized at a time."""
+    """Whether blocks of this size divide the tiles that C quantizes at once."""
     rows, cols = cut
     return rows > 0 and cols > 0 and _TALL % rows == 0 and _WIDE % cols == 0
 
 
 def quantize(inputs: Sequence[CastInput]) -> list[CastOutput]:
-    """Codes and scales of matrices for each way to cut them into blocks; those of one do not depend on the others."""
+    """Codes and scales of matrices for each of their cuts; a matrix's result does not depend on the others."""
     if not inputs:
-        return []  # and C need not be there
+        return []  # also without C
     structs = (CastStruct * len(inputs))()
     made = [_fill_struct(one, to) for one, to in zip(inputs, structs, strict=True)]
     elements = sum(one.x.numel() for one in inputs)
@@ -125,7 +125,7 @@ def quantize(inputs: Sequence[CastInput]) -> list[CastOutput]:
 
 
 def _fill_struct(of: CastInput, to: CastStruct) -> tuple[list[CodesAndScale], torch.Tensor]:
-    """Fills in C's struct of a matrix; returns its codes and scales, and its amax float32 [], for C to write."""
+    """Fills in C's struct of a matrix. Returns its codes, scales and amax float32 [], which C writes."""
     x, rule = of.x, of.rule
     rows, cols = x.shape
     assert rows and cols, "C divides by both"
@@ -152,7 +152,7 @@ def _fill_struct(of: CastInput, to: CastStruct) -> tuple[list[CodesAndScale], to
 
 @cache
 def scale_rule(rule: Rule) -> ScaleRule:
-    """As C takes it. The product is exact: the formats' largest numbers have four bits at most."""
+    """The rule for C. The product is exact: the formats' largest numbers have at most four bits."""
     largest = rule.fmt.max * 2.0**-rule.margin
     return ScaleRule(largest, rule.epsilon, _KINDS[rule.scale], rule.fmt.max_exponent)
 
@@ -162,10 +162,10 @@ class _Cut(ctypes.Structure):
 
 
 def block_amaxes(x: torch.Tensor, blocks: Sequence[tuple[int, int]]) -> tuple[list[torch.Tensor], int]:
-    """As ``numerics.scaling.block_amaxes`` of a contiguous matrix; (amaxes, how many elements are NaN or Inf)."""
+    """``numerics.scaling.block_amaxes`` of a contiguous matrix: (amaxes, the number of NaN and Inf)."""
     rows, cols = x.shape
     integer, inf = FLOATS[x.dtype]
-    unit = math.lcm(*(r for r, _ in blocks if r))  # no block of rows is shared by two threads
+    unit = math.lcm(*(r for r, _ in blocks if r))  # threads do not share a block of rows
     threads = thread_count(x.numel())
     largest = [
         torch.zeros(
@@ -198,7 +198,7 @@ def block_amaxes(x: torch.Tensor, blocks: Sequence[tuple[int, int]]) -> tuple[li
 
 
 def e8m0_of_amax(amax: torch.Tensor, max_exponent: int) -> torch.Tensor:
-    """As ``numerics.scaling.compute_e8m0``: uint8, amax's shape; max_exponent is the format's."""
+    """``numerics.scaling.compute_e8m0``: uint8, amax's shape; max_exponent is the format's."""
     n = amax.numel()
     e8m0 = torch.empty(amax.shape, dtype=torch.uint8, device="cpu")
     compiled().e8m0_of_amax(

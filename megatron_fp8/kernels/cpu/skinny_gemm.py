@@ -1,8 +1,8 @@
-"""Products of few rows by FP8 codes in C (skinny_gemm.c), as in decoding. Codes are read once, as they lie.
+"""Products of few rows by FP8 codes in C (skinny_gemm.c), as in decoding. Codes are read once.
 
-A CPU reads weights from memory for every token, so a byte a value in place of BF16's two is time. The codes become
-bfloat16 in registers, without instructions for it float32 in the first cache; sums are float32, in the order of the same
-processor's products with many rows.
+A CPU reads weights from memory for every token, so one byte per value in place of BF16's two halves the time. Codes
+become bfloat16 in registers or, without instructions for it, float32 in the first cache. Sums are float32, in the order
+of the same processor's products with many rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import emulation
 from .emulation import MIN_PRODUCT, NAMES, address, compiled, plain, thread_count
 
 MOST = 16
-"""Rows at most: those of one AMX tile."""
+"""Maximum number of rows: those of one AMX tile."""
 _TO_BFLOAT16 = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -32,15 +32,15 @@ class Product(ctypes.Structure):
 
 @cache
 def inner_loops() -> tuple[int, ...]:
-    """Those of emulation.inner_loops that are here too; those of bfloat16 are not without VBMI and GFNI."""
+    """The emulation.inner_loops that this file has too; bfloat16's need VBMI and GFNI."""
     found = compiled().has_few_rows() if emulation.inner_loops() else 0
     return tuple(loop for loop in emulation.inner_loops() if found & loop)
 
 
 def takes(rows: int, codes: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a product of so many rows by codes [N, K], rounded to dtype, is for this kernel: few rows, and not small.
+    """Whether this kernel takes a product of this many rows by codes [N, K], rounded to dtype: few rows, and not small.
 
-    Shapes decide, and nothing else: training and inference go the same way.
+    Only shapes and dtypes decide, so training and inference agree.
     """
     return (
         0 < rows <= MOST
@@ -70,15 +70,15 @@ def matmul(
     Args:
         a: bfloat16, contiguous, 1 to MOST rows.
         codes: float8, b's, contiguous and not empty; NaN codes give NaN.
-        exponents: uint8 [block rows, block cols], contiguous: b is codes times 2^(exponent - 127), numbers that bfloat16
-            holds and no NaN or Inf; so does each number of a times them, which may be scaled instead of b (the
-            emulated backend's limits of scales see to both). None: b is the codes.
+        exponents: uint8 [block rows, block cols], contiguous: b is codes times 2^(exponent - 127), exact in bfloat16 and
+            finite, and so are products with a's numbers, which may be scaled instead of b (the emulated backend's
+            limits of scales ensure both). None: b is the codes.
         block: rows and columns (a multiple of 32) of b that share an exponent.
-        scale_a, scale_b: float32, one for each row of a or b, or one for all; with exponents scale_b is a 1.
+        scale_a, scale_b: float32, one per row of a or b, or one for all; with exponents scale_b is 1.
         bias: float32 [N], or None.
         dtype: bfloat16 or float32.
-        finite: it is known that no code is NaN or Inf: faster.
-        loop: one of ``inner_loops()``; None: the one that products with many rows take.
+        finite: no code is known to be NaN or Inf, which is faster.
+        loop: one of ``inner_loops()``; None: that of products with many rows.
     """
     (m, k), (n, _) = a.shape, codes.shape
     assert 0 < m <= MOST and codes.shape[1] == k and not block[1] % 32, (a.shape, codes.shape, block)

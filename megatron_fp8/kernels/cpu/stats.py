@@ -1,6 +1,6 @@
 """Sums and extremes of matrices and their codes in C (stats.c), for telemetry.
 
-For machines without a compiler megatron_fp8/telemetry has the same in torch, which takes thirty times as long.
+megatron_fp8/telemetry has the same in torch, for machines without a compiler; it takes thirty times as long.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Side(NamedTuple):
 
     Attributes:
         made: float8 [rows, cols], contiguous.
-        scale: float32, contiguous, one for each block, row-major.
-        block: (rows, cols) that share a scale, 0 meaning the whole extent.
+        scale: float32, contiguous, one per block, row-major.
+        block: (rows, cols) that share a scale; 0: the whole extent.
         largest: the largest number of their format: 448, 57344; or 6 of E2M1 numbers, which are given as E4M3.
     """
 
@@ -47,18 +47,18 @@ class _Side(ctypes.Structure):
 
 
 def usable(x: torch.Tensor) -> bool:
-    """Whether x is for these functions: a plain, contiguous CPU tensor that is not empty, on a machine that could compile
-    them. Small ones too: torch's time is mostly the number of its calls."""
+    """Whether these functions take x: a plain, contiguous CPU tensor that is not empty, on a machine that could compile
+    them. They take small ones too, because torch's time grows mostly with the number of calls."""
     return plain(x) and x.numel() > 0 and x.dtype in NAMES and reason() is None
 
 
 def measure(x: torch.Tensor, sides: Sequence[Side] = ()) -> tuple[list[float], list[list[float]]]:
-    """What x [rows, cols] (float32, bfloat16 or float16) holds, and what was made of it. NaN and Inf are left out.
+    """Statistics of x [rows, cols] (float32, bfloat16 or float16) and of its codes, without NaN and Inf.
 
     Returns:
-        nine numbers of x: how many elements are finite; of those the sums of x, |x|, x^2, x^3 and x^4; the maxima of x,
-        of -x, and of -|x| where x is not zero (-Inf: of nothing). And five of each side: the sum of squared errors, how
-        many values vanished, how many lie beyond the largest code; the largest scale, and the negative of the smallest.
+        Nine numbers of x: the number of finite elements; their sums of x, |x|, x^2, x^3 and x^4; the maxima of x, of -x,
+        and of -|x| over nonzero x (-Inf if there are none). And five of each side: the sum of squared errors, the number
+        of values that became zero, the number beyond the largest code, the largest scale, the negative of the smallest.
     """
     rows, cols = x.shape
     total = rows * cols
@@ -66,7 +66,7 @@ def measure(x: torch.Tensor, sides: Sequence[Side] = ()) -> tuple[list[float], l
     by_rows = any(one.scales > 1 for one in told)
     piece = max(1, _PIECE // cols) * cols if by_rows else _PIECE
     pieces = -(-total // piece)
-    # what is kept of each piece: of the values, then of each side
+    # partial results of each piece: of the values, then of each side
     kept = torch.empty(pieces * (_VALUES_BYTES + len(told) * _CODES_BYTES), dtype=torch.uint8, device="cpu")
     out = (ctypes.c_double * (_OF_VALUES + _OF_CODES * len(told)))()
     getattr(compiled(), f"measure_{NAMES[x.dtype]}")(
@@ -103,7 +103,7 @@ def _told(side: Side, rows: int, cols: int) -> _Side:
 
 
 def largest_ratio(x: torch.Tensor, block: tuple[int, int]) -> float:
-    """The largest ratio of a block's greatest magnitude to its least that is not zero; 1 where all is zeros.
+    """The largest ratio, over blocks, of the greatest to the least nonzero magnitude; 1 for all zeros.
 
     Args:
         x: [rows, cols]; elements that are NaN or Inf count as zeros.
