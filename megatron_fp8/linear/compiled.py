@@ -63,7 +63,7 @@ from .function import check_numbers
 from .gemm_site import GemmSite, site_by_handle
 from .linear_ops import backward, forward
 from .operands import Call, keeps_codes
-from .saved_operands import InputLayout, SavedInput, SideLayout
+from .saved_tensor_layout import InputLayout, SavedInput, SideLayout
 from .tensor_parallel import TensorParallel
 from .weight_cache import columnwise_of, stamps_of, was_training
 
@@ -219,8 +219,8 @@ def _fake_linear(x, weights, bias, tokens, sites, layout, tp, keeps, training, w
         shape[0] = shape[0] * parallel.size if parallel.kind == "column" else shape[0] // parallel.size
     saved = SavedInput(x.new_empty(0), x.new_empty(0))
     if keeps:
-        lies = InputLayout(SideLayout.parse(layout), x.shape[-1])
-        saved = lies.empty(math.prod(x.shape[:-1]), experts, x.device)
+        saved_layout = InputLayout(SideLayout.parse(layout), x.shape[-1])
+        saved = saved_layout.empty(math.prod(x.shape[:-1]), experts, x.device)
     stamps = torch.empty(experts, 2, dtype=torch.int64, device="cpu")
     scales = x.new_empty(experts, dtype=torch.float32)
     record = DeferredRecord.empty(x, experts if when == LATER else 0)
@@ -286,8 +286,8 @@ def linear_backward(
             parts = call.split(kept[0].reshape(-1, kept[0].shape[-1]))
             saved_x = [part.t() if len(parts) == 1 or len(part) else None for part in parts]
         elif kept:
-            lies = InputLayout(SideLayout.parse(layout), weights[0].shape[1])
-            saved_x = lies.unpack(SavedInput(*kept), counts)
+            saved_layout = InputLayout(SideLayout.parse(layout), weights[0].shape[1])
+            saved_x = saved_layout.unpack(SavedInput(*kept), counts)
         done = backward(dy, saved_x, saved_w, parameters, call, needs_dgrad, needs_wgrad, bias_dtype)
     dx = None if done.dx is None else done.dx.view(*_dx_shape(dy, call.tp), weights[0].shape[1])
     return [dy.new_empty(0) if grad is None else grad for grad in (dx, done.dbias, *done.dw)]

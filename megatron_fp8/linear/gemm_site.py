@@ -27,7 +27,7 @@ from ..state.arena import Group
 from ..state.fp8_state import Fp8State
 from ..state.observer_protocol import SeenProduct
 from ..tensor import Operand, QuantizedSide
-from .saved_operands import SideLayout
+from .saved_tensor_layout import SideLayout
 from .weight_cache import WeightCache
 
 

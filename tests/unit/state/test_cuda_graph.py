@@ -17,7 +17,7 @@ from megatron_fp8.kernels import gemms
 from megatron_fp8.kernels.cpu import emulation as cpu
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.gemm_site import GemmSite
-from megatron_fp8.linear.saved_operands import SideLayout
+from megatron_fp8.linear.saved_tensor_layout import SideLayout
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.state.arena import Arena
 from megatron_fp8.state.cuda_graph import CapturedStep
