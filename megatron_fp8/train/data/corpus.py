@@ -243,11 +243,11 @@ def _ids(
     start, end = np.array(tokenizer.start, np.int64), np.array([tokenizer.eod], np.int64)
     if document.answers is None:
         content_ids = tokenizer.encode(document.text)
-        lost.add(content_ids, tokenizer)
+        lost.add(document.text, content_ids, tokenizer)
         ids = np.concatenate([start, content_ids, end])
         return ids, np.ones(len(ids), np.uint8)
     ids, mask = tokenizer.encode_with_mask(document.text, document.answers)
-    lost.add(ids, tokenizer)
+    lost.add(document.text, ids, tokenizer)
     if not np.array_equal(ids[: len(start)], start):
         ids, mask = np.concatenate([start, ids]), np.concatenate([np.zeros(len(start), np.uint8), mask])
     if not len(ids) or ids[-1] != tokenizer.eod:

@@ -88,6 +88,8 @@ def find_data(section: DataSection, tokenizer: Tokenizer, train: TrainSection | 
             corpus.check_indexed(prefix)
             if section.loss != "all":
                 corpus.check_mask(prefix)
+        if empty := [path for path in files if path.is_file() and not path.stat().st_size][: len(files) - 1]:
+            warnings.warn(f"data.paths has empty files, such as {str(empty[0])!r}.", stacklevel=2)
         if files or not prefixes:
             files = files or corpus.standard_library_files()
             rules = DocumentRules(section.column, section.loss)

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -102,14 +102,17 @@ def pieces(stream: BinaryIO, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
 
 @dataclass
 class UnknownTokens:
-    """Text that a tokenizer could not encode: of ``tokens`` ids, ``unknown`` are its unknown token."""
+    """Text that a tokenizer could not encode: of ``tokens`` ids, ``unknown`` are its unknown token, and ``left_out``
+    characters have no id at all."""
 
     tokens: int = 0
     unknown: int = 0
+    left_out: int = 0
 
-    def add(self, ids: np.ndarray, tokenizer: Tokenizer) -> None:
+    def add(self, text: bytes, ids: np.ndarray, tokenizer: Tokenizer) -> None:
         """Add a document's counts."""
         self.tokens += len(ids)
+        self.left_out += tokenizer.left_out(text)
         if tokenizer.unknown is not None:
             self.unknown += int((ids == tokenizer.unknown).sum())
 
@@ -121,9 +124,16 @@ class UnknownTokens:
                 " all become its unknown token: is it the tokenizer for this text?",
                 stacklevel=2,
             )
+        if self.left_out:
+            warnings.warn(
+                f"data: the tokenizer has no token for {self.left_out:,} characters of the text, nor an unknown token:"
+                " they are left out. Is it the tokenizer for this text?",
+                stacklevel=2,
+            )
 
 
 def unknown_tokens_of(record: Any) -> UnknownTokens:
     """The counts in the record of a prepared text; empty if it is invalid. Earlier versions wrote more fields."""
-    values = [record.get(name, 0) for name in ("tokens", "unknown")] if isinstance(record, dict) else []
+    names = [each.name for each in fields(UnknownTokens)]
+    values: list[Any] = [record.get(name, 0) for name in names] if isinstance(record, dict) else []
     return UnknownTokens(*values) if all(type(value) is int for value in values) else UnknownTokens()

@@ -53,6 +53,9 @@ class Tokenizer(Protocol):
     def encode_with_mask(self, text: bytes, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
         """``encode``, and a mask uint8 [n]: 1 for ids with a character in ``spans``, else 0."""
 
+    def left_out(self, text: bytes) -> int:
+        """Number of characters of `text`, except white space, that `encode` drops because no id represents them."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without the end of document; invalid or incomplete UTF-8 becomes U+FFFD."""
 
@@ -81,6 +84,9 @@ class ByteTokenizer:
 
     def encode_with_mask(self, text: bytes, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
         raise AssertionError("bytes have no template for chats, whose spans these are")
+
+    def left_out(self, text: bytes) -> int:
+        return 0
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
@@ -137,6 +143,7 @@ class JsonTokenizer:
         ends = [self._tokenizer.token_to_id(name) for name in self._END_NAMES]
         usual = next((end for end in ends if end is not None), None)
         self._path, self.unknown = path, _unknown(self._tokenizer)
+        self._drops = self.unknown is None and _drops(self._tokenizer)
         beside = _Beside(Path(path), self._tokenizer)
         named = [each for each in (beside.eos, usual, *beside.ends[:1]) if each is not None]
         last = named[0] if named else None
@@ -165,6 +172,15 @@ class JsonTokenizer:
             mask |= (offsets[:, 0] < last) & (offsets[:, 1] > first)
         return np.asarray(encoding.ids, dtype=np.int64), mask
 
+    def left_out(self, text: bytes) -> int:
+        if not self._drops:
+            return 0
+        characters = text.decode("utf-8", errors="replace")
+        covered = np.zeros(len(characters), bool)
+        for first, last in self._encode(characters).offsets:
+            covered[first:last] = True
+        return sum(not characters[place].isspace() for place in np.flatnonzero(~covered))
+
     def _encode(self, characters: str) -> Any:
         try:
             return self._tokenizer.encode(characters, add_special_tokens=False)
@@ -188,6 +204,17 @@ def _unknown(tokenizer: Any) -> int | None:
         return None
     unknown = json.loads(tokenizer.to_str())["model"].get("unk_id")  # which its Python object does not expose
     return unknown if type(unknown) is int else None
+
+
+def _drops(tokenizer: Any) -> bool:
+    """Whether a tokenizer without an unknown token may drop text: BPE without ids for every byte is the only model that
+    raises no error."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    vocabulary = tokenizer.get_vocab().keys()
+    falls_back = {f"<0x{byte:02X}>" for byte in range(256)} <= vocabulary and tokenizer.model.byte_fallback
+    is_bpe = type(tokenizer.model).__name__ == "BPE"
+    return is_bpe and not falls_back and not set(ByteLevel.alphabet()) <= vocabulary
 
 
 class _Beside:

@@ -193,6 +193,10 @@ def test_a_short_text_is_cut_so_that_there_is_a_validation(monkeypatch, tmp_path
         prefixes = data.find_data(section, ByteTokenizer(), train)
     data._check_split(prefixes, section.split, [8, 8, 0], 64)
     assert data.find_data(section, ByteTokenizer()) != prefixes, "without a validation it is as it was"
+    (tmp_path / "empty.txt").touch()
+    section.paths.append(str(tmp_path / "empty.txt"))
+    with pytest.warns(UserWarning, match=r"data\.paths has empty files, such as '.*empty\.txt'"):
+        data.find_data(section, ByteTokenizer())
 
 
 def masked(prefix, documents):

@@ -61,6 +61,32 @@ def test_what_a_tokenizer_does_not_know_is_counted_and_said_from_the_cache_too(t
         corpus.prepare([text], tokenizer, tmp_path / "cache")
 
 
+@pytest.mark.parametrize(
+    ("bytes_", "fallback", "counted"), [(0, False, 4), (128, True, 4), (256, True, 0), (0, None, 0)]
+)
+def test_what_bpe_passes_over_is_counted_and_said(tmp_path, bytes_, fallback, counted):
+    """Without a token for the unknown it leaves out what it lacks; None: the alphabet of all bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    if fallback is None:
+        letters = {letter: number for number, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+        made = Tokenizer(models.BPE(letters, []))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        vocab = {"a": 0, "b": 1, "ab": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(bytes_)}
+        made = Tokenizer(models.BPE(vocab, [("a", "b")], byte_fallback=fallback))
+        made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, text = JsonTokenizer(tmp_path / "tokenizer.json"), tmp_path / "text.txt"
+    text.write_text("ab \u0178\u0178 ab\na\U0001f600b\u0178\n")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):  # from the cache too
+            corpus.prepare([text], tokenizer, tmp_path / "cache")
+    words = f"data: the tokenizer has no token for {counted} characters of the text, nor an unknown token"
+    assert [str(one.message).startswith(words) for one in said] == [True] * (2 if counted else 0)
+
+
 @pytest.mark.parametrize("kind", ["Unigram", "WordLevel"])
 def test_what_no_token_says_is_refused_where_a_tokenizer_raises(tmp_path, kind):
     from tokenizers import Tokenizer, models
