@@ -16,7 +16,7 @@ from .numerics.formats import parse_format
 from .params.fp8_parameter import Fp8Parameter
 from .params.shards import quantize_shards
 from .plan.autocast_state import building_layer, unplanned_disabled
-from .plan.settings import RecipeSettings, from_settings
+from .plan.settings import FP4_OPTIONS, RecipeSettings, from_settings
 from .recipe import Recipe, alignment, check_recipe_name
 from .tensor import Float8Tensor
 
@@ -35,23 +35,52 @@ __all__ = [
 ]
 
 
+def quantizes(config: Any) -> bool:
+    """Whether linears of this config's models are quantized: fp8 is on, or fp4."""
+    return bool(getattr(config, "fp8", None) or getattr(config, "fp4", None))
+
+
+def switch_of(config: Any) -> str:
+    """Returns the field that quantizes: 'fp4' if it is on, else 'fp8'."""
+    return "fp4" if getattr(config, "fp4", None) else "fp8"
+
+
+def switch_shown(config: Any) -> str:
+    """Formats the field that is on: "fp8='hybrid'", "fp4='e2m1'"."""
+    return f"{switch_of(config)}={_text(getattr(config, switch_of(config)))!r}"
+
+
+def recipe_setting(config: Any) -> str:
+    """Returns the field that names the recipe of all linears: 'fp8_recipe' or 'fp4_recipe'."""
+    return f"{switch_of(config)}_recipe"
+
+
+def recipe_of(config: Any) -> str:
+    """Returns the name of the recipe of all linears."""
+    return _text(getattr(config, recipe_setting(config)))
+
+
 def get_fp8_recipe(config: Any, name: str | None = None) -> Recipe:
-    """Returns the recipe that the config describes.
+    """Returns the recipe that the config describes, of FP8 or FP4.
 
     Args:
         config: fp8, fp8_recipe, fp8_margin, fp8_interval, fp8_amax_history_len, fp8_amax_compute_algo,
-            fp8_quantizer_factory, and fp8_amax_epsilon, fp8_pow2_scales, fp8_stochastic_rounding if present.
-        name: a recipe to use in place of config.fp8_recipe, with the config's options.
+            fp8_quantizer_factory; fp4, fp4_recipe, fp4_quantizer_factory; and this package's options if present.
+        name: a recipe to use in place of the config's, with its options. With fp4, FP8 recipes have the formats that
+            they have by default.
 
     Raises:
-        ValueError: fp8 is off, a name is unknown, or an option does not exist for the recipe.
+        ValueError: fp8 and fp4 are off, a name is unknown, or an option does not exist for the recipe.
     """
-    if not config.fp8:
-        raise ValueError("config.fp8 is None: set fp8='hybrid' or fp8='e4m3' to train in FP8")
-    if name is None and _text(config.fp8_recipe) == "nvfp4":
-        raise ValueError("fp8_recipe='nvfp4' has 4-bit codes: set fp4='e2m1' and fp8=None in its place")
+    if not quantizes(config):
+        raise ValueError(
+            "config.fp8 is None: set fp8='hybrid' or fp8='e4m3' to train in FP8, fp4='e2m1' in FP4"
+        )
+    prefix = f"{switch_of(config)}_"
+    if name is None and config.fp8 and _text(config.fp8_recipe) == "nvfp4":
+        raise ValueError(NVFP4_AS_FP8)
     settings = RecipeSettings(
-        fp8_format=parse_format(_text(config.fp8)),
+        fp8_format=parse_format(_text(config.fp8)) if config.fp8 else None,
         margin=config.fp8_margin,
         amax_epsilon=getattr(config, "fp8_amax_epsilon", 0.0),
         pow2_scales=getattr(config, "fp8_pow2_scales", None),
@@ -59,10 +88,14 @@ def get_fp8_recipe(config: Any, name: str | None = None) -> Recipe:
         amax_history_len=getattr(config, "fp8_amax_history_len", None),
         amax_compute_algo=getattr(config, "fp8_amax_compute_algo", None),
         interval=getattr(config, "fp8_interval", None),
-        quantizer_factory=getattr(config, "fp8_quantizer_factory", None),
-        prefix="fp8_",
+        quantizer_factory=getattr(config, f"{prefix}quantizer_factory", None),
+        **{option: getattr(config, f"fp4_{option}", None) for option in FP4_OPTIONS},
+        prefix=prefix,
     )
-    return from_settings(name or _text(config.fp8_recipe), settings)
+    return from_settings(name or recipe_of(config), settings)
+
+
+NVFP4_AS_FP8 = "fp8_recipe='nvfp4' has 4-bit codes: set fp4='e2m1' and fp8=None in its place"
 
 
 def _text(value: Any) -> str:
@@ -92,7 +125,7 @@ def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> A
             layer number (Fp8Linear, or one that was built outside such a context) run in high precision. Leaving the
             context updates nothing, so delayed scaling works together with BF16 layers.
     """
-    if not config.fp8:
+    if not quantizes(config):
         return nullcontext()
     reason = None
     if is_first_last_bf16_layer(config, layer_no):

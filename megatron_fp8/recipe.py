@@ -388,15 +388,16 @@ def recipe_name(recipe: Recipe) -> str:
 
 
 def alignment(recipe: Recipe) -> int:
-    """Returns the multiple of tokens that FP8 GEMMs need without padding: 16, and a whole block for blocks of up to
-    32 (MX).
+    """Returns the multiple of tokens that GEMMs need without padding: 16 bytes of codes (32 values in FP4), and a whole
+    block for blocks of up to 32 (MX).
 
     With blocks of 128 the last block may be partial: padding an expert's few tokens to 128 would be mostly zeros.
     Megatron-Core has the same numbers for its recipes (get_fp8_align_size).
     """
-    rules = (recipe.role_rules["input"], recipe.role_rules["grad_output"])  # the operands with tokens
-    blocks = {rule.granularity.cols for rule in rules if rule is not None}
-    return math.lcm(16, *(size for size in blocks if 0 < size <= BLOCK_1X32.cols))
+    operands = (recipe.role_rules["input"], recipe.role_rules["grad_output"])  # those with tokens
+    rules = [rule for rule in operands if rule is not None]
+    blocks = {rule.granularity.cols for rule in rules if 0 < rule.granularity.cols <= BLOCK_1X32.cols}
+    return math.lcm(16, *blocks, *(16 * rule.fmt.codes_per_byte for rule in rules))
 
 
 def check_recipe_name(name: str) -> str:

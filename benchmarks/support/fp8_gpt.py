@@ -81,6 +81,8 @@ def fp8_config(layout: Layout, recipe: str | None, **fields: Any) -> Any:
     from megatron_fp8 import MLATransformerConfig, TransformerConfig
 
     fp8 = {} if recipe is None else {"fp8": "hybrid", "fp8_recipe": recipe}
+    if recipe == "nvfp4":
+        fp8 = {"fp4": "e2m1"}
     kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     return gpt_config(layout, cls=kind, **{**fp8, **fields})
 

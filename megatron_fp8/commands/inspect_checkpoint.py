@@ -9,6 +9,7 @@ from typing import Any
 
 from ..files.strict_json import spelled_out
 from ..files.terminal import printable
+from ..plan.settings import quantized_as
 from .cli_common import CommandParser, run
 
 HELP = """\
@@ -150,8 +151,7 @@ def format_description(found: dict[str, Any]) -> str:
     """The result of `describe` as text."""
     layout, precision = found["layout"] or {}, found["precision"] or {}
     sizes = ", ".join(f"{name} {size}" for name, size in layout.items() if size is not None)
-    recipe = precision.get("fp8_recipe", "recipe not known")
-    fp8 = f"FP8 {precision['fp8']}, {recipe}" if precision.get("fp8") else "no FP8"
+    fp8 = ", ".join(quantized_as(precision) or ("no FP8",))
     if precision.get("fp8_param"):
         fp8 += ", FP8 parameters"
     state = ", ".join(f"{name} {value}" for name, value in found["state"].items() if value is not None)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ..files.terminal import print_rank_0
+from ..fp8_utils import quantizes, switch_of, switch_shown
 from ..state.cuda_graph import CapturedStep
 from ..state.fp8_state import Fp8State
 from ..state.iteration import IterationCounts
@@ -39,21 +40,21 @@ def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
         RuntimeError: FP8 is on and install() was not called; or ranks of a group hold different FP8 tensors.
     """
     config = unwrap(model_chunks[0]).config
-    if config.fp8 and not is_installed():
+    if quantizes(config) and not is_installed():
         raise RuntimeError(
-            f"fp8={config.fp8!r} was asked for, but Megatron-Core runs in BF16: call megatron_fp8.mcore.install() before"
-            " building the model"
+            f"{switch_shown(config)} was asked for, but Megatron-Core runs in BF16: call megatron_fp8.mcore.install()"
+            " before building the model"
         )
     state = state_of(config)
     if state.capturing:
         return IterationCounts()  # CapturedIteration ends the iteration that it captures
-    if config.fp8 and state.iteration == 0 and not is_checked(model_chunks):
+    if quantizes(config) and state.iteration == 0 and not is_checked(model_chunks):
         check_plan(model_chunks)
     state.finish_iteration()
-    if config.fp8:
-        _announce_switch(state, "FP16" if config.fp16 else "BF16")
+    if quantizes(config):
+        _announce_switch(state, switch_of(config).upper(), "FP16" if config.fp16 else "BF16")
     counts = _final_counts(config, state)
-    if config.fp8:
+    if quantizes(config):
         move_unhealthy_sites(model_chunks, state, partial=_groups_are_partial(config))
     return counts
 
@@ -79,7 +80,7 @@ def _final_counts(config: Any, state: Fp8State) -> IterationCounts:
     """
     global _latest
     _latest = state.last
-    if config.fp8 and _groups_are_partial(config):
+    if quantizes(config) and _groups_are_partial(config):
         worst = torch.tensor(state.last.nonfinite, dtype=torch.int64, device=state.device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         state.last.nonfinite = int(worst)
@@ -98,13 +99,13 @@ def set_training_length(config: Any, iterations: int) -> None:
     set_length(config, iterations)
 
 
-def _announce_switch(state: Fp8State, own: str) -> None:
+def _announce_switch(state: Fp8State, quantized: str, own: str) -> None:
     """Prints a line on the first rank if the next iteration has another precision than the one just finished."""
     before, now = state.phases.at(state.iteration - 1), state.known_phase()
     if before == now:
         return
-    precision = "FP8" if now == "fp8" else own
-    over = "FP8" if before == "fp8" else f"the {before} in {own}"
+    precision = quantized if now == "fp8" else own
+    over = quantized if before == "fp8" else f"the {before} in {own}"
     print_rank_0(
         f"megatron_fp8: {precision} from iteration {state.iteration + 1} on, {over} is over", to="stdout"
     )

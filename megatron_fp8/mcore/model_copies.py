@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..fp8_utils import quantizes
 from ..linear.weight_cache import EvalWeightQuantizer, untrained_quantizer
 from ..params.fp8_parameter import Fp8Parameter
 from .checkpoint.state_dict import fp8_state_dict, load_fp8_state_dict
@@ -51,7 +52,7 @@ def copy_model(model: T) -> T:
             "a model in DistributedDataParallel cannot be copied: its weights lie in buffers. Copy it before, or build"
             " another one from a copy of the config and load its state_dict."
         )
-    saved = fp8_state_dict(whole) if config.fp8 else None
+    saved = fp8_state_dict(whole) if quantizes(config) else None
     memo = {id(value): _replacement(value) for value in _uncopyable(chunks)}
     copied: Any = copy.deepcopy(chunks, memo)
     for original, duplicate in zip(_parameters(chunks), _parameters(copied), strict=True):

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from .. import fp8_utils
 from ..files.terminal import print_rank_0
 from ..fp8_utils import get_fp8_recipe
+from ..numerics.formats import E2M1
 from ..params.fp8_parameter import Fp8Parameter, TwoWayFp8Parameter, broadcast, fp8_parameter
 from ..plan.overrides import Override
 from ..recipe import RECIPES
@@ -61,6 +62,9 @@ def make_fp8_params(model_chunks: list[Any], *, two_way: bool = True) -> list[st
             if isinstance(linear, Fp8OutputLayer):
                 site.notes.add(_OUTPUT_STAYS_BF16)
                 continue
+            if quantizer.rule.fmt is E2M1:
+                site.notes.add(_NVFP4_STAYS_BF16)
+                continue
             if quantizer is not site.casts["weight"].shared:
                 site.notes.add(_TWO_KINDS)
                 continue
@@ -91,6 +95,8 @@ _STAYS_BF16 = (
 
 
 _OUTPUT_STAYS_BF16 = "fp8_param: the output layer's weight stays BF16 and is cast every iteration"
+
+_NVFP4_STAYS_BF16 = "fp8_param: a weight in NVFP4 stays BF16 and is cast every iteration"
 
 _TWO_KINDS = (
     "fp8_param: the weight stays BF16 and is cast every iteration: fprop and dgrad do not share codes"
@@ -135,7 +141,7 @@ def travels_in_bf16(config: Any) -> bool:
     if not (config.fp8 and config.fp8_param):
         return False
     overrides = [Override.of(*entry) for entry in (getattr(config, "fp8_overrides", None) or {}).items()]
-    names = {override.value for override in overrides if override.covers("weight")} & set(RECIPES)
+    names = {override.value for override in overrides if override.covers("weight")} & set(RECIPES) - {"nvfp4"}
     rules = [get_fp8_recipe(config, name).rule("weight") for name in (None, *sorted(names))]
     return all(rule is not None and not rule.granularity.symmetric for rule in rules)
 

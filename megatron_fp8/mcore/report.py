@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ..files.gc_pause import gc_paused
+from ..fp8_utils import quantizes, switch_of
 from ..plan.settings import DEFAULT_RECIPE
 from ..plan.site_plan import bf16_site
 from ..state.collectives import union
@@ -47,14 +48,15 @@ def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[st
             a site share an entry. Entries come in layer order, experts of a layer by number.
     """
     prepare(model_chunks)
-    own = own_precision(unwrap(model_chunks[0]).config)
+    config = unwrap(model_chunks[0]).config
+    own = own_precision(config)
     entries: list[dict[str, Any]] = []
     for chunk in model_chunks:
         model = unwrap(chunk)
         for name, module in named_modules(model):
             if hasattr(module, "bind_fp8_site"):
                 site = module.fp8_site
-                phases = site.state.phases.describe(own) if site.is_fp8 else []
+                phases = site.state.phases.describe(own, switch_of(config)) if site.is_fp8 else []
                 entries.append({**site.plan.as_dict(), "notes": sorted(site.notes), "phases": phases})
             elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 plain = bf16_site(name, None, "not inside a transformer layer: stays in the model's dtype")
@@ -81,10 +83,13 @@ def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[st
 
 def recipe_line(config: Any) -> str:
     """Returns the first line of a printed plan: the config's FP8 settings and where its recipe comes from."""
-    if not config.fp8:
+    if not quantizes(config):
         return f"{own_precision(config).upper()}: fp8 is off"
-    settings = f"FP8 {config.fp8}, fp8_recipe {config.fp8_recipe}"
-    if isinstance(config, TransformerConfig):
+    if config.fp8:
+        settings = f"FP8 {config.fp8}, fp8_recipe {config.fp8_recipe}"
+    else:
+        settings = f"FP4 {config.fp4}, fp4_recipe {config.fp4_recipe}"
+    if isinstance(config, TransformerConfig) or not config.fp8:
         return settings
     return (
         f"{settings}, as in Megatron-Core's TransformerConfig, of which this config is (its default is 'delayed';"

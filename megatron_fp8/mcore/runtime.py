@@ -22,6 +22,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..fp8_utils import quantizes
 from ..state.collectives import own_device
 from ..state.fp8_state import Fp8State
 from ..state.guard import Guard, Thresholds
@@ -125,7 +126,7 @@ def _phases(config: Any, length: int | None) -> PrecisionSchedule:
 def _guard(config: Any) -> Guard | None:
     """Makes the guard that ``fp8_guard`` selects: True or 'bf16', or 'ladder'; None for False."""
     setting = getattr(config, "fp8_guard", False)
-    if not getattr(config, "fp8", None) or not setting:
+    if not setting or not quantizes(config):
         return None
     return Guard(Thresholds(config.fp8_guard_patience), setting if isinstance(setting, str) else "bf16")
 

@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ..files.gc_pause import gc_paused
-from ..fp8_utils import get_fp8_recipe
+from ..fp8_utils import get_fp8_recipe, quantizes, recipe_setting, switch_shown
 from ..linear.amax_recorder import count_linear
 from ..linear.gemm_site import GemmSite
 from ..linear.tensor_parallel import ShardInfo, weight_of
@@ -55,7 +55,7 @@ def resolve(
         te: the linear is Transformer Engine's.
     """
     number = _layer_number(layer)
-    if not config.fp8:
+    if not quantizes(config):
         return bf16_site(name, number, "fp8 is off")
     reason = None if layer is None else layer.bf16_reason
     return resolver.resolve(
@@ -73,7 +73,7 @@ def site_request(config: Any, overrides: Mapping[str, Any] | None = None) -> res
     return resolver.SiteRequest(
         get_fp8_recipe(config),
         resolver.named_recipes(overrides, lambda name: get_fp8_recipe(config, name)),
-        reason="fp8 recipe of the config",
+        reason=f"{recipe_setting(config).replace('_', ' ')} of the config",
         overrides=overrides,
         fp8_wgrad=config.fp8_wgrad,
         backend=getattr(config, "fp8_backend", None),
@@ -187,9 +187,9 @@ def prepare(model_chunks: list[Any]) -> None:
         refuse_unsupported_layers(model)
         require_mtp_block(model)
         state = state_of(model.config)
-        if model.config.fp8 and not state.phases.trivial:
+        if quantizes(model.config) and not state.phases.trivial:
             state.phases.require_length()
-        if model.config.fp8 and parallel_state.model_parallel_is_initialized():
+        if quantizes(model.config) and parallel_state.model_parallel_is_initialized():
             # Made on every rank: a rank without FP8 sites in a group with some then raises an error instead of hanging.
             state.arena(compat.amax_group(model.config, expert=False))
         named, cache = list(named_modules(model)), PlanCache()
@@ -214,11 +214,11 @@ def prepare(model_chunks: list[Any]) -> None:
         warn_of_high_precision(plans, "fp8='e4m3' (--model.fp8=e4m3)")
         # Where ranks hold different sites, check_plan checks all of them together.
         parts = model.config.pipeline_model_parallel_size * model.config.expert_model_parallel_size
-        if model.config.fp8 and parts == 1:
+        if quantizes(model.config) and parts == 1:
             check_something_left((plan.precision, plan.cause, plan.reason) for plan in plans)
         if hasattr(model.config, "freeze"):
             model.config.freeze()
-        if model.config.fp8 and not runtime.prepared:
+        if quantizes(model.config) and not runtime.prepared:
             watch(runtime)
         runtime.prepared.add(model)
 
@@ -227,7 +227,7 @@ def prepare(model_chunks: list[Any]) -> None:
 def keeping_weights(model_chunks: list[Any]) -> Iterator[None]:
     """Caches quantized weights of these chunks inside; Megatron's schedule resets the cache (is_first_microbatch)."""
     configs = [unwrap(chunk).config for chunk in model_chunks]
-    states = [state_of(config) for config in configs if getattr(config, "fp8", None)]
+    states = [state_of(config) for config in configs if quantizes(config)]
     for state in states:
         state.keeps_weights = True
         state.weight_generation += 1  # earlier cached weights may be stale
@@ -261,7 +261,7 @@ def check_plan(model_chunks: list[Any]) -> None:
     except ValueError as error:  # may concern this rank alone: the others would wait for it
         error_here = error
     overrides = getattr(config, "fp8_overrides", None) or {}
-    if error_here is None and not config.fp8:
+    if error_here is None and not quantizes(config):
         return
     _raise_on_all_ranks(error_here)
     plans = [linear.fp8_site.plan for linear in fp8_linears(model_chunks)]
@@ -338,11 +338,11 @@ def unsupported_linears(model: Any) -> dict[str, str]:
 def refuse_unsupported_layers(model: Any) -> None:
     """Raises ValueError if FP8 is on and a layer linear would run in BF16 without a 'bf16' override in fp8_overrides."""
     config = model.config
-    for name, what in unsupported_linears(model).items() if config.fp8 else ():
+    for name, what in unsupported_linears(model).items() if quantizes(config) else ():
         override = whole_override(name, getattr(config, "fp8_overrides", None) or {})
         if override is None or override.value != "bf16":
             raise ValueError(
-                f"fp8={config.fp8!r} was asked for, but {name} is {what}; or say that it runs in BF16:"
+                f"{switch_shown(config)} was asked for, but {name} is {what}; or say that it runs in BF16:"
                 f" config.fp8_overrides = {{{name!r}: 'bf16'}}"
             )
 
@@ -352,7 +352,7 @@ def require_mtp_block(model: Any) -> None:
     config = model.config
     layers = getattr(config, "mtp_num_layers", None)
     if (
-        config.fp8
+        quantizes(config)
         and layers
         and getattr(model, "post_process", False)
         and not getattr(model, "mtp_process", True)

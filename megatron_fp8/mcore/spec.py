@@ -1,7 +1,7 @@
 """Layer specs: Megatron-Core's with this package's modules, made here or replaced at construction.
 
 Specs name classes, and Megatron-Core builds all of them through ``build_module``. The config is known there, so one
-rule covers every spec (GPT's, BERT's, T5's, a user's own). With ``fp8`` the classes below are built as this
+rule covers every spec (GPT's, BERT's, T5's, a user's own). With ``fp8`` or ``fp4`` the classes below are built as this
 package's. Without it Megatron-Core's own are built, except where they would refuse the config (their norms under
 sequence parallelism, their attention under context parallelism).
 
@@ -31,6 +31,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from ..fp8_utils import quantizes
 from . import environment as compat
 from . import is_installed
 from .layers.attention import CoreAttention
@@ -209,9 +210,9 @@ def build_own_modules(original: Callable[..., Any], spec_or_module: Any, *args: 
     """Builds this package's classes where the config has FP8 or needs them."""
     config = kwargs.get("config")
     if config is not None:
-        fp8 = getattr(config, "fp8", None)
-        spec_or_module = with_own_modules(spec_or_module, lambda theirs: fp8 or _refuses(theirs, config))
-        if fp8 and getattr(config, "moe_fp8_dispatch", False):
+        on = quantizes(config)
+        spec_or_module = with_own_modules(spec_or_module, lambda theirs: on or _refuses(theirs, config))
+        if on and getattr(config, "moe_fp8_dispatch", False):
             spec_or_module = _with_fp8_dispatch(spec_or_module)
     return original(spec_or_module, *args, **kwargs)
 

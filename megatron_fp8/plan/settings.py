@@ -18,6 +18,9 @@ from ..recipe import RECIPES, CustomRecipe, Recipe, check_recipe_name
 FP8_FORMATS = tuple(fmt.value for fmt in Format)
 """Valid values of the setting `fp8`, other than off."""
 
+FP4_OPTIONS = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
+"""NVFP4's options by its recipe's names; in a Megatron config they begin with 'fp4_'."""
+
 DEFAULT_RECIPE = "tensorwise"
 """The default recipe of this package's own interfaces. Megatron-Core's own config has 'delayed'."""
 
@@ -70,6 +73,17 @@ def refuse_recipe_alone(recipe: str | None, *, fp8_given: bool) -> None:
         )
 
 
+def quantized_as(precision: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Returns ('FP8 hybrid', 'mxfp8') or ('FP4 e2m1', 'nvfp4') of a report's or a checkpoint's entry; None if its run
+    quantized nothing."""
+    for switch in ("fp8", "fp4"):
+        if precision.get(switch):
+            return f"{switch.upper()} {precision[switch]}", str(
+                precision.get(f"{switch}_recipe", "recipe not known")
+            )
+    return None
+
+
 @dataclass(frozen=True)
 class RecipeSettings:
     """Settings for recipes of any kind.
@@ -79,7 +93,8 @@ class RecipeSettings:
             recipes' fields; None leaves the recipe's default.
         pow2_scales: whether scales are powers of two, if the recipe has the choice.
         quantizer_factory: 'package.module.function' of a custom recipe.
-        prefix: prefix of the user's names for these: 'fp8_' in Megatron's config.
+        disable_rht, disable_stochastic_rounding, disable_2d_quantization: as NVFP4's fields.
+        prefix: prefix of the user's names for recipe and factory: 'fp8_' or 'fp4_' in Megatron's config.
     """
 
     fp8_format: Format | str | None = None
@@ -91,6 +106,9 @@ class RecipeSettings:
     amax_compute_algo: str | None = None
     interval: int | None = None
     quantizer_factory: str | None = None
+    disable_rht: bool | None = None
+    disable_stochastic_rounding: bool | None = None
+    disable_2d_quantization: bool | None = None
     prefix: str = ""
 
 
@@ -128,9 +146,10 @@ def _make_recipe(name: str, settings: RecipeSettings) -> Recipe:
         return _custom(settings.quantizer_factory, prefix)
     if settings.margin and not takes(name, "margin"):
         recipe = f"{prefix}recipe={name!r}" if prefix else repr(name)
+        margin = "fp8_margin" if prefix else "margin"
         raise ValueError(
-            f"{prefix}margin={settings.margin} does not exist for {recipe}: only per-tensor scales (delayed, tensorwise)"
-            f" keep headroom; set {prefix}margin=0"
+            f"{margin}={settings.margin} does not exist for {recipe}: only per-tensor scales (delayed, tensorwise)"
+            f" keep headroom; set {margin}=0"
         )
     pow2 = settings.pow2_scales
     options = {

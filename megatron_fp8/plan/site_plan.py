@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..numerics.formats import E2M1
 from ..numerics.rule import Rule
 from ..recipe import GEMM_OPERANDS, Products, Recipe, recipe_name
 from .cast_spec import READERS, CastSpec, CastSpecs, Operands
@@ -34,7 +35,7 @@ class SitePlan:
     Attributes:
         name: fully qualified module name; layer numbers are global, counted from 0.
         layer: global 0-based layer number, None outside the layers.
-        precision: 'fp8' if any GEMM runs in FP8, else 'bf16' (the model's own dtype).
+        precision: 'fp8' if any GEMM runs in FP8 or FP4, else 'bf16' (the model's own dtype).
         recipe: of all parts of the site without an override; None for a bf16 site.
         backend: backend name, None for a bf16 site.
         reason: why, as text.
@@ -81,17 +82,24 @@ class SitePlan:
         return {gemm: (rules[gemm][a], rules[gemm][b]) for gemm, (a, b) in GEMM_OPERANDS.items()}
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain values for report.json."""
+        """Returns plain values for report.json, which distinguish FP4 from FP8."""
+        gemms = {gemm: self._precision_word(gemm) for gemm in self.gemms}
         return {
             "name": self.name,
             "layer": self.layer,
-            "precision": self.precision,
+            "precision": "fp4" if "fp4" in gemms.values() else self.precision,
             "recipe": None if self.recipe is None else recipe_name(self.recipe),
             "backend": self.backend,
             "roles": {role: self._in_words(role) for role in READERS},
-            "gemms": dict(self.gemms),
+            "gemms": gemms,
             "reason": self.reason,
         }
+
+    def _precision_word(self, gemm: str) -> str:
+        """Returns a GEMM's precision for reports: 'fp4' if an operand has 4-bit codes, else as ``gemms``."""
+        rules = [cast.rule for cast in self.operands[gemm].values() if cast is not None]
+        is_fp4 = self.gemms[gemm] == "fp8" and any(rule.fmt is E2M1 for rule in rules)
+        return "fp4" if is_fp4 else self.gemms[gemm]
 
     def _in_words(self, role: str) -> str | None:
         """Describes how a role is quantized, over the GEMMs that quantize anything."""
@@ -164,7 +172,12 @@ def check_something_left(plans: Iterable[tuple[Precision, Cause, str]]) -> None:
 
 def has_token_scales(rule: Rule) -> bool:
     """Whether no two tokens share a scale, so that a token can be sent with its own scales."""
-    return rule.granularity.rows == 1
+    return rule.granularity.rows == 1 and rule.scale != "e4m3"
+
+
+def whose_scale(rule: Rule) -> str:
+    """Names the largest group of elements that share a scale of this rule: NVFP4 has a second one a tensor."""
+    return "tensor" if rule.scale == "e4m3" else str(rule.granularity)
 
 
 def sent_as(plans: Sequence[SitePlan], role: str) -> tuple[CastSpec | None, str | None]:
@@ -195,5 +208,5 @@ def refusal(plan: SitePlan, role: str, rule: Rule | None) -> str | None:
     return (
         None
         if has_token_scales(rule)
-        else f"{plan.name} has a scale per {rule.granularity}, which is not sent with a token"
+        else f"{plan.name} has a scale per {whose_scale(rule)}, which is not sent with a token"
     )

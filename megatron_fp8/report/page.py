@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..files.atomic_io import replace_file
+from ..plan.settings import quantized_as
 from .curves import VALIDATION, Curve
 from .heatmaps import ABSENT, BITS, NAN, NULL, Statistics, meaning, packed, packed_map
 from .precision import GEMMS, Row, precision_map, sentence
@@ -171,7 +172,7 @@ def _summary(run: Run) -> dict[str, Any]:
     precision = precision if isinstance(precision, dict) else {}
     loss, validation = run.curves.get("lm_loss"), run.curves.get(VALIDATION.name)
     speed, memory = run.curves.get("tokens_per_s"), run.curves.get("peak_memory")
-    fp8 = f"FP8 {precision.get('fp8')}, {precision.get('fp8_recipe')}" if precision.get("fp8") else "no FP8"
+    fp8 = ", ".join(quantized_as(precision) or ("no FP8",))
     return {
         "name": run.name,
         "device": run.report.get("device") or "not known",

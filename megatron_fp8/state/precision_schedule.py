@@ -82,18 +82,19 @@ class PrecisionSchedule:
             )
         return self.length
 
-    def describe(self, high_precision: str = "bf16") -> list[dict[str, Any]]:
+    def describe(self, high_precision: str = "bf16", quantized: str = "fp8") -> list[dict[str, Any]]:
         """Returns [{phase, precision, first, last}, ...] for reports, iterations from 1; empty if FP8 runs in all of
         them.
 
         Args:
             high_precision: the name of the model's own dtype.
+            quantized: 'fp8' or 'fp4'.
         """
         if self.trivial:
             return []
         ends: list[tuple[Phase, str, int, int]] = [
             ("warm-up", high_precision, 0, self.start),
-            ("fp8", "fp8", self.start, self.stop),
+            ("fp8", quantized, self.start, self.stop),
             ("healing", high_precision, self.stop, self.require_length()),
         ]
         return [

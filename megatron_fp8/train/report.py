@@ -21,6 +21,7 @@ from ..files.strict_json import load_json
 from ..files.user_paths import what_to_give
 from ..kernels.cpu import emulation as cpu
 from ..kernels.torch_products import is_replaced
+from ..plan.settings import quantized_as
 from .resume.run_folder import checkpoint_folder
 
 _PACKAGES = ("torch", "megatron-core", "numpy", "triton", "transformer-engine", "torchao")
@@ -33,10 +34,12 @@ def build_report(
 
     'sites' has one entry for each linear-layer GEMM site of the whole model, over all pipeline stages.
     """
+    from ..fp8_utils import quantizes, switch_of
     from ..mcore.params import parameter_bytes
     from ..mcore.report import own_precision, site_report
     from ..mcore.runtime import state_of
 
+    phases = state_of(config).phases
     return {
         "device": device_name(),
         "versions": versions(),
@@ -49,7 +52,8 @@ def build_report(
             "fp8": config.fp8,
             "fp8_recipe": config.fp8_recipe if config.fp8 else None,
             "fp8_param": parameter_bytes(chunks) if config.fp8 and config.fp8_param else None,
-            "phases": state_of(config).phases.describe(own_precision(config)) if config.fp8 else [],
+            **({"fp4": config.fp4, "fp4_recipe": config.fp4_recipe} if config.fp4 else {}),
+            "phases": phases.describe(own_precision(config), switch_of(config)) if quantizes(config) else [],
         },
         "run_dir": run.run_dir,
         "checkpoints": os.path.abspath(checkpoint_folder(run)),
@@ -116,8 +120,8 @@ def format_report(report: dict[str, Any]) -> str:
     """`report` as text: some lines of facts, then the precision map by layer."""
     precision, parallel = report["precision"], report["parallel"]
     own = "FP16" if precision.get("fp16") else "BF16" if precision["bf16"] else "float32"
-    if precision["fp8"]:
-        what = f"FP8 {precision['fp8']}, recipe {precision['fp8_recipe']}"
+    if named := quantized_as(precision):
+        what = ", recipe ".join(named)
         what += " over FP16, with a loss scale" if own == "FP16" else ""
     else:
         what = f"{own} (fp8 is off)"

@@ -52,6 +52,8 @@ _REPORT = {
         "bf16": bool,
         "fp8": (str, None),
         "fp8_recipe": (str, None),
+        "fp4?": str,
+        "fp4_recipe?": str,
         "phases?": [_PHASE],
         "fp8_param?": (_STORED, None),
     },

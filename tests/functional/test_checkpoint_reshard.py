@@ -61,23 +61,24 @@ def test_another_layout_loads_every_bit(ranks, tmp_path, delayed, name):
 
 def test_bf16_to_fp8_on_another_layout_and_back(ranks, tmp_path):
     """Weights and optimizer state stay the same bits; delayed weights are warm, other tensors cold."""
-    folders = [tmp_path / name for name in ("bf16", "fp8", "weights", "back")]
+    folders = [tmp_path / name for name in ("bf16", "fp8", "weights", "fp4", "back")]
     ranks(1).run(trains_and_saves, Layout(), None, NARROW, {}, str(folders[0]))
     way = [
         (2, Layout(tp=2, sp=True), "delayed", HISTORY, {}),
         (2, Layout(), "delayed", {**HISTORY, "fp8_param": True}, SHARDED),
+        (2, Layout(), "nvfp4", NARROW, SHARDED),
         (2, Layout(pp=2), None, NARROW, {}),
     ]
     notes = []
     for (world, *case), source, target in zip(way, folders, folders[1:], strict=False):
         results = ranks(world).run(loads_and_saves, *case, str(source / NAME), str(target))
         notes.append(results[0][0])
-    first, fp8, _, back = (tensors_of(folder / NAME) for folder in folders)
+    first, fp8, _, _, back = (tensors_of(folder / NAME) for folder in folders)
     assert_same(first, back)
     assert_same(first, kinds(fp8, slots=False))
     assert "scales of 8 weights" in notes[0][0] and "16 tensors" in notes[0][0]
     assert notes[1] == []
-    assert notes[2] == ["the delayed-scaling state of 24 tensors is dropped: this run uses BF16"]
+    assert notes[2:] == [["the delayed-scaling state of 24 tensors is dropped: this run uses nvfp4"], []]
     for site in ("self_attention.linear_qkv", "mlp.linear_fc2"):
         weight, slot = first[f"decoder.layers.1.{site}.weight"], f"decoder.layers.1.{site}.fp8_state"
         largest = weight.float().abs().max()

@@ -46,12 +46,12 @@ def test_block_recipes_agree_as_bf16_does(ranks: RankPool, recipe: str, layout: 
     assert relative(two.norms[0], one.norms[0]) <= norm_difference
 
 
-@pytest.mark.parametrize("recipe", some(["delayed", "rowwise", "mxfp8"], "delayed", "mxfp8"))
+@pytest.mark.parametrize("recipe", some(["delayed", "rowwise", "mxfp8", "nvfp4"], "delayed", "nvfp4"))
 def test_bf16_activations(ranks: RankPool, recipe: str) -> None:
     """What is not rounded differently is equal: pipeline stages to one rank, sequence parallelism to without it."""
     one = training(ranks, 1, ONE, recipe, {}, SINGLE)[0]
     assert one.losses != training(ranks, 1, ONE, None, {}, SINGLE)[0].losses, "FP8 changed nothing"
-    if recipe == "delayed":  # a stage casts what one rank casts, in every recipe
+    if recipe in ("delayed", "nvfp4"):  # a stage casts what one rank casts, with the same random bits
         stages = training(ranks, 2, PP, recipe, {}, SINGLE)[1]
         assert stages.losses == one.losses
         assert (
@@ -144,6 +144,15 @@ LAYOUTS: dict[str, tuple[int, Layout, str, dict[str, Any], dict[str, Any], tuple
         {},
         (2 * 8 * 3, 3),
     ),
+    "cp2-nvfp4": (2, Layout(cp=2), "nvfp4", {}, SINGLE, (2 * 4 * 3, 3)),
+    "ep2-nvfp4-grouped": (
+        2,
+        Layout(ep=2),
+        "nvfp4",
+        {**MOE, "moe_grouped_gemm": True},
+        {"ddp": {"use_distributed_optimizer": True}},
+        (2 * (2 + 2 * 2) * 3, 3),
+    ),
     "gpt-tp2-sp-tied": (
         2,
         TP_SP,
@@ -173,8 +182,8 @@ def test_layout_trains(ranks: RankPool, name: str) -> None:
         assert counts["nonfinite"] == 0
     for counts in bf16.counts:
         assert (counts["fp8_gemms"], counts["hp_gemms"]) == (0, fp8 + high_precision)
-    everyone_fp8 = {entry["precision"] for entry in seen.report if entry["layer"] is not None}
-    assert everyone_fp8 == {"fp8"}
+    reported = {entry["precision"] for entry in seen.report if entry["layer"] is not None}
+    assert reported == {"fp4" if recipe == "nvfp4" else "fp8"}
 
 
 def test_experts_are_part_of_the_iteration(ranks: RankPool) -> None:
@@ -185,7 +194,8 @@ def test_experts_are_part_of_the_iteration(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "recipe"), some([(1, 1, "mxfp8"), (2, 1, "delayed")], (2, 1, "delayed"))
+    ("start", "end", "recipe"),
+    some([(1, 1, "mxfp8"), (2, 1, "delayed"), (1, 1, "nvfp4")], (2, 1, "delayed"), (1, 1, "nvfp4")),
 )
 def test_first_and_last_layers_in_bf16(ranks: RankPool, start: int, end: int, recipe: str) -> None:
     """By global layer number, whatever the pipeline; seen in what multiplied, and in the report."""
@@ -202,7 +212,7 @@ def test_first_and_last_layers_in_bf16(ranks: RankPool, start: int, end: int, re
         2 if recipe == "delayed" else 1
     )  # scales of its own are seen in the second; mxfp8 remembers nothing
     interleaved = Layout(pp=2, vpp=layers // 2)
-    for layout in (ONE, interleaved) if recipe == "delayed" else (ONE, PP, interleaved):
+    for layout in (ONE, PP, interleaved) if recipe == "mxfp8" else (ONE, interleaved):
         everyone = training(ranks, layout.pp, layout, recipe, fields, SHORT, steps=steps)
         ran = {layer: sites for seen in everyone for layer, sites in seen.layers_in_fp8().items()}
         assert ran == {layer: set(SITES) for layer in want}, layout
@@ -212,7 +222,7 @@ def test_first_and_last_layers_in_bf16(ranks: RankPool, start: int, end: int, re
         assert high_precision == ((layers - len(want)) * 4 + 1) * 3 * 2
         for seen in everyone:
             in_layers = [entry for entry in seen.report if entry["layer"] is not None]
-            assert {e["layer"] for e in in_layers if e["precision"] == "fp8"} == want
+            assert {e["layer"] for e in in_layers if e["precision"] != "bf16"} == want
             assert [e["layer"] for e in in_layers] == [n for n in range(layers) for _ in range(4)]
             for entry in in_layers:
                 assert ("first_last_layers_bf16" in entry["reason"]) == (entry["layer"] not in want)

@@ -80,8 +80,9 @@ def trainings(
         (TP_SP, "delayed", False),
         (ONE, "blockwise", True),
         pytest.param(ONE, "mxfp8", False, marks=pytest.mark.long),
+        (ONE, "nvfp4", False),
     ],
-    ids=["delayed", "delayed-tp2-sp", "blockwise-ends", "mxfp8"],
+    ids=["delayed", "delayed-tp2-sp", "blockwise-ends", "mxfp8", "nvfp4"],
 )
 def test_recompute_is_bit_identical(ranks: RankPool, layout: Layout, recipe: str, ends: bool) -> None:
     """Losses, and every byte of parameters and gradients; what runs again runs in FP8 again."""

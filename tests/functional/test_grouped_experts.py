@@ -62,7 +62,8 @@ def run_case(
                 run.chunks[0].module.module.decoder.layers[-1].mlp.experts.local_experts[-1], heard
             )
 
-    fp8 = {"fp8": "hybrid", "fp8_format": recipe, "moe_grouped_gemm": grouped}
+    fp8: dict[str, Any] = {"fp8": "hybrid", "fp8_format": recipe}
+    fp8 = {**({"fp4": "e2m1"} if recipe == "nvfp4" else fp8), "moe_grouped_gemm": grouped}
     replicas = dist.get_world_size() // layout.model_ranks
     options: dict[str, Any] = {
         "sequence": SEQUENCE,
@@ -85,7 +86,7 @@ def run_case(
 
 
 CASES: dict[str, tuple[int, Layout, str, dict[str, Any], dict[str, Any]]] = {
-    **{name: (1, Layout(), name, {}, {}) for name in ("delayed", "blockwise", "mxfp8")},
+    **{name: (1, Layout(), name, {}, {}) for name in ("delayed", "blockwise", "mxfp8", "nvfp4")},
     "etp2": (2, Layout(tp=2, sp=True), "rowwise", {"moe_token_dispatcher_type": "allgather"}, {}),
     # Small buckets, each gathered when a hook of its first linear asks: without the hook its weights would be old.
     "dp2-buckets": (2, Layout(), "blockwise", {}, {**DISTRIBUTED, "bucket_size": 10_000}),

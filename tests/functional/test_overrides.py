@@ -134,6 +134,32 @@ def test_overrides_of_gemms_and_roles(ranks: RankPool) -> None:
     ]
 
 
+MIXED = {
+    "mxfp8 backward": ("nvfp4", {"*:dgrad": "mxfp8", "*:wgrad": "mxfp8"}),
+    "nvfp4 forward": ("mxfp8", {"*:fprop": "nvfp4"}),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_fp4_and_fp8_in_one_model(ranks: RankPool, name: str) -> None:
+    """Forward in NVFP4, backward in MXFP8, written either way: E4M3 gradients in an FP4 model, hybrid's in an FP8 one."""
+    recipe, overrides = MIXED[name]
+    for layout in (ONE, TP_SP):
+        seen = training(
+            ranks, layout.tp, layout, recipe, {**TINY, "fp8_overrides": overrides}, SHORT, steps=2
+        )[-1]
+        gradient = "e4m3" if recipe == "nvfp4" else "e5m2"
+        for entry in seen.report:
+            if entry["layer"] is not None:
+                assert entry["roles"] == {
+                    "input": "e2m1 1x16 e4m3 in fprop, e4m3 1x32 e8m0 in wgrad",
+                    "weight": "e2m1 16x16 e4m3 in fprop, e4m3 1x32 e8m0 in dgrad",
+                    "grad_output": f"{gradient} 1x32 e8m0",
+                }
+        assert seen.counts[-1]["fp8_gemms"] == 2 * 8 * 3 and seen.losses[1] < seen.losses[0]
+        assert seen.layers_in_fp8() == {0: set(SITES), 1: set(SITES)}
+
+
 def refused_by_a_stage(fields: dict[str, Any]) -> str:
     from megatron_fp8.mcore.sites import check_plan
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec

@@ -38,6 +38,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         {**DROPOUT, **HISTORY, "num_layers": 4, "first_last_layers_bf16": True},
         {},
     ),
+    "nvfp4-tp2-sp": (Layout(tp=2, sp=True), "nvfp4", ONE, {}),
     "tensorwise-cp2": (Layout(cp=2), "tensorwise", ONE, SHARDED),
     "delayed-deepseek-ep2": (Layout(ep=2), "delayed", {**HISTORY, **DEEPSEEK}, SHARDED),
     # An embedding that stages share has a bucket of its own, after one that is padded.

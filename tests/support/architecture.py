@@ -24,6 +24,7 @@ STREAM: list[tuple[str, ...]] = [
     ("nn",),
     ("inference", "integrations"),
     ("fp8_utils",),
+    ("fp4_utils",),
     ("mcore",),
     ("train",),
     ("diagnosis",),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...backends import BACKENDS, LAYER_BACKENDS
-from ...plan.settings import FP8_FORMATS
+from ...plan.settings import FP4_OPTIONS, FP8_FORMATS
 from ...recipe import RECIPES
 from ...state.guard import LADDERS
 from .rules import (
@@ -103,7 +103,13 @@ FIELD_RULES: dict[str, Rule] = {
          "moe_grouped_gemm"),
         FLAG,
     ),
-    "fp8_quantizer_factory": optional(text("the import path of a callable")),
+    **dict.fromkeys(("fp8_quantizer_factory", "fp4_quantizer_factory"), optional(text("the import path of a callable"))),
+    "fp4": optional(one_of("e2m1")),
+    "fp4_recipe": Rule(
+        "'nvfp4' or 'custom' (FP8 recipes for parts of an FP4 model are fp8_overrides)",
+        lambda v: getattr(v, "name", v) in ("nvfp4", "custom"),
+        ("nvfp4", "custom"),
+    ),
     "fp8_margin": integer(0, 2**6, "powers of two"),
     "fp8_interval": integer(1, 2**31 - 1, "iterations"),
     "fp8_amax_history_len": integer(1, 2**16, "iterations"),
@@ -124,6 +130,7 @@ OWN_RULES: dict[str, Rule] = {
     "fp8_amax_epsilon": NOT_NEGATIVE,
     "fp8_pow2_scales": optional(FLAG),
     "fp8_stochastic_rounding": FLAG,
+    **dict.fromkeys((f"fp4_{name}" for name in FP4_OPTIONS), FLAG),
     "fp8_keep_columnwise": FLAG,
     "fp8_output_layer": FLAG,
     "moe_fp8_dispatch": FLAG,
@@ -151,7 +158,7 @@ REFUSED: dict[str, str] = {
     "fp8_multi_head_attention": _ATTENTION_IN_BF16,
     **dict.fromkeys(("use_kitchen", "use_kitchen_attention", "quant_recipe"), _OTHER_FP8),
     **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"), _OWN_GRAPHS),
-    "fp4": "the layers here have no FP4",
+    "fp4_param": "weights stay in BF16, and are cast to NVFP4 once an iteration",
     "heterogeneous_block_specs": "layers of this config are all of one shape",
     **dict.fromkeys(("qk_clip", "log_max_attention_logit"), _NO_LOGITS),
     "experimental_attention_variant": "attention here is plain, and would be computed instead",

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.transformer.transformer_config import MLATransformerConfig as MegatronLatentConfig
 from megatron.core.transformer.transformer_config import TransformerConfig as MegatronConfig
 
-from ...fp8_utils import get_fp8_recipe
+from ...fp8_utils import NVFP4_AS_FP8, get_fp8_recipe, quantizes, recipe_of, recipe_setting
 from ...numerics.formats import ROLES
 from ...plan.overrides import check_overrides
-from ...plan.settings import DEFAULT_RECIPE, import_factory, takes
+from ...plan.settings import DEFAULT_RECIPE, FP4_OPTIONS, import_factory, takes
 from ...recipe import RECIPES
 from .fields import FIELD_RULES, OWN_RULES, REFUSED, RELATIONS, SILENT
 from .incompatible import check_incompatible
@@ -73,8 +73,12 @@ def check_fp8_settings(config: TransformerConfig) -> None:
     """
     for name, rule in OWN_RULES.items():
         check(name, getattr(config, name), rule)
-    if config.fp8 is False:  # as in other libraries
-        config.fp8 = None
+    config.fp8, config.fp4 = config.fp8 or None, config.fp4 or None  # False, as in other libraries
+    if config.fp8 and config.fp4:
+        raise ValueError(
+            f"fp8={plain(config.fp8)!r} and fp4={plain(config.fp4)!r}: linears have one recipe. Set one of them to None;"
+            " in an FP4 model fp8_overrides names FP8 recipes for layers, GEMMs or operands, and 'nvfp4' in an FP8 model."
+        )
     warmup, healing = (getattr(config, name) for name in _PHASES)
     if warmup + healing >= 1:
         raise ValueError(
@@ -82,23 +86,31 @@ def check_fp8_settings(config: TransformerConfig) -> None:
             " sum must be below 1. Lower one of them, or set fp8=None to train in BF16."
         )
     check_overrides(config.fp8_overrides, "fp8_overrides")
-    if config.fp8:
+    if config.fp8_param and not config.fp8:
+        raise ValueError(
+            f"fp8_param=True needs FP8 training, and fp8 is {config.fp8!r}. Set fp8='hybrid' or 'e4m3', or drop it."
+        )
+    if quantizes(config):
         config.fp8, config.fp8_recipe = plain(config.fp8), plain(config.fp8_recipe or DEFAULT_RECIPE)
+        config.fp4, config.fp4_recipe = plain(config.fp4), plain(config.fp4_recipe)
         check_fields(config)
+        if config.fp8 and config.fp8_recipe == "nvfp4":
+            raise ValueError(NVFP4_AS_FP8)
+        if config.fp4 and "fp8" in config.fp8_overrides.values():
+            raise ValueError(
+                f"fp8_overrides={config.fp8_overrides!r}: 'fp8' is the recipe of all linears, and theirs is of FP4. Name"
+                f" it ({config.fp4_recipe!r}), or an FP8 recipe, such as 'mxfp8'."
+            )
         _check_bf16_layers(config)
         _check_factory(config)
         check_incompatible(config)
         _check_pow2(config)
         _check_margin(config)
-    elif config.fp8_param:
-        raise ValueError(
-            f"fp8_param=True needs FP8 training, and fp8 is {config.fp8!r}. Set fp8='hybrid' or 'e4m3', or drop it."
-        )
 
 
 def announce_settings(config: TransformerConfig) -> None:
     """Warns of settings without effect, and with FP8 off of relations that Megatron-Core violates silently."""
-    if not config.fp8:
+    if not quantizes(config):
         for relation in SILENT:
             if not relation.holds(config):
                 _warn(relation.words)
@@ -132,21 +144,23 @@ def _check_bf16_layers(config: TransformerConfig) -> None:
 
 
 def _check_factory(config: TransformerConfig) -> None:
-    path = config.fp8_quantizer_factory
-    names_custom = "custom" in (config.fp8_recipe, *config.fp8_overrides.values())
+    setting = recipe_setting(config)
+    field = setting.replace("recipe", "quantizer_factory")
+    path = getattr(config, field)
+    names_custom = "custom" in (recipe_of(config), *config.fp8_overrides.values())
     if not names_custom:
         if path is not None:
             raise ValueError(
-                f"fp8_quantizer_factory={path!r} is used only by fp8_recipe='custom', and fp8_recipe is "
-                f"{config.fp8_recipe!r}: set fp8_recipe='custom' or drop the factory."
+                f"{field}={path!r} is used only by {setting}='custom', and {setting} is "
+                f"{recipe_of(config)!r}: set {setting}='custom' or drop the factory."
             )
         return
-    import_factory(path)
+    import_factory(path, field)
 
 
 def _check_pow2(config: TransformerConfig) -> None:
     pow2, name = config.fp8_pow2_scales, config.fp8_recipe
-    if pow2 is None or name == "custom":
+    if pow2 is None or name == "custom" or config.fp4:
         return
     rules = [get_fp8_recipe(config).rule(role) for role in ROLES]
     fp32 = any(rule is not None and rule.scale == "fp32" for rule in rules)
@@ -164,7 +178,7 @@ def _check_pow2(config: TransformerConfig) -> None:
 
 def _check_margin(config: TransformerConfig) -> None:
     """Refuses a margin for row and block scales, which keep no headroom, before the model is built."""
-    names = {config.fp8_recipe, *config.fp8_overrides.values()} & set(RECIPES)
+    names = {recipe_of(config), *config.fp8_overrides.values()} & set(RECIPES)
     for name in names if config.fp8_margin else ():
         get_fp8_recipe(config, name)
 
@@ -176,13 +190,22 @@ def _warn_without_effect(config: TransformerConfig) -> None:
     def is_set(name: str) -> bool:
         return getattr(config, name) != default[name]
 
-    if config.fp8 and not config.first_last_layers_bf16:
+    if quantizes(config) and not config.first_last_layers_bf16:
         for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
             if is_set(name):
                 _warn(f"{name}={getattr(config, name)!r} has no effect with first_last_layers_bf16=False")
     if is_set("fp8_guard_patience") and not config.fp8_guard:
         _warn(f"fp8_guard_patience={config.fp8_guard_patience!r} has no effect with fp8_guard=False")
-    if not config.fp8:
+    recipes = {recipe_of(config), *config.fp8_overrides.values()} & set(RECIPES)
+    if not quantizes(config) or "nvfp4" not in recipes:
+        for name in map("fp4_{}".format, FP4_OPTIONS):
+            if is_set(name):
+                _warn(f"{name}={getattr(config, name)!r} has no effect without the recipe nvfp4")
+    for switch in ("fp8", "fp4"):
+        for name in (f"{switch}_recipe", f"{switch}_quantizer_factory"):
+            if quantizes(config) and not getattr(config, switch) and is_set(name):
+                _warn(f"{name}={getattr(config, name)!r} has no effect because {switch} is None")
+    if not quantizes(config):
         for name in (
             "fp8_recipe",
             "fp8_backend",
@@ -200,12 +223,16 @@ def _warn_without_effect(config: TransformerConfig) -> None:
         return
     if config.moe_fp8_dispatch and not config.num_moe_experts:
         _warn("moe_fp8_dispatch=True has no effect without num_moe_experts")
-    recipes = {config.fp8_recipe, *config.fp8_overrides.values()} & set(RECIPES)
     for name, field in _OF_SOME_RECIPES.items():
         if is_set(name) and not any(takes(recipe, field) for recipe in recipes):
-            _warn(f"{name}={getattr(config, name)!r} has no effect with fp8_recipe={config.fp8_recipe!r}")
-    if recipes == {"custom"} and is_set("fp8_pow2_scales"):
-        _warn(f"fp8_pow2_scales={config.fp8_pow2_scales!r} has no effect with fp8_recipe='custom'")
+            _warn(
+                f"{name}={getattr(config, name)!r} has no effect with {recipe_setting(config)}={recipe_of(config)!r}"
+            )
+    if recipes <= {"custom", "nvfp4"} and is_set("fp8_pow2_scales"):
+        _warn(
+            f"fp8_pow2_scales={config.fp8_pow2_scales!r} has no effect with"
+            f" {recipe_setting(config)}={recipe_of(config)!r}"
+        )
 
 
 _OF_SOME_RECIPES = {

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 from ...backends.transformer_engine import name as TE
 from ...backends.transformer_engine import unmapped
-from ...fp8_utils import get_fp8_recipe
+from ...fp8_utils import get_fp8_recipe, quantizes, recipe_of, recipe_setting
 from ...numerics.rule import Rule
 from ...plan.overrides import Override
+from ...plan.site_plan import has_token_scales, whose_scale
 
 
 class _Other(NamedTuple):
@@ -92,25 +93,26 @@ def _has_effect(setting: str, value: Any, config: Any) -> bool:
 
 
 def _check_dispatched(config: Any) -> None:
-    recipe = get_fp8_recipe(config)
+    recipe, named = get_fp8_recipe(config), f"{recipe_setting(config)}={recipe_of(config)!r}"
     for role in ("input", "grad_output"):
         rule: Rule | None = recipe.rule(role)
         if rule is None:
             raise ValueError(
-                f"moe_fp8_dispatch=True with fp8_recipe={config.fp8_recipe!r}, which leaves {role} in high precision:"
+                f"moe_fp8_dispatch=True with {named}, which leaves {role} in high precision:"
                 " there are no codes to send. Quantize it, or set moe_fp8_dispatch=False."
             )
-        if rule.granularity.rows != 1:
+        if not has_token_scales(rule):
             raise ValueError(
-                f"moe_fp8_dispatch=True with fp8_recipe={config.fp8_recipe!r}: it has one scale per"
-                f" {rule.granularity}, and an expert's tokens come from many ranks, each with another. Set fp8_recipe to"
+                f"moe_fp8_dispatch=True with {named}: it has one scale per"
+                f" {whose_scale(rule)}, and an expert's tokens come from many ranks, each with another. Set"
+                f"{' fp4=None, fp8 and' if config.fp4 else ''} fp8_recipe to"
                 " 'blockwise', 'mxfp8' or 'rowwise', whose scales travel with a token, or moe_fp8_dispatch=False."
             )
 
 
 def wants_te(config: Any) -> bool:
-    """Whether this config requests FP8 with Transformer Engine's layers."""
-    return bool(config.fp8) and getattr(config, "fp8_backend", None) == TE
+    """Whether this config requests Transformer Engine's layers for what is quantized."""
+    return quantizes(config) and getattr(config, "fp8_backend", None) == TE
 
 
 def _check_te_recipe(config: Any) -> None:
@@ -122,4 +124,5 @@ def _check_te_recipe(config: Any) -> None:
             )
     reason = unmapped(get_fp8_recipe(config))
     if reason is not None:
-        raise ValueError(f"fp8_backend={TE!r}: {reason}. Use fp8_backend='native', or drop the setting")
+        other = "leave it out" if config.fp4 else "use fp8_backend='native', or drop the setting"
+        raise ValueError(f"fp8_backend={TE!r}: {reason}; {other}")

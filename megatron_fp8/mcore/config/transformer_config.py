@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer import transformer_config as megatron_config
 
+from ...fp8_utils import quantizes
 from ...plan.settings import DEFAULT_RECIPE, FP8_FORMATS, field_meant
 from ...recipe import RECIPES
 from ..runtime import find_runtime, runtime_of
@@ -32,7 +33,7 @@ _FP8_TE_VERSIONS = frozenset({"1.7.0.dev0", "1.11.0", "2.6.0dev0"})
 
 @dataclass
 class TransformerConfig(megatron_config.TransformerConfig):
-    """Megatron-Core's `TransformerConfig` with FP8 that runs without Transformer Engine.
+    """Megatron-Core's `TransformerConfig` with FP8 and FP4 that run without Transformer Engine.
 
     All of Megatron's fields keep their names and, except fp8_recipe, their defaults; `fp8_format` is accepted too.
 
@@ -96,6 +97,15 @@ class TransformerConfig(megatron_config.TransformerConfig):
     fp8_guard_patience: int = 3
     """Iterations in a row before fp8_guard moves a site."""
 
+    fp4_disable_rht: bool = False
+    """NVFP4 without the random Hadamard transform of wgrad's operands."""
+
+    fp4_disable_stochastic_rounding: bool = False
+    """NVFP4 with gradients rounded to the nearest code."""
+
+    fp4_disable_2d_quantization: bool = False
+    """NVFP4 weights in blocks of 1x16, with other codes in each direction, in place of 16x16."""
+
     if TYPE_CHECKING:  # at run time the dataclass generates it, with Megatron's fields too
 
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
@@ -103,7 +113,7 @@ class TransformerConfig(megatron_config.TransformerConfig):
     def __post_init__(self) -> None:
         check_fp8_settings(self)
         announce_settings(self)
-        if not self.fp8:
+        if not quantizes(self):
             super().__post_init__()
             return
         # Megatron-Core refuses delayed scaling with BF16 layers and with recomputed norms, which this package runs. So it
@@ -183,7 +193,7 @@ _FINALIZE = "finalize_model_grads_func"
 
 def _finalize(config: TransformerConfig) -> Callable[..., Any] | None:
     function = vars(config).get(_FINALIZE)
-    return None if function is None and not config.fp8 else IterationEnd(function)
+    return None if function is None and not quantizes(config) else IterationEnd(function)
 
 
 def _assign_finalize(config: TransformerConfig, function: Callable[..., Any] | None) -> None:
@@ -247,7 +257,7 @@ _ALSO_FP8 = frozenset(
 
 
 def _is_fp8_setting(name: str) -> bool:
-    return name.startswith("fp8") or name in _ALSO_FP8
+    return name.startswith(("fp8", "fp4")) or name in _ALSO_FP8
 
 
 _REPLACED_FOR_CHECK = frozenset({"fp8_recipe", "first_last_layers_bf16"})

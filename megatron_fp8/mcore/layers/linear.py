@@ -15,6 +15,7 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...fp8_utils import quantizes
 from ...linear.amax_recorder import record_high_precision
 from ...linear.function import fp8_linear
 from ...linear.gemm_site import GemmSite
@@ -255,7 +256,7 @@ def output_layer_in_fp8(original: Callable[[Any], None], self: Any) -> None:
     """
     original(self)
     config = self.config
-    if not (self.post_process and config.fp8 and getattr(config, "fp8_output_layer", False)):
+    if not (self.post_process and quantizes(config) and getattr(config, "fp8_output_layer", False)):
         return
     if type(self.output_layer) is not ColumnParallelLinear:
         raise ValueError(

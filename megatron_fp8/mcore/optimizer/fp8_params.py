@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from ...fp8_utils import quantizes
 from ...params.fp8_parameter import Fp8Parameter
 from ...state.collectives import own_device
 from ..patches.patching import PatchList
@@ -241,4 +242,4 @@ for _owner in (_DISTRIBUTED, "optimizer.optimizer.ChainedOptimizer"):
 
 def trains_fp8(optimizer: Any) -> bool:
     """Whether the models of a distributed optimizer have FP8 layers."""
-    return bool(optimizer.model_chunks[0].config.fp8)
+    return quantizes(optimizer.model_chunks[0].config)

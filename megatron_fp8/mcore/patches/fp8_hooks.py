@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 
-from ... import fp8_utils
+from ... import fp4_utils, fp8_utils
 from ...inference.calibration import fp8_modules
 from ...plan.autocast_state import remember_fp8
 from .. import environment as compat
@@ -43,6 +43,14 @@ _hooks.replace(
     "it recognises mxfp8 by its name, and no other recipe with such blocks",
     everywhere=True,
 )
+for _name, _replacement, _reason in (
+    ("get_fp4_context", te_context.get_fp8_context, "without Transformer Engine it is a nullcontext"),
+    ("get_fp4_recipe", fp4_utils.get_fp4_recipe, "without Transformer Engine it returns None"),
+    ("get_fp4_align_size", fp4_utils.get_fp4_align_size, "it pads to what Transformer Engine's kernels want"),
+    ("is_nvfp4tensor", fp4_utils.is_nvfp4tensor, "it knows Transformer Engine's tensors only"),
+    ("dequantize_fp4_tensor", fp4_utils.dequantize_fp4_tensor, "it asks for Transformer Engine's version"),
+):
+    _hooks.replace(f"fp4_utils.{_name}", _replacement, _reason, everywhere=True)
 
 
 def patches() -> list[Patch]:
@@ -159,7 +167,7 @@ def prepare_at_first_forward(
 ) -> None:
     """An FP8 model's sites get their names before its first forward in training."""
     original(self, config, *args, **kwargs)
-    if config.fp8:
+    if fp8_utils.quantizes(config):
         self.register_forward_pre_hook(_prepare_before)
 
 
@@ -175,6 +183,6 @@ def _prepare_before(model: Any, args: Any) -> None:
 def end_iterations_of_plain_configs(original: Callable[[Any], Any], model: Any) -> Any:
     """A Megatron config (not this package's) ends FP8 iterations too."""
     config = original(model)
-    if getattr(config, "fp8", None) and not isinstance(config.finalize_model_grads_func, IterationEnd):
+    if fp8_utils.quantizes(config) and not isinstance(config.finalize_model_grads_func, IterationEnd):
         config.finalize_model_grads_func = IterationEnd(config.finalize_model_grads_func)
     return config

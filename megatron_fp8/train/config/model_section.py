@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
+from megatron.core.transformer.enums import CudaGraphScope
 
 from ...mcore.config.fields import FIELD_RULES
 from ...mcore.config.fp8_checks import DEFAULTS, LATENT_FIELDS, check_fields
@@ -46,6 +47,8 @@ _TYPES: dict[str, Any] = {
     # TransformerConfig checks these in more detail than their types can.
     "fp8": typing.Optional[str],  # noqa: UP045
     "fp8_recipe": typing.Optional[str],  # noqa: UP045
+    "fp4": typing.Optional[str],  # noqa: UP045
+    "fp4_recipe": str,
     "fp8_amax_compute_algo": str,
 }
 # `train` uses BF16 (and FP8 over it) unless fp16 is set, see settle_precision; other defaults are Megatron-Core's.
@@ -64,6 +67,10 @@ _DEFAULTS: dict[str, Any] = {
 NAMES: dict[str, Rule] = {
     "activation_func": one_of(*ACTIVATIONS),
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype"), optional(one_of(*DTYPES))),
+    "cuda_graph_scope": Rule(
+        f"'full', or names of {', '.join(CudaGraphScope.__members__)}, with commas",
+        lambda v: v == "full" or set(str(v).split(",")) <= set(CudaGraphScope.__members__),
+    ),
     "pipeline_model_parallel_layout": Rule(  # a stranger's checkpoint could ask Megatron-Core for any memory
         "a layout that repeats nothing more than 1,000 times",
         lambda v: not v or all(int(n[:5]) <= 1000 for n in re.findall(r"\*0*([0-9]+)", v)),

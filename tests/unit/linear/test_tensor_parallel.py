@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from benchmarks.support.ranks import RankPool
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.linear.tensor_parallel import TensorParallel
-from megatron_fp8.recipe import MXFP8BlockScaling
+from megatron_fp8.recipe import MXFP8BlockScaling, NVFP4BlockScaling
 from tests.support.shards import BATCH, M, Shards, communication
 from tests.support.sites import ALL_RECIPES, RECIPES, RecordingBackend, make_site
 
@@ -66,6 +66,7 @@ def check_against_one_rank(outcome: Outcome, sites: list[Any], shards: Shards, *
             assert_same_bytes(
                 side.scale_inv, alone_side.scale_inv, f"scales of operand {which} of FP8 GEMM {i}"
             )
+            assert side.tensor_amax == alone_side.tensor_amax and side.shape == alone_side.shape
     assert mine.dx is not None and mine.dw is not None and outcome.dx is not None and outcome.dw is not None
     both = [a.y if shards.layout == "row+SP" else a.dx for a in alone]
     summed = both[0] + both[1]  # type: ignore[operator]
@@ -78,11 +79,13 @@ def check_against_one_rank(outcome: Outcome, sites: list[Any], shards: Shards, *
 # ---------------------------------------------------------------------------------------------- numbers
 
 
-def equals_one_rank(layout: str, names: list[str], m: int, **kw: Any) -> dict[str, tuple[set[str], int]]:
-    """name -> (the site's notes, small collectives for scales)."""
+def equals_one_rank(
+    layout: str, names: list[str], m: int, sizes: dict[str, int] | None = None, **kw: Any
+) -> dict[str, tuple[set[str], int]]:
+    """name -> (the site's notes, small collectives for scales). ``sizes``: others than Shards.make's."""
     found = {}
     for name in names:
-        shards = Shards.make(layout, m=m)
+        shards = Shards.make(layout, m=m, **(sizes or {}))
         site = make_site(name, group=dist.group.WORLD, **kw)
         alone = [make_site(name, **kw) for _ in range(2)]
         check_against_one_rank(parallel(site, shards), alone, shards)
@@ -116,6 +119,32 @@ def test_equals_one_rank_with_all_tokens(ranks: RankPool, layout: str):
 def test_fp8_wgrad_off_equals_one_rank(ranks: RankPool, layout: str):
     names = ["delayed", "tensorwise", "rowwise", "mxfp8", "blockwise"]
     ranks(2).run(equals_one_rank, layout, names, M, fp8_wgrad=False)
+
+
+@pytest.mark.parametrize("m", [M, 4 * BATCH])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nvfp4_equals_one_rank(ranks: RankPool, layout: str, m: int):
+    """Codes two a byte, from whole blocks of 16 tokens; features that fill no whole block."""
+    for found in ranks(2).run(equals_one_rank, layout, ["nvfp4"], m, {"k": 72, "n": 104}):
+        ((notes, collectives),) = found.values()
+        shared = layout != "column" and m == M
+        assert collectives == shared, "both directions' amaxes in one collective, where shards are cast"
+        assert bool(notes) == (layout != "column" and m != M)
+
+
+def nvfp4_shares_its_scale() -> None:
+    """The largest value is on one rank."""
+    shards = Shards.make("column+SP")
+    shards.x[3, 5] = 1e4
+    check_against_one_rank(
+        parallel(make_site("nvfp4", group=dist.group.WORLD), shards),
+        [make_site("nvfp4") for _ in range(2)],
+        shards,
+    )
+
+
+def test_nvfp4_shares_the_tensors_scale(ranks: RankPool):
+    ranks(2).run(nvfp4_shares_its_scale)
 
 
 PARTS: list[dict[str, str]] = [
@@ -215,14 +244,14 @@ def test_save_original_input_with_sequence_parallelism(ranks: RankPool):
     ranks(2).run(saves_original_input, list(ALL_RECIPES))
 
 
-def stochastic(layout: str) -> None:
+def stochastic(layout: str, recipe: Any, nearest_recipe: Any) -> None:
     """The random bits belong to an element of the whole matrix, whichever rank casts it."""
-    recipe = MXFP8BlockScaling(stochastic_rounding=True)
     shards = Shards.make(layout, n=128)
+    shards.dy[:, [0, 64]] = 100 * shards.dy[:, :1]  # both halves have the whole matrix's amaxes
     rank = dist.get_rank()
     outcome = parallel(make_site(recipe, group=dist.group.WORLD), shards)
     alone = run(make_site(recipe), shards.x, shards.w, shards.dy)
-    nearest = run(make_site(replace(recipe, stochastic_rounding=False)), shards.x, shards.w, shards.dy)
+    nearest = run(make_site(nearest_recipe), shards.x, shards.w, shards.dy)
     by_rows, by_columns = (p.a.codes for p in alone.products[1:])  # dy for dgrad [M, N], for wgrad [N, M]
     assert not torch.equal(by_rows.view(torch.uint8), nearest.products[1].a.codes.view(torch.uint8))
     if layout.startswith("column"):
@@ -232,8 +261,13 @@ def stochastic(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_stochastic_rounding_does_not_depend_on_the_layout(ranks: RankPool, layout: str):
-    ranks(2).run(stochastic, layout)
+@pytest.mark.parametrize(
+    "recipes",
+    [(MXFP8BlockScaling(stochastic_rounding=True), MXFP8BlockScaling()), (NVFP4BlockScaling(), "nvfp4")],
+    ids=["mxfp8", "nvfp4"],
+)
+def test_stochastic_rounding_does_not_depend_on_the_layout(ranks: RankPool, layout: str, recipes: Any):
+    ranks(2).run(stochastic, layout, *recipes)
 
 
 # --------------------------------------------------------------------------------------------- the pieces

@@ -58,6 +58,7 @@ def row_scales(name: str, features: int) -> list[tuple[str, str, int]]:
         "rowwise": [(GATHER, "float32", 4 * TOKENS)],
         "blockwise-fp32": [(GATHER, "float32", 4 * TOKENS * (features // 128))],
         "mxfp8": [(GATHER, "uint8", TOKENS * (features // 32))],
+        "nvfp4": [(GATHER, "uint8", TOKENS * (features // 16))],
     }.get(name, [])
 
 
@@ -66,37 +67,38 @@ def column_scales(name: str, features: int) -> list[tuple[str, str, int]]:
     return {
         "blockwise-fp32": [(GATHER, "float32", 4 * (TOKENS // 128) * features)],
         "mxfp8": [(GATHER, "uint8", (TOKENS // 32) * features)],
+        "nvfp4": [(GATHER, "uint8", (TOKENS // 16) * features)],
     }.get(name, [])
 
 
 def shared_amax(name: str, features: int) -> list[tuple[str, str, int]]:
-    """The small reduction before a cast."""
-    sizes = {"tensorwise": 4, "rowwise": 4 * features}
+    """The small reduction before a cast; NVFP4's amaxes of both directions are reduced together."""
+    sizes = {"tensorwise": 4, "rowwise": 4 * features, "nvfp4": 8}
     return [(REDUCE, "float32", sizes[name])] if name in sizes else []
 
 
-def codes(features: int) -> list[tuple[str, str, int]]:
-    """One byte a value: half of what BF16 sends."""
-    return [(GATHER, "uint8", TOKENS * features)]
+def codes(name: str, features: int) -> list[tuple[str, str, int]]:
+    """One byte a value: half of what BF16 sends; half a byte in FP4."""
+    return [(GATHER, "uint8", TOKENS * features // (2 if name == "nvfp4" else 1))]
 
 
-NAMES = ("tensorwise", "rowwise", "blockwise-fp32", "mxfp8")
+NAMES = ("tensorwise", "rowwise", "blockwise-fp32", "mxfp8", "nvfp4")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_of_column_parallel_with_sequence_parallelism(ranks: RankPool, name: str):
     for forward, backward, _ in ranks(2).run(traffic, "column+SP", name, M, (1, 1)):
-        assert forward == shared_amax(name, 256) + codes(256) + row_scales(name, 256)
-        assert backward == codes(256) + column_scales(name, 256) + [(SCATTER, "bfloat16", 2 * M * 256)]
+        assert forward == shared_amax(name, 256) + codes(name, 256) + row_scales(name, 256)
+        assert backward == codes(name, 256) + column_scales(name, 256) + [(SCATTER, "bfloat16", 2 * M * 256)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_of_row_parallel_with_sequence_parallelism(ranks: RankPool, name: str):
     for forward, backward, _ in ranks(2).run(traffic, "row+SP", name, M, (1, 1)):
         assert forward == [(SCATTER, "bfloat16", 2 * M * 384)]
-        expected = shared_amax(name, 384) + codes(384) + row_scales(name, 384)
+        expected = shared_amax(name, 384) + codes(name, 384) + row_scales(name, 384)
         if name != "tensorwise":
-            expected += codes(384) + column_scales(name, 384)
+            expected += codes(name, 384) + column_scales(name, 384)
         assert backward == expected
 
 

@@ -8,6 +8,7 @@ import torch
 from tests.support.megatron_settings import FACTORY, make
 
 ON = {"fp8": "hybrid"}
+FP4 = {"fp4": "e2m1"}
 PARAM = {**ON, "fp8_param": True, "bf16": True, "params_dtype": torch.bfloat16}
 TWO_STAGES = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.bfloat16}
 
@@ -53,6 +54,22 @@ REFUSED = [
     ({**ON, "num_query_groups": 3}, ["num_attention_heads=4, num_query_groups=3", "multiple"]),
     ({**ON, "num_moe_experts": 6, "expert_model_parallel_size": 4},
      ["num_moe_experts=6, expert_model_parallel_size=4", "equal number of experts", "Change one of them"]),
+    ({**ON, **FP4}, ["fp8='hybrid' and fp4='e2m1'", "Set one of them to None", "fp8_overrides"]),
+    ({"fp4": "e3m0"}, ["fp4='e3m0'", "'e2m1', or null"]),
+    ({**FP4, "fp4_recipe": "mxfp8"}, ["fp4_recipe='mxfp8'", "fp8_overrides"]),
+    ({**FP4, "fp4_param": True}, ["fp4_param=True is not available", "weights stay in BF16", "Leave it False"]),
+    ({**FP4, "fp8_param": True}, ["fp8_param=True", "fp8 is None"]),
+    ({**FP4, "fp4_recipe": "custom"}, ["fp4_quantizer_factory is None"]),
+    ({**FP4, "fp4_quantizer_factory": "os.path.join"}, ["fp4_recipe is 'nvfp4'", "set fp4_recipe='custom'"]),
+    ({**FP4, "fp8_margin": 2}, ["fp8_margin=2 does not exist for fp4_recipe='nvfp4'"]),
+    ({**FP4, "fp8_backend": "transformer_engine"},
+     ["NVFP4 by Transformer Engine is not in this release", "leave it out"]),
+    ({**FP4, "fp8_overrides": {"*:dgrad": "fp8"}}, ["'*:dgrad'", "theirs is of FP4", "'nvfp4'", "'mxfp8'"]),
+    ({**FP4, "fp4_disable_rht": "no"}, ["fp4_disable_rht='no'"]),
+    ({**FP4, "moe_fp8_dispatch": True, "num_moe_experts": 4, "add_bias_linear": False},
+     ["fp4_recipe='nvfp4'", "one scale per tensor", "fp4=None", "moe_fp8_dispatch=False"]),
+    ({**ON, "fp8_recipe": "nvfp4"}, ["set fp4='e2m1' and fp8=None"]),
+    ({**ON, "fp8_format": "nvfp4"}, ["set fp4='e2m1' and fp8=None"]),
 ]  # fmt: skip
 
 NO_EFFECT = [
@@ -64,6 +81,20 @@ NO_EFFECT = [
     ({**ON, "num_layers_at_end_in_bf16": 2}, "num_layers_at_end_in_bf16=2"),
     ({"fp8_guard": True}, "fp8_guard=True has no effect because fp8 is None"),
     ({**ON, "fp8_guard_patience": 7}, "fp8_guard_patience=7 has no effect with fp8_guard=False"),
+    (
+        {**FP4, "fp8_stochastic_rounding": True},
+        "fp8_stochastic_rounding=True has no effect with fp4_recipe='nvfp4'",
+    ),
+    ({**FP4, "fp8_pow2_scales": True}, "fp8_pow2_scales=True has no effect with fp4_recipe='nvfp4'"),
+    ({**FP4, "fp8_amax_epsilon": 1e-3}, "fp8_amax_epsilon=0.001 has no effect with fp4_recipe='nvfp4'"),
+    ({**FP4, "fp8_recipe": "mxfp8"}, "fp8_recipe='mxfp8' has no effect because fp8 is None"),
+    ({**FP4, **FACTORY}, "fp8_quantizer_factory='os.path.join' has no effect because fp8 is None"),
+    (
+        {**ON, "fp4_recipe": "custom", "fp4_quantizer_factory": "a.b"},
+        "fp4_recipe='custom' has no effect because fp4 is None",
+    ),
+    ({**ON, "fp4_disable_rht": True}, "fp4_disable_rht=True has no effect without the recipe nvfp4"),
+    ({"fp4_disable_2d_quantization": True}, "fp4_disable_2d_quantization=True has no effect without"),
 ]
 
 
@@ -92,6 +123,8 @@ def test_a_plain_config_warns_of_nothing_of_ours():
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         make(fp8="hybrid", fp8_format="mxfp8")
+        make(fp8="hybrid", fp8_overrides={"*.linear_fc1": "nvfp4"}, fp4_disable_rht=True)
+        make(fp4="e2m1", fp8_overrides={"*:dgrad": "tensorwise"}, fp8_pow2_scales=True)
         make()
     assert not [w for w in seen if "no effect" in str(w.message) or "BF16" in str(w.message)]
 

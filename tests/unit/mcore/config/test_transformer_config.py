@@ -31,7 +31,7 @@ def test_it_is_a_megatron_config_with_megatrons_defaults():
             assert getattr(ours, f.name) == getattr(theirs, f.name), f.name
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "nvfp4"])
 def test_a_recipe_name_is_accepted_under_both_names(recipe):
     for name in ("fp8_format", "fp8_recipe"):
         config = make(fp8="hybrid", **{name: recipe}, **(FACTORY if recipe == "custom" else {}))
