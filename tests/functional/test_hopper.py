@@ -13,16 +13,35 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def launches():
-    """What hopper.py prints, by name, in a process that does not interpret.
+SOME = (
+    *(
+        "measure",
+        "delayed",
+        "tensorwise",
+        "rowwise",
+        "blockwise",
+        "mx",
+        "norm",
+        "norm-written",
+        "swiglu",
+        "swiglu-grad",
+    ),
+    *("swiglu-weight-grad", "transpose", "piece-amax", "piece-cast", "update", "update-short"),
+    *("matmul", "matmul-wgrad", "matmul-grouped"),
+)
+"""Each kernel, with each format and source. The others are of other scales, or of rows that 16 does not divide."""
+
+
+@pytest.fixture(scope="module", params=[SOME, pytest.param((), marks=pytest.mark.long)], ids=["some", "all"])
+def launches(request):
+    """What hopper.py prints of these launches, in a process that does not interpret.
 
     Triton keeps what it compiles by a hash of the kernel, of all it calls and of the compiler: in this clone's folder
     only kernels that changed are compiled again.
     """
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(ROOT / "build" / "hopper")}
     out = subprocess.run(
-        [sys.executable, "-m", "tests.support.hopper"],
+        [sys.executable, "-m", "tests.support.hopper", *request.param],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -3,13 +3,14 @@
 Triton brings NVIDIA's assembler, so a wrong type, a spilled register or an instruction that flushes subnormals shows on
 any machine. Must run in a process that does not interpret kernels:
 
-    TRITON_INTERPRET=0 python -m tests.support.hopper      # a line of JSON for each launch
+    TRITON_INTERPRET=0 python -m tests.support.hopper [NAME ...]      # a line of JSON for each launch
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -133,8 +134,9 @@ def launches() -> dict[str, Callable[[], Any]]:
 
 
 def main() -> None:
-    for name, function in launches().items():
-        for launch in compiled(function):
+    made = launches()
+    for name in sys.argv[1:] or made:
+        for launch in compiled(made[name]):
             print(json.dumps({"name": name} | described(name, launch)), flush=True)
 
 
