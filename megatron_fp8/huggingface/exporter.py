@@ -294,9 +294,9 @@ def _trained_in_bf16(site: str, section: dict[str, Any]) -> bool:
         SimpleNamespace(num_layers=section["num_layers"], **overrides), layer
     )
     some = Float8CurrentScaling()  # any recipe will do: a checkpoint's custom recipe code is not imported
-    choices = CastSpecs(some, bf16_reason="first_last_layers_bf16" if at_an_end else None)
+    choices = CastSpecs.of(some, bf16_reason="first_last_layers_bf16" if at_an_end else None)
     for override in matching(site, section.get("fp8_overrides") or {}):
-        choices.apply(override, None if override.value in ("bf16", *FORMATS) else some, "")
+        choices = choices.after(override, None if override.value in ("bf16", *FORMATS) else some, "")
     return choices.operands()["fprop"]["weight"] is None
 
 

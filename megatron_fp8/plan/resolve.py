@@ -17,7 +17,7 @@ from ..backends import BACKENDS, LAYER_BACKENDS, choose_backend, warn_slow_backe
 from ..files.terminal import print_rank_0
 from ..kernels.cpu.library import missing_compiler
 from ..recipe import RECIPES, Recipe, refuse_e5m2_twice
-from .cast_spec import CastSpecs
+from .cast_spec import CastSpecs, products_of_casts
 from .overrides import matching
 from .site_plan import SitePlan, bf16_site, planned_site
 
@@ -84,7 +84,7 @@ def resolve(
         specs = cast_specs(request, name, bf16_reason, also)
         if specs.none_in_fp8:
             return bf16_site(name, layer, "; ".join(specs.reasons))
-        products = specs.products() if specs.edited else specs.recipe
+        products = products_of_casts(specs.operands()) if specs.edited else specs.recipe
         try:
             setting = f"{request.prefix}backend"
             backend, why = choose_backend(request.backend, device, products, layers=layers, setting=setting)
@@ -112,26 +112,17 @@ def cast_specs(
     request: SiteRequest, name: str, bf16_reason: str | None = None, also: tuple[str, ...] = ()
 ) -> CastSpecs:
     """Returns the operands of a linear of that name, on any backend; arguments and errors as ``resolve``'s."""
-    recipe, overrides = request.recipe, matching(name, request.overrides, also)
-    options = request.reason, request.unquantized, request.fp8_wgrad, bf16_reason
-    if not overrides:
-        return _shared_specs(recipe, *options)
-    specs = _new_specs(recipe, *options)
-    for override in overrides:
-        specs.apply(override, _recipe_of_value(request, override.value), f"{request.prefix}overrides")
+    asked = {"unquantized": request.unquantized, "fp8_wgrad": request.fp8_wgrad, "bf16_reason": bf16_reason}
+    specs = _shared_specs(request.recipe, request.reason, **asked)
+    for override in matching(name, request.overrides, also):
+        specs = specs.after(override, _recipe_of_value(request, override.value), f"{request.prefix}overrides")
     if specs.edited:
-        refuse_e5m2_twice(specs.products(), _with_reasons(name, specs))
+        refuse_e5m2_twice(products_of_casts(specs.operands()), _with_reasons(name, specs))
     return specs
 
 
-def _new_specs(
-    recipe: Recipe, reason: str, unquantized: tuple[str, ...], fp8_wgrad: bool, bf16_reason: str | None
-) -> CastSpecs:
-    return CastSpecs(recipe, reason, unquantized=unquantized, fp8_wgrad=fp8_wgrad, bf16_reason=bf16_reason)
-
-
 # Linears that no override names share both: a model with 100,000 linears makes as many look-ups.
-_shared_specs = lru_cache(maxsize=256)(_new_specs)
+_shared_specs = lru_cache(maxsize=256)(CastSpecs.of)
 
 
 @lru_cache(maxsize=256)

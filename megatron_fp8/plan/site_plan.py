@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ..numerics.formats import E2M1
 from ..numerics.rule import Rule
 from ..recipe import GEMM_OPERANDS, Products, Recipe, recipe_name
-from .cast_spec import READERS, CastSpec, CastSpecs, Operands
+from .cast_spec import READERS, CastSpec, CastSpecs, Operands, products_of_casts
 
 Precision = Literal["fp8", "bf16"]
 
@@ -75,11 +75,7 @@ class SitePlan:
     @property
     def products(self) -> Products:
         """The rules of each GEMM's two operands."""
-        rules = {
-            gemm: {role: None if cast is None else cast.rule for role, cast in casts.items()}
-            for gemm, casts in self.operands.items()
-        }
-        return {gemm: (rules[gemm][a], rules[gemm][b]) for gemm, (a, b) in GEMM_OPERANDS.items()}
+        return products_of_casts(self.operands)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for report.json, which distinguish FP4 from FP8."""
@@ -126,7 +122,7 @@ def fp8_site(
 ) -> SitePlan:
     """Returns the plan of a site that runs in FP8 by ``recipe``, except for GEMMs with an unquantized operand."""
     return planned_site(
-        name, layer, backend, reason, CastSpecs(recipe, fp8_wgrad=fp8_wgrad, unquantized=unquantized)
+        name, layer, backend, reason, CastSpecs.of(recipe, fp8_wgrad=fp8_wgrad, unquantized=unquantized)
     )
 
 
