@@ -2,6 +2,8 @@
 
 Two codes share a byte along the contraction, so a columnwise side is contiguous in its own orientation, never a
 transposed view. Its codes of 16x16 blocks are those of the rowwise side, transposed.
+
+On CPUs C casts (kernels/cpu/fp4.c); what C does not take goes through torch, to the same bits.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import torch
 
 from ..kernels import cast_dispatch
 from ..kernels.cast_dispatch import in_memory
+from ..kernels.cpu import fp4 as cpu_fp4
 from ..kernels.gemms import finish, matmul_fp32
 from ..numerics import nvfp4
 from ..numerics.cast import chunks
@@ -38,6 +41,8 @@ def quantize(
             directions, float32 [2].
     """
     x = in_memory(x).contiguous()
+    if cpu_fp4.takes(x):
+        return _in_c(x, rule, direction, reduce_amax, region, running)
     block, symmetric = rule.granularity, rule.granularity.symmetric
     (of_blocks,), nonfinite = cast_dispatch.block_amaxes(x, [(block.rows, block.cols)])
     turned, of_turned, hadamard = x, of_blocks, rule.hadamard
@@ -66,6 +71,49 @@ def quantize(
     return Quantized(
         Float8Tensor(None if direction == "columnwise" else rowwise, columnwise, x.dtype), own, nonfinite
     )
+
+
+def _in_c(
+    x: torch.Tensor,
+    rule: Rule,
+    direction: Direction,
+    reduce_amax: AmaxReduction | None,
+    region: Region | None,
+    running: RunningAmax | None,
+) -> Quantized:
+    """``quantize`` of a matrix that C takes."""
+    amaxes = cpu_fp4.find_amaxes(x, rule, direction)
+    own = amaxes.tensor[0].clone()
+    if reduce_amax is not None:
+        reduce_amax(amaxes.tensor)
+    draws = None
+    if region is not None:
+        step = region.total_cols or x.shape[1]
+        draws = cpu_fp4.Draws(region.key, region.row_offset * step + region.col_offset, step)
+    made = cpu_fp4.encode(x, rule, direction, amaxes, draws)
+    tensor_amaxes = amaxes.tensor.masked_fill(amaxes.tensor.isinf(), nvfp4.LARGEST)  # as in ``_side``
+    sides = [
+        None
+        if one is None
+        else QuantizedSide(
+            one.codes.view(rule.fmt.dtype),
+            one.scales,
+            rule.granularity,
+            False,
+            True,
+            padding=nvfp4.padded(cols) - cols,
+            tensor_amax=amax,
+            hadamard=hadamard,
+        )
+        for one, cols, amax, hadamard in zip(
+            made, (x.shape[1], x.shape[0]), tensor_amaxes, (False, rule.hadamard), strict=True
+        )
+    ]
+    nonfinite = torch.tensor(amaxes.nonfinite, dtype=torch.int64, device="cpu") if amaxes.nonfinite else None
+    if running is not None:
+        running.record(own, nonfinite)
+    rowwise = None if direction == "columnwise" else sides[0]
+    return Quantized(Float8Tensor(rowwise, sides[1], x.dtype), own, nonfinite)
 
 
 def _largest(amaxes: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron_fp8.kernels.cpu import emulation, skinny_gemm
-from tests.support.kernel_calls import casts, elementwise, products
+from tests.support.kernel_calls import casts, elementwise, fp4, products
 from tests.support.kernel_calls.tape import GUARDED, SANITISED, Call, compile_for, faults
 
 ARM_COMPILER = "aarch64-linux-gnu-gcc"
@@ -30,7 +30,7 @@ MOST = 300
 def passes(count: int, seed: int) -> list[Call]:
     """Calls of what touches every element, of each kind in turn."""
     draw = np.random.default_rng(seed)
-    kinds = (*elementwise.KINDS, casts.cast_each_call, casts.cast_each_call)
+    kinds = (*elementwise.KINDS, casts.cast_each_call, casts.cast_each_call, fp4.cast_call, fp4.decode_call)
     calls = [kinds[i % len(kinds)](draw, MOST) for i in range(count)]
     for call in calls:
         call.front = bool(draw.integers(2))

@@ -58,7 +58,7 @@ INLINE __m512i rounded_up(__m512 v) {
 
 /* 32 floats in bfloat16. The instruction for it makes zeros of subnormal numbers, and keeps what a NaN carries. */
 INLINE __m512i rounded(__m512 first, __m512 second) {
-    const int nan_or_subnormal = 0x01 | 0x20 | 0x80;
+    enum { nan_or_subnormal = 0x01 | 0x20 | 0x80 }; /* an immediate without optimisation, too */
     uint32_t other = _mm512_fpclass_ps_mask(first, nan_or_subnormal) | _mm512_fpclass_ps_mask(second, nan_or_subnormal);
     if (__builtin_expect(other == 0, 1)) return (__m512i)_mm512_cvtne2ps_pbh(second, first);
     union { uint16_t at[32]; __m512i vector; } upper;

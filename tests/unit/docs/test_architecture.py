@@ -52,7 +52,7 @@ def test_every_stop_is_there():
 def test_who_chooses_between_c_and_torch_is_on_the_map():
     """Files outside of kernels/cpu that ask C whether it takes a tensor; reports ask what a machine has, otherwise."""
     asks = re.compile(
-        r"\b(emulation|stats|skinny_gemm)\.(usable|fits|multiplies|inner_loop|has_matmul|takes)\("
+        r"\b(emulation|stats|skinny_gemm|cpu_fp4)\.(usable|fits|multiplies|inner_loop|has_matmul|takes)\("
     )
     choosing = {
         str(path.relative_to(PACKAGE))

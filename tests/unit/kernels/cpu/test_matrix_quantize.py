@@ -17,6 +17,7 @@ from megatron_fp8.numerics.cast import cast
 from megatron_fp8.numerics.formats import E4M3, E5M2, FloatFormat
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Rule
 from megatron_fp8.numerics.scaling import compute_scale
+from tests.support.cast_inputs import matrix
 from tests.support.threads import threads
 
 RULES = [
@@ -37,24 +38,6 @@ RULES += [
     Rule(E4M3, BLOCK_128X128, "pow2", margin=64),
 ]
 SHAPES = [(32, 32), (129, 257), (1, 1024), (300, 70), (256, 512)]
-
-
-def matrix(shape: tuple[int, int], dtype: torch.dtype, what: str) -> torch.Tensor:
-    """Numbers of many sizes, so that codes of all kinds come out."""
-    generator = torch.Generator().manual_seed(shape[0])
-    x = torch.randn(shape, generator=generator)
-    if what == "wide":
-        x *= torch.exp2(torch.randint(-30, 8, shape, generator=generator).float())
-    if what == "bits":
-        x = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int32).view(torch.float32)
-    if what == "special":
-        x.view(-1)[5], x.view(-1)[37], x[-1, -1] = torch.nan, -torch.inf, -torch.nan
-    if what == "zeros":
-        x[:, : shape[1] // 2] = 0
-        x[: shape[0] // 2] *= -0.0
-    if what == "tiny":
-        x *= 2.0**-130
-    return x.to(dtype)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

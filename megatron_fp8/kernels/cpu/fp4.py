@@ -1,0 +1,166 @@
+"""NVFP4 casts and decoding in C (fp4.c): what numerics/nvfp4.py specifies, to the bit.
+
+A cast is two calls, of which the first finds amaxes and the second makes scales and codes, so that ranks can reduce the
+tensor's amaxes in between.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+
+from ...numerics.cast import RandomKey
+from ...numerics.nvfp4 import BLOCK, padded
+from ...numerics.rule import Direction, Rule
+from . import emulation
+from .matrix_quantize import DTYPES
+
+_MASK = 0xFFFFFFFF
+
+
+class Draws(NamedTuple):
+    """The random bytes of stochastic rounding.
+
+    Attributes:
+        key: the stream.
+        first: logical index of the matrix's first element.
+        step: from one row's first element to the next one's.
+    """
+
+    key: RandomKey
+    first: int
+    step: int
+
+
+class CastStruct(ctypes.Structure):
+    """fp4.c's Fp4Cast."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("dtype", "square", "hadamard", "stochastic")),
+        ("codes", ctypes.c_void_p * 2),
+        ("scales", ctypes.c_void_p * 2),
+        ("block_amax", ctypes.c_void_p * 2),
+        ("amax", ctypes.c_void_p),
+        ("first", ctypes.c_int64),
+        ("step", ctypes.c_int64),
+        ("key", ctypes.c_uint32 * 2 * 2),
+        ("counter", ctypes.c_uint32 * 2),
+    )
+
+
+class CodesAndScales(NamedTuple):
+    """One side [rows, cols]: codes uint8 [rows, padded cols / 2], scales float8_e4m3fn [row blocks, column blocks]."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+class Amaxes(NamedTuple):
+    """What the first call finds.
+
+    Attributes:
+        tensor: float32 [2], the rowwise and the columnwise side's (the rowwise one's twice, where they do not differ).
+        nonfinite: how many elements are NaN or Inf.
+        blocks: float32, in the order of fp4.c; the columnwise side's only where it has its own.
+    """
+
+    tensor: torch.Tensor
+    nonfinite: int
+    blocks: list[torch.Tensor]
+
+
+def takes(x: torch.Tensor) -> bool:
+    """Whether C casts x [rows, cols]."""
+    return x.dtype in DTYPES and emulation.usable(x)
+
+
+def find_amaxes(x: torch.Tensor, rule: Rule, direction: Direction) -> Amaxes:
+    """Amaxes of x [rows, cols], which C ``takes``, under an E2M1 rule."""
+    squares = padded(x.shape[0]) * padded(x.shape[1]) // BLOCK**2
+    symmetric = rule.granularity.symmetric
+    sizes = [squares if symmetric else squares * BLOCK]
+    if direction != "rowwise" and not symmetric:
+        sizes *= 2
+    blocks = [torch.empty(size, dtype=torch.float32, device="cpu") for size in sizes]
+    tensor = torch.empty(2, dtype=torch.float32, device="cpu")
+    struct = _struct(x, rule, Amaxes(tensor, 0, blocks))
+    function = emulation.compiled().fp4_amaxes
+    function.restype = ctypes.c_int64
+    nonfinite = function(ctypes.byref(struct), emulation.thread_count(x.numel()))
+    return Amaxes(tensor, nonfinite, blocks)
+
+
+def encode(
+    x: torch.Tensor, rule: Rule, direction: Direction, amaxes: Amaxes, draws: Draws | None
+) -> tuple[CodesAndScales | None, CodesAndScales | None]:
+    """Codes and scales of the rowwise side of x [rows, cols], and of the columnwise one [cols, rows].
+
+    Args:
+        amaxes: of ``find_amaxes`` for the same x, rule and direction; the tensor's may have grown since.
+        draws: None rounds to nearest.
+    """
+    struct = _struct(x, rule, amaxes)
+    sides: list[CodesAndScales | None] = [None, None]
+    for side, (rows, cols) in enumerate((x.shape, x.shape[::-1])):
+        symmetric = rule.granularity.symmetric
+        if direction == ("columnwise", "rowwise")[side] and not (symmetric and side == 0):
+            continue
+        blocks = -(-rows // rule.granularity.rows), padded(cols) // BLOCK
+        made = CodesAndScales(
+            torch.empty(rows, padded(cols) // 2, dtype=torch.uint8, device="cpu"),
+            torch.empty(blocks, dtype=torch.float8_e4m3fn, device="cpu"),
+        )
+        struct.codes[side], struct.scales[side] = made.codes.data_ptr(), made.scales.data_ptr()
+        sides[side] = made
+    if draws is not None:
+        tell_draws(struct, draws)
+    emulation.compiled().fp4_codes(ctypes.byref(struct), emulation.thread_count(x.numel()))
+    return sides[0], sides[1]
+
+
+def tell_draws(struct: CastStruct, draws: Draws) -> None:
+    """Writes the random bytes' keys, counter and indices into C's struct."""
+    key = draws.key
+    struct.stochastic, struct.first, struct.step = 1, draws.first, draws.step
+    for side, site in enumerate((key.site, ~key.site)):
+        struct.key[side][0], struct.key[side][1] = key.seed & _MASK, site & _MASK
+    struct.counter[0], struct.counter[1] = key.iteration & _MASK, key.microbatch & _MASK
+
+
+def _struct(x: torch.Tensor, rule: Rule, amaxes: Amaxes) -> CastStruct:
+    """What both calls are told."""
+    rows, cols = x.shape
+    assert rows and cols, "C divides by both"
+    struct = CastStruct(emulation.address(x, x.dtype, rows * cols), rows, cols, DTYPES[x.dtype])
+    struct.square, struct.hadamard = rule.granularity.symmetric, rule.hadamard
+    struct.amax = emulation.address(amaxes.tensor, torch.float32, 2)
+    for side, blocks in enumerate(amaxes.blocks):
+        struct.block_amax[side] = blocks.data_ptr()
+    return struct
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, block_rows: int) -> torch.Tensor:
+    """bfloat16 [rows, cols] of packed codes [rows, cols / 2] times their blocks' scales: exact.
+
+    Args:
+        codes: float4_e2m1fn_x2; cols is a multiple of 16.
+        scales: float8_e4m3fn [ceil(rows / block_rows), cols / 16].
+    """
+    rows, pairs = codes.shape
+    blocks = 2 * pairs // BLOCK
+    values = torch.empty(rows, 2 * pairs, dtype=torch.bfloat16, device="cpu")
+    emulation.compiled().fp4_decode(
+        emulation.address(codes, codes.dtype, rows * pairs),
+        emulation.address(scales, torch.float8_e4m3fn, -(-rows // block_rows) * blocks),
+        ctypes.c_int64(rows),
+        ctypes.c_int64(blocks),
+        ctypes.c_int64(block_rows),
+        ctypes.c_void_p(values.data_ptr()),
+        emulation.thread_count(values.numel()),
+    )
+    return values

@@ -1,0 +1,147 @@
+"""NVFP4 casts and decoding in C: the specification's bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_fp8.backends import fp4
+from megatron_fp8.backends.base import Quantized, Region, RunningAmax
+from megatron_fp8.kernels.cpu import emulation
+from megatron_fp8.kernels.cpu import fp4 as in_c
+from megatron_fp8.numerics import nvfp4
+from megatron_fp8.numerics.cast import RandomKey
+from megatron_fp8.numerics.rule import Rule
+from megatron_fp8.recipe import NVFP4BlockScaling
+from megatron_fp8.tensor import QuantizedSide, expand_scale
+from tests.support.cast_inputs import matrix
+from tests.support.threads import threads
+
+pytestmark = pytest.mark.skipif(emulation.reason() is not None, reason="no C compiler")
+
+RULES = {
+    "rows": NVFP4BlockScaling().rule("input"),
+    "squares": NVFP4BlockScaling().rule("weight"),
+    "stochastic": NVFP4BlockScaling().rule("grad_output"),
+    "plain": NVFP4BlockScaling(disable_rht=True).rule("input"),
+    "plain stochastic": NVFP4BlockScaling(disable_rht=True).rule("grad_output"),
+}
+SHAPES = [(1, 40), (16, 16), (7, 33), (129, 257), (300, 70), (128, 256), (40, 600)]
+FACTS = "granularity", "pow2", "finite", "padding", "hadamard"
+REGIONS = [Region(RandomKey(5, 6, 7, 8)), Region(RandomKey(-5, -1, 7, 8), 1 << 33, 3, 777)]
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """torch.empty gives NaN and the largest integers."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def in_torch(x: torch.Tensor, rule: Rule, direction: str, **options) -> Quantized:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulation, "reason", lambda: "not wanted")
+        patch.setattr(emulation, "compiled", lambda: pytest.fail("C is called"))
+        return fp4.quantize(x, rule, direction, **options)
+
+
+def assert_same(a: QuantizedSide | None, b: QuantizedSide | None) -> None:
+    if a is None or b is None:
+        assert a is b
+        return
+    assert a.shape == b.shape and a.codes.shape == b.codes.shape and a.codes.dtype == b.codes.dtype
+    assert torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8))
+    assert torch.equal(a.scale_inv.view(torch.uint8), b.scale_inv.view(torch.uint8))
+    assert torch.equal(a.tensor_amax, b.tensor_amax)
+    assert all(getattr(a, name) == getattr(b, name) for name in FACTS)
+
+
+def assert_all_same(a: Quantized, b: Quantized) -> None:
+    for one, other in zip(a.tensor.sides, b.tensor.sides, strict=True):
+        assert_same(one, other)
+    assert torch.equal(a.amax, b.amax) and a.nonfinite == b.nonfinite
+
+
+@pytest.mark.parametrize("what", ["normal", "wide", "bits", "special", "zeros", "tiny"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", list(RULES))
+def test_bytes_are_the_specification_s(name: str, dtype: torch.dtype, what: str):
+    rule = RULES[name]
+    for shape in SHAPES:
+        x = matrix(shape, dtype, what)
+        for direction in ("rowwise", "columnwise", "both"):
+            for region in REGIONS if rule.stochastic else [None]:
+                assert in_c.takes(x)
+                done = fp4.quantize(x, rule, direction, region=region)
+                assert_all_same(done, in_torch(x, rule, direction, region=region))
+
+
+@pytest.mark.parametrize("name", list(RULES))
+def test_shards_whose_amaxes_are_reduced(name: str):
+    """To those of another rank: larger, infinite, or its own."""
+    x, rule = matrix((48, 80), torch.bfloat16, "normal"), RULES[name]
+    for factor in (1.0, 37.0, torch.inf):
+        options = {"reduce_amax": lambda amaxes, by=factor: amaxes.mul_(by), "region": REGIONS[1]}
+        if not rule.stochastic:
+            del options["region"]
+        done = fp4.quantize(x, rule, "both", **options)
+        assert_all_same(done, in_torch(x, rule, "both", **options))
+        assert float(done.amax) == float(x.abs().max())
+
+
+def test_amax_and_count_are_recorded():
+    amax, nonfinite = torch.zeros(2)
+    running = RunningAmax(amax, amax.view(torch.int32), nonfinite)
+    x = torch.ones(32, 64)
+    fp4.quantize(x * 3, RULES["rows"], "both", running=running)
+    assert (float(amax), float(nonfinite)) == (3, 0)
+    x[0, 3], x[5, 9] = torch.nan, -torch.inf
+    fp4.quantize(x, RULES["squares"], "both", running=running)
+    assert (float(amax), float(nonfinite)) == (torch.inf, 2)
+
+
+@pytest.mark.parametrize("name", list(RULES))
+def test_threads_and_their_modes_do_not_matter(name: str):
+    """Helpers of a thread that flushes subnormal numbers flush too, until the kernels see to it."""
+    x = matrix((520, 512), torch.float32, "tiny")
+    region = REGIONS[0] if RULES[name].stochastic else None
+    with threads(1):
+        alone = fp4.quantize(x, RULES[name], "both", region=region)
+    assert torch.set_flush_denormal(True), "this processor cannot flush subnormal numbers"
+    try:
+        with threads(3):
+            together = fp4.quantize(x, RULES[name], "both", region=region)
+    finally:
+        torch.set_flush_denormal(False)
+    assert_all_same(alone, together)
+
+
+def test_views_are_read_as_they_lie():
+    """At an odd address of a larger tensor, transposed, or with gaps."""
+    whole = matrix((65, 131), torch.bfloat16, "wide")
+    for x in (whole.view(-1)[1 : 1 + 64 * 128].view(64, 128), whole.t(), whole[::2, ::3]):
+        done = fp4.quantize(x, RULES["rows"], "both")
+        assert_all_same(
+            done, fp4.quantize(x.clone(memory_format=torch.contiguous_format), RULES["rows"], "both")
+        )
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (5, 48), (64, 512)])
+@pytest.mark.parametrize("height", [1, 16])
+def test_each_code_under_each_scale(shape: tuple[int, int], height: int):
+    generator = torch.Generator().manual_seed(1)
+    rows, cols = shape
+    for first in range(0, 127, 7):
+        codes = torch.randint(256, (rows, cols // 2), generator=generator, dtype=torch.uint8)
+        blocks = -(-rows // height), cols // 16
+        scales = torch.randint(first, min(first + 7, 127), blocks, generator=generator, dtype=torch.uint8)
+        packed, scales = codes.view(torch.float4_e2m1fn_x2), scales.view(torch.float8_e4m3fn)
+        values = in_c.decode(packed, scales, height)
+        granularity = RULES["squares" if height == 16 else "rows"].granularity
+        wanted = nvfp4.values(packed) * expand_scale(scales.float(), granularity, shape)
+        assert torch.equal(values.float(), wanted) and torch.equal(values.signbit(), wanted.signbit())
