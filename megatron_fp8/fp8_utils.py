@@ -55,7 +55,7 @@ def recipe_setting(config: Any) -> str:
     return f"{switch_of(config)}_recipe"
 
 
-def recipe_of(config: Any) -> str:
+def recipe_name_of(config: Any) -> str:
     """Returns the name of the recipe of all linears."""
     return _text(getattr(config, recipe_setting(config)))
 
@@ -92,7 +92,7 @@ def get_fp8_recipe(config: Any, name: str | None = None) -> Recipe:
         **{option: getattr(config, f"fp4_{option}", None) for option in FP4_OPTIONS},
         prefix=prefix,
     )
-    return from_settings(name or recipe_of(config), settings)
+    return from_settings(name or recipe_name_of(config), settings)
 
 
 NVFP4_AS_FP8 = "fp8_recipe='nvfp4' has 4-bit codes: set fp4='e2m1' and fp8=None in its place"

@@ -52,6 +52,7 @@ def _estimate(options: argparse.Namespace, run_options: list[str]) -> None:
     from ..estimate.memory_fit import RESERVE, fit
     from ..estimate.roofline import group_sites, site_speedups
     from ..estimate.text import format_estimate, unsure
+    from ..fp8_utils import quantizes
     from ..study.support_matrix import native_support
 
     reserve = RESERVE if options.reserve is None else options.reserve
@@ -78,7 +79,7 @@ def _estimate(options: argparse.Namespace, run_options: list[str]) -> None:
     estimated = estimate(settings, target, has_device=has_device)
     sites = list(site_speedups(estimated.settings, target))
     fits = fit(estimated, target, reserve) if has_device else None
-    bf16 = estimate(in_bf16(settings), target, has_device=has_device) if settings.model.fp8 else None
+    bf16 = estimate(in_bf16(settings), target, has_device=has_device) if quantizes(settings.model) else None
     if not options.json:
         print(format_estimate(estimated, bf16, fits, group_sites(sites), doubt, notes))
         return

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..fp8_utils import get_fp8_align_size
+from ..fp8_utils import get_fp8_align_size, quantizes, recipe_name_of
 from ..numerics.rule import BLOCK_1X128, Rule
 from .config_reader import Settings
-from .fp8_weights import side_scales
+from .fp8_weights import side_bytes
 from .model import OUTPUT, Chunk, Layer, Model
 from .parameter_counts import gathers_input
 
@@ -139,7 +139,7 @@ def linear_input(settings: Settings, site: str, k: int, tokens: int) -> int:
     rule = saved_rule(settings, site, tokens)
     if rule is None:
         return settings.model.activation_bytes * k * tokens
-    return k * tokens + side_scales(rule, k, tokens)
+    return side_bytes(rule, k, tokens)
 
 
 def saved_rule(settings: Settings, site: str, tokens: int) -> Rule | None:
@@ -349,8 +349,10 @@ def _experts(settings: Settings, layer: Layer) -> Bytes:
         found += _mlp(settings, shared, sharded, settings.tokens, shared_ffn, "shared_experts")
     ranks = model.expert_model_parallel_size * model.expert_tp
     each = sharded * model.moe_router_topk * ranks // (model.num_moe_experts or 1)
-    # Megatron-Core pads rows with zeros if FP8 is on and experts run one by one.
-    multiple = get_fp8_align_size(model.fp8_recipe) if model.fp8 and not model.moe_grouped_gemm else 1
+    # Megatron-Core pads rows with zeros if FP8 or FP4 is on and experts run one by one.
+    multiple = (
+        get_fp8_align_size(recipe_name_of(model)) if quantizes(model) and not model.moe_grouped_gemm else 1
+    )
     each = -(-each // multiple) * multiple
     for expert in range(model.local_experts):
         prefix = f"{layer.name}mlp.experts.local_experts.{expert}."

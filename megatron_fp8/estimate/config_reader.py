@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from ..backends import BACKENDS, LAYER_BACKENDS
-from ..mcore.config.fields import FIELD_RULES, RELATIONS
+from ..fp8_utils import quantizes, recipe_name_of
+from ..mcore.config.fields import FIELD_RULES, REFUSED, RELATIONS
 from ..mcore.config.rules import (
     COUNT,
     FLAG,
@@ -40,7 +41,7 @@ from ..mcore.config.rules import (
     text,
 )
 from ..plan.overrides import check_overrides, check_overrides_match
-from ..plan.settings import refuse_recipe_alone
+from ..plan.settings import FP4_OPTIONS, refuse_recipe_alone
 from ..plan.site_plan import SitePlan
 from ..recipe import RECIPES
 from ..train.config.field_rules import RULES, check_rules
@@ -253,11 +254,16 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> Mo
     options: dict[str, Any] = {
         name: section[name] for name in ("fp8_margin", "fp8_amax_history_len", "fp8_pow2_scales",
                                          "fp8_quantizer_factory", "fp8_amax_compute_algo", "fp8_interval",
-                                         "fp8_stochastic_rounding", "fp8_amax_epsilon")
+                                         "fp8_stochastic_rounding", "fp8_amax_epsilon", "fp4_quantizer_factory",
+                                         *map("fp4_{}".format, FP4_OPTIONS))
         if name in section
     }  # fmt: skip
     model = Model(**values, positions=positions, fp8_overrides=overrides, fp8_options=options)
-    if overrides and model.fp8:
+    if model.fp8 and model.fp4:
+        raise ValueError(f"model.fp8={model.fp8!r} and model.fp4={model.fp4!r}: set one of them to null.")
+    if section.get("fp4_param"):
+        raise ValueError(f"model.fp4_param=True is not available in this version: {REFUSED['fp4_param']}.")
+    if overrides and quantizes(model):
         whole = dataclasses.replace(model, expert_model_parallel_size=1)  # experts of all ranks
         sites = [p.site for chunk in whole.chunks() for p in chunk_parameters(whole, chunk) if p.site]
         check_overrides_match(overrides, [*sites, "output_layer"], "model.fp8_overrides")
@@ -281,6 +287,9 @@ def _notes(section: dict[str, Any], model: Model) -> tuple[str, ...]:
     apart = any("local_experts." in key for key in model.fp8_overrides)
     found = {
         "fp8_size_filter: not read; sites that it leaves in BF16 are counted as FP8": get("fp8_size_filter"),
+        "GEMMs in NVFP4 are timed as FP8: no peak of FP4 is read, and this version has no GPU kernels of NVFP4": (
+            quantizes(model) and "nvfp4" in (recipe_name_of(model), *model.fp8_overrides.values())
+        ),
         "phases in BF16: the figures are of iterations in FP8": get("fp8_high_precision_warmup")
         or get("fp8_high_precision_healing"),
         "fp8_backend=transformer_engine: what its layers save is unknown; the figures are for this package's layers": (
@@ -333,6 +342,7 @@ MODEL_RULES: dict[str, Rule] = {
     **dict.fromkeys(("hidden_dropout", "attention_dropout"), PROBABILITY),
     "params_dtype": optional(one_of("bfloat16", "float16", "float32")),
     "fp8": optional(one_of("hybrid", "e4m3")),
+    **{name: FIELD_RULES[name] for name in ("fp4", "fp4_recipe")},
     "fp8_recipe": optional(one_of(*RECIPES)),
     "fp8_backend": optional(one_of("auto", *BACKENDS, *LAYER_BACKENDS)),
     **dict.fromkeys(("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), integer(0, 2**16, "layers")),

@@ -26,6 +26,7 @@ from typing import Any
 
 from ..files.atomic_io import in_words, read_ordinary
 from ..files.strict_yaml import load_yaml
+from ..fp8_utils import quantizes, recipe_name_of
 from .fp8_weights import reads
 from .model import Model, recipe_of
 
@@ -245,8 +246,8 @@ def _from_rows(name: str, content: Mapping[str, Any], model: Model | None) -> De
     if casts:
         rates["bandwidth"] = max(2 * _SIZE * _values(row) / _seconds(row, "bf16") for row in casts)
     recipe = None
-    if model is not None and model.fp8:
-        recipe = str(model.fp8_recipe)
+    if model is not None and quantizes(model):
+        recipe = recipe_name_of(model)
         gemms, casts = ([row for row in rows if row["contender"] == recipe] for rows in (gemms, casts))
         rule = recipe_of(model)(None).rule("input")
         if casts and rule is not None:  # bytes of a two-direction cast, as in the roofline

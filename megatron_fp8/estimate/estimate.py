@@ -132,7 +132,12 @@ def estimate(settings: Settings, device: Device, *, has_device: bool = True) -> 
 def in_bf16(settings: Settings) -> Settings:
     """The same run without FP8."""
     model = replace(
-        settings.model, fp8=None, fp8_param=False, fp8_overrides={}, activation_func_fp8_input_store=False
+        settings.model,
+        fp8=None,
+        fp4=None,
+        fp8_param=False,
+        fp8_overrides={},
+        activation_func_fp8_input_store=False,
     )
     return replace(settings, model=model)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from ..numerics import nvfp4
+from ..numerics.formats import E2M1
 from ..numerics.rule import Rule
 from ..plan.overrides import Override
 from ..plan.site_plan import SitePlan
@@ -27,7 +29,7 @@ def weight_rules(plan: SitePlan) -> tuple[Rule | None, Rule | None]:
 def reads(rule: Rule) -> int:
     """How often a cast reads its operand: twice if it needs the amax first, i.e. if a scale covers more than a
     block."""
-    return 1 if rule.delayed or rule.granularity.cols else 2
+    return 1 if rule.delayed or (rule.granularity.cols and rule.fmt is not E2M1) else 2
 
 
 def shares_gradient_buffer(settings: Settings) -> bool:
@@ -44,7 +46,7 @@ def _gathered_in_bf16(model: Model) -> bool:
     if not (model.fp8 and model.fp8_param):
         return False
     overrides = [Override.of(*entry) for entry in model.fp8_overrides.items()]
-    names = {override.value for override in overrides if override.covers("weight")} & set(RECIPES)
+    names = {override.value for override in overrides if override.covers("weight")} & set(RECIPES) - {"nvfp4"}
     recipe = recipe_of(model)
     rules = [recipe(name).rule("weight") for name in (None, *sorted(names))]
     return all(rule is not None and not rule.granularity.symmetric for rule in rules)
@@ -57,11 +59,25 @@ def is_fp8_parameter(settings: Settings, plan: SitePlan) -> bool:
     if plan.name == OUTPUT:  # even if not tied to the embedding
         return False
     rowwise, _ = weight_rules(plan)
-    if rowwise is None or plan.operands["fprop"]["weight"] != plan.operands["dgrad"]["weight"]:
+    if (
+        rowwise is None
+        or rowwise.fmt is E2M1
+        or plan.operands["fprop"]["weight"] != plan.operands["dgrad"]["weight"]
+    ):
         return False
     if rowwise.granularity.symmetric:
         return True
     return not settings.optimizer.use_distributed_optimizer or shares_gradient_buffer(settings)
+
+
+def side_codes(rule: Rule, rows: int, cols: int) -> int:
+    """Bytes of the codes for one direction of a matrix [rows, cols]: NVFP4 has two a byte, in whole blocks."""
+    return rows * (nvfp4.padded(cols) // 2 if rule.fmt is E2M1 else cols)
+
+
+def side_bytes(rule: Rule, rows: int, cols: int) -> int:
+    """Bytes of codes and scales for one direction of a matrix [rows, cols]."""
+    return side_codes(rule, rows, cols) + side_scales(rule, rows, cols)
 
 
 @lru_cache(maxsize=4096)
@@ -71,7 +87,7 @@ def side_scales(rule: Rule, rows: int, cols: int) -> int:
     if granularity.is_tensor:
         return 4
     height, width = granularity.rows or rows, granularity.cols or cols
-    return -(-rows // height) * -(-cols // width) * (1 if rule.scale == "e8m0" else 4)
+    return -(-rows // height) * -(-cols // width) * (4 if rule.scale in ("fp32", "pow2") else 1)
 
 
 def stored_weight(
@@ -87,12 +103,14 @@ def stored_weight(
     rowwise, columnwise = weight_rules(plan)
     total = 0
     if rowwise is not None:
-        total = n * k + side_scales(rowwise, n, k)
+        total = side_bytes(rowwise, n, k)
         if plan.operands["fprop"]["weight"] == plan.operands["dgrad"]["weight"]:
             if not keeps_columnwise:
                 return total
+            if rowwise.fmt is E2M1 and rowwise.granularity.symmetric:  # packed along its contraction: copies
+                return total + side_bytes(rowwise, k, n)
             if rowwise.granularity.symmetric:
                 return total + n * k * both_contiguous
     if columnwise is not None:
-        total += n * k + side_scales(columnwise, k, n)
+        total += side_bytes(columnwise, k, n)
     return total

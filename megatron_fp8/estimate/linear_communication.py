@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from ..numerics.formats import E2M1
 from ..numerics.rule import Rule
 from .activations import aligned
 from .config_reader import Settings
-from .fp8_weights import side_scales, two_rules
+from .fp8_weights import side_codes, side_scales, two_rules
 from .model import Model
 
 Call = Literal["all-gather", "reduce-scatter", "all-reduce", "send", "all-to-all"]
@@ -111,7 +112,10 @@ def _gathered(
     if rule is None:
         return _whole(settings, what, "all-gather", width)
     scales = gathered_scales(rule, settings.tokens, width, by_column=by_column)
-    size, calls = settings.tokens * width + scales, 2 if scales else 1
+    codes = (
+        side_codes(rule, width, settings.tokens) if by_column else side_codes(rule, settings.tokens, width)
+    )
+    size, calls = codes + scales, 2 if scales else 1
     return Traffic(what, "all-gather", "tensor", settings.model.tensor_model_parallel_size, size, calls)
 
 
@@ -125,11 +129,13 @@ def gathered_scales(rule: Rule, tokens: int, width: int, *, by_column: bool = Fa
 def _shared_amaxes(
     settings: Settings, rowwise: Rule | None, columnwise: Rule | None, width: int, direction: str
 ) -> Iterator[Traffic]:
-    """Amaxes that shards of tokens share before a cast: one per tensor (none for delayed scaling), or one per column of
-    the columnwise side."""
+    """Amaxes that shards of tokens share before a cast: one per tensor (none for delayed scaling), one per direction
+    (NVFP4, together), or one per column of the columnwise side."""
     tp, what = settings.model.tensor_model_parallel_size, f"amaxes of shards, {direction}"
     for rule in filter(None, dict.fromkeys((rowwise, columnwise))):
         if rule.granularity.is_tensor and not rule.delayed:
             yield Traffic(what, "all-reduce", "tensor", tp, 4)
+        elif rule.fmt is E2M1:
+            yield Traffic(what, "all-reduce", "tensor", tp, 8)
         elif not rule.granularity.is_tensor and rule.granularity.cols == 0 and rule == columnwise:
             yield Traffic(what, "all-reduce", "tensor", tp, 4 * width)

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import Any
 
-from ..fp8_utils import get_fp8_recipe, is_first_last_bf16_layer
+from ..fp8_utils import get_fp8_recipe, is_first_last_bf16_layer, quantizes
 from ..plan.resolve import SiteRequest, cast_specs, named_recipes
 from ..plan.settings import DEFAULT_RECIPE
 from ..plan.site_plan import SitePlan, bf16_site, planned_site
@@ -104,6 +104,8 @@ class Model:
     params_dtype: str | None = None
     fp8: str | None = None
     fp8_recipe: str | None = None
+    fp4: str | None = None
+    fp4_recipe: str = "nvfp4"
     fp8_param: bool = False
     fp8_wgrad: bool = True
     fp8_keep_columnwise: bool = True
@@ -373,7 +375,15 @@ _DEFAULTS = {
 
 def recipe_of(model: Model) -> Callable[[str | None], Recipe]:
     """A function: recipe name -> recipe with the model's options; None -> the model's recipe."""
-    return recipes_by_name({**model.fp8_options, "fp8": model.fp8, "fp8_recipe": model.fp8_recipe})
+    return recipes_by_name(
+        {
+            **model.fp8_options,
+            "fp8": model.fp8,
+            "fp8_recipe": model.fp8_recipe,
+            "fp4": model.fp4,
+            "fp4_recipe": model.fp4_recipe,
+        }
+    )
 
 
 def recipes_by_name(options: Mapping[str, Any]) -> Callable[[str | None], Recipe]:
@@ -392,7 +402,7 @@ class Plans:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._request: SiteRequest | None = None
-        if model.fp8:
+        if quantizes(model):
             recipe = recipe_of(model)
             self._request = SiteRequest(
                 recipe(None),

@@ -388,7 +388,7 @@ def site_speedups(settings: Settings, device: Device) -> Iterator[SiteSpeedup]:
             weight_bytes += size * n * k
         yield SiteSpeedup(
             linear,
-            plan.precision,
+            plan.reported_precision,
             plan.reason,
             tuple(gemm_times(settings, linear, device)),
             linear_input(settings, linear.site, k, rows) * linear.count,

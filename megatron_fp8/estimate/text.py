@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from ..files.terminal import number_ranges, wrapped
+from ..fp8_utils import quantizes, recipe_name_of
 from .device import Device
 from .estimate import Estimate
 from .memory_fit import Fit
@@ -75,7 +76,7 @@ def _header(found: Estimate) -> str:
     }
     names = ", ".join(f"{name} {count}" for name, count in layout.items() if count > 1) or "one rank"
     high_precision = "BF16" if model.bf16 else model.params_dtype
-    precision = f"{model.fp8_recipe} ({model.fp8})" if model.fp8 else high_precision
+    precision = f"{recipe_name_of(model)} ({model.fp8 or model.fp4})" if quantizes(model) else high_precision
     return (
         f"{s.gpus} GPU{'s' if s.gpus > 1 else ''}: {names}\n"
         f"{precision}; {s.microbatches} microbatches of {s.train.micro_batch_size} x"
@@ -175,7 +176,7 @@ def how_far_off() -> str:
 
 
 def _sites(found: Estimate, sites: Sequence[SiteGroup]) -> str:
-    if not found.settings.model.fp8:
+    if not quantizes(found.settings.model):
         return ""
     rows: list[tuple[str, ...]] = [
         ("  site", "layers", "runs", "fprop", "dgrad", "wgrad", "all", "input kept", "weight")

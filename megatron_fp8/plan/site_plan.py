@@ -79,23 +79,28 @@ class SitePlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for report.json, which distinguish FP4 from FP8."""
-        gemms = {gemm: self._precision_word(gemm) for gemm in self.gemms}
         return {
             "name": self.name,
             "layer": self.layer,
-            "precision": "fp4" if "fp4" in gemms.values() else self.precision,
+            "precision": self.reported_precision,
             "recipe": None if self.recipe is None else recipe_name(self.recipe),
             "backend": self.backend,
             "roles": {role: self._in_words(role) for role in READERS},
-            "gemms": gemms,
+            "gemms": self.reported_gemms,
             "reason": self.reason,
         }
 
-    def _precision_word(self, gemm: str) -> str:
-        """Returns a GEMM's precision for reports: 'fp4' if an operand has 4-bit codes, else as ``gemms``."""
-        rules = [cast.rule for cast in self.operands[gemm].values() if cast is not None]
-        is_fp4 = self.gemms[gemm] == "fp8" and any(rule.fmt is E2M1 for rule in rules)
-        return "fp4" if is_fp4 else self.gemms[gemm]
+    @property
+    def reported_gemms(self) -> dict[str, str]:
+        """GEMM -> its precision for reports: 'fp4' if an operand has 4-bit codes, else as ``gemms``."""
+        pairs = self.products.items()
+        fp4 = {gemm for gemm, pair in pairs if all(pair) and E2M1 in (rule.fmt for rule in pair if rule)}
+        return {gemm: "fp4" if gemm in fp4 else precision for gemm, precision in self.gemms.items()}
+
+    @property
+    def reported_precision(self) -> str:
+        """The site's precision for reports: 'fp4' if any GEMM is, else as ``precision``."""
+        return "fp4" if "fp4" in self.reported_gemms.values() else self.precision
 
     def _in_words(self, role: str) -> str | None:
         """Describes how a role is quantized, over the GEMMs that quantize anything."""

@@ -33,6 +33,7 @@ from ..backends.native.probe import (
 )
 from ..estimate.device import Device
 from ..estimate.model import Model, recipe_of
+from ..fp8_utils import quantizes, recipe_name_of
 from ..kernels.cpu import emulation
 from ..recipe import RECIPES, Float8BlockScaling, MXFP8BlockScaling, Recipe
 
@@ -337,7 +338,7 @@ def native_support(model: Model, device: Device) -> DeviceSupport | None:
         ValueError: the device's file names a generation without a column in the matrix.
     """
     generation = _generation(device)
-    if not model.fp8 or device.measured:
+    if not quantizes(model) or device.measured:
         return None
     if model.fp8_backend == emulated.name:
         return DeviceSupport(False, "fp8_backend=emulated multiplies the values of codes in BF16 or float32")
@@ -348,7 +349,7 @@ def native_support(model: Model, device: Device) -> DeviceSupport | None:
     request = model.fp8_backend
     backend = native.name if request in (None, "auto") else str(request)
     recipes, notes = recipe_of(model), []
-    for name in dict.fromkeys([str(model.fp8_recipe), *_override_recipes(model.fp8_overrides)]):
+    for name in dict.fromkeys([recipe_name_of(model), *_override_recipes(model.fp8_overrides)]):
         cell = documented(backend, name, generation, recipes(name))
         if not cell.supported:
             place = f"{backend} {name} on {generation.name}"

@@ -22,6 +22,7 @@ from tests.support.estimate_cases import (
     BIASED,
     CASES,
     DISTRIBUTED,
+    FP4,
     LATENT,
     MOE,
     MTP,
@@ -134,6 +135,8 @@ HERE = (
     "FP8 output layer, tied over stages, fp8_param",
     "mxfp8, fp8_param, sharded, three tokens predicted",
     "delayed, interleaved, compact",
+    "nvfp4, gathered codes, FP8 backward of some, weights in MXFP8 of others",
+    "nvfp4, odd widths, columnwise codes made again",
     "FP32",
     "rowwise, gathered codes",
     "blockwise, shards not aligned",
@@ -270,6 +273,8 @@ SAVED: dict[str, tuple[int, str, dict[str, Any]]] = {
             "model__fp8_format": "blockwise",
         },
     ),
+    "nvfp4": (2, TINY, {**FP4, **OUTPUT, "train__micro_batch_size": 2}),
+    "nvfp4, grouped experts": (1, TINY, {**ONE, **MOE, **MANY, **FP4, "model__moe_grouped_gemm": True}),
     "context parallel": (2, TINY, {**ONE, "model__context_parallel_size": 2}),
 }
 
@@ -280,6 +285,7 @@ SAVED_HERE = (
     "blockwise, stored SwiGLU, FP8 output layer",
     "norms and core attention recomputed",
     "MLP recomputed",
+    "nvfp4",
     "latent attention, narrow values, no latent of queries",
     "latent attention, biased experts in groups, two tokens",
 )

@@ -12,6 +12,7 @@ BOTH = {"model__tensor_model_parallel_size": 2, "model__sequence_parallel": True
 DISTRIBUTED = {"optimizer__use_distributed_optimizer": True}
 PIPELINE = {**ONE, "model__pipeline_model_parallel_size": 2}
 FP8 = {"model__fp8_param": True}
+FP4 = {"model__fp8": None, "model__fp4": "e2m1"}
 OUTPUT = {"model__fp8_output_layer": True}
 MOE = {
     "model__num_moe_experts": 4,
@@ -108,6 +109,27 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
             "model__fp8_format": "tensorwise",
             "model__fp8_overrides": "{'*.linear_fc1': bf16, '*.linear_proj': blockwise}",
         },
+    ),
+    "nvfp4, gathered codes, FP8 backward of some, weights in MXFP8 of others": (
+        4,
+        TINY,
+        {
+            **BOTH,
+            **DISTRIBUTED,
+            **SHORT,
+            **FP4,
+            "model__fp8_overrides": "{'*.linear_fc1:dgrad': mxfp8, '*.linear_fc2': tensorwise}",
+        },
+    ),
+    "nvfp4, odd widths, columnwise codes made again": (
+        2,
+        TINY,
+        {**BOTH, **FP4, **SHORT, "model__ffn_hidden_size": 504, "model__fp8_keep_columnwise": False},
+    ),
+    "nvfp4, 1x16 weights, shards not aligned": (
+        2,
+        TINY,
+        {**BOTH, **FP4, **SHORT, "model__fp4_disable_2d_quantization": True, "train__seq_length": 36},
     ),
     "rowwise, gathered codes": (
         4,

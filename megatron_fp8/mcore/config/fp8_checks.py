@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.transformer.transformer_config import MLATransformerConfig as MegatronLatentConfig
 from megatron.core.transformer.transformer_config import TransformerConfig as MegatronConfig
 
-from ...fp8_utils import NVFP4_AS_FP8, get_fp8_recipe, quantizes, recipe_of, recipe_setting
+from ...fp8_utils import NVFP4_AS_FP8, get_fp8_recipe, quantizes, recipe_name_of, recipe_setting
 from ...numerics.formats import ROLES
 from ...plan.overrides import check_overrides
 from ...plan.settings import DEFAULT_RECIPE, FP4_OPTIONS, import_factory, takes
@@ -147,12 +147,12 @@ def _check_factory(config: TransformerConfig) -> None:
     setting = recipe_setting(config)
     field = setting.replace("recipe", "quantizer_factory")
     path = getattr(config, field)
-    names_custom = "custom" in (recipe_of(config), *config.fp8_overrides.values())
+    names_custom = "custom" in (recipe_name_of(config), *config.fp8_overrides.values())
     if not names_custom:
         if path is not None:
             raise ValueError(
                 f"{field}={path!r} is used only by {setting}='custom', and {setting} is "
-                f"{recipe_of(config)!r}: set {setting}='custom' or drop the factory."
+                f"{recipe_name_of(config)!r}: set {setting}='custom' or drop the factory."
             )
         return
     import_factory(path, field)
@@ -178,7 +178,7 @@ def _check_pow2(config: TransformerConfig) -> None:
 
 def _check_margin(config: TransformerConfig) -> None:
     """Refuses a margin for row and block scales, which keep no headroom, before the model is built."""
-    names = {recipe_of(config), *config.fp8_overrides.values()} & set(RECIPES)
+    names = {recipe_name_of(config), *config.fp8_overrides.values()} & set(RECIPES)
     for name in names if config.fp8_margin else ():
         get_fp8_recipe(config, name)
 
@@ -196,7 +196,7 @@ def _warn_without_effect(config: TransformerConfig) -> None:
                 _warn(f"{name}={getattr(config, name)!r} has no effect with first_last_layers_bf16=False")
     if is_set("fp8_guard_patience") and not config.fp8_guard:
         _warn(f"fp8_guard_patience={config.fp8_guard_patience!r} has no effect with fp8_guard=False")
-    recipes = {recipe_of(config), *config.fp8_overrides.values()} & set(RECIPES)
+    recipes = {recipe_name_of(config), *config.fp8_overrides.values()} & set(RECIPES)
     if not quantizes(config) or "nvfp4" not in recipes:
         for name in map("fp4_{}".format, FP4_OPTIONS):
             if is_set(name):
@@ -226,12 +226,12 @@ def _warn_without_effect(config: TransformerConfig) -> None:
     for name, field in _OF_SOME_RECIPES.items():
         if is_set(name) and not any(takes(recipe, field) for recipe in recipes):
             _warn(
-                f"{name}={getattr(config, name)!r} has no effect with {recipe_setting(config)}={recipe_of(config)!r}"
+                f"{name}={getattr(config, name)!r} has no effect with {recipe_setting(config)}={recipe_name_of(config)!r}"
             )
     if recipes <= {"custom", "nvfp4"} and is_set("fp8_pow2_scales"):
         _warn(
             f"fp8_pow2_scales={config.fp8_pow2_scales!r} has no effect with"
-            f" {recipe_setting(config)}={recipe_of(config)!r}"
+            f" {recipe_setting(config)}={recipe_name_of(config)!r}"
         )
 
 

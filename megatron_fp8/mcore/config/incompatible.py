@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ...backends.transformer_engine import name as TE
 from ...backends.transformer_engine import unmapped
-from ...fp8_utils import get_fp8_recipe, quantizes, recipe_of, recipe_setting
+from ...fp8_utils import get_fp8_recipe, quantizes, recipe_name_of, recipe_setting
 from ...numerics.rule import Rule
 from ...plan.overrides import Override
 from ...plan.site_plan import has_token_scales, whose_scale
@@ -93,7 +93,7 @@ def _has_effect(setting: str, value: Any, config: Any) -> bool:
 
 
 def _check_dispatched(config: Any) -> None:
-    recipe, named = get_fp8_recipe(config), f"{recipe_setting(config)}={recipe_of(config)!r}"
+    recipe, named = get_fp8_recipe(config), f"{recipe_setting(config)}={recipe_name_of(config)!r}"
     for role in ("input", "grad_output"):
         rule: Rule | None = recipe.rule(role)
         if rule is None:
