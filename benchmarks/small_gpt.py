@@ -30,6 +30,8 @@ def small_gpt(
     torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     fp8 = {} if recipe is None else {"fp8": "hybrid", "fp8_recipe": recipe}
+    if recipe == "nvfp4":
+        fp8 = {"fp4": "e2m1", "fp4_recipe": recipe}
     config = TransformerConfig(
         num_layers=layers,
         hidden_size=hidden,

@@ -114,19 +114,17 @@ def gemm(
             or dtype of the result.
     """
     _check(a, b, out_dtype, bias)
-    if _is_fp4(a, b):
-        return fp4.gemm(a, b, out_dtype, bias, exact)
     if not exact and out_dtype in RESULTS:
         addend = None if bias is None else bias.to(torch.float32).contiguous()
         if _has_few_rows(a, b, out_dtype) and _foldable(a, b):
             return _multiply_few_rows(a, b, addend, out_dtype)
-        left, right = _as_c_reads(a), _as_c_reads(b)
-        if emulation.inner_loop() is not None and emulation.fits(left, right):
+        operands = _as_c_reads(a, b)
+        if operands is not None:
             dtype = out_dtype if out_dtype in _IN_C else torch.float32
-            done = emulation.multiply(left, right, dtype, addend)
+            done = emulation.multiply(*operands, dtype, addend)
             if done is not None:
                 return done.to(out_dtype)
-    return _in_torch(a, b, out_dtype, bias, exact)
+    return (fp4.gemm if _is_fp4(a, b) else _in_torch)(a, b, out_dtype, bias, exact)
 
 
 def _check(
@@ -209,17 +207,10 @@ def accumulate(a: Operand, b: Operand, into: torch.Tensor) -> bool:
     _check(a, b, torch.float32)
     if into.shape != (rows_cols := (a.codes.shape[0], b.codes.shape[0])):
         raise ValueError(f"a product of shape {rows_cols} cannot be added to one of {tuple(into.shape)}")
-    if (
-        _is_fp4(a, b)
-        or _has_few_rows(a, b, torch.float32)
-        or into.dtype != torch.float32
-        or not emulation.plain(into)
-    ):
+    if _has_few_rows(a, b, torch.float32) or into.dtype != torch.float32 or not emulation.plain(into):
         return False
-    left, right = _as_c_reads(a), _as_c_reads(b)
-    if emulation.inner_loop() is None or not emulation.fits(left, right):
-        return False
-    return emulation.multiply(left, right, torch.float32, into=into) is not None
+    operands = _as_c_reads(a, b)
+    return operands is not None and emulation.multiply(*operands, torch.float32, into=into) is not None
 
 
 def grouped_gemm(
@@ -235,27 +226,40 @@ def grouped_gemm(
     Args: as in base.gemm_in_turn.
     """
     inside, products = [], []
-    loop = emulation.inner_loop()
     for i, (left, right, out) in enumerate(zip(a, b, outs, strict=True)):
         wanted = torch.float32 if add else out.dtype
         _check(left, right, wanted)
-        if loop is None or _is_fp4(left, right) or _has_few_rows(left, right, wanted):
-            continue
-        operands = _as_c_reads(left), _as_c_reads(right)
         writes = (torch.float32,) if add else _IN_C
-        if emulation.fits(*operands) and emulation.plain(out) and out.dtype in writes:
+        if _has_few_rows(left, right, wanted) or not emulation.plain(out) or out.dtype not in writes:
+            continue
+        operands = _as_c_reads(left, right)
+        if operands is not None:
             inside.append(i)
             products.append(grouped.Product(*operands, out, add))
-    made = grouped.multiply_each(products, loop=loop)
+    made = grouped.multiply_each(products, loop=emulation.inner_loop())
     done = {i for i, made in zip(inside, made, strict=True) if made}
     rest = [i for i in range(len(outs)) if i not in done]
     gemm_in_turn(gemm, [a[i] for i in rest], [b[i] for i in rest], [outs[i] for i in rest], add=add)
 
 
-def _as_c_reads(side: QuantizedSide) -> emulation.Operand:
-    return emulation.Operand(
-        side.codes, side.scale_inv, (side.granularity.rows, side.granularity.cols), side.pow2, side.finite
-    )
+def _as_c_reads(a: QuantizedSide, b: QuantizedSide) -> tuple[emulation.Operand, emulation.Operand] | None:
+    """What C multiplies for a [M, K] and b [N, K]; None where it does not take these."""
+    if emulation.inner_loop() is None:
+        return None
+    if _is_fp4(a, b):
+        left, right = fp4.operands(a, b)
+    else:
+        left, right = (
+            emulation.Operand(
+                side.codes,
+                side.scale_inv,
+                (side.granularity.rows, side.granularity.cols),
+                side.pow2,
+                side.finite,
+            )
+            for side in (a, b)
+        )
+    return (left, right) if emulation.fits(left, right) else None
 
 
 _IN_C = (torch.bfloat16, torch.float32)

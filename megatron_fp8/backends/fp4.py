@@ -3,7 +3,8 @@
 Two codes share a byte along the contraction, so a columnwise side is contiguous in its own orientation, never a
 transposed view. Its codes of 16x16 blocks are those of the rowwise side, transposed.
 
-On CPUs C casts (kernels/cpu/fp4.c); what C does not take goes through torch, to the same bits.
+On CPUs C casts, and decodes for C's products (kernels/cpu/fp4.c); what C does not take goes through torch, to the same
+bits.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 
 from ..kernels import cast_dispatch
 from ..kernels.cast_dispatch import in_memory
+from ..kernels.cpu import emulation
 from ..kernels.cpu import fp4 as cpu_fp4
+from ..kernels.cpu.emulation import Operand
 from ..kernels.gemms import finish, matmul_fp32
 from ..numerics import nvfp4
 from ..numerics.cast import chunks
@@ -154,6 +157,13 @@ def _side(
     return QuantizedSide(packed, scales, rule.granularity, False, True, padding=padding, tensor_amax=amax)
 
 
+def operands(a: QuantizedSide, b: QuantizedSide) -> tuple[Operand, Operand]:
+    """What C multiplies of sides a [M, K] and b [N, K] of which one is NVFP4, or both: decoded values, and the tensors'
+    factor as a's scale."""
+    dtype = _work_dtype(a, b)
+    return Operand(_values(a, dtype), _factor(a, b)), Operand(_values(b, dtype))
+
+
 def gemm(
     a: QuantizedSide,
     b: QuantizedSide,
@@ -161,8 +171,8 @@ def gemm(
     bias: torch.Tensor | None,
     exact: bool,
 ) -> torch.Tensor:
-    """``emulated.gemm`` of sides of which one is NVFP4, or both: sums of codes times block scales, then one float32
-    factor, the bias [N], one rounding.
+    """``emulated.gemm`` in torch of sides of which one is NVFP4, or both: sums of codes times block scales, then one
+    float32 factor, the bias [N], one rounding.
 
     Args:
         a: [M, K]; b: [N, K].
@@ -171,9 +181,14 @@ def gemm(
     if exact:
         values_a, values_b = (_values(side, torch.float64) for side in (a, b))
         return finish(values_a @ values_b.t(), alpha.to(torch.float64), bias, out_dtype)
-    short = all(side.tensor_amax is not None or side.pow2 for side in (a, b))
-    dtype = torch.bfloat16 if short else torch.float32
+    dtype = _work_dtype(a, b)
     return finish(matmul_fp32(_values(a, dtype), _values(b, dtype)), alpha, bias, out_dtype)
+
+
+def _work_dtype(a: QuantizedSide, b: QuantizedSide) -> torch.dtype:
+    """bfloat16 where it holds all ``_values`` exactly, else float32."""
+    short = all(side.tensor_amax is not None or side.pow2 for side in (a, b))
+    return torch.bfloat16 if short else torch.float32
 
 
 def _values(side: QuantizedSide, dtype: torch.dtype) -> torch.Tensor:
@@ -181,6 +196,8 @@ def _values(side: QuantizedSide, dtype: torch.dtype) -> torch.Tensor:
     decoded values of another side."""
     if side.tensor_amax is None:
         return nvfp4.pad(side.dequantize(dtype))
+    if dtype == torch.bfloat16 and emulation.usable(side.codes) and emulation.readable(side.scale_inv):
+        return cpu_fp4.decode(side.codes, side.scale_inv.contiguous(), side.granularity.rows)
     values = nvfp4.values(side.codes, dtype)
     return values.mul_(expand_scale(side.scale_inv.to(dtype), side.granularity, values.shape))
 

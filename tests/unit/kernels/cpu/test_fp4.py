@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron_fp8.backends import fp4
+from megatron_fp8.backends import emulated, fp4
 from megatron_fp8.backends.base import Quantized, Region, RunningAmax
 from megatron_fp8.kernels.cpu import emulation
 from megatron_fp8.kernels.cpu import fp4 as in_c
@@ -145,3 +146,47 @@ def test_each_code_under_each_scale(shape: tuple[int, int], height: int):
         granularity = RULES["squares" if height == 16 else "rows"].granularity
         wanted = nvfp4.values(packed) * expand_scale(scales.float(), granularity, shape)
         assert torch.equal(values.float(), wanted) and torch.equal(values.signbit(), wanted.signbit())
+
+
+@pytest.fixture(scope="module")
+def sides() -> list[tuple[QuantizedSide, QuantizedSide]]:
+    """Operands of fprop, dgrad and wgrad."""
+    shapes = {"input": (130, 200), "weight": (70, 200), "grad_output": (130, 70)}
+    x, w, dy = (
+        emulated.quantize(
+            matrix(shape, torch.bfloat16, "normal"), RULES[rule], "both", region=REGIONS[0]
+        ).tensor
+        for shape, rule in zip(shapes.values(), ("rows", "squares", "stochastic"), strict=True)
+    )
+    return [(x.rowwise, w.rowwise), (dy.rowwise, w.columnwise), (dy.columnwise, x.columnwise)]
+
+
+@pytest.mark.skipif(emulation.inner_loop() is None, reason="no product in C")
+def test_products_are_made_in_one_call(sides: list[tuple[QuantizedSide, QuantizedSide]]):
+    """Factor, bias, rounding and addition in C give the bits of torch's operations on C's sums."""
+    for a, b in sides:
+        product = fp4.gemm(a, b, torch.float32, None, False)
+        bias, into = torch.randn(len(b.codes)), torch.randn(product.shape)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fp4, "gemm", lambda *_: pytest.fail("a second way"))
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                assert torch.equal(emulated.gemm(a, b, out_dtype=dtype), product.to(dtype))
+                made = emulated.gemm(a, b, out_dtype=dtype, bias=bias)
+                assert torch.equal(made, (product + bias).to(dtype))
+            added = into.clone()
+            assert emulated.accumulate(a, b, added) and torch.equal(added, into + product)
+    outs = [torch.empty(len(a.codes), len(b.codes)) for a, b in sides]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulated, "gemm_in_turn", lambda *args, **_: args[1] and pytest.fail("one by one"))
+        emulated.grouped_gemm(*zip(*sides, strict=True), outs)
+    for (a, b), out in zip(sides, outs, strict=True):
+        assert torch.equal(out, fp4.gemm(a, b, torch.float32, None, False))
+
+
+def test_a_factor_beyond_the_range_of_products_in_c(sides: list[tuple[QuantizedSide, QuantizedSide]]):
+    a, b = sides[0]
+    values = emulated.gemm(a, b)
+    for power in (-90, 110):
+        scaled = replace(a, tensor_amax=a.tensor_amax * 2.0**power)
+        assert torch.equal(emulated.gemm(scaled, b), values * 2.0**power)
+    assert not emulated.gemm(replace(a, tensor_amax=torch.tensor(0.0)), b).any()
