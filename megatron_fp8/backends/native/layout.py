@@ -148,8 +148,8 @@ Refusal = Callable[[Request], str | None]
 """Why a device has no product for a request; None if it has."""
 
 
-def mode_of(a: Operand, b: Operand) -> Mode | str:
-    """The mode that multiplies a by b, or why there is none."""
+def mode_of(a: Operand, b: Operand) -> Mode:
+    """The mode that multiplies a by b. Raises ValueError if there is none."""
     pair = {a.granularity, b.granularity}
     if pair == {BLOCK_1X32} and a.e8m0 and b.e8m0:
         return Mode.MX
@@ -163,7 +163,7 @@ def mode_of(a: Operand, b: Operand) -> Mode | str:
         f"{o.granularity} blocks with {'E8M0' if o.e8m0 else 'power-of-two' if o.pow2 else 'float32'} scales"
         for o in (a, b)
     )
-    return f"no tensor-core GEMM multiplies {kinds}"
+    raise ValueError(f"no tensor-core GEMM multiplies {kinds}")
 
 
 def choose(
@@ -175,8 +175,8 @@ def choose(
     refusal: Refusal,
     *,
     fits_mx: bool = False,
-) -> tuple[Request, bool, bool] | str:
-    """(request, post_scale, post_bias) of the cheapest product that rounds once, or why there is none.
+) -> tuple[Request, bool, bool]:
+    """(request, post_scale, post_bias) of the cheapest product that rounds once. Raises ValueError if there is none.
 
     The product adds a bias only of its own 16-bit dtype; any other is added to the float32 result. A mode without a
     float32 result (per-row scales in older versions, pytorch#156771) runs per tensor with scales of one; the row scales
@@ -206,7 +206,7 @@ def choose(
         if reason is None:
             return option
         reasons.append(f"{option[0]}: {reason}")
-    return "; ".join(dict.fromkeys(reasons))
+    raise ValueError("; ".join(dict.fromkeys(reasons)))
 
 
 @lru_cache(maxsize=4096)
@@ -228,13 +228,8 @@ def plan(
     Raises:
         ValueError: nothing multiplies such operands; the message says why.
     """
-    mode = mode_of(a, b)
-    if isinstance(mode, str):
-        raise ValueError(mode)
-    found = choose(mode, a.dtype, b.dtype, out, bias, refusal, fits_mx=a.fits_mx and b.fits_mx)
-    if isinstance(found, str):
-        raise ValueError(found)
-    request, post_scale, post_bias = found
+    mode, fits_mx = mode_of(a, b), a.fits_mx and b.fits_mx
+    request, post_scale, post_bias = choose(mode, a.dtype, b.dtype, out, bias, refusal, fits_mx=fits_mx)
     m, n, k = a.rows, b.rows, a.k
     if not request.triton:
         m, n, k = padded_sizes(request, m, n, k)
