@@ -36,7 +36,7 @@ from ..state.iteration import IterationCounts, trains
 from ..state.precision_schedule import PrecisionSchedule
 from .config import Fp8Config
 from .linear_usage_check import Unused
-from .sites import LONE, LinearSites, Preparation
+from .sites import STANDALONE, LinearSites, Preparation
 from .weight_provenance import TrainedWeights
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Fp8Group:
 
     Args:
         config: FP8 settings.
-        root: the converted model; None for a lone linear.
+        root: the converted model; None for a standalone linear.
 
     Attributes:
         states: device -> FP8 state.
@@ -93,10 +93,10 @@ class Fp8Group:
         _watch.add(self)
 
     @staticmethod
-    def lone(config: Fp8Config) -> Fp8Group:
-        """The group of one linear outside a model, named LONE. Raises ValueError if an override matches another name
+    def standalone(config: Fp8Config) -> Fp8Group:
+        """The group of one linear outside a model, named STANDALONE. ValueError if an override matches another name
         only."""
-        check_overrides_match(config.overrides, [LONE], "overrides")
+        check_overrides_match(config.overrides, [STANDALONE], "overrides")
         return Fp8Group(config)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -156,7 +156,7 @@ class Fp8Group:
         return None if self._root is None else self._root()
 
     @property
-    def is_lone(self) -> bool:
+    def is_standalone(self) -> bool:
         """Whether the group has a single linear outside a converted model, and no finished iteration."""
         return self._root is None and len(self._members) == 1 and self.iteration == 0
 

@@ -26,7 +26,7 @@ from ..plan.autocast_state import AutocastState, autocasts, current_autocast_sta
 from ..recipe import Recipe
 from .config import Fp8Config, make_config
 from .fp8_group import UNTRAINABLE, Fp8Group
-from .sites import LONE, LinearSites, rank
+from .sites import STANDALONE, LinearSites, rank
 
 COMPUTED = ("_orig", "_g", "_v")
 """Suffixes of parameters from which hooks compute a weight: spectral_norm and prune; weight_norm."""
@@ -280,7 +280,7 @@ class Fp8Linear(Fp8Layer, torch.nn.Linear):
     ):
         resolved = make_config(recipe, config)
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.join_group(Fp8Group.lone(resolved), LONE)
+        self.join_group(Fp8Group.standalone(resolved), STANDALONE)
 
     @classmethod
     def from_linear(
@@ -299,10 +299,10 @@ class Fp8Linear(Fp8Layer, torch.nn.Linear):
                 f"from_linear({type(linear).__name__}): exactly an nn.Linear is needed, a subclass may compute"
                 " something else in its forward"
             )
-        group = Fp8Group.lone(make_config(recipe, config))
+        group = Fp8Group.standalone(make_config(recipe, config))
         linear.__class__ = cls
         assert isinstance(linear, Fp8Linear)
-        linear.join_group(group, LONE)
+        linear.join_group(group, STANDALONE)
         return linear
 
 

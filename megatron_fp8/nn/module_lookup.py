@@ -46,10 +46,10 @@ def groups_of(model: torch.nn.Module) -> list[Fp8Group]:
     linears = fp8_linears(model)
     by_config: dict[Any, dict[str, Fp8Layer]] = {}
     for name, linear in linears.items():
-        if linear.fp8_group.is_lone:
+        if linear.fp8_group.is_standalone:
             by_config.setdefault(linear.fp8_config, {})[name] = linear
-    for config, lone in by_config.items():
-        _merge(Fp8Group(config, model), lone)
+    for config, standalone in by_config.items():
+        _merge(Fp8Group(config, model), standalone)
     return list({id(linear.fp8_group): linear.fp8_group for linear in linears.values()}.values())
 
 

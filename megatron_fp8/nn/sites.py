@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .fp8_group import Fp8Group
     from .linear import Fp8Layer
 
-LONE = "linear"
+STANDALONE = "linear"
 """Name of a linear that is the whole model and so has no name there."""
 
 Preparation = Callable[[GemmSite], None]
@@ -145,7 +145,7 @@ class LinearSites:
 
     def _make(self, device: torch.device, recipe: Recipe | None) -> GemmSite:
         group = self.group
-        plan = plan_linear(group.config, self.name or LONE, self._shape, device, recipe, self._also)
+        plan = plan_linear(group.config, self.name or STANDALONE, self._shape, device, recipe, self._also)
         if recipe is not None:  # it has its own slots
             plan = replace(plan, name=f"{plan.name}@{recipe_name(recipe)}")
         state = group.state(device)

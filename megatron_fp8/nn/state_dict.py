@@ -100,7 +100,7 @@ def _by_recipe(linears: Iterable[str], keys: Iterable[str]) -> dict[str, dict[st
 def _linears(model: torch.nn.Module) -> Iterator[tuple[str, Fp8Layer]]:
     for linear in fp8_linears(model).values():
         if (
-            linear.fp8_group.is_lone and linear.fp8_group.awaits
+            linear.fp8_group.is_standalone and linear.fp8_group.awaits
         ):  # autograd graphs hold the sites replaced here
             raise RuntimeError(
                 "linears that were not converted together are in their first iteration: save and load FP8 state before"
