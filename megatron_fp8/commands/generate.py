@@ -102,6 +102,7 @@ def prompt_ids(tokenizer: Any, text: bytes) -> list[int]:
 
 def _prepare_model(options: argparse.Namespace, restored: Any, launch: Any) -> None:
     """Quantize the weights, and print checkpoint and precision."""
+    from ..fp8_utils import quantizes
     from ..inference import model_bytes, prepare_for_inference
     from ..inference.calibration import load_calibration
     from ..train.run_record import run_folder_of
@@ -110,7 +111,7 @@ def _prepare_model(options: argparse.Namespace, restored: Any, launch: Any) -> N
     say(f"checkpoint  {restored.folder}, iteration {restored.iteration}", launch)
     for line in restored.lines:
         say(f"            {line}", launch)
-    if not restored.run.model.fp8:
+    if not quantizes(restored.run.model):
         if static:
             raise ValueError(
                 "--activations static needs FP8, and this is BF16: give --recipe tensorwise or rowwise"

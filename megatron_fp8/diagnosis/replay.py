@@ -26,6 +26,7 @@ from ..files.checkpoint import (
     iteration_of,
     read_manifest,
 )
+from ..fp8_utils import quantizes
 from ..mcore.checkpoint.loader import load_moments, load_weights
 from ..mcore.sites import check_plan
 from ..plan.site_plan import SitePlan
@@ -52,7 +53,7 @@ _FOR_EXPERIMENTS: dict[str, Any] = {
     "fp8_guard": False,
 }
 _ONE_RANK: dict[str, Any] = {"tensor_model_parallel_size": 1, **ONE_STAGE}
-_OF_SHARDS = ("tensorwise", "rowwise", "custom")
+_OF_SHARDS = ("tensorwise", "rowwise", "nvfp4", "custom")
 _CUTS = {
     "tensor": "tensor_model_parallel_size",
     "context": "context_parallel_size",
@@ -179,7 +180,7 @@ def replay(
         beyond.append(f"settings are those of {run_folder_of(folder) / 'config.yaml'}, which trained on")
     run, tokenizer, lines = read_run(folder, manifest, saved, options, config=config, recipe=recipe, fp8=fp8)
     _apply_settings(run, launch.world_size)
-    if not run.model.fp8:
+    if not quantizes(run.model):
         raise ValueError(
             f"{str(folder)!r} is of a run in BF16, which has nothing in FP8 to diagnose: give --recipe NAME to see what a"
             " recipe would cost it"
@@ -291,7 +292,7 @@ def recorded_loss(
     option_names = (option.partition("=")[0].removeprefix("--model.") for option in options)
     if any(name not in _SAME_NUMBERS and not name.startswith("--checkpoint.") for name in option_names):
         return None
-    if not saved_model.get("fp8") or any(
+    if not (saved_model.get("fp8") or saved_model.get("fp4")) or any(
         saved_model.get(f"fp8_high_precision_{phase}") for phase in ("warmup", "healing")
     ):
         return None

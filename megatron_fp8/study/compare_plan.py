@@ -214,12 +214,14 @@ def _seeds(text: str, first: int) -> tuple[int, ...]:
 
 def _options(name: str, model: Any) -> list[str]:
     """Options that select this recipe. For the baseline: all FP8 options at their defaults."""
+    if name == "nvfp4":
+        return ["--model.fp8=null", "--model.fp8_recipe=null", "--model.fp4=e2m1"]
     if name != BASELINE:
-        switch = [] if model.fp8 else ["--model.fp8=hybrid"]
-        return [*switch, f"--model.fp8_recipe={name}"]
+        off = ["--model.fp4=null"] if model.fp4 else []
+        return [*off, *([] if model.fp8 else ["--model.fp8=hybrid"]), f"--model.fp8_recipe={name}"]
     default = ModelSection()
-    fp8_keys = [key for key in vars(model) if key.startswith("fp8") or key in _OF_FP8]
-    changed = [key for key in fp8_keys if getattr(model, key) != getattr(default, key)]
+    keys = [key for key in vars(model) if key.startswith(("fp8", "fp4")) or key in _OF_FP8]
+    changed = [key for key in keys if getattr(model, key) != getattr(default, key)]
     return [f"--model.{key}={_as_option(getattr(default, key))}" for key in dict.fromkeys(["fp8", *changed])]
 
 

@@ -88,13 +88,16 @@ def _megatron() -> Iterator[Need]:
 
 def recipes_of(model: Mapping[str, Any]) -> list[Recipe]:
     """All recipes named in the model section, including overrides; none with FP8 off."""
-    if not model.get("fp8"):
+    if not (model.get("fp8") or model.get("fp4")):
         return []
-    recipe = check_recipe_name(model.get("fp8_recipe") or DEFAULT_RECIPE)
+    in_fp4 = bool(model.get("fp4"))
+    recipe = check_recipe_name(
+        model.get("fp4_recipe") or "nvfp4" if in_fp4 else model.get("fp8_recipe") or DEFAULT_RECIPE
+    )
     overrides = {**(model.get("fp8_overrides") or {})}
     overrides |= {key: value for key, value in model.items() if key.startswith("fp8_overrides.")}
     others = {name for name in overrides.values() if isinstance(name, str) and name in RECIPES}
-    make = recipes_by_name({**model, "fp8_recipe": recipe})
+    make = recipes_by_name({**model, "fp4_recipe" if in_fp4 else "fp8_recipe": recipe})
     return [make(None), *map(make, sorted(others - {recipe}))]
 
 

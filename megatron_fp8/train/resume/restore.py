@@ -75,19 +75,22 @@ def choose_recipe(section: Any, recipe: str | None, fp8: str | None) -> None:
     """Apply `--recipe` and `--fp8` to a model section, in place.
 
     Args:
-        recipe: name of a recipe; 'bf16': no FP8; None: the run's own.
+        recipe: name of a recipe; 'bf16': no FP8 and no FP4; None: the run's own.
         fp8: 'hybrid' or 'e4m3'; None: the run's own, or hybrid if it has none.
 
     Raises ValueError if the recipe is unknown, or if the two contradict each other.
     """
-    if recipe == "bf16":
+    if recipe in ("bf16", "nvfp4"):
         if fp8 is not None:
-            raise ValueError(f"--recipe bf16 and --fp8 {fp8} contradict each other: give one of them")
+            raise ValueError(f"--recipe {recipe} and --fp8 {fp8} contradict each other: give one of them")
         section.fp8 = section.fp8_recipe = None
+        section.fp4 = None if recipe == "bf16" else "e2m1"
         return
     if recipe is not None:
         section.fp8_recipe = check_recipe_name(recipe)
         section.fp8 = section.fp8 or "hybrid"
+    if fp8 or recipe:
+        section.fp4 = None
     section.fp8 = fp8 or section.fp8
     if section.fp8:
         section.fp8_recipe = section.fp8_recipe or DEFAULT_RECIPE

@@ -51,22 +51,26 @@ def test_a_runs_own_tokenizer_is_taken_where_the_named_one_is_not(tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "fp8", "trained", "expected"),
     [
-        (None, None, ("hybrid", "delayed"), ("hybrid", "delayed")),
-        ("bf16", None, ("hybrid", "delayed"), (None, None)),
-        ("mxfp8", None, ("e4m3", "delayed"), ("e4m3", "mxfp8")),
-        ("mxfp8", None, (None, None), ("hybrid", "mxfp8")),
-        (None, "e4m3", ("hybrid", "delayed"), ("e4m3", "delayed")),
-        (None, "e4m3", (None, None), ("e4m3", "tensorwise")),
+        (None, None, ("hybrid", "delayed", None), ("hybrid", "delayed", None)),
+        ("bf16", None, ("hybrid", "delayed", None), (None, None, None)),
+        ("bf16", None, (None, None, "e2m1"), (None, None, None)),
+        ("nvfp4", None, ("hybrid", "delayed", None), (None, None, "e2m1")),
+        ("mxfp8", None, ("e4m3", "delayed", None), ("e4m3", "mxfp8", None)),
+        ("mxfp8", None, (None, None, None), ("hybrid", "mxfp8", None)),
+        ("mxfp8", None, (None, None, "e2m1"), ("hybrid", "mxfp8", None)),
+        (None, None, (None, None, "e2m1"), (None, None, "e2m1")),
+        (None, "e4m3", ("hybrid", "delayed", None), ("e4m3", "delayed", None)),
+        (None, "e4m3", (None, None, None), ("e4m3", "tensorwise", None)),
     ],
 )
 def test_the_recipe_is_the_runs_unless_another_is_asked_for(recipe, fp8, trained, expected):
-    section = SimpleNamespace(fp8=trained[0], fp8_recipe=trained[1])
+    section = SimpleNamespace(fp8=trained[0], fp8_recipe=trained[1], fp4=trained[2])
     choose_recipe(section, recipe, fp8)
-    assert (section.fp8, section.fp8_recipe) == expected
+    assert (section.fp8, section.fp8_recipe, section.fp4) == expected
 
 
 def test_recipes_that_cannot_be_meant():
-    section = SimpleNamespace(fp8="hybrid", fp8_recipe="delayed")
+    section = SimpleNamespace(fp8="hybrid", fp8_recipe="delayed", fp4=None)
     with pytest.raises(ValueError, match="contradict"):
         choose_recipe(section, "bf16", "hybrid")
     with pytest.raises(ValueError, match="fp8 recipe 'int8' is unknown"):

@@ -26,7 +26,7 @@ def _shards(recipe: str = "tensorwise", saved: Any = LAYOUT, tensor: int = 1) ->
 
 def test_scales_of_shards_differ_where_a_recipe_makes_them_of_the_shard():
     differ = {recipe for recipe in RECIPES if recipe != "custom" and _shards(recipe) is not None}
-    assert differ == {"tensorwise", "rowwise"}
+    assert differ == {"tensorwise", "rowwise", "nvfp4"}
     assert _shards(tensor=2) is None and _shards(saved={}) is None, "the run's own layout, an unknown one"
     line = _shards() or ""
     assert "tensor 1 and not 2" in line and "megatron-fp8 launch --ranks 4 diagnose" in line
@@ -42,6 +42,7 @@ def test_the_recorded_loss_is_of_the_iteration_and_of_the_run_as_it_ran(tmp_path
     assert recorded_loss(tmp_path, 1, model, ["--model.tensor_model_parallel_size=2"]) == 3.5
     assert recorded_loss(tmp_path, 1, model, ["--model.fp8_pow2_scales=true"]) is None
     assert recorded_loss(tmp_path, 1, {"fp8": None}, []) is None
+    assert recorded_loss(tmp_path, 1, {"fp8": None, "fp4": "e2m1"}, []) == 3.5
     assert recorded_loss(tmp_path, 1, {**model, "fp8_high_precision_warmup": 0.1}, []) is None
     assert recorded_loss(tmp_path, 2, model, []) is None and recorded_loss(tmp_path, 3, model, []) is None
 
