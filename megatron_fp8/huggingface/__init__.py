@@ -4,12 +4,14 @@
     config            config.json <-> the run config's model section
     moe, rotary       its parts for experts and positions
     layout            Megatron-Core's fused matrices <-> their parts
-    formats           FP8 weights as in compressed-tensors and in DeepSeek's 128x128 blocks
+    formats           quantized weights as compressed-tensors, DeepSeek and modelopt store them
+    weight_decoder    reads such weights
     block_scales      scales of imported weights, stored for a later export
     directory         reads and writes sharded safetensors
     checkpoint_reader a checkpoint, as an export reads it
     import_plan       checkpoint tensors made one by one, shared among ranks
     exporter          checkpoint -> directory
+    aux_files         its files besides the tensors
     importer          directory -> checkpoint
 
 Except for the importer's last step everything works on names and tensors only, without ranks and without

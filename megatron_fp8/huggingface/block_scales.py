@@ -15,8 +15,8 @@ from ..params.block_codes import BLOCK, codes_of, scales_key
 from .architectures import Entry
 from .checkpoint_reader import Source
 from .directory import Tensors
-from .formats import check_scale, scale_name
 from .layout import Heads, heads_of, join_qkv, split_qkv
+from .weight_decoder import check_scale, scale_name
 
 
 def block_scales(

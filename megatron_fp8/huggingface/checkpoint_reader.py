@@ -30,7 +30,7 @@ from ..train.resume.checkpoint_compat import IMPORTED
 from ..train.run_record import trained_beyond
 from .architectures import Entry
 from .directory import Tensors
-from .formats import scale_name
+from .weight_decoder import scale_name
 
 FACT = IMPORTED
 

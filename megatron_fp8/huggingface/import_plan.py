@@ -22,8 +22,8 @@ from ..state.collectives import first_rank_with, from_rank, total, union
 from .architectures import Entry
 from .block_scales import block_scales
 from .directory import Tensors, new_directory, written
-from .formats import decode, scale_name
 from .layout import heads_of, interleave, join_qkv, megatron_shape, pad_rows
+from .weight_decoder import decode, scale_name
 
 
 class ImportPlan:

@@ -42,10 +42,10 @@ from .directory import (
     read_json,
     write_json,
 )
-from .formats import check_readable, is_companion, is_of_cache, left_out, scale_name
 from .import_plan import ImportPlan, Sharing, high_precision
 from .layout import part_shapes
 from .moe import names_of_experts
+from .weight_decoder import check_readable, is_companion, is_of_cache, left_out, scale_name
 
 LONGEST_SEQUENCE = 4096
 """Largest sequence length in an imported run's config, even if the model supports more."""

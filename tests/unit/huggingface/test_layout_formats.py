@@ -8,14 +8,13 @@ import torch
 from megatron_fp8 import quantize
 from megatron_fp8.huggingface.formats import (
     FORMATS,
-    check_readable,
-    decode,
     encode,
     quantization_config,
     weight_recipe,
     with_what_it_says,
 )
 from megatron_fp8.huggingface.layout import Heads, join_qkv, pad_rows, split_qkv
+from megatron_fp8.huggingface.weight_decoder import check_readable, decode
 from megatron_fp8.recipe import Float8BlockScaling, Float8CurrentScaling
 
 
