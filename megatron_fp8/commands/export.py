@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.terminal import printable
-from ..huggingface import FP8_FORMATS
+from ..huggingface import QUANTIZED_FORMATS
 from .cli_common import CommandParser, run, with_progress
 
 HELP = """\
@@ -18,12 +18,14 @@ Write a checkpoint as a directory that transformers, vLLM and compressed-tensors
   megatron-fp8 export runs/mine out/mine-fp8 --format=fp8-channel         FP8, a scale for every output row
   megatron-fp8 export runs/mine out/mine-fp8 --format=fp8-tensor --calibration=runs/mine/calibration
   megatron-fp8 export runs/mine out/mine-fp8 --format=fp8-block           FP8, 128x128 blocks, as DeepSeek-V3
+  megatron-fp8 export runs/mine out/mine-fp4 --format=nvfp4               4-bit weights; inputs too with --calibration
 
 CHECKPOINT is a run's folder or a checkpoint, of any parallel layout. OUT must be new. Models: Llama, Mistral, Qwen2,
 Qwen3, Mixtral, Qwen3-MoE and DeepSeek-V3.
 
-FP8 is for the linears of the layers; embedding and output head stay in high precision, and so do layers that training
-kept in BF16. Codes and scales are made as in training: these are the weights that an FP8 run was trained with.
+FP8, MXFP8 and NVFP4 are for the linears of the layers; embedding and output head stay in high precision, and so do
+layers that training kept in BF16. Codes and scales are made as in training: these are the weights that such a run was
+trained with.
 
 An imported model keeps its names: --like=DIR takes over the further fields of DIR's config.json (positions, special
 tokens), its generation_config.json and its tokenizer.
@@ -36,7 +38,7 @@ def main(arguments: list[str]) -> int:
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="a run's folder, or a checkpoint")
     add("out", metavar="OUT", help="the directory to write")
-    add("--format", choices=("bf16", *FP8_FORMATS), default="bf16", help="bf16: the model's own dtype")
+    add("--format", choices=("bf16", *QUANTIZED_FORMATS), default="bf16", help="bf16: the model's own dtype")
     add("--calibration", metavar="DIR", help="input scales: of megatron-fp8 calibrate")
     add("--ignore", metavar="GLOB", action="append", default=[], help="linears to leave in BF16")
     add("--quantize-all", action="store_true", help="also layers that training kept in BF16")
@@ -55,10 +57,9 @@ def _export(options: argparse.Namespace) -> None:
     from ..inference.calibration import load_calibration
 
     form = FORMATS.get(options.format)
-    if options.calibration and (form is None or form.strategy is None):
-        raise ValueError(
-            f"--calibration with --format={options.format}: static input scales are of fp8-tensor and fp8-channel."
-        )
+    if options.calibration and (form is None or form.input_scale is None):
+        able = ", ".join(name for name, other in FORMATS.items() if other.input_scale is not None)
+        raise ValueError(f"--calibration with --format={options.format}: static input scales are of {able}.")
     for name in ("vocab_size", "max_position_embeddings"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')}={value} must be at least 1.")
@@ -75,10 +76,10 @@ def _export(options: argparse.Namespace) -> None:
     run_config = _read_config(Path(options.config)) if options.config else None
     source = open_source(Path(options.checkpoint), run_config)
     done = export(source, Path(options.out), request, with_progress)
-    what = (
-        f"{done.quantized} linears in FP8 ({options.format})" if form else f"in {done.config['torch_dtype']}"
-    )
-    unconverted = f", {len(done.kept)} kept in {done.config['torch_dtype']}" if done.kept else ""
+    numbers = "NVFP4" if form and form.tensor_scale else "FP8"
+    dtype = done.config["torch_dtype"]
+    what = f"{done.quantized} linears in {numbers} ({options.format})" if form else f"in {dtype}"
+    unconverted = f", {len(done.kept)} kept in {dtype}" if done.kept else ""
     print(
         f"{done.config['architectures'][0]}, {what}{unconverted}: {options.out}, {len(done.files)} file(s) of tensors"
     )

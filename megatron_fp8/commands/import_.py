@@ -16,8 +16,8 @@ from ..files.terminal import printable
 from .cli_common import CommandParser, run_command, with_progress
 
 HELP = """\
-Make a run of a directory of Hugging Face's form, to train on from: BF16, or FP8 as compressed-tensors (per tensor, per
-channel) or DeepSeek (128x128 blocks) write it.
+Make a run of a directory of Hugging Face's form, to train on from: BF16, FP8 as compressed-tensors (per tensor, per
+channel) or DeepSeek (128x128 blocks) write it, or MXFP8 and NVFP4 as compressed-tensors and modelopt do.
 
   megatron-fp8 import Llama-3.2-1B runs/llama
   megatron-fp8 train --config=runs/llama/config.yaml --model.fp8=hybrid --data my_text.txt --optimizer.lr=1e-5
@@ -25,8 +25,8 @@ channel) or DeepSeek (128x128 blocks) write it.
   megatron-fp8 launch --ranks 8 import DeepSeek-V3 runs/deepseek        eight processes, an eighth of the tensors each
 
 RUN_DIR must be new. It gets config.yaml and a checkpoint of iteration 0, which any parallel layout reads, however many
-ranks made it. FP8 weights become codes times scales in float32: nothing is rounded before the optimizer's float32 masters
-are made.
+ranks made it. Quantized weights become codes times scales in float32: nothing is rounded before the optimizer's float32
+masters are made.
 """
 
 _LONGEST = timedelta(hours=12)
@@ -94,8 +94,9 @@ def _import(source: Path, run_dir: Path, tokenizer: Path | None, sharing: Any) -
         return
     kept_scales = f" ({done.kept_scales} keep their scales beside them)" if done.kept_scales else ""
     fp8 = f", {done.fp8_weights} FP8 weights decoded{kept_scales}" if done.fp8_weights else ""
+    fp4 = f", {done.fp4_weights} NVFP4 weights decoded" if done.fp4_weights else ""
     padding = f"; vocabulary padded by {done.padding} rows" if done.padding else ""
-    print(f"{done.architecture}, {done.parameters:,} parameters{fp8}{padding}: {run_dir}")
+    print(f"{done.architecture}, {done.parameters:,} parameters{fp8}{fp4}{padding}: {run_dir}")
     for note in done.notes:
         print(printable(note))
     if not done.has_tokenizer:

@@ -18,5 +18,5 @@ Except for the importer's last step everything works on names and tensors only, 
 Megatron-Core.
 """
 
-FP8_FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block")
+QUANTIZED_FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "mxfp8", "nvfp4", "nvfp4-modelopt")
 """Names of export formats (formats.py). Importing this package does not import torch."""

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from ..files.atomic_io import in_words, refuse_link_out, remedy, sync, write_file
 from ..files.strict_json import load_json
+from ..numerics.formats import E2M1
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -251,6 +252,7 @@ class Tensors:
             self._handles[file] = self._open(folder / file)
         self._places: dict[str, str] = places
         self._parts: dict[str, tuple[str, int, int]] = {}  # name -> (fused tensor, first row, end row)
+        self._fp4: dict[str, str] = {}  # name -> stored name
         stored_names = {file: set(handle.keys()) for file, handle in self._handles.items()}
         self.unnamed = {
             name: file for file, names in stored_names.items() for name in names if places.get(name) != file
@@ -298,6 +300,16 @@ class Tensors:
                 self._places[part], self._parts[part] = file, (name, start, start + count)
                 start += count
 
+    def view_fp4(self, stored: Mapping[str, str]) -> None:
+        """Read matrices with two FP4 codes in each uint8 as float4_e2m1fn_x2, with their shapes in codes.
+
+        Args:
+            stored: name of a weight -> name of the stored tensor, which is replaced.
+        """
+        for name, packed in stored.items():
+            self._places[name] = self._places.pop(packed)
+            self._fp4[name] = packed
+
     def names(self) -> Set[str]:
         """Names of all tensors."""
         return self._places.keys()
@@ -305,6 +317,8 @@ class Tensors:
     def shape(self, name: str) -> list[int]:
         """Shape of a tensor, without reading it."""
         shape = list(self._slice(name).get_shape())
+        if name in self._fp4:
+            shape[-1] *= E2M1.codes_per_byte
         if name in self._parts:
             _, start, stop = self._parts[name]
             shape[0] = stop - start
@@ -312,11 +326,13 @@ class Tensors:
 
     def dtype(self, name: str) -> torch.dtype | str:
         """Dtype of a tensor, without reading it; safetensors' name for it if torch has none."""
+        if name in self._fp4:
+            return E2M1.dtype
         word = self._slice(name).get_dtype()
         return _DTYPES.get(word, word)
 
     def _slice(self, name: str) -> Any:
-        stored = self._parts[name][0] if name in self._parts else name
+        stored = self._parts[name][0] if name in self._parts else self._fp4.get(name, name)
         return self._handles[self._places[name]].get_slice(stored)
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -324,4 +340,7 @@ class Tensors:
             _, start, stop = self._parts[name]
             part: torch.Tensor = self._slice(name)[start:stop]
             return part
+        if name in self._fp4:
+            codes: torch.Tensor = self._handles[self._places[name]].get_tensor(self._fp4[name])
+            return codes.view(E2M1.dtype)
         return self._handles[self._places[name]].get_tensor(name)

@@ -18,9 +18,6 @@ import torch
 
 from ..fp8_utils import is_first_last_bf16_layer
 from ..inference.calibration import Calibration
-from ..numerics.formats import E4M3
-from ..numerics.rule import TENSOR, Rule
-from ..numerics.scaling import compute_scale_inv
 from ..plan.cast_spec import CastSpecs
 from ..plan.overrides import FORMATS, matching
 from ..recipe import Float8CurrentScaling
@@ -29,8 +26,16 @@ from .aux_files import describe, write_companions
 from .block_scales import as_it_came, came_as_blocks, came_in_high_precision
 from .checkpoint_reader import Source
 from .config import exported_architecture
-from .directory import CONFIG, new_directory, read_json, write_tensors
-from .formats import WeightFormat, encode, quantization_config, weight_recipe, with_what_it_says
+from .directory import CONFIG, new_directory, read_json, write_json, write_tensors
+from .formats import (
+    WeightFormat,
+    encode,
+    hf_quant_config,
+    quantization_config,
+    static_input_scale,
+    weight_recipe,
+    with_what_it_says,
+)
 from .layout import heads_of, megatron_shape, split_qkv
 
 
@@ -39,7 +44,7 @@ class Wanted:
     """Options of an export.
 
     Attributes:
-        form: FP8 format of the layers' linears; None: high precision.
+        form: format of the layers' linears; None: high precision.
         ignore: globs over Hugging Face names of linears to leave in high precision.
         follow_training: linears that were BF16 in training stay BF16.
         calibration: input ranges; static scales are written.
@@ -60,8 +65,8 @@ class Wanted:
 
 @dataclass
 class Exported:
-    """What was written: config, tensor files, number of FP8 linears, names of the others, and notes on what of --like
-    was not used."""
+    """What was written: config, tensor files, number of quantized linears, names of the others, and notes on
+    what of --like was not used and what engines misread."""
 
     config: dict[str, Any]
     files: list[str]
@@ -102,18 +107,20 @@ def export(
         came = blocks - stays
         parts = _parts(source, progress(listed, len(listed)), config["vocab_size"], came, floats)
         if wanted.form:
-            config["quantization_config"] = quantization_config(
-                wanted.form,
-                ["lm_head", *never_fp8(listed), *sorted(high_precision, key=_by_layer)],
-                static_inputs=wanted.calibration is not None,
-            )
+            ignored = ["lm_head", *never_fp8(listed), *sorted(high_precision, key=_by_layer)]
+            static_inputs = wanted.calibration is not None
+            config["quantization_config"] = quantization_config(wanted.form, ignored, static_inputs)
+            if wanted.form.method == "modelopt":
+                write_json(folder / "hf_quant_config.json", hf_quant_config(ignored, static_inputs))
+            notes += _reader_notes(wanted.form, sites, high_precision)
             if in_blocks and wanted.like:
                 theirs = read_json(wanted.like / CONFIG).get("quantization_config") or {}
                 anew = weight_recipe(wanted.form, source.section).rule("weight")
                 all_came = came.issuperset(entry.megatron for entry in listed if entry.megatron not in stays)
-                config["quantization_config"], notes = with_what_it_says(
+                config["quantization_config"], more = with_what_it_says(
                     config["quantization_config"], theirs, None if all_came else anew
                 )
+                notes += more
             written = _quantized(parts, source, sites, high_precision, came, wanted)
         else:
             written = (named for _, tensors in parts for named in tensors.items())
@@ -180,7 +187,7 @@ def _quantized(
     came: set[str],
     wanted: Wanted,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors, with linears' weights replaced by FP8 codes and scales, GEMM by GEMM."""
+    """The tensors, with linears' weights replaced by codes and scales, GEMM by GEMM."""
     form = wanted.form
     assert form is not None
     recipe = weight_recipe(form, source.section)
@@ -198,8 +205,8 @@ def _quantized(
             continue
         yield from encode(pending, form, recipe, source.origin.lost).items()
         if wanted.calibration is not None:
-            scale = _input_scale(wanted.calibration, entry.site)
-            yield from ((f"{part}.input_scale", scale.clone()) for part in names)
+            scale = static_input_scale(wanted.calibration.input_amax(entry.site), form)
+            yield from ((f"{part}.{form.input_scale}", scale.clone()) for part in names)
         pending = {}
     assert not pending, list(pending)
 
@@ -207,7 +214,7 @@ def _quantized(
 def _check_calibration(
     calibration: Calibration, listed: list[Entry], section: dict[str, Any], high_precision: set[str]
 ) -> None:
-    """Raises ValueError unless the input of every future FP8 linear was calibrated, with the linear's shape."""
+    """Raises ValueError unless the input of every linear to be quantized was calibrated, with the linear's shape."""
     shapes = _site_shapes(listed, section)
     for site, parts in gemms(listed).items():
         if high_precision.issuperset(parts):
@@ -230,11 +237,6 @@ def _site_shapes(listed: list[Entry], section: dict[str, Any]) -> dict[str, list
             rows, cols = megatron_shape(entry, section)
             shapes[entry.site] = [rows + shapes.get(entry.site, [0])[0], cols]
     return shapes
-
-
-def _input_scale(calibration: Calibration, site: str) -> torch.Tensor:
-    """float32 [1], the scale_inv of a site's input."""
-    return compute_scale_inv(calibration.scale(site, Rule(E4M3, TENSOR))).reshape(1)
 
 
 # ------------------------------------------------------------------------------------------- what stays high precision
@@ -263,7 +265,7 @@ def _high_precision_linears(
                 f"--ignore leaves {rest[0]} in FP8 and not {next(p for p in parts if p in excluded)}: inference engines"
                 " multiply them as one GEMM, and they must be ignored together."
             )
-    if wanted.follow_training and section.get("fp8"):
+    if wanted.follow_training and (section.get("fp8") or section.get("fp4")):
         trained = {part for site, parts in sites.items() if _trained_in_bf16(site, section) for part in parts}
         for parts in gemm_parts:
             if not trained.isdisjoint(parts):
@@ -271,6 +273,32 @@ def _high_precision_linears(
     if len(excluded) == sum(map(len, sites.values())):
         raise ValueError("every linear would stay in high precision: give --format=bf16, or --quantize-all.")
     return excluded
+
+
+def _reader_notes(
+    form: WeightFormat, sites: dict[str, tuple[str, ...]], high_precision: set[str]
+) -> list[str]:
+    """Notes on linears that engines read wrongly, without an error or with one."""
+    notes = []
+    pairs = [pair for pair in fused_latents(sites) if high_precision.isdisjoint(pair)]
+    if pairs and form.tensor_scale is not None:
+        notes.append(
+            f"vLLM multiplies {pairs[0][0]} and {pairs[0][1].rpartition('.')[2]} as one matrix with one of their two"
+            " tensor scales, which is wrong for the other: for vLLM, --ignore both"
+        )
+    experts = any(
+        ".experts." in part for parts in sites.values() for part in parts if part not in high_precision
+    )
+    if experts and form.strategy in _EXPERTS:
+        notes.append(f"transformers 5.23 {_EXPERTS[form.strategy]}")
+    return notes
+
+
+_EXPERTS = {
+    "group": "cannot load experts in mxfp8: for transformers, --ignore='*.experts.*'",
+    "tensor_group": "loads experts in nvfp4 without their tensor scales, 10,000 times too large: for transformers, use"
+    " another format",
+}
 
 
 def _trained_in_bf16(site: str, section: dict[str, Any]) -> bool:

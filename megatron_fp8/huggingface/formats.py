@@ -1,23 +1,34 @@
-"""FP8 weight formats of exports: tensor names, scales, config.json entries.
+"""Quantized weights in exports: tensor names, scales, config.json entries.
 
-    name         scale per    scale beside `weight`          quant_method
-    fp8-tensor   tensor       weight_scale float32 [1]       compressed-tensors, format float-quantized
-    fp8-channel  output row   weight_scale float32 [N, 1]    compressed-tensors, format float-quantized
-    fp8-block    128x128      weight_scale_inv float32       fp8, weight_block_size [128, 128] (DeepSeek-V3's)
-                              [N / 128, K / 128]
+    name            scale per      tensors in place of `weight`           quant_method
+    fp8-tensor      tensor         weight_scale float32 [1]               compressed-tensors, format float-quantized
+    fp8-channel     output row     weight_scale float32 [N, 1]            compressed-tensors, format float-quantized
+    fp8-block       128x128        weight_scale_inv float32               fp8, weight_block_size [128, 128]
+                                   [N / 128, K / 128]                     (DeepSeek-V3's)
+    mxfp8           1x32           weight_scale uint8, E8M0 [N, K / 32]   compressed-tensors, format mxfp8-quantized
+    nvfp4           16x16, tensor  weight_packed uint8 [N, K / 2],        compressed-tensors, format
+                                   weight_scale E4M3 [N, K / 16],         nvfp4-pack-quantized
+                                   weight_global_scale float32 [1]
+    nvfp4-modelopt  16x16, tensor  weight uint8 [N, K / 2],               modelopt, quant_algo W4A16_NVFP4; or NVFP4
+                                   weight_scale E4M3 [N, K / 16],         with static input scales
+                                   weight_scale_2 float32 []
 
-In all formats weight = code * scale: this package's scale_inv, whatever the file calls it. Codes and scales
-follow docs/numerics.md and equal those of training: `quantize(weight, recipe, 'weight')`.
+The codes are `weight`, E4M3 [N, K], where no other name is given. In FP8 weight = code * scale: this package's
+scale_inv, whatever the file calls it. In NVFP4 weight = code * weight_scale / weight_global_scale = code *
+weight_scale * weight_scale_2; each 16x16 block's scale is written for each of its 16 rows, since readers have 1x16
+blocks. Codes and scales follow docs/numerics.md and equal those of training: `quantize(weight, recipe, 'weight')`.
 
-Per tensor, projections of one GEMM (query, key and value; gate and up) share the scale of the fused matrix,
-as in training. An inference engine that fuses them takes one scale; with three it would have to requantize
-two of them. The output head and the embedding stay in high precision.
+Per tensor, and for NVFP4's second scale, projections of one GEMM (query, key and value; gate and up) share the scale
+of the fused matrix, as in training. An inference engine that fuses them takes one scale; with three it would have to
+requantize two of them. The output head and the embedding stay in high precision.
 
 Blocks must be whole. Readers disagree on partial blocks (transformers divides the rows evenly among the
 scales), and vLLM requires each part of a fused matrix to end on a block.
 
-Sources: compressed-tensors 0.20 (quantization/lifecycle/initialize.py: names, shapes), vLLM
-(compressed_tensors_w8a8_fp8.py, fp8.py), DeepSeek-V3's config.json.
+Sources: compressed-tensors 0.20 (quantization/lifecycle/initialize.py, compressors/nvfp4, compressors/mxfp8: names,
+shapes; quant_scheme.py: config.json), vLLM (compressed_tensors_w8a8_fp8.py, compressed_tensors_w4a4_nvfp4.py,
+compressed_tensors_w8a8_mxfp8.py, fp8.py, modelopt.py), modelopt 0.47 (nvfp4_tensor.py, convert_hf_config.py),
+DeepSeek-V3's config.json.
 """
 
 from __future__ import annotations
@@ -29,51 +40,81 @@ from typing import Any
 
 import torch
 
+from .. import __version__
 from ..fp8_utils import get_fp8_recipe
+from ..numerics import nvfp4
+from ..numerics.formats import E4M3
 from ..numerics.rule import Rule
+from ..numerics.scaling import compute_scale, compute_scale_inv
 from ..quantizer import quantize
-from ..recipe import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, Recipe, recipe_name
+from ..recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+    recipe_name,
+)
 from ..tensor import QuantizedSide
-from . import FP8_FORMATS
+from . import QUANTIZED_FORMATS
 
 BLOCK = 128
-CODES = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """An FP8 weight format.
+    """A format of quantized weights.
 
     Attributes:
         name: its name on the command line.
         recipe: quantizes the weights, unless the run's recipe applies.
-        scale: last part of the scales' names.
-        strategy: compressed-tensors' name for the granularity; None: DeepSeek's form.
+        method: quant_method of config.json.
+        strategy: compressed-tensors' name for the granularity; None for the other methods.
+        codes, scale: last parts of the tensors' names.
+        tensor_scale: last part of the names of NVFP4's second scales.
+        input_scale: last part of the names of static input scales; None: the format has none.
     """
 
     name: str
     recipe: Recipe
-    scale: str
-    strategy: str | None
+    method: str
+    strategy: str | None = None
+    codes: str = "weight"
+    scale: str = "weight_scale"
+    tensor_scale: str | None = None
+    input_scale: str | None = None
 
     @property
     def in_blocks(self) -> bool:
-        """Whether each 128x128 block has a scale."""
-        return self.strategy is None
+        """Whether it is DeepSeek's form, whose imported scales are stored."""
+        return self.method == "fp8"
+
+    @property
+    def per_gemm(self) -> bool:
+        """Whether the parts of a GEMM share a scale."""
+        return self.strategy == "tensor" or self.tensor_scale is not None
 
 
+_COMPRESSED = "compressed-tensors"
 FORMATS = {
-    name: WeightFormat(name, recipe, scale, strategy)
-    for name, (recipe, scale, strategy) in zip(
-        FP8_FORMATS,
-        (
-            (Float8CurrentScaling(), "weight_scale", "tensor"),
-            (Float8RowwiseScaling(), "weight_scale", "channel"),
-            (Float8BlockScaling(), "weight_scale_inv", None),
+    form.name: form
+    for form in (
+        WeightFormat("fp8-tensor", Float8CurrentScaling(), _COMPRESSED, "tensor", input_scale="input_scale"),
+        WeightFormat("fp8-channel", Float8RowwiseScaling(), _COMPRESSED, "channel", input_scale="input_scale"),
+        WeightFormat("fp8-block", Float8BlockScaling(), "fp8", scale="weight_scale_inv"),
+        WeightFormat("mxfp8", MXFP8BlockScaling(), _COMPRESSED, "group"),
+        WeightFormat(
+            "nvfp4", NVFP4BlockScaling(), _COMPRESSED, "tensor_group",
+            codes="weight_packed", tensor_scale="weight_global_scale", input_scale="input_global_scale",
         ),
-        strict=True,
+        WeightFormat(
+            "nvfp4-modelopt", NVFP4BlockScaling(), "modelopt",
+            tensor_scale="weight_scale_2", input_scale="input_scale",
+        ),
     )
-}
+}  # fmt: skip
+assert tuple(FORMATS) == QUANTIZED_FORMATS
 
 
 def weight_recipe(chosen: WeightFormat, section: Mapping[str, Any]) -> Recipe:
@@ -83,7 +124,7 @@ def weight_recipe(chosen: WeightFormat, section: Mapping[str, Any]) -> Recipe:
     return get_fp8_recipe(SimpleNamespace(**{"fp8_margin": 0, **section}))
 
 
-# -------------------------------------------------------------------------------------------------------------- writing
+# -------------------------------------------------------------------------------------------------------------- tensors
 
 
 def encode(
@@ -100,33 +141,69 @@ def encode(
     Raises ValueError naming the tensor: it has NaN or Inf, or does not consist of whole blocks.
     """
     for name, weight in weights.items():
-        if not bool(weight.isfinite().all()):
-            raise ValueError(f"{name} holds NaN or Inf: a scale would hide it. Export an earlier checkpoint.")
-        if chosen.name == "fp8-block" and (weight.shape[0] % BLOCK or weight.shape[1] % BLOCK):
-            why = (lost or {}).get(name)
-            new = f"its original scales were not stored ({why}), and new ones need" if why else "it needs"
-            raise ValueError(
-                f"{name} is {list(weight.shape)}, which are no multiples of {BLOCK}: for --format=fp8-block {new} whole"
-                " 128x128 blocks. Use --format=fp8-channel, or leave the layer out with --ignore."
-            )
-    shared = recipe.rule("weight")
-    assert shared is not None
+        _check(name, weight, chosen, (lost or {}).get(name))
     found: dict[str, torch.Tensor] = {}
-    if shared.granularity.is_tensor:
-        side = _rowwise(torch.cat(list(weights.values())), recipe)  # [sum of N, K], one scale
-        sides = [(codes, side.scale_inv) for codes in side.codes.split([len(w) for w in weights.values()])]
-    else:
-        sides = [(side.codes, side.scale_inv) for side in (_rowwise(w, recipe) for w in weights.values())]
-    for name, (codes, scale) in zip(weights, sides, strict=True):
-        found[name] = codes
-        found[sibling(name, chosen.scale)] = (scale.reshape(1) if scale.dim() == 0 else scale).clone()
+    for group in [list(weights)] if chosen.per_gemm else [[name] for name in weights]:
+        side = quantize(torch.cat([weights[name] for name in group]), recipe, "weight").rowwise
+        assert side is not None
+        rows = [len(weights[name]) for name in group]
+        parts = {last: _divide(tensor, rows) for last, tensor in _stored(side, chosen).items()}
+        for index, name in enumerate(group):
+            found |= {sibling(name, last): tensors[index] for last, tensors in parts.items()}
     return found
 
 
-def _rowwise(weight: torch.Tensor, recipe: Recipe) -> QuantizedSide:
-    side = quantize(weight, recipe, "weight").rowwise
-    assert side is not None and side.codes.dtype == CODES, "weights are E4M3 in every recipe"
-    return side
+def _check(name: str, weight: torch.Tensor, chosen: WeightFormat, lost: str | None) -> None:
+    """Raises ValueError unless a weight is finite and consists of whole blocks."""
+    if not bool(weight.isfinite().all()):
+        raise ValueError(f"{name} holds NaN or Inf: a scale would hide it. Export an earlier checkpoint.")
+    rule = chosen.recipe.rule("weight")
+    assert rule is not None
+    block = rule.granularity
+    if weight.shape[0] % (block.rows or 1) or weight.shape[1] % (block.cols or 1):
+        sizes = "which are no multiples of" if block.symmetric else "whose columns are no multiple of"
+        new = f"its original scales were not stored ({lost}), and new ones need" if lost else "it needs"
+        raise ValueError(
+            f"{name} is {list(weight.shape)}, {sizes} {block.cols}: for --format={chosen.name} {new} whole {block}"
+            " blocks. Use --format=fp8-channel, or leave the layer out with --ignore."
+        )
+
+
+def _stored(side: QuantizedSide, chosen: WeightFormat) -> dict[str, torch.Tensor]:
+    """Last part of the name -> tensor, for a whole GEMM."""
+    codes, scale = side.codes, side.scale_inv
+    if side.tensor_amax is not None:
+        assert chosen.tensor_scale is not None
+        return {
+            chosen.codes: codes.view(torch.uint8),
+            chosen.scale: scale.repeat_interleave(side.granularity.rows, 0),
+            chosen.tensor_scale: _tensor_scale(side.tensor_amax, chosen),
+        }
+    assert codes.dtype == E4M3.dtype, "weights are E4M3 in every FP8 recipe"
+    if scale.dtype == torch.float8_e8m0fnu:
+        scale = scale.view(torch.uint8)
+    return {chosen.codes: codes, chosen.scale: scale.reshape(1) if scale.dim() == 0 else scale}
+
+
+def _divide(tensor: torch.Tensor, rows: list[int]) -> list[torch.Tensor]:
+    """The parts' own rows of it; copies of a tensor that they share."""
+    if len(rows) > 1 and tensor.dim() == 2:
+        return list(tensor.split(rows))
+    return [tensor.clone() for _ in rows]
+
+
+def _tensor_scale(amax: torch.Tensor, chosen: WeightFormat) -> torch.Tensor:
+    """NVFP4's second scale of a tensor with that amax, float32 []: a divisor [1], or modelopt's factor []."""
+    if chosen.method == "modelopt":
+        return nvfp4.tensor_scale_inv(amax)
+    return nvfp4.tensor_scale(amax).reshape(1)
+
+
+def static_input_scale(amax: torch.Tensor, chosen: WeightFormat) -> torch.Tensor:
+    """The static scale of inputs up to amax, float32 [], as the format stores it."""
+    if chosen.tensor_scale is not None:
+        return _tensor_scale(amax, chosen)
+    return compute_scale_inv(compute_scale(amax, E4M3)).reshape(1)
 
 
 def sibling(name: str, last: str) -> str:
@@ -134,15 +211,32 @@ def sibling(name: str, last: str) -> str:
     return f"{name.rpartition('.')[0]}.{last}"
 
 
+# ---------------------------------------------------------------------------------------------------------- config.json
+
+# compressed-tensors' strategy -> format, numbers, strategy of inputs that engines scale themselves. Its presets: NVFP4
+# inputs need a static second scale, and without one only the weights are quantized (NVFP4A16).
+_FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
+_STRATEGIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
+    "tensor": ("float-quantized", _FLOAT8, "tensor"),
+    "channel": ("float-quantized", _FLOAT8, "token"),
+    "group": ("mxfp8-quantized", {**_FLOAT8, "group_size": 32, "scale_dtype": "torch.uint8"}, "group"),
+    "tensor_group": (
+        "nvfp4-pack-quantized",
+        {**_FLOAT8, "num_bits": 4, "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
+        None,
+    ),
+}
+
+
 def quantization_config(chosen: WeightFormat, ignore: Iterable[str], static_inputs: bool) -> dict[str, Any]:
     """config.json's `quantization_config`.
 
     Args:
         ignore: names of linears that stay in high precision.
-        static_inputs: every quantized weight has an input_scale.
+        static_inputs: every quantized weight has an input scale.
     """
     ignore = list(ignore)
-    if chosen.strategy is None:
+    if chosen.in_blocks:
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -152,11 +246,20 @@ def quantization_config(chosen: WeightFormat, ignore: Iterable[str], static_inpu
             "modules_to_not_convert": ignore,
             "ignored_layers": ignore,
         }
-    per_tensor = static_inputs or chosen.strategy == "tensor"
-    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    if chosen.strategy is None:
+        number = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": nvfp4.BLOCK}
+        inputs = {"input_activations": number} if static_inputs else {}
+        return {
+            "config_groups": {"group_0": {**inputs, "weights": number, "targets": ["Linear"]}},
+            "ignore": ignore,
+            "quant_algo": _algorithm(static_inputs),
+            "producer": _PRODUCER,
+            "quant_method": "modelopt",
+        }
+    form, number, dynamic = _STRATEGIES[chosen.strategy]
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized",
+        "format": form,
         "quantization_status": "compressed",
         "ignore": ignore,
         "kv_cache_scheme": None,
@@ -165,13 +268,37 @@ def quantization_config(chosen: WeightFormat, ignore: Iterable[str], static_inpu
             "group_0": {
                 "targets": ["Linear"],
                 "weights": {**number, "strategy": chosen.strategy, "dynamic": False},
-                "input_activations": {
-                    **number,
-                    "strategy": "tensor" if per_tensor else "token",
-                    "dynamic": not static_inputs,
-                },
+                "input_activations": _inputs(number, dynamic, static_inputs),
                 "output_activations": None,
             }
+        },
+    }
+
+
+def _inputs(number: dict[str, Any], dynamic: str | None, static_inputs: bool) -> dict[str, Any] | None:
+    """compressed-tensors' `input_activations`."""
+    if dynamic is None:  # static second scales; engines compute the blocks' scales
+        local = {"strategy": "tensor_group", "dynamic": "local", "observer": "static_minmax"}
+        return {**number, **local} if static_inputs else None
+    return {**number, "strategy": "tensor" if static_inputs else dynamic, "dynamic": not static_inputs}
+
+
+_PRODUCER = {"name": "megatron_fp8", "version": __version__}
+
+
+def _algorithm(static_inputs: bool) -> str:
+    return "NVFP4" if static_inputs else "W4A16_NVFP4"
+
+
+def hf_quant_config(ignore: Iterable[str], static_inputs: bool) -> dict[str, Any]:
+    """modelopt's hf_quant_config.json, which older engines read in place of config.json's entry."""
+    return {
+        "producer": _PRODUCER,
+        "quantization": {
+            "quant_algo": _algorithm(static_inputs),
+            "kv_cache_quant_algo": None,
+            "group_size": nvfp4.BLOCK,
+            "exclude_modules": list(ignore),
         },
     }
 

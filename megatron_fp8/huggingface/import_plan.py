@@ -1,6 +1,6 @@
 """The plan of an import: each checkpoint tensor, made on request from the directory's.
 
-The conversion is lossless: BF16 weights stay BF16; other formats, and FP8 codes times their scales, become
+The conversion is lossless: BF16 weights stay BF16; other formats, and FP8 and NVFP4 codes times their scales, become
 float32. Several ranks share the work: each reads, makes and writes its own tensors only. If one rank fails, all
 ranks fail.
 """
@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 
 from ..files.atomic_io import unseen
+from ..numerics.formats import E2M1, E4M3
 from ..params.block_codes import is_scales_key, scales_key
 from ..state.collectives import first_rank_with, from_rank, total, union
 from .architectures import Entry
 from .block_scales import block_scales
 from .directory import Tensors, new_directory, written
 from .layout import heads_of, interleave, join_qkv, megatron_shape, pad_rows
-from .weight_decoder import decode, scale_name
+from .weight_decoder import read_weight, scale_name
 
 
 class ImportPlan:
@@ -98,7 +99,7 @@ class ImportPlan:
 def _dtype(name: str, tensors: Tensors) -> torch.dtype:
     """Dtype of the converted tensor: bfloat16 if stored so, else float32."""
     stored, scaled = tensors.dtype(name), scale_name(name, tensors.names()) is not None
-    if scaled and stored != torch.float8_e4m3fn:
+    if scaled and stored not in (E4M3.dtype, E2M1.dtype):
         raise ValueError(f"{name} is {stored} with a scale: float8_e4m3fn can be imported.")
     if not scaled and stored not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"{name} is {stored} without a scale: it cannot be imported.")
@@ -106,14 +107,13 @@ def _dtype(name: str, tensors: Tensors) -> torch.dtype:
 
 
 def high_precision(name: str, tensors: Tensors) -> torch.Tensor:
-    """A tensor without loss: bfloat16 if stored so, else float32; FP8 as code times scale.
+    """A tensor without loss: bfloat16 if stored so, else float32; FP8 and NVFP4 as code times scales.
 
     Raises ValueError naming it: its type is unsupported, or it is not finite.
     """
     _dtype(name, tensors)
-    tensor, scale = tensors[name], scale_name(name, tensors.names())
-    if scale is not None:
-        tensor = decode(name, tensor, tensors[scale])
+    scaled = scale_name(name, tensors.names()) is not None
+    tensor = read_weight(name, tensors) if scaled else tensors[name]
     if not bool(tensor.isfinite().all()):
         raise ValueError(f"{name} holds NaN or Inf: the file is damaged, or training diverged.")
     return tensor if tensor.dtype == torch.bfloat16 else tensor.float()

@@ -28,6 +28,7 @@ import yaml
 
 from ..files.atomic_io import write_file
 from ..files.checkpoint import Manifest
+from ..numerics.formats import E2M1
 from ..train.data.tokenizers import load_tokenizer
 from .architectures import Architecture, Entry, entries, fused_rows, layers_of_experts
 from .checkpoint_reader import FACT, SourceMetadata, floats_of, some
@@ -45,7 +46,7 @@ from .directory import (
 from .import_plan import ImportPlan, Sharing, high_precision
 from .layout import part_shapes
 from .moe import names_of_experts
-from .weight_decoder import check_readable, is_companion, is_of_cache, left_out, scale_name
+from .weight_decoder import check_readable, fp4_weights, is_companion, is_of_cache, left_out, scale_name
 
 LONGEST_SEQUENCE = 4096
 """Largest sequence length in an imported run's config, even if the model supports more."""
@@ -71,8 +72,8 @@ class Imported:
     Attributes:
         architecture: the family.
         parameters: count without padding.
-        fp8_weights: number of decoded FP8 matrices.
-        kept_scales: how many of those have stored scales (params/block_codes.py).
+        fp8_weights, fp4_weights: numbers of decoded FP8 and NVFP4 matrices.
+        kept_scales: how many FP8 matrices have stored scales (params/block_codes.py).
         padding: padding rows of the vocabulary.
         notes: what of the directory was dropped.
     """
@@ -80,6 +81,7 @@ class Imported:
     architecture: str
     parameters: int
     fp8_weights: int
+    fp4_weights: int
     kept_scales: int
     padding: int
     has_tokenizer: bool
@@ -109,7 +111,7 @@ def import_directory(
         sharing.each(
             lambda: check_buildable(_run_config(config, section, False, run_dir), architecture_of(config))
         )
-        tensors = sharing.each(lambda: opened.enter_context(Tensors(source)))
+        tensors = sharing.each(lambda: _open_tensors(source, opened))
         folder = opened.enter_context(sharing.new_directory(run_dir))
         listed = sharing.each(lambda: _checked_entries(source, config, section, tensors))
         sharing.first(lambda: _check_copies(source, tensors, listed, section))
@@ -122,13 +124,30 @@ def import_directory(
         _save(folder, incoming, {"run": run, FACT: origin.fact()}, progress, sharing)
         parameters = sharing.total(incoming.parameters())
         kept_scales = sharing.total(incoming.kept_scales)
-        fp8 = sum(scale_name(part, tensors.names()) is not None for e in listed for part in e.parts)
+        names = tensors.names()
+        quantized = [part for entry in listed for part in entry.parts if scale_name(part, names) is not None]
+        fp4 = sum(tensors.dtype(part) == E2M1.dtype for part in quantized)
         notes = _notes(config, listed, tensors, origin)
     padding = section["padded_vocab_size"] - section["vocab_size"]
     tied = section["share_embeddings_and_output_weights"]
     without_padding = parameters - (1 if tied else 2) * padding * section["hidden_size"]
     name = architecture_of(config).name
-    return Imported(name, without_padding, fp8, kept_scales, padding, tokenizer_file is not None, notes)
+    return Imported(
+        name,
+        without_padding,
+        len(quantized) - fp4,
+        fp4,
+        kept_scales,
+        padding,
+        tokenizer_file is not None,
+        notes,
+    )
+
+
+def _open_tensors(source: Path, opened: ExitStack) -> Tensors:
+    tensors = opened.enter_context(Tensors(source))
+    tensors.view_fp4(fp4_weights(tensors))
+    return tensors
 
 
 def _read_config(source: Path, tokenizer: Path | None) -> tuple[dict[str, Any], dict[str, Any], Path | None]:

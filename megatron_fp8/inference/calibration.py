@@ -138,7 +138,13 @@ class Calibration:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def scale(self, site: str, rule: Rule) -> torch.Tensor:
-        """float32 [], the static scale of a site's input under a rule: code = x * scale.
+        """float32 [], the static scale of a site's input under a rule: code = x * scale. Raises as ``input_amax``."""
+        return compute_scale(
+            self.input_amax(site), rule.fmt, margin=rule.margin, epsilon=rule.epsilon, pow2=rule.pow2
+        )
+
+    def input_amax(self, site: str) -> torch.Tensor:
+        """float32 [], the largest magnitude that a static scale of a site's input represents.
 
         Raises ValueError if all inputs were zero (an expert without tokens): no scale can be computed.
         """
@@ -148,7 +154,7 @@ class Calibration:
                 f"the calibration saw nothing but zeros go into {site}, and has no static scale for it: calibrate on more"
                 " text (or a higher percentile), or scale activations dynamically"
             )
-        return compute_scale(amax, rule.fmt, margin=rule.margin, epsilon=rule.epsilon, pow2=rule.pow2)
+        return amax
 
     def input_scale_inv(self, site: str) -> torch.Tensor:
         """float32 [], the inverse of the static E4M3 scale: ``input_scale`` in checkpoints for other engines."""

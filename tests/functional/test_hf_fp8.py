@@ -1,4 +1,4 @@
-"""FP8 directories and what reads them: compressed-tensors, transformers, and vLLM's rules by key and dtype."""
+"""Quantized directories and what reads them: compressed-tensors, transformers, and vLLM's rules by key and dtype."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from megatron_fp8.huggingface.architectures import ARCHITECTURES, entries, gemms
 from megatron_fp8.huggingface.formats import FORMATS
 from megatron_fp8.huggingface.layout import Heads, split_qkv
 from megatron_fp8.inference.calibration import Calibration, Range
+from megatron_fp8.numerics.scaling import e8m0_to_scale_inv
 from tests.support.hf import VOCAB, build, hf_logits, hf_model, token_ids
 
 HEADS = Heads(4, 2, 128)
 LAYERS = 2
 GEMMS = gemms(list(entries(ARCHITECTURES["LlamaForCausalLM"], {"num_layers": LAYERS})))
 LINEARS = [part for parts in GEMMS.values() for part in parts]
-RECIPES = {"fp8-tensor": "tensorwise", "fp8-channel": "rowwise", "fp8-block": "blockwise"}
+RECIPES = {"fp8-tensor": "tensorwise", "fp8-channel": "rowwise", "fp8-block": "blockwise", "mxfp8": "mxfp8"}
+FROM_TRANSFORMERS = [name for name in FORMATS if name != "nvfp4-modelopt"]
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -67,7 +69,8 @@ def expected(folder) -> dict[str, dict[str, torch.Tensor]]:
         values = {}
         for parts in GEMMS.values():
             # Per tensor the whole GEMM has one scale, whatever the order of its rows.
-            groups = [parts] if name == "fp8-tensor" else [(part,) for part in parts]
+            per_gemm = name in ("fp8-tensor", "nvfp4", "nvfp4-modelopt")
+            groups = [parts] if per_gemm else [(part,) for part in parts]
             for group in groups:
                 whole = torch.cat([weights[f"{part}.weight"] for part in group])
                 back = quantize(whole, form.recipe, "weight").dequantize(torch.float32)
@@ -105,7 +108,7 @@ def test_like_keeps_what_only_the_directory_says(folder, tmp_path):
 # ------------------------------------------------------------------------------------------------------ transformers
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FROM_TRANSFORMERS)
 def test_transformers_dequantizes_to_our_weights(folder, expected, name):
     import transformers
 
@@ -124,8 +127,9 @@ def test_transformers_dequantizes_to_our_weights(folder, expected, name):
     ids = token_ids()
     logits, bf16 = hf_logits(model, ids), hf_logits(bf16_model, ids)
     assert torch.equal(logits, hf_logits(reference, ids))
-    # E4M3 keeps 4 bits: each weight is off by up to 2**-4 of itself.
-    assert 0.005 < float((logits - bf16).norm() / bf16.norm()) < 0.15
+    # E4M3 keeps 4 bits: each weight is off by up to 2**-4 of itself. E2M1 keeps 2.
+    low, high = (0.1, 0.6) if name == "nvfp4" else (0.005, 0.15)
+    assert low < float((logits - bf16).norm() / bf16.norm()) < high
 
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "fp8-channel"])
@@ -144,7 +148,30 @@ def test_transformers_runs_compressed_weights_and_quantized_inputs(folder, expec
     assert 0.005 < float((logits - plain).norm() / plain.norm()) < 0.2
 
 
-def test_transformers_quantizes_inputs_with_our_static_scales(folder, tmp_path):
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_transformers_decodes_blocks_at_the_first_pass(folder, expected, name):
+    """Its default, in BF16: MXFP8 quantizes inputs too; NVFP4 without a calibration has weights alone."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.bfloat16)
+    linears = {linear: model.get_submodule(linear) for linear in LINEARS}
+    stored = "weight" if name == "mxfp8" else "weight_packed"
+    assert {getattr(linear, stored).dtype for linear in linears.values()} == {
+        torch.float8_e4m3fn if name == "mxfp8" else torch.uint8
+    }
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder / "bf16", dtype=torch.bfloat16)
+    ids = token_ids()
+    logits = hf_logits(model, ids)
+    with torch.no_grad():
+        for linear, module in linears.items():
+            assert not first_difference(module.weight.data, expected[name][linear].bfloat16()), linear
+            reference.get_parameter(f"{linear}.weight").copy_(expected[name][linear])
+    off = float((logits - hf_logits(reference, ids)).norm() / logits.norm())
+    assert off == 0 if name == "nvfp4" else 0 < off < 0.1, off
+
+
+@pytest.mark.parametrize("form", ["fp8-tensor", "nvfp4"])
+def test_transformers_quantizes_inputs_with_our_static_scales(folder, tmp_path, form):
     """One site's range is far too narrow: its inputs saturate, which the logits show."""
     import transformers
 
@@ -158,17 +185,26 @@ def test_transformers_quantizes_inputs_with_our_static_scales(folder, tmp_path):
     logits = {}
     for name, used in {"wide": ranges, "narrow": narrow}.items():
         Calibration(used).save(tmp_path / f"{name} ranges")
-        arguments = ["--format=fp8-tensor", f"--calibration={tmp_path / f'{name} ranges'}"]
+        arguments = [f"--format={form}", f"--calibration={tmp_path / f'{name} ranges'}"]
         assert export_main([str(folder / "run"), str(tmp_path / name), *arguments]) == 0
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        dtype = torch.float32 if form == "fp8-tensor" else torch.bfloat16
+        if form == "nvfp4":
+            config = json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]
+            check_preset(config, "nvfp4-pack-quantized", "NVFP4")
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=dtype)
         for site, parts in GEMMS.items():
-            scale = torch.tensor(1.0) / (torch.tensor(448.0) / torch.tensor(used[f"{site}.input"].amax))
+            amax = torch.tensor(used[f"{site}.input"].amax)
             for part in parts:
-                assert model.get_submodule(part).input_scale.item() == scale.item(), part
+                linear = model.get_submodule(part)
+                if form == "fp8-tensor":
+                    assert linear.input_scale.item() == (1 / (torch.tensor(448.0) / amax)).item(), part
+                else:
+                    assert linear.input_global_scale.tolist() == [(torch.tensor(2688.0) / amax).item()], part
         logits[name] = hf_logits(model, token_ids())
     plain = hf_logits(transformers.AutoModelForCausalLM.from_pretrained(folder / "bf16"), token_ids())
     off = {name: float((value - plain).norm() / plain.norm()) for name, value in logits.items()}
-    assert off["wide"] < 0.2 < 0.4 < off["narrow"], off
+    fine, coarse = (0.2, 0.4) if form == "fp8-tensor" else (0.5, 0.55)
+    assert off["wide"] < fine < coarse < off["narrow"], off
 
 
 # ---------------------------------------------------------------------------------------------------------------- vLLM
@@ -176,28 +212,50 @@ def test_transformers_quantizes_inputs_with_our_static_scales(folder, tmp_path):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_names_shapes_and_types_are_those_that_vllm_reads(folder, name):
-    """compressed_tensors_w8a8_fp8.py and fp8.py of vLLM make these parameters for a linear; nothing else may be there."""
-    tensors = tensors_of(folder / name)
+    """Those that vLLM makes for a linear (compressed_tensors_w8a8_fp8.py, ..._w8a8_mxfp8.py, ..._w4a4_nvfp4.py with
+    use_a16, fp8.py, modelopt.py); nothing else may be there."""
+    tensors, plain = tensors_of(folder / name), tensors_of(folder / "hf")
     quantization = json.loads((folder / name / "config.json").read_text())["quantization_config"]
     for linear in LINEARS:
-        rows, cols = tensors[f"{linear}.weight"].shape
-        beside = {key.rpartition(".")[2] for key in tensors if key.startswith(f"{linear}.")} - {"weight"}
-        scale, shape = {
-            "fp8-tensor": ("weight_scale", [1]),
-            "fp8-channel": ("weight_scale", [rows, 1]),
-            "fp8-block": ("weight_scale_inv", [rows // 128, cols // 128]),
-        }[name]
-        assert beside == {scale} and tensors[f"{linear}.weight"].dtype == torch.float8_e4m3fn
-        assert list(tensors[f"{linear}.{scale}"].shape) == shape
-        assert tensors[f"{linear}.{scale}"].dtype == torch.float32
+        rows, cols = plain[f"{linear}.weight"].shape
+        there = {
+            key.rpartition(".")[2]: (tensor.dtype, list(tensor.shape))
+            for key, tensor in tensors.items()
+            if key.startswith(f"{linear}.")
+        }
+        e4m3, blocks = (torch.float8_e4m3fn, [rows, cols]), (torch.float8_e4m3fn, [rows, cols // 16])
+        bytes_ = torch.uint8, [rows, cols // 2]
+        assert there == {
+            "fp8-tensor": {"weight": e4m3, "weight_scale": (torch.float32, [1])},
+            "fp8-channel": {"weight": e4m3, "weight_scale": (torch.float32, [rows, 1])},
+            "fp8-block": {"weight": e4m3, "weight_scale_inv": (torch.float32, [rows // 128, cols // 128])},
+            "mxfp8": {"weight": e4m3, "weight_scale": (torch.uint8, [rows, cols // 32])},
+            "nvfp4": {
+                "weight_packed": bytes_, "weight_scale": blocks, "weight_global_scale": (torch.float32, [1]),
+            },
+            "nvfp4-modelopt": {
+                "weight": bytes_, "weight_scale": blocks, "weight_scale_2": (torch.float32, []),
+            },
+        }[name]  # fmt: skip
     rest = {key: tensor for key, tensor in tensors.items() if key.rpartition(".")[0] not in LINEARS}
-    assert rest.keys() == {key for key in tensors_of(folder / "hf") if key.rpartition(".")[0] not in LINEARS}
+    assert rest.keys() == {key for key in plain if key.rpartition(".")[0] not in LINEARS}
     assert {tensor.dtype for tensor in rest.values()} == {torch.bfloat16}
     if name == "fp8-block":
         assert quantization == {
             "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
             "modules_to_not_convert": ["lm_head"], "ignored_layers": ["lm_head"],
         }  # fmt: skip
+    elif name == "nvfp4-modelopt":
+        legacy = json.loads((folder / name / "hf_quant_config.json").read_text())["quantization"]
+        assert (quantization["quant_method"], quantization["quant_algo"]) == ("modelopt", "W4A16_NVFP4")
+        assert legacy == {
+            "quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"],
+        }  # fmt: skip
+    elif name in ("mxfp8", "nvfp4"):
+        form, preset = {"mxfp8": ("mxfp8-quantized", "MXFP8"), "nvfp4": ("nvfp4-pack-quantized", "NVFP4A16")}[
+            name
+        ]
+        check_preset(quantization, form, preset)
     else:
         assert (quantization["quant_method"], quantization["format"]) == (
             "compressed-tensors",
@@ -209,16 +267,31 @@ def test_names_shapes_and_types_are_those_that_vllm_reads(folder, name):
         strategy, inputs = {"fp8-tensor": ("tensor", "tensor"), "fp8-channel": ("channel", "token")}[name]
         assert group["weights"] == {**number, "strategy": strategy, "dynamic": False}
         assert group["input_activations"] == {**number, "strategy": inputs, "dynamic": True}
-    if name == "fp8-tensor":  # vLLM fuses these, and requantizes where their scales differ
+    shared = {
+        "fp8-tensor": "weight_scale",
+        "nvfp4": "weight_global_scale",
+        "nvfp4-modelopt": "weight_scale_2",
+    }
+    if name in shared:  # vLLM fuses these, and takes one scale
         for parts in GEMMS.values():
-            assert len({float(tensors[f"{part}.weight_scale"]) for part in parts}) == 1, parts
+            assert len({float(tensors[f"{part}.{shared[name]}"]) for part in parts}) == 1, parts
 
 
-# ----------------------------------------------------------------------------------------------------- back from FP8
+def check_preset(quantization: dict[str, Any], form: str, preset: str) -> None:
+    """config.json has compressed-tensors' preset scheme."""
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+
+    ours = QuantizationConfig.model_validate(quantization)
+    assert ours.format == form and ours.ignore == ["lm_head"]
+    theirs = QuantizationConfig(config_groups={"group_0": preset_name_to_scheme(preset, ["Linear"])})
+    assert ours.model_dump()["config_groups"] == theirs.model_dump()["config_groups"]
+
+
+# ------------------------------------------------------------------------------------------------- back from codes
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_fp8_directory_is_imported_to_the_bit(folder, expected, tmp_path, name):
+def test_a_quantized_directory_is_imported_to_the_bit(folder, expected, tmp_path, name):
     """Codes times scales, as float32: the fused matrices hold exactly what quantize and dequantize give."""
     assert import_main([str(folder / name), str(tmp_path / "run")]) == 0
     checkpoint = find_checkpoint(tmp_path / "run")
@@ -271,7 +344,7 @@ def train_fp8_params(config_file: str, source: str, out: str, recipe: str) -> di
         return found
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", RECIPES)
 def test_exported_codes_are_those_that_training_multiplied(folder, ranks, tmp_path, name):
     """The live weights' codes and scales after a step, and the exported ones, which were made from the checkpoint."""
     config, saved = folder / "run" / "config.yaml", tmp_path / "saved"
@@ -283,7 +356,7 @@ def test_exported_codes_are_those_that_training_multiplied(folder, ranks, tmp_pa
     changed = 0
     for site, parts in GEMMS.items():
         codes, scales = trained[site]
-        per_row = {"fp8-tensor": None, "fp8-channel": HEADS, "fp8-block": Heads(4, 2, 1)}[name]
+        per_row = {"fp8-tensor": None, "fp8-block": Heads(4, 2, 1)}.get(name, HEADS)
         if site.endswith("linear_qkv"):
             split_codes = split_qkv(codes, HEADS)
             split_scales = [scales] * 3 if per_row is None else split_qkv(scales, per_row)
@@ -294,6 +367,7 @@ def test_exported_codes_are_those_that_training_multiplied(folder, ranks, tmp_pa
             exported = tensors[f"{part}.weight"].view(torch.uint8)
             assert not first_difference(exported, own_codes), part
             scale = tensors[f"{part}.{form.scale}"]
+            scale = e8m0_to_scale_inv(scale) if name == "mxfp8" else scale
             assert not first_difference(scale, own_scales.reshape(scale.shape)), part
             changed += int((exported != started[f"{part}.weight"].view(torch.uint8)).sum())
     assert changed > 1000

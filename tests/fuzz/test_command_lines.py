@@ -44,9 +44,9 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "--config": A,
     },
     "export": {
-        "--format": ("bf16", "fp8-tensor", "fp8-channel", "fp8-block", "x"), "--calibration": A, "--ignore": W,
-        "--like": A, "--quantize-all": (), "--config": A, "--vocab-size": N, "--max-position-embeddings": N,
-        "--max-shard-size": ("5GB", "1KB", "0", "x", "1", "-1GB", "9" * 30),
+        "--format": ("bf16", "fp8-tensor", "fp8-channel", "fp8-block", "mxfp8", "nvfp4", "x"), "--calibration": A,
+        "--ignore": W, "--like": A, "--quantize-all": (), "--config": A, "--vocab-size": N,
+        "--max-position-embeddings": N, "--max-shard-size": ("5GB", "1KB", "0", "x", "1", "-1GB", "9" * 30),
     },
     "import": {"--tokenizer": A},
     "tokenizer": {"--vocab-size": ("257", "1", "x", ""), "--out": F},

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from megatron_fp8.huggingface.architectures import Entry
 from megatron_fp8.huggingface.block_scales import block_scales
 from megatron_fp8.huggingface.directory import Tensors
-from megatron_fp8.huggingface.formats import decode
+from megatron_fp8.huggingface.weight_decoder import decode
 from megatron_fp8.params.block_codes import codes_of
 
 ENTRY = Entry("ours.weight", ("theirs.weight",), ("hidden", "hidden"), site="ours")

@@ -374,6 +374,7 @@ BAD = {
     ("--config=nowhere.yaml",): "--config='nowhere.yaml' cannot be read",
     ("--calibration=x",): "--calibration with --format=bf16",
     ("--calibration=x", "--format=fp8-block"): "--calibration with --format=fp8-block",
+    ("--calibration=x", "--format=mxfp8"): "static input scales are of fp8-tensor, fp8-channel, nvfp4,",
     ("--calibration=nowhere", "--format=fp8-tensor"): "nowhere",
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_fp8.huggingface.architectures import ARCHITECTURES, entries, gemms
-from megatron_fp8.huggingface.exporter import Wanted, _high_precision_linears
+from megatron_fp8.huggingface.exporter import Wanted, _high_precision_linears, _reader_notes
 from megatron_fp8.huggingface.formats import FORMATS
 
 SECTION: dict[str, Any] = {
@@ -52,3 +52,23 @@ def test_the_ends_that_training_kept_are_the_decoders(said, expected):
     wanted = Wanted(FORMATS["fp8-channel"])
     assert _high_precision_linears(section, sites, wanted) == {f"layer {n}" for n in expected}
     assert _high_precision_linears({**section, "first_last_layers_bf16": None}, sites, wanted) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "nvfp4",
+            ["q_a_proj and kv_a_proj_with_mqa as one matrix", "without their tensor scales, 10,000 times"],
+        ),
+        ("nvfp4-modelopt", ["q_a_proj and kv_a_proj_with_mqa as one matrix"]),
+        ("mxfp8", ["cannot load experts in mxfp8"]),
+        ("fp8-tensor", []),
+    ],
+)
+def test_linears_that_engines_misread_are_noted(name, words):
+    """vLLM takes one tensor scale in deepseek_v2.py's fused_qkv_a_proj; transformers drops those of experts."""
+    notes = _reader_notes(FORMATS[name], SITES, set())
+    assert len(notes) == len(words) and all(map(str.__contains__, notes, words)), notes
+    experts = {part for parts in SITES.values() for part in parts if ".experts." in part}
+    assert _reader_notes(FORMATS[name], SITES, {QUERY, KEY, *experts}) == []
