@@ -51,6 +51,9 @@ def test_the_ends_that_training_kept_are_the_decoders(said, expected):
     section = {"num_layers": 4, "fp8": "e4m3", "first_last_layers_bf16": True, **said}
     wanted = Wanted(FORMATS["fp8-channel"])
     assert _high_precision_linears(section, sites, wanted) == {f"layer {n}" for n in expected}
+    assert _high_precision_linears({**section, "fp8": None, "fp4": "e2m1"}, sites, wanted) == {
+        f"layer {n}" for n in expected
+    }
     assert _high_precision_linears({**section, "first_last_layers_bf16": None}, sites, wanted) == set()
 
 
