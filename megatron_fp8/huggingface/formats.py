@@ -26,9 +26,9 @@ Blocks must be whole. Readers disagree on partial blocks (transformers divides t
 scales), and vLLM requires each part of a fused matrix to end on a block.
 
 Sources: compressed-tensors 0.20 (quantization/lifecycle/initialize.py, compressors/nvfp4, compressors/mxfp8: names,
-shapes; quant_scheme.py: config.json), vLLM (compressed_tensors_w8a8_fp8.py, compressed_tensors_w4a4_nvfp4.py,
-compressed_tensors_w8a8_mxfp8.py, fp8.py, modelopt.py), modelopt 0.47 (nvfp4_tensor.py, convert_hf_config.py),
-DeepSeek-V3's config.json.
+shapes; its presets NVFP4A16, NVFP4 and MXFP8: config.json), vLLM (compressed_tensors_w8a8_fp8.py, fp8.py,
+CompressedTensorsW4A4Fp4, CompressedTensorsW8A8Mxfp8, ModelOptNvFp4LinearMethod), modelopt 0.47 (NVFP4QTensor,
+convert_hf_quant_config_format), DeepSeek-V3's config.json.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from typing import Any
 
 import torch
 
-from .. import __version__
 from ..fp8_utils import get_fp8_recipe
 from ..numerics import nvfp4
 from ..numerics.formats import E4M3
@@ -283,7 +282,7 @@ def _inputs(number: dict[str, Any], dynamic: str | None, static_inputs: bool) ->
     return {**number, "strategy": "tensor" if static_inputs else dynamic, "dynamic": not static_inputs}
 
 
-_PRODUCER = {"name": "megatron_fp8", "version": __version__}
+_PRODUCER = {"name": "megatron_fp8"}
 
 
 def _algorithm(static_inputs: bool) -> str:

@@ -91,3 +91,13 @@ def write_family(
                 found[f"{name}_scale_inv"] = values([-(-size // 128) for size in shape])
     save_file(found, folder / "model.safetensors")
     return folder
+
+
+def gemm_parts(*rows: int, cols: int = 256) -> dict[str, torch.Tensor]:
+    """Weights of one GEMM by name, `a.0.weight` and so on, from small values to large ones."""
+    generator = torch.Generator().manual_seed(2)
+    scales = torch.logspace(-3, 3, len(rows))
+    return {
+        f"a.{i}.weight": (torch.randn(n, cols, generator=generator) * s).bfloat16()
+        for i, (n, s) in enumerate(zip(rows, scales, strict=True))
+    }

@@ -16,6 +16,7 @@ from megatron_fp8.huggingface.formats import (
 from megatron_fp8.huggingface.layout import Heads, join_qkv, pad_rows, split_qkv
 from megatron_fp8.huggingface.weight_decoder import check_readable, decode
 from megatron_fp8.recipe import Float8BlockScaling, Float8CurrentScaling
+from tests.support.hf_small import gemm_parts
 
 
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(4, 2, 3), (6, 6, 2), (8, 1, 5), (1, 1, 1)])
@@ -49,18 +50,9 @@ def test_padding_is_zeros_at_the_end():
     assert pad_rows(matrix, 5).tolist() == [[1, 1]] * 3 + [[0, 0]] * 2 and pad_rows(matrix, 3).shape == (3, 2)
 
 
-def parts(*rows: int, cols: int = 256) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    scales = torch.logspace(-3, 3, len(rows))
-    return {
-        f"a.{i}.weight": (torch.randn(n, cols, generator=generator) * s).bfloat16()
-        for i, (n, s) in enumerate(zip(rows, scales, strict=True))
-    }
-
-
 @pytest.mark.parametrize("name", ["fp8-tensor", "fp8-channel", "fp8-block"])
 def test_codes_times_scales_are_the_dequantized_weight(name):
-    weights, form = parts(256, 128, 128), FORMATS[name]
+    weights, form = gemm_parts(256, 128, 128), FORMATS[name]
     written = encode(weights, form, form.recipe)
     assert len(written) == 6
     whole = quantize(torch.cat(list(weights.values())), form.recipe, "weight").dequantize(torch.float32)
@@ -74,7 +66,7 @@ def test_codes_times_scales_are_the_dequantized_weight(name):
 
 
 def test_per_tensor_the_parts_of_a_gemm_share_the_fused_scale():
-    weights, form = parts(4, 8), FORMATS["fp8-tensor"]
+    weights, form = gemm_parts(4, 8), FORMATS["fp8-tensor"]
     written = encode(weights, form, form.recipe)
     amax = max(float(weight.float().abs().max()) for weight in weights.values())
     expected = 1 / (torch.tensor(448.0) / torch.tensor(amax))

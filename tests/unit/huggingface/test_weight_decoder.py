@@ -13,7 +13,7 @@ from megatron_fp8.huggingface.directory import Tensors
 from megatron_fp8.huggingface.formats import FORMATS, encode
 from megatron_fp8.huggingface.weight_decoder import check_readable, fp4_weights, read_weight
 from megatron_fp8.recipe import MXFP8BlockScaling, NVFP4BlockScaling
-from tests.unit.huggingface.test_layout_formats import parts
+from tests.support.hf_small import gemm_parts
 
 NVFP4 = ("nvfp4", "nvfp4-modelopt")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -34,7 +34,7 @@ def by_hand(codes: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", NVFP4)
 def test_nvfp4_parts_hold_the_values_of_the_fused_matrix(name, tmp_path):
-    weights, form = parts(64, 32, 16), FORMATS[name]
+    weights, form = gemm_parts(64, 32, 16), FORMATS[name]
     whole = quantize(torch.cat(list(weights.values())), NVFP4BlockScaling(), "weight").dequantize(
         torch.float32
     )
@@ -59,9 +59,11 @@ def test_compressed_tensors_packs_the_same_bytes():
 
     scheme: QuantizationScheme = preset_name_to_scheme("NVFP4A16", ["Linear"])
     form = FORMATS["nvfp4"]
-    written = encode(parts(48, cols=64), form, form.recipe)
+    written = encode(gemm_parts(48, cols=64), form, form.recipe)
     ours = {name.rpartition(".")[2]: tensor for name, tensor in written.items()}
-    expected = quantize(parts(48, cols=64)["a.0.weight"], form.recipe, "weight").dequantize(torch.float32)
+    expected = quantize(gemm_parts(48, cols=64)["a.0.weight"], form.recipe, "weight").dequantize(
+        torch.float32
+    )
     back = NVFP4PackedCompressor.decompress(ours, scheme)["weight"]
     assert torch.equal(back, expected.bfloat16())
     scale = ours["weight_scale"].float()
@@ -71,7 +73,7 @@ def test_compressed_tensors_packs_the_same_bytes():
 
 
 def test_mxfp8_is_codes_times_powers_of_two(tmp_path):
-    weights, form = parts(8, 3), FORMATS["mxfp8"]
+    weights, form = gemm_parts(8, 3), FORMATS["mxfp8"]
     written = encode(weights, form, form.recipe)
     opened = stored(tmp_path, written)
     for key, weight in weights.items():
