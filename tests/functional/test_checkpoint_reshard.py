@@ -145,23 +145,18 @@ def test_experts_from_bf16_start_from_their_largest_values(ranks, tmp_path):
 def test_experts_move_between_ranks(ranks, tmp_path, world):
     """From whole experts on each rank to parts of all (on four ranks of some) and back, one at a time and grouped, each
     with its bias."""
-    gather = {"moe_token_dispatcher_type": "allgather"}
-    way = [
-        (Layout(tp=2, sp=True, ep=2, etp=1), {}),
-        (Layout(tp=2, sp=True), {"moe_grouped_gemm": False})
-        if world == 2
-        else (Layout(tp=2, sp=True, ep=2), gather),
-        (Layout(pp=2), {}),
-    ]
+    parts: tuple[Layout, dict[str, Any]] = (Layout(tp=2, sp=True), {"moe_grouped_gemm": False})
+    if world == 4:
+        parts = Layout(tp=2, sp=True, ep=2), {"moe_token_dispatcher_type": "allgather"}
     fields = {**HISTORY, **DEEPSEEK}
-    layout, own = way[0]
-    ranks(2).run(trains_and_saves, layout, "delayed", {**fields, **own}, SHARDED, str(tmp_path / "0"))
+    whole = Layout(tp=2, sp=True, ep=2, etp=1)
+    ranks(2).run(trains_and_saves, whole, "delayed", fields, SHARDED, str(tmp_path / "0"))
     first = tensors_of(tmp_path / "0" / NAME)
     assert "decoder.layers.0.mlp.experts.experts.3.linear_fc2.fp8_state.weight.scale" in first
-    for number, (layout, own) in enumerate(way[1:]):
+    for number, (count, layout, own) in enumerate([(world, *parts), (2, Layout(pp=2), {})]):
         case = (layout, "delayed", {**fields, **own}, SHARDED)
         folders = str(tmp_path / f"{number}" / NAME), str(tmp_path / f"{number + 1}")
-        assert ranks(layout.model_ranks).run(loads_and_saves, *case, *folders)[0][0] == []
+        assert ranks(count).run(loads_and_saves, *case, *folders)[0][0] == []
         assert_same(first, tensors_of(tmp_path / f"{number + 1}" / NAME))
     biases = [tensor for name, tensor in first.items() if name.endswith("router.expert_bias")]
     assert len(biases) == 3 and all(bias.dtype == torch.float32 and bias.any() for bias in biases)
