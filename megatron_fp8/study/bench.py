@@ -192,7 +192,7 @@ def _shape(text: str) -> Gemm:
 
 def _from_config(options: argparse.Namespace, run_options: list[str]) -> _Request:
     """The GEMMs of one layer on one rank, in the run's recipe."""
-    from ..fp8_utils import get_fp8_recipe
+    from ..fp8_utils import get_fp8_recipe, quantizes
     from ..mcore.gemm_size_filter import gemm_shapes
     from ..train.config import run_config
     from ..train.config.model_section import transformer_config
@@ -200,7 +200,7 @@ def _from_config(options: argparse.Namespace, run_options: list[str]) -> _Reques
     # This command creates the table, so a run's config may name one that does not exist yet.
     run = run_config.load(options.config, *run_options, "--model.fp8_size_filter=null")
     config = transformer_config(run.model)
-    if not config.fp8:
+    if not quantizes(config):
         raise ValueError(
             f"--config={options.config} trains in BF16: add --model.fp8=hybrid to measure FP8 against it"
         )

@@ -76,7 +76,8 @@ def check_fp8_settings(config: TransformerConfig) -> None:
     config.fp8, config.fp4 = config.fp8 or None, config.fp4 or None  # False, as in other libraries
     if config.fp8 and config.fp4:
         raise ValueError(
-            f"fp8={plain(config.fp8)!r} and fp4={plain(config.fp4)!r}: linears have one recipe. Set one of them to None;"
+            f"fp8={plain(config.fp8)!r} and fp4={plain(config.fp4)!r}: linears have one recipe. Set one of them to None"
+            " (--model.fp8=null);"
             " in an FP4 model fp8_overrides names FP8 recipes for layers, GEMMs or operands, and 'nvfp4' in an FP8 model."
         )
     warmup, healing = (getattr(config, name) for name in _PHASES)

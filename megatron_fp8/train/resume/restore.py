@@ -13,6 +13,7 @@ from typing import Any
 
 from ...files.checkpoint import find_checkpoint, read_manifest, without_checksum
 from ...files.manifest import Manifest
+from ...fp8_utils import quantizes, recipe_name_of, switch_of
 from ...mcore.checkpoint.loader import load_weights
 from ...mcore.sites import check_plan
 from ...plan.settings import DEFAULT_RECIPE
@@ -224,11 +225,11 @@ _NOT_FROM_A_CHECKPOINT = (
 
 def refuse_its_code(folder: Path, saved: dict[str, Any], section: Any) -> None:
     """Raise ValueError if only the checkpoint names code that the model needs: such code is never imported."""
-    path = saved.get("fp8_quantizer_factory")
-    recipes = {section.fp8_recipe, *section.fp8_overrides.values()}
-    if path is not None and section.fp8 and "custom" in recipes and section.fp8_quantizer_factory is None:
+    name = f"{switch_of(section)}_quantizer_factory"
+    path, recipes = saved.get(name), {recipe_name_of(section), *section.fp8_overrides.values()}
+    if path is not None and quantizes(section) and "custom" in recipes and getattr(section, name) is None:
         raise ValueError(
-            f"the checkpoint {str(folder)!r} names code, fp8_quantizer_factory={path!r}, and code that a checkpoint names"
-            f" is not imported: if you know it, add --model.fp8_quantizer_factory={path}; or choose a recipe"
+            f"the checkpoint {str(folder)!r} names code, {name}={path!r}, and code that a checkpoint names"
+            f" is not imported: if you know it, add --model.{name}={path}; or choose a recipe"
             " with --recipe."
         )
