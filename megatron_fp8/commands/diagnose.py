@@ -161,7 +161,7 @@ def _diagnose(
     from ..diagnosis.attribution import Limits
     from ..diagnosis.diagnosis import diagnose_runner
     from ..diagnosis.output import format_table
-    from ..fp8_utils import recipe_of
+    from ..fp8_utils import recipe_name_of
 
     progress: Callable[[Progress], None] = _progress() if launch.rank == 0 else lambda _: None
     with replayed.runner.unrecorded():
@@ -178,7 +178,7 @@ def _diagnose(
         "iteration": replayed.iteration,
         "first_batch_of_iteration": replayed.first,
         "batches": options.batches,
-        "recipe": recipe_of(replayed.run.model),
+        "recipe": recipe_name_of(replayed.run.model),
         "world_size": launch.world_size,
         "recorded_loss": replayed.recorded,
     }

@@ -173,6 +173,33 @@ def test_dry_run_builds_and_checks_but_trains_nothing(folder, config):
     assert not out.exists()
 
 
+def test_a_run_in_fp4_says_so(folder, config):
+    """In the plan, the report, the phases and the checkpoint's entry; what was asked of FP8 beside it is named."""
+    out = folder / "runs" / "fp4"
+    fp4 = ["--model.fp8=null", "--model.fp4=e2m1", "--model.fp8_recipe=null", "--train.train_iters=3"]
+    more = [
+        "--model.fp8_high_precision_warmup=0.3",
+        "--model.fp8_overrides={'*.layers.2.mlp.linear_fc1:dgrad': mxfp8}",
+    ]
+    done = run("-m", "megatron_fp8", "train", f"--config={config}", f"--run_dir={out}", *fp4, *more)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "FP4 e2m1, recipe nvfp4" in done.stdout
+        and "fp4, nvfp4, emulated: fp4 recipe of the config" in done.stdout
+    )
+    assert "BF16 in iterations 1-1 (warm-up), FP4 in iterations 2-3" in done.stdout
+    assert "megatron_fp8: FP4 from iteration 2 on, the warm-up in BF16 is over" in done.stdout
+    report = json.loads((out / "report.json").read_text())
+    precision = report["precision"]
+    assert (precision["fp8"], precision["fp4"], precision["fp4_recipe"]) == (None, "e2m1", "nvfp4")
+    gemms = {site["name"]: site["gemms"] for site in report["sites"] if site["precision"] == "fp4"}
+    assert len(gemms) == 4 and set(gemms["decoder.layers.2.mlp.linear_fc2"].values()) == {"fp4"}
+    assert gemms["decoder.layers.2.mlp.linear_fc1"] == {"fprop": "fp4", "dgrad": "fp8", "wgrad": "fp4"}
+    assert [line["fp8_gemms"] for line in lines(out / "metrics.jsonl")] == [0, 24, 24]
+    told = run("-m", "megatron_fp8", "inspect", out)
+    assert "FP4 e2m1, nvfp4" in told.stdout, told.stdout + told.stderr
+
+
 # ------------------------------------------------------------------------------------------ bad input
 
 
