@@ -156,7 +156,7 @@ def widen(x):
     """float32 of bfloat16, float16 or float32 x. (The interpreter's own conversion loses bfloat16's subnormals.)"""
     if x.dtype == tl.bfloat16 and not COMPILED:
         return as_float(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
-    elif x.dtype == tl.bfloat16:  # Triton's own conversion unpacks two values first
+    elif x.dtype == tl.bfloat16:  # Triton's own conversion extracts the upper one of two values first
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
             "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2,

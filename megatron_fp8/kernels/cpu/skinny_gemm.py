@@ -1,6 +1,6 @@
 """Products of few rows by FP8 codes in C (skinny_gemm.c), as in decoding. Codes are read once.
 
-A CPU reads weights from memory for every token, so one byte per value in place of BF16's two halves the time. Codes
+A CPU reads weights from memory for every token, so one byte per value in place of BF16's two halves this traffic. Codes
 become bfloat16 in registers or, without instructions for it, float32 in the first cache. Sums are float32, in the order
 of the same processor's products with many rows.
 """
