@@ -202,6 +202,8 @@ def _check(content: dict[str, Any]) -> None:
         json.dumps(content, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise ValueError("it holds text that is no text (half a surrogate pair)") from None
+    if any(one["first"] >= one["last"] for one in content["state"].get("left_out", [])):
+        raise ValueError("state.left_out has a range that ends before it begins")
     if not content["files"]:
         raise ValueError("'files' is empty: a checkpoint has files")
     for name in content["files"]:

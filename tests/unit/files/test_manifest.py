@@ -110,6 +110,7 @@ def edited(**changes: Any) -> bytes:
         (earlier(state={"guard": [["fc1", None, 3, "ill"]]}), "state.guard[1] is"),
         (earlier(state={"guard": [["fc1", "bf16", "3", "ill"]]}), "state.guard[1] is"),
         (earlier(state={"left_out": [{"first": 3}]}), "it has no state.left_out[1].last"),
+        (earlier(state={"left_out": [{"first": 3, "last": 3}]}), "state.left_out has a range that ends before it begins"),
         (earlier(facts={"run": {"model": "/etc/model.yaml"}}), "facts.run.model is '/etc/model.yaml'"),
         (earlier(facts={"run": {"data": {"tokenizer": 3}}}), "facts.run.data.tokenizer is '3', and that is a text"),
         (earlier(facts={"layout": {"tensor": []}}), "facts.layout.tensor is '[]'"),
