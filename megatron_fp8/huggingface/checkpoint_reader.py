@@ -188,7 +188,8 @@ def open_source(path: Path, run: dict[str, Any] | None = None) -> Source:
             " the config.yaml of a run."
         )
     precision = manifest.facts.get("precision", {})  # has synonyms resolved
-    settled = {name: precision[name] for name in ("params_dtype", "fp8", "fp8_recipe") if name in precision}
+    names = ("params_dtype", "fp8", "fp8_recipe", "fp4", "fp4_recipe")
+    settled = {name: precision[name] for name in names if name in precision}
     metadata = read_metadata(folder)
     section = {**run["model"], **settled}
     if section.get("fp8_guard"):

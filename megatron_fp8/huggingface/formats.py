@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 
-from ..fp8_utils import get_fp8_recipe
+from ..fp8_utils import get_fp8_recipe, quantizes, recipe_setting
 from ..numerics import nvfp4
 from ..numerics.formats import E4M3
 from ..numerics.rule import Rule
@@ -118,9 +118,10 @@ assert tuple(FORMATS) == QUANTIZED_FORMATS
 
 def weight_recipe(chosen: WeightFormat, section: Mapping[str, Any]) -> Recipe:
     """The run's recipe if it has the format's type (for its margin, epsilon, powers of two), else the format's."""
-    if not section.get("fp8") or section.get("fp8_recipe") != recipe_name(chosen.recipe):
+    config = SimpleNamespace(**{"fp8": None, "fp8_margin": 0, **section})
+    if not quantizes(config) or section.get(recipe_setting(config)) != recipe_name(chosen.recipe):
         return chosen.recipe
-    return get_fp8_recipe(SimpleNamespace(**{"fp8_margin": 0, **section}))
+    return get_fp8_recipe(config)
 
 
 # -------------------------------------------------------------------------------------------------------------- tensors
@@ -140,7 +141,7 @@ def encode(
     Raises ValueError naming the tensor: it has NaN or Inf, or does not consist of whole blocks.
     """
     for name, weight in weights.items():
-        _check(name, weight, chosen, (lost or {}).get(name))
+        _check(name, weight, chosen, recipe, (lost or {}).get(name))
     found: dict[str, torch.Tensor] = {}
     for group in [list(weights)] if chosen.per_gemm else [[name] for name in weights]:
         side = quantize(torch.cat([weights[name] for name in group]), recipe, "weight").rowwise
@@ -152,11 +153,11 @@ def encode(
     return found
 
 
-def _check(name: str, weight: torch.Tensor, chosen: WeightFormat, lost: str | None) -> None:
+def _check(name: str, weight: torch.Tensor, chosen: WeightFormat, recipe: Recipe, lost: str | None) -> None:
     """Raises ValueError unless a weight is finite and consists of whole blocks."""
     if not bool(weight.isfinite().all()):
         raise ValueError(f"{name} holds NaN or Inf: a scale would hide it. Export an earlier checkpoint.")
-    rule = chosen.recipe.rule("weight")
+    rule = recipe.rule("weight")
     assert rule is not None
     block = rule.granularity
     if weight.shape[0] % (block.rows or 1) or weight.shape[1] % (block.cols or 1):

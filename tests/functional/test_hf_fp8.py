@@ -20,14 +20,17 @@ from megatron_fp8.huggingface.architectures import ARCHITECTURES, entries, gemms
 from megatron_fp8.huggingface.formats import FORMATS
 from megatron_fp8.huggingface.layout import Heads, split_qkv
 from megatron_fp8.inference.calibration import Calibration, Range
+from megatron_fp8.numerics.nvfp4 import tensor_scale
 from megatron_fp8.numerics.scaling import e8m0_to_scale_inv
-from tests.support.hf import VOCAB, build, hf_logits, hf_model, token_ids
+from tests.support.hf import VOCAB, build, hf_logits, hf_model, megatron_logits, token_ids
 
 HEADS = Heads(4, 2, 128)
 LAYERS = 2
 GEMMS = gemms(list(entries(ARCHITECTURES["LlamaForCausalLM"], {"num_layers": LAYERS})))
 LINEARS = [part for parts in GEMMS.values() for part in parts]
-RECIPES = {"fp8-tensor": "tensorwise", "fp8-channel": "rowwise", "fp8-block": "blockwise", "mxfp8": "mxfp8"}
+RECIPES = {name: ("--model.fp8=hybrid", f"--model.fp8_format={recipe}", "--model.fp8_param=true") for name, recipe in (
+    ("fp8-tensor", "tensorwise"), ("fp8-channel", "rowwise"), ("fp8-block", "blockwise"), ("mxfp8", "mxfp8"),
+)} | {"nvfp4": ("--model.fp4=e2m1",)}  # fmt: skip
 FROM_TRANSFORMERS = [name for name in FORMATS if name != "nvfp4-modelopt"]
 
 
@@ -314,14 +317,16 @@ def test_a_quantized_directory_is_imported_to_the_bit(folder, expected, tmp_path
 # --------------------------------------------------------------------------------------------------- codes of training
 
 
-def train_fp8_params(config_file: str, source: str, out: str, recipe: str) -> dict[str, tuple[Any, Any]]:
-    """A case for ranks: weights that live as FP8 take one optimizer step and are saved. Codes and scales by site."""
+def trained_codes(
+    config_file: str, source: str, out: str, fields: tuple[str, ...]
+) -> dict[str, tuple[Any, Any, Any]]:
+    """A case for ranks: weights take one optimizer step and are saved. By site, codes and scales that a forward reads,
+    and NVFP4's tensor scale."""
     from megatron_fp8.mcore import checkpoint
     from megatron_fp8.mcore.checkpoint.saver import Saver
     from megatron_fp8.params.fp8_parameter import Fp8Parameter
 
     with model_parallel(Layout()):
-        fields = ("--model.fp8=hybrid", f"--model.fp8_format={recipe}", "--model.fp8_param=true")
         run, chunks, optimizer = build(config_file, Layout(), *fields)
         checkpoint.load(
             find_checkpoint(Path(source)), read_manifest(find_checkpoint(Path(source))), chunks, optimizer
@@ -335,12 +340,17 @@ def train_fp8_params(config_file: str, source: str, out: str, recipe: str) -> di
         numbers = checkpoint.numbers(chunks, optimizer)
         saver.save(checkpoint.sharded_state(chunks, optimizer), Manifest(1, numbers, facts))
         saver.close()
+        megatron_logits(chunks[0], token_ids())
         found = {}
-        for name, parameter in chunks[0].named_parameters():
-            if isinstance(parameter, Fp8Parameter):
-                side = parameter.quantized.rowwise
-                site = name.removeprefix("module.").removeprefix("module.").removesuffix(".weight")
-                found[site] = (side.codes.view(torch.uint8).clone(), side.float_scale_inv().clone())
+        for module in chunks[0].modules():
+            if (site := getattr(module, "fp8_site", None)) is None:
+                continue
+            live = isinstance(module.weight, Fp8Parameter)
+            side = (module.weight.quantized if live else site.weights.entry.quantized).rowwise
+            scale, amax = side.float_scale_inv(), side.tensor_amax
+            if amax is not None:
+                scale, amax = scale.repeat_interleave(16, 0), tensor_scale(amax)
+            found[site.plan.name] = (side.codes.view(torch.uint8).clone(), scale.clone(), amax)
         return found
 
 
@@ -348,14 +358,14 @@ def train_fp8_params(config_file: str, source: str, out: str, recipe: str) -> di
 def test_exported_codes_are_those_that_training_multiplied(folder, ranks, tmp_path, name):
     """The live weights' codes and scales after a step, and the exported ones, which were made from the checkpoint."""
     config, saved = folder / "run" / "config.yaml", tmp_path / "saved"
-    (trained,) = ranks(1).run(train_fp8_params, str(config), str(folder / "run"), str(saved), RECIPES[name])
+    (trained,) = ranks(1).run(trained_codes, str(config), str(folder / "run"), str(saved), RECIPES[name])
     assert trained.keys() == GEMMS.keys()
     assert export_main([str(saved), str(tmp_path / "out"), f"--format={name}"]) == 0
     tensors, form = tensors_of(tmp_path / "out"), FORMATS[name]
     started = tensors_of(folder / name)
     changed = 0
     for site, parts in GEMMS.items():
-        codes, scales = trained[site]
+        codes, scales, whole = trained[site]
         per_row = {"fp8-tensor": None, "fp8-block": Heads(4, 2, 1)}.get(name, HEADS)
         if site.endswith("linear_qkv"):
             split_codes = split_qkv(codes, HEADS)
@@ -364,12 +374,13 @@ def test_exported_codes_are_those_that_training_multiplied(folder, ranks, tmp_pa
             split_codes = codes.chunk(len(parts))
             split_scales = [scales] * len(parts) if per_row is None else scales.chunk(len(parts))
         for part, own_codes, own_scales in zip(parts, split_codes, split_scales, strict=True):
-            exported = tensors[f"{part}.weight"].view(torch.uint8)
+            exported = tensors[f"{part}.{form.codes}"].view(torch.uint8)
             assert not first_difference(exported, own_codes), part
             scale = tensors[f"{part}.{form.scale}"]
-            scale = e8m0_to_scale_inv(scale) if name == "mxfp8" else scale
+            scale = e8m0_to_scale_inv(scale) if name == "mxfp8" else scale.float()
             assert not first_difference(scale, own_scales.reshape(scale.shape)), part
-            changed += int((exported != started[f"{part}.weight"].view(torch.uint8)).sum())
+            assert whole is None or tensors[f"{part}.weight_global_scale"].item() == whole.item(), part
+            changed += int((exported != started[f"{part}.{form.codes}"].view(torch.uint8)).sum())
     assert changed > 1000
 
 

@@ -15,7 +15,7 @@ from megatron_fp8.huggingface.formats import (
 )
 from megatron_fp8.huggingface.layout import Heads, join_qkv, pad_rows, split_qkv
 from megatron_fp8.huggingface.weight_decoder import check_readable, decode
-from megatron_fp8.recipe import Float8BlockScaling, Float8CurrentScaling
+from megatron_fp8.recipe import Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
 from tests.support.hf_small import gemm_parts
 
 
@@ -107,6 +107,9 @@ def test_the_runs_own_recipe_is_taken_where_it_is_of_the_kind():
             == Float8CurrentScaling()
         )
     assert weight_recipe(FORMATS["fp8-tensor"], {"fp8": None}) == Float8CurrentScaling()
+    section = {"fp8": None, "fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_disable_2d_quantization": True}
+    assert weight_recipe(FORMATS["nvfp4"], section) == NVFP4BlockScaling(disable_2d_quantization=True)
+    assert weight_recipe(FORMATS["fp8-tensor"], section) == Float8CurrentScaling()
 
 
 def test_scales_of_no_form_are_refused():
