@@ -30,7 +30,9 @@ def test_every_fp8_field_of_megatron_has_its_row_and_is_what_it_says():
     rows = {row[0].strip("`"): row[2] for row in table("Megatron-Core's fields", "Megatron-LM:")}
     theirs = {field.name for field in dataclasses.fields(Megatrons)}
     assert set(rows) <= theirs
-    assert {name for name in theirs if "fp8" in name or name.endswith("_in_bf16")} <= set(rows)
+    assert {name for name in theirs if "fp8" in name or "fp4" in name or name.endswith("_in_bf16")} <= set(
+        rows
+    )
     ours = {field.name for field in dataclasses.fields(TransformerConfig)}
     assert set(rows) <= ours
     for name, here in rows.items():

@@ -56,6 +56,7 @@ def test_the_default_recipe_is_that_of_every_entry_of_ours():
 def test_a_plans_first_line_says_whose_choice_the_recipe_is():
     plain = megatron_config.TransformerConfig(**SIZES)
     assert recipe_line(plain) == recipe_line(make()) == "BF16: fp8 is off"
+    assert recipe_line(make(fp4="e2m1")) == "FP4 e2m1, fp4_recipe nvfp4"
     plain.fp8 = "hybrid"  # its own check asks for Transformer Engine
     assert recipe_line(make(fp8="hybrid")) == "FP8 hybrid, fp8_recipe tensorwise"
     assert recipe_line(plain) == (
