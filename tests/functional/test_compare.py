@@ -124,7 +124,7 @@ def test_a_comparison_that_is_killed_with_its_ranks_goes_on_to_the_same_table(
     """SIGKILL while its second run trains on two ranks: they save and end, and the next one goes on from there."""
     monkeypatch.setattr(sys, "executable", forking_python)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    iterations = 12
+    iterations = 20
     options = [
         f"--config={config}", "--recipes=mxfp8", "--seeds=1", "--ranks=2", f"--train.train_iters={iterations}",
         "--checkpoint.save_interval=1000", f"--train.eval_interval={iterations}",

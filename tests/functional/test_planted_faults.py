@@ -28,9 +28,7 @@ IN_WORDS = {
 def test_a_planted_fault_is_found(ranks: Any, number: int) -> None:
     fault = drawn(number)
 
-    passes = 160 if number in SOME else 400  # sites, and parts of the worst
-
-    def train(recipe: str | None, fields: dict[str, Any], seed: int = number, passes: int = passes) -> Trial:
+    def train(recipe: str | None, fields: dict[str, Any], seed: int = number, passes: int = 400) -> Trial:
         (seen,) = ranks(1).run(trial, fault, recipe, fields, seed, passes, timeout=200)
         return seen
 
