@@ -32,9 +32,9 @@ from benchmarks.common import Timing
 N, K, LAYERS = 5632, 2048, 24
 TOKENS = (1, 8, 256)
 LONGEST, LEAST = 8.0, 3
-RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
-FARTHEST = 0.06
-"""Root mean square error of 8-bit weights and activations, over that of the result. Measured: 0.01 to 0.04."""
+RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
+FARTHEST, FARTHEST_NVFP4 = 0.06, 0.2
+"""Root mean square error of 8-bit (4-bit) weights and activations, over that of the result. Measured: 0.01 to 0.04."""
 
 Run = Callable[[torch.Tensor], Any]
 
@@ -88,7 +88,9 @@ def _each(layers: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _check(name: str, found: torch.Tensor, exact: torch.Tensor) -> None:
     error = float((found.double() - exact).norm() / exact.norm())
-    assert error < FARTHEST, f"{name}: {error} from the exact product"
+    assert error < (FARTHEST_NVFP4 if "nvfp4" in name else FARTHEST), (
+        f"{name}: {error} from the exact product"
+    )
 
 
 def _fp8(layers: torch.nn.ModuleList, recipe: str) -> torch.nn.ModuleList:

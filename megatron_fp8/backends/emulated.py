@@ -116,8 +116,10 @@ def gemm(
     _check(a, b, out_dtype, bias)
     if not exact and out_dtype in RESULTS:
         addend = None if bias is None else bias.to(torch.float32).contiguous()
-        if _has_few_rows(a, b, out_dtype) and _foldable(a, b):
-            return _multiply_few_rows(a, b, addend, out_dtype)
+        if _has_few_rows(a, b, out_dtype) and (_is_fp4(a, b) or _foldable(a, b)):
+            done = (fp4.multiply_few_rows if _is_fp4(a, b) else _multiply_few_rows)(a, b, addend, out_dtype)
+            if done is not None:
+                return done
         operands = _as_c_reads(a, b)
         if operands is not None:
             dtype = out_dtype if out_dtype in _IN_C else torch.float32
@@ -144,6 +146,8 @@ def _is_fp4(a: QuantizedSide, b: QuantizedSide) -> bool:
 
 def _has_few_rows(a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype) -> bool:
     """Whether ``_multiply_few_rows`` takes a @ b^T, by shapes, dtypes and kinds of scales."""
+    if _is_fp4(a, b):
+        return fp4.has_few_rows(a, b, out_dtype)
     return (
         a.codes.shape[0] <= skinny_gemm.MOST
         and skinny_gemm.takes(a.codes.shape[0], b.codes, out_dtype)

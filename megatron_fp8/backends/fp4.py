@@ -185,6 +185,25 @@ def gemm(
     return finish(matmul_fp32(_values(a, dtype), _values(b, dtype)), alpha, bias, out_dtype)
 
 
+def has_few_rows(a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype) -> bool:
+    """Whether a @ b^T is for ``multiply_few_rows``."""
+    return (
+        b.tensor_amax is not None
+        and b.granularity.symmetric
+        and cpu_fp4.takes_few_rows(a.codes.shape[0], b.codes, b.scale_inv, out_dtype)
+        and _work_dtype(a, b) == torch.bfloat16
+    )
+
+
+def multiply_few_rows(
+    a: QuantizedSide, b: QuantizedSide, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor | None:
+    """``emulated.gemm`` of at most 16 rows, as of decoded tokens: b's codes are read once, as they lie; None where the
+    tensors' factor is too small or large for C. bias: float32 [N]."""
+    values = _values(a, torch.bfloat16).contiguous()
+    return cpu_fp4.multiply_few_rows(values, b.codes, b.scale_inv, _factor(a, b), bias, out_dtype)
+
+
 def _work_dtype(a: QuantizedSide, b: QuantizedSide) -> torch.dtype:
     """bfloat16 where it holds all ``_values`` exactly, else float32."""
     short = all(side.tensor_amax is not None or side.pow2 for side in (a, b))

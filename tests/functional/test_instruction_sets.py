@@ -45,6 +45,8 @@ def multiplied(count: int, seed: int, having: Sequence[int], few: bool) -> list[
     for i in range(count if having else 0):
         calls.append(kinds[i % len(kinds)](draw, MOST, having[i // len(kinds) % len(having)]))
         calls[-1].front = bool(draw.integers(2))
+    if emulation.AVX512 in having:
+        calls += [fp4.few_rows_call(draw, MOST) for _ in range(count // 10)]
     return calls
 
 
@@ -83,7 +85,7 @@ def loops_of(build: str) -> tuple[tuple[int, ...], bool]:
 def test_calls_for_other_processors_are_drawn():
     """A call that cannot be told fails here, and not first where its instructions are."""
     calls = multiplied(60, 0, (emulation.AVX512, emulation.AMX, emulation.FLOAT32), True)
-    assert {call.name for call in calls} == {"has_gemm", "gemm", "gemm_each", "few_rows"}
+    assert {call.name for call in calls} == {"has_gemm", "gemm", "gemm_each", "few_rows", "few_rows_fp4"}
     assert all(call.packed() for call in calls)
 
 

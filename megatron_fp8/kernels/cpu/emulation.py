@@ -28,7 +28,7 @@ import torch
 
 from . import library
 
-_FILES = """emulation blocks casts fp4 gemm gemm_float32 grouped skinny_gemm skinny_gemm_float32
+_FILES = """emulation blocks casts fp4 gemm gemm_float32 grouped skinny_gemm skinny_gemm_float32 skinny_gemm_fp4
     stats"""
 SOURCES = [Path(__file__).with_name(f"{name}.c") for name in _FILES.split()]
 # No -ffast-math: these options change no result. Compilers vectorise selects of float products without trapping math.

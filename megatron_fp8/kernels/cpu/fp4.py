@@ -1,7 +1,8 @@
-"""NVFP4 casts and decoding in C (fp4.c): what numerics/nvfp4.py specifies, to the bit.
+"""NVFP4 in C: casts, decoding, and products of few rows.
 
-A cast is two calls, of which the first finds amaxes and the second makes scales and codes, so that ranks can reduce the
-tensor's amaxes in between.
+Casts and decoding (fp4.c) have the bits of numerics/nvfp4.py, products (skinny_gemm_fp4.c) those of gemm.c. A cast is
+two calls, of which the first finds amaxes and the second makes scales and codes, so that ranks can reduce the tensor's
+amaxes in between.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ...numerics.nvfp4 import BLOCK, padded
 from ...numerics.rule import Direction, Rule
 from . import emulation
 from .matrix_quantize import DTYPES
+from .skinny_gemm import MOST
 
 _MASK = 0xFFFFFFFF
 
@@ -164,3 +166,63 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, block_rows: int) -> torch.
         emulation.thread_count(values.numel()),
     )
     return values
+
+
+class ProductStruct(ctypes.Structure):
+    """skinny_gemm_fp4.c's Fp4Product."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("a", "b", "scale", "factor", "bias", "to")),
+        *((name, ctypes.c_int64) for name in ("m", "n", "k")),
+        ("to_bfloat16", ctypes.c_int32),
+    )
+
+
+def takes_few_rows(rows: int, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether ``multiply_few_rows`` takes packed codes [N, K / 2] in blocks of 16 x 16, for a result of dtype."""
+    return (
+        rows <= MOST
+        and emulation.inner_loop() == emulation.AVX512
+        and dtype in (torch.bfloat16, torch.float32)
+        and 2 * codes.numel() >= emulation.MIN_PRODUCT
+        and emulation.plain(codes)
+        and emulation.plain(scales)
+    )
+
+
+def multiply_few_rows(
+    a: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    factor: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor | None:
+    """dtype [M, N] = (a [M, K] @ b [N, K]^T) * factor + bias, as ``emulation.multiply`` gives it, to the bit.
+
+    Args:
+        a: bfloat16, contiguous, 1 to 16 rows.
+        codes: float4_e2m1fn_x2 [N, K / 2], b's, which ``takes_few_rows`` takes.
+        scales: float8_e4m3fn [ceil(N / 16), K / 16].
+        factor: float32 [].
+        bias: float32 [N], or None.
+
+    Returns:
+        None where factor is outside of ``emulation.multiply``'s range.
+    """
+    (m, k), n = a.shape, codes.shape[0]
+    assert 0 < m <= MOST and codes.shape[1] * 2 == k and k % BLOCK == 0, (a.shape, codes.shape)
+    to = torch.empty(m, n, dtype=dtype, device="cpu")
+    product = ProductStruct(
+        emulation.address(a, torch.bfloat16, m * k),
+        emulation.address(codes, codes.dtype, n * k // 2),
+        emulation.address(scales, torch.float8_e4m3fn, -(-n // BLOCK) * (k // BLOCK)),
+        emulation.address(factor, torch.float32, 1),
+        None if bias is None else emulation.address(bias, torch.float32, n),
+        emulation.address(to, dtype, m * n),
+        *(m, n, k, int(dtype == torch.bfloat16)),
+    )
+    done = emulation.compiled().few_rows_fp4(ctypes.byref(product), emulation.thread_count(n * k))
+    if done < 0:
+        raise MemoryError(f"no memory for {m} x {k} bfloat16 numbers")
+    return None if done else to

@@ -122,3 +122,35 @@ def decode_call(draw: Draw, most: int) -> Call:
         lambda _, outs: differs("values", outs[0], values),
         f"{rows} x {blocks} blocks of {height} rows",
     )
+
+
+def few_rows_call(draw: Draw, most: int) -> Call:
+    """For AVX512-BF16."""
+    rows, cols, blocks = int(draw.integers(1, 17)), of.size(draw, most, 1), of.size(draw, most // 16, 1)
+    generator, k = of.seeded(draw), blocks * 16
+    codes = torch.randint(256, (cols, k // 2), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(127, (of.blocks(cols, 16), blocks), generator=generator, dtype=torch.uint8)
+    by = expand_scale(scales.view(torch.float8_e4m3fn).double(), BLOCK_16X16, (cols, k))
+    b = nvfp4.values(codes.view(torch.float4_e2m1fn_x2)).double() * by
+    a = torch.randn(rows, k, generator=generator).bfloat16()
+    factor, bias = torch.rand(1, generator=generator) + 0.5, torch.randn(cols, generator=generator)
+    exact = a.double() @ b.t() * factor.double() + bias.double()
+    bound = (a.double().abs() @ b.abs().t() * factor.double() + bias.double().abs()) * 2.0**-16 + 1e-30
+    short, out = bool(draw.integers(2)), torch.bfloat16
+    to = empty((rows, cols), out if short else torch.float32)
+    struct = fp4.ProductStruct(m=rows, n=cols, k=k, to_bfloat16=short)
+    told = Buffer(struct)
+    for name, tensor in (("a", a), ("b", codes), ("scale", scales), ("factor", factor), ("bias", bias)):
+        told.pointers[getattr(fp4.ProductStruct, name).offset] = Buffer(tensor)
+    told.pointers[fp4.ProductStruct.to.offset] = to
+
+    def check(returned: int, outs: list[bytearray]) -> str | None:
+        found = torch.frombuffer(outs[0], dtype=out if short else torch.float32).view(rows, cols).double()
+        near = (found - exact).abs() <= bound + (exact.abs() * 2.0**-8 if short else 0)
+        return (
+            None
+            if of.int32(returned) == 0 and bool(near.all())
+            else f"returned {returned}, or far from the sums"
+        )
+
+    return Call("few_rows_fp4", [told, int(draw.integers(1, 4))], check, f"{rows} x {cols} x {k}")

@@ -190,3 +190,22 @@ def test_a_factor_beyond_the_range_of_products_in_c(sides: list[tuple[QuantizedS
         scaled = replace(a, tensor_amax=a.tensor_amax * 2.0**power)
         assert torch.equal(emulated.gemm(scaled, b), values * 2.0**power)
     assert not emulated.gemm(replace(a, tensor_amax=torch.tensor(0.0)), b).any()
+
+
+@pytest.mark.skipif(emulation.inner_loop() != emulation.AVX512, reason="no AVX512-BF16")
+@pytest.mark.parametrize("n, k", [(1, 2000), (16, 1040), (70, 272), (5, 8192), (128, 128), (333, 600)])
+def test_few_rows_have_the_bits_of_many(n: int, k: int, monkeypatch: pytest.MonkeyPatch):
+    w = emulated.quantize(matrix((n, k), torch.bfloat16, "wide"), RULES["squares"], "rowwise").tensor.rowwise
+    x = matrix((16, k), torch.bfloat16, "wide")
+    for rows in range(1, 17):
+        a = emulated.quantize(x[:rows], RULES["rows"], "rowwise").tensor.rowwise
+        bias = torch.randn(n)
+        for dtype in (torch.float32, torch.bfloat16):
+            assert fp4.has_few_rows(a, w, dtype) == (n * nvfp4.padded(k) >= emulation.MIN_PRODUCT)
+            if not fp4.has_few_rows(a, w, dtype):
+                continue
+            with threads(2):
+                done = emulated.gemm(a, w, out_dtype=dtype, bias=bias)
+            with monkeypatch.context() as patch:
+                patch.setattr(in_c, "MOST", 0)
+                assert torch.equal(done, emulated.gemm(a, w, out_dtype=dtype, bias=bias))
