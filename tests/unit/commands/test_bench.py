@@ -18,7 +18,7 @@ from megatron_fp8.study import bench_diff
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["--shape=48x40x36", "--repetitions=4"]
-RECIPES = ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
+RECIPES = ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]
 CONFIG = f"--config={ROOT / 'examples/configs/tiny_gpt_cpu.yaml'}"
 
 

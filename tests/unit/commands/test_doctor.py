@@ -58,7 +58,10 @@ def test_text_fits_a_terminal_without_colour(
     code, out, err = run(capsys, "--config=tiny_gpt_cpu", "--model.fp8_backend=native", "--matrix")
     assert max(map(len, out.splitlines())) <= 80 and "\x1b" not in out and not err
     assert code == 1 and "fp8_backend=native: " in out
-    assert out.startswith("FP8 works here: emulated (delayed, tensorwise, rowwise, blockwise, mxfp8).")
+    first = " ".join(out.split())
+    assert first.startswith(
+        "FP8 works here: emulated (delayed, tensorwise, rowwise, blockwise, mxfp8, nvfp4)."
+    )
     for words in (
         "Versions",
         "not to work together",
@@ -89,7 +92,9 @@ def test_json_of_schema_1(capsys: pytest.CaptureFixture[str]):
     }
     assert {cell["known"] for cell in found["matrix"]} == {"tried here", "documentation", "not known"}
     good = [trial["recipe"] for trial in found["trials"] if trial["result"] == "good"]
-    assert good == ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"], "emulated runs all of them"
+    assert good == ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"], (
+        "emulated runs all of them"
+    )
     assert all(0 <= trial["error"] < 1e-3 for trial in found["trials"] if trial["result"] == "good")
     documented = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text()
     for names in SCHEMA.values():

@@ -71,6 +71,8 @@ def test_the_guard_is_the_config_s_whenever_the_runtime_came():
     assert state_of(config).guard is None
     config.fp8_guard, config.fp8_guard_patience = 1, 5
     guard = state_of(config).guard
+    in_fp4 = state_of(TransformerConfig(**SIZES, fp4="e2m1", fp8_guard=True)).guard
+    assert in_fp4 is not None and in_fp4.ladder == ("bf16",)
     assert guard.ladder == ("bf16",) and guard.thresholds.patience == 5 and state_of(config).guard is guard
     config.init_method = config.output_layer_init_method = config.embedding_init_method = None
     config.freeze()
