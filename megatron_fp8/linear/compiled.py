@@ -26,8 +26,7 @@ Arguments have this form because:
   code, and operators of other sources may return other layouts for the same code.
 
 Side effects outside the graph: slots (a maximum and a sum, in any order), counters, the cached weight, main_grad. No
-result in the graph reads them. If the weight's cached codes were replaced since the forward, backward quantizes the same
-weight again with the same scale.
+result in the graph reads them. If the weight's cached codes were replaced since, backward makes the same ones again.
 
 Rejected: tracing through, as torchao does. It suits tensors that carry their state; here slots, caches and Triton
 launches would each need a functional twin, and bits would differ from eager mode's. Rejected: an effect token through

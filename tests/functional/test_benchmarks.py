@@ -18,7 +18,6 @@ from benchmarks.support.fp8_gpt import NARROW, fp8_config
 from benchmarks.support.gpt import gpt_config
 from benchmarks.support.ranks import RankPool
 from tests.support.command import ROOT, run
-from tests.support.long_cases import some
 
 BENCHMARKS = ROOT / "benchmarks"
 ONCE = "--repetitions=1"
@@ -66,6 +65,7 @@ ON_RANKS: dict[str, tuple[dict[str, Any], list[str]]] = {
 }  # fmt: skip
 """Those that start ranks of their own: here they have the tests'."""
 ELSEWHERE = {
+    "conformance": "tests/unit/conformance/test_conformance.py",
     "estimates": "tests/functional/test_estimate_page.py",
     "gpu_bench": "tests/functional/test_gpu_scripts.py",
     "gpu_check": "tests/functional/test_gpu_scripts.py",
@@ -113,7 +113,7 @@ def test_every_script_is_here():
     assert all((ROOT / file).exists() for file in ELSEWHERE.values())
 
 
-@pytest.mark.parametrize("name", some(SMALL, "cast", "inference", "step", "telemetry"))
+@pytest.mark.parametrize("name", SMALL)
 def test_it_runs(name: str, tmp_path: Path) -> None:
     """1: it missed its goal, of a size that it is not run in."""
     constants, options = SMALL[name]
@@ -132,7 +132,7 @@ def as_small(name: str, constants: dict[str, Any], case: str, *args: Any) -> Any
         return getattr(module, case)(*args)
 
 
-@pytest.mark.parametrize("name", some(ON_RANKS, "layouts"))
+@pytest.mark.parametrize("name", ON_RANKS)
 def test_it_runs_on_ranks(name: str, ranks: RankPool, monkeypatch: Any, capsys: Any) -> None:
     module = importlib.import_module(f"benchmarks.{name}")
     constants, options = ON_RANKS[name]
