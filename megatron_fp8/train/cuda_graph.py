@@ -43,6 +43,10 @@ _NOT_WITH_GRAPHS: dict[str, tuple[Any, str]] = {
         False,
         "each step writes the weights' scales to new memory, and a replay reads the old",
     ),
+    "model.fp4": (
+        None,
+        "its emulation copies tables from the host, and rounds with random bits that the host names",
+    ),
     "model.fp8_stochastic_rounding": (False, "every replay would round with the same random bits"),
     "model.fp8_interval": (1, "the host decides in which iterations scales are updated"),
     "model.fp8_high_precision_warmup": (0.0, "the precision changes during the training"),
