@@ -52,7 +52,10 @@ _NOT_WITH_GRAPHS: dict[str, tuple[Any, str]] = {
     "model.fp8_high_precision_warmup": (0.0, "the precision changes during the training"),
     "model.fp8_high_precision_healing": (0.0, "the precision changes during the training"),
     "model.fp8_guard": (False, "the guard changes the precision of layers on the host"),
-    "model.fp8_quantizer_factory": (None, "a replay does not call a quantizer of your own"),
+    **dict.fromkeys(
+        ("model.fp8_quantizer_factory", "model.fp4_quantizer_factory"),
+        (None, "a replay does not call a quantizer of your own"),
+    ),
     "optimizer.overlap_param_gather": (
         False,
         "the forward pass waits for what the optimizer's step has sent",
@@ -77,6 +80,13 @@ def check_options(run: RunConfig) -> None:
             "model.fp16=True with a dynamic loss scale",
             "the host changes the scale, and a replay would use the captured one",
             "give a constant optimizer.loss_scale, or train in BF16",
+        )
+    in_fp4 = run.model.fp4 or "nvfp4" in run.model.fp8_overrides.values()
+    if in_fp4 and not run.model.fp4_disable_stochastic_rounding:
+        _refuse(
+            "NVFP4's stochastic rounding",
+            "every replay would round with the same random bits",
+            "set model.fp4_disable_stochastic_rounding=True",
         )
     if run.telemetry.settings().on:
         _refuse(

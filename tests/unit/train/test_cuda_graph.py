@@ -45,6 +45,11 @@ FP8 = ["--model.fp8=hybrid", "--model.fp8_recipe=delayed"]
         (["--data.loss=assistant"], "data.loss='assistant': the host reads"),
         (["--model.fp16=true"], "model.fp16=True with a dynamic loss scale: the host changes"),
         (["--telemetry.every=5"], "telemetry: a replay calls no observer"),
+        (["--model.fp4=e2m1"], "NVFP4's stochastic rounding: every replay would round"),
+        (
+            [*FP8, "--model.fp8_overrides={'*': nvfp4}"],
+            "NVFP4's stochastic rounding: every replay would round",
+        ),
     ],
 )
 def test_what_a_replay_would_leave_out_is_refused(options: list[str], words: str) -> None:
@@ -62,6 +67,11 @@ def test_a_constant_loss_scale_and_dropout_are_taken() -> None:
             [*ON, "--model.fp16=true", "--optimizer.loss_scale=1024", "--model.hidden_dropout=0.1"]
         )
     )
+
+
+def test_nvfp4_without_stochastic_rounding_is_taken() -> None:
+    fp4 = ["--model.fp4=e2m1", "--model.fp4_disable_stochastic_rounding=true"]
+    cuda_graph.check_options(run_config.parse([*ON, *fp4]))
 
 
 def test_every_option_is_a_key_whose_default_is_taken() -> None:
