@@ -80,6 +80,9 @@ def test_later_options_win_and_dashes_are_underscores() -> None:
         ("--model.num_query_groups=1", "make the first a multiple|Make the first a"),
         ("--model.ffn_hidden_size=7", "equal part of ffn_hidden_size"),
         ("--model.pipeline_model_parallel_size=3", "cannot be split"),
+        ("--model.fp4=e2m1", "model.fp4='e2m1': set one of them to null"),
+        ("--model.fp4=e3m0", "model.fp4='e3m0' must be one of 'e2m1'"),
+        ("--model.fp4_param=true", "model.fp4_param=True is not available in this version"),
         ("nothing", "is not an option"),
     ],
 )
@@ -100,6 +103,13 @@ def test_overrides_may_name_an_expert_of_any_rank() -> None:
     assert not any("the rank with the first experts" in note for note in read([moe]).notes)
     with pytest.raises(ValueError, match=r"local_experts.8.* matches no GEMM site"):
         read([moe, "--model.fp8_overrides={'*.local_experts.8.*': bf16}"])
+
+
+def test_a_note_says_by_what_nvfp4_is_timed() -> None:
+    fp4 = [TINY, "--model.fp8=null", "--model.fp4=e2m1"]
+    mixed = [TINY, "--model.fp8_overrides={'*.linear_fc1': nvfp4}"]
+    for options, noted in ((fp4, True), (mixed, True), ([TINY], False)):
+        assert any("NVFP4 are timed as FP8" in note for note in read(options).notes) == noted, options
 
 
 @pytest.mark.parametrize("key", ["fp8_format", "fp8_recipe"])
