@@ -43,10 +43,6 @@ _NOT_WITH_GRAPHS: dict[str, tuple[Any, str]] = {
         False,
         "each step writes the weights' scales to new memory, and a replay reads the old",
     ),
-    "model.fp4": (
-        None,
-        "its emulation copies tables from the host, and rounds with random bits that the host names",
-    ),
     "model.fp8_stochastic_rounding": (False, "every replay would round with the same random bits"),
     "model.fp8_interval": (1, "the host decides in which iterations scales are updated"),
     "model.fp8_high_precision_warmup": (0.0, "the precision changes during the training"),
@@ -81,13 +77,8 @@ def check_options(run: RunConfig) -> None:
             "the host changes the scale, and a replay would use the captured one",
             "give a constant optimizer.loss_scale, or train in BF16",
         )
-    in_fp4 = run.model.fp4 or "nvfp4" in run.model.fp8_overrides.values()
-    if in_fp4 and not run.model.fp4_disable_stochastic_rounding:
-        _refuse(
-            "NVFP4's stochastic rounding",
-            "every replay would round with the same random bits",
-            "set model.fp4_disable_stochastic_rounding=True",
-        )
+    if run.model.fp4 or "nvfp4" in run.model.fp8_overrides.values():
+        _refuse("NVFP4", "its emulation copies tables and names random bits on the host", "train in FP8")
     if run.telemetry.settings().on:
         _refuse(
             "telemetry", "a replay calls no observer", "leave out telemetry.every and telemetry.te_config"

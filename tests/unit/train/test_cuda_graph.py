@@ -36,7 +36,6 @@ FP8 = ["--model.fp8=hybrid", "--model.fp8_recipe=delayed"]
             "model.recompute_granularity='selective': a recomputation",
         ),
         ([*FP8, "--model.fp8_param=true"], "model.fp8_param=True: each step writes"),
-        (["--model.fp8=null", "--model.fp4=e2m1"], "model.fp4='e2m1': its emulation copies"),
         ([*FP8, "--model.fp8_interval=2"], "model.fp8_interval=2: the host decides"),
         (
             [*FP8, "--model.fp8_high_precision_warmup=0.1"],
@@ -45,11 +44,8 @@ FP8 = ["--model.fp8=hybrid", "--model.fp8_recipe=delayed"]
         (["--data.loss=assistant"], "data.loss='assistant': the host reads"),
         (["--model.fp16=true"], "model.fp16=True with a dynamic loss scale: the host changes"),
         (["--telemetry.every=5"], "telemetry: a replay calls no observer"),
-        (["--model.fp4=e2m1"], "NVFP4's stochastic rounding: every replay would round"),
-        (
-            [*FP8, "--model.fp8_overrides={'*': nvfp4}"],
-            "NVFP4's stochastic rounding: every replay would round",
-        ),
+        (["--model.fp4=e2m1"], "NVFP4: its emulation copies"),
+        ([*FP8, "--model.fp8_overrides={'*': nvfp4}"], "NVFP4: its emulation copies"),
     ],
 )
 def test_what_a_replay_would_leave_out_is_refused(options: list[str], words: str) -> None:
@@ -67,11 +63,6 @@ def test_a_constant_loss_scale_and_dropout_are_taken() -> None:
             [*ON, "--model.fp16=true", "--optimizer.loss_scale=1024", "--model.hidden_dropout=0.1"]
         )
     )
-
-
-def test_nvfp4_without_stochastic_rounding_is_taken() -> None:
-    fp4 = ["--model.fp4=e2m1", "--model.fp4_disable_stochastic_rounding=true"]
-    cuda_graph.check_options(run_config.parse([*ON, *fp4]))
 
 
 def test_every_option_is_a_key_whose_default_is_taken() -> None:
