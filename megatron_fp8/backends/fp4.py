@@ -3,8 +3,8 @@
 Two codes share a byte along the contraction, so a columnwise side is contiguous in its own orientation, never a
 transposed view. Its codes of 16x16 blocks are those of the rowwise side, transposed.
 
-On CPUs C casts, and decodes for C's products (kernels/cpu/fp4.c); what C does not take goes through torch, to the same
-bits.
+On CPUs C casts (kernels/cpu/fp4.c), and its products decode codes as they pack them (gemm.c); what C does not take goes
+through torch, to the same bits.
 """
 
 from __future__ import annotations
@@ -158,10 +158,19 @@ def _side(
 
 
 def operands(a: QuantizedSide, b: QuantizedSide) -> tuple[Operand, Operand]:
-    """What C multiplies of sides a [M, K] and b [N, K] of which one is NVFP4, or both: decoded values, and the tensors'
-    factor as a's scale."""
+    """What C multiplies of sides a [M, K] and b [N, K] of which one is NVFP4, or both: codes, or decoded values where
+    the inner loop does not decode these; the tensors' factor is a's scale."""
     dtype = _work_dtype(a, b)
-    return Operand(_values(a, dtype), _factor(a, b)), Operand(_values(b, dtype))
+    return _operand(a, dtype)._replace(scale=_factor(a, b)), _operand(b, dtype)
+
+
+def _operand(side: QuantizedSide, dtype: torch.dtype) -> Operand:
+    in_loop = dtype == torch.bfloat16 and emulation.inner_loop() in (emulation.AVX512, emulation.AMX)
+    if side.tensor_amax is None or not (
+        in_loop and emulation.plain(side.codes) and emulation.plain(side.scale_inv)
+    ):
+        return Operand(_values(side, dtype))
+    return Operand(side.codes, fp4_scale=side.scale_inv, fp4_rows=side.granularity.rows)
 
 
 def gemm(

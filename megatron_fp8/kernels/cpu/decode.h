@@ -8,7 +8,7 @@
 
 #include "numbers.h"
 
-enum { BFLOAT16, E4M3, E5M2 }; /* what an operand holds */
+enum { BFLOAT16, E4M3, E5M2, E2M1 }; /* what an operand holds */
 
 #if defined(__AVX512BW__)
 
@@ -17,6 +17,7 @@ enum { BFLOAT16, E4M3, E5M2 }; /* what an operand holds */
 /* The lower and the upper bytes of the numbers that magnitudes 0 to 127 stand for. */
 typedef struct {
     union { uint8_t bytes[128]; __m512i vectors[2]; } low, high;
+    float scale[128]; /* of E2M1: E4M3's numbers */
 } Numbers;
 
 INLINE Numbers numbers_of(int32_t format) {
@@ -25,6 +26,7 @@ INLINE Numbers numbers_of(int32_t format) {
         uint32_t u = bits_of(format == E5M2 ? decode_e5m2((uint8_t)i) : decode_e4m3((uint8_t)i));
         of.low.bytes[i] = (uint8_t)(u >> 16);
         of.high.bytes[i] = (uint8_t)(u >> 24);
+        of.scale[i] = float_of(u);
     }
     return of;
 }

@@ -18,6 +18,7 @@ would have to guess the vector width.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Callable
 from functools import cache, partial
@@ -141,7 +142,7 @@ _BELOW_AMX = frozenset({
     "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512",
 })
 # fmt: on
-FORMATS = {torch.bfloat16: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+FORMATS = {torch.bfloat16: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.float4_e2m1fn_x2: 3}
 """C's numbers of operands' dtypes."""
 _SQUARE = 32
 """Elements along k that gemm.c packs together, with one scale."""
@@ -156,6 +157,9 @@ class Operand(NamedTuple):
         block: (rows, k) that share a scale; 0: the whole extent.
         pow2: every scale is a power of two.
         finite: known to have no NaN and no Inf, so C does not check; False: not known.
+        fp4_scale: of values float4_e2m1fn_x2 [rows, k / 2], contiguous: float8_e4m3fn [row blocks, k / 16], contiguous.
+            The inner loop FLOAT32 does not take these.
+        fp4_rows: rows that share one of these scales.
     """
 
     values: torch.Tensor
@@ -163,6 +167,14 @@ class Operand(NamedTuple):
     block: tuple[int, int] = (0, 0)
     pow2: bool = False
     finite: bool = False
+    fp4_scale: torch.Tensor | None = None
+    fp4_rows: int = 1
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, k)"""
+        rows, k = self.values.shape
+        return (rows, k) if self.fp4_scale is None else (rows, 2 * k)
 
 
 class Side(ctypes.Structure):
@@ -180,6 +192,8 @@ class Side(ctypes.Structure):
         ("block_k", ctypes.c_int64),
         ("scale_row_step", ctypes.c_int64),
         ("scale_k_step", ctypes.c_int64),
+        ("block_scale", ctypes.c_void_p),
+        ("block_scale_rows", ctypes.c_int64),
     )
 
 
@@ -217,7 +231,7 @@ def inner_loop() -> int | None:
 def fits(a: Operand, b: Operand) -> bool:
     """Whether ``multiply`` takes these operands, given an ``inner_loop``: plain CPU tensors, large enough to pay for
     packing, with power-of-two scales along k, each for a multiple of 32."""
-    if a.values.numel() + b.values.numel() < MIN_PRODUCT:
+    if math.prod(a.shape) + math.prod(b.shape) < MIN_PRODUCT:
         return False
     for of in (a, b):
         if of.values.dtype not in FORMATS or not (readable(of.values) and of.values.numel()):
@@ -265,9 +279,9 @@ def multiply(
         element depends only on its row and column: the order of its sum is the same for any M, N and number of
         threads. NaN and Inf spread as in IEEE arithmetic; subnormal numbers of bfloat16 operands may count as zero.
     """
-    (m, k), n = a.values.shape, b.values.shape[0]
+    (m, k), n = a.shape, b.shape[0]
     out = torch.empty(m, n, dtype=dtype, device="cpu") if into is None else into
-    assert b.values.shape[1] == k and out.shape == (m, n), (a.values.shape, b.values.shape, out.shape)
+    assert b.shape[1] == k and out.shape == (m, n), (a.shape, b.shape, out.shape)
     if into is not None and not (m and n and k):
         return into
     if not (m and n and k):
@@ -297,8 +311,13 @@ def side_of(of: Operand) -> tuple[Side, torch.Tensor]:
     values, scale, (block_rows, block_k) = of.values, of.scale, of.block
     if 1 not in values.stride():
         values = values.clone(memory_format=torch.contiguous_format)
-    rows, k = values.shape
+    rows, k = of.shape
     row_step, k_step = values.stride()
+    fp4_scale = None
+    if of.fp4_scale is not None:
+        address(values, torch.float4_e2m1fn_x2, rows * k // 2)
+        fp4_scale = address(of.fp4_scale, torch.float8_e4m3fn, -(-rows // of.fp4_rows) * k // 16)
+        row_step, k_step = k, 1
     steps: tuple[int, ...] = (0, 0)  # strides of the scales along rows and along k
     if scale is not None:
         wanted = (-(-rows // block_rows) if block_rows else 1, -(-k // block_k) if block_k else 1)
@@ -319,6 +338,8 @@ def side_of(of: Operand) -> tuple[Side, torch.Tensor]:
         block_rows,
         block_k,
         *steps,
+        fp4_scale,
+        of.fp4_rows,
     ), values
 
 

@@ -98,6 +98,7 @@ static void pack(const Operand *of, const Numbers *numbers, int64_t panel, int64
                  int64_t words) {
     int64_t panels = least(AT_ONCE, end - panel);
     if (of->format == BFLOAT16) pack_bfloat16(of, numbers, panel, panels, paired, to, words);
+    else if (of->format == E2M1) pack_fp4(of, numbers, panel, panels, paired, to, words);
     else pack_codes(of, numbers, panel, panels, paired, to, words);
 }
 
@@ -323,7 +324,8 @@ static Job job_of(const Operand *a, const Operand *b, int32_t holds_a, int32_t k
 
 INLINE Operand operand(const Side *side, int64_t rows, int64_t k) {
     return (Operand){side->at, rows, k, 0, side->row_step, side->k_step, side->format, NULL, whole(rows, 64) + 64,
-                     depth_bits_of(side), side->finite && side->scale && side->block_k};
+                     depth_bits_of(side), side->finite && side->scale && side->block_k, side->block_scale,
+                     side->block_scale_rows};
 }
 
 INLINE Numbers numbers_in(const Operand *of) {

@@ -16,6 +16,8 @@ typedef struct {
     const void *scale;                      /* NULL: 1 */
     int64_t block_rows, block_k;            /* that share a scale; block_k 0: all of k, and the scale waits for the end */
     int64_t scale_row_step, scale_k_step;
+    const uint8_t *block_scale;             /* of E2M1, in bytes of two codes: E4M3 [rows in blocks, k / 16]; k is in blocks */
+    int64_t block_scale_rows;               /* rows that share one */
 } Side;
 
 /* What becomes of the sums. */

@@ -53,8 +53,8 @@ def multiply_each(products: Sequence[Product], *, loop: int | None = None) -> li
     values: list[torch.Tensor] = []  # keeps alive the copies, for C, of operands without a dense dimension
     elements = 0
     for each, (a, b, out, add) in zip(structs, products, strict=True):
-        (m, k), n = a.values.shape, b.values.shape[0]
-        assert b.values.shape[1] == k and out.shape == (m, n), (a.values.shape, b.values.shape, out.shape)
+        (m, k), n = a.shape, b.shape[0]
+        assert b.shape[1] == k and out.shape == (m, n), (a.shape, b.shape, out.shape)
         (each.a, values_a), (each.b, values_b) = emulation.side_of(a), emulation.side_of(b)
         values += values_a, values_b
         each.out = emulation.out_of(out, None, add=add)

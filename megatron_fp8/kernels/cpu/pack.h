@@ -26,6 +26,8 @@ typedef struct {
     const uint32_t *shifts; /* twice in each word: what `with_scale` takes; [k >> depth_bits][shift_step]; NULL: nothing */
     int64_t shift_step;
     int32_t depth_bits, lifted; /* lifted: numbers are those of lifted_numbers_of */
+    const uint8_t *block_scale; /* of E2M1, whose rows are dense: as in gemm.h */
+    int64_t block_scale_rows;
 } Operand;
 
 /* Those of 64 codes, or of 32 numbers, that are inside. All of them are read without a mask: it would reach its register
@@ -50,6 +52,29 @@ INLINE __m512i shifted(__m512i v, __m512i shift) {
 INLINE __m512i with_scale(const Operand *of, __m512i v, __m512i shift) {
     return of->lifted ? lowered(v, shift) : shifted(v, shift);
 }
+
+#if defined(__AVX512BF16__)
+/* 64 E2M1 codes of a row, of which those before of->k count, times their blocks' scales: exact. */
+INLINE void decode_fp4(const Operand *of, const Numbers *numbers, int64_t row, int64_t k, __m512i *first, __m512i *second) {
+    const __m512 of_code = _mm512_setr_ps(0.0f, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+    const __m512i code = _mm512_set1_epi32(0x000F000F), of_next = _mm512_set_epi32(
+        0x100010, 0x100010, 0x100010, 0x100010, 0x100010, 0x100010, 0x100010, 0x100010, 0, 0, 0, 0, 0, 0, 0, 0);
+    const uint8_t *at = (const uint8_t *)of->at + (row * of->row_step + k) / 2;
+    int64_t blocks = of->row_step / 16, block = k / 16;
+    const uint8_t *scale = of->block_scale + row / of->block_scale_rows * blocks + block;
+    __m256i bytes = _mm256_maskz_loadu_epi8((__mmask32)first_of((of->k - k) / 2), at);
+    for (int half = 0; half < 2; half++) { /* two blocks: the table has the numbers of each */
+        int64_t one = least(2 * half, blocks - 1 - block), two = least(2 * half + 1, blocks - 1 - block);
+        __m512 low = _mm512_mul_ps(of_code, _mm512_set1_ps(numbers->scale[scale[one]]));
+        __m512 high = _mm512_mul_ps(of_code, _mm512_set1_ps(numbers->scale[scale[two]]));
+        __m512i x = _mm512_cvtepu8_epi32(half ? _mm256_extracti128_si256(bytes, 1) : _mm256_castsi256_si128(bytes));
+        x = _mm512_ternarylogic_epi32(x, _mm512_slli_epi32(x, 12), code, 0xA8); /* (x | x << 12) & code */
+        x = _mm512_permutexvar_epi16(_mm512_or_si512(x, of_next), (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        if (half) *second = x;
+        else *first = x;
+    }
+}
+#endif
 
 /* 16 x 16 words, in place. */
 INLINE void transpose(__m512i x[SIDE]) {
@@ -100,6 +125,8 @@ INLINE void pack_rows(const Operand *of, const Numbers *numbers, int32_t format,
             int64_t at = (row + r) * of->row_step + k;
             if (format == BFLOAT16) {
                 first[r] = load_numbers((__mmask32)inside, (const uint16_t *)of->at + at);
+            } else if (format == E2M1) {
+                decode_fp4(of, numbers, row + r, k, first + r, second + r);
             } else {
                 decode_64(numbers, load_codes(inside, (const uint8_t *)of->at + at), first + r, second + r);
                 if (of->shifts) {
@@ -184,6 +211,14 @@ INLINE void pack_columns(const Operand *of, const Numbers *numbers, int32_t form
 PACK(pack_bfloat16, BFLOAT16)
 PACK(pack_codes, E4M3) /* of either format: the tables know which */
 
+/* Rows of E2M1 are dense. */
+static void pack_fp4(const Operand *of, const Numbers *numbers, int64_t panel, int64_t panels, int paired, uint32_t *to,
+                     int64_t panel_words) {
+    for (int64_t i = 0; i < panels; i++)
+        if (paired) pack_rows(of, numbers, E2M1, (panel + i) * SIDE, 1, to + i * panel_words);
+        else pack_rows(of, numbers, E2M1, (panel + i) * SIDE, 0, to + i * panel_words);
+}
+
 /* ---------------------------------------------------------------------------------------------------------- pieces */
 
 /* Panels in the making, those of an operand that lies as its squares do: rows dense, or columns dense and squares of pairs.
@@ -223,6 +258,10 @@ INLINE void pack_piece_of_row(const Operand *of, const Numbers *numbers, int64_t
         if (of->format == BFLOAT16) {
             first = load_numbers((__mmask32)inside, (const uint16_t *)of->at + at);
             second = load_numbers((__mmask32)(inside >> 32), (const uint16_t *)of->at + at + 32);
+        } else if (of->format == E2M1) {
+            first = second = _mm512_setzero_si512();
+            if (inside) decode_fp4(of, numbers, row, k, &first, &second);
+            _mm_prefetch((const char *)of->at + (at + ahead) / 2, _MM_HINT_T1);
         } else {
             _mm_prefetch((const char *)of->at + at + ahead, _MM_HINT_T1);
             decode_64(numbers, load_codes(inside, (const uint8_t *)of->at + at), &first, &second);

@@ -107,14 +107,22 @@ def cast_call(draw: Draw, most: int) -> Call:
     )
 
 
-def decode_call(draw: Draw, most: int) -> Call:
-    rows, blocks = of.size(draw, most, 1), of.size(draw, most // 16, 1)
-    height, generator = int(draw.choice([1, 16])), of.seeded(draw)
+def drawn_codes(
+    draw: Draw, rows: int, blocks: int, height: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]:
+    """(codes uint8, scales uint8, rows that share one: 1 or 16, what they stand for in float64)"""
+    height, generator = height or int(draw.choice([1, 16])), of.seeded(draw)
     codes = torch.randint(256, (rows, blocks * 8), generator=generator, dtype=torch.uint8)
     scales = torch.randint(127, (of.blocks(rows, height), blocks), generator=generator, dtype=torch.uint8)
     granularity = BLOCK_16X16 if height == 16 else BLOCK_1X16
-    by = expand_scale(scales.view(torch.float8_e4m3fn).float(), granularity, (rows, blocks * 16))
-    values = (nvfp4.values(codes.view(torch.float4_e2m1fn_x2)) * by).to(torch.bfloat16)
+    by = expand_scale(scales.view(torch.float8_e4m3fn).double(), granularity, (rows, blocks * 16))
+    return codes, scales, height, nvfp4.values(codes.view(torch.float4_e2m1fn_x2)).double() * by
+
+
+def decode_call(draw: Draw, most: int) -> Call:
+    rows, blocks = of.size(draw, most, 1), of.size(draw, most // 16, 1)
+    codes, scales, height, values = drawn_codes(draw, rows, blocks)
+    values = values.to(torch.bfloat16)
     out = empty(tuple(values.shape), torch.bfloat16)
     return Call(
         "fp4_decode",
@@ -128,10 +136,7 @@ def few_rows_call(draw: Draw, most: int) -> Call:
     """For AVX512-BF16."""
     rows, cols, blocks = int(draw.integers(1, 17)), of.size(draw, most, 1), of.size(draw, most // 16, 1)
     generator, k = of.seeded(draw), blocks * 16
-    codes = torch.randint(256, (cols, k // 2), generator=generator, dtype=torch.uint8)
-    scales = torch.randint(127, (of.blocks(cols, 16), blocks), generator=generator, dtype=torch.uint8)
-    by = expand_scale(scales.view(torch.float8_e4m3fn).double(), BLOCK_16X16, (cols, k))
-    b = nvfp4.values(codes.view(torch.float4_e2m1fn_x2)).double() * by
+    codes, scales, _, b = drawn_codes(draw, cols, blocks, 16)
     a = torch.randn(rows, k, generator=generator).bfloat16()
     factor, bias = torch.rand(1, generator=generator) + 0.5, torch.randn(cols, generator=generator)
     exact = a.double() @ b.t() * factor.double() + bias.double()

@@ -9,6 +9,7 @@ import torch
 from megatron_fp8.kernels.cpu import emulation, grouped, skinny_gemm
 from megatron_fp8.numerics.cast import decode
 
+from . import fp4
 from . import numbers as of
 from .elementwise import FORMATS
 from .numbers import Draw
@@ -76,6 +77,15 @@ def _side(draw: Draw, rows: int, k: int, e5m2: bool, special: bool) -> tuple[Buf
     return side, values, f"{fmt} {kind} {known} steps {row_step}, {k_step}"
 
 
+def _fp4_side(draw: Draw, rows: int, k: int) -> tuple[Buffer, torch.Tensor, str]:
+    """``_side`` of E2M1 codes, k in whole blocks, whose rows are dense."""
+    codes, scales, height, values = fp4.drawn_codes(draw, rows, k // 16)
+    side = Buffer(emulation.Side(row_step=k, k_step=1, format=3, finite=1, block_scale_rows=height))
+    side.pointers[emulation.Side.at.offset] = Buffer(codes)
+    side.pointers[emulation.Side.block_scale.offset] = Buffer(scales)
+    return side, values, f"e2m1 {height} x 16"
+
+
 def _near(
     given: bytearray, expected: torch.Tensor, size: torch.Tensor, k: int, dtype: torch.dtype
 ) -> str | None:
@@ -108,9 +118,13 @@ def _product(
 def gemm_call(draw: Draw, most: int, loop: int) -> Call:
     m, n, k = _sizes(draw, most)
     special = draw.random() < 0.15
+    in_fp4 = loop != emulation.FLOAT32 and draw.random() < 0.3
+    k = of.blocks(k, 16) * 16 if in_fp4 else k
     (a, values_a, told_a), (b, values_b, told_b) = (
-        _side(draw, m, k, bool(draw.integers(2)), special),
-        _side(draw, n, k, bool(draw.integers(2)), special),
+        _fp4_side(draw, rows, k)
+        if in_fp4 and draw.integers(3)
+        else _side(draw, rows, k, bool(draw.integers(2)), special)
+        for rows in (m, n)
     )
     bias = torch.randn(n, generator=of.seeded(draw)) if draw.random() < 0.5 else None
     add = draw.random() < 0.25

@@ -12,6 +12,7 @@ from megatron_fp8.backends import emulated, fp4
 from megatron_fp8.backends.base import Quantized, Region, RunningAmax
 from megatron_fp8.kernels.cpu import emulation
 from megatron_fp8.kernels.cpu import fp4 as in_c
+from megatron_fp8.kernels.cpu.emulation import Operand
 from megatron_fp8.numerics import nvfp4
 from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.numerics.rule import Rule
@@ -209,3 +210,19 @@ def test_few_rows_have_the_bits_of_many(n: int, k: int, monkeypatch: pytest.Monk
             with monkeypatch.context() as patch:
                 patch.setattr(in_c, "MOST", 0)
                 assert torch.equal(done, emulated.gemm(a, w, out_dtype=dtype, bias=bias))
+
+
+@pytest.mark.skipif(not set(emulation.inner_loops()) - {emulation.FLOAT32}, reason="no product of codes")
+@pytest.mark.parametrize("m, n, k", [(1, 1100, 48), (600, 40, 2064), (1030, 520, 16), (64, 700, 4112)])
+@pytest.mark.parametrize("name", ["rows", "squares"])
+def test_products_of_codes_have_the_bits_of_decoded_values(name: str, m: int, n: int, k: int):
+    a, b = (
+        emulated.quantize(matrix((rows, k), torch.bfloat16, "wide"), RULES[name], "rowwise").tensor.rowwise
+        for rows in (m, n)
+    )
+    codes = [Operand(s.codes, fp4_scale=s.scale_inv, fp4_rows=s.granularity.rows) for s in (a, b)]
+    values = [Operand(in_c.decode(s.codes, s.scale_inv, s.granularity.rows)) for s in (a, b)]
+    for loop in set(emulation.inner_loops()) - {emulation.FLOAT32}:
+        wanted = emulation.multiply(*values, torch.float32, loop=loop)
+        for left, right in (codes, (codes[0], values[1]), (values[0], codes[1])):
+            assert torch.equal(emulation.multiply(left, right, torch.float32, loop=loop), wanted)
