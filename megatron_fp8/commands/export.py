@@ -38,7 +38,14 @@ def main(arguments: list[str]) -> int:
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="a run's folder, or a checkpoint")
     add("out", metavar="OUT", help="the directory to write")
-    add("--format", choices=("bf16", *QUANTIZED_FORMATS), default="bf16", help="bf16: the model's own dtype")
+    formats = ("bf16", *QUANTIZED_FORMATS)
+    add(
+        "--format",
+        choices=formats,
+        default="bf16",
+        metavar="FORMAT",
+        help=f"{', '.join(formats)} (the model's dtype: bf16)",
+    )
     add("--calibration", metavar="DIR", help="input scales: of megatron-fp8 calibrate")
     add("--ignore", metavar="GLOB", action="append", default=[], help="linears to leave in BF16")
     add("--quantize-all", action="store_true", help="also layers that training kept in BF16")

@@ -9,7 +9,6 @@ from typing import Any
 
 from ..files.strict_json import spelled_out
 from ..files.terminal import printable
-from ..plan.settings import quantized_as
 from .cli_common import CommandParser, run
 
 HELP = """\
@@ -149,6 +148,8 @@ def _delayed(folder: Path, metadata: Any) -> list[dict[str, Any]]:
 
 def format_description(found: dict[str, Any]) -> str:
     """The result of `describe` as text."""
+    from ..plan.settings import quantized_as
+
     layout, precision = found["layout"] or {}, found["precision"] or {}
     sizes = ", ".join(f"{name} {size}" for name, size in layout.items() if size is not None)
     fp8 = ", ".join(quantized_as(precision) or ("no FP8",))

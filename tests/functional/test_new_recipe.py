@@ -12,9 +12,10 @@ from torch import nn
 
 from benchmarks.support.fp8_gpt import Watched, watched_training
 from benchmarks.support.ranks import Layout, RankPool
+from megatron_fp8.backends import emulated
 from megatron_fp8.estimate import activations
 from megatron_fp8.estimate.config_reader import read
-from megatron_fp8.inference import prepare, prepare_for_inference
+from megatron_fp8.inference import prepare_for_inference
 from megatron_fp8.nn import Fp8Config, convert_to_fp8, fp8_matmul, fp8_step
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import BLOCK_1X32, RECIPES, ROW, Recipe, Rule
@@ -114,7 +115,7 @@ def test_an_estimate_counts_those_tokens(name: str) -> None:
 @table
 @pytest.mark.parametrize("name", ALIGNED)
 def test_inference_gives_kernels_those_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "emulated", None)  # which is given as many tokens as there are
+    monkeypatch.delattr(emulated, "takes_any_size")
     model, rows = convert_to_fp8(nn.Sequential(nn.Linear(32, 32)), name), []
     prepare_for_inference(model)
     model[0].register_forward_pre_hook(lambda linear, args: rows.append(args[0].shape[:-1].numel()))

@@ -134,8 +134,8 @@ def test_doctor_runs_a_linear_in_each_recipe(seen):
     assert found["version"] == "installed, version unknown", "it has no metadata"
     results = {trial["recipe"]: trial["result"] for trial in found["trials"]}
     refused = {name for name, result in results.items() if result == "refused"}
-    assert refused == {"rowwise", "custom"} and list(results.values()).count("good") == 4, results
-    assert found["cells"] == {name: name != "rowwise" for name in results if name != "custom"}
+    assert refused == {"rowwise", "nvfp4", "custom"} and list(results.values()).count("good") == 4, results
+    assert found["cells"] == {name: name not in refused for name in results if name != "custom"}
 
 
 def test_the_gpu_scripts_find_it(seen):

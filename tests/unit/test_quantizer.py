@@ -112,6 +112,10 @@ def test_amax_reduction_is_asked_for_where_shards_are_cut():
             assert [max(shape) for shape in calls] == [50]
             assert torch.equal(shared.columnwise.scale_inv, own.columnwise.scale_inv * 2)
             assert torch.equal(shared.rowwise.scale_inv, own.rowwise.scale_inv)
+        elif name == "nvfp4":  # the tensor's amax in each direction
+            assert calls == [(2,)]
+            for mine, alone in zip(shared.sides, own.sides, strict=True):
+                assert torch.equal(mine.tensor_amax, alone.tensor_amax * 2)
         else:
             assert calls == [()] * (name in per_tensor), name
             assert torch.equal(

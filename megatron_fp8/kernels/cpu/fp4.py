@@ -181,7 +181,7 @@ class ProductStruct(ctypes.Structure):
 def takes_few_rows(rows: int, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether ``multiply_few_rows`` takes packed codes [N, K / 2] in blocks of 16 x 16, for a result of dtype."""
     return (
-        rows <= MOST
+        0 < rows <= MOST
         and emulation.inner_loop() == emulation.AVX512
         and dtype in (torch.bfloat16, torch.float32)
         and 2 * codes.numel() >= emulation.MIN_PRODUCT
