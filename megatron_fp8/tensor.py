@@ -127,7 +127,7 @@ class QuantizedSide:
     def transposed(self) -> QuantizedSide:
         """Returns the other direction as views of the same codes and scales: per tensor and square blocks only.
 
-        Of NVFP4, which packs two codes along the contraction, as copies.
+        NVFP4 packs two codes a byte along the contraction, so its result is a copy.
         """
         assert self.granularity.symmetric, "a 1-wide block has other scales along the other direction"
         if self.tensor_amax is not None:

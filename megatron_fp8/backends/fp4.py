@@ -42,7 +42,12 @@ def quantize(
     Args:
         reduce_amax: takes the largest over ranks, where x is a shard of a matrix's rows, of the tensor's amax in both
             directions, float32 [2].
+        region: read only if rule.stochastic, and needed then.
     """
+    assert region is not None or not rule.stochastic, (
+        "stochastic rounding needs a region to draw its bits from"
+    )
+    region = region if rule.stochastic else None
     x = in_memory(x).contiguous()
     if cpu_fp4.takes(x):
         return _in_c(x, rule, direction, reduce_amax, region, running)
@@ -140,9 +145,8 @@ def _side(
         draws: uint8 [rows, cols at least], for stochastic rounding.
     """
     (rows, cols), height = x.shape, rule.granularity.rows
-    amax = torch.where(
-        amax.isinf(), nvfp4.LARGEST, amax
-    )  # S_enc is 1 for both: the product saturates as the codes do
+    # S_enc is 1 for Inf and for 2688; with 2688 the product saturates as the codes do.
+    amax = torch.where(amax.isinf(), nvfp4.LARGEST, amax)
     scales = nvfp4.block_scales(block_amax, amax)
     factors = nvfp4.encoding_factors(scales, amax)
     codes = torch.empty((rows, nvfp4.padded(cols) // 2), dtype=torch.uint8, device=x.device)
@@ -158,8 +162,8 @@ def _side(
 
 
 def operands(a: QuantizedSide, b: QuantizedSide) -> tuple[Operand, Operand]:
-    """What C multiplies of sides a [M, K] and b [N, K] of which one is NVFP4, or both: codes, or decoded values where
-    the inner loop does not decode these; the tensors' factor is a's scale."""
+    """C's operands for sides a [M, K] and b [N, K], one or both of them NVFP4: codes, or decoded values if C's inner loop
+    does not decode them. a's scale is the tensors' factor."""
     dtype = _work_dtype(a, b)
     return _operand(a, dtype)._replace(scale=_factor(a, b)), _operand(b, dtype)
 
@@ -207,7 +211,7 @@ def has_few_rows(a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype) -> 
 def multiply_few_rows(
     a: QuantizedSide, b: QuantizedSide, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """``emulated.gemm`` of at most 16 rows, as of decoded tokens: b's codes are read once, as they lie; None where the
+    """``emulated.gemm`` for at most 16 rows, such as decoded tokens. Reads b's codes once, without a copy. None if the
     tensors' factor is too small or large for C. bias: float32 [N]."""
     values = _values(a, torch.bfloat16).contiguous()
     return cpu_fp4.multiply_few_rows(values, b.codes, b.scale_inv, _factor(a, b), bias, out_dtype)

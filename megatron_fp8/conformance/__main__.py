@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ..plan.settings import import_factory
 from ..plan.timing import table
+from .adapters import Adapter, installed, version
 from .golden import GOLDEN, Case, differences, load
-from .libraries import Adapter, installed, version
 
 DESCRIPTION = """Hold libraries against golden codes and scales of FP8, MXFP8 and NVFP4, to the bit.
 

@@ -77,7 +77,7 @@ def encoding_factors(scales: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
 def encode(scaled: torch.Tensor, random_bytes: torch.Tensor | None = None) -> torch.Tensor:
     """Returns E2M1 codes, uint8 in [0, 16), of float32 values: nearest, ties to the even code, saturating at 6.
 
-    NaN becomes 0, which the health counts have seen; -0 keeps its sign.
+    NaN becomes 0 (the health counts include it); -0 keeps its sign.
 
     Args:
         random_bytes: uint8, scaled's shape: added as 1/256ths of a step before rounding down (stochastic rounding).

@@ -219,7 +219,7 @@ static void code_tile(const Fp4Cast *of, int64_t row, int64_t col, const TensorS
                 for (int i = 0; i < N; i++) scales[c + i][strip] = scale[i];
             }
             if (of->hadamard) transform(x);
-            if (of->stochastic) codes_of_columns(x, factor, random + 1, c, 1, words[c] + strip * 2, TALL / 8);
+            if (of->stochastic) codes_of_columns(x, factor, random + !of->square, c, 1, words[c] + strip * 2, TALL / 8);
             else codes_of_columns(x, factor, NULL, c, 0, words[c] + strip * 2, TALL / 8);
         }
     }

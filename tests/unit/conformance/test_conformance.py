@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from benchmarks import conformance as writer
 from megatron_fp8.conformance import differences, load
 from megatron_fp8.conformance.__main__ import main
-from megatron_fp8.conformance.libraries import of_megatron_fp8, of_ml_dtypes, of_torchao
+from megatron_fp8.conformance.adapters import of_megatron_fp8, of_ml_dtypes, of_torchao
 from megatron_fp8.numerics import nvfp4
 from megatron_fp8.numerics.cast import cast
 from megatron_fp8.numerics.formats import E4M3

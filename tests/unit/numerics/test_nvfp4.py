@@ -10,6 +10,7 @@ from benchmarks.support import nvfp4_reference as reference
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.base import Region
+from megatron_fp8.kernels.cpu import fp4 as cpu_fp4
 from megatron_fp8.numerics import nvfp4
 from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.recipe import MXFP8BlockScaling, NVFP4BlockScaling
@@ -108,6 +109,44 @@ def test_stochastic_rounding(shape, region):
     draws = reference.draw(index, (5, ~6 & 0xFFFFFFFF), (7, 8)).T
     turned = reference.transform(x.float().t().contiguous().numpy())
     assert_side(done.columnwise, reference.quantize(turned, 1, draws=draws))
+
+
+@pytest.mark.parametrize("in_c", [True, False])
+@pytest.mark.parametrize("role", ["input", "weight"])
+def test_a_key_changes_no_role_that_is_rounded_to_nearest(role, in_c, monkeypatch):
+    if not in_c:
+        monkeypatch.setattr(cpu_fp4, "takes", lambda x: False)
+    for shape in ((7, 33), (130, 200)):
+        x = matrix(shape)
+        plain, keyed = quantize(x, RECIPE, role, "both"), quantize(x, RECIPE, role, "both", key=RandomKey(3))
+        for one, other in zip(plain.sides, keyed.sides, strict=True):
+            assert torch.equal(one.codes.view(torch.uint8), other.codes.view(torch.uint8))
+    with pytest.raises(AssertionError, match="needs a region"):
+        emulated.quantize(x, RECIPE.rule("grad_output"), "both")
+
+
+@pytest.mark.parametrize("in_c", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_default_dtype_and_device_change_no_bit(dtype, in_c, monkeypatch):
+    if not in_c:
+        monkeypatch.setattr(cpu_fp4, "takes", lambda x: False)
+    x = matrix((33, 70))
+
+    def parts():
+        for role in ("input", "weight", "grad_output"):
+            for side in quantize(x, RECIPE, role, "both", key=RandomKey(3)).sides:
+                yield from (side.codes.view(torch.uint8), side.scale_inv.view(torch.uint8), side.tensor_amax)
+                yield side.dequantize(torch.float32)
+
+    expected = list(parts())
+    torch.set_default_dtype(dtype)
+    torch.set_default_device("meta")
+    try:
+        found = list(parts())
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def test_a_shard_of_rows_draws_what_the_whole_draws():

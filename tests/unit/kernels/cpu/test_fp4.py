@@ -29,6 +29,7 @@ RULES = {
     "stochastic": NVFP4BlockScaling().rule("grad_output"),
     "plain": NVFP4BlockScaling(disable_rht=True).rule("input"),
     "plain stochastic": NVFP4BlockScaling(disable_rht=True).rule("grad_output"),
+    "stochastic squares": replace(NVFP4BlockScaling().rule("weight"), stochastic=True),
 }
 SHAPES = [(1, 40), (16, 16), (7, 33), (129, 257), (300, 70), (128, 256), (40, 600)]
 FACTS = "granularity", "pow2", "finite", "padding", "hadamard"
