@@ -2,8 +2,9 @@
 
     python -m benchmarks.recipes                      # examples/configs/tiny_gpt_cpu.yaml, all recipes
     python -m benchmarks.recipes --page moe           # examples/configs/tiny_moe_cpu.yaml, three of them
+    python -m benchmarks.recipes --page nvfp4         # NVFP4 without each of its additions; nvfp4_moe: with experts
     python -m benchmarks.recipes --seeds 1234,1,2     # three seeds of weights and data order; each is judged
-    python -m benchmarks.recipes --write              # also docs/PAGE.md, docs/PAGE.png and results/PAGE.json
+    python -m benchmarks.recipes --write              # also its page and picture in docs/, and results/PAGE.json
     python -m benchmarks.recipes --recipes mxfp8 --train.train_iters=50 --optimizer.lr_warmup_iters=5
 
 Runs that are complete in --out are read, not repeated. The exit code is 1 if a recipe's loss is more than 1 % from BF16's
@@ -22,17 +23,44 @@ from typing import Any, NamedTuple
 from benchmarks import gradient_formats
 from benchmarks.common import RESULTS, describe, environment, put_between
 from megatron_fp8.commands.main import main as megatron_fp8
+from megatron_fp8.plan.timing import table
 from megatron_fp8.study.compare_plan import BASELINE
 from megatron_fp8.study.compare_results import as_table
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 0.01
-BEGIN, END = "<!-- python -m benchmarks.recipes --write: from here -->", "<!-- to here -->"
+BEGIN = "<!-- python -m benchmarks.recipes --page {name} --write: from here -->"
+END = "<!-- to here: {name} -->"
 """A page that has these lines keeps what stands before and behind them."""
 
 
+def with_costs(content: dict[str, Any]) -> str:
+    """Tables of losses and costs, and the verdict."""
+    return f"{as_table(content)}\n\n{verdict(content)}"
+
+
+def without_additions(content: dict[str, Any]) -> str:
+    """A table of losses, with each run's distance from plain NVFP4 by seed."""
+    plain = {run["seed"]: run["loss"] for run in content["runs"] if run["recipe"] == "nvfp4"}
+    rows = []
+    for row in content["recipes"]:
+        losses = {run["seed"]: run["loss"] for run in content["runs"] if run["recipe"] == row["recipe"]}
+        by_seed = ", ".join(f"{losses[seed] - plain[seed]:+.4f}" for seed in plain)
+        name, _, option = row["recipe"].partition("+fp4_disable_")
+        rows.append((f"{name} without {WITHOUT[option]}" if option else name, f"{row['loss']:.4f}", by_seed))
+    return table(("run", "validation loss", "from nvfp4, by seed"), rows)
+
+
+WITHOUT = {
+    "rht": "the transform",
+    "stochastic_rounding": "stochastic rounding",
+    "2d_quantization": "16x16 blocks",
+}
+ADDITIONS = ",".join(["mxfp8", "nvfp4", *(f"nvfp4+fp4_disable_{name}" for name in WITHOUT)])
+
+
 class Page(NamedTuple):
-    """A page of docs: what it compares, and what it says of it beside the numbers."""
+    """A part of docs: what it compares, and what it says of it beside the numbers."""
 
     title: str
     config: str
@@ -41,6 +69,9 @@ class Page(NamedTuple):
     layers: str
     section: Callable[[], str]
     about_speed: str = ""
+    options: tuple[str, ...] = ()
+    tables: Callable[[dict[str, Any]], str] = with_costs
+    file: str = ""  # the page's name in docs/, if it is not that of the entry
 
 
 PAGES = {
@@ -62,6 +93,27 @@ PAGES = {
         str,
         "; other programs ran beside it, so its speeds say nothing",
     ),
+    "nvfp4": Page(
+        "A tiny GPT",
+        "examples/configs/tiny_gpt_cpu.yaml",
+        ADDITIONS,
+        "tensor and sequence parallel",
+        "First and last layer in BF16.",
+        str,
+        options=("--train.train_iters=120",),
+        tables=without_additions,
+    ),
+    "nvfp4_moe": Page(
+        "With experts",
+        "examples/configs/tiny_moe_cpu.yaml",
+        ADDITIONS,
+        "expert parallel",
+        "No layer in BF16.",
+        str,
+        options=("--train.train_iters=100", "--train.global_batch_size=4", "--train.micro_batch_size=2"),
+        tables=without_additions,
+        file="nvfp4",
+    ),
 }
 
 
@@ -79,7 +131,13 @@ def main() -> int:
     wanted, overrides = parser.parse_known_args()
     page, out = PAGES[wanted.page], wanted.out or ROOT / "runs" / wanted.page
     config, recipes = wanted.config or page.config, wanted.recipes or page.recipes
-    options = [f"--config={config}", f"--recipes={recipes}", f"--seeds={wanted.seeds}", "--ranks=2"]
+    options = [
+        f"--config={config}",
+        f"--recipes={recipes}",
+        f"--seeds={wanted.seeds}",
+        "--ranks=2",
+        *page.options,
+    ]
     code = megatron_fp8(["compare", *options, f"--out={out}", *overrides])
     if code:
         return code
@@ -124,16 +182,17 @@ def verdict(content: dict[str, Any]) -> str:
 
 
 def shown(content: dict[str, Any], name: str, record: dict[str, Any], heading: str) -> str:
-    """What docs/NAME.md says of a comparison that was made where `record` tells."""
+    """What docs say of a comparison that was made where `record` tells."""
     page, seeds = PAGES[name], ",".join(map(str, content["seeds"]))
     which = "" if name == "recipes" else f"--page {name} "
+    options = f" with `{' '.join(content['overrides'])}`" if content["overrides"] else ""
     return (
         f"{heading} {page.title}\n\n"
-        f"`{content['config']}`, {content['iterations']} iterations, {content['ranks']} CPU ranks ({page.ranks}), the"
-        f" same data for every run, and for each seed the same weights and order. Validation loss in nats a byte; the"
-        f" bigram entropy of the data is {content['bigram_entropy']:.4f}, which a model must beat to have learned more"
-        f" than pairs of bytes. {page.layers}\n\n"
-        f"{as_table(content)}\n\n{verdict(content)}\n\n![loss by iteration]({name}.png)\n\n"
+        f"`{content['config']}`{options}, {content['iterations']} iterations, {content['ranks']} CPU ranks"
+        f" ({page.ranks}), the same data for every run, and for each seed the same weights and order. Validation loss in"
+        f" nats a byte; the bigram entropy of the data is {content['bigram_entropy']:.4f}, which a model must beat to"
+        f" have learned more than pairs of bytes. {page.layers}\n\n"
+        f"{page.tables(content)}\n\n![loss by iteration]({name}.png)\n\n"
         f"Made by `python -m benchmarks.recipes {which}--write --seeds {seeds}`: {describe(record)}. The"
         f" columns are explained in [compare.md](compare.md). Another run on the same machine gives the same losses to"
         f" the last bit{page.about_speed}.\n\n{page.section()}"
@@ -141,11 +200,12 @@ def shown(content: dict[str, Any], name: str, record: dict[str, Any], heading: s
 
 
 def write(content: dict[str, Any], out: Path, name: str) -> None:
-    """docs/NAME.md, docs/NAME.png and benchmarks/results/NAME.json, which has the numbers of both."""
+    """The page of docs, docs/NAME.png and benchmarks/results/NAME.json, which has the numbers of both."""
     record = {**environment(["megatron-core"]), "threads": 1, "measured": "wall time, one thread a rank"}
-    path = ROOT / "docs" / f"{name}.md"
-    if BEGIN in path.read_text(encoding="utf-8"):
-        put_between(path, BEGIN, END, shown(content, name, record, "##"))
+    path = ROOT / "docs" / f"{PAGES[name].file or name}.md"
+    begin, end = BEGIN.format(name=name), END.format(name=name)
+    if begin in path.read_text(encoding="utf-8"):
+        put_between(path, begin, end, shown(content, name, record, "##"))
     else:
         path.write_text(f"{shown(content, name, record, '#')}\n", encoding="utf-8")
     shutil.copyfile(out / "compare.png", ROOT / "docs" / f"{name}.png")

@@ -20,8 +20,10 @@ Trains a config in BF16 and in each recipe, with the same data, seeds and parall
 
   megatron-fp8 compare --config tiny_gpt_cpu --recipes bf16,tensorwise,mxfp8 --seeds 3
   megatron-fp8 compare --config my.yaml --recipes delayed,blockwise --seeds 1,2 --train.train_iters=200 --out runs/cmp
+  megatron-fp8 compare --config my.yaml --recipes delayed,delayed+fp8_margin=2,nvfp4+fp4_disable_rht
 
-Every key of `megatron-fp8 train` may follow as --section.key=value, for all runs alike. Runs are trained one after
+Every key of `megatron-fp8 train` may follow as --section.key=value, for all runs alike. A key of the model for one run
+alone follows its recipe, after a plus; without a value it is true. Runs are trained one after
 another on this machine, each on as many processes as its layout needs (--ranks N adds data-parallel ones).
 
 Writes into --out compare.md (tables and a verdict), compare.json, compare.png, compare.html, runs/RECIPE-seed-SEED and

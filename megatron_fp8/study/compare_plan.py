@@ -41,7 +41,7 @@ class WantedRun:
     """One run.
 
     Attributes:
-        recipe, seed: 'bf16' or a recipe's name.
+        recipe, seed: 'bf16' or a recipe's name, with its own options.
         folder: its run_dir.
         arguments: for `megatron-fp8 train`.
         config: the resulting config.
@@ -129,7 +129,8 @@ def plan(
 
     Args:
         config: as for `train`.
-        recipes: comma-separated names; 'bf16' is added first if missing.
+        recipes: comma-separated names; 'bf16' is added first if missing. Options of the model may follow a name:
+            'nvfp4+fp4_disable_rht'.
         seeds: a count, starting from the config's seed; or several comma-separated seeds.
         overrides: options for all runs.
         out: output folder; None: runs/compare-CONFIG.
@@ -187,7 +188,9 @@ def _recipes(text: str) -> tuple[str, ...]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name != BASELINE:
-            check_recipe_name(name)
+            check_recipe_name(name.partition("+")[0])
+        if "/" in name:
+            raise ValueError(f"--recipes: {name} names its run's folder, and cannot contain '/'.")
         if names.count(name) > 1:
             raise ValueError(f"--recipes={text} names {name} twice: once is enough.")
     names = [BASELINE, *(name for name in names if name != BASELINE)]
@@ -212,8 +215,17 @@ def _seeds(text: str, first: int) -> tuple[int, ...]:
     return numbers
 
 
-def _options(name: str, model: Any) -> list[str]:
-    """Options that select this recipe. For the baseline: all FP8 options at their defaults."""
+def _options(run: str, model: Any) -> list[str]:
+    """Options that select a recipe and its own options: 'nvfp4+fp4_disable_rht', 'delayed+fp8_margin=2'. For the
+    baseline: all FP8 options at their defaults."""
+    name, *own = run.split("+")
+    return [
+        *_recipe_options(name, model),
+        *(f"--model.{key if '=' in key else f'{key}=true'}" for key in own),
+    ]
+
+
+def _recipe_options(name: str, model: Any) -> list[str]:
     if name == "nvfp4":
         return ["--model.fp8=null", "--model.fp8_recipe=null", "--model.fp4=e2m1"]
     if name != BASELINE:

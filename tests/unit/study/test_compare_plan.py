@@ -36,6 +36,18 @@ def test_runs_differ_in_recipe_and_seed_alone(tmp_path):
     }
 
 
+def test_a_recipe_brings_its_own_options(tmp_path):
+    bf16, plain, other = planned(tmp_path, "nvfp4,nvfp4+fp4_disable_rht+fp8_wgrad=false").runs
+    assert other.folder.name == "nvfp4+fp4_disable_rht+fp8_wgrad=false-seed-1234"
+    changed = {
+        key
+        for key, value in plain.config.to_dict()["model"].items()
+        if other.config.to_dict()["model"][key] != value
+    }
+    assert changed == {"fp4_disable_rht", "fp8_wgrad"} and other.config.model.fp4_disable_rht
+    assert bf16.config.model.fp8_wgrad
+
+
 def test_what_only_fp8_has_is_left_out_of_bf16(tmp_path):
     overrides = ["--model.fp8_overrides={'*.linear_qkv': bf16}", "--model.fp8_wgrad=false"]
     bf16, mxfp8 = planned(tmp_path, overrides=overrides).runs
@@ -90,6 +102,9 @@ def test_ranks_are_those_of_the_layout(tmp_path):
     "change, words",
     [
         ({"recipes": "mxfp9"}, "'mxfp9' is unknown"),
+        ({"recipes": "mxfp9+fp8_margin=1"}, "'mxfp9' is unknown"),
+        ({"recipes": "mxfp8+fp8_marginal=1"}, "mxfp8+fp8_marginal=1: "),
+        ({"recipes": "mxfp8+fp8_recipe=a/b"}, "cannot contain '/'"),
         ({"recipes": "bf16"}, "compares nothing"),
         ({"seeds": "1,1"}, "names a seed twice"),
         ({"seeds": "many"}, "--seeds=many must be"),
