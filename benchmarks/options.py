@@ -52,8 +52,7 @@ _ABOUT_PRECISION = {
 
 def parser_of(command: str) -> CommandParser:
     """The parser whose help the command prints. AssertionError: it prints another's, or none."""
-    module, _, function = COMMANDS[command].partition(":")
-    main = getattr(import_module(f"megatron_fp8.commands.{module}"), function)
+    main = import_module(f"megatron_fp8.commands.{COMMANDS[command]}").main
     met: list[CommandParser] = []
 
     def print_help(parser: CommandParser, file: Any = None) -> None:

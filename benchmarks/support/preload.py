@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import torch
 
-from megatron_fp8.mcore.patches.disable_jit import plain_functions
+from megatron_fp8.mcore.patches.missing_packages import plain_functions
 
 # As mcore.install() does; device_count() asks NVML: CUDA itself, once asked, works in no forked process.
 with warnings.catch_warnings(), nullcontext() if torch.cuda.device_count() else plain_functions():

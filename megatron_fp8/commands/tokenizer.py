@@ -43,7 +43,7 @@ def _tokenizer(options: Namespace) -> None:
 
     mcore.install()
     from ..train.data import bpe, corpus
-    from ..train.data.records import files_of
+    from ..train.data.documents import files_of
 
     files = [file for path in options.data for file in files_of(Path(path))]
     files = files or corpus.standard_library_files()

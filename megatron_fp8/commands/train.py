@@ -15,12 +15,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ..files.record_writer import warn_missing
+from ..files.records import warn_missing
 from ..files.resource_limits import limit_reached
 from ..files.user_paths import example_configs
 from ..train.stop import AGAIN_S, EXIT_DONE, EXIT_FAILED
 from .cli_common import fit_help, refuse, warn_in_lines
-from .stdout_guard import reader_may_leave
+from .main import reader_may_leave
 
 USAGE = """\
 usage: megatron-fp8 train --config FILE [--section.key=value ...]

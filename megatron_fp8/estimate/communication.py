@@ -216,7 +216,7 @@ def _mlp(settings: Settings, prefix: str) -> Iterator[Traffic]:
 
 
 def _latent(settings: Settings, down: Projection) -> Iterator[Traffic]:
-    """Exchange of latent parts, so that each rank has all columns of its tokens (mcore/patches/mla.py)."""
+    """Exchange of latent parts, so that each rank has all columns of its tokens (mcore/patches/megatron_fixes.py)."""
     model, tokens = settings.model, settings.tokens
     tp, size = model.tensor_model_parallel_size, model.activation_bytes
     if not model.sequence_parallel:

@@ -38,7 +38,7 @@ def install() -> None:
         return
     from ..kernels.triton_support import settle_inductor
     from . import environment as compat
-    from .patches.disable_jit import plain_functions
+    from .patches.missing_packages import plain_functions
     from .patches.patching import PatchSet
 
     cuda = compat.has_cuda()

@@ -6,7 +6,7 @@
 
 ``StaticInferenceContext`` holds keys and values of all layers. Attention writes rotated keys into it, so each key is
 rotated once (layers/attention.py). Multi-latent attention stores its latents instead of keys and values
-(patches/mla.py). The CPU runs it through the engine's patches (``mcore.install()``), with or without FP8.
+(patches/megatron_fixes.py). The CPU runs it through the engine's patches (``mcore.install()``), with or without FP8.
 Megatron-Core's dynamic-batching context needs flash attention and a GPU, and is not used.
 
 How decoding differs from one forward over the whole sequence: attention adds up in another order, in any precision.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..files.jsonl import Line
+from ..files.records import Line
 
 _POINTS = 4000
 """Most points per curve, above the width of a screen. Longer curves show extremes of neighbouring iterations."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..files.jsonl import Line
+from ..files.records import Line
 from ..telemetry.stat_registry import BY_NAME, TENSORS, WHAT_IF, parse
 from .curves import Event
 

@@ -18,7 +18,7 @@ A tensor is unhealthy after the same fault in ``patience`` iterations in a row; 
 does not count. All ranks of a reduction group see the same figures, so they find the same.
 
 A site with an unhealthy tensor moves permanently to the next rung of the guard's ladder; the owner of the sites moves
-it (mcore/guard_plans.py).
+it (mcore/iteration.py).
 """
 
 from __future__ import annotations

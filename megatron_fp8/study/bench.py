@@ -8,7 +8,9 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backends import choose_backend, warn_slow_backend
-from ..files.atomic_io import write_result
+from ..files.atomic_io import read_ordinary, write_result
+from ..files.manifest import LARGEST
+from ..files.strict_json import load_json
 from ..files.terminal import printable
 from ..kernels.cpu.emulation import MAX_THREADS
 from ..kernels.torch_products import is_replaced, replace_slow
@@ -26,7 +30,7 @@ from ..plan.settings import RecipeSettings, from_settings
 from ..plan.timing import LEAST_FOR_SPREAD, device_label, table
 from ..recipe import RECIPES, Recipe, check_recipe_name, recipe_name
 from ..state.collectives import own_device
-from . import StudyFailed, bench_diff
+from . import StudyFailed
 from .bench_linear import Bench, torchao_linear, torchao_missing
 from .bench_models import SECTIONS
 
@@ -67,12 +71,12 @@ def bench(options: argparse.Namespace, run_options: list[str]) -> None:
     record = _environment(device)
     old: dict[str, Any] | None = None
     if options.compare:
-        old = bench_diff.read(options.compare)
-        bench_diff.check_comparable(old, record, options.compare)
+        old = read_earlier(options.compare)
+        check_comparable(old, record, options.compare)
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         measured = _measure(options, request, backends, record, device)
         if old is not None:
-            print(printable(bench_diff.as_table(bench_diff.changes(old["rows"], measured.rows))))
+            print(printable(changes_table(changes(old["rows"], measured.rows))))
     if measured.wrong:
         raise StudyFailed(f"{len(measured.wrong)} results were wrong; nothing is written")
     result = {**record, "rows": measured.rows}
@@ -303,3 +307,98 @@ def _write_table(
 def _write(path: str, content: dict[str, Any]) -> None:
     write_result(Path(path), json.dumps(content, indent=1) + "\n")
     print(printable(f"wrote {path}"))
+
+
+# ------------------------------------------------------------------------------------------------ earlier results
+# Ratios to BF16, which was timed alternately with FP8, are compared: a generally slower machine does not matter. A row's
+# noise is the sum of both relative interquartile ranges; smaller changes mean nothing.
+
+VERDICTS = ("faster", "slower", "within noise", "too noisy to tell")
+TOO_NOISY = 1.0
+"""Above this noise even a cell twice as slow counts as unchanged, so the result is useless."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One cell in both benchmarks: FP8's time over BF16's before and now, the relative change, and the noise."""
+
+    cell: str
+    before: float
+    now: float
+    noise: float
+
+    @property
+    def change(self) -> float:
+        """Relative to BF16; -0.1 is a tenth faster."""
+        return self.now / self.before - 1
+
+    @property
+    def verdict(self) -> str:
+        """The change in words. A factor of two counts the same in both directions."""
+        if self.noise >= TOO_NOISY:
+            return "too noisy to tell"
+        if max(self.now / self.before, self.before / self.now) - 1 <= self.noise:
+            return "within noise"
+        return "faster" if self.change < 0 else "slower"
+
+
+def read_earlier(path: Path) -> dict[str, Any]:
+    """An earlier result of `bench --out` or `--json`. Raises ValueError for any other file."""
+    try:
+        content = load_json(read_ordinary(path, LARGEST))
+        rows = content["rows"]
+        if any(row["spread"] is None for row in rows):
+            raise ValueError(f"it has no spread, since it has fewer than {LEAST_FOR_SPREAD} repetitions")
+        keys = {"section", "k", "n", "tokens", "contender", "ratio", "spread"}
+        if not rows or not all(
+            keys <= row.keys() and row["ratio"] > 0 and row["spread"] >= 0 for row in rows
+        ):
+            raise ValueError("its rows are not those of bench")
+        str(content["device"])
+        {_cell(row) for row in rows}  # checks that cell names are hashable
+    except OSError as error:
+        raise ValueError(
+            f"--compare={path} cannot be read ({error.strerror}): give a file of bench --out"
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"--compare={path} is no result of bench ({error}): give a file of bench --out"
+        ) from error
+    return content
+
+
+def check_comparable(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None:
+    """Raises ValueError if the earlier result is from another device or number of threads."""
+    for key in ("device", "threads"):
+        if old.get(key) != new.get(key):
+            raise ValueError(
+                f"--compare={path} is of {key} {old.get(key)!r}, and here it is {new.get(key)!r}: they cannot be compared"
+            )
+
+
+def changes(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[Change]:
+    """Changes of the cells in both, in the order of the new benchmark."""
+    before = {_cell(row): row for row in old}
+    return [
+        Change(name, before[name]["ratio"], row["ratio"], before[name]["spread"] + row["spread"])
+        for row in new
+        if (name := _cell(row)) in before
+    ]
+
+
+def changes_table(found: Sequence[Change]) -> str:
+    """One line per cell, and a summary sentence."""
+    if not found:
+        return "No cell was measured in both."
+    rows = [
+        (c.cell, f"{c.before:.2f}", f"{c.now:.2f}", f"{c.change:+.0%}", f"{c.noise:.0%}", c.verdict)
+        for c in found
+    ]
+    counts = {word: sum(c.verdict == word for c in found) for word in VERDICTS}
+    summary = ", ".join(f"{count} {word}" for word, count in counts.items() if count or word != VERDICTS[-1])
+    header = ("cell", "x BF16 then", "now", "change", "noise", "verdict")
+    return f"{table(header, rows)}\nOf {len(found)} cells: {summary}."
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    return f"{row['section']} {row['k']} x {row['n']} x {row['tokens']} {row['contender']}"

@@ -16,7 +16,7 @@ import yaml
 
 from ..files.atomic_io import in_words
 from ..files.checkpoint import complete_checkpoints
-from ..files.jsonl import read_lines
+from ..files.records import read_lines
 from ..files.strict_yaml import read_yaml
 from ..recipe import check_recipe_name
 from ..train.config import run_config

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files.jsonl import Line
+from ..files.records import Line
 from ..plan.timing import table
 from ..train.run_record import RunRecord
 from . import StudyFailed

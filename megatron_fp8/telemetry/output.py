@@ -13,8 +13,7 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..files.jsonl import records_until
-from ..files.record_writer import EventFile, continued
+from ..files.records import EventFile, continued, records_until
 
 Record = dict[str, Any]
 FILE = "telemetry.jsonl"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..files.record_writer import warn_missing
+from ..files.records import warn_missing
 from ..linear.gemm_site import GemmSite
 from ..linear.tensor_parallel import ShardInfo, device_of
 from ..state.collectives import checked_group

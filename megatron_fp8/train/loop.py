@@ -10,8 +10,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from ..files.checkpoint import folder_name
-from ..mcore.guard_plans import guard_moves
-from ..mcore.iteration import iteration_counts
+from ..mcore.iteration import guard_moves, iteration_counts
 from ..mcore.optimizer.loss_scaler import scalers
 from ..mcore.runtime import unwrap
 from ..telemetry import Telemetry

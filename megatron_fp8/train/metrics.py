@@ -30,8 +30,7 @@ from typing import Any
 
 import torch
 
-from ..files.jsonl import records_until
-from ..files.record_writer import EventFile, continued
+from ..files.records import EventFile, continued, records_until
 
 # Dense BF16 peaks from the vendors' data sheets, in FLOP/s; the first name within the device's name counts.
 _BF16_PEAK = (

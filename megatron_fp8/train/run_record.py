@@ -16,7 +16,7 @@ from typing import Any
 
 from ..files.atomic_io import in_words
 from ..files.checkpoint import complete_checkpoints, iteration_of
-from ..files.jsonl import Line, read_lines, unfinished
+from ..files.records import Line, read_lines, unfinished
 from ..files.strict_json import check_shape
 from ..files.strict_yaml import read_yaml
 from ..files.user_paths import RUN_FILES, what_to_give

@@ -16,8 +16,7 @@ from typing import Any
 
 from ..files.run_lock import job_name
 from ..files.terminal import printable
-from ..mcore.guard_plans import guard_moves
-from ..mcore.iteration import set_training_length
+from ..mcore.iteration import guard_moves, set_training_length
 from ..mcore.report import site_report
 from ..mcore.sites import check_plan
 from ..params.fp8_parameter import Fp8Parameter

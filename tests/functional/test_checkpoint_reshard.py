@@ -265,7 +265,7 @@ def loads_what_a_gpu_saved(folder: str) -> tuple[Any, bool]:
     """Why streams start anew, and whether the weights are those that were saved with a GPU's streams."""
     from megatron_fp8.files.checkpoint import read_manifest
     from megatron_fp8.mcore import checkpoint
-    from megatron_fp8.mcore.checkpoint import rng as checkpoint_rng
+    from megatron_fp8.mcore.checkpoint import training as checkpoint_rng
 
     own = checkpoint_rng.streams
 

@@ -162,7 +162,7 @@ GUARDED: dict[str, Any] = {**SMALL, "fp8_guard": True, "moe_grouped_gemm": True}
 def guarded(layout: Layout, folder: str, ill: str) -> tuple[list[list[Any]], list[tuple[float, float]]]:
     """A rank case: a training whose guard finds a tensor ill after its second iteration, and saves. (Moves, the next
     iteration.)"""
-    from megatron_fp8.mcore.guard_plans import move_unhealthy_sites
+    from megatron_fp8.mcore.iteration import move_unhealthy_sites
     from megatron_fp8.mcore.runtime import state_of
     from megatron_fp8.state.guard import Finding
 

@@ -242,7 +242,7 @@ def sick_case(layout: Layout) -> dict[str, Any]:
 
 def guarded_case(layout: Layout, ill: str) -> dict[str, Any]:
     """A rank case: after the first step the guard finds a tensor ill."""
-    from megatron_fp8.mcore.guard_plans import move_unhealthy_sites
+    from megatron_fp8.mcore.iteration import move_unhealthy_sites
     from megatron_fp8.mcore.runtime import state_of
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
     from megatron_fp8.state.guard import Finding

@@ -1,6 +1,6 @@
 """A run whose records are lost does not end as done: exit code 1 and one line, though its checkpoints are whole.
 
-Disks that fill up in a save: test_checkpoint_app.py; that have room again: tests/unit/files/test_record_writer.py.
+Disks that fill up in a save: test_checkpoint_app.py; that have room again: tests/unit/files/test_records.py.
 """
 
 from megatron_fp8.files.checkpoint import check_files, latest_checkpoint, read_manifest

@@ -133,7 +133,7 @@ def test_healthy_training_is_left_alone_to_the_bit(ranks: RankPool) -> None:
 
 def burst_of_nan() -> tuple[list[bool], bool, int]:
     """A rank case: NaN in four iterations' hidden states. Which steps were taken, whether weights are finite, moves."""
-    from megatron_fp8.mcore.guard_plans import guard_moves
+    from megatron_fp8.mcore.iteration import guard_moves
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     layout, stepped = Layout(), []

@@ -25,22 +25,24 @@ from ...plan.overrides import matching
 from ...state.arena import PREFIX, is_slot_key
 from ...state.collectives import anywhere, first_rank_with, union
 from ...state.guard import Move, saved_moves
-from ..guard_plans import apply_moves
+from ..iteration import apply_moves
 from ..names import of_key
 from ..optimizer.loss_scaler import scalers
 from ..optimizer.optimizer_setup import parts_of
 from ..runtime import state_of, unwrap
 from ..sites import fp8_linears, prepare
-from .rng import fit_device, restore_streams, sharded_streams
 from .state_dict import fit_to_checkpoint, recipes_of, warm_from_weights
 from .store import load_shards
 from .training import (
     MASTERS,
     distributed,
+    fit_device,
     layout_facts,
     metadata_of_keys,
     model_state,
+    restore_streams,
     sharded_params,
+    sharded_streams,
     shards_in,
     tensors_of,
 )

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
-from . import disable_jit, missing_packages
+from . import missing_packages
 from .patching import Patch, PatchList
 
 CPU = torch.device("cpu")
@@ -73,7 +73,15 @@ def patches() -> list[Patch]:
         for owner, names in factories().items()
         for name in names
     ]
-    return [*_cuda, *make, *_tensor, *_utils, *_core, *disable_jit.patches(), *missing_packages.on_cpu()]
+    return [
+        *_cuda,
+        *make,
+        *_tensor,
+        *_utils,
+        *_core,
+        *missing_packages.without_compiler(),
+        *missing_packages.on_cpu(),
+    ]
 
 
 # ------------------------------------------------------------------------------------------- streams and devices

@@ -14,11 +14,11 @@ from ...plan.autocast_state import remember_fp8
 from .. import environment as compat
 from .. import params, spec
 from ..config.transformer_config import IterationEnd
-from ..layers import activation, attention, linear
+from ..layers import activation, attention, linear, moe_layer
 from ..optimizer import fp8_params, loss_scaler, optimizer_setup, sharded_state
 from ..sites import keeping_weights, prepare
 from ..te import context as te_context
-from . import megatron_fixes, missing_packages, mla, token_dispatchers
+from . import megatron_fixes, missing_packages
 from .patching import Patch, PatchList
 
 _hooks = PatchList()
@@ -67,9 +67,7 @@ def patches() -> list[Patch]:
         *linear.patches,
         *loss_scaler.patches,
         *optimizer_setup.patches,
-        *mla.patches,
-        *([] if compat.has_te() else mla.without_te),
-        *token_dispatchers.patches,
+        *moe_layer.patches,
         *sharded_state.patches,
     ]
 

@@ -24,7 +24,7 @@ from ...quantizer import Casts
 from ...state.collectives import own_device
 from ...state.fp8_state import Fp8State
 from .. import environment as compat
-from ..config.incompatible import wants_te
+from ..config.fp8_checks import wants_te
 from ..runtime import runtime_of
 
 

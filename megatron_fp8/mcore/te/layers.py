@@ -44,7 +44,7 @@ class _TeSiteLinear:
 
     config: Any
     training: bool
-    is_expert = False  # config/incompatible.py refuses experts
+    is_expert = False  # config/fp8_checks.py refuses experts
     weight: torch.Tensor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

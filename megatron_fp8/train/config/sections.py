@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...telemetry.output import require_wandb
-from ...telemetry.settings import Selection, TelemetrySettings
+from ...telemetry.settings import Selection, TelemetrySettings, te_settings
 from ...telemetry.stat_registry import DEFAULT, TENSORS
-from ...telemetry.te_config_reader import te_settings
 
 
 @dataclass

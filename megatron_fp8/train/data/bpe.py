@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import records
-from .text_reader import DocumentRules, content_digest
+from .documents import DocumentRules, content_digest, is_text, read_documents
 from .tokenizers import ByteTokenizer, ChatTemplate
 
 END = "<|endoftext|>"
@@ -68,13 +67,13 @@ def train_bpe(
 def sample(files: Sequence[Path], rules: DocumentRules, most: int = SAMPLE_BYTES) -> Iterator[str]:
     """The documents of the files; beyond ``most`` bytes, every n-th one. Raises ValueError as `train_bpe`."""
     for path in files:
-        content_digest(path, is_text=records.is_text(path))
+        content_digest(path, is_text=is_text(path))
     reader = ByteTokenizer()
     reader.chat = ChatTemplate(_CONTENTS, {})
     every = -(-sum(path.stat().st_size for path in files) // most)
     number = 0
     for path in files:
-        for document in records.documents(path, reader, rules):
+        for document in read_documents(path, reader, rules):
             if number % every == 0:
                 yield document.text.decode()
             number += 1

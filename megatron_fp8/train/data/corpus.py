@@ -30,8 +30,16 @@ from ...files.checkpoint import digest
 from ...files.run_lock import LOCK, LockHeld, RunLock
 from ...files.strict_json import load_json
 from ...files.terminal import printable
-from . import records, text_reader
-from .text_reader import DocumentRules
+from .documents import (
+    Document,
+    DocumentRules,
+    UnknownTokens,
+    content_digest,
+    is_records,
+    is_text,
+    read_documents,
+    unknown_tokens_of,
+)
 from .tokenizers import Tokenizer
 
 _ABOUT = "corpus.json"
@@ -116,7 +124,7 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path, rules: Doc
                     f"data.cache_dir={str(cache_dir)!r} cannot be written ({in_words(error)}): give another folder with "
                     f"--data.cache_dir{remedy}."
                 ) from error
-    text_reader.unknown_tokens_of(_read_record(folder).get("lost")).warn()
+    unknown_tokens_of(_read_record(folder).get("lost")).warn()
     return str(folder / "corpus")
 
 
@@ -197,24 +205,24 @@ def _damage(folder: Path) -> str:
 def _content_hash(files: Iterable[Path], tokenizer: Tokenizer, rules: DocumentRules) -> str:
     hasher = hashlib.sha256(f"{tokenizer.name} {rules.piece_bytes} {_LAYOUT}".encode())
     for path in files:
-        if records.is_records(path):  # text files keep the hash of earlier versions
+        if is_records(path):  # text files keep the hash of earlier versions
             hasher.update(
                 json.dumps([path.suffix.lower(), rules.column, rules.loss, tokenizer.chat]).encode()
             )
-        hasher.update(text_reader.content_digest(path, is_text=records.is_text(path)))
+        hasher.update(content_digest(path, is_text=is_text(path)))
     return hasher.hexdigest()[:32]
 
 
 def _write(
     files: Iterable[Path], tokenizer: Tokenizer, prefix: str, rules: DocumentRules
-) -> tuple[int, int, text_reader.UnknownTokens]:
+) -> tuple[int, int, UnknownTokens]:
     """Return the numbers of tokens and documents written, and the lost text. Each document gets an end of document."""
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     builder = IndexedDatasetBuilder(prefix + ".bin", dtype=dtype)
     masks = IndexedDatasetBuilder(mask_of(prefix) + ".bin", dtype=np.uint8) if rules.loss != "all" else None
-    tokens, documents, learned, lost = 0, 0, 0, text_reader.UnknownTokens()
+    tokens, documents, learned, lost = 0, 0, 0, UnknownTokens()
     for path in files:
-        for document in records.documents(path, tokenizer, rules):
+        for document in read_documents(path, tokenizer, rules):
             ids, mask = _ids(document, tokenizer, lost)
             builder.add_document(ids, [len(ids)])
             if masks is not None:
@@ -233,9 +241,7 @@ def _write(
     return tokens, documents, lost
 
 
-def _ids(
-    document: text_reader.Document, tokenizer: Tokenizer, lost: text_reader.UnknownTokens
-) -> tuple[np.ndarray, np.ndarray]:
+def _ids(document: Document, tokenizer: Tokenizer, lost: UnknownTokens) -> tuple[np.ndarray, np.ndarray]:
     """A document's ids, with start and end, and which of them have a loss (uint8): two arrays [n].
 
     A chat's template may add start and end itself. An end after an answer has a loss, like the answer's last token.

@@ -21,10 +21,16 @@ from ..config.sections import DataSection, TrainSection
 from ..health.skipped_samples import Range, place
 from ..launch.parallel import on_first_rank, wait_for_all
 from . import corpus
-from .index_cache import index_folder, index_name, keep_indices
-from .indexed_dataset import CorpusConfig, CorpusDataset, MaskedDataset, check_ids
-from .records import files_of
-from .text_reader import PIECE_BYTES, DocumentRules
+from .documents import PIECE_BYTES, DocumentRules, files_of
+from .indexed_dataset import (
+    CorpusConfig,
+    CorpusDataset,
+    MaskedDataset,
+    check_ids,
+    index_folder,
+    index_name,
+    keep_indices,
+)
 from .tokenizers import ByteTokenizer, Tokenizer
 
 _SPLITS = ("training", "validation", "test")

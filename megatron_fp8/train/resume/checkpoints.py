@@ -35,8 +35,7 @@ from ..health import skipped_samples
 from ..launch.parallel import on_every_rank, on_first_rank, seed_streams
 from ..report import versions
 from . import checkpoint_compat, parent_checkpoint
-from .run_backup import own_name, same_place
-from .run_folder import RunFolders, checkpoint_folder
+from .run_folder import RunFolders, checkpoint_folder, own_name, same_place
 
 _ATTEMPTS = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"
 

@@ -14,7 +14,6 @@ from megatron_fp8.commands.main import main
 from megatron_fp8.plan.gemm_size_table import Gemm, load_table
 from megatron_fp8.plan.timing import processor_name
 from megatron_fp8.study import bench as bench_run
-from megatron_fp8.study import bench_diff
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["--shape=48x40x36", "--repetitions=4"]
@@ -201,7 +200,7 @@ def test_an_earlier_result_is_compared_and_a_peer_joins(tmp_path, capsys, monkey
     assert [row["contender"] for row in record["rows"]] == ["tensorwise", "torchao tensorwise"]
     record["rows"][0] |= {"ratio": record["rows"][0]["ratio"] * 1e4, "spread": 0.0}
     out.write_text(json.dumps(record))
-    monkeypatch.setattr(bench_diff, "TOO_NOISY", math.inf)  # on a machine that does other things, too
+    monkeypatch.setattr(bench_run, "TOO_NOISY", math.inf)  # on a machine that does other things, too
     capsys.readouterr()
     assert bench(*options, f"--compare={out}") == 0
     said = capsys.readouterr().out

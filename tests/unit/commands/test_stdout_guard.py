@@ -10,8 +10,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_fp8.commands.main import main
-from megatron_fp8.commands.stdout_guard import Output
+from megatron_fp8.commands.main import Output, main
 
 
 class Full(io.StringIO):
@@ -46,7 +45,7 @@ def test_a_child_of_a_command_without_streams_has_them(tmp_path):
     """Else its first file has the number of its errors, and what C libraries say goes into it."""
     child = "import os; f = open('file', 'w'); os.write(2, b'noise'); f.write(str(f.fileno()))"
     parent = (
-        "import subprocess, sys; from megatron_fp8.commands.stdout_guard import open_closed_streams;"
+        "import subprocess, sys; from megatron_fp8.commands.main import open_closed_streams;"
         f"open_closed_streams(); subprocess.run([sys.executable, '-c', {child!r}])"
     )
     root = {"PYTHONPATH": str(Path(__file__).parents[3])}

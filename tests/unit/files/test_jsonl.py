@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from megatron_fp8.files.jsonl import read_lines
+from megatron_fp8.files.records import read_lines
 
 
 def written(tmp_path, text):

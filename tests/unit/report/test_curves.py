@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from megatron_fp8.files.jsonl import read_lines
+from megatron_fp8.files.records import read_lines
 from megatron_fp8.report.curves import QUANTITIES, Curve, read_curves
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_fp8.files.jsonl import read_lines
+from megatron_fp8.files.records import read_lines
 from megatron_fp8.report.curves import Event, guard_moves, recorded_events, skipped_steps
 
 

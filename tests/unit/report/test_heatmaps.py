@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_fp8.files.jsonl import read_lines
+from megatron_fp8.files.records import read_lines
 from megatron_fp8.report.heatmaps import ABSENT, NULL, Statistics, meaning, read_statistics, values_of
 
 

@@ -1,6 +1,6 @@
 """The precision map: sites that are alike share a row, which names all of them and no other."""
 
-from megatron_fp8.report.precision import precision_map, sentence
+from megatron_fp8.report.page import precision_map, sentence
 
 
 def site(name, **fields):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_fp8 import convert_to_fp8
-from megatron_fp8.files import record_writer
+from megatron_fp8.files import records
 from megatron_fp8.nn import Fp8Config, fp8_autocast, fp8_step
 from megatron_fp8.telemetry import Telemetry
 from tests.support.sites import RECIPES, randn
@@ -232,7 +232,7 @@ def test_what_a_full_disk_left_out_is_said_in_one_line(tmp_path, monkeypatch):
     model = tower()
     telemetry = Telemetry(model, folder=tmp_path)
     with monkeypatch.context() as patch, pytest.warns(UserWarning) as warned:
-        patch.setattr(record_writer.os, "write", full)
+        patch.setattr(records.os, "write", full)
         step(model)
         telemetry.close()
     assert len(warned) == 3 and telemetry.records  # two files cannot be written, and what they lack

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8.train.data import bpe
-from megatron_fp8.train.data.text_reader import DocumentRules
+from megatron_fp8.train.data.documents import DocumentRules
 from megatron_fp8.train.data.tokenizers import JsonTokenizer
 
 WORDS = "the tall tower, the taller tower, 2026 towers; don't tell\n\tthem\r\n"

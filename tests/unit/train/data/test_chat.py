@@ -10,8 +10,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_fp8.train.data import corpus
-from megatron_fp8.train.data.records import chat_documents
-from megatron_fp8.train.data.text_reader import DocumentRules
+from megatron_fp8.train.data.documents import DocumentRules, chat_documents
 from megatron_fp8.train.data.tokenizers import ChatTemplate, JsonTokenizer
 
 TURN = "{{ '<|' + m.role + '|>' + m.content }}<|end|>\n"

@@ -16,7 +16,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_fp8.train.data import corpus
-from megatron_fp8.train.data.text_reader import PIECE_BYTES
+from megatron_fp8.train.data.documents import PIECE_BYTES
 from megatron_fp8.train.data.tokenizers import ByteTokenizer, JsonTokenizer, load_tokenizer
 
 

@@ -16,8 +16,7 @@ from megatron_fp8.train.config.sections import DataSection, TrainSection
 from megatron_fp8.train.data import datasets as data
 from megatron_fp8.train.data.corpus import check_mask, mask_of, prepare
 from megatron_fp8.train.data.datasets import batches
-from megatron_fp8.train.data.index_cache import damage
-from megatron_fp8.train.data.indexed_dataset import CorpusChanged, _Files
+from megatron_fp8.train.data.indexed_dataset import CorpusChanged, _Files, damage
 from megatron_fp8.train.data.tokenizers import ByteTokenizer
 from megatron_fp8.train.stop import TrainingFailed
 

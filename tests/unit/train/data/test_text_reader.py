@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8.train.data import corpus, text_reader
+from megatron_fp8.train.data import corpus, documents
 from megatron_fp8.train.data.tokenizers import ByteTokenizer, JsonTokenizer
 
 
@@ -32,18 +32,16 @@ def words(path: Path, kind: str) -> JsonTokenizer:
 @pytest.mark.parametrize("letter", ["é", "語", "😀"])
 def test_a_long_line_is_cut_between_two_characters(letter):
     for before in range(4):
-        text = b"x" * before + letter.encode() * (text_reader.PIECE_BYTES // 2)
-        found = list(text_reader.pieces(io.BytesIO(text)))
+        text = b"x" * before + letter.encode() * (documents.PIECE_BYTES // 2)
+        found = list(documents.pieces(io.BytesIO(text)))
         assert b"".join(found) == text
         assert all("\ufffd" not in piece.decode("utf-8", errors="replace") for piece in found)
-        assert all(
-            text_reader.PIECE_BYTES - 4 < len(piece) <= text_reader.PIECE_BYTES for piece in found[:-1]
-        )
+        assert all(documents.PIECE_BYTES - 4 < len(piece) <= documents.PIECE_BYTES for piece in found[:-1])
 
 
 def test_bytes_that_are_no_text_are_cut_too():
-    text = bytes([0x80]) * (text_reader.PIECE_BYTES + 9)
-    assert [len(piece) for piece in text_reader.pieces(io.BytesIO(text))] == [text_reader.PIECE_BYTES, 9]
+    text = bytes([0x80]) * (documents.PIECE_BYTES + 9)
+    assert [len(piece) for piece in documents.pieces(io.BytesIO(text))] == [documents.PIECE_BYTES, 9]
 
 
 @pytest.mark.parametrize("kind", ["WordLevel", "Unigram"])
@@ -107,8 +105,8 @@ def test_what_no_token_says_is_refused_where_a_tokenizer_raises(tmp_path, kind):
     ("place", "bad", "why"),
     [
         (0, b"\0", "NUL"),
-        (text_reader._READ_BYTES - 1, b"\xed\xa0\x80", "not UTF-8"),
-        (text_reader._READ_BYTES + 5, b"\0", "NUL"),
+        (documents._READ_BYTES - 1, b"\xed\xa0\x80", "not UTF-8"),
+        (documents._READ_BYTES + 5, b"\0", "NUL"),
     ],
 )
 def test_what_is_no_text_is_refused_by_name_and_place(tmp_path, place, bad, why):
@@ -119,18 +117,18 @@ def test_what_is_no_text_is_refused_by_name_and_place(tmp_path, place, bad, why)
         corpus.prepare([path], ByteTokenizer(), tmp_path / "cache")
     path.write_bytes(b"abc" + "語".encode()[:2])  # the file's end cuts a character
     with pytest.raises(ValueError, match=r"byte 3 is not UTF-8"):
-        text_reader.content_digest(path)
+        documents.content_digest(path)
     path.write_bytes(b"x" * place + "é\n".encode())
     corpus.prepare([path], ByteTokenizer(), tmp_path / "cache")
 
 
 def test_a_digest_is_of_all_bytes(tmp_path):
-    (tmp_path / "long.txt").write_bytes("aé".encode() * text_reader._READ_BYTES)
+    (tmp_path / "long.txt").write_bytes("aé".encode() * documents._READ_BYTES)
     expected = hashlib.sha256((tmp_path / "long.txt").read_bytes()).digest()
-    assert text_reader.content_digest(tmp_path / "long.txt") == expected
+    assert documents.content_digest(tmp_path / "long.txt") == expected
     (tmp_path / "table.parquet").write_bytes(b"PAR1\0")
     assert (
-        text_reader.content_digest(tmp_path / "table.parquet", is_text=False)
+        documents.content_digest(tmp_path / "table.parquet", is_text=False)
         == hashlib.sha256(b"PAR1\0").digest()
     )
 
@@ -143,7 +141,7 @@ def test_a_record_that_is_something_else_says_nothing():
         {"tokens": "x"},
         {"tokens": 1, "unknown": True},
     ):
-        assert text_reader.unknown_tokens_of(record) == text_reader.UnknownTokens()
-    assert text_reader.unknown_tokens_of(
+        assert documents.unknown_tokens_of(record) == documents.UnknownTokens()
+    assert documents.unknown_tokens_of(
         {"tokens": 9, "unknown": 2, "undecodable": 1}
-    ) == text_reader.UnknownTokens(9, 2)
+    ) == documents.UnknownTokens(9, 2)

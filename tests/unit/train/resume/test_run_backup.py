@@ -13,8 +13,8 @@ import pytest
 from megatron_fp8.files.checkpoint import complete_checkpoints, latest_checkpoint
 from megatron_fp8.files.manifest import Manifest
 from megatron_fp8.train.health import skipped_samples
-from megatron_fp8.train.resume import parent_checkpoint, run_backup
-from megatron_fp8.train.resume.run_backup import back_up_earlier, back_up_newer, own_name
+from megatron_fp8.train.resume import parent_checkpoint, run_folder
+from megatron_fp8.train.resume.run_folder import back_up_earlier, back_up_newer, own_name
 
 FILES = {"x": {"bytes": 0, "sha256": "0" * 64}}
 
@@ -86,7 +86,7 @@ def test_checkpoints_newer_than_where_a_run_goes_on_are_kept_out_of_its_way(tmp_
     with (
         monkeypatch.context() as patched
     ):  # killed before any is moved: the next start goes on from there too
-        patched.setattr(run_backup, "_move", lambda *_: pytest.fail("killed"))
+        patched.setattr(run_folder, "_move", lambda *_: pytest.fail("killed"))
         with pytest.raises(pytest.fail.Exception):
             back_up_newer(run_dir, own, "iter_0000004")
     assert latest_checkpoint(own) == own / "iter_0000004"
@@ -196,18 +196,18 @@ def test_an_earlier_run_stands_where_auto_goes_on_with_it(tmp_path):
     """A file that says where a start began, of which nothing else is there, is of one that was killed as it loaded."""
     own = tmp_path / "run" / "checkpoints"
     saved_run(tmp_path / "run", own, None)
-    assert run_backup.stands(tmp_path / "run", own)
+    assert run_folder.stands(tmp_path / "run", own)
     for path in own.glob("iter_*"):
         path.rmdir()
-    assert run_backup.stands(tmp_path / "run", own)
+    assert run_folder.stands(tmp_path / "run", own)
     (own / parent_checkpoint.FILE).rename(tmp_path / "moved")
-    assert not run_backup.stands(tmp_path / "run", own)
+    assert not run_folder.stands(tmp_path / "run", own)
     (tmp_path / "moved").rename(own / parent_checkpoint.FILE)
     for name in RECORDS:
         (tmp_path / "run" / name).unlink()
-    assert not run_backup.stands(tmp_path / "run", own)
+    assert not run_folder.stands(tmp_path / "run", own)
     (own / parent_checkpoint.FILE).write_text("damaged")
-    assert run_backup.stands(tmp_path / "run", own)
+    assert run_folder.stands(tmp_path / "run", own)
 
 
 def test_a_latest_that_names_none_stands_in_nobodys_way(tmp_path):

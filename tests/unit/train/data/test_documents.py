@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8.train.data import corpus, records
-from megatron_fp8.train.data.records import documents, files_of
-from megatron_fp8.train.data.text_reader import DocumentRules
+from megatron_fp8.train.data import corpus, documents
+from megatron_fp8.train.data.documents import DocumentRules, files_of, read_documents
 from megatron_fp8.train.data.tokenizers import ByteTokenizer
 
 ROWS = [{"id": n, "text": f'row {n}, "é"\nNA', "body": f"body {n}"} for n in range(40)]
@@ -59,7 +58,7 @@ KINDS = {
 
 
 def read(path: Path, **rules) -> list[bytes]:
-    return [document.text for document in documents(path, ByteTokenizer(), DocumentRules(**rules))]
+    return [document.text for document in read_documents(path, ByteTokenizer(), DocumentRules(**rules))]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -164,7 +163,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         tracemalloc.start()
         corpus._content_hash([tmp_path / name], ByteTokenizer(), DocumentRules())
         total = sum(
-            len(document.text) for document in documents(tmp_path / name, ByteTokenizer(), DocumentRules())
+            len(document.text)
+            for document in read_documents(tmp_path / name, ByteTokenizer(), DocumentRules())
         )
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()
@@ -172,4 +172,4 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
 
 
 def test_every_kind_that_a_name_says_has_a_reader():
-    assert {Path(name).suffix.lower() for name in KINDS} == set(records._READERS)
+    assert {Path(name).suffix.lower() for name in KINDS} == set(documents._READERS)

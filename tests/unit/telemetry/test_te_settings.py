@@ -7,8 +7,8 @@ import re
 import pytest
 import yaml
 
+from megatron_fp8.telemetry.settings import te_settings
 from megatron_fp8.telemetry.stat_registry import Blocks
-from megatron_fp8.telemetry.te_config_reader import te_settings
 
 EXAMPLE = """
 tensor_stats:

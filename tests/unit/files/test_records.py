@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 
-from megatron_fp8.files import record_writer
-from megatron_fp8.files.record_writer import EventFile, RecordFile, continued, warn_missing
+from megatron_fp8.files import records
+from megatron_fp8.files.records import EventFile, RecordFile, continued, warn_missing
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def disk(monkeypatch):
         Disk.room -= written
         return written
 
-    monkeypatch.setattr(record_writer.os, "write", limited)
+    monkeypatch.setattr(records.os, "write", limited)
     return Disk
 
 
