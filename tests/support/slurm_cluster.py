@@ -31,6 +31,7 @@ _SLURM_CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
+FirstJobId={first_job}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -178,7 +179,11 @@ class SlurmCluster:
         )
         for name in ("state", "munge", *(f"spool-{node}" for node in NODES)):
             (self.folder / name).mkdir(parents=True)
-        conf = _SLURM_CONF.format(folder=self.folder, host=host, controller_port=ports[0], nodes=nodes)
+        # Scripts derive the ranks' port from the job's number: two clusters on one machine must not number alike.
+        first_job = 1 + 64 * (os.getpid() % 300)
+        conf = _SLURM_CONF.format(
+            folder=self.folder, host=host, controller_port=ports[0], nodes=nodes, first_job=first_job
+        )
         (self.folder / "slurm.conf").write_text(conf)
         for gpu in range(GPUS):
             (self.folder / f"gpu{gpu}").touch()
