@@ -14,8 +14,8 @@ It may also have
 - ``quantize_each(requests)``: many casts in one call. Without it casts are made one by one.
 - ``kernels_cast(rule)``: whether Triton kernels of this package cast by a rule. They take a LazyTensor and
   ``for_product``, return the slot's amax in place of the cast's, and cast FP8 parameters.
-- ``accumulate(a, b, into)``: adds a product to a buffer; False where it cannot. Without it the product is added
-  afterwards.
+- ``accumulate(a, b, into, *, zeros)``: adds a product to a buffer (``zeros``: the buffer is zeros, and may be
+  overwritten); False where it cannot. Without it the product is added afterwards.
 - ``rounds_once``: True if a 16-bit result of ``gemm`` is the float32 sum, rounded once. Otherwise wgrad asks for float32.
 - ``takes_any_size``: True if no size of a matrix is padded. Otherwise inference pads tokens.
 - ``padded_products(device, recipe, n, k)``: the GEMMs of a weight [N, K] that copy codes to pad them, for a note.

@@ -196,12 +196,13 @@ def _exponents(scale: torch.Tensor) -> torch.Tensor:
     return (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
 
 
-def accumulate(a: Operand, b: Operand, into: torch.Tensor) -> bool:
+def accumulate(a: Operand, b: Operand, into: torch.Tensor, *, zeros: bool = False) -> bool:
     """Adds ``gemm``'s float32 result to ``into`` while it is computed, with the bits of ``into.add_``. Returns False,
     without a change, if C does not support the operands.
 
     Args:
         into: [M, N].
+        zeros: ``into`` is zeros. C reads it all the same.
 
     Raises:
         ValueError: contractions differ, both operands are E5M2, or ``into`` has another shape.

@@ -45,6 +45,7 @@ def block_matmul(
     out_dtype: torch.dtype = torch.bfloat16,
     bias: torch.Tensor | None = None,
     into: torch.Tensor | None = None,
+    add: bool = True,
 ) -> torch.Tensor:
     """a [M, K] @ b [N, K]^T of block-quantized matrices: float32 accumulation and bias, one rounding.
 
@@ -54,7 +55,8 @@ def block_matmul(
         a_scale_inv: float32 [ceil(M / a_height), ceil(K / 128)], any strides; b_scale_inv likewise.
         a_height, b_height: rows that share a scale: 1 (1x128 blocks) or 128 (128x128).
         bias: [N] or None.
-        into: float32 [M, N], contiguous: adds the float32 result to it, with the bits of ``into.add_``.
+        into: [M, N], contiguous, of dtype out_dtype: the result is written there.
+        add: add the result to ``into``, float32, with the bits of ``into.add_``.
 
     Returns:
         [M, N], out_dtype, or ``into``. NaN codes give NaN in their row or column; K = 0 gives the bias, or zeros.
@@ -67,7 +69,9 @@ def block_matmul(
             "float32 scales of 1x128 or 128x128 blocks"
         )
     out = torch.empty(m, n, dtype=out_dtype, device=a.device) if into is None else into
-    assert into is None or (into.dtype == torch.float32 and into.shape == (m, n) and into.is_contiguous())
+    add = add and into is not None
+    assert out.dtype == out_dtype and out.shape == (m, n) and out.is_contiguous()
+    assert out_dtype == torch.float32 or not add, "sums are float32"
 
     def launch(stages: int) -> None:
         # A 128 x 128 float32 tile takes 64 registers per thread of 8 warps, twice: partial sum and accumulator.
@@ -77,7 +81,7 @@ def block_matmul(
             b.view(torch.uint8), b_scale_inv, *b_scale_inv.stride(),
             bias, out, m, n, k,
             A_E4M3=is_e4m3(format_of(a.dtype)), B_E4M3=is_e4m3(format_of(b.dtype)), A_HEIGHT=a_height,
-            B_HEIGHT=b_height, BIAS=bias is not None, ADD=into is not None, ROWS=128, COLS=128, BLOCK=BLOCK, BAND=8,
+            B_HEIGHT=b_height, BIAS=bias is not None, ADD=add, ROWS=128, COLS=128, BLOCK=BLOCK, BAND=8,
             num_warps=8, num_stages=stages, enable_fp_fusion=True,
         )  # fmt: skip
 

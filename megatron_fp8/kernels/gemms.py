@@ -61,19 +61,22 @@ def matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return product
 
 
-def add_matmul_fp32(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """into [M, N] += a [M, K] @ b [N, K]^T: fused on a GPU with a float32 ``into``, else by a separate addition."""
-    if into.is_cuda and multiplies(a, b) and add_in_product(into, a, b):
+def add_matmul_fp32(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, zeros: bool = False) -> None:
+    """into [M, N] += a [M, K] @ b [N, K]^T: fused on a GPU with a float32 ``into``, else by a separate addition.
+
+    ``zeros``: ``into`` is zeros, and need not be read.
+    """
+    if into.is_cuda and multiplies(a, b) and add_in_product(into, a, b, beta=0 if zeros else 1):
         return
     into.add_(matmul_fp32(a, b))
 
 
-def add_in_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
-    """``add_matmul_fp32`` by torch.addmm (beta = 1). Returns False, and does nothing, for unsupported dtypes."""
+def add_in_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: int = 1) -> bool:
+    """``add_matmul_fp32`` by torch.addmm. Returns False, and does nothing, for unsupported dtypes."""
     short = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
     if not short or into.dtype != torch.float32:
         return False
-    torch.addmm(into, a, b.t(), out_dtype=torch.float32, out=into)
+    torch.addmm(into, a, b.t(), out_dtype=torch.float32, beta=beta, out=into)
     return True
 
 

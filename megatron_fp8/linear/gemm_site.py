@@ -27,6 +27,7 @@ from ..state.arena import Group
 from ..state.fp8_state import Fp8State
 from ..state.observer_protocol import SeenProduct
 from ..tensor import Operand, QuantizedSide
+from .main_grad import is_zeros
 from .saved_tensor_layout import SideLayout
 from .weight_cache import WeightCache
 
@@ -167,28 +168,52 @@ class GemmSite:
     def wgrad_dtype(self, wanted: torch.dtype) -> torch.dtype:
         """Result dtype of wgrad's GEMM for a gradient of the wanted dtype. A scaled GEMM rounds its float32 sum once,
         so it is the wanted one. In other GEMMs torch may round partial sums to 16 bits, so it is float32."""
-        scaled = self.plan.gemms["wgrad"] == "fp8" and getattr(self.backend, "rounds_once", False)
-        return wanted if scaled and wanted in RESULTS else torch.float32
+        return wanted if self._rounds_once and wanted in RESULTS else torch.float32
+
+    @property
+    def _rounds_once(self) -> bool:
+        """Whether wgrad's GEMM is a scaled one."""
+        return self.plan.gemms["wgrad"] == "fp8" and getattr(self.backend, "rounds_once", False)
+
+    def may_overwrite(self, weight: torch.Tensor, *, by_fp8: bool = False) -> bool:
+        """Whether wgrad's GEMM may write the weight's main_grad [N, K] in place of adding to it, with the same numbers.
+
+        ``by_fp8``: only if it is a scaled GEMM in FP8.
+        """
+        buffer: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]
+        if self.state.observer is not None or (by_fp8 and not self._rounds_once):
+            return False
+        return self.wgrad_dtype(buffer.dtype) == buffer.dtype and is_zeros(
+            weight, captured=self.state.capturing
+        )
 
     def accumulate(
-        self, gemm: str, a: Operand, b: Operand, into: torch.Tensor, *, record: bool = True
+        self,
+        gemm: str,
+        a: Operand,
+        b: Operand,
+        into: torch.Tensor,
+        *,
+        record: bool = True,
+        zeros: bool = False,
     ) -> None:
-        """Adds the result of ``multiply`` to ``into`` [M, N], float32. This package's GEMMs (C, Triton) and
-        high-precision ones on a GPU add it directly; torch's scaled GEMMs and observed ones cannot."""
+        """Adds the result of ``multiply`` to ``into`` [M, N]. This package's GEMMs (C, Triton) and high-precision ones on
+        a GPU add it directly; torch's scaled GEMMs and observed ones cannot. ``zeros``: ``into`` is zeros, and may be
+        overwritten, which every GEMM on a GPU can."""
         in_fp8 = self.plan.gemms[gemm] == "fp8" and self.state.observer is None
-        if in_fp8 and self._accumulates(a, b, into):
+        if in_fp8 and self._accumulates(a, b, into, zeros=zeros):
             self.state.counter.here.fp8_gemms += 1
             return
         if self.plan.gemms[gemm] == "fp8" or self.state.observer is not None:
             into.add_(self.multiply(gemm, a, b, torch.float32, record=record))
             return
         self.state.counter.here.hp_gemms += 1
-        add_matmul_fp32(into, *in_high_precision(a, b))
+        add_matmul_fp32(into, *in_high_precision(a, b), zeros=zeros)
 
-    def _accumulates(self, a: Operand, b: Operand, into: torch.Tensor) -> bool:
+    def _accumulates(self, a: Operand, b: Operand, into: torch.Tensor, *, zeros: bool) -> bool:
         """Lets the backend add the product. Returns whether it did."""
         accumulate = getattr(self.backend, "accumulate", None)
-        return accumulate is not None and accumulate(a, b, into)
+        return accumulate is not None and accumulate(a, b, into, zeros=zeros)
 
 
 def in_high_precision(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:

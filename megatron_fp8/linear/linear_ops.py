@@ -34,6 +34,7 @@ import torch
 from ..plan.autocast_state import without_autocast
 from ..state.observer_protocol import SeenProduct
 from ..tensor import Operand, Sides
+from .main_grad import added_to_main_grad, main_grad_of
 from .operands import (
     Call,
     columnwise_input,
@@ -206,14 +207,19 @@ def _weight_gradients(
     plain = [e for e in wanted if e not in sums]
     if len(weights) == 1:
         site = call.sites[0]
-        for total in sums.values():
-            site.accumulate("wgrad", dy[0], x[0], total)
+        for e, total in sums.items():
+            site.accumulate("wgrad", dy[0], x[0], total, zeros=site.may_overwrite(weights[e]))
         for e in plain:
             dtype = weights[e].dtype
             found[e] = site.multiply("wgrad", dy[0], x[0], site.wgrad_dtype(dtype)).to(dtype)
     else:
+        buffers = [sums.get(e) for e in range(len(weights))]
         for turn in _turns(sums):
-            _multiply_each("wgrad", call, turn, dy, x, [sums.get(e) for e in range(len(weights))], add=True)
+            zeros = [
+                e for e in turn if call.tokens[e] and call.sites[e].may_overwrite(weights[e], by_fp8=True)
+            ]
+            _multiply_each("wgrad", call, zeros, dy, x, buffers)
+            _multiply_each("wgrad", call, [e for e in turn if e not in zeros], dy, x, buffers, add=True)
         for e in plain:
             dtype = call.sites[e].wgrad_dtype(weights[e].dtype)
             found[e] = torch.empty(weights[e].shape, dtype=dtype, device=weights[e].device)
@@ -237,20 +243,6 @@ def _turns(sums: Mapping[int, torch.Tensor]) -> list[list[int]]:
     return [list(turn.values()) for turn in turns]
 
 
-def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
-    """The buffer [N, K] to which the weight's gradient is added (Megatron-Core's fused wgrad); None without one.
-    ValueError if it has another shape."""
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
-    if main_grad is not None and main_grad.shape != weight.shape:
-        raise ValueError(
-            f"a main_grad of shape {tuple(main_grad.shape)} is no sum of gradients of a weight {tuple(weight.shape)}:"
-            " give it the weight's shape"
-        )
-    return main_grad
-
-
 def for_gradient(weight: torch.Tensor) -> torch.Tensor:
     """Returns what backward needs of a weight [N, K]: the parameter itself, which may have a main_grad.
 
@@ -260,11 +252,3 @@ def for_gradient(weight: torch.Tensor) -> torch.Tensor:
     if weight.is_leaf and not weight._is_view():
         return weight
     return torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
-
-
-def added_to_main_grad(weight: Any) -> torch.Tensor:
-    """The dummy gradient for autograd if dw was added to main_grad; DDP drops it."""
-    weight.grad_added_to_main_grad = True
-    # Not None: with overlapped reduction DDP needs its gradient hook to run and checks that a gradient exists.
-    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
-    return make(weight.shape, dtype=weight.dtype, device=weight.device)

@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 
 from ..files.terminal import print_rank_0
 from ..fp8_utils import quantizes, switch_of, switch_shown
+from ..linear.main_grad import unmark
 from ..plan.overrides import matching
 from ..quantizer import measure
 from ..recipe import recipe_name
@@ -77,11 +78,13 @@ class CapturedIteration(CapturedStep):
     def __init__(self, model_chunks: list[Any]):
         self._config = unwrap(model_chunks[0]).config
         self._state = state_of(self._config)
+        self._parameters = [param for chunk in model_chunks for param in chunk.parameters()]
         super().__init__(self._state)
 
     def replayed(self) -> IterationCounts:
         """As CapturedStep's. Collective over all ranks where a reduction group does not have all of them."""
         super().replayed()
+        unmark(self._parameters)  # no backward hook ran
         return _final_counts(self._config, self._state)
 
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from .. import fp8_utils
 from ..files.terminal import print_rank_0
 from ..fp8_utils import get_fp8_recipe
+from ..linear.main_grad import mark_zeros, unmark
 from ..numerics.formats import E2M1
 from ..params.fp8_parameter import Fp8Parameter, TwoWayFp8Parameter, broadcast, fp8_parameter
 from ..plan.overrides import Override
@@ -230,6 +231,31 @@ def broadcast_codes_too(original: Callable[[Any], None], self: Any) -> None:
             broadcast(param, source, group)
         else:
             dist.broadcast(param.data, src=source, group=group)
+
+
+_ZEROS = "the first weight gradient of an iteration would be added to zeros: four times the bytes"
+
+
+@patches.wrap(f"{_DDP}.zero_grad_buffer", _ZEROS)
+def zero_and_mark(original: Callable[[Any], None], self: Any) -> None:
+    """Marks the buffers of parameters whose backward hook removes the mark."""
+    original(self)
+    mark_zeros(param for param in self.params_with_grad if hasattr(param, "main_grad_zeros"))
+
+
+@patches.wrap(f"{_DDP}._make_backward_post_hook", _ZEROS)
+def hook_that_unmarks(
+    original: Callable[..., Callable[..., None]], self: Any, param: torch.nn.Parameter
+) -> Callable[..., None]:
+    """The hook that adds autograd's gradient to main_grad also removes the mark."""
+    hook = original(self, param)
+    unmark([param])
+
+    def unmarking(*unused: Any) -> None:
+        unmark([param])
+        hook(*unused)
+
+    return unmarking
 
 
 def refuse_bf16_weights(model: Any) -> None:

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.random import get_all_rng_states
 from torch import Tensor
 
 from ..files.terminal import print_rank_0
+from ..linear.main_grad import mark_zeros
 from ..mcore.iteration import CapturedIteration
 from ..mcore.runtime import state_of, unwrap
 from ..state.collectives import first_rank_with
@@ -155,6 +156,7 @@ class IterationGraph:
         captured = CapturedIteration([self._chunk])
         try:
             with new_graph() as graph, captured:
+                mark_zeros(self._chunk.parameters(), captured=True)  # each iteration starts with zeros
                 self._losses = self._run_passes(iter(self._inputs))
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]

@@ -99,6 +99,33 @@ def native_training(
     return seen
 
 
+def wgrads(recipe: str, fields: dict[str, Any], overwriting: bool) -> tuple[list[int], list[int], list[str]]:
+    """A rank case: two steps of two microbatches. For each step, how many products were written to a tensor that was
+    given, and how many not; and all gradients and weights."""
+    from megatron_fp8.linear import gemm_site
+    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+    from tests.support.scaled_mm import fake_torch
+
+    into: list[int] = []
+    others: list[int] = []
+    digests: list[str] = []
+    with native_on_cpu(), fake_torch() as fake, model_parallel(Layout()), ExitStack() as stack:
+        if not overwriting:
+            stack.enter_context(mock.patch.object(gemm_site, "is_zeros", return_value=False))
+
+        def after_step(step: int, run: Any) -> None:
+            written = [product["into"] for product in fake.history]
+            into.append(sum(written))
+            others.append(len(written) - sum(written))
+            fake.history.clear()
+            digests.append(digest(run.chunks))
+
+        config = fp8_config(Layout(), recipe, **{**MODEL, **fields})
+        options = {**TRAINING, "global_batch": 4}
+        train(config, steps=2, on_step=after_step, spec=get_gpt_layer_fp8_spec, **options)
+    return into, others, digests
+
+
 def evaluated(recipe: str) -> Seen:
     """A rank case: a forward pass in evaluation."""
     import torch

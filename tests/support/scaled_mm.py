@@ -33,7 +33,16 @@ class FakeTorch:
     wrong: str = ""
 
     def scaled_mm(
-        self, a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False
+        self,
+        a,
+        b,
+        scale_a,
+        scale_b,
+        bias=None,
+        scale_result=None,
+        out_dtype=None,
+        use_fast_accum=False,
+        out=None,
     ):
         assert scale_result is None
         (m, k), n = a.shape, b.shape[1]
@@ -53,7 +62,7 @@ class FakeTorch:
             assert scale_a.shape == (m, 1) and scale_a.stride() == (1, 1), (scale_a.shape, scale_a.stride())
             assert scale_b.shape == (1, n) and scale_b.stride() == (n, 1), (scale_b.shape, scale_b.stride())
             first, second = scale_a.double(), scale_b.double().t()
-        return self._product(kind, a, b, first, second, bias, out_dtype, use_fast_accum)
+        return self._product(kind, a, b, first, second, bias, out_dtype, use_fast_accum, out)
 
     def _blocks_by_shape(self, a, b, scale_a, scale_b):
         """Blocks of 128 as _scaled_mm finds them: 128x128 scales without the padding that cuBLASLt reads."""
@@ -67,7 +76,20 @@ class FakeTorch:
         return "block v1", first, _square_blocks(scale_b, n, k)
 
     def scaled_mm_v2(
-        self, a, b, scale_a, recipe_a, swizzle_a, scale_b, recipe_b, swizzle_b, bias, out_dtype, dims, fast
+        self,
+        a,
+        b,
+        scale_a,
+        recipe_a,
+        swizzle_a,
+        scale_b,
+        recipe_b,
+        swizzle_b,
+        bias,
+        out_dtype,
+        dims,
+        fast,
+        out=None,
     ):
         if not a.dtype == b.dtype == torch.float8_e4m3fn:
             raise ValueError("Invalid scaling configuration")  # check_deepseek_recipe in ScaledBlasUtils.cpp
@@ -87,7 +109,7 @@ class FakeTorch:
             kind, tall = "block", 4 * ceil(ceil(k, 128), 4)
             assert scale_b.shape == (tall, ceil(n, 128)) and scale_b.stride() == (1, tall), scale_b.stride()
             second = _square_blocks(scale_b, n, k)
-        return self._product(kind, a, b, first, second, bias, out_dtype, False)
+        return self._product(kind, a, b, first, second, bias, out_dtype, False, out)
 
     def scaled_grouped_mm(
         self,
@@ -144,7 +166,7 @@ class FakeTorch:
         assert scale.shape == (rows, ceil(k, 128)) and scale.stride() == (1, rows), scale.stride()
         return scale.double().repeat_interleave(128, 1)[:, :k]
 
-    def _product(self, kind, a, b, first, second, bias, out_dtype, fast):
+    def _product(self, kind, a, b, first, second, bias, out_dtype, fast, out=None):
         for refused in (kind, kind.removesuffix(" v1")):
             if refused in self.refuse:
                 raise RuntimeError(self.refuse[refused])
@@ -163,8 +185,14 @@ class FakeTorch:
         if self.wrong == kind:
             result[:, 128:] *= 2
         self.calls[kind] += 1
-        self.history.append({"kind": kind, "out": out_dtype, "bias": bias is not None, "fast": fast})
-        return result.to(out_dtype)
+        self.history.append(
+            {"kind": kind, "out": out_dtype, "bias": bias is not None, "fast": fast, "into": out is not None}
+        )
+        if out is None:
+            return result.to(out_dtype)
+        assert out.shape == result.shape and out.dtype == out_dtype and out.is_contiguous()
+        assert out.data_ptr() % 16 == 0, "cuBLASLt wants results aligned"
+        return out.copy_(result)
 
     @property
     def last(self) -> dict[str, Any]:

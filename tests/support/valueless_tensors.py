@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp8.backends.native import backend as native
@@ -36,6 +38,12 @@ class _Kernel:
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return lambda *_, **__: self.names.append(self.name)
+
+
+def _scaled_mm_v2(*args: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+    """torch's, whose form with ``out`` has no shape function."""
+    found = torch.ops.aten._scaled_mm_v2(*args)
+    return found if out is None else out
 
 
 @contextmanager
@@ -71,6 +79,7 @@ def gpu_without_values(refusal: Refusal = lambda request: None) -> Iterator[Laun
         (block_matmul, "_block_matmul"),
     ]
     patches = [mock.patch.object(module, name, launches.kernel(name)) for module, name in kernels]
+    patches.append(mock.patch.object(torch, "_scaled_mm_v2", _scaled_mm_v2))
     patches.append(mock.patch.object(native, "refusals", lambda *_: refusal))
     patches.append(mock.patch.object(dispatch, "run_on", lambda _: True))
     patches.append(mock.patch.object(host_sync, "reading_syncs", lambda _: True))

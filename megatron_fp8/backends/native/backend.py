@@ -252,6 +252,7 @@ def gemm(
     out_dtype: torch.dtype = torch.float32,
     bias: torch.Tensor | None = None,
     fast_accumulation: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """a @ b^T of two quantized sides on tensor cores.
 
@@ -260,9 +261,10 @@ def gemm(
         out_dtype: bfloat16, float16 or float32.
         bias: [N], any floating dtype, added in float32 before the one rounding.
         fast_accumulation: let the tensor cores keep partial sums at their own precision (ignored with blocks).
+        out: [M, N] of out_dtype, to write the result to: by the product itself unless it is padded or rounds later.
 
     Returns:
-        [M, N], contiguous.
+        [M, N], contiguous; ``out`` if given.
 
     Raises:
         ValueError: contractions differ, both operands are E5M2, nothing here multiplies such operands, or the bias's
@@ -275,7 +277,8 @@ def gemm(
     (m, k), n = a.codes.shape, b.codes.shape[0]
     if 0 in (m, n, k):
         result = torch.zeros(m, n, dtype=torch.float32, device=a.codes.device)
-        return (result if bias is None else result.add_(bias)).to(out_dtype)
+        result = (result if bias is None else result.add_(bias)).to(out_dtype)
+        return result if out is None else out.copy_(result)
     made = plan(
         Operand.of(a),
         Operand.of(b),
@@ -284,15 +287,32 @@ def gemm(
         fast_accumulation,
         refusals(a.codes.device, multiply),
     )
-    acc = multiply(made, a, b, None if made.post_bias else bias)
+    whole = out is not None and _is_written_by(made, out)
+    acc = multiply(made, a, b, None if made.post_bias else bias, out if whole else None)
+    if whole:
+        return acc
     if acc.shape != (m, n):
         acc = acc[:m, :n]
     if made.post_scale:
-        acc = acc * (row_scales(a) * row_scales(b).t())
+        last = out if out_dtype == torch.float32 and not made.post_bias else None
+        acc = torch.mul(acc, row_scales(a) * row_scales(b).t(), out=last)
+        if acc is out:
+            return acc
     if made.post_bias:
         assert bias is not None
         acc = acc + bias
-    return acc.to(out_dtype).contiguous()
+    return acc.to(out_dtype).contiguous() if out is None else out.copy_(acc)
+
+
+def _is_written_by(made: ProductPlan, out: torch.Tensor) -> bool:
+    """Whether the planned product's own result is ``out``. torch's products want it aligned to 16 bytes."""
+    exact = made.request.out == out.dtype and (made.a.shape[0], made.b.shape[1]) == out.shape
+    return (
+        exact
+        and not (made.post_scale or made.post_bias)
+        and out.is_contiguous()
+        and out.storage_offset() * out.element_size() % 16 == 0
+    )
 
 
 def grouped_gemm(
@@ -317,15 +337,14 @@ def grouped_gemm(
         adds_there = not add or outs[first].dtype == torch.float32
         if kind and adds_there and _is_by_kernel(a[first], b[first], outs[first].dtype, refusal):
             _multiply_blocks_grouped([(a[i], b[i], outs[i]) for i in these], add)
-        else:
+        elif add:
             gemm_in_turn(
-                gemm,
-                [a[i] for i in these],
-                [b[i] for i in these],
-                [outs[i] for i in these],
-                add=add,
-                fast_accumulation=fast_accumulation,
+                gemm, [a[i] for i in these], [b[i] for i in these], [outs[i] for i in these], add=True
             )
+        else:
+            for i in these:
+                out = outs[i]
+                gemm(a[i], b[i], out_dtype=out.dtype, fast_accumulation=fast_accumulation, out=out)
 
 
 def _is_by_kernel(a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, refusal: Any) -> bool:
@@ -348,11 +367,25 @@ def _multiply_blocks_grouped(
     grouped_block_matmul(told[0].a, told, a_height=heights[0], b_height=heights[1], add=add)
 
 
-def accumulate(a: QuantizedSide | torch.Tensor, b: QuantizedSide | torch.Tensor, into: torch.Tensor) -> bool:
+def accumulate(
+    a: QuantizedSide | torch.Tensor,
+    b: QuantizedSide | torch.Tensor,
+    into: torch.Tensor,
+    *,
+    zeros: bool = False,
+) -> bool:
     """Adds ``gemm``'s float32 result to ``into`` [M, N] while it is computed, with the bits of ``into.add_``. Returns
-    False, without a change, unless this package's kernel multiplies: torch's scaled products cannot add."""
+    False, without a change, unless this package's kernel multiplies: torch's scaled products cannot add.
+
+    ``zeros``: ``into`` is zeros; the result, of its dtype, is written to it, by any product. Rejected for all others:
+    products with beta = 1 of Transformer Engine (it takes its own tensor classes) and of nvmath-python (it plans each
+    call on the host): an optional package would choose the bits of wgrad.
+    """
     if not isinstance(a, QuantizedSide) or not isinstance(b, QuantizedSide):
         return False
+    if zeros:
+        gemm(a, b, out_dtype=into.dtype, out=into)
+        return True
     if a.granularity.cols != 128 or into.dtype != torch.float32 or not into.is_contiguous():
         return False
     refusal = refusals(a.codes.device, multiply)
@@ -364,11 +397,18 @@ def accumulate(a: QuantizedSide | torch.Tensor, b: QuantizedSide | torch.Tensor,
 
 
 def multiply(
-    product: ProductPlan, a: QuantizedSide, b: QuantizedSide, bias: torch.Tensor | None = None
+    product: ProductPlan,
+    a: QuantizedSide,
+    b: QuantizedSide,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product with its padding, before post_scale, post_bias and the cut. float32 if the plan rounds later."""
+    """The product with its padding, before post_scale, post_bias and the cut. float32 if the plan rounds later.
+
+    ``out``: [M, N] of that dtype, contiguous, to write it to.
+    """
     if product.request.triton:
-        return _multiply_blocks(a, b, product.request.out, bias)
+        return _multiply_blocks(a, b, product.request.out, bias, out, add=False)
     codes_a, codes_b, scale_a, scale_b = arguments(product, a, b)
     padding = product.b.shape[1] - product.n
     if bias is not None and padding:
@@ -383,6 +423,7 @@ def multiply(
             bias=bias,
             out_dtype=product.request.out,
             use_fast_accum=product.fast,
+            out=out,
         )
     if not hasattr(torch, "_scaled_mm_v2"):
         raise RuntimeError("this torch has no _scaled_mm_v2, which block scales need: 2.10 and newer have")
@@ -399,6 +440,7 @@ def multiply(
         product.request.out,
         [],
         product.fast,
+        out=out,
     )
 
 
@@ -408,6 +450,8 @@ def _multiply_blocks(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None,
     into: torch.Tensor | None = None,
+    *,
+    add: bool = True,
 ) -> torch.Tensor:
     from ...kernels.block_matmul import block_matmul  # loads Triton
 
@@ -415,5 +459,5 @@ def _multiply_blocks(
     codes_a, codes_b = (place_codes(side.codes, *side.codes.shape) for side in (a, b))
     heights = {"a_height": height_a, "b_height": height_b}
     return block_matmul(
-        codes_a, scale_a, codes_b, scale_b, **heights, out_dtype=out_dtype, bias=bias, into=into
+        codes_a, scale_a, codes_b, scale_b, **heights, out_dtype=out_dtype, bias=bias, into=into, add=add
     )

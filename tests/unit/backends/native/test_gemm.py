@@ -232,6 +232,26 @@ def test_rowwise_without_a_float32_result_runs_with_unit_scales():
             assert_same_bytes(result, (exact + bias).to(dtype), "one rounding, after the bias")
 
 
+@pytest.mark.parametrize(("rows", "whole"), [(64, True), (70, False)])
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "mxfp8"])
+def test_the_product_writes_to_a_given_tensor(name, rows, whole):
+    """Itself, unless it is padded or the tensor is not aligned; with the same bits."""
+    a, b = operands("wgrad", RECIPES[name], 64, rows, 128)  # [rows, 64] @ [128, 64]^T
+    a, b = b, a  # N = rows
+    with fake_torch() as fake:
+        expected = native.gemm(a, b)
+        for start in (0, 1):
+            out = torch.full((start + expected.numel(),), torch.nan)[start:].view(expected.shape)
+            assert native.gemm(a, b, out=out) is out
+            assert fake.last["into"] == (whole and start == 0)
+            assert_same_bytes(out, expected)
+        out = torch.full(expected.shape, torch.nan)
+        assert native.accumulate(a, b, out, zeros=True)
+        assert_same_bytes(out, expected)
+    with fake_torch(refuse={"row float32": "only bf16"}):
+        assert_same_bytes(native.gemm(a, b, out=out.fill_(torch.nan)), expected)
+
+
 def test_a_product_that_torch_gets_wrong_is_not_used():
     """As 128x128 scales were before pytorch#166752: no error, wrong numbers."""
     block = Request(Mode.BLOCK, torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16)

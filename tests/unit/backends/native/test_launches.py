@@ -16,6 +16,7 @@ from megatron_fp8.backends.native.layout import Refusal
 from megatron_fp8.kernels.gemms import cpu_multiplies
 from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
+from megatron_fp8.linear.main_grad import mark_zeros
 from megatron_fp8.linear.quantized_tokens import QuantizedTokens
 from megatron_fp8.linear.tensor_parallel import TensorParallel
 from megatron_fp8.params.fp8_parameter import fp8_parameter
@@ -89,6 +90,7 @@ def launched(
     recipe: Any,
     *,
     main_grad: bool = False,
+    zeroed: bool = False,
     microbatches: int = 1,
     fp8_param: bool = False,
     tp: TensorParallel | None = None,
@@ -109,6 +111,8 @@ def launched(
         tokens = 256 * tp.size if tp.kind == "column" else 256 // tp.size
         dy = torch.empty(tokens, 384, dtype=torch.bfloat16)
         with CapturedStep(state):
+            if zeroed:
+                mark_zeros([w], captured=True)
             for microbatch in range(microbatches):
                 names.clear()
                 b = None if bias is None else torch.empty(384, dtype=bias, requires_grad=True)
@@ -139,8 +143,12 @@ def test_second_microbatch(name: str) -> None:
 
 @pytest.mark.parametrize("name", FIRST)
 def test_main_grad(name: str) -> None:
-    """One pass more, which adds: torch's scaled product has no beta."""
+    """One pass more, which adds: torch's scaled product has no beta. Not the first one of an iteration, which overwrites
+    the zeros."""
     assert launched(RECIPES[name], main_grad=True) == f"{FIRST[name]} add_"
+    assert launched(RECIPES[name], main_grad=True, zeroed=True) == FIRST[name]
+    second = launched(RECIPES[name], main_grad=True, zeroed=True, microbatches=2)
+    assert second == f"{SECOND[name]} add_"
 
 
 def test_main_grad_of_this_packages_product() -> None:
@@ -185,7 +193,7 @@ WHOLE = {"delayed": 16, "tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp
 """Tokens of which torch's products sum over whole ones in wgrad."""
 
 
-def launched_by_experts(name: str, tokens: tuple[int, ...]) -> list[str]:
+def launched_by_experts(name: str, tokens: tuple[int, ...], *, zeroed: bool = False) -> list[str]:
     """The launches of a microbatch's forward and backward, whose weights are kept."""
     with launches_by_name() as names:
         state = Fp8State()
@@ -201,6 +209,10 @@ def launched_by_experts(name: str, tokens: tuple[int, ...]) -> list[str]:
         with CapturedStep(state):
             for _ in range(2):
                 names.clear()
+                if zeroed:
+                    for weight in weights:
+                        weight.grad_added_to_main_grad = False
+                    mark_zeros(weights, captured=True)
                 y = grouped_linear(leaf(sum(tokens), 512), weights, tokens, sites)
                 found = [" ".join(names)]
                 names.clear()
@@ -217,9 +229,14 @@ def test_experts_of_any_number_of_tokens(name: str) -> None:
     every = WHOLE[name]
     tokens = (0, 1, every - 1, every, every + 1)
     casts, mm = SECOND[name].split(" ; ")[0].rsplit(" ", 1)
-    forward = [casts] * 4 + [f"{mm} copy_"] * 4  # of the expert without tokens nothing
+    # Of the expert without tokens nothing. Products with blocks want a multiple of 4 rows, and are cut.
+    rows = [count for count in tokens if count]
+    copies = [" copy_" if name == "blockwise" and count % 4 else "" for count in rows]
+    forward = [casts] * 4 + [f"{mm}{copy}" for copy in copies]
     backward = [*forward, *[f"{mm} add_"] * 4]
     assert launched_by_experts(name, tokens) == [" ".join(forward), " ".join(backward)]
+    overwriting = [*forward, *[mm] * 4]
+    assert launched_by_experts(name, tokens, zeroed=True) == [" ".join(forward), " ".join(overwriting)]
 
 
 @pytest.mark.parametrize("name", ["rowwise", "blockwise", "mxfp8"])
