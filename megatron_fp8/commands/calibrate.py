@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..files.atomic_io import explained
 from .cli_common import CheckpointParser, run_command, say, with_progress
 
 if TYPE_CHECKING:
@@ -70,12 +71,8 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
     for line in restored.lines:
         say(f"            {line}", launch)
     out = Path(options.out) if options.out else run_folder_of(restored.folder) / "calibration"
-    try:
+    with explained(f"--out {str(out)!r} cannot be written", ": give another folder"):
         out.mkdir(parents=True, exist_ok=True)  # tested before the calibration, which may take minutes
-    except OSError as error:
-        raise ValueError(
-            f"--out {str(out)!r} cannot be written ({error.strerror}): give another folder"
-        ) from error
     return partial(_calibrate, options, launch, restored, batches, out)
 
 

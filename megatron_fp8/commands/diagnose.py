@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..files.atomic_io import own_output
+from ..files.atomic_io import explained, own_output
 from ..files.terminal import printable
 from .cli_common import CheckpointParser, check_outputs, not_written, run, run_command, say, write_output
 
@@ -146,12 +146,8 @@ def _files(options: argparse.Namespace, folder: Path) -> _Files:
     named = (options.json, options.out, options.plot)
     if any(named):
         return _Files(*(Path(name) if name else None for name in named))
-    try:
+    with explained(f"{str(folder)!r} cannot be written", ": give --json, --out and --plot"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"{str(folder)!r} cannot be written ({error.strerror}): give --json, --out and --plot"
-        ) from error
     return _Files(folder / "diagnosis.json", folder / "overrides.yaml", folder / "diagnosis.png")
 
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ..files.atomic_io import explained
 from ..files.terminal import printable
 from ..huggingface import QUANTIZED_FORMATS
 from .cli_common import CommandParser, run, with_progress
@@ -97,15 +98,10 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    from ..files.atomic_io import in_words
     from ..files.strict_yaml import read_yaml
 
-    try:
+    with explained(f"--config={str(path)!r} cannot be read", ": give another file.", (OSError, ValueError)):
         content = read_yaml(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--config={str(path)!r} cannot be read ({in_words(error)}): give another file."
-        ) from error
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise ValueError(f"--config={str(path)!r} has no section 'model': give the config.yaml of a run.")
     return content

@@ -9,6 +9,8 @@ import shutil
 import stat
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -121,6 +123,24 @@ def _refresh(folder: Path) -> None:
 def in_words(error: BaseException | None) -> str:
     """An error's message, without an OSError's number and path."""
     return getattr(error, "strerror", None) or str(error)
+
+
+@contextmanager
+def explained(
+    what: str,
+    remedy: str | None = None,
+    errors: type[Exception] | tuple[type[Exception], ...] = OSError,
+    raises: type[Exception] = ValueError,
+) -> Iterator[None]:
+    """Context: one of ``errors`` becomes a ValueError (``raises``) in one line, "WHAT (cause)REMEDY".
+
+    Without a ``remedy``: "WHAT: cause".
+    """
+    try:
+        yield
+    except errors as error:
+        cause = in_words(error)
+        raise raises(f"{what}: {cause}" if remedy is None else f"{what} ({cause}){remedy}") from error
 
 
 def remedy(error: BaseException) -> str:

@@ -33,7 +33,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from .atomic_io import in_words, ordinary, read_ordinary, refuse_link_out
+from .atomic_io import explained, in_words, ordinary, read_ordinary, refuse_link_out
 from .checkpoint_metadata import MetadataUnpickler, check_metadata
 from .gc_pause import gc_paused
 from .manifest import LARGEST, MANIFEST, Manifest, NotAManifest, parse
@@ -210,12 +210,8 @@ def not_finite_checkpoints(folder: Path) -> list[Path]:
 
 
 def _checkpoints(folder: Path, pattern: str) -> list[Path]:
-    try:
+    with explained(f"{str(folder)!r} cannot be listed", ": check its permissions."):
         entries = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    except OSError as error:
-        raise ValueError(
-            f"{str(folder)!r} cannot be listed ({error.strerror}): check its permissions."
-        ) from error
     by_iteration = [(int(m[1]), path) for path in entries if (m := re.fullmatch(pattern, path.name))]
     return [path for _, path in sorted(by_iteration)]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..files.atomic_io import explained
 from ..files.checkpoint import (
     check_files,
     find_checkpoint,
@@ -195,10 +196,8 @@ def open_source(path: Path, run: dict[str, Any] | None = None) -> Source:
     if section.get("fp8_guard"):
         section["fp8_overrides"] = {**as_overrides(manifest.state), **(section.get("fp8_overrides") or {})}
     _check_types(folder, section, len(metadata.state_dict_metadata))
-    try:
+    with explained(f"the checkpoint {str(folder)!r} cannot be exported", errors=ValueError):
         origin = source_metadata_of(manifest.facts.get(FACT))
-    except ValueError as error:
-        raise ValueError(f"the checkpoint {str(folder)!r} cannot be exported: {error}") from error
     notes = [*without_checksum(manifest), *trained_beyond(path, folder)]
     return Source(folder, section, run, metadata, manifest.facts.get("tokenizer"), notes, origin)
 

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from ..files.argument_check import check_model
-from ..files.atomic_io import in_words, read_ordinary
+from ..files.atomic_io import explained, in_words, read_ordinary
 from ..files.strict_json import load_json
 from ..linear.tensor_parallel import weight_of
 from ..numerics.formats import E4M3
@@ -243,14 +243,10 @@ class Calibration:
             "facts": self.facts,
             "tensors": {n: {"shape": list(r.shape), **r.statistics} for n, r in self.ranges.items()},
         }
-        try:
+        with explained(f"{str(folder)!r} cannot be written", ": give another folder"):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / TENSORS).write_bytes(content)
             (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ValueError(
-                f"{str(folder)!r} cannot be written ({error.strerror}): give another folder"
-            ) from error
         return folder
 
 

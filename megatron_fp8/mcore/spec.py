@@ -14,8 +14,8 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from ..files.atomic_io import explained
 from ..fp8_utils import quantizes
 from . import environment as compat
 from . import is_installed
@@ -150,13 +151,9 @@ def _options(config: Any) -> dict[str, Any]:
     return {"normalization": config.normalization, "qk_l2_norm": config.qk_l2_norm}
 
 
-@contextmanager
-def _layer_frequency(config: Any) -> Iterator[None]:
-    """Turns Megatron-Core's assertion that the list is as long as the model into a ValueError."""
-    try:
-        yield
-    except AssertionError as error:
-        raise ValueError(f"moe_layer_freq={config.moe_layer_freq!r}: {error}") from error
+def _layer_frequency(config: Any) -> AbstractContextManager[None]:
+    """Context: Megatron-Core's assertion that the list is as long as the model becomes a ValueError."""
+    return explained(f"moe_layer_freq={config.moe_layer_freq!r}", errors=AssertionError)
 
 
 def _require_installed() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..files.atomic_io import replace_file
+from ..files.atomic_io import explained, replace_file
 from ..files.terminal import number_ranges
 from ..plan.settings import quantized_as
 from .curves import VALIDATION, Curve
@@ -36,15 +36,13 @@ def write_html(runs: Sequence[Run], path: Path) -> int:
     """
     if path.exists() and not path.is_file():
         raise ValueError(f"--html={path} is a folder or no ordinary file. Give the name of a file to write.")
-    try:
+    with explained(f"--html={path} cannot be written", ": give another file."):
         if path.exists() and not path.read_bytes()[:1024].lstrip().lower().startswith(b"<!doctype html"):
             raise ValueError(
                 f"--html={path}: it is there and is no HTML file, so it is not replaced. Give another name."
             )
         text = html_of(runs)
         replace_file(path, text)
-    except OSError as error:
-        raise ValueError(f"--html={path} cannot be written ({error.strerror}): give another file.") from error
     return len(text.encode())
 
 

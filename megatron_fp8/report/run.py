@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..diagnosis.advice import advice_of
-from ..files.atomic_io import in_words, read_ordinary
+from ..files.atomic_io import explained, in_words, read_ordinary
 from ..files.manifest import LARGEST
 from ..files.strict_json import load_json
 from ..files.user_paths import RUN_FILES, what_to_give
@@ -135,10 +135,8 @@ class ShownAdvice:
 
 def read_advice(content: bytes, path: str) -> tuple[ShownAdvice, ...]:
     """Parses an advice.json, a list. Raises ValueError."""
-    try:
+    with explained(f"{path!r} is no JSON", ": correct it or remove it.", ValueError):
         found = load_json(content)
-    except ValueError as error:
-        raise ValueError(f"{path!r} is no JSON ({error}): correct it or remove it.") from error
     if not isinstance(found, list):
         raise ValueError(f"{path!r} has no list of advice: correct it or remove it.")
     return parse_advice(found)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backends import choose_backend, warn_slow_backend
-from ..files.atomic_io import read_ordinary, write_result
+from ..files.atomic_io import explained, read_ordinary, write_result
 from ..files.manifest import LARGEST
 from ..files.strict_json import load_json
 from ..files.terminal import printable
@@ -82,15 +82,12 @@ def bench(options: argparse.Namespace, run_options: list[str]) -> None:
     result = {**record, "rows": measured.rows}
     if options.json:
         print(json.dumps(result, indent=1))
-    try:
+    lost = ": what was measured is lost"  # such as by a full disk
+    with explained(f"--out={options.out} cannot be written", lost, raises=StudyFailed):
         if options.tune:
             _write_table(options.out, record, request.recipes[0], backends[0][0].name, measured.rows)
         elif options.out:
             _write(options.out, result)
-    except OSError as error:  # such as a full disk
-        raise StudyFailed(
-            f"--out={options.out} cannot be written ({error.strerror}): what was measured is lost"
-        ) from error
 
 
 def _measure(

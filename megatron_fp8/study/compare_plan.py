@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from ..files.atomic_io import in_words
+from ..files.atomic_io import explained
 from ..files.checkpoint import complete_checkpoints
 from ..files.records import read_lines
 from ..files.strict_yaml import read_yaml
@@ -86,12 +86,12 @@ class WantedRun:
         path = self.folder / "config.yaml"
         if not path.exists():
             return
-        try:
+        with explained(
+            f"{str(path)!r} cannot be read",
+            ": give another --out, or move that run away.",
+            (OSError, ValueError),
+        ):
             found = read_yaml(path)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{str(path)!r} cannot be read ({in_words(error)}): give another --out, or move that run away."
-            ) from error
         existing, ours = _settings(found), _settings(self._plain)
         option_keys = {
             option.partition("=")[0].removeprefix("--").replace("-", "_") for option in self.arguments
@@ -168,12 +168,10 @@ def plan(
             from_parent = base.resume not in ("auto", "never") and not _has_begun(folder / "checkpoints")
             resume = base.resume if from_parent else "auto"
             arguments = [f"--config={config}", *options, f"--run_dir={folder}", f"--resume={resume}"]
-            try:
+            with explained(name, errors=ValueError):
                 run = run_config.parse(arguments, ranks)
                 if seed == numbers[0]:
                     transformer_config(run.model)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
             runs.append(WantedRun(name, seed, folder, tuple(arguments), run))
     return Comparison(config, tuple(overrides), names, numbers, ranks, out, tuple(runs))
 

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..files.atomic_io import explained
 from ..files.checkpoint import latest_checkpoint, read_manifest
 from ..files.run_lock import LockHeld, RunLock
 from ..files.terminal import printable
@@ -40,10 +41,8 @@ def lock_folder(out: Path) -> Iterator[None]:
     """
     # Without a job name: two comparisons in one SLURM job exclude each other too.
     lock = RunLock(out, "--out", environ={})
-    try:
+    with explained(f"--out={out} cannot be used", ": give another folder."):
         lock.take(_say)
-    except OSError as error:
-        raise ValueError(f"--out={out} cannot be used ({error.strerror}): give another folder.") from error
     try:
         yield
     finally:

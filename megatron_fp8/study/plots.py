@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ..files.atomic_io import explained
 from . import scaling_errors
 from .format_values import all_formats, by_magnitude
 
@@ -77,10 +78,8 @@ def draw(path: Path) -> None:
     _errors(axes[0][1])
     _recipes(axes[1][0])
     _delays(axes[1][1])
-    try:
+    with explained(f"--png={path} cannot be written", ": give another file"):
         figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise ValueError(f"--png={path} cannot be written ({error.strerror}): give another file") from error
 
 
 def _ranges(axes: Any) -> None:

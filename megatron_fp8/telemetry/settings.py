@@ -26,6 +26,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ..files.atomic_io import explained
 from .stat_registry import (
     BLOCKWISE,
     DEFAULT,
@@ -84,10 +85,8 @@ class Selection:
         for site in self.sites:
             _check_site(site)
         object.__setattr__(self, "what_if", tuple(dict.fromkeys(map(_prefix, self.what_if))))
-        try:
+        with explained("telemetry statistics", errors=ValueError):
             names = [parsed.name for parsed in parse_all(self.statistics)]
-        except ValueError as error:
-            raise ValueError(f"telemetry statistics: {error}") from error
         object.__setattr__(self, "statistics", tuple(names))
         for name in names if self.statistics != DEFAULT else ():
             if not any(of_tensor([name], tensor) for tensor in self.tensors):
@@ -223,10 +222,8 @@ def _check_site(pattern: str) -> None:
     if pattern in ("", REGEX):
         raise ValueError("telemetry sites: a pattern is empty; '*' is all sites")
     if pattern.startswith(REGEX):
-        try:
+        with explained(f"telemetry sites: {pattern!r} is no regular expression", errors=re.error):
             re.compile(pattern[len(REGEX) :])
-        except re.error as error:
-            raise ValueError(f"telemetry sites: {pattern!r} is no regular expression: {error}") from error
 
 
 def _matches(pattern: str, site: str) -> bool:
@@ -267,10 +264,8 @@ def te_settings(source: Mapping[str, Any] | str | Path) -> TelemetrySettings:
 def _load(path: Path) -> Any:
     from ..files.strict_yaml import read_yaml  # PyYAML is needed here only
 
-    try:
+    with explained(f"{path} is no YAML", errors=ValueError):
         return read_yaml(path)
-    except ValueError as error:
-        raise ValueError(f"{path} is no YAML: {error}") from error
 
 
 def _section(section: Any, where: str) -> Iterator[Selection]:
@@ -334,10 +329,8 @@ def _selection(
     names = [
         _statistic(stat, feature, te_tensor, where) for stat in _list(fields.get("stats"), f"{where}: stats")
     ]
-    try:
+    with explained(where, errors=ValueError):
         return Selection(freq, windows, sites, (tensor,), tuple(names))
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
 
 
 def _statistic(stat: Any, feature: str, te_tensor: str, where: str) -> str:
@@ -348,10 +341,8 @@ def _statistic(stat: Any, feature: str, te_tensor: str, where: str) -> str:
         size, dims = options.get("block_size", 32), options.get("dims", 1)
         # Transformer Engine takes the worse of two orientations for tensors that are read in both.
         stat = Blocks(size, dims, te_tensor in ("activation", "weight")).name
-    try:
+    with explained(where, errors=ValueError):
         parsed = parse(stat)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
     if parsed.statistic.needs != FEATURES[feature]:
         other = next(name for name, needs in FEATURES.items() if needs == parsed.statistic.needs)
         raise ValueError(f"{where}: {stat} belongs to {other}")

@@ -15,7 +15,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from ...files.atomic_io import in_words, remedy
+from ...files.atomic_io import explained, in_words, remedy
 from ...state.collectives import own_device
 from ..config.sections import DataSection, TrainSection
 from ..health.skipped_samples import Range, place
@@ -133,10 +133,8 @@ def check_data(prefixes: list[str], vocab_size: int) -> None:
             info, path = corpus.check_indexed(prefix), prefix + ".bin"
             if not info.tokens:
                 raise ValueError(f"{prefix!r} holds no tokens: give data that is not empty.")
-            try:
+            with explained(f"{path!r} cannot be read", ""):
                 ids = np.fromfile(path, info.dtype, min(_CHECKED_IDS, info.tokens))
-            except OSError as error:
-                raise ValueError(f"{path!r} cannot be read ({in_words(error)})") from error
             check_ids(ids, vocab_size, prefix)
 
     on_first_rank(check)

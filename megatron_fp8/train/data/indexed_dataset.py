@@ -37,7 +37,7 @@ import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, _BinReader
 
-from ...files.atomic_io import discard, in_words, ordinary, read_ordinary, write_file
+from ...files.atomic_io import discard, explained, in_words, ordinary, read_ordinary, write_file
 from ...files.checkpoint import digest
 from ...files.strict_json import load_json
 from ..stop import TrainingFailed
@@ -201,14 +201,12 @@ def index_folder(kept: Path, name: str) -> Path:
             f"the indices of samples in {str(cached)!r} are not used but built again: {problem}.",
             stacklevel=2,
         )
-    try:
+    with explained(
+        f"data.cache_dir={str(kept.parent)!r} cannot be written",
+        ": give another folder with --data.cache_dir.",
+    ):
         folder = kept / f".{name}.{uuid.uuid4().hex[:8]}"
         folder.mkdir(parents=True)
-    except OSError as error:
-        raise ValueError(
-            f"data.cache_dir={str(kept.parent)!r} cannot be written ({in_words(error)}): give another folder with "
-            "--data.cache_dir."
-        ) from error
     return folder
 
 

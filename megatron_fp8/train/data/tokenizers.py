@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ...files.atomic_io import in_words, read_ordinary
+from ...files.atomic_io import explained, in_words, read_ordinary
 from ...files.strict_json import load_json
 
 _LARGEST = 1 << 28
@@ -121,19 +121,12 @@ class JsonTokenizer:
             raise ValueError(
                 f"data.tokenizer={str(path)!r} is not a file: give the path of a tokenizer.json."
             )
-        try:
+        with explained(f"data.tokenizer={str(path)!r} cannot be read", ": give another file."):
             content = read_ordinary(Path(path), _LARGEST)
-        except OSError as error:
-            raise ValueError(
-                f"data.tokenizer={str(path)!r} cannot be read ({in_words(error)}): give another file."
-            ) from error
-        try:
+        # The package raises plain Exception.
+        what = f"data.tokenizer={str(path)!r} is not a Hugging Face tokenizers file"
+        with explained(what, ": give a tokenizer.json.", Exception):
             self._tokenizer = HuggingFaceTokenizer.from_buffer(content)
-        except Exception as error:  # the package raises plain Exception
-            raise ValueError(
-                f"data.tokenizer={str(path)!r} is not a Hugging Face tokenizers file ({error}): give a "
-                f"tokenizer.json."
-            ) from error
         # A file may have settings for truncation and padding; documents are complete.
         truncates = self._tokenizer.truncation is not None or self._tokenizer.padding is not None
         self._tokenizer.no_truncation()
@@ -252,12 +245,10 @@ class _Beside:
             template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
         path = self._path.with_name("chat_template.jinja")
         if path.is_file():
-            try:
+            with explained(
+                f"{str(path)!r} cannot be read", ": put another in its place.", (OSError, ValueError)
+            ):
                 template = read_ordinary(path, _LARGEST).decode()
-            except (OSError, ValueError) as error:
-                raise ValueError(
-                    f"{str(path)!r} cannot be read ({in_words(error)}): put another in its place."
-                ) from error
         if not isinstance(template, str):
             return None
         tokens = {name: value for name, value in config.items() if name.endswith("_token")}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...files.atomic_io import explained
 from ...files.checkpoint import Manifest, complete_checkpoints, iteration_of, read_manifest
 from ..launch.parallel import on_first_rank
 from ..resume.checkpoints import Start, check_together
@@ -145,7 +146,9 @@ class Rollbacks:
         if len(self.records) >= self.most:
             return None, f"warning: {why}. All {self.most} rewinds are used up: training goes on."
         self._wait()
-        try:
+        with explained(
+            f"training failed: {why}, and it cannot go back", errors=ValueError, raises=TrainingFailed
+        ):
             chosen = on_first_rank(lambda: self._newest(iteration - 1))
             if chosen is None:
                 return None, f"warning: {why}. No checkpoint is from before, to go back to: training goes on."
@@ -163,8 +166,6 @@ class Rollbacks:
                 "why": why,
             }
             on_first_rank(lambda: self._write([*self.records, record]))
-        except ValueError as error:
-            raise TrainingFailed(f"training failed: {why}, and it cannot go back: {error}") from error
         self.records.append(record)
         return start, (
             f"rewind      {why}: back to {chosen[0].name}, samples {first} to {last - 1} are left out"
@@ -185,7 +186,5 @@ class Rollbacks:
         return path, read_manifest(path)
 
     def _write(self, records: list[dict[str, Any]]) -> None:
-        try:
+        with explained(f"{skipped_samples.FILE} cannot be written", ""):
             skipped_samples.write(self.folder, records)
-        except OSError as error:
-            raise ValueError(f"{skipped_samples.FILE} cannot be written ({error.strerror})") from error

@@ -40,6 +40,7 @@ from torch.distributed.elastic.rendezvous import (
     registry,
 )
 
+from ...files.atomic_io import explained
 from ..stop import AGAIN_S, EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, STOPPED_CODE
 
 JOIN_S = 600
@@ -121,14 +122,10 @@ def launch(spec: LaunchSpec, *, debug: bool = False) -> int:
 def _logs(folder: Path | None) -> DefaultLogsSpecs:
     if folder is None:
         return DefaultLogsSpecs(os.devnull)
-    try:
+    with explained(f"--logs={folder} cannot be used", ": give another folder by --logs."):
         specs = DefaultLogsSpecs(str(folder), tee=Std.ALL)
         if not os.access(folder, os.W_OK):
             raise PermissionError(0, "not writable")
-    except OSError as error:
-        raise ValueError(
-            f"--logs={folder} cannot be used ({error.strerror or error}): give another folder by --logs."
-        ) from error
     return specs
 
 

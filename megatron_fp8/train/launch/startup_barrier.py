@@ -29,6 +29,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...files.atomic_io import explained
 from ..stop import EXIT_FAILED
 from .environment import ALONE
 
@@ -349,13 +350,11 @@ class StartupBarrier:
                         " or a second rank 0, may be there, or it is another machine's address. Give all ranks the"
                         " address of rank 0's node and a free port."
                     ) from error
-                try:
+                with explained(
+                    f"MASTER_ADDR={address!r} is not known on {socket.gethostname()}",
+                    ": give the name or address of rank 0's node, as all nodes know it.",
+                ):
                     socket.getaddrinfo(address, port)
-                except OSError as unknown:
-                    raise ValueError(
-                        f"MASTER_ADDR={address!r} is not known on {socket.gethostname()} ({unknown.strerror}): give the"
-                        " name or address of rank 0's node, as all nodes know it."
-                    ) from unknown
         if tcp is None:
             return None
         store = dist.PrefixStore(self._prefix, tcp)

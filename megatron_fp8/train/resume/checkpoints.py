@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...files.atomic_io import explained
 from ...files.checkpoint import (
     LATEST,
     Manifest,
@@ -81,10 +82,8 @@ def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
             checkpoint_path = latest_checkpoint(folder) or parent_checkpoint.find(folder)
             _say_what_is_passed_over(folder, checkpoint_path)
         elif (checkpoint_path := _saved_by_this_job(run)) is None and run.resume != "never":
-            try:
+            with explained(f"--resume={run.resume}", errors=ValueError):
                 checkpoint_path = find_checkpoint(Path(run.resume))
-            except ValueError as error:
-                raise ValueError(f"--resume={run.resume}: {error}") from error
             checkpoint_path = _start_of_this_job(run, checkpoint_path)
         if checkpoint_path is None:
             return None

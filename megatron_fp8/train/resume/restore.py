@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...files.atomic_io import explained
 from ...files.checkpoint import find_checkpoint, read_manifest, without_checksum
 from ...files.manifest import Manifest
 from ...fp8_utils import quantizes, recipe_name_of, switch_of
@@ -206,12 +207,8 @@ def run_of(folder: Path, saved: dict[str, Any] | None, config: str | None, optio
     sections = {name: dict(values) for name, values in saved.items() if isinstance(values, dict)}
     for section, name in _NOT_FROM_A_CHECKPOINT:
         sections.get(section, {}).pop(name, None)
-    try:
+    with explained(f"the run of the checkpoint {str(folder)!r} cannot be built here", errors=ValueError):
         return run_config.parse(options, base=sections)
-    except ValueError as error:
-        raise ValueError(
-            f"the run of the checkpoint {str(folder)!r} cannot be built here: {error}"
-        ) from error
 
 
 # Code to import, output paths and accepted changes count only from the user's own config or command line.
