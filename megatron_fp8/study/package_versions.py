@@ -9,7 +9,7 @@ import platform
 import re
 import runpy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from packaging.version import InvalidVersion, Version
 
-from ..backends.transformer_engine import INSTALL, MINIMUM, NEEDS
+from ..backends.transformer_engine import INSTALL, NEEDS
 from ..kernels.gemms import cpu_multiplies
-from ..mcore.environment import HOW_TO_GET, SUPPORTED
+from ..mcore.environment import HOW_TO_GET
 
 UNKNOWN = "installed, version unknown"
 
@@ -128,15 +128,13 @@ class Facts:
 
     Attributes:
         versions: by a part's name; None: missing.
-        capability: compute capability; None without an NVIDIA GPU.
-        has: whether a module, or a package of that name, is installed.
+        has_amp_c: whether apex's CUDA extension is installed.
         interpreted: whether Triton's interpreter is enabled.
         slow_bfloat16: whether torch multiplies BF16 on this CPU element by element, and there is no GPU.
     """
 
     versions: Mapping[str, str | None]
-    capability: tuple[int, int] | None = None
-    has: Callable[[str], bool] = field(default=lambda name: False)
+    has_amp_c: bool = False
     interpreted: bool = False
     slow_bfloat16: bool = False
 
@@ -155,22 +153,12 @@ class Facts:
 
 def facts(found: list[Part], environ: Mapping[str, str]) -> Facts:
     """Facts of this machine."""
-    cuda = torch.cuda.is_available() and not vars(torch.version).get("hip")
     return Facts(
         {part.name: part.version for part in found},
-        torch.cuda.get_device_capability() if cuda else None,
-        _has,
+        util.find_spec("amp_C") is not None,
         environ.get("TRITON_INTERPRET") == "1",
         not torch.cuda.is_available() and not cpu_multiplies(torch.bfloat16),
     )
-
-
-def _has(name: str) -> bool:
-    try:
-        metadata.version(name)
-        return True
-    except metadata.PackageNotFoundError:
-        return util.find_spec(name) is not None if name.isidentifier() else False
 
 
 Rule = tuple[Callable[[Facts], Any], str, str, str, str]
@@ -178,48 +166,6 @@ Rule = tuple[Callable[[Facts], Any], str, str, str, str]
 _NEVER = "9999"
 
 RULES: tuple[Rule, ...] = (
-    (
-        lambda f: f.within("torch", "0", "2.8"),
-        "torch older than 2.8",
-        "the package asks for 2.8",
-        "pip install torch==2.13.0",
-        "pyproject.toml",
-    ),
-    (
-        lambda f: f.version("megatron-core") and not f.within("megatron-core", SUPPORTED, "0.17"),
-        f"megatron-core other than {SUPPORTED}.x",
-        "names that this package replaces in it are those of that series",
-        HOW_TO_GET.partition(",")[0],
-        "mcore/environment.py",
-    ),
-    (
-        lambda f: f.within("python", "3.14", _NEVER) and not f.versions.get("megatron-core"),
-        "Python 3.14 and newer with megatron-core",
-        "megatron-core has no wheels for it",
-        "Python 3.10 to 3.13 for training; convert_to_fp8 works without it",
-        "docs/installation.md",
-    ),
-    (
-        lambda f: f.within("transformer-engine", "0", MINIMUM),
-        f"Transformer Engine older than {MINIMUM}",
-        f"{MINIMUM} is the oldest whose recipes and quantizers were read",
-        INSTALL,
-        "backends/transformer_engine.py",
-    ),
-    (
-        lambda f: f.versions.get("transformer-engine") and not f.versions.get("cuda"),
-        "Transformer Engine with a build of torch for the CPU",
-        "it does not import, and Megatron-Core imports it wherever it is found",
-        "pip uninstall transformer-engine, or a build of torch for CUDA",
-        "mcore/environment.py",
-    ),
-    (
-        lambda f: f.capability and not f.versions.get("triton"),
-        "a GPU without Triton",
-        "the native backend's kernels are written in it",
-        "pip install megatron_fp8[gpu]",
-        "kernels/triton_support.py",
-    ),
     (
         lambda f: f.within("triton", "0", "3.4"),
         "Triton older than 3.4",
@@ -242,35 +188,7 @@ RULES: tuple[Rule, ...] = (
         "docs/installation.md",
     ),
     (
-        lambda f: f.capability and f.within("torch", "0", "2.10"),
-        "torch older than 2.10 with blockwise",
-        "it has no _scaled_mm_v2; its older product or this package's slower kernel multiplies",
-        "torch 2.10 or newer, or another recipe",
-        "backends/native/backend.py",
-    ),
-    (
-        lambda f: f.capability and f.capability[0] == 9 and f.within("cuda", "0", "12.9"),
-        "CUDA older than 12.9 with blockwise on compute capability 9.0",
-        "cuBLAS has 128-wide blocks from 12.9; this package's slower kernel multiplies",
-        "a build of torch for CUDA 12.9 or newer, or another recipe",
-        "torch 2.13, ScaledBlas.cpp",
-    ),
-    (
-        lambda f: f.capability and f.capability[0] == 12 and f.within("torch", "2.10", "2.11"),
-        "torch 2.10 with rowwise on compute capability 12.x",
-        "its product with scales per row was reported missing; one scale each is taken, in one more pass",
-        "none is needed; another recipe saves the pass",
-        "pytorch#192707",
-    ),
-    (
-        lambda f: f.has("nvidia-nccl-cu12") and f.has("nvidia-nccl-cu13"),
-        "nvidia-nccl-cu12 beside nvidia-nccl-cu13",
-        "import torch was reported to fail with an undefined symbol",
-        "pip uninstall nvidia-nccl-cu12, with a torch for CUDA 13",
-        "pytorch#186591",
-    ),
-    (
-        lambda f: f.versions.get("apex") and f.versions.get("cuda") and not f.has("amp_C"),
+        lambda f: f.versions.get("apex") and f.versions.get("cuda") and not f.has_amp_c,
         "apex without its CUDA extensions",
         "its Adam and clipping are amp_C, which is not there",
         "build it with --cpp_ext and --cuda_ext, or pip uninstall apex",
@@ -284,7 +202,7 @@ RULES: tuple[Rule, ...] = (
         "docs/performance.md",
     ),
 )  # fmt: skip
-"""(condition, and the fields of the conflict)."""
+"""(condition, and the fields of the conflict): what no requirement of pip, trial or line of the matrix tells."""
 
 
 def conflicts(of: Facts) -> list[Conflict]:

@@ -77,7 +77,7 @@ def test_other_forms(family, fields, section):
         ("mixtral", {"sliding_window": 4096}, "sliding_window=4096"),
         ("qwen", {"mlp_only_layers": [0, 1, 2, 3]}, r"mlp_only_layers=\[0, 1, 2, 3\].* no layer with experts"),
         ("qwen", {"num_hidden_layers": 2**20}, "num_hidden_layers=1048576: at most 65536"),
-        ("qwen", {"num_experts": 2**17}, "num_experts=131072"),
+        ("qwen", {"num_experts": 2**17}, "num_experts is .131072."),
         ("deepseek", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ("deepseek", {"topk_method": "greedy"}, "topk_method='greedy'"),
         ("deepseek", {"norm_topk_prob": None}, "norm_topk_prob=None with num_experts_per_tok=4"),

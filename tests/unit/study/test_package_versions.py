@@ -19,33 +19,19 @@ GOOD = {
 
 
 def here(
-    capability: tuple[int, int] | None = (9, 0),
-    has: tuple[str, ...] = ("amp_C",),
-    interpreted: bool = False,
-    slow_bfloat16: bool = False,
-    **changed: str | None,
+    has_amp_c: bool = True, interpreted: bool = False, slow_bfloat16: bool = False, **changed: str | None
 ) -> list[str]:
     """What is told of a machine that is good but for what is given; names with _ for -."""
     other = {name.replace("_", "-"): value for name, value in changed.items()}
-    found = conflicts(Facts({**GOOD, **other}, capability, has.__contains__, interpreted, slow_bfloat16))
+    found = conflicts(Facts({**GOOD, **other}, has_amp_c, interpreted, slow_bfloat16))
     return [conflict.what for conflict in found]
 
 
 CASES = {
-    "torch older than 2.8": {"torch": "2.7.1", "capability": None},
-    "megatron-core other than 0.16.x": {"megatron_core": "0.17.0"},
-    "Python 3.14 and newer with megatron-core": {"python": "3.14.0", "megatron_core": None},
-    "Transformer Engine older than 2.9": {"transformer_engine": "2.8.0"},
-    "Transformer Engine with a build of torch for the CPU": {"cuda": None, "capability": None},
-    "a GPU without Triton": {"triton": None},
     "Triton older than 3.4": {"triton": "3.3.1"},
     "Triton 3.6's interpreter with NumPy 2.4": {"triton": "3.6.0", "interpreted": True},
     "torch 2.8 and 2.11 with torch.compile": {"torch": "2.11.0+cu130"},
-    "torch older than 2.10 with blockwise": {"torch": "2.9.1"},
-    "CUDA older than 12.9 with blockwise on compute capability 9.0": {"cuda": "12.8"},
-    "torch 2.10 with rowwise on compute capability 12.x": {"torch": "2.10.0", "capability": (12, 0)},
-    "nvidia-nccl-cu12 beside nvidia-nccl-cu13": {"has": ("amp_C", "nvidia-nccl-cu12", "nvidia-nccl-cu13")},
-    "apex without its CUDA extensions": {"has": ()},
+    "apex without its CUDA extensions": {"has_amp_c": False},
     "torch's products of BF16 on a CPU without instructions for them": {"slow_bfloat16": True},
 }
 
@@ -58,7 +44,7 @@ def test_each_combination_is_told_where_it_is_and_nowhere_else():
 
 
 def test_a_version_that_nobody_knows_is_no_conflict():
-    assert here(transformer_engine=package_versions.UNKNOWN, megatron_core=None) == []
+    assert here(triton=package_versions.UNKNOWN, apex=None) == []
 
 
 def test_the_driver_as_its_module_says_it(tmp_path: Path):
