@@ -1,13 +1,5 @@
-"""`megatron-fp8 bench`: FP8 against BF16 on this machine."""
+"""`megatron-fp8 bench`: FP8 against BF16 on this machine.
 
-from __future__ import annotations
-
-from argparse import Namespace
-from pathlib import Path
-
-from .cli_common import CommandParser, check_output, run
-
-HELP = """\
 FP8 against BF16 on this machine, from a cast to a training step. A CPU and a GPU print the same table.
 
   megatron-fp8 bench                                        every recipe, one shape that suits the device
@@ -34,6 +26,13 @@ interquartile range of that ratio, relative.
 Exit codes: 0 done, 1 a result was wrong, 2 bad input.
 """
 
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from .cli_common import CommandParser, check_output, run
+
 DEFAULT = ("quantise", "gemm", "linear")
 """Default sections: they take seconds on a CPU."""
 
@@ -52,7 +51,7 @@ def _bench(options: Namespace, run_options: list[str]) -> None:
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser("bench", HELP)
+    parser = CommandParser("bench", __doc__)
     add = parser.add_argument
     add("--only", default=",".join(DEFAULT), help="sections by commas, or all (default %(default)s)")
     add("--recipe", help="recipes, separated by commas (default: all; with --tune: tensorwise)")

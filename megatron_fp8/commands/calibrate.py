@@ -1,20 +1,5 @@
-"""`megatron-fp8 calibrate`: activation ranges of a trained checkpoint, for static scales."""
+"""`megatron-fp8 calibrate`: activation ranges of a trained checkpoint, for static scales.
 
-from __future__ import annotations
-
-import argparse
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from ..files.atomic_io import explained
-from .cli_common import CheckpointParser, run_command, say, with_progress
-
-if TYPE_CHECKING:
-    import torch
-
-HELP = """\
 Runs text through the model of a checkpoint in high precision, measures the input of every FP8-capable linear, prints
 the ranges, and writes calibration.safetensors and calibration.json. Those are the static activation scales of
 `megatron-fp8 generate --activations static` and of exports.
@@ -30,6 +15,20 @@ was seen, p99.9 the one that 99.9 % of the values do not exceed, `amax` what the
 Exit codes: 0 done; 1 failed; 2 bad input.
 """
 
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..files.atomic_io import explained
+from .cli_common import CheckpointParser, run_command, say, with_progress
+
+if TYPE_CHECKING:
+    import torch
+
 
 def main(arguments: list[str]) -> int:
     """Run `megatron-fp8 calibrate`; returns the exit code."""
@@ -37,7 +36,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> CheckpointParser:
-    parser = CheckpointParser("calibrate", HELP)
+    parser = CheckpointParser("calibrate", __doc__)
     add = parser.add_argument
     add("--data", nargs="+", metavar="FILE", help="files or folders, as of train (default: the run's)")
     add("--batches", type=int, default=8, help="batches to run (default %(default)s)")

@@ -26,12 +26,16 @@ _LONGEST = 1500
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The options of ``megatron-fp8 COMMAND``, including --debug. Bad options raise ValueError."""
+    """The options of ``megatron-fp8 COMMAND``, including --debug. Bad options raise ValueError.
 
-    def __init__(self, command: str, description: str):
+    Args:
+        module: the docstring of the command's module: all but its first paragraph is the help.
+    """
+
+    def __init__(self, command: str, module: str | None):
         super().__init__(
             prog=f"megatron-fp8 {command}",
-            description=fit_help(description),
+            description=fit_help((module or "").partition("\n\n")[2]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -74,8 +78,8 @@ def element_formats(text: str) -> str:
 class CheckpointParser(CommandParser):
     """The options of every command that reads a checkpoint."""
 
-    def __init__(self, command: str, description: str):
-        super().__init__(command, description)
+    def __init__(self, command: str, module: str | None):
+        super().__init__(command, module)
         self.add_argument("checkpoint", help="a run's folder, a folder of checkpoints, or a checkpoint")
         self.add_argument("--config", metavar="FILE", help="the run's config, where the checkpoint has none")
         self.add_argument("--recipe", help="FP8 recipe, or bf16 (default: the one it was trained with)")

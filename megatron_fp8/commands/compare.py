@@ -1,21 +1,5 @@
-"""`megatron-fp8 compare`: recipes against BF16 on one model, data, seeds and layout."""
+"""`megatron-fp8 compare`: recipes against BF16 on one model, data, seeds and layout.
 
-from __future__ import annotations
-
-import json
-import os
-from argparse import Namespace
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from ..files.atomic_io import replace_file
-from .cli_common import CommandParser, run
-from .report import BokehMissing, write_page
-
-if TYPE_CHECKING:
-    from ..study.compare_plan import Comparison
-
-DESCRIPTION = """\
 Trains a config in BF16 and in each recipe, with the same data, seeds and parallel layout, and says how they differ.
 
   megatron-fp8 compare --config tiny_gpt_cpu --recipes bf16,tensorwise,mxfp8 --seeds 3
@@ -36,10 +20,25 @@ apart. One seed shows no noise; three or more are better. What the columns are: 
 Exit codes: 0 done, whatever the verdict; 1 a run failed or has no finite loss; 2 bad input.
 """
 
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..files.atomic_io import replace_file
+from .cli_common import CommandParser, run
+from .report import BokehMissing, write_page
+
+if TYPE_CHECKING:
+    from ..study.compare_plan import Comparison
+
 
 def main(arguments: list[str]) -> int:
     """Train missing runs and write the comparison; return the exit code."""
-    parser = CommandParser("compare", DESCRIPTION)
+    parser = CommandParser("compare", __doc__)
     add = parser.add_argument
     add("--config", metavar="FILE", required=True, help="the run's config, a file or a shipped one's name")
     add("--recipes", default="bf16,tensorwise,mxfp8", help="separated by commas (default %(default)s)")

@@ -1,26 +1,5 @@
-"""`megatron-fp8 diagnose`: the cost of FP8 in a run, by layer, GEMM and operand."""
+"""`megatron-fp8 diagnose`: the cost of FP8 in a run, by layer, GEMM and operand.
 
-from __future__ import annotations
-
-import argparse
-import json
-import sys
-import time
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from ..files.atomic_io import explained, own_output
-from ..files.terminal import printable
-from .cli_common import CheckpointParser, check_outputs, not_written, run, run_command, say, write_output
-
-if TYPE_CHECKING:
-    from ..diagnosis.diagnosis import Diagnosis
-    from ..diagnosis.measurements import Progress
-    from ..diagnosis.replay import Replay
-
-HELP = """\
 Measures what FP8 costs at a checkpoint, on the batches that training reads next: all layers in high precision, all as
 planned, each layer alone in FP8, then the GEMMs and operands of the worst. Prints a verdict and a table, worst first,
 and writes diagnosis.json, diagnosis.png and overrides.yaml.
@@ -42,6 +21,26 @@ FP8's significant bits does not explain, `loss` the change of the loss by this s
 Exit codes: 0 done; 1 failed; 2 bad input.
 """
 
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..files.atomic_io import explained, own_output
+from ..files.terminal import printable
+from .cli_common import CheckpointParser, check_outputs, not_written, run, run_command, say, write_output
+
+if TYPE_CHECKING:
+    from ..diagnosis.diagnosis import Diagnosis
+    from ..diagnosis.measurements import Progress
+    from ..diagnosis.replay import Replay
+
 
 class _Files(NamedTuple):
     """Output paths of figures, overrides and plot; None: not written."""
@@ -59,7 +58,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> CheckpointParser:
-    parser = CheckpointParser("diagnose", HELP)
+    parser = CheckpointParser("diagnose", __doc__)
     add = parser.add_argument
     add("--iteration", type=int, metavar="N", help="batches from this iteration on (default: the next)")
     add("--batches", type=int, help="batches, each of one iteration (default 4)")

@@ -1,14 +1,5 @@
-"""`megatron-fp8 doctor`: what this machine can run, and what is missing."""
+"""`megatron-fp8 doctor`: what this machine can run, and what is missing.
 
-from __future__ import annotations
-
-import argparse
-import json
-import sys
-
-from .cli_common import CommandParser, run
-
-HELP = """\
 Whether FP8 works on this machine, in the first line. Then versions, what is missing and how to get it, versions that are
 known not to work together, and an FP8 GEMM of every recipe on every backend, beside the exact product of its codes.
 
@@ -24,6 +15,14 @@ Exit codes: 0 done; 1 a product is wrong, or the config needs what is not here; 
 refuses.
 """
 
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from .cli_common import CommandParser, run
+
 
 def main(arguments: list[str]) -> int:
     """Print the findings; returns the exit code."""
@@ -31,7 +30,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser("doctor", HELP)
+    parser = CommandParser("doctor", __doc__)
     parser.add_argument("--config", metavar="FILE", help="a run's config, a file or a shipped one's name")
     parser.add_argument("--matrix", action="store_true", help="also which recipe runs on which device")
     parser.add_argument("--json", action="store_true", help="one object, with the matrix")

@@ -1,13 +1,5 @@
-"""`megatron-fp8 estimate`: what a run will need, before anything is built."""
+"""`megatron-fp8 estimate`: what a run will need, before anything is built.
 
-from __future__ import annotations
-
-import argparse
-import json
-
-from .cli_common import CommandParser, run
-
-HELP = """\
 What a run needs, from its config alone, in seconds and without a GPU: parameters, bytes on the fullest rank by kind,
 bytes sent by collective, the step's time by a roofline, the effect of FP8 on each linear, and with --device whether the
 run fits, or else the nearest change that makes it fit.
@@ -25,6 +17,13 @@ roofline from peaks and no measurement: a run is slower.
 Exit codes: 0 done; 2 bad input.
 """
 
+from __future__ import annotations
+
+import argparse
+import json
+
+from .cli_common import CommandParser, run
+
 _ASSUMED = "h100"  # for times, without --device
 
 
@@ -34,7 +33,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser("estimate", HELP)
+    parser = CommandParser("estimate", __doc__)
     add = parser.add_argument
     add("--config", metavar="FILE", help="the run's config, a file or a shipped one's name")
     add("--gpus", type=int, metavar="N", help="GPUs of the run (default: one copy of the model)")

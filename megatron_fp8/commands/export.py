@@ -1,18 +1,5 @@
-"""`megatron-fp8 export`: a checkpoint in Hugging Face's format."""
+"""`megatron-fp8 export`: a checkpoint in Hugging Face's format.
 
-from __future__ import annotations
-
-import argparse
-import re
-from pathlib import Path
-from typing import Any
-
-from ..files.atomic_io import explained
-from ..files.terminal import printable
-from ..huggingface import QUANTIZED_FORMATS
-from .cli_common import CommandParser, run, with_progress
-
-HELP = """\
 Write a checkpoint as a directory that transformers, vLLM and compressed-tensors read.
 
   megatron-fp8 export runs/mine out/mine                                  in the model's own dtype, BF16
@@ -32,10 +19,22 @@ An imported model keeps its names: --like=DIR takes over the further fields of D
 tokens), its generation_config.json and its tokenizer.
 """
 
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from ..files.atomic_io import explained
+from ..files.terminal import printable
+from ..huggingface import QUANTIZED_FORMATS
+from .cli_common import CommandParser, run, with_progress
+
 
 def main(arguments: list[str]) -> int:
     """Run `megatron-fp8 export`; return 0, or 2 for bad input."""
-    parser = CommandParser("export", HELP)
+    parser = CommandParser("export", __doc__)
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="a run's folder, or a checkpoint")
     add("out", metavar="OUT", help="the directory to write")

@@ -1,14 +1,5 @@
-"""`megatron-fp8 formats`: values, range and errors of formats and scaling."""
+"""`megatron-fp8 formats`: values, range and errors of formats and scaling.
 
-from __future__ import annotations
-
-import sys
-from argparse import ArgumentTypeError, Namespace
-from pathlib import Path
-
-from .cli_common import CommandParser, check_outputs, run, write_output
-
-DESCRIPTION = """\
 The numbers behind FP8, computed by this package's own casts, scales and recipes:
 
   megatron-fp8 formats                          a picture and the tables below, on the terminal
@@ -24,6 +15,14 @@ The numbers behind FP8, computed by this package's own casts, scales and recipes
 
 What the numbers mean: docs/recipes.md.
 """
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentTypeError, Namespace
+from pathlib import Path
+
+from .cli_common import CommandParser, check_outputs, run, write_output
 
 _TITLES = {
     "formats": "What each format has (of E8M0, a format of scales, no rounding error is given)",
@@ -43,7 +42,7 @@ _TITLES = {
 
 def main(arguments: list[str]) -> int:
     """Print or write the tables; return the exit code."""
-    parser = CommandParser("formats", DESCRIPTION)
+    parser = CommandParser("formats", __doc__)
     add = parser.add_argument
     add("--table", metavar="NAME", choices=list(_TITLES), help="one table (of --csv: default values)")
     add("--csv", metavar="FILE", type=_file, help="write a table as CSV; -: to stdout")

@@ -1,4 +1,19 @@
-"""`megatron-fp8 generate`: text from a trained checkpoint, token by token, in FP8 or BF16."""
+"""`megatron-fp8 generate`: text from a trained checkpoint, token by token, in FP8 or BF16.
+
+Continues a prompt with the model of a checkpoint, streaming to the terminal. Text goes to stdout, facts to stderr.
+
+  megatron-fp8 generate runs/tiny_gpt_cpu --prompt "import " --temperature 0          greedy: always the same
+  megatron-fp8 generate runs/tiny_gpt_cpu --prompt "class " --top-k 20 --top-p 0.9
+  megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def " --recipe mxfp8              another recipe than the run's
+  megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def " --activations static        after `megatron-fp8 calibrate`
+  megatron-fp8 launch --ranks 2 generate ...                                          tensor parallel over two ranks
+
+In FP8 every weight is quantized once and its high-precision copy freed. Activations are scaled as in training (dynamic),
+or with the scales of a calibration (static). The parallel layout need not be the run's. Options of the run's model may
+follow: --model.fp8_pow2_scales=true.
+
+Exit codes: 0 done; 1 failed; 2 bad input.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +32,6 @@ if TYPE_CHECKING:
 
     from ..inference import Sampler
 
-HELP = """\
-Continues a prompt with the model of a checkpoint, streaming to the terminal. Text goes to stdout, facts to stderr.
-
-  megatron-fp8 generate runs/tiny_gpt_cpu --prompt "import " --temperature 0          greedy: always the same
-  megatron-fp8 generate runs/tiny_gpt_cpu --prompt "class " --top-k 20 --top-p 0.9
-  megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def " --recipe mxfp8              another recipe than the run's
-  megatron-fp8 generate runs/tiny_gpt_cpu --prompt "def " --activations static        after `megatron-fp8 calibrate`
-  megatron-fp8 launch --ranks 2 generate ...                                          tensor parallel over two ranks
-
-In FP8 every weight is quantized once and its high-precision copy freed. Activations are scaled as in training (dynamic),
-or with the scales of a calibration (static). The parallel layout need not be the run's. Options of the run's model may
-follow: --model.fp8_pow2_scales=true.
-
-Exit codes: 0 done; 1 failed; 2 bad input.
-"""
-
 
 def main(arguments: list[str]) -> int:
     """Run `megatron-fp8 generate`; returns the exit code."""
@@ -40,7 +39,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> CheckpointParser:
-    parser = CheckpointParser("generate", HELP)
+    parser = CheckpointParser("generate", __doc__)
     add = parser.add_argument
     add("--prompt", required=True, help="text to continue ('-': read it from stdin; '': begin a document)")
     add("--max-new-tokens", type=int, metavar="N", help="tokens to add (default: 128, if there is room)")

@@ -1,4 +1,17 @@
-"""`megatron-fp8 import`: a Hugging Face directory as a run for further training."""
+"""`megatron-fp8 import`: a Hugging Face directory as a run for further training.
+
+Make a run of a directory of Hugging Face's form, to train on from: BF16, FP8 as compressed-tensors (per tensor, per
+channel) or DeepSeek (128x128 blocks) write it, or MXFP8 and NVFP4 as compressed-tensors and modelopt do.
+
+  megatron-fp8 import Llama-3.2-1B runs/llama
+  megatron-fp8 train --config=runs/llama/config.yaml --model.fp8=hybrid --data my_text.txt --optimizer.lr=1e-5
+  megatron-fp8 export runs/llama out/llama-fp8 --format=fp8-channel --like=Llama-3.2-1B
+  megatron-fp8 launch --ranks 8 import DeepSeek-V3 runs/deepseek        eight processes, an eighth of the tensors each
+
+RUN_DIR must be new. It gets config.yaml and a checkpoint of iteration 0, which any parallel layout reads, however many
+ranks made it. Quantized weights become codes times scales in float32: nothing is rounded before the optimizer's float32
+masters are made.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +28,13 @@ from ..files.resource_limits import usable_cores
 from ..files.terminal import printable
 from .cli_common import CommandParser, run_command, with_progress
 
-HELP = """\
-Make a run of a directory of Hugging Face's form, to train on from: BF16, FP8 as compressed-tensors (per tensor, per
-channel) or DeepSeek (128x128 blocks) write it, or MXFP8 and NVFP4 as compressed-tensors and modelopt do.
-
-  megatron-fp8 import Llama-3.2-1B runs/llama
-  megatron-fp8 train --config=runs/llama/config.yaml --model.fp8=hybrid --data my_text.txt --optimizer.lr=1e-5
-  megatron-fp8 export runs/llama out/llama-fp8 --format=fp8-channel --like=Llama-3.2-1B
-  megatron-fp8 launch --ranks 8 import DeepSeek-V3 runs/deepseek        eight processes, an eighth of the tensors each
-
-RUN_DIR must be new. It gets config.yaml and a checkpoint of iteration 0, which any parallel layout reads, however many
-ranks made it. Quantized weights become codes times scales in float32: nothing is rounded before the optimizer's float32
-masters are made.
-"""
-
 _LONGEST = timedelta(hours=12)
 """Longest wait for a rank: it reads hundreds of GB, perhaps from a slower disk."""
 
 
 def main(arguments: list[str]) -> int:
     """Run `megatron-fp8 import`; return 0, or 2 for bad input."""
-    parser = CommandParser("import", HELP)
+    parser = CommandParser("import", __doc__)
     parser.add_argument("source", metavar="DIR", help="the model's directory")
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the new run")
     parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json, if DIR has none")

@@ -1,4 +1,13 @@
-"""`megatron-fp8 inspect`: the contents of a checkpoint, without ranks, model or Megatron-Core."""
+"""`megatron-fp8 inspect`: the contents of a checkpoint, without ranks, model or Megatron-Core.
+
+Prints what a checkpoint holds: iteration, layout, recipe; every tensor with shape, dtype and size; scales and amax
+histories of delayed scaling.
+
+  megatron-fp8 inspect RUN_DIR                           its latest checkpoint
+  megatron-fp8 inspect RUN_DIR/checkpoints/iter_0000100 --check
+
+Exit codes: 0 done, whether or not all of it is finite; 2 bad input, or a damaged checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +20,6 @@ from ..files.strict_json import spelled_out
 from ..files.terminal import printable
 from .cli_common import CommandParser, run
 
-HELP = """\
-Prints what a checkpoint holds: iteration, layout, recipe; every tensor with shape, dtype and size; scales and amax
-histories of delayed scaling.
-
-  megatron-fp8 inspect RUN_DIR                           its latest checkpoint
-  megatron-fp8 inspect RUN_DIR/checkpoints/iter_0000100 --check
-
-Exit codes: 0 done, whether or not all of it is finite; 2 bad input, or a damaged checkpoint.
-"""
-
 _KINDS = {"optimizer.": "optimizer", "rng.": "random streams"}
 
 
@@ -30,7 +29,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser("inspect", HELP)
+    parser = CommandParser("inspect", __doc__)
     add = parser.add_argument
     add("checkpoint", help="a run's folder, a folder of checkpoints, or a checkpoint")
     add("--json", action="store_true", help='one object, with "NaN" and "Infinity" as texts')

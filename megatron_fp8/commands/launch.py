@@ -1,20 +1,5 @@
-"""`megatron-fp8 launch`: several ranks of a command or a script, on one node or several."""
+"""`megatron-fp8 launch`: several ranks of a command or a script, on one node or several.
 
-from __future__ import annotations
-
-import argparse
-import difflib
-import shlex
-import sys
-from pathlib import Path
-from typing import Any
-
-from ..files.resource_limits import usable_cores
-from ..train.launch.environment import is_host
-from ..train.stop import EXIT_BAD_INPUT, EXIT_FAILED
-from .cli_common import CommandParser, refuse
-
-HELP = """\
 Starts several ranks of a command of megatron-fp8, or of a Python script, and ends as they end.
 
   megatron-fp8 launch --ranks 2 train --config tiny_gpt_cpu             two ranks on this machine
@@ -34,6 +19,20 @@ Underneath is torch's elastic agent, which torchrun has too: ranks find the same
 Exit codes are the command's: 0 done, or stopped and saved; 1 failed; 2 bad input. 130 (Ctrl-C) and 143 (SIGTERM): ended
 before there was anything to save.
 """
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..files.resource_limits import usable_cores
+from ..train.launch.environment import is_host
+from ..train.stop import EXIT_BAD_INPUT, EXIT_FAILED
+from .cli_common import CommandParser, refuse
 
 _MOST = 1024
 """Most ranks on a node: more than any node has GPUs or cores."""
@@ -62,7 +61,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser("launch", HELP)
+    parser = CommandParser("launch", __doc__)
     parser.usage = f"{parser.prog} [--ranks N] [options] COMMAND ..."
     add = parser.add_argument
     add("--ranks", metavar="N", type=int, help="on this node (default: one for each GPU, or 1)")

@@ -1,23 +1,5 @@
-"""The command line: `megatron-fp8 COMMAND`, `python -m megatron_fp8 COMMAND`. Commands load on use."""
+"""The command line: `megatron-fp8 COMMAND`, `python -m megatron_fp8 COMMAND`. Commands load on use.
 
-from __future__ import annotations
-
-import difflib
-import errno
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from importlib import import_module, metadata
-from typing import Any
-
-from .. import __version__
-from ..files.atomic_io import in_words
-from ..files.resource_limits import limit_reached, locale_limit
-from ..train.stop import EXIT_FAILED
-from .cli_common import refuse
-
-USAGE = """\
 usage: megatron-fp8 COMMAND ...
 
 FP8 training for Megatron-Core models.
@@ -46,6 +28,24 @@ Then:       megatron-fp8 report runs/tiny_gpt_cpu
 megatron-fp8 launch --ranks 2 train --config tiny_gpt_cpu
 """
 
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib import import_module, metadata
+from typing import Any
+
+from .. import __version__
+from ..files.atomic_io import in_words
+from ..files.resource_limits import limit_reached, locale_limit
+from ..train.stop import EXIT_FAILED
+from .cli_common import refuse
+
+USAGE = (__doc__ or "").partition("\n\n")[2]
 _NAMES = (
     "train launch report compare diagnose inspect calibrate generate export import tokenizer formats bench"
     " estimate doctor"

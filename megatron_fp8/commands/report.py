@@ -1,4 +1,14 @@
-"""`megatron-fp8 report`: a run's precision and progress, on the terminal or as a page."""
+"""`megatron-fp8 report`: a run's precision and progress, on the terminal or as a page.
+
+Prints the device, versions, parallel layout, parameters and the precision of every layer of a run, and
+its losses.
+
+Advice is what the run's figures call for (docs/telemetry.md): rules over --telemetry.every, each with a line
+to paste. --advice FILE writes it as JSON.
+
+With --html one file is written in place of that, of one run or of several: curves, statistics of every
+site (of runs with --telemetry.every), the precision map, events and advice. It needs no network.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +24,10 @@ from .cli_common import CommandParser, run, write_output
 if TYPE_CHECKING:
     from ..train.run_record import RunRecord
 
-DESCRIPTION = """\
-Prints the device, versions, parallel layout, parameters and the precision of every layer of a run, and
-its losses.
-
-Advice is what the run's figures call for (docs/telemetry.md): rules over --telemetry.every, each with a line
-to paste. --advice FILE writes it as JSON.
-
-With --html one file is written in place of that, of one run or of several: curves, statistics of every
-site (of runs with --telemetry.every), the precision map, events and advice. It needs no network.
-"""
-
 
 def main(arguments: list[str]) -> int:
     """Print the report of the run in `arguments`, or write the page of several; returns the exit code."""
-    parser = CommandParser("report", DESCRIPTION)
+    parser = CommandParser("report", __doc__)
     add = parser.add_argument
     add("runs", metavar="RUN_DIR", nargs="*", help="a run's folder")
     add("--html", metavar="FILE", type=Path, help="write a page of the runs")

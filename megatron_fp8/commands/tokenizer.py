@@ -1,15 +1,5 @@
-"""`megatron-fp8 tokenizer`: trains a tokenizer on the user's text."""
+"""`megatron-fp8 tokenizer`: trains a tokenizer on the user's text.
 
-from __future__ import annotations
-
-import sys
-from argparse import Namespace
-from pathlib import Path
-
-from ..files.terminal import printable
-from .cli_common import CommandParser, check_output, run, write_output
-
-HELP = """\
 Trains a byte-level BPE tokenizer on text and writes it as a Hugging Face tokenizers file, tokenizer.json. A model that is
 imported has its own; this is for a model that is trained from the beginning.
 
@@ -23,10 +13,19 @@ Of more than 256 MB of text a sample is read, spread over all of it. The same te
 Exit codes: 0 done; 2 bad input.
 """
 
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from ..files.terminal import printable
+from .cli_common import CommandParser, check_output, run, write_output
+
 
 def main(arguments: list[str]) -> int:
     """Train a tokenizer and write it; return the exit code."""
-    parser = CommandParser("tokenizer", HELP)
+    parser = CommandParser("tokenizer", __doc__)
     add = parser.add_argument
     add("--data", nargs="+", default=[], metavar="FILE", help="text (default: Python's own source)")
     add("--column", help="of records: the column to learn (default: text)")

@@ -1,28 +1,5 @@
 """`megatron-fp8 train`: from a command line to a finished run.
 
-All input errors are found before the first step and raised as ValueError.
-"""
-
-from __future__ import annotations
-
-import faulthandler
-import os
-import shutil
-import sys
-import time
-import traceback
-import warnings
-from pathlib import Path
-from typing import Any
-
-from ..files.records import warn_missing
-from ..files.resource_limits import limit_reached
-from ..files.user_paths import example_configs
-from ..train.stop import AGAIN_S, EXIT_DONE, EXIT_FAILED
-from .cli_common import fit_help, refuse, warn_in_lines
-from .main import reader_may_leave
-
-USAGE = """\
 usage: megatron-fp8 train --config FILE [--section.key=value ...]
                           [--data FILE ...] [--dry-run] [--debug]
 
@@ -61,6 +38,24 @@ end; --resume=auto goes on from there. Ctrl-C again, a second later or more, end
 Exit codes: 0 done, or stopped and saved; 1 training failed; 2 bad input.
 """
 
+from __future__ import annotations
+
+import faulthandler
+import os
+import shutil
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+from ..files.records import warn_missing
+from ..files.resource_limits import limit_reached
+from ..files.user_paths import example_configs
+from ..train.stop import AGAIN_S, EXIT_DONE, EXIT_FAILED
+from .cli_common import fit_help, refuse, warn_in_lines
+from .main import reader_may_leave
 
 _INTERRUPTED = (
     "SIGINT: the run finishes its iteration, {saves}ends; again, after"
@@ -74,7 +69,8 @@ _READER_LEFT = RuntimeError(
 def main(arguments: list[str]) -> int:
     """Run `megatron-fp8 train` with `arguments`; returns the exit code."""
     if "-h" in arguments or "--help" in arguments:
-        print(fit_help(USAGE.replace("{SHIPPED}", ", ".join(example_configs()))))
+        usage = (__doc__ or "").partition("\n\n")[2]
+        print(fit_help(usage.replace("{SHIPPED}", ", ".join(example_configs()))))
         return EXIT_DONE
     debug = "--debug" in arguments
     # Before the first use of a GPU. With one queue a collective starts before the GEMM that overlaps it.

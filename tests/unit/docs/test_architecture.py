@@ -91,7 +91,7 @@ def test_files_named_in_docstrings_and_comments_exist():
     root = PACKAGE.parent
     files = ["/setup.py"] + [
         f"/{path.relative_to(root)}"
-        for folder in ("megatron_fp8", "tests", "benchmarks")
+        for folder in ("megatron_fp8", "tests", "benchmarks", "examples")
         for path in (root / folder).rglob("*.py")
     ]
     named = {
