@@ -164,10 +164,3 @@ def test_a_cell_is_short_and_a_plot_names_its_axes(cell):
     if "image/png" in shown(cell):
         needed = ["xlabel", "title", "legend"] + ["ylabel"] * ("barh" not in cell.source)
         assert [name for name in needed if f"plt.{name}(" not in cell.source] == []
-
-
-def test_links_lead_somewhere():
-    links = re.findall(r"\]\(([^)]+)\)", "\n".join(c.source for c in LAB.cells if c.cell_type == "markdown"))
-    assert len(links) > 3
-    for link in links:
-        assert (PATH.parent / link).is_file(), link

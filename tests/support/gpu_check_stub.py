@@ -62,11 +62,6 @@ def hangs(device: Device) -> str:
     return ""
 
 
-def slow(device: Device) -> str:
-    time.sleep(0.4)
-    return ""
-
-
 def elsewhere(device: Device) -> str:
     raise NotRun("needs another GPU")
 
@@ -77,23 +72,6 @@ def rows(device: Device) -> str:
     device.tell(row=row | {"contender": "a"})
     device.tell(row=row | {"contender": "a", "rate": "told again"})
     os._exit(4)
-
-
-def much(device: Device) -> str:
-    """Rows that are more than a command line holds."""
-    row = {"section": "s", "rate": "r" * 30_000, "median_s": 1.0, "spread": 0.0, "speedup": 1.0}
-    for case in "abcdef":
-        device.tell(row=row | {"case": case, "contender": "copy", "peak": 2.0})
-    return "right"
-
-
-def peaks(device: Device) -> str:
-    return json.dumps(json.loads(sys.argv[1])["peaks"])
-
-
-def adds(device: Device) -> str:
-    device.tell(result={"check": "part 1", "verdict": "FAIL", "detail": "no", "seconds": 0.0})
-    return "right"
 
 
 def lingers(device: Device) -> str:

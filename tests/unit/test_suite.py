@@ -49,10 +49,6 @@ def test_tests_lie_as_the_package_does():
 # ---------------------------------------------------------------------------------------------------------- left behind
 
 
-def test_nothing_left_is_nothing_said():
-    assert left_behind(state()) == []
-
-
 def test_what_is_left_is_named_and_put_back(monkeypatch, tmp_path):
     before, threads, folder = state(), torch.get_num_threads(), os.getcwd()
     monkeypatch.setattr(mcore, "_installed", PatchSet([]))
@@ -167,17 +163,6 @@ def test_the_seed_of_long_tests_is_said_and_can_be_given():
         command, cwd=TESTS.parent, env=environ, capture_output=True, text=True, check=True
     ).stdout
     assert "--hypothesis-seed=1729" in said and "make test-long SEED=1729 draws them again" in said
-
-
-def test_an_input_that_fails_says_how_to_draw_it_again():
-    @draws.draws(5)
-    @given(st.integers())
-    def fails(number):
-        raise ValueError("ham")
-
-    with pytest.raises(ValueError, match="ham") as raised:
-        fails()
-    assert "@reproduce_failure(" in "\n".join(raised.value.__notes__)
 
 
 # -------------------------------------------------------------------------------------------------------------- made once

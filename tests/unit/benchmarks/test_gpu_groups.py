@@ -161,27 +161,12 @@ def test_resume(folder: Path):
         again.resume()
 
 
-def test_results_that_a_check_adds_go_when_it_is_run_again(folder: Path):
-    found = records(folder)
-    assert run(found, group("first", "adds"))["part 1"]["verdict"] == "FAIL"
-    assert gpu_command.to_do([group("first", "adds")], {"adds"}, found) == [], "it passed by itself"
-    again = run(found, group("first", "adds", "passes"))
-    assert set(again) == {"adds", "passes"}
-
-
 def test_a_process_that_does_not_end_is_ended(folder: Path):
     lingers = Run(records(folder), 60, True, start=20, stop=0.3, least=0.2, command=COMMAND)
     lingers.groups([(group("first", "lingers"), ("lingers",))])
     (process,) = lingers.records.processes
     assert process["ended"] == "SIGKILL, from outside" and process["seconds"] < 20
     assert lingers.records.results["lingers"]["verdict"] == "PASS"
-
-
-def test_a_failure_is_kept_until_its_check_is_run_again(folder: Path):
-    found = records(folder)
-    run(found, group("first", "fails"))
-    results = run(found, group("first", "fails"), seconds=0.1)
-    assert (results["fails"]["verdict"], results["fails"]["detail"]) == ("FAIL", "1 is not 2")
 
 
 def test_rows_of_a_process_that_dies_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -195,11 +180,6 @@ def test_rows_of_a_process_that_dies_are_kept(folder: Path, monkeypatch: pytest.
     assert row["rate"] == "told again"
     text = (folder / "results.md").read_text()
     assert "1e+03 ms ± 0%" in text and "After bench first: clocks.sm 1980 MHz." in text
-
-
-def test_later_groups_are_told_the_peaks_and_no_more(folder: Path):
-    found = run(records(folder), group("first", "much"), group("second", "peaks"))
-    assert (found["peaks"]["verdict"], found["peaks"]["detail"]) == ("PASS", '{"copy": 2.0}')
 
 
 def test_an_interrupted_run_ends_its_process(folder: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
@@ -225,22 +205,6 @@ def terminate_while(folder: Path, check: str) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_disk_that_is_full_ends_the_run_in_a_line(
-    folder: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
-):
-    def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Run, "groups", full)
-    assert (
-        gpu_command.main(
-            "results", "Title", "", [group("first", "passes")], ["--dry-run", "--out", str(folder)]
-        )
-        == 1
-    )
-    assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
-
-
 def test_what_is_selected():
     names = ("gemm mxfp8", "graph mxfp8", "bench gemm")
     assert selected(names, "gemm") == {"gemm mxfp8", "bench gemm"}
@@ -263,14 +227,3 @@ def test_the_plan_has_every_check():
         assert 0 < each.each <= each.seconds
     for module, checks in planned.items():
         assert set(importlib.import_module(module).checks()) == checks, module
-
-
-def test_caches_are_those_that_the_user_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    assert gpu_groups.environment()["TRITON_CACHE_DIR"].endswith("build/gpu-cache/triton")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert gpu_groups.environment()["TRITON_CACHE_DIR"] == str(tmp_path)
-    for name in ("a/cast_tensor.cubin", "b/triton_poi_fused.cubin", "b/cast_tensor.ptx"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    assert gpu_groups.kernels() == 1, "this package's own"

@@ -221,16 +221,6 @@ def test_a_row_has_the_same_bits_alone_as_among_others(replaced):
     assert torch.equal(torch.cat([row[None] @ weight.t() for row in x]), x @ weight.t())
 
 
-def test_few_rows_of_float16_are_torchs_to_the_bit():
-    """Its way reads the weight once; to copy it would take longer."""
-    x, weight = (drawn(rows, 256, dtype=torch.float16) for rows in (torch_products.FEW, 128))
-    expected = x @ weight.t(), weight @ x.t()
-    library = torch_products.register({torch.float16})
-    found = x @ weight.t(), weight @ x.t()
-    library._destroy()
-    assert all(map(torch.equal, found, expected))
-
-
 def test_products_of_groups(calls, replaced):
     """Of experts, and their gradients."""
     a, b = drawn(64, 32).requires_grad_(), drawn(4, 32, 48).requires_grad_()
@@ -246,13 +236,6 @@ def test_products_of_groups(calls, replaced):
         once_rounded(a.grad[rows], sent[rows].double() @ weight.t())
         once_rounded(gradient, a.detach()[rows].double().t() @ sent[rows].double())
         first = last
-
-
-def test_what_repeats_is_not_written_out(replaced):
-    """One row stands for 64 of a batch."""
-    a, b = drawn(64, 1, 1024), drawn(1, 1024, 8).expand(64, 1024, 8)
-    assert torch_products._wide(b).untyped_storage().nbytes() == 4 * 1024 * 8
-    once_rounded(torch.bmm(a, b), a.double() @ b.double())
 
 
 @pytest.mark.parametrize("slow", [(), (torch.float16,), (torch.float16, BF16)], ids=str)

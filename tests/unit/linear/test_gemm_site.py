@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8 import quantize
 from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.plan.site_plan import bf16_site
 from megatron_fp8.quantizer import CastJob, cast_each
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.tensor import Sides
-from tests.support.products import assert_close_to_exact, values
-from tests.support.sites import ALL_RECIPES, RECIPES, make_site, randn
+from tests.support.products import assert_close_to_exact
+from tests.support.sites import ALL_RECIPES, make_site, randn
 
 ROLES = ("input", "weight", "grad_output")
 
@@ -46,31 +45,6 @@ def test_bf16_site_has_neither_slots_nor_quantizers():
     assert_same_bytes(sides.columnwise, w.t())
     assert_close_to_exact(site.multiply("fprop", x, w, torch.bfloat16), x.double(), w.double())
     assert (state.counts.fp8_gemms, state.counts.hp_gemms, state.counts.casts) == (0, 1, 0)
-
-
-def test_high_precision_gemm_dequantizes_the_other_operand():
-    site, backend = make_site("no-weight")
-    x, w = randn(40, 64, seed=1), randn(24, 64, seed=2)
-    side = quantize(x, ALL_RECIPES["no-weight"], "input").rowwise
-    bias = randn(24, seed=3)
-    assert side is not None
-    y = site.multiply("fprop", side, w, torch.bfloat16)
-    assert_close_to_exact(y, side.dequantize(torch.bfloat16).double(), w.double())
-    with_bias = site.multiply("fprop", side, w, torch.float32, bias)
-    assert_close_to_exact(with_bias, side.dequantize(torch.bfloat16).double(), w.double(), bias)
-    assert not backend.products and site.state.counts.hp_gemms == 2
-
-
-def test_fp8_gemm_is_the_backends():
-    site, backend = make_site("mxfp8")
-    x, w = randn(40, 64, seed=1), randn(24, 64, seed=2)
-    a, b = quantize(x, RECIPES["mxfp8"], "input").rowwise, quantize(w, RECIPES["mxfp8"], "weight").rowwise
-    assert a is not None and b is not None
-    y = site.multiply("fprop", a, b, torch.float32)
-    assert backend.products[0].result is y and site.state.counts.fp8_gemms == 1
-    assert_close_to_exact(y, values(a), values(b))
-    with pytest.raises(AssertionError):
-        site.multiply("fprop", x, w, torch.float32)
 
 
 def test_sites_of_one_state_share_its_counts():

@@ -106,14 +106,6 @@ def test_resuming_reaches_every_state():
     assert (first.iteration, first.weight_generation, group.state(META).iteration) == (7, 1, 7)
 
 
-def test_an_override_of_a_lone_linear_has_to_mean_it():
-    from megatron_fp8.nn import Fp8Config
-
-    Fp8Linear(32, 32, config=Fp8Config(overrides={"linear": "mxfp8"}))
-    with pytest.raises(ValueError, match=r"fc1"):
-        Fp8Linear(32, 32, config=Fp8Config(overrides={"fc1": "mxfp8"}))
-
-
 def test_a_linear_that_is_the_whole_model_is_called_linear():
     """After its first step, too, which looks for the names that linears have in their model."""
     lone = Fp8Linear(32, 32, recipe=DELAYED)

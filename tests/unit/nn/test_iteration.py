@@ -116,26 +116,6 @@ def test_an_evaluation_that_no_backward_follows_leaves_no_trace(route: str) -> N
     assert_same_state(model, twin)
 
 
-def test_a_forward_without_gradients_records_nothing_in_training_mode_either() -> None:
-    model, twin = tower(DELAYED), tower(DELAYED)
-    for each in (model, twin):
-        train(each, sgd(each), range(2))
-    with torch.no_grad():
-        model(batch(7) * 1000)
-    assert_same_state(model, twin)
-
-
-@pytest.mark.parametrize("route", ["eager", "compiled"])
-def test_an_infinity_is_counted_in_evaluation_mode(route: str) -> None:
-    model = tower("tensorwise", training=False)
-    x = batch(0).detach()
-    x[0, 0] = torch.inf
-    called(model, route)(x.requires_grad_()).sum().backward()
-    assert fp8_step(model).nonfinite >= 1
-    called(model, route)(batch(1)).sum().backward()
-    assert fp8_step(model).nonfinite == 0
-
-
 @pytest.mark.parametrize("route", ["eager", "compiled"])
 def test_a_second_backward_through_the_same_forward_records_it_once(route: str) -> None:
     """Also in the next iteration, to which the forward does not belong."""

@@ -55,34 +55,6 @@ def test_gradients_are_e5m2_in_hybrid_and_inputs_e4m3():
     torch.testing.assert_close(a.grad.double(), exact, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "mxfp8"])
-def test_saved_are_codes_and_one_flipped_bit_changes_the_gradient(name):
-    def run(flip: str | None) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        a, b, dy = operands(32, 64, 48, torch.bfloat16)
-        saved = []
-
-        def pack(t: torch.Tensor) -> torch.Tensor:
-            kept = t.clone()
-            saved.append(kept)
-            size = {"a": 32 * 64, "b": 64 * 48}.get(flip or "", -1)
-            if kept.dtype.itemsize == 1 and kept.numel() == size and kept.dtype != torch.float8_e8m0fnu:
-                kept.view(torch.uint8)[3, 5] ^= 0x08
-            return kept
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            y = fp8_matmul(a, b, name)
-        y.backward(dy)
-        return a.grad, b.grad, saved
-
-    da, db, saved = run(None)
-    codes = [t for t in saved if t.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]
-    assert sorted(t.numel() for t in codes) == [32 * 64, 64 * 48]
-    assert sum(t.nbytes for t in saved if t.dtype.itemsize > 1) <= 4 * (32 * 64 + 64 * 48) / 32
-    flipped_a, flipped_b = run("a"), run("b")
-    assert torch.equal(flipped_a[0], da) and not torch.equal(flipped_a[1], db)  # a's codes make db
-    assert torch.equal(flipped_b[1], db) and not torch.equal(flipped_b[0], da)  # b's codes make da
-
-
 def test_custom_recipe_with_a_plain_operand():
     a, b, dy = operands(32, 64, 48, torch.float32)
     y = fp8_matmul(a, b, ALL_RECIPES["no-weight"])

@@ -52,27 +52,6 @@ def test_what_is_no_missing_call():
         frozen(batch(0))  # trains a part of this model, whose scales would stay
 
 
-def test_optimizers_with_closures_and_two_of_them():
-    model = convert_to_fp8(Tower(), DELAYED)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(batch(0)).square().mean()
-        loss.backward()
-        return loss
-
-    for _ in range(2):
-        optimizer.step(closure)
-        fp8_step(model)
-    up, down = sgd(model.up), sgd(model.down)
-    for i in range(2):
-        model(batch(i)).sum().backward()
-        up.step()
-        down.step()
-        fp8_step(model)
-
-
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.LBFGS])
 def test_registered_optimizers_run_closures_inside_of_their_step(kind):
     """And somebody runs the model in training between two steps: one more microbatch, or the loss after the step."""

@@ -165,21 +165,6 @@ def data(model: Tower) -> None:
     model.up.weight.data = 1.5 * model.up.weight.data
 
 
-def in_its_place(model: Tower) -> None:
-    """Python may give the new one the number of the old."""
-    value = 1.5 * model.up.weight.detach()
-    del model.up.weight
-    model.up.weight = nn.Parameter(value)
-
-
-@pytest.mark.parametrize("write", [swap, data, in_its_place])
-def test_what_took_a_weights_place_is_not_the_trainings(write: Callable[[Tower], None]) -> None:
-    model = grown()
-    write(model)
-    with pytest.warns(UserWarning, match="replaced"):
-        model(batch(9))
-
-
 def test_nobody_refers_to_a_weight() -> None:
     model = convert_to_fp8(Tower(), RECIPE)
     loss = trained(model)

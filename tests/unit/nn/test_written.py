@@ -302,14 +302,6 @@ def test_a_prepared_models_copy_loads_by_its_own_scales(alive, factor):
     assert_same_bytes(y, fresh(batch(9)).detach(), "a model that was not copied")
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
-def test_a_prepared_models_copy_counts_its_own_casts(recipe):
-    model = prepare_for_inference(convert_to_fp8(Tower(), recipe))
-    copied = copy.deepcopy(model)
-    assert copied.up.weight.quantizer.slot.arena is copied.up.fp8_site.casts["weight"].rowwise.slot.arena
-    assert copied.up.weight.quantizer.slot.arena is not model.up.weight.quantizer.slot.arena
-
-
 def test_a_copy_of_a_prepared_linear_that_joins_a_model_is_cast_there():
     copied = copy.deepcopy(prepare_for_inference(Fp8Linear(32, 32, recipe=RECIPE)))
     model = nn.Sequential(copied)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from multiprocessing.connection import wait
 from pathlib import Path
 
-from benchmarks.support import forking_interpreter
 from benchmarks.support.forking_interpreter import stood_for
 from tests.support.command import environment, torchrun
 
@@ -59,14 +57,6 @@ def test_the_command_behind_it_is_found(forking_python, tmp_path):
         assert process.wait() == -signal.SIGKILL
 
 
-def test_a_signal_ends_it_as_it_ends_a_process(forking_python, tmp_path):
-    script = write(tmp_path, "import signal; os.kill(os.getpid(), signal.SIGABRT)")
-    done = subprocess.run(
-        [forking_python, script], env=environment(WORD="ham"), capture_output=True, check=False
-    )
-    assert done.returncode == -signal.SIGABRT
-
-
 def test_signals_reach_the_command(forking_python, tmp_path):
     """Which decides what becomes of them; one that it does not expect ends it."""
     path = tmp_path / "script.py"
@@ -112,18 +102,6 @@ def test_a_killed_one_takes_its_command_with_it(forking_python, tmp_path):
         assert process.stdout.read() == b""
 
 
-def test_programs_that_write_to_one_file_write_behind_each_other(forking_python, tmp_path):
-    script = write(tmp_path, "import time; time.sleep(0.2); print('the end')")
-    with (tmp_path / "said").open("w") as out:
-        both = [
-            subprocess.Popen([forking_python, script], stdout=out, env=environment(WORD="ham"))
-            for _ in range(2)
-        ]
-        assert [process.wait() for process in both] == [0, 0]
-    lines = (tmp_path / "said").read_text().splitlines()
-    assert len(lines) == 4 and lines.count("the end") == 2
-
-
 def test_torchrun_starts_its_ranks_with_it(forking_python, tmp_path, monkeypatch):
     monkeypatch.setenv("WORD", "ham")
     # A rank that fails takes the others with it: they are to have spoken.
@@ -132,24 +110,3 @@ def test_torchrun_starts_its_ranks_with_it(forking_python, tmp_path, monkeypatch
     done = torchrun(write(tmp_path, end), "x", python=forking_python, cwd=tmp_path)
     assert done.returncode == 1 and done.stdout.count("['x'] ham") == 2
     assert done.stdout.count("True forking-python") == 2 and "exitcode  : 5 " in done.stderr
-
-
-def test_a_signal_that_comes_too_late_changes_nothing(forking_python, tmp_path, monkeypatch):
-    """The command ends before its signal is read."""
-
-    def later(objects):
-        sentinel, asked = objects
-        wait([asked])
-        (tmp_path / "go").touch()
-        wait([sentinel])
-        return [sentinel]
-
-    monkeypatch.setattr(forking_interpreter, "wait", later)
-    end = "import time\nwhile not os.path.exists('go'): time.sleep(0.01)\nsys.exit(3)"
-    command = [forking_python, write(tmp_path, end)]
-    with subprocess.Popen(
-        command, env=environment(WORD="ham"), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None and process.stdout.readline()
-        process.send_signal(signal.SIGUSR1)
-        assert process.wait() == 3 and process.stderr.read() == b"said\n"

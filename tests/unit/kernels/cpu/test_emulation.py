@@ -240,44 +240,6 @@ def test_the_nan_scale_of_mx(both):
     assert y.isnan()[1].all() and y.isnan()[:, 1].all() and y.isnan().sum() == 7
 
 
-def test_empty_tensors():
-    for shape in [(0, 5), (5, 0), (0, 0)]:
-        codes = cpu.cast(torch.empty(shape), torch.ones(5), (1, 32), torch.float8_e4m3fn)
-        assert codes.shape == shape
-        assert cpu.decode(codes, None, (0, 0), torch.bfloat16).shape == shape
-        amaxes, nonfinite = matrix_quantize.block_amaxes(torch.empty(shape), [(1, 0), (0, 1)])
-        assert nonfinite == 0 and not any(a.any() for a in amaxes)
-
-
-def test_threads_do_not_matter(both):
-    x = mixed((1500, 300), torch.bfloat16, special=True)
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            results.append(both(lambda: quantize(x, RECIPES["rowwise"], "input", "both"))[0])
-    finally:
-        torch.set_num_threads(before)
-    one, three = results
-    for side in ("rowwise", "columnwise"):
-        assert_same_bytes(getattr(three, side).codes, getattr(one, side).codes, side)
-        assert_same_bytes(getattr(three, side).scale_inv, getattr(one, side).scale_inv, side)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_gemms_agree(name, both):
-    """The GEMM that follows sees the same operands, so it gives the same result."""
-    x, w = mixed((70, 130), torch.bfloat16, False), mixed((90, 130), torch.bfloat16, False, seed=3)
-    for out in (torch.bfloat16, torch.float32):
-
-        def product(out=out):
-            a, b = quantize(x, RECIPES[name], "input"), quantize(w, RECIPES[name], "weight")
-            return emulated.gemm(a.rowwise, b.rowwise, out_dtype=out)
-
-        assert_same_bytes(*both(product), f"{name} {out}")
-
-
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)], ids=str)
 def test_an_empty_matrix_is_cast_and_multiplied(shape, name, both):

@@ -77,24 +77,6 @@ def test_one_direction_makes_what_both_make():
         assert same(column.columnwise.codes.t(), both.columnwise.codes.t())
 
 
-def test_it_is_one_call(monkeypatch: pytest.MonkeyPatch):
-    """Both directions, and many matrices; a silent return to calls of their own would give the same bytes."""
-    calls = []
-    quantize = matrix_quantize.quantize
-    monkeypatch.setattr(
-        matrix_quantize,
-        "quantize",
-        lambda wanted: calls.append([len(of.cuts) for of in wanted]) or quantize(wanted),
-    )
-    x = matrix((256, 256), torch.bfloat16, "normal")
-    rules = [RULES[0], RULES[1], Rule(E4M3, ROW, "pow2"), Rule(E4M3, TENSOR, "fp32")]
-    for rule, direction in itertools.product(rules, ["both", "columnwise"]):
-        emulated.quantize(x, rule, direction)
-    emulated.quantize_each([CastRequest(x, rule, "both", None, None) for rule in rules])
-    if emulation.reason() is None:
-        assert calls == [[2], [1], [1], [1], [2], [1], [1], [1], [2, 1, 2, 1]]
-
-
 def test_each_of_many_is_as_alone():
     """Of all sizes, also too small for C, empty or under a scale that was there; one of them by all threads."""
     asked, alone, scale = [], [], torch.tensor(3.0)
