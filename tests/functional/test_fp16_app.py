@@ -22,11 +22,7 @@ REFUSED = {
     "--model.fp16=true --model.bf16=true": "model.fp16=true and model.bf16=true",
     "--model.fp16=true --model.params_dtype=bfloat16": "model.params_dtype='bfloat16' with model.fp16=true",
     "--model.fp16=true --model.fp8_param=true": "fp8_param=True, model.bf16=False, model.fp16=True",
-    "--model.fp16=true --optimizer.min_loss_scale=1e12": "optimizer.min_loss_scale=1000000000000.0",
     "--model.fp16=true --optimizer.max_loss_scale=.inf": "max_loss_scale=inf",
-    "--model.fp16=true --optimizer.loss_scale=-1": "optimizer.loss_scale=-1.0",
-    "--model.fp16=true --optimizer.loss_scale_window=0": "optimizer.loss_scale_window=0",
-    "--model.fp16=true --optimizer.hysteresis=0": "optimizer.hysteresis=0",
 }
 
 

@@ -234,38 +234,6 @@ def test_tensor_parallel_linears_communicate_inside_the_graph(ranks: RankPool, r
         assert found["counts"][0] == found["counts"][1]
 
 
-def offloaded_layer(recipe: str) -> dict[str, Any]:
-    """A rank case: a layer, and its twin whose saved activations leave and come back; bytes that were packed."""
-    with model_parallel():
-        plain, twin = make_layer(Layout(), recipe), make_layer(Layout(), recipe)
-        expected, _ = steps(plain, forward_of(plain), TOKENS)
-        packed: list[tuple[torch.dtype, int]] = []
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            packed.append((tensor.dtype, tensor.nbytes))
-            return tensor.clone()
-
-        def offloaded(x: torch.Tensor) -> torch.Tensor:
-            with torch.autograd.graph.saved_tensors_hooks(pack, torch.clone):
-                return forward_of(twin)(x)
-
-        found, _ = steps(twin, offloaded, TOKENS)
-        with torch.autograd.graph.save_on_cpu():
-            forward_of(twin)(torch.ones(TOKENS, 1, HIDDEN, dtype=torch.bfloat16)).sum().backward()
-    return {"differ": compare(found, expected), "packed": packed}
-
-
-def test_offloaded_activations_are_codes_and_change_no_bit(ranks: RankPool):
-    (found,) = ranks(1).run(offloaded_layer, "mxfp8")
-    assert found["differ"] == []
-    codes = sum(size for dtype, size in found["packed"] if dtype == torch.float8_e4m3fn)
-    inputs = HIDDEN + HIDDEN + HIDDEN + 256  # of qkv, proj, fc1, fc2, for each token
-    weights = HIDDEN * (2 * HIDDEN) + HIDDEN * HIDDEN + HIDDEN * 512 + 256 * HIDDEN
-    assert codes == 6 * (TOKENS * inputs + weights), (
-        "six microbatches; one byte a value, and a weight's codes"
-    )
-
-
 def captured_iterations() -> list[Any]:
     """A rank case: what would be captured of two models runs once, with a NaN in one of them; who of them is ill then, as
     the captured iteration says, and as their optimizers ask."""
@@ -336,23 +304,3 @@ def test_a_whole_model_breaks_only_in_megatrons_own_code(ranks: RankPool):
     (found,) = ranks(1).run(breaks_of_a_model)
     assert all("/megatron/core/" in file for file in found["where"]), found["where"]
     assert found["operators"] == 4
-
-
-def layers_one_by_one() -> int:
-    """A rank case: three layers, each compiled by itself; how many graphs that takes."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    with model_parallel():
-        layers = [make_layer(Layout(), "mxfp8") for _ in range(3)]
-        x = torch.ones(TOKENS, 1, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
-        for layer in layers:
-            for module in layer.modules():
-                if hasattr(module, "make_sites"):
-                    module.make_sites()  # as preparing a model does
-            layer.compile(backend="eager", fullgraph=True)
-            x, _ = layer(x, attention_mask=None)
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def test_layers_compiled_one_by_one_share_a_graph(ranks: RankPool):
-    assert ranks(1).run(layers_one_by_one) == [1]

@@ -6,7 +6,6 @@ import contextlib
 import io
 import re
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -235,60 +234,13 @@ def test_without_install_is_an_error(ranks: RankPool) -> None:
     assert len(messages) == 4 and all("call megatron_fp8.mcore.install() before" in m for m in messages)
 
 
-FROZEN = {"fp8_format": "tensorwise", "fp8": None, "first_last_layers_bf16": True}
-
-
-def frozen() -> list[str]:
-    from megatron_fp8.mcore.report import site_report
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
-    with model_parallel():
-        config = fp8_config(ONE, "delayed")
-        config.fp8_format = "mxfp8"  # before the model takes it over
-        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=OPTIONS["sequence"])
-        messages = []
-        for name, value in FROZEN.items():
-            with pytest.raises(ValueError) as caught:
-                setattr(config, name, value)
-            messages.append(str(caught.value))
-        site_report(chunks)
-        assert {m.fp8_site.plan.recipe.__class__.__name__ for m in linears(chunks)} == {"MXFP8BlockScaling"}
-        return messages
-
-
 def linears(chunks: list[Any]) -> list[Any]:
     from megatron_fp8.mcore.sites import fp8_linears
 
     return fp8_linears(chunks)
 
 
-def test_settings_are_frozen_once_built(ranks: RankPool) -> None:
-    for message in ranks(1).run(frozen)[0]:
-        assert "comes after the model was built" in message
-
-
 # ------------------------------------------------------------------------------------------------------ interval, plain
-
-
-def scales_over_time() -> list[list[float]]:
-    from megatron_fp8.mcore.runtime import state_of
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
-    found: list[list[float]] = []
-    with model_parallel():
-        config = fp8_config(ONE, "delayed", **TINY, fp8_interval=2)
-
-        def on_step(step: int, run: Any) -> None:
-            found.append([float(slot.scale) for slot in state_of(config).slots()])
-
-        train(config, spec=get_gpt_layer_fp8_spec, steps=5, optim={"lr": 1e-2}, on_step=on_step, **SHORT)
-    return found
-
-
-def test_interval_is_honoured(ranks: RankPool) -> None:
-    """Scales of iterations 0, 2 and 4 with fp8_interval=2; Megatron-Core ignores the setting."""
-    found = ranks(1).run(scales_over_time)[0]
-    assert [a != b for a, b in pairwise(found)] == [False, True, False, True]
 
 
 def plain_config(layout: Layout) -> tuple[list[dict[str, int]], list[bool], int, list[float], list[float]]:
@@ -324,31 +276,6 @@ def test_a_plain_megatron_config_trains_in_fp8(ranks: RankPool) -> None:
         assert [c["fp8_gemms"] for c in counts] == [2 * 4 * 3 * 2] * 3
         assert [c["amax_collectives"] for c in counts] == [1] * 3
         assert fp8 != bf16 and fp8 == pytest.approx(bf16, rel=5e-3)
-
-
-# ------------------------------------------------------------------------------------------------------------ evaluation
-
-
-def with_evaluation(evaluate: bool) -> tuple[list[float], list[dict[str, int]]]:
-    from megatron_fp8.mcore.iteration import iteration_counts
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
-    losses, counts = [], []
-    with model_parallel():
-        config = fp8_config(ONE, "delayed", **TINY)
-        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=32, vocab=128)
-        optimizer = build_optimizer(config, chunks)
-        for step in range(3):
-            if evaluate:
-                train_step(config, chunks, optimizer, 100 + step, forward_only=True, **SHORT)
-            losses.append(train_step(config, chunks, optimizer, step, **SHORT)[0])
-            counts.append(iteration_counts())
-    return losses, counts
-
-
-def test_evaluation_leaves_no_trace(ranks: RankPool) -> None:
-    """Neither in the numbers nor in the counts of the iteration that comes after it."""
-    assert ranks(1).run(with_evaluation, True)[0] == ranks(1).run(with_evaluation, False)[0]
 
 
 # ------------------------------------------------------------------------------------------------------------------ specs

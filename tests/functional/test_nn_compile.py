@@ -146,18 +146,6 @@ def test_a_missing_fp8_step_is_an_error_in_compiled_code_too():
         compiled(torch.ones(8, 32))
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-def test_a_recipe_chosen_inside_of_compiled_code_is_refused_where_it_cannot_be_traced():
-    model = convert_to_fp8(Net())
-
-    def call(x: torch.Tensor) -> torch.Tensor:
-        with fp8_autocast(recipe="mxfp8"):
-            return model(x)
-
-    with pytest.raises(RuntimeError):
-        torch.compile(call, fullgraph=True, backend="aot_eager")(torch.ones(8, 32))
-
-
 def test_layers_of_one_shape_share_a_graph():
     """Blocks compiled one by one: what the first one compiles serves all others."""
     model = convert_to_fp8(nn.Sequential(*[Net() for _ in range(3)]), DELAYED)

@@ -91,28 +91,6 @@ def test_a_model_trains_generates_and_is_saved(name: str, tmp_path: Path) -> Non
         assert (saved(ids).logits - wanted).float().norm() < 0.08 * wanted.float().norm()
 
 
-@pytest.mark.parametrize("recipe", some(["delayed", "mxfp8"], "delayed"))
-def test_a_compiled_block_has_eager_modes_bits(recipe: str) -> None:
-    """Router, experts and their weighted sum; tokens of an expert change from call to call, and some get none."""
-    torch._dynamo.reset()
-    outcomes: list[list[torch.Tensor]] = []
-    for compiled in (False, True):
-        block = convert_to_fp8(build("qwen3_moe").model.layers[0].mlp, recipe)
-        run = torch.compile(block, backend="aot_eager") if compiled else block
-        found = []
-        for step, rows in enumerate((24, 3, 24)):
-            draw = torch.Generator().manual_seed(step)
-            x = torch.randn(1, rows, 64, generator=draw).bfloat16().requires_grad_()
-            y = run(x)
-            y.square().sum().backward()
-            fp8_step(run)
-            found += [y.detach(), x.grad, *(p.grad.clone() for p in block.parameters())]
-            found += fp8_state_dict(block).values()
-        outcomes.append(found)
-    for eager, traced in zip(*outcomes, strict=True):
-        assert_same_bytes(traced, eager)
-
-
 def test_adapters_beside_experts_and_on_their_parameters() -> None:
     """Adapters of a parameter make it anew in each call, out of its low ranks."""
     peft = pytest.importorskip("peft")

@@ -30,7 +30,6 @@ from megatron_fp8.nn import (
     register_fp8_step,
 )
 from megatron_fp8.recipe import DelayedScaling
-from tests.support.collectives import recorded
 
 DELAYED = DelayedScaling(amax_history_len=2)
 
@@ -361,37 +360,6 @@ def smaller_mesh_case() -> None:
 
 def test_fewer_ranks_after_the_forward_are_refused_before_it(ranks):
     ranks(4).run(smaller_mesh_case)
-
-
-def disagreement_case() -> None:
-    model = Net()
-    convert_to_fp8(model, DELAYED, skip=["lm_head"] if dist.get_rank() == 0 else ["lm_head", "blocks.1"])
-    model(batch(0, 0)).sum().backward()
-    with pytest.raises(RuntimeError, match="ranks of one amax group hold different FP8 tensors"):
-        fp8_step(model)
-
-
-def test_ranks_that_hold_other_linears_are_an_error_and_no_hang(ranks):
-    ranks(2).run(disagreement_case)
-
-
-def one_collective_case() -> list[int]:
-    found = []
-    for blocks in (1, 6):
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(blocks)])
-        convert_to_fp8(model, DELAYED)
-        for _ in range(2):
-            for _ in range(3):
-                model(torch.randn(4, 32)).sum().backward()
-            with recorded() as log:
-                fp8_step(model)
-        found.append(len(log.sent))
-    return found
-
-
-def test_one_collective_an_iteration_whatever_the_model(ranks):
-    assert ranks(2).run(one_collective_case) == [[1, 1], [1, 1]]
 
 
 # ------------------------------------------------------------------------------- with torch.compile and checkpointing

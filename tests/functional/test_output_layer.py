@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from benchmarks.support.fp8_gpt import FP32, NARROW, RECIPES, Watched, fp8_confi
 from benchmarks.support.gpt import VOCAB, build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from tests.support.long_cases import some
-from tests.support.size_table import make_table
 
 ONE, TP, TP_SP, PP = Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2)
 ON = {**NARROW, "fp8_output_layer": True}
@@ -167,24 +165,6 @@ def test_inference(ranks: RankPool, tied: bool) -> None:
     assert fp8 is not tied and report["high_precision"] == (["output_layer"] if tied else [])
     assert torch.equal(before, after) is not tied
     assert (after - before).square().mean().sqrt() < 0.05 * before.square().mean().sqrt()
-
-
-def filtered(path: str, fields: dict[str, Any]) -> list[tuple[str, str]]:
-    """A rank case: (what it runs in, why) of a tied output layer under a table of measured GEMMs."""
-    from megatron_fp8.mcore.report import site_report
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
-    with model_parallel(TP):
-        config = fp8_config(TP, "mxfp8", **ON, fp8_size_filter=path, fp8_size_filter_tokens=256, **fields)
-        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, tied=True)
-        return [(s["precision"], s["reason"]) for s in site_report(chunks) if s["name"] == "output_layer"]
-
-
-def test_size_filter(ranks: RankPool, tmp_path: Path) -> None:
-    """Its size is that of this rank's part of the embedding: K 128 x N 256."""
-    rows = {(128, 256, 256): 1.4, (256, 256, 256): 0.6, (64, 128, 256): 0.6, (128, 128, 256): 0.6}
-    ((precision, reason),) = ranks(2).run(filtered, make_table(tmp_path / "table.json", rows), {})[0]
-    assert precision == "bf16" and reason.startswith("fp8_size_filter: K 128 x N 256")
 
 
 def refused_models() -> dict[str, str]:

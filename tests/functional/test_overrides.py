@@ -20,47 +20,6 @@ from benchmarks.support.ranks import Layout, RankPool, model_parallel
 ONE, TP, TP_SP, PP = Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2)
 TINY = {"hidden_size": 64, "ffn_hidden_size": 128}
 SHORT = {"sequence": 32, "micro_batch": 1, "global_batch": 2, "vocab": 128}
-DELAYED = {"fp8": "hybrid", "fp8_recipe": "delayed"}
-
-
-def overridden() -> tuple[Watched, dict[str, str]]:
-    from megatron_fp8.mcore.report import site_report
-    from megatron_fp8.mcore.sites import fp8_linears
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
-    overrides = {
-        "linear_proj": "bf16",
-        "decoder.layers.1.mlp.*": "blockwise",
-        "*.layers.0.mlp.linear_fc2": "tensorwise",
-    }
-    seen = Watched()
-    with model_parallel(), watched_gemms(seen):
-        config = fp8_config(ONE, "mxfp8", fp8_overrides=overrides)
-        chunks = train(config, spec=get_gpt_layer_fp8_spec, **OPTIONS).chunks
-        seen.report = site_report(chunks)
-        scales = {m.fp8_site.plan.name: m.fp8_site for m in fp8_linears(chunks)}
-        kinds = {
-            name: str(site.quantizers["input"] and site.quantizers["input"].rule)
-            for name, site in scales.items()
-        }
-    return seen, kinds
-
-
-def test_overrides_by_glob(ranks: RankPool) -> None:
-    seen, kinds = ranks(1).run(overridden)[0]
-    want = {f"decoder.layers.{layer}.{site}": "mxfp8" for layer in (0, 1) for site in SITES}
-    want |= {name: "bf16" for name in want if name.endswith("linear_proj")}
-    want |= {"decoder.layers.1.mlp.linear_fc1": "blockwise", "decoder.layers.1.mlp.linear_fc2": "blockwise"}
-    want["decoder.layers.0.mlp.linear_fc2"] = "tensorwise"
-    entries = {entry["name"]: entry for entry in seen.report if entry["layer"] is not None}
-    assert {name: entry["recipe"] or entry["precision"] for name, entry in entries.items()} == want
-    assert {name for name, _, _ in seen.gemms} == {name for name, what in want.items() if what != "bf16"}
-    ran = {"mxfp8": "1x32 e8m0", "blockwise": "1x128 pow2", "tensorwise": "tensor fp32", "bf16": "None"}
-    assert {name: kind.removeprefix("e4m3 ") for name, kind in kinds.items()} == {
-        name: ran[what] for name, what in want.items()
-    }
-    for name, entry in entries.items():
-        assert ("fp8_overrides" in entry["reason"]) == (want[name] != "mxfp8")
 
 
 PARTS = {

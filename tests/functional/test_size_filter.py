@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 from pathlib import Path
 from typing import Any
@@ -163,16 +162,3 @@ def test_an_experts_share_of_the_tokens() -> None:
     assert expert_tokens(config, 1024) == 256
     config.num_moe_experts = 10**6
     assert expert_tokens(config, 1024) == 1
-
-
-def off() -> None:
-    from megatron_fp8 import TransformerConfig
-
-    fields = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
-    assert fields["fp8_size_filter"] is None and fields["fp8_size_filter_tokens"] is None
-    with pytest.warns(UserWarning, match="fp8_size_filter='t.json' has no effect because fp8 is None"):
-        TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=2, fp8_size_filter="t.json")
-
-
-def test_off_unless_asked_for(ranks: RankPool) -> None:
-    ranks(1).run(off)

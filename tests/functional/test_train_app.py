@@ -145,15 +145,6 @@ def test_the_host_of_a_gpu_would_wait_three_times_an_iteration(folder, config):
         assert not [read for read in hidden if read.startswith(("aten::nonzero", "aten::equal"))]
 
 
-def test_what_is_set_and_has_no_effect_is_said(folder, config):
-    """A recipe without FP8: what people asked for, and what will not be, on one line."""
-    options = [f"--config={config}", f"--run_dir={folder}/runs/none", "--model.fp8=null", "--dry-run"]
-    done = run("-m", "megatron_fp8", "train", *options)
-    assert done.returncode == 0, done.stderr
-    said = [line for line in done.stderr.splitlines() if "warning" in line.lower()]
-    assert said == ["warning: fp8_recipe='delayed' has no effect because fp8 is None (training in BF16)"]
-
-
 def test_dry_run_builds_and_checks_but_trains_nothing(folder, config):
     out = folder / "runs" / "dry"
     more = ["--model.fp8_overrides={'*.linear_proj': bf16}", "--model.fp8_param=true", "--dry-run"]

@@ -263,35 +263,6 @@ def doctor() -> dict[str, Any]:
     return {"code": code, "version": version, "trials": trials, "cells": tried}
 
 
-def gpu_scripts() -> dict[str, Any]:
-    """gpu_check's section, and gpu_bench's contenders, as far as they run here."""
-    from benchmarks import gpu_contenders, gpu_te
-    from benchmarks.gpu_common import open_machine
-    from benchmarks.support.ranks import model_parallel
-    from megatron_fp8.mcore import uninstall
-
-    machine = open_machine(True)
-    with model_parallel():
-        found: dict[str, Any] = {
-            name: check(machine)
-            for name, check in gpu_te.checks().items()
-            if "blockwise" in name or "pow2" in name
-        }
-    uninstall()
-    weight = torch.nn.Parameter(torch.eye(128, dtype=torch.bfloat16))
-    sizes = gpu_contenders.OneLinear(128, 128)
-    with (
-        mock.patch.object(machine, "dry", False),
-        mock.patch.object(gpu_contenders, "_small", lambda machine: None),
-    ):
-        modules, absent = gpu_contenders._transformer_engine(machine, sizes, {"linear": weight})
-    x = torch.ones(128, 128, dtype=torch.bfloat16)
-    return found | {
-        "contenders": {name: float(module(x).detach().float().mean()) for name, module in modules.items()},
-        "absent": absent,
-    }
-
-
 def without_te() -> dict[str, Any]:
     """Transformer Engine asked for where it is not: the error, and the sites of a fallback that was opted into."""
     from megatron_fp8.mcore import install
@@ -335,7 +306,7 @@ def apex() -> dict[str, Any]:
     return {"on_cpu": on_cpu, "fused": fused, "plain": plain, "rms_norm": rms_norm}
 
 
-CASES = {case.__name__: case for case in (parity, delayed, refusals, checkpoints, doctor, gpu_scripts)}
+CASES = {case.__name__: case for case in (parity, delayed, refusals, checkpoints, doctor)}
 
 
 def main() -> None:

@@ -274,6 +274,23 @@ def test_threads_that_leave_in_turn_leave_nothing_behind(nothing_compiled):
     assert heard == ["first", "second"] and reading(Site(fp8_plan()), torch.zeros(())) == 1
 
 
+def reason() -> str:
+    return current_autocast_state().reason
+
+
+def test_remembering_reaches_other_threads_and_leaves_nothing_behind():
+    with fp8_disabled("here"):
+        inside = remember_fp8(reason)
+    outside = remember_fp8(reason)
+    heard = []
+    thread = threading.Thread(target=lambda: heard.extend([inside(), outside(), reason()]))
+    thread.start()
+    thread.join()
+    with fp8_disabled("another"):
+        heard += [inside(), outside(), reason()]
+    assert heard == ["here", "", "", "here", "", "another"] and current_autocast_state() == AutocastState()
+
+
 # ------------------------------------------------------------------------------------------------------------ watched
 
 X = torch.ones(2, 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,40 +70,6 @@ def test_an_input_on_another_device_is_refused(ranks: RankPool) -> None:
     for of_input, of_weight in zip(said[::2], said[1::2], strict=True):
         assert "the input is on meta, the weight on cpu" in of_input
         assert "the input is on cpu, the weight on meta" in of_weight
-
-
-def called_twice(recipe: str) -> dict[str, Any]:
-    from megatron_fp8.mcore.runtime import state_of
-    from megatron_fp8.mcore.sites import keeping_weights
-
-    with model_parallel():
-        config = fp8_config(ONE, recipe)
-        linear = make_linear(config, bias=False)
-        first, second = random_input(4, 2, 64), (3 * random_input(4, 2, 64)).detach().requires_grad_()
-        grads = [outcome(make_linear(fp8_config(ONE, recipe), bias=False), x)[2] for x in (first, second)]
-        with keeping_weights([SimpleNamespace(config=config)]):
-            (linear(first)[0].float().square().sum() + linear(second)[0].float().square().sum()).backward()
-        state = state_of(config)
-        amax = float(state.arenas[0].rows[0, 0])
-        counts = state.finish_iteration()
-        return {
-            "gradient": linear.weight.grad,
-            "apart": grads,
-            "amax": (amax, float(second.detach().abs().max())),
-            "counts": (counts.fp8_gemms, counts.casts),
-            "updates": [slot.warm for slot in state.slots()],
-        }
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
-def test_a_module_called_twice(ranks: RankPool, recipe: str) -> None:
-    """Gradients add up, the amax is that of both calls, the weight is cast once where a schedule runs them."""
-    seen = ranks(1).run(called_twice, recipe)[0]
-    first, second = seen["apart"]
-    assert torch.allclose(seen["gradient"].float(), (first + second).float(), rtol=2**-7, atol=1e-3)
-    assert seen["amax"][0] == seen["amax"][1]
-    assert seen["counts"] == (6, 5)
-    assert seen["updates"] == [recipe == "delayed"] * 3
 
 
 def odd_calls() -> None:
