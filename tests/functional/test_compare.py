@@ -160,30 +160,3 @@ def test_a_comparison_that_is_killed_with_its_ranks_goes_on_to_the_same_table(
         ]
         assert alike[0] == alike[1]
     assert tables[0]["verdict"] == tables[1]["verdict"]
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        ([], "--config"),
-        (["--config=nope.yaml"], "there is no such file"),
-        (["--config=CONFIG", "--recipes=fp4"], "'fp4' is unknown"),
-        (["--config=CONFIG", "--ranks=0"], "--ranks=0 must be at least 1"),
-        (["--config=CONFIG", "--ranks=-1"], "--ranks=-1 must be at least 1"),
-        (["--config=CONFIG", "--out=/dev/null"], "--out=/dev/null cannot be used"),
-        (["--config=CONFIG", "--ranks=3", "--model.tensor_model_parallel_size=2"], "does not divide"),
-    ],
-)
-def test_bad_input_is_one_line(config, capsys, arguments, words):
-    assert main(["compare", *(part.replace("CONFIG", str(config)) for part in arguments)]) == 2
-    said = capsys.readouterr().err
-    assert words in said and said.startswith("error: ") and said.count("\n") == 1
-
-
-def test_help_teaches(capsys):
-    with pytest.raises(SystemExit) as left:
-        main(["compare", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert left.value.code == 0 and all(
-        word in said for word in ("--seeds 3", "goes on", "One seed shows no noise")
-    )

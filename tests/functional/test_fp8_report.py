@@ -234,12 +234,6 @@ def test_without_install_is_an_error(ranks: RankPool) -> None:
     assert len(messages) == 4 and all("call megatron_fp8.mcore.install() before" in m for m in messages)
 
 
-def linears(chunks: list[Any]) -> list[Any]:
-    from megatron_fp8.mcore.sites import fp8_linears
-
-    return fp8_linears(chunks)
-
-
 # ------------------------------------------------------------------------------------------------------ interval, plain
 
 

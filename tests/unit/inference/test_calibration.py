@@ -120,12 +120,9 @@ DAMAGE = {
     "no tensors": ("calibration.safetensors is missing", "calibrate first"),
     "cut off": ("SHA-256 differs", "calibrate again"),
     "not JSON": ("is damaged", "calibrate again"),
-    "not text": ("is damaged", "calibrate again"),
-    "nested": ("is damaged", "calibrate again"),
     "a pipe": ("no ordinary file", "calibrate again"),
     "no shape": ("0.input has the shape [0, 'x']", "calibrate again"),
     "no facts": ("facts is list", "calibrate again"),
-    "a list": ("is damaged", "calibrate again"),
     "another format": ("version 99", "calibrate again"),
     "a tensor less": ("lacks '0.input.amax'", "calibrate again"),
     "no safetensors": ("is damaged", "calibrate again"),
@@ -147,14 +144,8 @@ def test_damaged_files_are_refused(tmp_path, kind):
         tensors.write_bytes(tensors.read_bytes()[:-4])
     elif kind == "not JSON":
         record.write_text("{")
-    elif kind == "not text":
-        record.write_bytes(b"\xff\xfe\xfa")
-    elif kind == "a list":
-        record.write_text("[]")
     elif kind == "another format":
         record.write_text(json.dumps({**content, "version": 99}))
-    elif kind == "nested":
-        record.write_text("[" * 10**5)
     elif kind == "a pipe":
         record.unlink()
         os.mkfifo(record)

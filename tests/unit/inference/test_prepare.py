@@ -15,7 +15,6 @@ from torch import nn
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.fp8_utils import prepare_model_for_fp8_inference
 from megatron_fp8.inference import model_bytes, prepare_for_inference, storage_bytes
-from megatron_fp8.inference.activations import Padding, pad_tokens
 from megatron_fp8.inference.calibration import calibrate
 from megatron_fp8.inference.weights import inference_weight
 from megatron_fp8.nn import Fp8Config, Fp8Linear, convert_to_fp8, fp8_autocast, fp8_step
@@ -71,27 +70,6 @@ def test_compiled_it_runs_outside_the_graph():
         with pytest.raises(torch._dynamo.exc.Unsupported, match="weight that lives as FP8"):
             torch.compile(model, backend="eager", fullgraph=True)(x)
     torch._dynamo.reset()
-
-
-def test_padding_reaches_the_linear_and_leaves_tuples_and_errors_whole():
-    class Linear(nn.Module):
-        def forward(self, x):
-            rows.append(x.shape[:-1].numel())
-            if x.isnan().any():
-                raise FloatingPointError("NaN")
-            return x * 2, "bias"
-
-    rows: list[int] = []
-    linear = Linear()
-    Padding(linear, 16)
-    x = torch.randn(3, 7, 4)
-    y, bias = linear(x)
-    assert rows == [32] and bias == "bias"
-    assert_same_bytes(y, x * 2)
-    with pytest.raises(FloatingPointError):
-        linear(x * torch.nan)
-    assert_same_bytes(linear(x[:1])[0], x[:1] * 2)  # the failed call left nothing behind
-    assert pad_tokens(torch.ones(16, 4), 16).shape == (16, 4)
 
 
 @pytest.mark.parametrize(
