@@ -25,6 +25,7 @@ from benchmarks.support import forking_interpreter
 from benchmarks.support.ranks import RankPool
 from tests.support import order
 from tests.support.process_state import left_behind, state
+from tests.support.threads import threads
 from tests.support.triton_interpreter import lean_interpreter
 
 gc.disable()  # until tests are collected: what is imported and collected stays
@@ -109,6 +110,19 @@ def forking_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The path of a `python` that forks what it runs (benchmarks/support/forking_interpreter.py)."""
     with forking_interpreter.forking_python(tmp_path_factory.mktemp("python")) as path:
         yield path
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    with threads(1):
+        yield
+
+
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture

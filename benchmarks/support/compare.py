@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -28,3 +31,16 @@ def assert_same_bytes(actual: torch.Tensor | np.ndarray, expected: torch.Tensor 
             f"{what}: {int(differ.sum())} of {a.size} elements differ, first at {where}: "
             f"0x{int(a[where]):0{digits}x}, expected 0x{int(e[where]):0{digits}x}"
         )
+
+
+def assert_all_same_bytes(
+    actual: Iterable[Any] | Mapping[str, Any], expected: Iterable[Any] | Mapping[str, Any], what: str = ""
+) -> None:
+    """``assert_same_bytes`` of each pair of two sequences; of two mappings, of all that `expected` has."""
+    if isinstance(expected, Mapping):
+        assert isinstance(actual, Mapping)
+        named = {name: (actual[name], value) for name, value in expected.items()}
+    else:
+        named = {f"number {i}": pair for i, pair in enumerate(zip(actual, expected, strict=True))}
+    for name, (mine, theirs) in named.items():
+        assert_same_bytes(mine, theirs, f"{what} {name}".strip())

@@ -11,6 +11,14 @@ import torch
 from benchmarks.support.fp8_gpt import FP32, MOE, NARROW, fp8_config
 from benchmarks.support.gpt import build_chunks, build_optimizer, train, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.diagnosis.variants import Variant, installed, planned_cells
+from megatron_fp8.mcore.checkpoint.state_dict import fp8_state_dict, load_fp8_state_dict
+from megatron_fp8.mcore.iteration import move_unhealthy_sites
+from megatron_fp8.mcore.report import site_report
+from megatron_fp8.mcore.runtime import state_of
+from megatron_fp8.mcore.sites import check_plan, fp8_linears
+from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+from megatron_fp8.state.guard import Finding
 from tests.support.collectives import recorded
 from tests.support.fp8_dispatch import config_of
 from tests.support.long_cases import some
@@ -25,10 +33,6 @@ LAYOUTS = {"one": (1, Layout()), "ep2": (2, Layout(ep=2)), "ep2-etp2": (4, Layou
 
 def trained(layout: Layout, recipe: str, fields: dict[str, Any], ddp: dict[str, Any]) -> dict[str, Any]:
     """A rank case: losses and norms of two iterations, this rank's sites, and everybody's report."""
-    from megatron_fp8.mcore.report import site_report
-    from megatron_fp8.mcore.sites import fp8_linears
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     with model_parallel(layout):
         config = fp8_config(layout, recipe, **{**SMALL, **fields})
         run = train(config, spec=get_gpt_layer_fp8_spec, steps=2, ddp=ddp, **OPTIONS)
@@ -120,9 +124,6 @@ def test_a_recipe_of_one_expert_with_histories_and_fp8_parameters(ranks: RankPoo
 
 def refused(layout: Layout, overrides: dict[str, str]) -> str:
     """A rank case: what a model with these overrides is refused with; '' if it is not."""
-    from megatron_fp8.mcore.sites import check_plan
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     with model_parallel(layout):
         config = fp8_config(layout, "blockwise", **{**SMALL, "fp8_overrides": overrides})
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=64)
@@ -162,10 +163,6 @@ GUARDED: dict[str, Any] = {**SMALL, "fp8_guard": True, "moe_grouped_gemm": True}
 def guarded(layout: Layout, folder: str, ill: str) -> tuple[list[list[Any]], list[tuple[float, float]]]:
     """A rank case: a training whose guard finds a tensor ill after its second iteration, and saves. (Moves, the next
     iteration.)"""
-    from megatron_fp8.mcore.iteration import move_unhealthy_sites
-    from megatron_fp8.mcore.runtime import state_of
-    from megatron_fp8.state.guard import Finding
-
     with model_parallel(layout):
         training = Training(layout, "delayed", GUARDED, {}, seed=7, **OPTIONS)
         training.steps(2)
@@ -180,8 +177,6 @@ def guarded(layout: Layout, folder: str, ill: str) -> tuple[list[list[Any]], lis
 
 def resumed(layout: Layout, folder: str) -> tuple[list[str], list[str], list[tuple[float, float]]]:
     """A rank case: notes, the sites that are not in FP8 then, and the next iteration."""
-    from megatron_fp8.mcore.sites import fp8_linears
-
     with model_parallel(layout, seed=99):
         training = Training(layout, "delayed", GUARDED, {}, seed=8, **OPTIONS)
         notes = training.load(Path(folder) / "iter_0000002")
@@ -204,9 +199,6 @@ def test_a_move_of_one_expert_goes_along_to_other_layouts(ranks: RankPool, tmp_p
 
 def numbered_from_0(layout: Layout) -> tuple[set[str], set[str]]:
     """A rank case: a state dict as it was when each rank numbered its experts from 0, loaded; (its keys, those now)."""
-    from megatron_fp8.mcore.checkpoint.state_dict import fp8_state_dict, load_fp8_state_dict
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     with model_parallel(layout):
         run = train(fp8_config(layout, "delayed", **SMALL), spec=get_gpt_layer_fp8_spec, steps=1, **OPTIONS)
         now = fp8_state_dict(run.chunks)
@@ -231,11 +223,6 @@ def test_state_that_was_saved_under_local_numbers(ranks: RankPool) -> None:
 def experiment(layout: Layout, expert: int | None) -> tuple[float, int]:
     """A rank case: an iteration in which one expert's first linear, of whichever rank, is in high precision; its loss,
     and how many all-to-alls were of bytes. None: every expert's is as planned."""
-    from megatron_fp8.diagnosis.variants import Variant, installed, planned_cells
-    from megatron_fp8.mcore.runtime import state_of
-    from megatron_fp8.mcore.sites import check_plan, fp8_linears
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     with model_parallel(layout):
         config = config_of(layout, "blockwise")
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=64)

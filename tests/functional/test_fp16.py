@@ -15,6 +15,10 @@ import torch.distributed as dist
 from benchmarks.support.fp8_gpt import fp8_config, record_steps
 from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.mcore.iteration import iteration_counts
+from megatron_fp8.mcore.optimizer.loss_scaler import scalers
+from megatron_fp8.mcore.runtime import state_of
+from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 from tests.support.nonfinite_models import OVERLAP, made_sick, masters
 from tests.support.resume import Training
 
@@ -58,11 +62,6 @@ def fp16_training(
     sick_rank: int = 1,
 ) -> Seen:
     """A rank case: steps in FP16, in some of them NaN or Inf in weights, inputs or gradients of one rank."""
-    from megatron_fp8.mcore.iteration import iteration_counts
-    from megatron_fp8.mcore.optimizer.loss_scaler import scalers
-    from megatron_fp8.mcore.runtime import state_of
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     seen = Seen()
     with model_parallel(layout):
         config = fp8_config(layout, recipe, **{**SIZE, **FP16, **fields})
@@ -119,9 +118,6 @@ def overflow_after_the_reduction(fp16: bool, experts: bool) -> tuple[list[bool],
     It is that of an expert, which the other rank does not have, or of a weight of which the other rank has a copy.
     Returns (stepped, changed, scales of the dense weights' optimizer and of the experts').
     """
-    from megatron_fp8.mcore.optimizer.loss_scaler import scalers
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     stepped: list[bool] = []
     changed: list[bool] = []
     layout = Layout(ep=2) if experts else Layout()
@@ -163,7 +159,6 @@ def resumed(layout: Layout, recipe: str, ddp: dict[str, Any], folder: str) -> di
 
     A step before the checkpoint is skipped, and a growth of the scale is due in the step after it.
     """
-    from megatron_fp8.mcore.optimizer.loss_scaler import scalers
 
     def started(seed: int) -> Training:
         with mock.patch("tests.support.resume.build_optimizer", with_scaler):

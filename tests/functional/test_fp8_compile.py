@@ -13,6 +13,11 @@ import torch.distributed as dist
 
 from benchmarks.support.fp8_gpt import MOE, fp8_config
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.backends import emulated
+from megatron_fp8.mcore.iteration import CapturedIteration
+from megatron_fp8.mcore.runtime import runtime_of, state_of
+from megatron_fp8.mcore.sites import prepare
+from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 from megatron_fp8.state.iteration import IterationCounts
 from tests.support.long_cases import some
 
@@ -24,8 +29,6 @@ def make_layer(layout: Layout, recipe: str, **fields: Any) -> Any:
     """A Llama-like transformer layer whose sites are named, with a main_grad for each weight."""
     from megatron.core import tensor_parallel
     from megatron.core.transformer.spec_utils import build_module
-
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     config = fp8_config(layout, recipe, **SIZES, **fields)
@@ -43,8 +46,6 @@ def make_layer(layout: Layout, recipe: str, **fields: Any) -> Any:
 
 def steps(layer: Any, run: Callable[..., Any], rows: int) -> tuple[list[torch.Tensor], list[IterationCounts]]:
     """Three iterations of two microbatches: results, gradients, amaxes and what was counted."""
-    from megatron_fp8.mcore.runtime import state_of
-
     state = state_of(layer.config)
     tensors, counts = [], []
     for iteration in range(3):
@@ -106,8 +107,6 @@ MOE_RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["m
 def compiled_layer_of_experts() -> dict[str, Any]:
     """A rank case: Megatron-Core's layer of experts, recomputed, eager and its twin compiled; ``calls``: of how many
     experts each was that the backend made products of, in compiled code."""
-    from megatron_fp8.backends import emulated
-
     torch._dynamo.reset()
     calls: list[int] = []
     real = emulated.grouped_gemm
@@ -237,9 +236,6 @@ def test_tensor_parallel_linears_communicate_inside_the_graph(ranks: RankPool, r
 def captured_iterations() -> list[Any]:
     """A rank case: what would be captured of two models runs once, with a NaN in one of them; who of them is ill then, as
     the captured iteration says, and as their optimizers ask."""
-    from megatron_fp8.mcore.iteration import CapturedIteration
-    from megatron_fp8.mcore.runtime import runtime_of, state_of
-
     found = []
     with model_parallel():
         layers = [make_layer(Layout(), "delayed") for _ in range(2)]
@@ -271,9 +267,6 @@ def test_a_captured_iteration_tells_its_own_optimizer(ranks: RankPool):
 def breaks_of_a_model() -> dict[str, Any]:
     """A rank case: a whole GPT traced; where its graph breaks."""
     from megatron.core.models.gpt import GPTModel
-
-    from megatron_fp8.mcore.sites import prepare
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     torch._dynamo.reset()
     with model_parallel():

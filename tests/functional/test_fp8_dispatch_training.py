@@ -10,6 +10,14 @@ import torch
 from benchmarks.support.compare import assert_same_bytes
 from benchmarks.support.gpt import build_chunks, train
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.inference import prepare_for_inference
+from megatron_fp8.mcore.iteration import move_unhealthy_sites
+from megatron_fp8.mcore.report import site_report
+from megatron_fp8.mcore.runtime import state_of
+from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec, with_own_modules
+from megatron_fp8.plan.autocast_state import fp8_disabled
+from megatron_fp8.state.guard import Finding
+from megatron_fp8.telemetry.telemetry import Telemetry
 from tests.support.collectives import recorded
 from tests.support.decoding import forward
 from tests.support.fp8_dispatch import HIDDEN, config_of
@@ -18,9 +26,6 @@ from tests.support.long_cases import some
 
 def train_case(layout: Layout, recipe: str, fields: dict[str, Any]) -> dict[str, Any]:
     """A rank case: two steps of two layers. Returns losses, norms, how many all-to-alls were of bytes, and notes."""
-    from megatron_fp8.mcore.report import site_report
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     with model_parallel(layout), recorded() as log:
         run = train(
             config_of(layout, recipe, **fields),
@@ -167,10 +172,6 @@ def test_routing_of_any_kind(ranks: RankPool, case: str) -> None:
 
 def watched_case(layout: Layout) -> dict[str, Any]:
     """A rank case: telemetry of a step; a forward in evaluation, and one with FP8 switched off."""
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-    from megatron_fp8.plan.autocast_state import fp8_disabled
-    from megatron_fp8.telemetry.telemetry import Telemetry
-
     found: dict[str, Any] = {}
 
     def look(step: int, run: Any) -> None:
@@ -222,9 +223,6 @@ def sick_case(layout: Layout) -> dict[str, Any]:
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer import spec_utils
 
-    from megatron_fp8.mcore.runtime import state_of
-    from megatron_fp8.mcore.spec import with_own_modules
-
     with model_parallel(layout):
         config = config_of(layout, "blockwise")
         spec = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=True)
@@ -242,11 +240,6 @@ def sick_case(layout: Layout) -> dict[str, Any]:
 
 def guarded_case(layout: Layout, ill: str) -> dict[str, Any]:
     """A rank case: after the first step the guard finds a tensor ill."""
-    from megatron_fp8.mcore.iteration import move_unhealthy_sites
-    from megatron_fp8.mcore.runtime import state_of
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-    from megatron_fp8.state.guard import Finding
-
     moved: list[str] = []
     sent: list[int] = []
     config: Any = None
@@ -295,10 +288,6 @@ def test_the_guard_moves_those_that_read_ill_tokens(ranks: RankPool, case: str) 
 
 def prepared_case(recipe: str) -> tuple[torch.Tensor, torch.Tensor, set[str]]:
     """A rank case: logits before and after the model was prepared for inference, its tokens padded; experts' notes."""
-    from megatron_fp8.inference import prepare_for_inference
-    from megatron_fp8.mcore.report import site_report
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     with model_parallel(Layout()):
         chunks = build_chunks(config_of(Layout(), recipe), spec=get_gpt_layer_fp8_spec, sequence=64)
         model = chunks[0].module.eval()

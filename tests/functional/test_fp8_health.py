@@ -14,6 +14,9 @@ import torch.distributed as dist
 from benchmarks.support.fp8_gpt import NARROW, OPTIONS, fp8_config, record_steps
 from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.mcore.iteration import iteration_counts
+from megatron_fp8.mcore.runtime import state_of
+from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 from tests.support.long_cases import some
 from tests.support.nonfinite_models import OVERLAP, made_sick, masters
 
@@ -45,10 +48,6 @@ def sick_training(
     ddp: dict[str, Any],
 ) -> Health:
     """A rank case: seven steps, three of them with NaN or Inf in weights, inputs or gradients of one rank."""
-    from megatron_fp8.mcore.iteration import iteration_counts
-    from megatron_fp8.mcore.runtime import state_of
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     seen = Health([], [], [], [], [], [], [])
     if layout.tp == 1:
         fields = {**NARROW, **fields}
@@ -145,9 +144,6 @@ def test_history_keeps_no_inf(ranks: RankPool) -> None:
 def histories(sick: bool) -> tuple[list[dict[str, float]], list[str]]:
     """A rank case: scales by slot name after each of two steps without learning, the second with an Inf gradient on one
     rank, or not; and the slots that saw an infinite amax."""
-    from megatron_fp8.mcore.runtime import state_of
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     layout, scales = Layout(tp=2), []
     with model_parallel(layout):
         config = fp8_config(layout, "delayed", fp8_amax_history_len=4, fp8_amax_compute_algo="max")

@@ -12,6 +12,10 @@ import torch.distributed as dist
 from benchmarks.support.fp8_gpt import DISTRIBUTED, NARROW, OPTIONS, fp8_config, watched_collectives
 from benchmarks.support.gpt import build_chunks, build_optimizer, gpt_config, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.mcore import params
+from megatron_fp8.mcore.params import fp8_params, make_fp8_params
+from megatron_fp8.mcore.report import site_report
+from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 from tests.support.fp8_params import OVERLAP, param_training, whole_masters
 from tests.support.long_cases import some
 
@@ -22,8 +26,6 @@ def built(
     recipe: str, *, ddp: dict[str, Any] | None = None, optim: dict[str, Any] | None = None, **fields: Any
 ) -> Any:
     """(config, chunks, optimizer) of the small GPT with FP8 parameters."""
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     config = fp8_config(Layout(), recipe, **{"fp8_param": True, **fields})
     chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=128, ddp=ddp)
     return config, chunks, build_optimizer(config, chunks, ddp=ddp, optim=optim)
@@ -83,9 +85,6 @@ def test_weights_that_were_never_made_fp8(ranks: RankPool) -> None:
 def _never_made() -> None:
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_fp8.mcore.params import make_fp8_params
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     with model_parallel():
         config = fp8_config(Layout(), "tensorwise", fp8_param=True)
         model = GPTModel(config, get_gpt_layer_fp8_spec(config), vocab_size=128, max_sequence_length=128)
@@ -105,9 +104,6 @@ def test_a_plain_megatron_config_is_enough(ranks: RankPool) -> None:
 
 def _plain_config() -> None:
     """Megatron's own TransformerConfig, whose checks want Transformer Engine, so fp8 is set after it was made."""
-    from megatron_fp8.mcore.params import fp8_params
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     with model_parallel():
         config = gpt_config(Layout())
         config.fp8, config.fp8_recipe, config.fp8_param = "hybrid", "tensorwise", True
@@ -136,9 +132,6 @@ def test_a_warning_where_memory_is_above_bf16(ranks: RankPool, name: str) -> Non
 
 
 def _memory(recipe: str, ddp: dict[str, Any], message: str | None) -> None:
-    from megatron_fp8.mcore import params
-    from megatron_fp8.mcore.report import site_report
-
     shared = {"reuse_grad_buf_for_mxfp8_param_ag": "reuse_grad_buf_for_mxfp8_param_ag" in ddp}
     said: list[str] = []
     with model_parallel(), mock.patch.object(params, "print_rank_0", lambda text, **_: said.append(text)):
@@ -196,9 +189,6 @@ def test_broadcast_params_gives_every_rank_the_first_ones_weights(ranks: RankPoo
 
 def _broadcast_params() -> list[bytes]:
     """Ranks that start from other weights; after broadcast_params codes, scales and masters are rank 0's."""
-    from megatron_fp8.mcore.params import fp8_params
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     with model_parallel():
         config = fp8_config(Layout(), "blockwise", fp8_param=True)
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=128, seed=dist.get_rank())
@@ -223,8 +213,6 @@ def test_a_forced_gather_delivers(ranks: RankPool) -> None:
 
 
 def _forced(recipe: str) -> bool:
-    from megatron_fp8.mcore.params import fp8_params
-
     shared = {"reuse_grad_buf_for_mxfp8_param_ag": True} if recipe == "mxfp8" else {}
     with model_parallel():
         ddp = {**OVERLAP, "fp8_param_gather": True, **shared}

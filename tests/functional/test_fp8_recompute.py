@@ -20,6 +20,9 @@ from benchmarks.support.fp8_gpt import (
 )
 from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.mcore.iteration import iteration_counts
+from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+from megatron_fp8.plan.autocast_state import fp8_disabled
 from tests.support.long_cases import some
 
 ONE, TP_SP, PP, VPP = Layout(), Layout(tp=2, sp=True), Layout(pp=2), Layout(pp=2, vpp=2)
@@ -180,10 +183,6 @@ def disabled_by_user(fields: dict[str, Any], every: int = 1) -> Watched:
 
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_fp8.mcore.iteration import iteration_counts
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-    from megatron_fp8.plan.autocast_state import fp8_disabled
-
     seen, forward, calls = Watched(), GPTModel.forward, count()
 
     def forward_without_fp8(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -223,9 +222,6 @@ def gradients(recipe: str | None, micro_batch: int, clip: float = 0.0) -> tuple[
 
     That first step is the same for every ``micro_batch``: delayed scaling has its scales from there.
     """
-    from megatron_fp8.mcore.iteration import iteration_counts
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     with model_parallel():
         config = fp8_config(ONE, recipe, **NARROW)
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=128)

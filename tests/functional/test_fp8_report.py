@@ -25,6 +25,13 @@ from benchmarks.support.fp8_gpt import (
 )
 from benchmarks.support.gpt import build_chunks, build_optimizer, gpt_config, train, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8 import mcore
+from megatron_fp8.files import terminal
+from megatron_fp8.mcore import print_plan
+from megatron_fp8.mcore.iteration import finish_iteration, iteration_counts
+from megatron_fp8.mcore.report import plan_lines, site_report
+from megatron_fp8.mcore.runtime import state_of
+from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
 ONE, TP, TP_SP, PP = Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2)
 TINY = {"hidden_size": 64, "ffn_hidden_size": 128}
@@ -34,8 +41,6 @@ DELAYED = {"fp8": "hybrid", "fp8_recipe": "delayed"}
 
 def documented_check() -> str:
     """A rank case: what docs/megatron.md's own program prints after a step."""
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     page = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
     (program,) = (b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "site_report(" in b)
     with model_parallel(ONE):
@@ -65,10 +70,6 @@ def collectives(
     layout: Layout, recipe: str, fields: dict[str, Any]
 ) -> tuple[list[int], list[int], dict[str, int]]:
     """A rank case, of the second iteration: slots that each amax collective settled; sizes of other maxima; counts."""
-    from megatron_fp8.mcore.iteration import iteration_counts
-    from megatron_fp8.mcore.runtime import state_of
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     with model_parallel(layout):
         config = fp8_config(layout, recipe, **{**TINY, **fields})
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=32, vocab=128)
@@ -114,8 +115,6 @@ def test_experts_are_a_group_of_their_own(ranks: RankPool) -> None:
 def failure(layout: Layout, fields: dict[str, Any], foreign: str | None = None) -> str:
     """A rank case: the error of the first iteration, '' if there is none."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     class Special(ColumnParallelLinear):
         pass
@@ -165,12 +164,6 @@ def test_a_glob_of_another_stage_is_none(ranks: RankPool) -> None:
 
 def fallback(layout: Layout, fields: dict[str, Any]) -> tuple[str, str, list[dict[str, Any]], dict[str, int]]:
     """A rank case: what is said on stderr, what print_plan prints, the report, what was counted."""
-    from megatron_fp8.files import terminal
-    from megatron_fp8.mcore import print_plan
-    from megatron_fp8.mcore.iteration import iteration_counts
-    from megatron_fp8.mcore.report import site_report
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     said, printed = io.StringIO(), io.StringIO()
     with (
         model_parallel(layout),
@@ -186,8 +179,6 @@ def fallback(layout: Layout, fields: dict[str, Any]) -> tuple[str, str, list[dic
 @pytest.mark.parametrize("layout", [ONE, PP], ids=str)
 def test_a_fallback_that_was_opted_into_is_said_and_recorded(layout: Layout, ranks: RankPool) -> None:
     """Each linear's once, those of other stages too, by the first rank."""
-    from megatron_fp8.mcore.report import plan_lines
-
     fields = {"fp8_backend": "native", "fp8_fallback": "warn"}
     (said, plan, report, counts), *others = ranks(layout.model_ranks).run(fallback, layout, fields)
     sites = [entry for entry in report if entry["layer"] is not None]
@@ -205,9 +196,7 @@ def test_a_fallback_that_was_opted_into_is_said_and_recorded(layout: Layout, ran
 
 
 def without_install() -> list[str]:
-    from megatron_fp8 import mcore
     from megatron_fp8.mcore import spec
-    from megatron_fp8.mcore.iteration import finish_iteration
 
     messages = []
     with model_parallel():
@@ -241,9 +230,6 @@ def plain_config(layout: Layout) -> tuple[list[dict[str, int]], list[bool], int,
     """Megatron-Core's own config and spec, after install()."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from megatron_fp8.mcore.iteration import iteration_counts
-    from megatron_fp8.mcore.runtime import state_of
-
     counts, moved, losses = [], [], []
     for fp8 in (DELAYED, {}):
         with model_parallel(layout):
@@ -276,16 +262,14 @@ def test_a_plain_megatron_config_trains_in_fp8(ranks: RankPool) -> None:
 
 
 def spec_case(name: str) -> tuple[Counter[tuple[str, str, str]], list[dict[str, Any]], list[float], str]:
-    from megatron_fp8.mcore.report import site_report
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     fields, options = SPECS[name]
     seen = Watched()
     with model_parallel(), watched_gemms(seen):
         if name == "object":
-            from megatron_fp8.mcore.spec import gpt_layer_fp8_spec
 
             def spec(config: Any) -> Any:
+                from megatron_fp8.mcore.spec import gpt_layer_fp8_spec
+
                 return gpt_layer_fp8_spec
         else:
             spec = get_gpt_layer_fp8_spec

@@ -16,6 +16,11 @@ import torch
 from benchmarks.support.fp8_gpt import MOE, SITES, Watched, digest, fp8_config, watched_gemms
 from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.mcore.iteration import iteration_counts, set_training_length
+from megatron_fp8.mcore.runtime import state_of, unwrap
+from megatron_fp8.mcore.sites import fp8_linears
+from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+from megatron_fp8.recipe import DelayedScaling
 from tests.support.command import APP, MODEL, lines, run
 from tests.support.delayed import PlainSlot
 
@@ -49,10 +54,6 @@ def trained(
     layout: Layout, recipe: str | None, fields: dict[str, Any], steps: int, watch: bool = False
 ) -> Seen:
     """A rank case: ``steps`` iterations, an evaluation before each; ``watch`` hooks on the linears see their tensors."""
-    from megatron_fp8.mcore.iteration import iteration_counts, set_training_length
-    from megatron_fp8.mcore.runtime import state_of
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     seen, watched, said = Seen(), Watched(), io.StringIO()
     with model_parallel(layout), watched_gemms(watched), contextlib.redirect_stdout(said):
         config = fp8_config(layout, recipe, **MODEL_SIZE, **fields)
@@ -81,8 +82,6 @@ def trained(
 
 def watch_tensors(chunks: list[Any], amaxes: list[Amaxes]) -> None:
     """The largest magnitude of every layer's linears' input, weight and output gradient, by hooks of torch alone."""
-    from megatron_fp8.mcore.runtime import unwrap
-    from megatron_fp8.mcore.sites import fp8_linears
 
     def note(name: str, x: torch.Tensor) -> None:
         amaxes[-1][name] = max(amaxes[-1].get(name, 0.0), x.detach().float().abs().max().item())
@@ -116,8 +115,6 @@ def largest(everyone: list[Seen], iteration: int) -> Amaxes:
 
 def plain_scales(everyone: list[Seen]) -> dict[str, float]:
     """Delayed scaling in plain Python over what the hooks saw in the warm-up's iterations."""
-    from megatron_fp8.recipe import DelayedScaling
-
     recipe = DelayedScaling(amax_history_len=2, amax_compute_algo="max", margin=1)
     slots = {
         name: PlainSlot(recipe, 57344.0 if name.endswith("grad_output") else 448.0)
@@ -192,8 +189,6 @@ def test_warm_up_is_bf16_to_the_bit(ranks: RankPool, recipe: str, fields: dict[s
 
 def without_length() -> str:
     """A rank case: what a model with a warm-up, and no training length, says."""
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     with model_parallel():
         config = fp8_config(ONE, "delayed", **MODEL_SIZE, fp8_high_precision_warmup=0.5)
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=64)

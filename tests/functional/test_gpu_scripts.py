@@ -27,12 +27,8 @@ from megatron_fp8.backends import emulated
 
 
 @pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch):
+def no_gpu(monkeypatch: pytest.MonkeyPatch, one_thread: None):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Told:

@@ -13,6 +13,11 @@ import torch
 from benchmarks.support.fp8_gpt import MOE, NARROW, OPTIONS, fp8_config, record_steps
 from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.mcore.iteration import guard_moves, iteration_counts
+from megatron_fp8.mcore.report import site_report
+from megatron_fp8.mcore.runtime import state_of
+from megatron_fp8.mcore.sites import fp8_linears, prepare
+from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 from tests.support.command import APP, MEASURED, lines, run
 
 ILL = "decoder.layers.0.mlp.linear_fc2"
@@ -33,12 +38,6 @@ class Seen:
 
 def guarded_training(layout: Layout, recipe: str, fields: dict[str, Any], ill: str) -> Seen:
     """A rank case: the output of one layer's SwiGLU grows threefold in each iteration, as outliers do."""
-    from megatron_fp8.mcore.iteration import iteration_counts
-    from megatron_fp8.mcore.report import site_report
-    from megatron_fp8.mcore.runtime import state_of
-    from megatron_fp8.mcore.sites import fp8_linears, prepare
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     seen = Seen()
     with model_parallel(layout):
         config = fp8_config(layout, recipe, **{**NARROW, **fields})
@@ -133,9 +132,6 @@ def test_healthy_training_is_left_alone_to_the_bit(ranks: RankPool) -> None:
 
 def burst_of_nan() -> tuple[list[bool], bool, int]:
     """A rank case: NaN in four iterations' hidden states. Which steps were taken, whether weights are finite, moves."""
-    from megatron_fp8.mcore.iteration import guard_moves
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     layout, stepped = Layout(), []
     with model_parallel(layout):
         config = fp8_config(layout, "tensorwise", **GUARD)

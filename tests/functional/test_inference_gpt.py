@@ -13,6 +13,10 @@ from benchmarks.support.compare import assert_same_bytes
 from benchmarks.support.fp8_gpt import RECIPES, fp8_config
 from benchmarks.support.gpt import VOCAB, build_chunks
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.inference import Sampler, model_bytes, prepare_for_inference
+from megatron_fp8.inference.calibration import calibrate, fp8_modules
+from megatron_fp8.mcore.generation import Decoder, generate
+from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 from tests.support.decoding import exact_attention, forward
 from tests.support.long_cases import some
 
@@ -26,17 +30,12 @@ def tokens(length: int = LENGTH) -> torch.Tensor:
 
 
 def build(layout: Layout, recipe: str | None, **fields: Any) -> Any:
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     chunk = build_chunks(fp8_config(layout, recipe, **fields), spec=get_gpt_layer_fp8_spec)[0]
     return chunk.module  # without DistributedDataParallel, whose buffer would keep the weights
 
 
 def ready(recipe: str) -> tuple[Any, torch.Tensor]:
     """A model prepared for inference, and the logits of its training forward before that; 'static' is calibrated."""
-    from megatron_fp8.inference import prepare_for_inference
-    from megatron_fp8.inference.calibration import calibrate
-
     named = {"static": "tensorwise", GPT_LIKE: "rowwise"}.get(recipe, recipe)
     model = build(Layout(), named, llama=recipe != GPT_LIKE)
     calibration = None
@@ -53,8 +52,6 @@ def ready(recipe: str) -> tuple[Any, torch.Tensor]:
 
 def decode(model: Any, ids: torch.Tensor, parts: list[int]) -> torch.Tensor:
     """Logits of all tokens, given to a KV cache in parts of these lengths."""
-    from megatron_fp8.mcore.generation import Decoder
-
     decoder = Decoder(model, len(ids), LENGTH, every_token=True)
     found = torch.cat([decoder(part) for part in ids.split(parts, 1)], 1)
     assert decoder.length == ids.shape[1]
@@ -170,9 +167,6 @@ def test_megatrons_own_inference_wrapper_runs_fp8(ranks):
 
 def over_two_ranks(recipe: str) -> tuple[torch.Tensor, torch.Tensor, list[list[int]], int]:
     """A rank case, TP=2: training forward, inference forward, and sampled tokens."""
-    from megatron_fp8.inference import Sampler, prepare_for_inference
-    from megatron_fp8.mcore.generation import Decoder, generate
-
     layout = Layout(tp=2)
     with model_parallel(layout):
         model = build(layout, recipe)
@@ -193,8 +187,6 @@ def over_two_ranks(recipe: str) -> tuple[torch.Tensor, torch.Tensor, list[list[i
 
 def padded_in_sequence_parallel() -> tuple[torch.Tensor, torch.Tensor]:
     """A rank case, TP=2 with sequence parallelism: training's logits, and inference's with padding asked for."""
-    from megatron_fp8.inference import prepare_for_inference
-
     layout = Layout(tp=2, sp=True)
     with model_parallel(layout):
         model = build(layout, "rowwise")
@@ -213,8 +205,6 @@ def test_padding_keeps_out_of_sequence_parallelism(ranks):
 
 def calibrated_over(size: int) -> dict[str, tuple[tuple[int, int], float]]:
     """A rank case: shape and amax of every site, with TP over this many ranks."""
-    from megatron_fp8.inference.calibration import calibrate
-
     with model_parallel(Layout(tp=size)):
         model = build(Layout(tp=size), "tensorwise")
         found = calibrate(model, [tokens()], partial(forward, model), group=torch.distributed.group.WORLD)
@@ -223,8 +213,6 @@ def calibrated_over(size: int) -> dict[str, tuple[tuple[int, int], float]]:
 
 
 def calibration_fits(model: Any, calibration: Any) -> None:
-    from megatron_fp8.inference.calibration import fp8_modules
-
     calibration.check(fp8_modules(model))
 
 
@@ -247,8 +235,6 @@ def test_tensor_parallel_ranks_generate_together(ranks, recipe):
 
 
 def refusals() -> list[str]:
-    from megatron_fp8.mcore.generation import Decoder, generate
-
     said = []
 
     def refused(attempt: Any) -> None:
@@ -292,8 +278,6 @@ def test_what_does_not_fit_is_refused(ranks):
 
 def fp8_parameters(recipe: str) -> tuple[int, int, torch.Tensor, torch.Tensor]:
     """A rank case: weights that live as FP8 already; of two-way ones a direction is dropped."""
-    from megatron_fp8.inference import model_bytes, prepare_for_inference
-
     with model_parallel(Layout()):
         model = build(Layout(), recipe, fp8_param=True)
         model.train()

@@ -15,6 +15,11 @@ from benchmarks.support.compare import assert_same_bytes
 from benchmarks.support.fp8_gpt import RECIPES
 from benchmarks.support.gpt import build_chunks, gpt_config, train
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.inference import prepare_for_inference
+from megatron_fp8.mcore.config.transformer_config import MLATransformerConfig
+from megatron_fp8.mcore.generation import Decoder
+from megatron_fp8.mcore.report import site_report
+from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 from tests.support.decoding import exact_attention, forward, unwrap
 from tests.support.long_cases import some
 
@@ -28,8 +33,6 @@ SITES = ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linea
 
 
 def make(layout: Layout, fields: dict[str, Any]) -> Any:
-    from megatron_fp8.mcore.config.transformer_config import MLATransformerConfig
-
     if not fields.get("bf16", True) and layout.pp > 1:
         fields = {**fields, "pipeline_dtype": torch.float32}
     return gpt_config(layout, cls=MLATransformerConfig, **{**LATENT, **fields})
@@ -38,9 +41,6 @@ def make(layout: Layout, fields: dict[str, Any]) -> Any:
 def trained(layout: Layout, fields: dict[str, Any]) -> dict[str, Any]:
     """A rank case: losses and gradient norms of two steps, the gradient norm of the last
     layer's norm of queries' latents, and which of attention's linears ran in FP8."""
-    from megatron_fp8.mcore.report import site_report
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     with model_parallel(layout):
         config = make(layout, fields)
         replicas = dist.get_world_size() // layout.model_ranks
@@ -104,10 +104,6 @@ def test_recompute_changes_no_bit(ranks: RankPool) -> None:
 def decoded(layout: Layout, recipe: str | None, fields: dict[str, Any]) -> dict[str, Any]:
     """A rank case: logits of all tokens at once, and of the same tokens in parts, with a cache, and the cache's bytes;
     'exact' with attention that does not depend on the order of its sums."""
-    from megatron_fp8.inference import prepare_for_inference
-    from megatron_fp8.mcore.generation import Decoder
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     with model_parallel(layout):
         fp8 = {"fp8": "hybrid", "fp8_recipe": recipe} if recipe else {}
         model = build_chunks(make(layout, {**fp8, **fields}), spec=get_gpt_layer_fp8_spec)[0].module.eval()

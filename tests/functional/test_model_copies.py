@@ -11,6 +11,14 @@ import pytest
 import torch
 
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8 import TransformerConfig
+from megatron_fp8.inference import prepare_for_inference
+from megatron_fp8.mcore.iteration import iteration_counts
+from megatron_fp8.mcore.model_copies import copy_model
+from megatron_fp8.mcore.params import make_fp8_params
+from megatron_fp8.mcore.report import site_report
+from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+from megatron_fp8.params.fp8_parameter import Fp8Parameter
 from tests.support.long_cases import some
 
 FIELDS: dict[str, Any] = {
@@ -36,10 +44,6 @@ def built(layout: Layout, fields: dict[str, Any]) -> list[Any]:
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.module import Float16Module
-
-    from megatron_fp8 import TransformerConfig
-    from megatron_fp8.mcore.params import make_fp8_params
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     config = TransformerConfig(**{**FIELDS, **fields, **layout.config_fields()})
     chunks = []
@@ -88,8 +92,6 @@ def losses(chunks: list[Any], seed: int, *, forward_only: bool = True) -> list[f
 
 def trained(chunks: list[Any], seed: int) -> Any:
     """(losses, the norm of each gradient) of an iteration without a step, which is in FP8 where the config says so."""
-    from megatron_fp8.mcore.iteration import iteration_counts
-
     for param in parameters(chunks):
         param.grad = None
     found = losses(chunks, seed, forward_only=False)
@@ -104,8 +106,6 @@ def parameters(chunks: list[Any]) -> list[torch.nn.Parameter]:
 
 def copied(layout: Layout, fields: dict[str, Any]) -> dict[str, Any]:
     """A case for ranks."""
-    from megatron_fp8.mcore.model_copies import copy_model
-    from megatron_fp8.mcore.report import site_report
 
     def a_copy(chunks: list[Any]) -> list[Any]:
         return copy_model(chunks) if layout.vpp else [copy_model(chunks[0])]
@@ -158,10 +158,6 @@ def written(fp8_param: bool) -> list[tuple[str, float, float]]:
 
     Returns (whose, factor, the largest magnitude there over that which was written).
     """
-    from megatron_fp8.inference import prepare_for_inference
-    from megatron_fp8.mcore.model_copies import copy_model
-    from megatron_fp8.params.fp8_parameter import Fp8Parameter
-
     with model_parallel(Layout()):
         chunks = built(Layout(), {**DELAYED, "fp8_param": fp8_param})
         trained(chunks, 1)
@@ -189,8 +185,6 @@ def refused() -> tuple[str, ...]:
     """A case for ranks: what copy.deepcopy says of a model, and copy_model of a chunk of two and of one in
     DistributedDataParallel."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    from megatron_fp8.mcore.model_copies import copy_model
 
     with model_parallel(Layout()):
         (model,) = built(Layout(), {})

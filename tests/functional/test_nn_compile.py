@@ -6,7 +6,7 @@ Compiled by 'aot_eager', which traces and differentiates as Inductor does and ro
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,11 +24,7 @@ DELAYED = DelayedScaling(amax_history_len=2)
 Region = Callable[[int], AbstractContextManager[Any]]
 
 
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 class Net(nn.Module):

@@ -10,6 +10,16 @@ import torch
 from benchmarks.support.fp8_gpt import FP32, NARROW, RECIPES, Watched, fp8_config, training
 from benchmarks.support.gpt import VOCAB, build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.inference import prepare_for_inference
+from megatron_fp8.inference.calibration import calibrate
+from megatron_fp8.mcore.checkpoint.state_dict import warm_from_weights
+from megatron_fp8.mcore.generation import Decoder
+from megatron_fp8.mcore.layers.linear import Fp8ColumnParallelLinear
+from megatron_fp8.mcore.report import site_report
+from megatron_fp8.mcore.sites import fp8_linears
+from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
+from megatron_fp8.params.fp8_parameter import Fp8Parameter
+from megatron_fp8.telemetry import Telemetry
 from tests.support.long_cases import some
 
 ONE, TP, TP_SP, PP = Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2)
@@ -100,13 +110,6 @@ def test_overrides_and_first_and_last_layers(ranks: RankPool) -> None:
 def around(tied: bool) -> dict[str, Any]:
     """A rank case, one step of delayed scaling with FP8 weights, sharded: whether a cold weight is warmed; what
     telemetry, state dicts and the report know of the output layer; the FP8 weights."""
-    from megatron_fp8.mcore.checkpoint.state_dict import warm_from_weights
-    from megatron_fp8.mcore.report import site_report
-    from megatron_fp8.mcore.sites import fp8_linears
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-    from megatron_fp8.params.fp8_parameter import Fp8Parameter
-    from megatron_fp8.telemetry import Telemetry
-
     with model_parallel(ONE):
         config = fp8_config(ONE, "delayed", **ON, fp8_param=True)
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, tied=tied, **SHARDED)
@@ -137,11 +140,6 @@ def test_weights_checkpoints_and_telemetry(ranks: RankPool, tied: bool) -> None:
 
 def prepared(tied: bool) -> tuple[bool, torch.Tensor, torch.Tensor, dict[str, Any]]:
     """A rank case: whether the site is FP8 once prepared for inference; logits before and after; the report."""
-    from megatron_fp8.inference import prepare_for_inference
-    from megatron_fp8.inference.calibration import calibrate
-    from megatron_fp8.mcore.generation import Decoder
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     with model_parallel(ONE):
         config = fp8_config(ONE, "mxfp8", **ON)
         model = build_chunks(config, spec=get_gpt_layer_fp8_spec, tied=tied)[0].module.eval()
@@ -172,9 +170,6 @@ def refused_models() -> dict[str, str]:
     from unittest import mock
 
     from megatron.core import tensor_parallel
-
-    from megatron_fp8.mcore.layers.linear import Fp8ColumnParallelLinear
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
     with (
         model_parallel(ONE),

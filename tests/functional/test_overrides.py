@@ -16,6 +16,11 @@ from benchmarks.support.fp8_gpt import (
 )
 from benchmarks.support.gpt import build_chunks, train
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.mcore.checkpoint.state_dict import sharded_slots, take_slots
+from megatron_fp8.mcore.iteration import iteration_counts
+from megatron_fp8.mcore.report import site_report
+from megatron_fp8.mcore.sites import check_plan, fp8_linears
+from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 
 ONE, TP, TP_SP, PP = Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2)
 TINY = {"hidden_size": 64, "ffn_hidden_size": 128}
@@ -34,12 +39,6 @@ PARTS = {
 
 def parted() -> tuple[Watched, list[str], list[bool]]:
     """(what was seen, names of the histories in a checkpoint, whether they came back)."""
-    from megatron_fp8.mcore.checkpoint.state_dict import sharded_slots, take_slots
-    from megatron_fp8.mcore.iteration import iteration_counts
-    from megatron_fp8.mcore.report import site_report
-    from megatron_fp8.mcore.sites import fp8_linears
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     seen = Watched()
     with model_parallel(), watched_gemms(seen):
         config = fp8_config(ONE, "delayed", fp8_overrides=PARTS)
@@ -120,9 +119,6 @@ def test_fp4_and_fp8_in_one_model(ranks: RankPool, name: str) -> None:
 
 
 def refused_by_a_stage(fields: dict[str, Any]) -> str:
-    from megatron_fp8.mcore.sites import check_plan
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     with model_parallel(PP):
         chunks = build_chunks(fp8_config(PP, "delayed", **fields), spec=get_gpt_layer_fp8_spec)
         try:

@@ -12,6 +12,10 @@ import pytest
 from benchmarks.support.fp8_gpt import MOE, OPTIONS, SITES, Watched, fp8_config, watched_gemms
 from benchmarks.support.gpt import build_chunks, train
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.mcore.gemm_size_filter import expert_tokens, gemm_shapes
+from megatron_fp8.mcore.report import site_report
+from megatron_fp8.mcore.sites import prepare
+from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 from megatron_fp8.plan.timing import processor_name
 from megatron_fp8.recipe import DelayedScaling
 from tests.support.size_table import make_table
@@ -22,9 +26,6 @@ SMALL, FC1 = 1.4, 0.6
 
 
 def trained(layout: Layout, path: str, fields: dict[str, Any]) -> tuple[Watched, str]:
-    from megatron_fp8.mcore.report import site_report
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     seen, said = Watched(), io.StringIO()
     with model_parallel(layout), watched_gemms(seen), contextlib.redirect_stderr(said):
         config = fp8_config(
@@ -79,9 +80,6 @@ def test_nothing_left_over_all_stages_is_an_error(ranks: RankPool, tmp_path: Pat
 
 def refused(path: str, fields: dict[str, Any]) -> str:
     with model_parallel(), pytest.raises(ValueError) as caught:
-        from megatron_fp8.mcore.sites import prepare
-        from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
         config = fp8_config(ONE, "mxfp8", fp8_size_filter=path, **fields)
         prepare(build_chunks(config, spec=get_gpt_layer_fp8_spec))
     return str(caught.value)
@@ -118,9 +116,6 @@ def test_foreign_tables_and_settings_that_do_not_fit_are_errors(ranks: RankPool,
 
 def shapes(fields: dict[str, Any], layout: Layout) -> tuple[dict[str, tuple[int, int]], Any]:
     """Of each linear of a model, [K, N] by name; and what the config's shapes are said to be."""
-    from megatron_fp8.mcore.gemm_size_filter import gemm_shapes
-    from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
-
     with model_parallel(layout):
         config = fp8_config(layout, "mxfp8", num_layers=1, **fields)
         (chunk,) = build_chunks(config, spec=get_gpt_layer_fp8_spec)
@@ -148,8 +143,6 @@ def test_the_shapes_of_a_config_are_the_models(ranks: RankPool, fields: dict[str
 
 def test_an_experts_share_of_the_tokens() -> None:
     from types import SimpleNamespace
-
-    from megatron_fp8.mcore.gemm_size_filter import expert_tokens
 
     config = SimpleNamespace(
         expert_model_parallel_size=1, expert_tensor_parallel_size=None, moe_router_topk=2,

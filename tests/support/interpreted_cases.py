@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8.backends import emulated, reference
 from megatron_fp8.backends.base import Region, RunningAmax
 from megatron_fp8.backends.native import backend as native
@@ -210,8 +210,7 @@ def grouped_blocks() -> None:
             y.backward(dy)
         found.append([y.detach(), leaf.grad, *(parameter.main_grad for parameter in parameters)])
     assert launched == [2, 2, 2]
-    for one, other in zip(*found, strict=True):
-        assert_same_bytes(one, other)
+    assert_all_same_bytes(*found)
 
 
 def grouped_sizes_that_do_not_fit(name: str) -> None:
@@ -284,8 +283,7 @@ def experts_of_any_number_of_tokens(name: str) -> None:
         found.append([y.detach(), leaf.grad, *(w.main_grad if main_grad else w.grad for w in weights)])
     # Of E5M2 the older product wants two blocks of tokens in wgrad, of features in dgrad.
     assert not copied or name == "blockwise-fp32", copied
-    for one, other in zip(*found, strict=True):
-        assert_same_bytes(one, other)
+    assert_all_same_bytes(*found)
 
 
 def blocks_as_mx() -> None:

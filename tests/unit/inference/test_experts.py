@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8.inference import model_bytes, prepare_for_inference
 from megatron_fp8.inference.calibration import calibrate
 from megatron_fp8.nn import Fp8Config, convert_from_fp8, convert_to_fp8, fp8_step
@@ -70,8 +70,7 @@ def test_files_have_stacks_and_are_read_again() -> None:
     other.load_state_dict(plain)
     assert_same_bytes(other(hidden(), *routing()), model(hidden(), *routing()))
     convert_from_fp8(other)
-    for name, tensor in other.state_dict().items():
-        assert_same_bytes(tensor, model.state_dict()[name], name)
+    assert_all_same_bytes(model.state_dict(), other.state_dict())
 
 
 def test_experts_that_stay_in_high_precision_keep_their_weights() -> None:

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes
 from megatron_fp8.integrations.common import Fp8Iterations
 from megatron_fp8.nn import convert_to_fp8, fp8_state_dict
 from tests.support.small_training import DELAYED, Tower, assert_same_state, batch
@@ -116,8 +116,7 @@ def test_checkpoints_without_state_or_with_a_damaged_one(tmp_path):
         ValueError, match=r"fp8_state.safetensors' cannot be read .*: resume from another checkpoint"
     ):
         Fp8Iterations().load(model, path)
-    for name, value in fp8_state_dict(model).items():
-        assert_same_bytes(value, before[name], name)
+    assert_all_same_bytes(before, fp8_state_dict(model))
     Fp8Iterations().save(model, path)
     with pytest.raises(ValueError, match="the saved FP8 state is of another model or recipe"):
         Fp8Iterations().load(convert_to_fp8(Tower(), "tensorwise"), path)

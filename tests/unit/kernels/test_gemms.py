@@ -14,6 +14,7 @@ from megatron_fp8.backends import emulated
 from megatron_fp8.kernels.cpu import emulation
 from megatron_fp8.kernels.gemms import add_in_product, add_matmul_fp32, matmul_fp32, matmul_high_precision
 from megatron_fp8.recipe import MXFP8BlockScaling
+from tests.support.threads import threads
 
 SHAPES = [
     (1, 1, 1 << 14),
@@ -79,13 +80,9 @@ def test_an_element_depends_on_its_row_and_column_alone():
         return
     a, b = matrix(301, 1100, "rowwise", 3), matrix(97, 1100, "columnwise", 4)
     whole = matmul_fp32(a, b)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
+    for count in (1, 3):
+        with threads(count):
             assert torch.equal(matmul_fp32(a, b), whole)
-    finally:
-        torch.set_num_threads(before)
     for rows, cols in (
         (slice(0, 1), slice(0, 97)),
         (slice(100, 133), slice(40, 41)),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8.linear.amax_recorder import observe_high_precision
 from megatron_fp8.linear.compiled import first_call, next_call
 from megatron_fp8.linear.function import fp8_linear
@@ -31,13 +31,9 @@ PARTITIONED = "aot_eager_decomp_partition"
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def fresh_compiler(one_thread: None) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    yield
-    torch.set_num_threads(threads)
 
 
 def compiled(function: Callable[..., Any], backend: str = PARTITIONED, **options: Any) -> Callable[..., Any]:
@@ -94,8 +90,7 @@ def test_inductor_gives_the_same_bits():
         y = run(mine[0], mine[1], None, site)
         y.backward(dy)
         found.append((y, *(t.grad for t in mine)))
-    for expected, mine in zip(*found, strict=True):
-        assert_same_bytes(mine, expected)
+    assert_all_same_bytes(*found)
     alike(eager, traced)
 
 
@@ -180,8 +175,7 @@ def test_offloaded_activations_come_back_the_same():
             assert weight.grad_added_to_main_grad and not weakref.getweakrefs(weight)
             outcomes.append((y, mine.grad, weight.main_grad))
     for found in outcomes[1:]:
-        for a, b in zip(found, outcomes[0], strict=True):
-            assert_same_bytes(a, b)
+        assert_all_same_bytes(found, outcomes[0])
 
 
 # ---------------------------------------------------------------------------------- neither merged nor done twice
@@ -252,8 +246,7 @@ def test_a_recomputed_forward_records_as_in_eager_mode():
         assert y.isnan().any()
         y.backward(dy)
         found.append((y, *(t.grad for t in mine)))
-    for expected, mine in zip(*found, strict=True):
-        assert_same_bytes(mine, expected)
+    assert_all_same_bytes(*found)
     alike(eager, traced)
     assert traced.state.last.nonfinite == eager.state.last.nonfinite == 2
 
@@ -282,8 +275,7 @@ def test_any_number_of_tokens_is_one_graph():
             y = run(*mine, None, site)
             y.backward(dy)
             found.append((y, *(t.grad for t in mine)))
-        for expected, mine in zip(*found, strict=True):
-            assert_same_bytes(mine, expected)
+        assert_all_same_bytes(*found)
     assert graphs() == 1
 
 
@@ -314,8 +306,7 @@ def test_switches_and_phases_are_guarded():
             y.backward(dy)
             assert (site.state.counts.fp8_gemms == 3) == (iteration in (4, 7)), iteration
             found.append((y, *(t.grad for t in mine)))
-        for expected, mine in zip(*found, strict=True):
-            assert_same_bytes(mine, expected, str(iteration))
+        assert_all_same_bytes(*found, what=str(iteration))
         assert sites[1].state.arenas[0].rows[0, :3].all()
         alike(*sites)
     assert graphs() <= 4
@@ -352,8 +343,7 @@ def test_weights_that_live_as_fp8_break_the_graph_and_keep_their_bits():
         y = run(mine, weight, site)
         y.backward(dy)
         found.append((y, mine.grad, weight.grad))
-    for expected, mine in zip(*found, strict=True):
-        assert_same_bytes(mine, expected)
+    assert_all_same_bytes(*found)
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"weight that lives as FP8.*without fullgraph"):
         compiled(scaled)(x, weight, site)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8.linear.function import grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.state.fp8_state import Fp8State
@@ -27,13 +27,9 @@ NUMBERS = [(70, 0, 40, 17), (17, 40, 0, 70), (0, 0, 200, 1)]  # two of one sum, 
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def fresh_compiler(one_thread: None) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    yield
-    torch.set_num_threads(threads)
 
 
 def compiled(function: Callable[..., Any], backend: str = PARTITIONED) -> Callable[..., Any]:
@@ -97,8 +93,7 @@ def compare(
     function = compiled(form, backend)
     for iteration, each in enumerate(numbers):
         wanted, found = step(form, eager, theirs, each), step(function, traced, mine, each)
-        for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
-            assert_same_bytes(one, other, f"{recipe}, iteration {iteration}, tensor {i}")
+        assert_all_same_bytes(found, wanted, f"{recipe}, iteration {iteration}")
         assert_alike(eager, traced)
 
 
@@ -135,8 +130,7 @@ def test_experts_that_are_not_alike(options: dict[str, Any], more_casts: tuple[i
     function = compiled(grouped_linear, "eager")
     for numbers, more in zip(NUMBERS, more_casts, strict=True):
         found = step(function, traced, parameters(), numbers)
-        for one, other in zip(found, step(grouped_linear, eager, parameters(), numbers), strict=True):
-            assert_same_bytes(one, other)
+        assert_all_same_bytes(found, step(grouped_linear, eager, parameters(), numbers))
         assert_alike(eager, traced, more_casts=more)
     assert graphs() == 1
 
@@ -160,8 +154,7 @@ def test_what_needs_no_gradient_costs_none() -> None:
         found.append(([weight.grad for weight in weights[2:]], sites[0].state.finish_iteration()))
         weights[2].grad = weights[3].grad = None
     assert found[0][1] == found[1][1]
-    for one, other in zip(found[1][0], found[0][0], strict=True):
-        assert_same_bytes(one, other)
+    assert_all_same_bytes(found[1][0], found[0][0])
 
 
 def test_numbers_that_do_not_fit_are_refused_as_the_graph_runs() -> None:
@@ -225,8 +218,7 @@ def test_a_dispatch_mode_sees_one_operator() -> None:
     wanted = step(grouped_linear, experts("blockwise"), parameters(), NUMBERS[0])
     with FlopCounterMode(display=False) as counter:
         found = step(grouped_linear, experts("blockwise"), parameters(), NUMBERS[0])
-    for one, other in zip(found, wanted, strict=True):
-        assert_same_bytes(one, other)
+    assert_all_same_bytes(found, wanted)
     assert counter.get_total_flops() == 3 * (2 * 127 * K * N)
 
 
@@ -250,6 +242,5 @@ def test_a_policy_keeps_experts_results_by_the_operators_name() -> None:
     for run in (lambda *args: grouped_linear(*args).relu(), selective):
         sites = experts("delayed")
         found.append((step(run, sites, parameters(), NUMBERS[0]), sites[0].state.finish_iteration()))
-    for one, other in zip(found[0][0], found[1][0], strict=True):
-        assert_same_bytes(one, other)
+    assert_all_same_bytes(found[0][0], found[1][0])
     assert found[1][1] == found[0][1]

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import gpu_fused
 from benchmarks.gpu_common import Machine, NotRun
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from benchmarks.support.launched_kernels import launched, unchecked
 from megatron_fp8 import kernels
 from megatron_fp8.backends import BACKENDS
@@ -110,8 +110,7 @@ def parameter(recipe: Any, shape: tuple[int, int], backend: str, device: torch.d
 
 
 def assert_same_parameter(found: Any, wanted: Any, what: str) -> None:
-    for mine, theirs in zip(found.stored_tensors(), wanted.stored_tensors(), strict=True):
-        assert_same_bytes(mine, theirs, what)
+    assert_all_same_bytes(found.stored_tensors(), wanted.stored_tensors(), what)
     assert_same_bytes(found.cast_amax, wanted.cast_amax, f"{what}: amax")
     for each in (found, wanted):
         each.record()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes
 from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.linear.weight_cache import WeightFacts
 from megatron_fp8.state.fp8_state import Fp8State
@@ -51,6 +51,5 @@ def gradients(*, as_operators: bool, grouped: bool, order: list[bool]) -> list[t
 def test_each_backward_has_the_scale_of_its_forward(grouped: bool, order: list[bool]) -> None:
     """Operators leave the weight's codes with the site, where the other forward puts those of its own scale."""
     wanted = gradients(as_operators=False, grouped=grouped, order=order)
-    for found, one in zip(gradients(as_operators=True, grouped=grouped, order=order), wanted, strict=True):
-        assert_same_bytes(found, one)
+    assert_all_same_bytes(gradients(as_operators=True, grouped=grouped, order=order), wanted)
     assert not torch.equal(wanted[1], wanted[3]), "both have one scale: nothing was tested"

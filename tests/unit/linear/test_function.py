@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.recipe import GEMM_OPERANDS
@@ -23,12 +23,7 @@ SHAPES = [  # every pair of sizes of every two of M, K, N once
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def operands(recipe: Any, gemm: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> list[Any]:
@@ -338,5 +333,4 @@ def test_delayed_backward_uses_the_scales_of_its_forward():
         assert leaf.grad is not None and weight.grad is not None
         return leaf.grad, weight.grad
 
-    for late, straight in zip(gradients(True), gradients(False), strict=True):
-        assert_same_bytes(late, straight)
+    assert_all_same_bytes(gradients(True), gradients(False))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8.backends import emulated
 from megatron_fp8.linear.function import grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
@@ -21,12 +21,7 @@ TOKENS = (70, 0, 200, 1, 129, 16)  # none, few rows, a block and one more
 K, N = 160, 136
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def experts(
@@ -93,8 +88,7 @@ def test_it_is_each_expert_alone_to_the_bit(recipe: str, main_grad: torch.dtype 
     """Results, gradients, scales, amaxes, health and counts, over two iterations."""
     together = train(grouped_linear, recipe, main_grad=main_grad)
     alone = train(in_turn, recipe, main_grad=main_grad)
-    for i, (one, other) in enumerate(zip(together.results, alone.results, strict=True)):
-        assert_same_bytes(one, other, f"tensor {i}")
+    assert_all_same_bytes(together.results, alone.results)
     for what in ("scale", "last_amax", "last_nonfinite"):
         assert_same_bytes(getattr(together.arena, what), getattr(alone.arena, what), what)
     assert together.counts.nonfinite == alone.counts.nonfinite
@@ -125,8 +119,7 @@ def test_an_expert_planned_otherwise_is_multiplied_beside_the_others(recipe: str
     options: Any = {"overrides": {"experts.2.*": "bf16", "experts.4.*": "mxfp8"}}
     together = train(grouped_linear, recipe, main_grad=torch.float32, **options)
     alone = train(in_turn, recipe, main_grad=torch.float32, **options)
-    for i, (one, other) in enumerate(zip(together.results, alone.results, strict=True)):
-        assert_same_bytes(one, other, f"tensor {i}")
+    assert_all_same_bytes(together.results, alone.results)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
@@ -167,8 +160,7 @@ def test_recomputed_it_is_the_same() -> None:
     plain, again = (
         train(linear, "delayed", main_grad=torch.float32, nan=True) for linear in (grouped_linear, recomputed)
     )
-    for i, (one, other) in enumerate(zip(again.results, plain.results, strict=True)):
-        assert_same_bytes(one, other, f"tensor {i}")
+    assert_all_same_bytes(again.results, plain.results)
     assert_same_bytes(again.arena.scale, plain.arena.scale)
     assert_same_bytes(again.arena.last_amax, plain.arena.last_amax)
     assert again.counts.nonfinite == 2 * plain.counts.nonfinite > 0
@@ -219,8 +211,7 @@ def test_autocast_changes_no_bit(recipe: str, linear: Any) -> None:
     plain = train(linear, recipe, main_grad=None)
     with torch.autocast("cpu", torch.bfloat16):
         cast = train(linear, recipe, main_grad=None)
-    for i, (one, other) in enumerate(zip(cast.results, plain.results, strict=True)):
-        assert_same_bytes(one, other, f"tensor {i}")
+    assert_all_same_bytes(cast.results, plain.results)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.nn import Fp8Linear, fp8_matmul
 from tests.support.sites import make_site, randn
@@ -56,8 +56,7 @@ def test_in_place_and_out_of_place_are_the_same_bits(then, how):
         torch_call[how] = torch.compile(linear, backend="aot_eager", fullgraph=True)
     mine, plain = IN_PLACE[then]
     x = randn(3, 5, 32, seed=1, dtype=torch.float32)
-    for got, expected in zip(outcome(torch_call[how], mine, x), outcome(call, plain, x), strict=True):
-        assert_same_bytes(got, expected, then)
+    assert_all_same_bytes(outcome(torch_call[how], mine, x), outcome(call, plain, x), then)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -16,13 +16,7 @@ from megatron_fp8.recipe import Float8CurrentScaling
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.sites import ALL_RECIPES, RECIPES, data, make_site, randn, run
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ------------------------------------------------------------------------------------------------ weights

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.linear.amax_recorder import observe
 from megatron_fp8.linear.function import fp8_linear
@@ -55,12 +55,7 @@ READ = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def operand(word: str, gemm: str, role: str, matrices: dict[str, torch.Tensor]) -> Any:
@@ -136,8 +131,7 @@ def test_compiled_code_computes_and_counts_the_same(overrides):
             y = linear(*mine, None, site)
             y.backward(dy)
             outcomes.append((y, *(t.grad for t in mine)))
-        for expected, found in zip(*outcomes, strict=True):
-            assert_same_bytes(found, expected)
+        assert_all_same_bytes(*outcomes)
         assert sites[0].state.finish_iteration() == sites[1].state.finish_iteration()
         assert_same_bytes(sites[1].state.arenas[0].last_amax, sites[0].state.arenas[0].last_amax)
 
@@ -231,5 +225,4 @@ def test_a_second_cast_is_recorded_once_however_the_layer_is_recomputed(override
             )
             site.state.finish_iteration()
         for other in found[1:]:
-            for expected, result in zip(found[0], other, strict=True):
-                assert_same_bytes(result, expected)
+            assert_all_same_bytes(other, found[0])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.linear.quantized_tokens import QuantizedTokens
@@ -184,8 +184,7 @@ def test_grouped_they_are_each_expert_alone(recipe: str) -> None:
         results.append([y.detach(), x.grad, *(w.grad for w in weights)])
         if grouped:
             assert results[0][3].abs().max() == 0  # of the expert without tokens
-    for i, (one, other) in enumerate(zip(*results, strict=True)):
-        assert_same_bytes(one, other, f"tensor {i}")
+    assert_all_same_bytes(*results)
 
 
 def test_under_a_dispatch_mode_they_are_multiplied_as_they_are() -> None:

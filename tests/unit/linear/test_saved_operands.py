@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes
 from megatron_fp8.kernels.cpu import emulation
 from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
@@ -79,8 +79,7 @@ def with_gaps(t: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_values_that_lie_otherwise_are_the_same_values(recipe: str, way: Any, unpack: Unpack) -> None:
-    for found, expected in zip(way(recipe, unpack), way(recipe, lambda t: t), strict=True):
-        assert_same_bytes(found, expected)
+    assert_all_same_bytes(way(recipe, unpack), way(recipe, lambda t: t))
 
 
 class Own(torch.Tensor):
@@ -149,5 +148,4 @@ def test_native_codes_come_back_with_their_zeros(recipe: str) -> None:
             y.backward(randn(131, 128, seed=3))
         found.append((y.detach(), x.grad, weight.grad))
     assert torch.Size((256, {"blockwise": 256, "mxfp8": 160}.get(recipe, 144))) in sizes
-    for one, other in zip(*found, strict=True):
-        assert_same_bytes(one, other)
+    assert_all_same_bytes(*found)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8.inference import prepare_for_inference
 from megatron_fp8.inference.calibration import calibrate
 from megatron_fp8.nn import (
@@ -209,8 +209,7 @@ def test_inference_leaves_weights_that_are_computed_as_they_are() -> None:
 def test_calibration_computes_no_weight_in_training() -> None:
     model, twin = (made("spectral", "tensorwise") for _ in range(2))
     calibrate(model, [batch(0).detach()])
-    for mine, other in zip(model.buffers(), twin.buffers(), strict=True):
-        assert_same_bytes(mine, other)
+    assert_all_same_bytes(model.buffers(), twin.buffers())
 
 
 def test_an_embedding_that_is_computed_is_not_asked_by_a_conversion() -> None:
@@ -265,8 +264,7 @@ def test_a_compiled_module_of_experts_computes_its_stacks_once() -> None:
     twin = copy.deepcopy(experts)
     compiled = torch.compile(experts, backend="eager")
     assert_same_bytes(compiled(hidden(), *routing()).detach(), twin(hidden(), *routing()).detach())
-    for mine, other in zip(experts.buffers(), twin.buffers(), strict=True):
-        assert_same_bytes(mine, other)
+    assert_all_same_bytes(experts.buffers(), twin.buffers())
 
 
 # -------------------------------------------------------------------------------------------------- where it is

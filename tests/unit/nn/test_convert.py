@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8.files import terminal
 from megatron_fp8.inference import prepare_for_inference
 from megatron_fp8.inference.calibration import calibrate
@@ -265,8 +265,7 @@ def test_conv1d_is_a_linear_with_its_weight_transposed(recipe):
         assert_same_bytes(twin(x), theirs(x))
     convert_from_fp8(theirs)
     assert type(theirs[0]) is Conv1D
-    for name, tensor in theirs.state_dict().items():
-        assert_same_bytes(tensor, before[name], name)
+    assert_all_same_bytes(before, theirs.state_dict())
 
 
 def test_a_weight_that_is_no_ordinary_tensor_is_left():

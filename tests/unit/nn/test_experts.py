@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8.nn import (
     Fp8Config,
     convert_from_fp8,
@@ -55,8 +55,7 @@ def test_bits_of_linears_called_one_by_one(kind: str, recipe: str) -> None:
     linears = convert_to_fp8(Linears(layer(kind).experts), recipe, skip="experts")
     experts = converted(kind, recipe)
     for step, without in enumerate((None, 1, None)):
-        for mine, theirs in zip(run(experts, step, without), run(linears, step, without), strict=True):
-            assert_same_bytes(mine, theirs, f"step {step}")
+        assert_all_same_bytes(run(experts, step, without), run(linears, step, without), f"step {step}")
         for of, stack in STACKS.items():
             assert_same_bytes(getattr(experts, stack).grad, linears.gradient(of), f"{stack}, step {step}")
         if kind == "gpt_oss":
@@ -249,8 +248,7 @@ def test_back_copies_and_files() -> None:
     model.zero_grad()
     wanted = [*_through(model), model.experts.gate_up_proj.grad]
     for other in (copied, loaded):
-        for mine, theirs in zip([*_through(other), other.experts.gate_up_proj.grad], wanted, strict=True):
-            assert_same_bytes(mine, theirs)
+        assert_all_same_bytes([*_through(other), other.experts.gate_up_proj.grad], wanted)
     convert_from_fp8(model)
     assert type(model.experts) is MixtralExperts and "fp8" not in " ".join(vars(model.experts))
     assert_same_bytes(model(hidden(), *routing()), plain(hidden(), *routing()))
@@ -291,10 +289,8 @@ def test_recomputed(reentrant: bool) -> None:
         y = checkpoint(again, x, chosen, counts, use_reentrant=reentrant)
         (y.float().square().sum() / 7).backward()
         fp8_step(again)
-        for mine, theirs in zip((y.detach(), x.grad), wanted, strict=True):
-            assert_same_bytes(mine, theirs)
-    for name, value in fp8_state_dict(experts).items():
-        assert_same_bytes(fp8_state_dict(again)[name], value, name)
+        assert_all_same_bytes((y.detach(), x.grad), wanted)
+    assert_all_same_bytes(fp8_state_dict(again), fp8_state_dict(experts))
 
 
 def test_hooks_of_one_expert_are_called() -> None:
@@ -303,8 +299,7 @@ def test_hooks_of_one_expert_are_called() -> None:
     experts.zero_grad()
     linear = experts.get_submodule("2.down")
     handle = linear.register_forward_hook(lambda module, args, y: heard.append(y.shape))
-    for mine, theirs in zip(run(experts), wanted, strict=True):
-        assert_same_bytes(mine, theirs)
+    assert_all_same_bytes(run(experts), wanted)
     assert heard == [(int((routing(seed=10)[0] == 2).sum()), HIDDEN)]
     handle.remove()
 
@@ -352,8 +347,7 @@ def test_compiled_in_one_graph() -> None:
             counts = torch.tensor(fp8_step(model).fp8_gemms)
             found.append([y.detach(), x.grad, *(parameter.grad for parameter in model.parameters()), counts])
             model.zero_grad()
-        for one, other in zip(*found, strict=True):
-            assert_same_bytes(other, one)
+        assert_all_same_bytes(*found)
     assert counter.frame_count == 1
     torch._dynamo.reset()
 
@@ -368,8 +362,7 @@ def test_compiled_with_a_graph_break_where_hooks_listen() -> None:
         warnings.simplefilter("ignore")
         with pytest.raises(Exception, match=r"one is called apart"):
             torch.compile(model, backend="eager", fullgraph=True)(hidden(), *routing())
-        for mine, theirs in zip(_through(torch.compile(model, backend="eager")), wanted, strict=True):
-            assert_same_bytes(mine, theirs)
+        assert_all_same_bytes(_through(torch.compile(model, backend="eager")), wanted)
     assert len(heard) == 2
     torch._dynamo.reset()
 

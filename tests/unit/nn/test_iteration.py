@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,11 +27,7 @@ from tests.support.small_training import (
 RECIPES = [DELAYED, "tensorwise", "rowwise", "blockwise", "mxfp8"]
 
 
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 class Twin:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8.nn import fp8_autocast, fp8_state_dict, fp8_step
 from tests.support.small_training import DELAYED, batch, called, tower
 
@@ -31,8 +31,7 @@ def test_a_recomputation_runs_as_its_forward_did(around: str, training: bool, re
         y.square().mean().backward()
         recorded = model.up.fp8_site.state.arenas[0].rows
         found.append([x.grad, *(p.grad for p in model.parameters()), recorded])
-    for again, kept in zip(*found, strict=True):
-        assert_same_bytes(again, kept)
+    assert_all_same_bytes(*found)
 
 
 @pytest.mark.parametrize(("training", "reentrant"), [(True, False), (False, True)])
@@ -47,8 +46,7 @@ def test_a_recomputation_runs_as_its_forward_did_inside_a_switch(training: bool,
         with fp8_autocast(enabled=False):
             y.square().mean().backward()
         found.append([x.grad, *(p.grad for p in model.parameters())])
-    for again, kept in zip(*found, strict=True):
-        assert_same_bytes(again, kept)
+    assert_all_same_bytes(*found)
 
 
 def test_a_mode_that_changes_before_the_backward_is_no_guess() -> None:
@@ -70,8 +68,7 @@ def test_a_recomputation_after_the_end_of_its_iteration_runs_as_its_forward_did(
         fp8_step(model)
         y.square().mean().backward()
         found.append([p.grad for p in model.parameters()])
-    for again, kept in zip(*found, strict=True):
-        assert_same_bytes(again, kept)
+    assert_all_same_bytes(*found)
 
 
 def test_an_evaluation_in_another_precision_does_not_concern_training() -> None:
@@ -99,8 +96,7 @@ def test_a_forward_inside_a_backward_is_a_forward() -> None:
     twin(x).sum().backward()
     fp8_step(outer)
     assert fp8_step(inner) == fp8_step(twin) and fp8_state_dict(inner).keys() == fp8_state_dict(twin).keys()
-    for name, value in fp8_state_dict(twin).items():
-        assert_same_bytes(fp8_state_dict(inner)[name], value, name)
+    assert_all_same_bytes(fp8_state_dict(inner), fp8_state_dict(twin))
     assert bool(fp8_state_dict(inner)["up.weight.warm"])
 
 

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes
 from megatron_fp8.nn import convert_to_fp8, fp8_autocast, fp8_state_dict, load_fp8_state_dict
 from megatron_fp8.recipe import DelayedScaling
 from tests.support.small_training import DELAYED, Tower, assert_same_state, sgd, train
@@ -59,8 +59,7 @@ def test_a_damaged_state_changes_nothing():
     for key, wrong in [("down.input.amax_history", torch.zeros(0)), ("down.weight.scale", torch.ones(2))]:
         with pytest.raises(ValueError, match=f"damaged: {key}"):
             load_fp8_state_dict(fresh, {**fp8_state_dict(model), key: wrong})
-        for name, tensor in fp8_state_dict(fresh).items():
-            assert_same_bytes(tensor, before[name], name)
+        assert_all_same_bytes(before, fp8_state_dict(fresh))
 
 
 def test_delayed_scaling_of_an_fp8_autocast_is_saved_copied_and_resumed():
@@ -81,8 +80,7 @@ def test_delayed_scaling_of_an_fp8_autocast_is_saved_copied_and_resumed():
     for model in (fresh, used):
         load_fp8_state_dict(model, saved)
         model.load_state_dict(weights)
-        for name, tensor in fp8_state_dict(model).items():  # also before the recipe was called
-            assert_same_bytes(tensor, saved[name], name)
+        assert_all_same_bytes(saved, fp8_state_dict(model))  # also before the recipe was called
         assert go_on(model, range(3, 6)) == losses
         assert_same_state(model, straight)
     # What the saved state lacks starts cold; what it names wrongly or in part is refused.

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8.nn import Fp8Linear, convert_from_fp8, fp8_autocast, fp8_matmul, fp8_step
 
 
@@ -53,8 +53,7 @@ def test_selective_checkpointing_changes_no_bit(recipe, policy, mutation):
             counts = fp8_step(model)
         assert counts.nonfinite == 0
         outcomes.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
-    for selective, plain in zip(*reversed(outcomes), strict=True):
-        assert_same_bytes(selective, plain)
+    assert_all_same_bytes(*reversed(outcomes))
 
 
 def test_selective_checkpointing_can_save_the_linears():
@@ -75,8 +74,7 @@ def test_selective_checkpointing_of_one_product():
     for options in ({}, {"context_fn": contexts}):
         y = checkpoint(lambda a: torch.relu(fp8_matmul(a, b)), a, use_reentrant=False, **options)
         outcomes.append(torch.autograd.grad(y.sum(), [a, b]))
-    for selective, plain in zip(*outcomes, strict=True):
-        assert_same_bytes(selective, plain)
+    assert_all_same_bytes(*outcomes)
 
 
 @pytest.mark.parametrize(("recipe", "around"), [("delayed", "forward"), ("mxfp8", "backward")])

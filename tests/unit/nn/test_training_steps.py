@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,12 +23,7 @@ from megatron_fp8.nn import (
 from megatron_fp8.recipe import DelayedScaling
 from tests.support.small_training import DELAYED, Tower, assert_same_state, batch, sgd, tower, train
 
-
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def trained(recipe: object = DELAYED, steps: int = 3) -> tuple[Tower, torch.optim.Optimizer]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8.inference import prepare_for_inference
 from megatron_fp8.nn import (
     Fp8Linear,
@@ -168,8 +168,7 @@ def test_a_saved_state_counts_whatever_the_order():
         other.load_state_dict(weights)
         if not fp8_first:
             load_fp8_state_dict(other, saved)
-        for name, tensor in scales_of(other).items():
-            assert_same_bytes(tensor, saved[name], name)
+        assert_all_same_bytes(saved, scales_of(other))
         assert_same_bytes(other.eval()(batch(9)).detach(), y)
     # An iteration later they are no longer those of weights that are still to come.
     load_fp8_state_dict(other, saved)
@@ -234,10 +233,7 @@ def test_compiled_evaluation_and_its_backward():
         y.square().sum().backward()
         return [y.detach(), x.grad]
 
-    for mine, other in zip(
-        run(torch.compile(model, backend="aot_eager", fullgraph=True)), run(model), strict=True
-    ):
-        assert_same_bytes(mine, other)
+    assert_all_same_bytes(run(torch.compile(model, backend="aot_eager", fullgraph=True)), run(model))
     model.up.fp8_site.casts["grad_output"].rowwise.slot.warm = False  # this gradient is no training's
     with fp8_autocast(enabled=False):
         exact = run(model.up)[1]

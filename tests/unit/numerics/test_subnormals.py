@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.kernels.cpu import emulation as cpu
 from megatron_fp8.numerics.cast import RandomKey, cast_stochastic
@@ -82,8 +82,7 @@ def test_quantize_and_dequantize(recipe, size, shape):
         assert any(bool(values.float().any()) for values in expected)
         with flushing():
             found = run()
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_same_bytes(one, other, f"{dtype}, result {number}")
+        assert_all_same_bytes(found, expected, f"{dtype}, result")
 
 
 def test_the_threads_of_compiled_kernels():
@@ -147,5 +146,4 @@ def test_sharded_masters():
     assert expected[0].any()
     with flushing():
         found = run()
-    for one, other in zip(found, expected, strict=True):
-        assert_same_bytes(one, other, "shards")
+    assert_all_same_bytes(found, expected, "shards")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -45,13 +44,6 @@ class Site:
 
 def fp8_plan(layer: int | None = None) -> SitePlan:
     return fp8_site("a", layer, MXFP8BlockScaling(), "emulated", "a test")
-
-
-@pytest.fixture
-def nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def off() -> str | None:

@@ -26,12 +26,7 @@ INF = math.inf
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def assert_equals_plain(arena: Arena, slots: list[Slot], plain: list[PlainSlot], recipe: DelayedScaling):

@@ -31,6 +31,7 @@ from megatron_fp8.telemetry.stat_registry import BLOCKWISE, DEFAULT, STATISTICS,
 from megatron_fp8.telemetry.tensor_stats import Layout, finish, measure
 from tests.support.matrices import mixed
 from tests.support.statistics import assert_statistics, blockwise_range, dump, merge, of_codes, of_values
+from tests.support.threads import threads
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -254,13 +255,10 @@ def test_c_and_torch_agree_on_large_tensors_and_threads(monkeypatch):
     x = mixed((300, 517), torch.bfloat16, special=True).cpu()
     quantized = quantize(x, MXFP8BlockScaling(), "input", "both")
     layout = Layout.of([*DEFAULT, BLOCKWISE, "mse_columnwise"])
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
+    found = []
+    for count in (1, 3):
+        with threads(count):
             found.append(measure(x, layout, {"": quantized}))
-    finally:
-        torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     monkeypatch.setattr(stats, "usable", lambda x: False)
     monkeypatch.setattr(cast, "CHUNK", 50_000)  # several

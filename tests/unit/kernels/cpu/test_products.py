@@ -13,6 +13,7 @@ from megatron_fp8.kernels.cpu import emulation
 from megatron_fp8.kernels.cpu.emulation import AMX, AVX512, FLOAT32, Operand
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity
 from megatron_fp8.tensor import QuantizedSide
+from tests.support.threads import threads
 
 KINDS = {
     "bfloat16": None,
@@ -128,13 +129,9 @@ def test_an_element_depends_on_its_row_and_column_alone(loop: int):
     a, _ = side("1x32", 301, 1100, torch.float8_e5m2, True, 1)
     b, _ = side("128x128", 97, 1100, torch.float8_e4m3fn, False, 2)
     whole = emulation.multiply(a, b, torch.float32, loop=loop)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3, 4):
-            torch.set_num_threads(threads)
+    for count in (1, 2, 3, 4):
+        with threads(count):
             assert torch.equal(emulation.multiply(a, b, torch.float32, loop=loop), whole)
-    finally:
-        torch.set_num_threads(before)
     part = a._replace(values=a.values[128:161], scale=a.scale[128:161])
     assert torch.equal(emulation.multiply(part, b, torch.float32, loop=loop), whole[128:161])
 

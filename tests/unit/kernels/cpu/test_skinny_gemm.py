@@ -15,6 +15,7 @@ from megatron_fp8.kernels.cpu import emulation, skinny_gemm
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.rule import BLOCK_1X32, BLOCK_128X128, ROW, TENSOR
 from megatron_fp8.tensor import QuantizedSide
+from tests.support.threads import threads
 
 ONE = torch.ones(())
 FORMATS = [pytest.param(E4M3, id="e4m3"), pytest.param(E5M2, id="e5m2")]
@@ -155,14 +156,10 @@ def test_scales_and_bias_are_float32_and_one_rounding(loop, biased, dtype):
 
 def test_threads_change_nothing(loop):
     codes, a = cast(matrix(300, 700, 9), ONE, E4M3), matrix(4, 700, 10)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            found.append(multiply(loop, a, codes))
-    finally:
-        torch.set_num_threads(before)
-    assert_same_bytes(*found)
+    with threads(1):
+        alone = multiply(loop, a, codes)
+    with threads(3):
+        assert_same_bytes(multiply(loop, a, codes), alone)
 
 
 SIDES = {

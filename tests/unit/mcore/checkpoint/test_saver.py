@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fp8.files import atomic_io
 from megatron_fp8.files.checkpoint import (
     Manifest,
     check_files,
@@ -24,13 +25,14 @@ from megatron_fp8.files.checkpoint import (
     read_metadata,
     read_tensor,
 )
+from megatron_fp8.mcore.checkpoint import saver as checkpoint_saver
+from megatron_fp8.mcore.checkpoint import store as checkpoint_store
+from megatron_fp8.mcore.checkpoint.saver import SaveError, Saver
 from tests.support.saving import state
 
 
 def saves(folder: str, asynchronous: bool) -> list[str]:
     """A rank case: five saves, two of one iteration, over what a killed save left; what is in the folder."""
-    from megatron_fp8.mcore.checkpoint.saver import Saver
-
     leftover = Path(folder, ".saving-iter_0000001-killed")
     leftover.mkdir(parents=True, exist_ok=True)
     saver = Saver(Path(folder), keep_last=2, asynchronous=asynchronous, timeout=timedelta(minutes=7))
@@ -49,8 +51,6 @@ def saves(folder: str, asynchronous: bool) -> list[str]:
 
 def refusal(save: Callable[[], None]) -> str:
     """What a save says that fails; 'nothing' if it does not."""
-    from megatron_fp8.mcore.checkpoint.saver import SaveError
-
     try:
         save()
     except SaveError as error:
@@ -84,8 +84,6 @@ FAULTS = {
 
 def failing_save(folder: str, target: str, rank: int, asynchronous: bool) -> str:
     """A rank case: a good save, then one in which ``target`` finds the disk full on one rank; what is said."""
-    from megatron_fp8.mcore.checkpoint.saver import Saver
-
     saver = Saver(Path(folder), asynchronous=asynchronous)
     saver.save(state(1), Manifest(1))
     saver.finish()
@@ -154,16 +152,11 @@ def test_where_latest_cannot_be_written_the_checkpoint_stays_and_is_named(
 
 def again(folder: str) -> None:
     """A rank case: iteration 2 is saved once more."""
-    from megatron_fp8.mcore.checkpoint.saver import Saver
-
     Saver(Path(folder)).save(state(2), Manifest(2))
 
 
 def order_of_events(folder: str) -> list[str]:
     """A rank case: what the commit of a save does, in order."""
-    from megatron_fp8.files import atomic_io
-    from megatron_fp8.mcore.checkpoint import saver as checkpoint_saver
-
     events: list[str] = []
     sync, rename, replace = atomic_io.sync, Path.rename, Path.replace
 
@@ -197,8 +190,6 @@ def test_everything_is_on_the_disk_before_the_name_and_the_name_before_latest(ra
 
 def in_its_own_folder(folder: str, asynchronous: bool) -> tuple[str, list[str]]:
     """A rank case: a save, then one in which rank 1's folder is another one; what is said, what each has."""
-    from megatron_fp8.mcore.checkpoint.saver import Saver
-
     saver = Saver(Path(folder), keep_last=1, asynchronous=asynchronous, patience=0.3)
     saver.save(state(1), Manifest(1))
     saver.finish()
@@ -218,9 +209,6 @@ def test_a_folder_that_is_not_shared_keeps_what_was_there(ranks, tmp_path):
 
 def late_files(folder: str) -> list[str]:
     """A rank case: rank 0 sees what rank 1 has written half a second late."""
-    from megatron_fp8.files import atomic_io
-    from megatron_fp8.mcore.checkpoint.saver import Saver
-
     size, asked = atomic_io._size, []
 
     def late(path: Path) -> int | None:
@@ -240,8 +228,6 @@ def test_files_that_are_seen_late_are_waited_for(ranks, tmp_path):
 
 def over_obstacles(folder: str) -> list[str]:
     """A rank case: saves over links and files that have the names of checkpoints and unfinished saves."""
-    from megatron_fp8.mcore.checkpoint.saver import Saver
-
     saver = Saver(Path(folder), keep_last=2)
     for iteration in (3, 4, 5):
         saver.save(state(iteration), Manifest(iteration))
@@ -278,8 +264,6 @@ def test_links_and_files_in_the_way_are_removed_and_what_they_point_to_is_left(r
 
 def ruined_saves(folder: str, asynchronous: bool) -> tuple[list[str], list[str]]:
     """A rank case: two good saves, then three in which rank 1's part holds a NaN, an Inf, and what sums to infinity."""
-    from megatron_fp8.mcore.checkpoint.saver import Saver
-
     saver = Saver(Path(folder), keep_last=2, asynchronous=asynchronous)
     found = []
     for iteration, bad in enumerate([0.0, 0.0, float("nan"), float("-inf"), 3e38], start=1):
@@ -305,8 +289,6 @@ def test_what_is_not_finite_has_another_name_and_takes_no_ones_place(ranks, tmp_
 
 def taken_over(folder: str) -> str:
     """A rank case: before the second save another run has taken the folder."""
-    from megatron_fp8.mcore.checkpoint.saver import Saver
-
     still_ours = mock.Mock(side_effect=[None, None, OSError("another run has taken over")])
     saver = Saver(Path(folder), keep_last=1, still_ours=still_ours)
     saver.save(state(1), Manifest(1))
@@ -321,8 +303,6 @@ def test_who_lost_the_folder_changes_nothing_in_it(ranks, tmp_path):
 
 def first_save_fails(folder: str) -> str:
     """A rank case: there is no room for the first save."""
-    from megatron_fp8.mcore.checkpoint.saver import Saver
-
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     return refusal(lambda: Saver(Path(folder), still_ours=full).save(state(1), Manifest(1)))
 
@@ -335,7 +315,6 @@ def test_who_has_no_checkpoint_is_not_told_to_go_on_from_one(ranks, tmp_path):
 
 def test_tensors_of_an_offloaded_optimizer_are_checked_where_they_are(monkeypatch):
     """Its masters are on the CPU, the weights on the GPU, and one stack holds tensors of one device."""
-    from megatron_fp8.mcore.checkpoint import store as checkpoint_store
 
     def shard(key: str, device: str, value: float) -> Any:
         values = torch.full((4,), value)
@@ -357,8 +336,6 @@ def test_tensors_of_an_offloaded_optimizer_are_checked_where_they_are(monkeypatc
 def wrong_shards(folder: str, kind: str) -> str:
     """A rank case: a save of shards that do not make up their tensor; what is said."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    from megatron_fp8.mcore.checkpoint.saver import Saver
 
     rank = dist.get_rank()
     values, place, parts = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.support.compare import assert_same_bytes
+from benchmarks.support.compare import assert_all_same_bytes
 from benchmarks.support.fp8_gpt import OPTIONS, fp8_config
 from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
@@ -51,7 +51,6 @@ def test_another_model_goes_on_to_the_same_bits(ranks: RankPool) -> None:
         assert saved["iteration"] == 2 and "decoder.layers.1.mlp.linear_fc2.grad_output.amax_history" in saved
         assert all(isinstance(t, torch.Tensor) and t.device.type == "cpu" for t in saved.values())
         assert losses[0] == losses[1] != losses[2]
-        for name, tensor in states[0].items():
-            assert_same_bytes(states[1][name], tensor, name)
+        assert_all_same_bytes(states[1], states[0])
         assert any(not torch.equal(states[2][name], tensor) for name, tensor in states[0].items())
         assert "Build the model as the saved one was, in the same layout" in refused

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from benchmarks.support.gpt import gpt_config
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.mcore.layers.attention import CoreAttention
+from megatron_fp8.numerics import host_sync
 
 HEADS, SIZE = 4, 16
 
@@ -65,8 +67,6 @@ def one_rank(
     """Errors against float64 of output, dq, dk, dv: of Megatron-Core's class and of ours."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from megatron_fp8.mcore.layers.attention import CoreAttention
-
     with model_parallel() as layout:
         data = inputs(33, groups, dtype)
         want = forward_backward(
@@ -97,8 +97,6 @@ def other_options(fields: dict[str, Any]) -> bool:
     """Whether our class answers with Megatron-Core's own bits for options that only that one has."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from megatron_fp8.mcore.layers.attention import CoreAttention
-
     results = []
     with model_parallel() as layout:
         data = inputs(16, 2, torch.float32)
@@ -125,8 +123,6 @@ def test_other_options_are_megatrons_own(ranks: RankPool, fields: dict[str, Any]
 
 
 def saved_bytes() -> int:
-    from megatron_fp8.mcore.layers.attention import CoreAttention
-
     with model_parallel() as layout:
         module = build(CoreAttention, 2, layout)
         q, k, v, _ = (x.requires_grad_() for x in inputs(256, 2, torch.bfloat16))
@@ -152,8 +148,6 @@ def test_no_score_matrix_and_no_repeated_heads_are_saved(ranks: RankPool) -> Non
 def split(groups: int, causal: bool, dtype: torch.dtype) -> list[float]:
     """Errors of this rank's part of output, dq, dk, dv against float64 on the whole sequence."""
     from megatron.core.utils import get_batch_on_this_cp_rank
-
-    from megatron_fp8.mcore.layers.attention import CoreAttention
 
     size = dist.get_world_size()
     with model_parallel(Layout(cp=size)) as layout:
@@ -185,8 +179,6 @@ def test_context_parallel_bf16(ranks: RankPool) -> None:
 
 
 def refusals() -> list[str]:
-    from megatron_fp8.mcore.layers.attention import CoreAttention
-
     messages = []
     with model_parallel(Layout(cp=2)) as layout:
         for fields in ({"attention_dropout": 0.1}, {"window_size": (4, 0)}, {"softmax_type": "off-by-one"}):
@@ -214,8 +206,6 @@ def packed_sequences() -> None:
     """Three sequences in one row, padded or not, are the three by themselves, gradients too."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
-
-    from megatron_fp8.mcore.layers.attention import CoreAttention
 
     with model_parallel():
         attention = CoreAttention(gpt_config(), 1, AttnMaskType.causal, "self")
@@ -245,7 +235,6 @@ def test_last_queries_on_a_gpu(groups: int, monkeypatch: pytest.MonkeyPatch) -> 
     from torch.nn.attention.bias import CausalBias
 
     from megatron_fp8.mcore.layers import attention
-    from megatron_fp8.numerics import host_sync
 
     q, k, v, _ = inputs(24, groups, torch.float32)
     written = attention._sdpa(q[16:], k, v, 0.25, **attention._causal_mask(q[16:], k, True))

@@ -10,8 +10,15 @@ import pytest
 import torch
 
 from benchmarks.support.fp8_gpt import fp8_config
+from benchmarks.support.gpt import gpt_config
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.fp8_utils import get_fp8_context
 from megatron_fp8.linear.amax_recorder import count_linear
+from megatron_fp8.mcore.config.transformer_config import IterationEnd
+from megatron_fp8.mcore.patches.fp8_hooks import fp8_checkpoint
+from megatron_fp8.mcore.runtime import state_of
+from megatron_fp8.mcore.sites import resolve
+from megatron_fp8.plan.autocast_state import LayerBeingBuilt, current_autocast_state, fp8_disabled
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.mcore_linears import make_linear, random_input
 
@@ -101,10 +108,6 @@ def test_empty_input_frozen_weight_separate_bias(ranks: RankPool) -> None:
 
 
 def naming() -> None:
-    from megatron_fp8.mcore.runtime import state_of
-    from megatron_fp8.mcore.sites import resolve
-    from megatron_fp8.plan.autocast_state import LayerBeingBuilt
-
     at = LayerBeingBuilt(7, None)
     with model_parallel():
         cpu, ends = torch.device("cpu"), LayerBeingBuilt(0, "first of all")
@@ -149,9 +152,6 @@ def test_high_precision_gemms_are_counted_as_they_run() -> None:
 def plain_configs() -> None:
     from megatron.core.pipeline_parallel import schedules
 
-    from benchmarks.support.gpt import gpt_config
-    from megatron_fp8.mcore.config.transformer_config import IterationEnd
-
     with model_parallel():
         for fp8 in ({"fp8": "hybrid", "fp8_recipe": "delayed"}, {}):
             config = gpt_config(ONE, **fp8)
@@ -171,9 +171,6 @@ def test_a_plain_config_ends_its_iterations(ranks: RankPool) -> None:
 
 
 def checkpointed() -> None:
-    from megatron_fp8.mcore.patches.fp8_hooks import fp8_checkpoint
-    from megatron_fp8.plan.autocast_state import current_autocast_state, fp8_disabled
-
     reasons, scales = [], []
 
     def region(x: torch.Tensor, scale: float = 1.0, other: torch.Tensor | None = None) -> torch.Tensor:
@@ -201,9 +198,6 @@ def test_checkpoint_takes_its_surroundings_along(ranks: RankPool) -> None:
 
 def layers_in_contexts() -> dict[str, list[bool]]:
     """A rank case: whether linears run in FP8 outside of, and inside, the context of a first layer that stays in BF16."""
-    from megatron_fp8.fp8_utils import get_fp8_context
-    from megatron_fp8.plan.autocast_state import fp8_disabled
-
     ends = {"num_layers": 4, "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 0}
     found = {}
     with model_parallel():
