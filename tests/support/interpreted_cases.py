@@ -24,7 +24,6 @@ from megatron_fp8.backends.base import Region, RunningAmax
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native import layout as native_layout
 from megatron_fp8.kernels import block_matmul, gemm_layouts
-from megatron_fp8.kernels import quantize as kernels
 from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.numerics.cast import RandomKey
@@ -36,7 +35,6 @@ from tests.support.sites import NATIVE_RECIPES as RECIPES
 from tests.support.sites import data, make_site, randn, run
 from tests.support.triton_interpreter import lean_interpreter
 
-FUNCTIONS = ("measure", "quantize_tensor", "quantize_rows", "quantize_blocks")
 PRODUCTS = {
     "delayed": "tensor",
     "tensorwise": "tensor",
@@ -44,27 +42,6 @@ PRODUCTS = {
     "rowwise": "row",
     "mxfp8": "mx",
 }
-
-
-@contextmanager
-def counted():
-    """Calls of the kernels' functions by name; the emulated quantization is forbidden."""
-    calls: Counter[str] = Counter()
-
-    def counting(name, function):
-        def call(*args, **kwargs):
-            calls[name] += 1
-            return function(*args, **kwargs)
-
-        return call
-
-    wrapped = {name: counting(name, getattr(kernels, name)) for name in FUNCTIONS}
-    forbidden = AssertionError("quantized without a kernel")
-    with (
-        mock.patch.multiple(kernels, **wrapped),
-        mock.patch.object(reference, "quantize", side_effect=forbidden),
-    ):
-        yield calls
 
 
 def same_bits(name: str) -> None:
@@ -123,25 +100,6 @@ def shared_amaxes() -> None:
         assert float(found.amax) == float(expected.amax) == x.abs().max().item()
 
 
-def kernels_dispatched() -> None:
-    """One pass where the rule allows, two where a scale needs the amax first; never the emulated quantization."""
-    x = randn(64, 128, seed=1)
-    expected = {
-        "tensorwise": {"measure": 1, "quantize_tensor": 1},
-        "rowwise": {"measure": 1, "quantize_rows": 1},
-        "blockwise": {"quantize_blocks": 1},
-        "mxfp8": {"quantize_blocks": 1},
-    }
-    for name, calls in expected.items():
-        for role in ("input", "weight", "grad_output"):
-            with counted() as found:
-                native.quantize(x, RECIPES[name].rule(role), "both")
-            assert found == calls, (name, role, found)
-    with counted() as found:
-        native.quantize(x, RECIPES["delayed"].rule("input"), "both", scale=torch.tensor(2.0))
-    assert found == {"quantize_tensor": 1}, found
-
-
 def rules_without_a_kernel() -> None:
     """The emulated quantization on the same device, and the plan says so."""
     recipe = MXFP8BlockScaling(stochastic_rounding=True)
@@ -180,6 +138,17 @@ def blocks_that_torch_lacks() -> None:
             assert (found - wanted).abs().max() <= 2**-7 * wanted.abs().max(), what
 
 
+def sites_of_experts(name: str, count: int) -> list[GemmSite]:
+    """Sites of the native backend that share a state."""
+    state = Fp8State()
+    return [GemmSite(fp8_site(f"{e}", 0, RECIPES[name], "native", "test"), state, None) for e in range(count)]
+
+
+def in_turn(leaf, weights, tokens, sites):
+    parts = zip(leaf.split(list(tokens)), weights, sites, strict=True)
+    return torch.cat([fp8_linear(part, weight, None, site) for part, weight, site in parts])
+
+
 def grouped_blocks() -> None:
     """Experts' block-scaled products: one launch for each GEMM, with the bits of one for each expert."""
     refused = dict.fromkeys(("block", "block 1d", "mx"), "not here")
@@ -194,19 +163,12 @@ def grouped_blocks() -> None:
 
     found = []
     for grouped in (False, True):
-        state, name = Fp8State(), "blockwise"
-        sites = [
-            GemmSite(fp8_site(f"{e}", 0, RECIPES[name], "native", "test"), state, None) for e in range(3)
-        ]
+        sites = sites_of_experts("blockwise", 3)
         leaf, parameters = x.clone().requires_grad_(), [torch.nn.Parameter(w) for w in weights]
         for parameter in parameters:
             parameter.main_grad, parameter.grad_added_to_main_grad = torch.ones(136, 150), False
         with fake_torch(refuse=refused), mock.patch.object(block_matmul, "grouped_block_matmul", counting):
-            if grouped:
-                y = grouped_linear(leaf, parameters, tokens, sites)
-            else:
-                parts = zip(leaf.split(list(tokens)), parameters, sites, strict=True)
-                y = torch.cat([fp8_linear(part, weight, None, site) for part, weight, site in parts])
+            y = (grouped_linear if grouped else in_turn)(leaf, parameters, tokens, sites)
             y.backward(dy)
         found.append([y.detach(), leaf.grad, *(parameter.main_grad for parameter in parameters)])
     assert launched == [2, 2, 2]
@@ -222,18 +184,11 @@ def grouped_sizes_that_do_not_fit(name: str) -> None:
     tokens, (x, _, dy) = (7, 0, 34), data(41, 150, 40)
     found = []
     for way in ("in turn", "grouped", "as an operator"):
-        state = Fp8State()
-        sites = [
-            GemmSite(fp8_site(f"{e}", 0, RECIPES[name], "native", "test"), state, None) for e in range(3)
-        ]
+        sites = sites_of_experts(name, 3)
         leaf = x.clone().requires_grad_()
         weights = [torch.nn.Parameter(randn(40, 150, seed=e)) for e in range(3)]
         with fake_torch(), FlopCounterMode(display=False) if way == "as an operator" else nullcontext():
-            if way == "in turn":
-                parts = zip(leaf.split(list(tokens)), weights, sites, strict=True)
-                y = torch.cat([fp8_linear(part, weight, None, site) for part, weight, site in parts])
-            else:
-                y = grouped_linear(leaf, weights, tokens, sites)
+            y = (in_turn if way == "in turn" else grouped_linear)(leaf, weights, tokens, sites)
             y.backward(dy)
         found.append([y.detach(), leaf.grad, *(weight.grad for weight in weights)])
     for one, *others in zip(*found, strict=True):
@@ -259,11 +214,7 @@ def experts_of_any_number_of_tokens(name: str) -> None:
 
     found = []
     for grouped in (False, True):
-        state, main_grad = Fp8State(), name != "rowwise"
-        sites = [
-            GemmSite(fp8_site(f"{e}", 0, RECIPES[name], "native", "test"), state, None)
-            for e in range(len(tokens))
-        ]
+        sites, main_grad = sites_of_experts(name, len(tokens)), name != "rowwise"
         leaf = x.clone().requires_grad_()
         weights = [torch.nn.Parameter(randn(128, 128, seed=e)) for e in range(len(tokens))]
         for weight in weights if main_grad else ():
@@ -275,8 +226,7 @@ def experts_of_any_number_of_tokens(name: str) -> None:
                 y.backward(dy)
             else:
                 with ends_there:
-                    parts = zip(leaf.split(list(tokens)), weights, sites, strict=True)
-                    y = torch.cat([fp8_linear(part, weight, None, site) for part, weight, site in parts])
+                    y = in_turn(leaf, weights, tokens, sites)
                     y.backward(dy)
                     assert sum(shape[0] == 128 for shape in copied) >= 2 * 4
                     copied.clear()
@@ -333,7 +283,8 @@ def linear(name: str) -> None:
     bias = randn(136, seed=9)
     plan = fp8_site("layers.0.linear", 0, RECIPES[name], "native", "test")
     site = GemmSite(plan, Fp8State(), None)
-    with fake_torch() as fake, counted():
+    forbidden = AssertionError("quantized without a kernel")
+    with fake_torch() as fake, mock.patch.object(reference, "quantize", side_effect=forbidden):
         for _ in range(2):  # with delayed scaling the second iteration has a scale of its own
             outcome = run(site, x, w, dy, bias)
             site.state.finish_iteration()
@@ -405,7 +356,6 @@ CHECKS = {
     **{f"recorded straight: {name}": (recorded_straight, name) for name in RECIPES},
     "given scale": (given_scale,),
     "shared amaxes": (shared_amaxes,),
-    "kernels dispatched": (kernels_dispatched,),
     "rules without a kernel": (rules_without_a_kernel,),
     "blocks that torch lacks": (blocks_that_torch_lacks,),
     "grouped blocks": (grouped_blocks,),
