@@ -41,7 +41,6 @@ Exit codes: 0 done, or stopped and saved; 1 training failed; 2 bad input.
 from __future__ import annotations
 
 import faulthandler
-import os
 import shutil
 import sys
 import time
@@ -73,8 +72,6 @@ def main(arguments: list[str]) -> int:
         print(fit_help(usage.replace("{SHIPPED}", ", ".join(example_configs()))))
         return EXIT_DONE
     debug = "--debug" in arguments
-    # Before the first use of a GPU. With one queue a collective starts before the GEMM that overlaps it.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from ..train.stop import StopRequest
 
     try:
@@ -82,8 +79,10 @@ def main(arguments: list[str]) -> int:
         stop.listen("SIGUSR1")  # before the imports, which take seconds
     except ValueError as error:
         return refuse(error, debug=debug)
+    from ..train.launch.environment import find_launch, order_collectives
+
+    order_collectives(arguments)  # before the first use of a GPU
     from ..train.launch import parallel
-    from ..train.launch.environment import find_launch
 
     warn_in_lines()
     if "--keys" in arguments:

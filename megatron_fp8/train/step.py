@@ -31,6 +31,7 @@ from .data.datasets import batches
 from .health.finite_check import FiniteCheck
 from .health.skipped_samples import Range
 from .health.watchdog import Watchdog
+from .launch.parallel import is_deterministic
 from .stop import StopRequest
 
 
@@ -128,7 +129,7 @@ class Stepper:
 
     def differing(self) -> str:
         """Describe replicated state that differs between ranks; '' if none does. Collective; one pass over it."""
-        return differing(self.chunks, self.optimizer, redundant=self.run.train.deterministic)
+        return differing(self.chunks, self.optimizer, redundant=is_deterministic(self.run.train))
 
     def _iterators(self, dataset: Any) -> list[Iterator[Any]]:
         """One iterator per model chunk: a pipeline's chunks read the same batches at different times."""

@@ -64,7 +64,7 @@ TRAIN: dict[str, Rule] = {
     "eval_interval": _ITERATIONS_OR_0,
     "eval_iters": integer(0, 2**24, "global batches"),
     "log_interval": _ITERATIONS,
-    "deterministic": FLAG,
+    "deterministic": optional(FLAG),
     "threads": integer(0, 1024, "threads"),
     "distributed_timeout_minutes": integer(1, 10**6, "minutes"),
     "watchdog": Rule("0, or a number of seconds from 1 to 1e6", _is_watchdog, edges=(1, 10**6)),

@@ -99,6 +99,19 @@ def read_options(
     return values, files
 
 
+def text_of_options(arguments: Iterable[str], keys: Collection[str]) -> dict[str, Any]:
+    """Key -> value, unchecked, of those of these keys that the files and options of a command line set.
+
+    For use before ``read_options`` knows the types. Raises ValueError for words and files that it refuses.
+    """
+    options = list(_pairs(_data_as_paths(arguments)))
+    found: dict[str, Any] = {}
+    for file in (find_config(value) for name, value in options if name == "config"):
+        found.update(by_dotted_key(read_config(file, sections_of(keys)), sections_of(keys)))
+    found.update(options)
+    return {key: found[key] for key in keys if key in found}
+
+
 def _pairs(arguments: Iterable[str]) -> Iterable[tuple[str, str]]:
     """(name, value) of every `--name=value`, `--name value` and flag. Raises ValueError for a stray word."""
     words = iter(arguments)

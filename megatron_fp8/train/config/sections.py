@@ -32,8 +32,9 @@ class TrainSection:
     """Global batches per validation, always the same ones. 0: no validation."""
     log_interval: int = 10
     """Iterations between printed lines when the output is no terminal. metrics.jsonl has every iteration."""
-    deterministic: bool = True
-    """Same losses to the bit on GPUs too, at some cost there (docs/performance.md). What cannot be so is an error."""
+    deterministic: bool | None = None
+    """Same losses to the bit, at a cost on GPUs (docs/performance.md), where what cannot be so is an error. Without a
+    value: on CPUs alone."""
     threads: int = 0
     """CPU threads per rank, at most 1024; 0: OMP_NUM_THREADS if above 1, else the machine's cores shared among its ranks.
     Launchers of several ranks set OMP_NUM_THREADS=1."""

@@ -5,15 +5,58 @@ The same command runs alone, under `torchrun` and under SLURM's `srun`. Each set
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..config.options import text_of_options
+
 ALONE = "to run alone, unset these variables"
 _DEFAULT_PORT = 29500
+
+
+_TENSOR, _CONTEXT = "model.tensor_model_parallel_size", "model.context_parallel_size"
+_BLACKWELL = (10, 0)
+
+
+def order_collectives(arguments: list[str], environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set CUDA_DEVICE_MAX_CONNECTIONS=1 if the run needs it and it is not set. CUDA reads it when it starts.
+
+    With one queue a collective starts before the GEMM that overlaps it, which tensor and context parallelism rely on.
+    Megatron-LM asks for it in the same cases. All else, such as the overlapped reduction of gradients, gains from
+    several queues.
+
+    Args:
+        arguments: those of `train`. Where they are refused later, the variable is set.
+    """
+    capability = gpu_capability()
+    if capability is not None and capability >= _BLACKWELL:
+        return
+    try:
+        sizes = text_of_options(arguments, (_TENSOR, _CONTEXT))
+    except ValueError:
+        sizes = {_TENSOR: "unknown"}
+    if any(str(size) != "1" for size in sizes.values()):
+        environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def gpu_capability() -> tuple[int, int] | None:
+    """The first GPU's compute capability by NVIDIA's management library, which does not start CUDA; None without it."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    gpu, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    failed = (
+        library.nvmlInit_v2()
+        or library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(gpu))
+        or library.nvmlDeviceGetCudaComputeCapability(gpu, ctypes.byref(major), ctypes.byref(minor))
+    )
+    return None if failed else (major.value, minor.value)
 
 
 @dataclass(frozen=True)

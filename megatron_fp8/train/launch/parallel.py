@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ... import kernels
 from ...files.resource_limits import check_files, check_threads, raise_files, usable_cores
+from ...files.terminal import print_rank_0
 from ...kernels.torch_products import replace_slow
 from ...plan.timing import unused_gpu
 from ...state.collectives import first_rank_with
@@ -37,6 +38,14 @@ RETRYABLE: tuple[type[BaseException], ...] = (
 """Errors of a network, a GPU or another rank: the input is fine, and another attempt may work."""
 
 
+_COSTS = (
+    "train.deterministic=True: the same losses to the bit, by a slower backward of attention without cuDNN, sorted"
+    " scatters, and no reductions inside NVLink switches"
+)
+_NOT_PROMISED = (
+    "another run of the same config may differ in the losses' last digits: on GPUs train.deterministic is off for speed"
+    " (--train.deterministic=true costs a slower backward of attention without cuDNN, and more: docs/performance.md)"
+)
 _WORKSPACES = (":4096:8", ":16:8")
 _NO_IMPLEMENTATION = "does not have a deterministic implementation"
 _THREADS = 60
@@ -88,7 +97,7 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
     check_layout(model, train, launch.world_size, launch.variables)
     hosts_store = launch.barrier is not None and launch.barrier.hosts_store
     check_files(launch.world_size, hosts_store=hosts_store, over_gloo=backend() == "gloo")
-    if train.deterministic:
+    if is_deterministic(train):
         be_deterministic()
     cuda = torch.cuda.is_available()
     if cuda:
@@ -128,6 +137,13 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
 
         initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
     seed_streams(train.seed)
+    if cuda:
+        print_rank_0(f"train: {_COSTS if is_deterministic(train) else _NOT_PROMISED}", once=True)
+
+
+def is_deterministic(train: TrainSection) -> bool:
+    """Whether the run promises the same losses to the bit: as train.deterministic says, else on CPUs."""
+    return not torch.cuda.is_available() if train.deterministic is None else train.deterministic
 
 
 def be_deterministic() -> None:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from megatron_fp8 import kernels
 from megatron_fp8.commands import train as app
 from megatron_fp8.train.config.run_config import parse
-from megatron_fp8.train.launch import parallel
+from megatron_fp8.train.config.sections import TrainSection
+from megatron_fp8.train.launch import environment, parallel
 from megatron_fp8.train.launch.environment import Launch
 from megatron_fp8.train.launch.parallel import check_layout, gpu_of
 from tests.support.process_state import put_back
@@ -140,20 +141,60 @@ def test_what_makes_a_gpu_machine_slow_is_said_at_the_start(monkeypatch, refused
     )
 
 
-def test_collectives_start_in_the_order_of_their_calls(monkeypatch):
-    """CUDA reads the variable when it starts: it is there before anything of torch is."""
-    seen = []
+@pytest.mark.parametrize(
+    ("options", "capability", "queues"),
+    [
+        ([], (9, 0), None),
+        (["--config=llama3_8b"], (9, 0), "1"),  # its TP is 4
+        (["--config=llama3_8b", "--model.tensor_model_parallel_size=1"], (9, 0), None),
+        (["--config=qwen3_30b_a3b"], (9, 0), None),
+        (["--model.tensor-model-parallel-size", "auto"], (9, 0), "1"),
+        (["--model.context_parallel_size=2"], None, "1"),
+        (["--model.context_parallel_size=2"], (10, 0), None),
+        (["--config=nowhere.yaml"], (9, 0), "1"),  # refused later
+    ],
+)
+def test_collectives_start_in_the_order_of_their_calls(options, capability, queues, monkeypatch):
+    """CUDA reads the variable when it starts: it is set before Megatron-Core is imported. Only where it helps."""
+    name, seen = "CUDA_DEVICE_MAX_CONNECTIONS", []
 
-    def stop(self):
-        seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+    def stop():
+        seen.append(os.environ.get(name))
         raise ValueError("enough")
 
-    monkeypatch.setattr("megatron_fp8.train.stop.StopRequest.__init__", stop)
+    monkeypatch.setattr(environment, "gpu_capability", lambda: capability)
+    monkeypatch.setattr(environment, "find_launch", stop)
     with put_back():
-        os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
-        assert app.main([]) == 2 and seen == ["1"]
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
-        assert app.main([]) == 2 and seen == ["1", "8"]
+        os.environ.pop(name, None)
+        assert app.main(options) == 2
+        os.environ[name] = "8"
+        assert app.main(options) == 2
+        assert seen == [queues, "8"]
+
+
+def test_a_gpus_capability_without_starting_cuda(monkeypatch):
+    calls = []
+
+    class Library:
+        def nvmlInit_v2(self):
+            calls.append("init")
+            return 0
+
+        def nvmlDeviceGetHandleByIndex_v2(self, index, gpu):
+            gpu._obj.value = 7 + index
+            return 0
+
+        def nvmlDeviceGetCudaComputeCapability(self, gpu, major, minor):
+            assert gpu.value == 7
+            major._obj.value, minor._obj.value = 9, 0
+            return 3 if "broken" in calls else 0
+
+    monkeypatch.setattr(environment.ctypes, "CDLL", lambda name: Library())
+    assert environment.gpu_capability() == (9, 0) and calls == ["init"]
+    calls.append("broken")
+    assert environment.gpu_capability() is None
+    monkeypatch.setattr(environment.ctypes, "CDLL", Mock(side_effect=OSError("no such file")))
+    assert environment.gpu_capability() is None, "a machine without NVIDIA's driver"
 
 
 def test_joining_makes_no_groups_for_ways_to_save_that_are_not_taken(monkeypatch):
@@ -267,9 +308,21 @@ def test_determinism_is_set_before_the_first_use_of_a_gpu(gpus, monkeypatch):
     monkeypatch.setattr(parallel, "check_layout", lambda *_: None)
     monkeypatch.setattr(parallel, "be_deterministic", lambda: calls.append("deterministic"))
     monkeypatch.setattr(parallel, "look_at_gpu_machine", stop)
-    with pytest.raises(InterruptedError):
-        parallel.join(Launch("one process"), None, SimpleNamespace(deterministic=True))
-    assert calls == ["deterministic", "set_device"]
+    for asked, expected in (
+        (True, ["deterministic", "set_device"]),
+        (None, ["set_device"]),
+        (False, ["set_device"]),
+    ):
+        calls.clear()
+        with pytest.raises(InterruptedError):
+            parallel.join(Launch("one process"), None, SimpleNamespace(deterministic=asked))
+        assert calls == expected
+
+
+def test_a_cpu_run_is_deterministic_unless_asked_not_to_be():
+    assert [parallel.is_deterministic(TrainSection(deterministic=asked)) for asked in (None, True, False)] == [
+        True, True, False
+    ]  # fmt: skip
 
 
 def test_an_operation_that_is_not_deterministic_is_one_line(monkeypatch, capsys):
