@@ -50,6 +50,7 @@ _FOR_EXPERIMENTS: dict[str, Any] = {
     "fp8_param": False,
     "fp8_high_precision_warmup": 0.0,
     "fp8_high_precision_healing": 0.0,
+    "fp8_high_precision_healing_parts": None,
     "fp8_guard": False,
 }
 _ONE_RANK: dict[str, Any] = {"tensor_model_parallel_size": 1, **ONE_STAGE}

@@ -187,7 +187,7 @@ class SimulatedSite(GemmSite):
             )
         plan = replace(site.plan, operands=operands, precision="fp8" if quantized or rounded else "bf16")
         super().__init__(plan, site.state, None, seed=site.seed, stream=site.stream, casts=casts)
-        self._site, self._rounded = site, dict(rounded)
+        self._site, self._rounded, self.heals = site, dict(rounded), site.heals
 
     def multiply(
         self,

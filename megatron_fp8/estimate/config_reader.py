@@ -284,6 +284,7 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> Mo
 def _notes(section: dict[str, Any], model: Model) -> tuple[str, ...]:
     """What was read and is not in the figures, or only roughly."""
     experts, get = bool(model.num_moe_experts), section.get
+    healing, parts = get("fp8_high_precision_healing"), get("fp8_high_precision_healing_parts")
     apart = any("local_experts." in key for key in model.fp8_overrides)
     found = {
         "fp8_size_filter: not read; sites that it leaves in BF16 are counted as FP8": get("fp8_size_filter"),
@@ -291,7 +292,9 @@ def _notes(section: dict[str, Any], model: Model) -> tuple[str, ...]:
             quantizes(model) and "nvfp4" in (recipe_name_of(model), *model.fp8_overrides.values())
         ),
         "phases in BF16: the figures are of iterations in FP8": get("fp8_high_precision_warmup")
-        or get("fp8_high_precision_healing"),
+        or (healing and not parts),
+        f"healing: {', '.join(map(str, parts or ()))} in BF16 in the last {100 * (healing or 0):g} % of iterations;"
+        " the figures are of those before": healing and parts,
         "fp8_backend=transformer_engine: what its layers save is unknown; the figures are for this package's layers": (
             model.fp8_backend == "transformer_engine"
         ),

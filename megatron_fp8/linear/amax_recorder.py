@@ -88,6 +88,9 @@ class DeferredRecord:
             for quantizer in site.casts["input"].quantizers:
                 quantizer.record(of_input[0], of_input[1])
             site.weights.record(of_weight)
+            for role, (amax, _) in (("input", of_input), ("weight", of_weight)):
+                for quantizer in site.uncast.get(role, ()):
+                    quantizer.record(amax, None)
 
 
 def _measure(x: torch.Tensor) -> torch.Tensor:
@@ -150,7 +153,10 @@ def _observed_once(sites: Sequence[GemmSite], training: bool, when: str) -> Iter
         yield now
     else:
         slots = [
-            q.slot for site in sites for role in ("input", "weight") for q in site.casts[role].quantizers
+            q.slot
+            for site in sites
+            for role in ("input", "weight")
+            for q in (*site.casts[role].quantizers, *site.uncast.get(role, ()))
         ]
         rows = [slot.arena.rows[:, slot.index].clone() for slot in slots]
         try:

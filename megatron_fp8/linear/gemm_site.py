@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -52,6 +52,9 @@ class GemmSite:
         traced: the handle for compiled code.
         notes: notes for the report.
         has_run: whether a forward has run.
+        heals: whether a healing phase takes the whole site out of FP8.
+        healed: the site that acts in a healing phase of parts; None: this one.
+        uncast: role -> quantizers with delayed scales that record and do not cast.
     """
 
     @torch.inference_mode(False)  # slots and handle must be writable and savable in training later
@@ -79,6 +82,14 @@ class GemmSite:
         self.watched_forwards = WatchedForwards(state)
         self.has_run = False
         self._stand_in: GemmSite | None = None
+        self.heals = True
+        self.healed: GemmSite | None = None
+        self.uncast: Mapping[str, Sequence[Quantizer]] = {}
+
+    def heal(self, plan: SitePlan) -> None:
+        """Sets the site's plan in a healing phase (``healing_plan``)."""
+        self.heals = plan.precision != "fp8"
+        self.healed = None if self.heals or plan is self.plan else HealedSite(self, plan)
 
     def _casts(self, role: str, group: Group) -> Casts:
         """The role's quantizers, one if both GEMMs that read it use the same cast. ``group``: reduces their amaxes."""
@@ -101,8 +112,11 @@ class GemmSite:
 
     @property
     def acting(self) -> GemmSite:
-        """The site that this layer's calls use: itself, except in experiments (``replaced_by``)."""
-        return self if self._stand_in is None else self._stand_in
+        """The site that this layer's calls use: itself, except in experiments (``replaced_by``) and in a healing phase
+        of some of its GEMMs."""
+        if self._stand_in is not None:
+            return self._stand_in
+        return self if self.healed is None or self.state.phase != "healing" else self.healed
 
     @contextmanager
     def replaced_by(self, stand_in: GemmSite) -> Iterator[None]:
@@ -214,6 +228,32 @@ class GemmSite:
         """Lets the backend add the product. Returns whether it did."""
         accumulate = getattr(self.backend, "accumulate", None)
         return accumulate is not None and accumulate(a, b, into, zeros=zeros)
+
+
+class HealedSite(GemmSite):
+    """A site in a healing phase of some of its GEMMs: its quantizers, histories and random bits, with another plan."""
+
+    def __init__(self, site: GemmSite, plan: SitePlan):
+        casts = {
+            role: Casts(
+                site.casts[role].rowwise if plan.operands[row][role] else None,
+                site.casts[role].columnwise if plan.operands[column][role] else None,
+            )
+            for role, (row, column) in READERS.items()
+        }
+        super().__init__(plan, site.state, None, seed=site.seed, stream=site.stream, casts=casts)
+        self.notes, self.heals = site.notes, False
+        handle = site.traced  # not the site: a cycle would keep its memory
+        self.traced.owner = lambda: handle.owner()
+        self.weights.before = site.weights
+        self.uncast = {
+            role: [
+                quantizer
+                for quantizer in site.casts[role].quantizers
+                if quantizer.slot.delayed is not None and quantizer not in casts[role].quantizers
+            ]
+            for role in casts
+        }
 
 
 def in_high_precision(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:

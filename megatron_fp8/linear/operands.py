@@ -73,6 +73,9 @@ def quantize_forward(
     jobs: list[tuple[CastJob, int, bool]] = []  # a cast, its site, and whether it is of the weight
     for e, (part, weight, site) in enumerate(zip(parts, weights, call.sites, strict=True)):
         site.has_run = True
+        if site.uncast and call.record:
+            observe_uncast(site, "input", part)
+            observe_uncast(site, "weight", weight)
         if len(parts) == 1 or len(part):
             if isinstance(part, QuantizedTokens):
                 operands[e] = side = part.side
@@ -97,6 +100,12 @@ def quantize_forward(
                 operands[e] = operands[e] if done.rowwise is None else done.rowwise
                 saved[e] = done.columnwise if saved[e] is None else saved[e]
     return operands, saved, [side for side in sides if side is not None]
+
+
+def observe_uncast(site: GemmSite, role: str, x: torch.Tensor) -> None:
+    """Records the amax of an operand [rows, cols] for delayed scales that this call's GEMMs do not use."""
+    for quantizer in site.uncast.get(role, ()):
+        quantizer.observe(x)
 
 
 def _input_job(
@@ -228,6 +237,8 @@ def quantize_backward(
     jobs: dict[int, CastJob] = {}
     for e, (dy, site) in enumerate(zip(parts, call.sites, strict=True)):
         idle = len(parts) > 1 and not len(dy)
+        if site.uncast and not idle:
+            observe_uncast(site, "grad_output", dy)
         if isinstance(dy, QuantizedTokens) and not idle:
             side = dy.side
             rowwise[e] = side if needs_dgrad else None

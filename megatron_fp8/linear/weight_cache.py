@@ -62,12 +62,14 @@ class WeightCache:
         casts, state: as given.
         evaluation_casts: its quantizers in evaluation: ``casts``, unless code other than training may write it.
         entry: the cached weight.
+        before: the cache that this one replaces; its entry is freed once this one has codes.
     """
 
     def __init__(self, casts: Casts, state: Fp8State):
         self.casts, self.state = casts, state
         self.evaluation_casts = casts
         self.entry: CachedWeight | None = None
+        self.before: WeightCache | None = None
         self._memory: StorageWeakRef | None = None
         """Storage of the cached weight; the reference keeps its number from being reused."""
         self._observed = -1  # the iteration in which the weight was recorded without a cast
@@ -124,6 +126,8 @@ class WeightCache:
         Caches it if the state ``keeps_weights``; ``keep``: for backward, which an operator needs.
         """
         weight, casts = job.x, job.casts
+        if self.before is not None:
+            self.before.forget()
         if keep or self.state.keeps_weights:
             column = casts.columnwise
             scale = None if column is None else column.delayed_scale()

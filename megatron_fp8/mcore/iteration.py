@@ -119,11 +119,11 @@ def _announce_switch(state: Fp8State, quantized: str, own: str) -> None:
     before, now = state.phases.at(state.iteration - 1), state.known_phase()
     if before == now:
         return
-    precision = quantized if now == "fp8" else own
     over = quantized if before == "fp8" else f"the {before} in {own}"
-    print_rank_0(
-        f"megatron_fp8: {precision} from iteration {state.iteration + 1} on, {over} is over", to="stdout"
-    )
+    what, end = quantized if now == "fp8" else own, f"{over} is over"
+    if now == "healing" and state.phases.parts:
+        what, end = f"{own} in {', '.join(state.phases.parts)}", f"{quantized} in the rest"
+    print_rank_0(f"megatron_fp8: {what} from iteration {state.iteration + 1} on, {end}", to="stdout")
 
 
 def _groups_are_partial(config: Any) -> bool:
@@ -160,7 +160,9 @@ def move_unhealthy_sites(model_chunks: list[Any], state: Fp8State, *, partial: b
     sender_slots = _slots_of_senders(model_chunks)
     for linear in fp8_linears(model_chunks):
         site = linear.fp8_site
-        slots = {q.slot.name: role for role, q in site.quantizers.items() if q is not None}
+        if site.heals and state.phase == "healing":
+            continue
+        slots = {q.slot.name: role for role, q in site.acting.quantizers.items() if q is not None}
         slots |= sender_slots.get(site.plan.name, {})
         found = [finding for finding in state.findings if finding.slot in slots]
         overrides = getattr(unwrap(model_chunks[0]).config, "fp8_overrides", None) or {}

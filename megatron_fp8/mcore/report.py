@@ -56,7 +56,7 @@ def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[st
         for name, module in named_modules(model):
             if hasattr(module, "bind_fp8_site"):
                 site = module.fp8_site
-                phases = site.state.phases.describe(own, switch_of(config)) if site.is_fp8 else []
+                phases = _phases_of(site, own, switch_of(config)) if site.is_fp8 else []
                 entries.append({**site.plan.as_dict(), "notes": sorted(site.notes), "phases": phases})
             elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 plain = bf16_site(name, None, "not inside a transformer layer: stays in the model's dtype")
@@ -79,6 +79,19 @@ def site_report(model_chunks: list[Any], *, gather: bool = True) -> list[dict[st
         return len(merged) if entry["layer"] is None else entry["layer"], places[alike], expert
 
     return sorted(merged.values(), key=place)
+
+
+def _phases_of(site: Any, own: str, quantized: str) -> list[dict[str, Any]]:
+    """Returns the phases of an FP8 site; in a healing phase of parts with its own precision, and its GEMMs' if some
+    heal."""
+    entries = site.state.phases.describe(own, quantized)
+    for entry in entries:
+        if entry.pop("parts", None):
+            entry["precision"] = own if site.heals else quantized
+            if site.healed is not None:
+                gemms = site.healed.plan.reported_gemms.items()
+                entry["gemms"] = {gemm: precision.replace("bf16", own) for gemm, precision in gemms}
+    return entries
 
 
 def recipe_line(config: Any) -> str:

@@ -120,7 +120,8 @@ def set_length(config: Any, iterations: int) -> None:
 
 def _phases(config: Any, length: int | None) -> PrecisionSchedule:
     warmup, healing = (getattr(config, f"fp8_high_precision_{name}", 0.0) for name in ("warmup", "healing"))
-    return PrecisionSchedule(warmup, healing, length)
+    parts = getattr(config, "fp8_high_precision_healing_parts", None) or ()
+    return PrecisionSchedule(warmup, healing, length, tuple(parts))
 
 
 def _guard(config: Any) -> Guard | None:

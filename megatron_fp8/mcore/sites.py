@@ -31,7 +31,13 @@ from ..plan import resolve as resolver
 from ..plan.autocast_state import LayerBeingBuilt
 from ..plan.overrides import check_overrides_match, matched, matching, whole_override
 from ..plan.resolve import padded_note, warn_fallback, warn_of_high_precision, warn_padding
-from ..plan.site_plan import SitePlan, bf16_site, check_something_left, is_something_left
+from ..plan.site_plan import (
+    SitePlan,
+    bf16_site,
+    check_something_left,
+    healing_plan,
+    is_something_left,
+)
 from ..state.collectives import anywhere, first_rank_with, union
 from ..state.fp8_state import Fp8State
 from ..state.guard import Move
@@ -143,7 +149,9 @@ def make_site(linear: Any, name: str, state: Fp8State | None = None, cache: Plan
     group, stream = None, 0
     if plan.precision == "fp8" and parallel_state.model_parallel_is_initialized():
         group, stream = cache.ranks(config, expert=linear.is_expert)
-    return GemmSite(plan, state, group, seed=state.seed, stream=stream)
+    site = GemmSite(plan, state, group, seed=state.seed, stream=stream)
+    site.heal(healing_plan(plan, state.phases.parts))
+    return site
 
 
 def share_of(kind: Literal["column", "row"], *, expert: bool) -> ShardInfo:
@@ -268,9 +276,12 @@ def check_plan(model_chunks: list[Any]) -> None:
     entries = {plan.name: (plan.precision, plan.cause, plan.reason) for plan in plans}
     foreign = [name for model in models for name in unsupported_linears(model)]
     entries |= dict.fromkeys(foreign, ("bf16", "asked", ""))
+    parts = dict.fromkeys(state_of(config).phases.parts)
     # Site names are exchanged only if an error message needs them.
-    if not all(anywhere(matched(overrides, entries))):
-        check_overrides_match(overrides, union(entries))
+    if not all(anywhere([*matched(overrides, entries), *matched(parts, entries)])):
+        names = union(entries)
+        check_overrides_match(overrides, names)
+        check_overrides_match(parts, names, "fp8_high_precision_healing_parts")
     fallbacks = {name: reason for name, (_, cause, reason) in entries.items() if cause == "fallback"}
     any_left, any_fallen = anywhere([is_something_left(entries.values()), bool(fallbacks)])
     if not any_left:

@@ -213,6 +213,13 @@ class Fp8Group:
         self._phases = phases
         for state in self.states.values():
             state.phases = phases
+        for sites in self._members:
+            sites.heal()
+
+    @property
+    def phases(self) -> PrecisionSchedule:
+        """The precision phases of the training."""
+        return self._phases
 
     # -------------------------------------------------------------------------------------------------------- iterations
 

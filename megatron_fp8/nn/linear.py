@@ -209,10 +209,10 @@ class Fp8Layer(torch.nn.Module):
         if autocast.label and site.is_fp8:
             self._prepare_sites()
             site = sites.by_recipe(device, autocast.label)
-        site = site.acting
+        own, site = site, site.acting
         fp8 = runs_fp8(site, autocast)
         if type(weight) is not torch.nn.Parameter:
-            check_weight(self.fp8_name, weight, fp8 and not autocast.label)
+            check_weight(self.fp8_name, weight, fp8 and not autocast.label and site is not own.healed)
         return site, fp8, autocast
 
     def __prepare_scriptable__(self) -> NoReturn:

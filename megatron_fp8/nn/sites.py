@@ -26,7 +26,7 @@ from ..plan.autocast_state import Forwards
 from ..plan.gemm_size_table import Gemm, load_table
 from ..plan.overrides import matching
 from ..plan.resolve import resolve
-from ..plan.site_plan import SitePlan, bf16_site
+from ..plan.site_plan import SitePlan, bf16_site, healing_plan
 from ..plan.timing import device_label
 from ..recipe import Recipe, recipe_name
 from ..state.arena import Slot, load_slots, saved_slots
@@ -57,6 +57,7 @@ class LinearSites:
         table: (device, label) -> site. The label is '' for the linear's own recipe, else AutocastState.label.
         ready_on: device on which a call needs no preparation: its site exists, and no history is waiting to
             move.
+        also: other names under which overrides match the linear.
         forwards: autocast states of the linear's forwards, for recomputation.
         called: a forward of the linear ran in high precision.
     """
@@ -76,7 +77,7 @@ class LinearSites:
         self.forwards = Forwards(by_recipe=True)
         self.called = False
         self._ran = False  # in FP8, on a removed site
-        self._shape, self._prepared, self._also = shape, prepared, also
+        self._shape, self._prepared, self.also = shape, prepared, also
         self._left: dict[str, GemmSite] = {}  # label -> site before a move, until the first call after it
         self._loaded: dict[str, Mapping[str, torch.Tensor]] = {}  # label -> histories, until its site exists
         self._group, self._linear = weakref.ref(group), weakref.ref(linear)
@@ -96,7 +97,7 @@ class LinearSites:
     @property
     def has_run(self) -> bool:
         """Whether a call of the linear ran in FP8, by any recipe."""
-        self._ran = self._ran or any(site.has_run for site in self.table.values())
+        self._ran = self._ran or any(site.has_run for site in self._all_sites())
         return self._ran
 
     @property
@@ -145,7 +146,7 @@ class LinearSites:
 
     def _make(self, device: torch.device, recipe: Recipe | None) -> GemmSite:
         group = self.group
-        plan = plan_linear(group.config, self.name or STANDALONE, self._shape, device, recipe, self._also)
+        plan = plan_linear(group.config, self.name or STANDALONE, self._shape, device, recipe, self.also)
         if recipe is not None:  # it has its own slots
             plan = replace(plan, name=f"{plan.name}@{recipe_name(recipe)}")
         state = group.state(device)
@@ -154,9 +155,25 @@ class LinearSites:
         if site.has_histories:
             group.delays = True
             site.weights.check_scale_in_evaluation(self.weight_facts, self._warn)
+        self._heal(site)
         if self._prepared is not None and recipe is None:
             self._prepared(site)
         return site
+
+    def heal(self) -> None:
+        """Set what runs in high precision in the group's healing phase, on existing sites."""
+        for site in self.table.values():
+            self._heal(site)
+
+    def _heal(self, site: GemmSite) -> None:
+        site.heal(healing_plan(site.plan, self.group.phases.parts, (self.name or STANDALONE, *self.also)))
+        if site.healed is not None and site.has_histories:
+            site.healed.weights.check_scale_in_evaluation(self.weight_facts, self._warn)
+
+    def _all_sites(self) -> list[GemmSite]:
+        """All sites, with those that act in a healing phase."""
+        sites = list(self.table.values())
+        return sites + [site.healed for site in sites if site.healed is not None]
 
     def by_recipe(self, device: torch.device, label: str) -> GemmSite:
         """The site for fp8_autocast's recipe. Raises RuntimeError if it is missing because compiled code entered the
@@ -228,7 +245,8 @@ class LinearSites:
         """Called after a move from this device: drops cached codes and stores the histories for the next device."""
         for (site_device, _), site in self.table.items():
             if site_device == device:
-                site.weights.forget()
+                for each in filter(None, (site, site.healed)):
+                    each.weights.forget()
         if device.type != "meta":
             self._left |= {
                 label: site for (site_device, label), site in self.table.items() if site_device == device
@@ -243,7 +261,7 @@ class LinearSites:
     def of_copy(self, linear: Fp8Layer, group: Fp8Group, memo: dict[int, Any] | None = None) -> LinearSites:
         """Empty sites for a copy of the linear, with the same change for inference."""
         prepared = self._prepared if memo is None else copy.deepcopy(self._prepared, memo)
-        return group.join(linear, self.name, self._shape, prepared, self._also)
+        return group.join(linear, self.name, self._shape, prepared, self.also)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearSites:
         """Sites of the linear's copy, in the copied group, with the current histories of delayed scaling.
@@ -266,7 +284,7 @@ class LinearSites:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickle has no slots: it loads cold (fp8_state_dict saves histories)."""
-        return _join, (self.group, self.linear, self.name, self._shape, self._prepared, self._also)
+        return _join, (self.group, self.linear, self.name, self._shape, self._prepared, self.also)
 
 
 def _join(group: Fp8Group, *of_linear: Any) -> LinearSites:

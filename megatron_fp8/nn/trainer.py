@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +30,13 @@ from torch.nn.utils import clip_grad_norm_
 from ..files.argument_check import check_model, check_optimizer
 from ..files.atomic_io import sync
 from ..params.fp8_parameter import Fp8Parameter
+from ..plan.overrides import check_overrides_match, check_parts
 from ..state.collectives import checked_group
 from ..state.loss_scaler import LossScaler, agree, unscale_
 from ..state.precision_schedule import PrecisionSchedule
 from .linear import Fp8Layer
 from .module_lookup import groups_of
+from .sites import STANDALONE
 from .state_dict import fp8_state_dict, load_fp8_state_dict
 from .step import fp8_step
 
@@ -70,6 +72,8 @@ class Fp8Trainer:
             it, a step with NaN or Inf in a gradient or an FP8 cast is skipped.
         clip_grad: largest norm of the whole gradient; None: no clipping.
         warmup, healing: first and last fraction of the training in high precision (precision_schedule.py).
+        healing_parts: linears or GEMMs in high precision in the last fraction, as keys of overrides (``["*:fprop"]``);
+            None: everything.
         length: steps of the whole training; needed with ``warmup`` or ``healing``.
         group: the ranks that train this model; None: all, if torch.distributed is initialised.
 
@@ -77,7 +81,8 @@ class Fp8Trainer:
 
     Raises:
         ValueError: the optimizer is another model's; a fraction is not in [0, 1), leaves nothing to FP8,
-            comes without a length or an FP8 model, or with weights stored as FP8; clip_grad is not above 0.
+            comes without a length or an FP8 model, or with weights stored as FP8; healing_parts name no linear
+            of the model, or come without healing; clip_grad is not above 0.
     """
 
     def __init__(
@@ -90,6 +95,7 @@ class Fp8Trainer:
         clip_grad: float | None = None,
         warmup: float = 0.0,
         healing: float = 0.0,
+        healing_parts: Sequence[str] | None = None,
         length: int | None = None,
         group: Any = None,
     ) -> None:
@@ -102,7 +108,7 @@ class Fp8Trainer:
         self.scaler, self.clip_grad, self.group = scaler, clip_grad, group
         self.is_fp8 = any(isinstance(module, Fp8Layer) for module in model.modules())
         self.iteration = self.skipped = 0
-        self._set_phases(warmup, healing, length)
+        self._set_phases(warmup, healing, healing_parts, length)
 
     def train_step(self, *microbatches: Any) -> Step:
         """One optimizer step on the mean loss of the microbatches. Collective over all ranks of the group.
@@ -192,7 +198,15 @@ class Fp8Trainer:
             raise ValueError(f"{str(path)!r} is not a file of Fp8Trainer.save: {why}") from error
         self.load_state_dict(state)
 
-    def _set_phases(self, warmup: float, healing: float, length: int | None) -> None:
+    def _set_phases(
+        self, warmup: float, healing: float, parts: Sequence[str] | None, length: int | None
+    ) -> None:
+        if parts is not None:
+            check_parts(parts, "healing_parts")
+            if not healing:
+                raise ValueError(
+                    f"healing_parts={parts!r} are of the phase that healing={healing!r} leaves out"
+                )
         if not (warmup or healing):
             return
         options = f"warmup={warmup!r}, healing={healing!r}, length={length!r}"
@@ -208,8 +222,12 @@ class Fp8Trainer:
             raise ValueError(
                 f"{options}: weights are stored as FP8, and a phase in high precision needs high-precision ones"
             )
-        phases = PrecisionSchedule(warmup, healing, length)
-        for group in groups_of(self.model):
+        phases = PrecisionSchedule(warmup, healing, length, tuple(parts or ()))
+        groups = groups_of(self.model)
+        members = [sites for group in groups for sites, _ in group.members]
+        names = [name for sites in members for name in (sites.name or STANDALONE, *sites.also)]
+        check_overrides_match(dict.fromkeys(phases.parts), names, "healing_parts")
+        for group in groups:
             group.run_in(phases)
 
     def _reducing(self, last: bool) -> Any:

@@ -101,13 +101,15 @@ class Site(Protocol):
 
     plan: SitePlan
     state: Fp8State
+    heals: bool
 
 
 def runs_fp8(site: Site, autocast: AutocastState) -> bool:
     """Whether a call in this autocast state runs in FP8: by plan, in a phase that has FP8, and not switched off."""
     if site.plan.precision != "fp8" or autocast.turns_off(site.plan):
         return False
-    return (site.state.phase or site.state.known_phase()) == "fp8"
+    phase = site.state.phase or site.state.known_phase()
+    return phase == "fp8" or (phase == "healing" and not site.heals)
 
 
 _DEFAULT = AutocastState()

@@ -13,7 +13,7 @@ quantized in GEMMs that run in FP8, and puts no GEMM into FP8.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -61,6 +61,14 @@ def matching(name: str, overrides: Mapping[str, Any], also: Iterable[str] = ()) 
     return [override for override in every if any(override.matches(called) for called in (name, *also))]
 
 
+def named_gemms(names: Iterable[str], parts: Iterable[str]) -> frozenset[str]:
+    """Returns the GEMMs that these keys name, of a linear with these names."""
+    name, *also = names
+    return frozenset(
+        gemm for found in matching(name, dict.fromkeys(parts, "bf16"), also) for gemm in found.gemms
+    )
+
+
 def whole_override(name: str, overrides: Mapping[str, Any]) -> Override | None:
     """Returns the last override that matches the name and applies to the whole linear, or None."""
     return next((found for found in reversed(matching(name, overrides)) if not found.part), None)
@@ -87,6 +95,21 @@ def check_overrides(overrides: Any, field: str) -> None:
             raise ValueError(
                 f"{field}[{key!r}]={value!r} is unknown: it must be one of {', '.join(map(repr, choices))}."
                 f"{_hint(value, choices)}"
+            )
+
+
+def check_parts(parts: Any, field: str) -> None:
+    """Raises ValueError, naming ``field``, unless these are keys of overrides that name linears or their GEMMs."""
+    if isinstance(parts, str) or not isinstance(parts, Sequence) or not parts:
+        raise ValueError(
+            f"{field}={parts!r} must be a list of globs over module names, such as ['*:fprop'] or ['*.linear_fc2']."
+        )
+    check_overrides(dict.fromkeys(parts, "bf16"), field)
+    for key in parts:
+        if (part := Override.of(key, "bf16").part) in ROLES:
+            raise ValueError(
+                f"{field} has the key {key!r}, and {part} is an operand: name one of the GEMMs that read it"
+                f" ({', '.join(GEMM_OPERANDS)}), such as {key.rpartition(':')[0] + ':fprop'!r}."
             )
 
 

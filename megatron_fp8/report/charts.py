@@ -85,8 +85,8 @@ def _curves(quantity: Quantity, runs: Sequence[Run], iterations: Range1d) -> Any
     _edge(chart, f"gaps/{quantity.name}", len(runs), "x")
     chart.y_range.renderers = [*lines, *points]
     for number, run in enumerate(runs):
-        for _, precision, first, last in run.phases:
-            if precision != "fp8":
+        for name, _, first, last in run.phases:
+            if name != "fp8":
                 band = BoxAnnotation(
                     left=first - 0.5,
                     right=last + 0.5,

@@ -217,7 +217,7 @@ def _alt_text(runs: Sequence[Run], name: str) -> str:
 def _events(run: Run) -> dict[str, Any]:
     """Rows of a run's table of events, including starts of phases."""
     rows = [
-        (first, f"iteration {first}", "phase", f"{name}: iterations {first}–{last} in {precision.upper()}")
+        (first, f"iteration {first}", "phase", f"{name}: iterations {first}–{last} in {precision}")
         for name, precision, first, last in run.phases
     ]
     rows += [

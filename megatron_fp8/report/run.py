@@ -12,6 +12,7 @@ from ..files.atomic_io import explained, in_words, read_ordinary
 from ..files.manifest import LARGEST
 from ..files.strict_json import load_json
 from ..files.user_paths import RUN_FILES, what_to_give
+from ..state.precision_schedule import PrecisionSchedule
 from ..train.run_record import RunRecord, require_folder
 from .curves import (
     QUANTITIES,
@@ -112,7 +113,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _phases(report: dict[str, Any]) -> tuple[tuple[str, str, int, int], ...]:
     phases = report.get("precision", {}).get("phases", [])
-    return tuple((p["phase"], p["precision"], p["first"], p["last"]) for p in phases)
+    return tuple((p["phase"], PrecisionSchedule.precision_in_words(p), p["first"], p["last"]) for p in phases)
 
 
 def _advice(path: Path) -> tuple[ShownAdvice, ...]:

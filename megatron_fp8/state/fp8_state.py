@@ -272,7 +272,7 @@ class Fp8State:
             self.findings = []
             for arena, (has_new, nonfinite, _) in zip(self.arenas, reduced, strict=True):
                 self.counts.nonfinite += int(arena.reduce_new() if has_new else nonfinite)
-                if self.guard is not None and self.phase == "fp8":  # no cast uses a scale in other phases
+                if self.guard is not None and self.phases.casts_in(self.phase):
                     self.findings += self.guard.look(
                         arena
                     )  # before the update: with the scales that casts used

@@ -213,7 +213,11 @@ class Collector:
     def _plain(self, site: str, role: str, operand: Operand, *, turned: bool = False) -> None:
         """An operand of a product that no GEMM of its site quantizes."""
         site_of = self._sites.get(site)
-        if isinstance(operand, torch.Tensor) and site_of is not None and not site_of().casts[role].quantizers:
+        if (
+            isinstance(operand, torch.Tensor)
+            and site_of is not None
+            and not site_of().acting.casts[role].quantizers
+        ):
             self._operand((site, role), lambda: operand.t() if turned else operand)
 
     def _operand(

@@ -22,6 +22,7 @@ from ..files.user_paths import what_to_give
 from ..kernels.cpu import emulation as cpu
 from ..kernels.torch_products import is_replaced
 from ..plan.settings import quantized_as
+from ..state.precision_schedule import PrecisionSchedule
 from .resume.run_folder import checkpoint_folder
 
 _PACKAGES = ("torch", "megatron-core", "numpy", "triton", "transformer-engine", "torchao")
@@ -163,7 +164,7 @@ def _weights(fp8_param: dict[str, Any] | None) -> list[str]:
 
 def _phases(phases: list[dict[str, Any]]) -> str:
     return ", ".join(
-        f"{phase['precision'].upper()} in iterations {phase['first']}-{phase['last']}"
+        f"{PrecisionSchedule.precision_in_words(phase)} in iterations {phase['first']}-{phase['last']}"
         + (f" ({phase['phase']})" if phase["phase"] != "fp8" else "")
         for phase in phases
     )

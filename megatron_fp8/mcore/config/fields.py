@@ -127,6 +127,7 @@ OWN_RULES: dict[str, Rule] = {
     ),
     "fp8_fallback": one_of("error", "warn"),
     **dict.fromkeys(("fp8_high_precision_warmup", "fp8_high_precision_healing"), number(0, 1)),
+    "fp8_high_precision_healing_parts": optional(list_of(text("a linear or GEMM, such as '*:fprop'"))),
     "fp8_amax_epsilon": NOT_NEGATIVE,
     "fp8_pow2_scales": optional(FLAG),
     "fp8_stochastic_rounding": FLAG,

@@ -16,7 +16,7 @@ from ...backends.transformer_engine import unmapped
 from ...fp8_utils import NVFP4_AS_FP8, get_fp8_recipe, quantizes, recipe_name_of, recipe_setting
 from ...numerics.formats import ROLES
 from ...numerics.rule import Rule
-from ...plan.overrides import Override, check_overrides
+from ...plan.overrides import Override, check_overrides, check_parts
 from ...plan.settings import DEFAULT_RECIPE, FP4_OPTIONS, import_factory, takes
 from ...plan.site_plan import has_token_scales, whose_scale
 from ...recipe import RECIPES
@@ -91,6 +91,8 @@ def check_fp8_settings(config: TransformerConfig) -> None:
             " sum must be below 1. Lower one of them, or set fp8=None to train in BF16."
         )
     check_overrides(config.fp8_overrides, "fp8_overrides")
+    if config.fp8_high_precision_healing_parts is not None:
+        check_parts(config.fp8_high_precision_healing_parts, "fp8_high_precision_healing_parts")
     if config.fp8_param and not config.fp8:
         raise ValueError(
             f"fp8_param=True needs FP8 training, and fp8 is {config.fp8!r}. Set fp8='hybrid' or 'e4m3', or drop it."
@@ -199,6 +201,9 @@ def _warn_without_effect(config: TransformerConfig) -> None:
         for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
             if is_set(name):
                 _warn(f"{name}={getattr(config, name)!r} has no effect with first_last_layers_bf16=False")
+    if is_set("fp8_high_precision_healing_parts") and not config.fp8_high_precision_healing:
+        parts = config.fp8_high_precision_healing_parts
+        _warn(f"fp8_high_precision_healing_parts={parts!r} has no effect with fp8_high_precision_healing=0")
     if is_set("fp8_guard_patience") and not config.fp8_guard:
         _warn(f"fp8_guard_patience={config.fp8_guard_patience!r} has no effect with fp8_guard=False")
     recipes = {recipe_name_of(config), *config.fp8_overrides.values()} & set(RECIPES)
@@ -220,6 +225,7 @@ def _warn_without_effect(config: TransformerConfig) -> None:
             "fp8_output_layer",
             "moe_fp8_dispatch",
             *_PHASES,
+            "fp8_high_precision_healing_parts",
         ):
             if is_set(name):
                 _warn(

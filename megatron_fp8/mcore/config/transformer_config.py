@@ -90,6 +90,10 @@ class TransformerConfig(megatron_config.TransformerConfig):
     fp8_high_precision_healing: float = 0.0
     """Fraction of training in BF16 again, at its end."""
 
+    fp8_high_precision_healing_parts: list[str] | None = None
+    """Take only these linears or GEMMs back to BF16 there: ["*:fprop"], or globs over names as in fp8_overrides. None:
+    everything."""
+
     fp8_guard: bool | str = False
     """Move sites whose tensors are not finite, saturate or underflow to BF16; 'ladder': first to other recipes. True and
     'bf16' mean the same; 'ladder': delayed -> tensorwise -> blockwise -> BF16. False: off."""

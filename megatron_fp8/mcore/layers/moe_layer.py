@@ -45,7 +45,7 @@ from ...linear.tensor_parallel import ShardInfo
 from ...numerics.rule import Rule
 from ...plan.autocast_state import layer_being_built
 from ...plan.cast_spec import READERS, CastSpec
-from ...plan.site_plan import SitePlan, bf16_site, refusal, sent_as
+from ...plan.site_plan import SitePlan, bf16_site, healing_plan, refusal, sent_as
 from ...recipe import GEMM_OPERANDS
 from ...state.fp8_state import Fp8State
 from ...state.iteration import recorded
@@ -107,6 +107,7 @@ class Dispatch:
         }
         self._site: GemmSite | None = None
         self._refusals: dict[str, str | None] = dict.fromkeys(self._readers)
+        self._healing_refusals: dict[str, str | None] = {}
         self._stopped = False
 
     def stop(self, why: str) -> None:
@@ -182,7 +183,7 @@ class Dispatch:
         # Experiments and the guard change plans.
         plans = [linear.fp8_site.acting.plan for linear in linears]
         refusals = (refusal(plan, role, quantizer.rule) for plan in plans)
-        why = self._refusals[role] or next(filter(None, refusals), None)
+        why = self._refused_elsewhere(role) or next(filter(None, refusals), None)
         if self.fp8_site.state.experiment:
             return self._everywhere(run_here and why is None)
         if why is not None:
@@ -198,11 +199,23 @@ class Dispatch:
         dist.all_reduce(all_of_them, op=dist.ReduceOp.MIN, group=group)
         return bool(all_of_them)
 
+    def _refused_elsewhere(self, role: str) -> str | None:
+        """Why some expert of the layer, on any rank, reads no codes in this phase; None if all do, as far as known."""
+        state = self.fp8_site.state
+        if state.phase != "healing" or (quantizer := self.fp8_site.casts[role].rowwise) is None:
+            return self._refusals[role]
+        if role not in self._healing_refusals:
+            plans = (healing_plan(plan, state.phases.parts) for plan in self._plans(role))
+            refusals = (refusal(plan, role, quantizer.rule) for plan in plans)
+            self._healing_refusals[role] = next(filter(None, refusals), None)
+        return self._healing_refusals[role]
+
     def update_refusals(self) -> None:
         """Determines, without communication, whether other ranks' experts read codes.
 
         It uses their plans with the guard's moves, which every rank knows.
         """
+        self._healing_refusals.clear()
         for role in self._readers:
             quantizer = self.fp8_site.casts[role].rowwise
             if quantizer is not None:
@@ -215,7 +228,7 @@ class Dispatch:
         own = {linear.fp8_site.plan.name: linear.fp8_site.plan for linear in linears}
         first, state = linears[0], linears[0].fp8_site.state
         overridden = getattr(self._config, "fp8_overrides", None) or (state.guard and state.guard.moves)
-        if not overridden:  # all experts have equal plans
+        if not (overridden or state.phases.parts):  # all experts have equal plans
             return list(own.values())
         names = {numbered(first.fp8_site.plan.name, e): None for e in range(self._config.num_moe_experts)}
         return [own.get(name) or plan_of(first, name, state) for name in names]

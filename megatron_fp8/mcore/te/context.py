@@ -110,12 +110,14 @@ class TeSite:
         notes: for the report, made while it ran.
         verified: whether TE's quantizers were checked against the recipe.
         quantizers, casts: none, for every role.
+        heals: whether a healing phase takes it out of FP8; its settings refuse one.
     """
 
     plan: SitePlan
     state: Fp8State
     notes: set[str] = field(default_factory=set)
     verified: bool = False
+    heals: bool = True
     quantizers: dict[str, None] = field(default_factory=lambda: dict.fromkeys(ROLES))
     casts: dict[str, Casts] = field(default_factory=lambda: {role: Casts(None, None) for role in ROLES})
 

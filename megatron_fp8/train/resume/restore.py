@@ -53,6 +53,7 @@ _FOR_INFERENCE: dict[str, Any] = {
     "fp8_param": False,  # prepare_for_inference sets it
     "fp8_high_precision_warmup": 0.0,
     "fp8_high_precision_healing": 0.0,
+    "fp8_high_precision_healing_parts": None,
 }
 
 

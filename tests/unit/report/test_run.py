@@ -11,7 +11,7 @@ from tests.support.run_folders import sites, write_run
 def test_a_run_is_read_whole(tmp_path):
     run = read_run(write_run(tmp_path / "run", layers=2, iterations=40))
     assert (run.name, run.last) == ("run", 40) and {"lm_loss", "validation_loss"} <= set(run.curves)
-    assert run.phases[0] == ("warm-up", "bf16", 1, 5)
+    assert run.phases[0] == ("warm-up", "BF16", 1, 5)
     assert run.statistics is not None and run.statistics.sites == tuple(sites(2))
     assert run.events == ()
     (advice,) = run.advice
