@@ -1,10 +1,11 @@
-"""Is anything lost when ranks are killed? `python -m benchmarks.kills [--kills 20] [--in-save 10] [--async-save]`
+"""Is anything lost when ranks are killed? `python -m benchmarks.kills [--kills 20] [--in-save 10] [--nvfp4]`
 
-A small FP8 run (delayed scaling, data parallel over two ranks, sharded optimizer, a checkpoint every other iteration)
-under `torchrun --max-restarts`. Ranks are killed with SIGKILL at random moments: while starting, anywhere in training,
-and, as often as --in-save says, between the first byte and the commit of a save. After each kill the run must restart
-from the newest checkpoint that was complete when the last rank was gone, and in time. At the end every loss, every
-validation and every tensor of the last checkpoint must equal, bit for bit, those of a run that nobody disturbed.
+A small FP8 run (delayed scaling, data parallel over two ranks, sharded optimizer, a checkpoint every other iteration; or
+NVFP4, tensor parallel, its last third with forwards in BF16) under `torchrun --max-restarts`. Ranks are killed with
+SIGKILL at random moments: while starting, anywhere in training, and, as often as --in-save says, between the first byte
+and the commit of a save. After each kill the run must restart from the newest checkpoint that was complete when the last
+rank was gone, and in time. At the end every loss, every validation and every tensor of the last checkpoint must equal,
+bit for bit, those of a run that nobody disturbed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -39,6 +40,11 @@ LIMIT_S = 120.0
 """A restart that takes longer than this to its first new iteration hangs."""
 FINISH_S = 1200.0
 """A run that takes longer than this to its end hangs."""
+NVFP4 = (
+    "--model.fp8=null", "--model.fp4=e2m1",
+    "--model.tensor_model_parallel_size=2", "--model.sequence_parallel=true",
+    "--model.fp8_high_precision_healing=0.33", '--model.fp8_high_precision_healing_parts=["*:fprop"]',
+)  # fmt: skip
 START_S = {True: 6.0, False: 1.0}
 """While ranks start, imports included, or forked from a process that has imported all."""
 
@@ -73,6 +79,7 @@ class Run:
         restarts: int,
         python: str = sys.executable,
         resume: str | Path = "auto",
+        options: Sequence[str] = (),
     ) -> None:
         self.folder, self.log = folder / name, folder / f"{name}.log"
         self.checkpoints = self.folder / "checkpoints"
@@ -80,7 +87,7 @@ class Run:
         self.start_s = START_S[python == sys.executable]
         command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         command += [f"--max-restarts={restarts}", "-m", "megatron_fp8", "train"]
-        command += [f"--config={config}", f"--run_dir={self.folder}", f"--resume={resume}"]
+        command += [f"--config={config}", f"--run_dir={self.folder}", f"--resume={resume}", *options]
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TORCHELASTIC"))}
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self.log.write_bytes(b"")
@@ -264,13 +271,14 @@ def play(
     dice: random.Random,
     asynchronous: bool = False,
     python: str = sys.executable,
+    options: Sequence[str] = (),
 ) -> tuple[list[Kill], list[str]]:
     """A run with kills at `moments`, then one without: the kills, and in what the two differ."""
     config = write_config(folder, iterations, asynchronous)
-    with Run(folder, config, "killed", len(moments), python) as killed:
+    with Run(folder, config, "killed", len(moments), python, options=options) as killed:
         kills = disturb(killed, moments, dice)
         finish(killed)
-    with Run(folder, config, "whole", 0, python) as whole:
+    with Run(folder, config, "whole", 0, python, options=options) as whole:
         finish(whole)
     return kills, differences(killed.folder, whole.folder)
 
@@ -290,13 +298,17 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=400, help="of the run (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the moments (default %(default)s)")
     parser.add_argument("--async-save", action="store_true", help="checkpoints are written by a thread")
+    parser.add_argument("--nvfp4", action="store_true", help="the run is NVFP4 and tensor parallel")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/kills.*")
     args = parser.parse_args()
     dice = random.Random(args.seed)
     moments = choose_moments(args.kills, args.in_save, dice)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
-        kills, different = play(Path(folder), moments, args.iterations, dice, args.async_save)
+        options = NVFP4 if args.nvfp4 else ()
+        kills, different = play(
+            Path(folder), moments, args.iterations, dice, args.async_save, options=options
+        )
     rows = [
         [
             str(number),
@@ -321,7 +333,7 @@ def main() -> int:
     print(body)
     if args.write:
         record = {**environment(["megatron-core"]), "measured": f"{time.monotonic() - start:.0f} s in all"}
-        name = "kills_async" if args.async_save else "kills"
+        name = "kills" + "_async" * args.async_save + "_nvfp4" * args.nvfp4
         command = " ".join(["python -m benchmarks.kills", *sys.argv[1:]])
         write_results(
             name, "Ranks killed at random moments", command, record, body, [asdict(k) for k in kills]

@@ -192,7 +192,9 @@ def test_runs_resume_at_the_border_and_inside(tmp_path: Path) -> None:
         {"phase": "fp8", "precision": "fp4", "first": 1, "last": 3},
         {"phase": "healing", "precision": "fp4", "first": 4, "last": 6, "parts": {"*:fprop": "bf16"}},
     ]
-    assert "FP4 in iterations 1-3, FP4 with *:fprop in BF16 in iterations 4-6 (healing)" in format_report(report)
+    assert "FP4 in iterations 1-3, FP4 with *:fprop in BF16 in iterations 4-6 (healing)" in format_report(
+        report
+    )
     assert read_run(tmp_path / "whole").phases == (
         ("fp8", "FP4", 1, 3),
         ("healing", "FP4 with *:fprop in BF16", 4, 6),

@@ -5,16 +5,24 @@
 
 import random
 
+import pytest
+
 from benchmarks import kills as kills_module
-from benchmarks.kills import lost, play
+from benchmarks.kills import NVFP4, lost, play
 
 
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(NVFP4, marks=pytest.mark.long)], ids=["delayed", "nvfp4"]
+)
 def test_a_killed_run_goes_on_from_the_newest_complete_checkpoint_to_the_same_bits(
-    tmp_path, forking_python, monkeypatch
+    tmp_path, forking_python, monkeypatch, options
 ):
     monkeypatch.setattr(kills_module, "FINISH_S", 240.0)
     moments = ["save", "starting"]
-    kills, different = play(tmp_path, moments, iterations=12, dice=random.Random(3), python=forking_python)
+    dice = random.Random(3)
+    kills, different = play(
+        tmp_path, moments, iterations=12, dice=dice, python=forking_python, options=options
+    )
     assert [kill.moment for kill in kills] == moments
     assert not any(map(lost, kills)), kills
     assert kills[-1].resumed and kills[-1].resumed >= 2

@@ -105,6 +105,15 @@ def test_overrides_may_name_an_expert_of_any_rank() -> None:
         read([moe, "--model.fp8_overrides={'*.local_experts.8.*': bf16}"])
 
 
+def test_a_note_says_what_heals() -> None:
+    healing = [TINY, "--model.fp8_high_precision_healing=0.18"]
+    parts = "--model.fp8_high_precision_healing_parts=['*:fprop']"
+    assert "phases in BF16: the figures are of iterations in FP8" in read(healing).notes
+    assert read([*healing, parts]).notes[0] == (
+        "healing: *:fprop in BF16 in the last 18 % of iterations; the figures are of those before"
+    )
+
+
 def test_a_note_says_by_what_nvfp4_is_timed() -> None:
     fp4 = [TINY, "--model.fp8=null", "--model.fp4=e2m1"]
     mixed = [TINY, "--model.fp8_overrides={'*.linear_fc1': nvfp4}"]

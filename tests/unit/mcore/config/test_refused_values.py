@@ -9,6 +9,7 @@ from tests.support.megatron_settings import FACTORY, make
 
 ON = {"fp8": "hybrid"}
 FP4 = {"fp4": "e2m1"}
+HEALING = {"fp8_high_precision_healing": 0.1}
 PARAM = {**ON, "fp8_param": True, "bf16": True, "params_dtype": torch.bfloat16}
 TWO_STAGES = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.bfloat16}
 
@@ -39,6 +40,10 @@ REFUSED = [
     ({**ON, "fp8_high_precision_warmup": -0.1}, ["fp8_high_precision_warmup=-0.1", "at least 0 and at most 1"]),
     ({**ON, "fp8_high_precision_healing": float("nan")}, ["fp8_high_precision_healing=nan"]),
     ({**ON, "fp8_high_precision_warmup": 0.5, "fp8_high_precision_healing": 0.5}, ["warmup=0.5", "healing=0.5", "sum"]),
+    ({**FP4, **HEALING, "fp8_high_precision_healing_parts": []}, ["healing_parts=[]", "['*:fprop']"]),
+    ({**FP4, **HEALING, "fp8_high_precision_healing_parts": "*:fprop"}, ["healing_parts='*:fprop'", "a list"]),
+    ({**FP4, **HEALING, "fp8_high_precision_healing_parts": ["*:input"]}, ["'*:input'", "an operand", "'*:fprop'"]),
+    ({**FP4, **HEALING, "fp8_high_precision_healing_parts": ["*:fprob"]}, ["'fprob'", "Did you mean 'fprop'"]),
     ({**PARAM, "fp8_high_precision_warmup": 0.1}, ["warmup=0.1", "BF16 weights", "fp8_param=False"]),
     ({**PARAM, "fp8_guard": True}, ["fp8_guard=True", "fp8_param=False"]),
     ({**ON, "fp8_guard": "ladder", "tp_only_amax_red": True}, ["tp_only_amax_red=False"]),
@@ -80,6 +85,10 @@ NO_EFFECT = [
     ({**ON, "fp8_format": "custom", **FACTORY, "fp8_pow2_scales": True}, "fp8_pow2_scales=True"),
     ({**ON, "num_layers_at_end_in_bf16": 2}, "num_layers_at_end_in_bf16=2"),
     ({"fp8_guard": True}, "fp8_guard=True has no effect because fp8 is None"),
+    (
+        {**FP4, "fp8_high_precision_healing_parts": ["*:fprop"]},
+        "fp8_high_precision_healing_parts=.* has no effect with fp8_high_precision_healing=0",
+    ),
     ({**ON, "fp8_guard_patience": 7}, "fp8_guard_patience=7 has no effect with fp8_guard=False"),
     (
         {**FP4, "fp8_stochastic_rounding": True},
