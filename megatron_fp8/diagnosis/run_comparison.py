@@ -19,7 +19,7 @@ import torch
 
 from ..files.checkpoint import complete_checkpoints, read_metadata, read_tensor
 from ..state.arena import is_slot_key
-from ..telemetry.output import FILE, NO_STATISTICS
+from ..telemetry.telemetry import FILE, NO_STATISTICS
 from ..train.run_record import FolderNotKnown, RunRecord
 
 Record = dict[str, Any]

@@ -31,8 +31,7 @@ from ..plan.timing import LEAST_FOR_SPREAD, device_label, table
 from ..recipe import RECIPES, Recipe, check_recipe_name, recipe_name
 from ..state.collectives import own_device
 from . import StudyFailed
-from .bench_linear import Bench, torchao_linear, torchao_missing
-from .bench_models import SECTIONS
+from .bench_linear import SECTIONS, Bench, torchao_linear, torchao_missing
 
 _CPU_SHAPES = [Gemm(512, 1024, 512)]
 _GPU_SHAPES = [Gemm(4096, 6144, 8192), Gemm(4096, 28672, 8192), Gemm(8192, 8192, 8192)]

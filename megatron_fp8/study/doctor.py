@@ -30,8 +30,7 @@ from ..plan.timing import unused_gpu
 from ..recipe import RECIPES, CustomRecipe, Recipe
 from ..state.collectives import own_device
 from ..train.report import device_name
-from .package_versions import Conflict, Part, conflicts, facts, parts
-from .requirements import NOT_LOOKED_AT, Need, missing
+from .requirements import NOT_LOOKED_AT, Conflict, Need, Part, conflicts, facts, missing, parts
 from .support_matrix import GENERATIONS, OURS, RECIPE_NAMES, Cell, Generation, Trial, here, matrix
 
 SCHEMA = 1

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..files.atomic_io import explained
 from . import scaling_errors
-from .format_values import all_formats, by_magnitude
+from .format_tables import all_formats, by_magnitude
 
 FORMATS = {
     "e4m3": "#0072b2",

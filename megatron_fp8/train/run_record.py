@@ -20,8 +20,8 @@ from ..files.records import Line, read_lines, unfinished
 from ..files.strict_json import check_shape
 from ..files.strict_yaml import read_yaml
 from ..files.user_paths import RUN_FILES, what_to_give
-from ..telemetry.output import NO_STATISTICS
 from ..telemetry.stat_registry import TENSORS
+from ..telemetry.telemetry import NO_STATISTICS
 from .metrics import IterationMetrics
 from .report import read_report
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_fp8.telemetry.output import scalars
+from megatron_fp8.telemetry.telemetry import scalars
 from tests.support.command import APP, ROOT, lines, run
 
 TINY = ROOT / "examples" / "configs" / "tiny_gpt_cpu.yaml"

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ...telemetry.output import require_wandb
 from ...telemetry.settings import Selection, TelemetrySettings, te_settings
 from ...telemetry.stat_registry import DEFAULT, TENSORS
+from ...telemetry.telemetry import require_wandb
 
 
 @dataclass

@@ -13,7 +13,7 @@ from megatron_fp8 import mcore
 from megatron_fp8.commands.main import main
 from megatron_fp8.study import doctor as examination
 from megatron_fp8.study import requirements
-from megatron_fp8.study.package_versions import RULES, Conflict
+from megatron_fp8.study.requirements import RULES, Conflict
 from megatron_fp8.study.support_matrix import Trial
 from megatron_fp8.train.startup import settings
 

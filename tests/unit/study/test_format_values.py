@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fp8.study.format_values import all_formats, by_magnitude
+from megatron_fp8.study.format_tables import all_formats, by_magnitude
 
 BY_NAME = {one.name: one for one in all_formats()}
 DTYPES = {

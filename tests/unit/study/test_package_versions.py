@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_fp8.study import package_versions
-from megatron_fp8.study.package_versions import RULES, Facts, conflicts, driver, installed, megatron
+from megatron_fp8.study import requirements
+from megatron_fp8.study.requirements import RULES, Facts, conflicts, driver, installed, megatron
 
 GOOD = {
     "python": "3.11.7", "torch": "2.13.0+cu130", "cuda": "13.0", "driver": "580.95", "triton": "3.7.1", "numpy": "2.4.6",
@@ -44,7 +44,7 @@ def test_each_combination_is_told_where_it_is_and_nowhere_else():
 
 
 def test_a_version_that_nobody_knows_is_no_conflict():
-    assert here(triton=package_versions.UNKNOWN, apex=None) == []
+    assert here(triton=requirements.UNKNOWN, apex=None) == []
 
 
 def test_the_driver_as_its_module_says_it(tmp_path: Path):
@@ -57,7 +57,7 @@ def test_the_driver_as_its_module_says_it(tmp_path: Path):
     file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n")
     assert driver(file) == "580.95.05"
     file.write_text("something else\n")
-    assert driver(file) == package_versions.UNKNOWN
+    assert driver(file) == requirements.UNKNOWN
 
 
 def test_megatron_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -66,11 +66,11 @@ def test_megatron_is_found_without_importing_it(tmp_path: Path, monkeypatch: pyt
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("raise AssertionError('imported')\n")
     spec = SimpleNamespace(submodule_search_locations=[str(core)])
-    monkeypatch.setattr(package_versions.util, "find_spec", lambda name: spec)
-    assert megatron() == package_versions.UNKNOWN
+    monkeypatch.setattr(requirements.util, "find_spec", lambda name: spec)
+    assert megatron() == requirements.UNKNOWN
     (core / "package_info.py").write_text("__version__ = '0.17.0rc1'\n")
     assert megatron() == "0.17.0rc1"
-    monkeypatch.setattr(package_versions.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(requirements.util, "find_spec", lambda name: None)
     assert megatron() is None
 
 
@@ -78,14 +78,14 @@ def test_packages():
     assert installed("torch", "torch") is not None
     assert installed("no-such-package", "no_such_package") is None
     assert installed("no-such-package", "no_such_package.part") is None
-    assert installed("no-such-metadata", "json") == package_versions.UNKNOWN
-    assert dict.fromkeys(part.name for part in package_versions.parts()).keys() >= {
+    assert installed("no-such-metadata", "json") == requirements.UNKNOWN
+    assert dict.fromkeys(part.name for part in requirements.parts()).keys() >= {
         "driver",
         "nccl",
         "apex",
         "triton",
     }
-    assert torch.__version__ in {part.version for part in package_versions.parts()} and sys.version_info >= (
+    assert torch.__version__ in {part.version for part in requirements.parts()} and sys.version_info >= (
         3,
         10,
     )
