@@ -15,7 +15,7 @@ from .inference import prepare_for_inference
 from .numerics.formats import parse_format
 from .params.fp8_parameter import Fp8Parameter
 from .params.shards import quantize_shards
-from .plan.autocast_state import building_layer, unplanned_disabled
+from .plan.autocast_state import building_layer, fp8_disabled
 from .plan.settings import FP4_OPTIONS, RecipeSettings, from_settings
 from .recipe import Recipe, alignment, check_recipe_name
 from .tensor import Float8Tensor
@@ -133,7 +133,7 @@ def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> A
         reason = f"first_last_layers_bf16: the first {start} and last {end} layers stay in BF16"
     if is_init:
         return building_layer(layer_no, reason)
-    return nullcontext() if reason is None else unplanned_disabled(reason)
+    return nullcontext() if reason is None else fp8_disabled(reason, unplanned=True)
 
 
 def get_fp8_align_size(fp8_recipe: Any) -> int:

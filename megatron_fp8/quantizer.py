@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from .backends import reference
-from .backends.base import AmaxReduction, CastRequest, Quantized, Region, RunningAmax, check_matrix
+from .backends.base import AmaxReduction, CastRequest, Quantized, Region, check_matrix
 from .files.argument_check import check_tensor
 from .kernels.cast_dispatch import block_amaxes, in_memory
 from .numerics.cast import RandomKey
@@ -54,7 +53,7 @@ def quantize(
             f"{recipe!r} rounds {role!r} stochastically: pass key=RandomKey(seed) to name the random bits"
         )
     region = None if key is None else Region(key)
-    return reference.quantize(x, rule, direction, region=region).tensor
+    return reference.quantize(CastRequest(x, rule, direction, region=region)).tensor
 
 
 def measure(x: torch.Tensor) -> torch.Tensor:
@@ -66,32 +65,18 @@ def measure(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([amax.view([]), counted.view([])])
 
 
-class _Place(NamedTuple):
-    """Views of one slot's numbers in its arena, and the tensors they belong to. scale: float32 [], delayed."""
-
-    rows: torch.Tensor
-    scales: torch.Tensor
-    running: RunningAmax
-    scale: torch.Tensor
-
-    @staticmethod
-    @torch.inference_mode(False)
-    def of(slot: Slot) -> _Place:
-        """The views of a slot."""
-        rows, scales, index = slot.arena.rows, slot.arena.scale, slot.index
-        running = RunningAmax(rows[0, index], rows.view(torch.int32)[0, index], rows[1, index])
-        return _Place(rows, scales, running, scales[index])
-
-
 class Quantizer:
-    """A GEMM site's quantizer of one role: the recipe's rule, the slot for amaxes, and the backend."""
+    """A GEMM site's quantizer of one role: the recipe's rule, the slot for amaxes, and the backend.
+
+    Attributes:
+        computes: whether its kernels take a LazyTensor, which they compute while reading (kernels/lazy_tensor.py).
+    """
 
     def __init__(self, rule: Rule, slot: Slot, backend: ModuleType):
         self.rule, self.slot, self.backend = rule, slot, backend
-        self._place: _Place | None = None
         kernels_cast = getattr(backend, "kernels_cast", None)
         self._returns_slot_amax = kernels_cast is not None
-        self._has_kernel: bool = kernels_cast is not None and kernels_cast(rule)
+        self.computes: bool = kernels_cast is not None and kernels_cast(rule)
 
     def __call__(
         self,
@@ -101,91 +86,51 @@ class Quantizer:
         record: bool,
         reduce_amax: AmaxReduction | None = None,
         region: Region | None = None,
-        for_product: bool = False,
     ) -> Float8Tensor:
-        """``quantize``, which also records amax and health; record=False does not (evaluation, recomputation).
-
-        for_product: only the backend's gemm reads the sides, so their scales may have its layout.
-        """
-        observer = self.slot.arena.observer
-        if observer is None and self.computes:  # its kernels record as they go
-            return self._by_kernels(x, direction, record, reduce_amax, for_product)
-        # Kernels that record as they go return the slot's amax; an observer needs the cast's own.
-        apart = observer is not None and self._returns_slot_amax
-        running = self._in_arena().running if record and not apart else None
-        quantized = self.quantize(x, direction, reduce_amax=reduce_amax, region=region, running=running)
-        if record and apart:
-            self.record(quantized.amax, quantized.nonfinite)
-        if observer is not None:
-            shard = reduce_amax is not None
-            observer.cast(SeenCast(self.slot.name, x, quantized, direction, record, shard))
-        return quantized.tensor
-
-    def _by_kernels(
-        self,
-        x: torch.Tensor,
-        direction: Direction,
-        record: bool,
-        reduce_amax: AmaxReduction | None,
-        for_product: bool,
-    ) -> Float8Tensor:
-        self.slot.arena.counter.here.casts += 1
-        done: Quantized = self.backend.quantize(
-            x,
-            self.rule,
-            direction,
-            scale=self._current_scale(),
-            reduce_amax=reduce_amax,
-            running=self._in_arena().running if record else None,
-            for_product=for_product,
-        )
-        return done.tensor
+        """One cast of ``cast_each``."""
+        return cast_each([CastJob(self, direction, x, record, reduce_amax, region, for_product=False)])[0]
 
     def quantize(
-        self,
-        x: torch.Tensor,
-        direction: Direction,
-        *,
-        reduce_amax: AmaxReduction | None = None,
-        region: Region | None = None,
-        running: RunningAmax | None = None,
+        self, x: torch.Tensor, direction: Direction, *, reduce_amax: AmaxReduction | None = None
     ) -> Quantized:
-        """Quantizes x [rows, cols] with the delayed scale, once warm, or by current scaling.
+        """Casts x [rows, cols] and records nothing."""
+        request = self.request(CastJob(self, direction, x, False, reduce_amax, for_product=False))
+        done: Quantized = self.backend.quantize(
+            x, request.rule, direction, scale=request.scale, reduce_amax=reduce_amax
+        )
+        return done
 
-        Args:
-            reduce_amax, region: as in backends.reference.quantize; a warm delayed scale is shared already and needs no
-                reduction.
-            running: receives amax and non-finite count.
-        """
-        slot, rule = self.slot, self.rule
-        quantized: Quantized = self.backend.quantize(
-            x,
+    def request(self, job: CastJob) -> CastRequest:
+        """The request for a cast, which is counted: by the delayed scale, once warm, else by current scaling."""
+        rule, slot, arena = self.rule, self.slot, self.slot.arena
+        observed = arena.observer is not None
+        arena.counter.here.casts += 1
+        return CastRequest(
+            job.x,
             rule,
-            direction,
-            scale=self._current_scale(),
-            reduce_amax=reduce_amax,
-            region=region if rule.stochastic else None,
-            running=running,
+            job.direction,
+            slot.views.scale if rule.delayed and slot.warm else None,
+            # An observer needs the cast's own amax, which kernels that record do not return.
+            slot.views.running if job.record and not (observed and self._returns_slot_amax) else None,
+            job.reduce_amax,
+            job.region if rule.stochastic else None,
+            job.for_product and self.computes and not observed,
         )
-        slot.arena.counter.here.casts += 1
-        return quantized
 
-    def request(self, x: torch.Tensor, direction: Direction, *, record: bool) -> CastRequest | None:
-        """The cast as a request for ``cast_each``. None if the quantizer must be called: it is a subclass, rounds
-        stochastically, its backend has no ``quantize_each``, or an observer sees each cast."""
-        in_one_call = (
-            hasattr(self.backend, "quantize_each") and type(self) is Quantizer and not self.rule.stochastic
-        )
-        if not in_one_call or self.slot.arena.observer is not None:
-            return None
-        place = self._in_arena()
-        scale = place.scale if self.rule.delayed and self.slot.warm else None
-        return CastRequest(x.contiguous(), self.rule, direction, scale, place.running if record else None)
+    def tell_observer(self, job: CastJob, quantized: Quantized) -> None:
+        """Shows the observer a cast, if there is one, and records what the cast did not."""
+        observer = self.slot.arena.observer
+        if observer is None:
+            return
+        if job.record and self._returns_slot_amax:
+            self.record(quantized.amax, quantized.nonfinite)
+        shard = job.reduce_amax is not None
+        observer.cast(SeenCast(self.slot.name, job.x, quantized, job.direction, job.record, shard))
 
     def record(self, amax: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
         """Updates the slot's running amax by this one (float32 [], may be Inf, never NaN); adds the non-finite count,
         if any."""
-        self._in_arena().running.record(amax, nonfinite)
+        self.slot.views.running.record(amax, nonfinite)
 
     def observe(self, x: torch.Tensor) -> None:
         """Records the amax of x [rows, cols] without a cast.
@@ -194,35 +139,18 @@ class Quantizer:
         """
         self.record(measure(x)[0], None)
 
-    def _in_arena(self) -> _Place:
-        """The slot's views, made again only if the arena was resized."""
-        arena, place = self.slot.arena, self._place
-        if place is None or place.rows is not arena.rows or place.scales is not arena.scale:
-            self._place = place = _Place.of(self.slot)
-        return place
-
-    def _current_scale(self) -> torch.Tensor | None:
-        """float32 [], a view of the delayed scale, valid only now. None for current scaling."""
-        return self._in_arena().scale if self.rule.delayed and self.slot.warm else None
-
     def again(self, x: torch.Tensor, direction: Direction, scale: torch.Tensor | None) -> Float8Tensor:
         """Repeats an earlier cast of x with its delayed scale (None: current scaling). Records nothing."""
         self.slot.arena.counter.here.casts += 1
         done: Quantized = self.backend.quantize(x, self.rule, direction, scale=scale)
         return done.tensor
 
-    @property
-    def computes(self) -> bool:
-        """Whether its kernels take a LazyTensor, which they compute while reading (kernels/lazy_tensor.py)."""
-        return self._has_kernel
-
     def delayed_scale(self) -> torch.Tensor | None:
         """float32 [], a copy of the delayed scale; None for current scaling (not delayed, or not yet warm)."""
-        return self._in_arena().scale.clone() if self.rule.delayed and self.slot.warm else None
+        return self.slot.scale if self.rule.delayed and self.slot.warm else None
 
 
-@dataclass
-class Casts:
+class Casts(NamedTuple):
     """The quantizers of one role of a site, by direction; None: that GEMM reads it in high precision.
 
     Both are the same object if one cast serves both GEMMs.
@@ -232,11 +160,6 @@ class Casts:
     columnwise: Quantizer | None
 
     @property
-    def twice(self) -> bool:
-        """Whether two casts are needed, one for each GEMM."""
-        return None not in (self.rowwise, self.columnwise) and self.rowwise is not self.columnwise
-
-    @property
     def shared(self) -> Quantizer | None:
         """The quantizer that serves both GEMMs; None if there is none."""
         return self.rowwise if self.rowwise is self.columnwise else None
@@ -244,8 +167,7 @@ class Casts:
     @property
     def quantizers(self) -> list[Quantizer]:
         """The existing quantizers, each once."""
-        found = dict.fromkeys((self.rowwise, self.columnwise))
-        return [quantizer for quantizer in found if quantizer is not None]
+        return [quantizer for quantizer in dict.fromkeys(self) if quantizer is not None]
 
     def observe(self, x: torch.Tensor) -> None:
         """Records the amax of x [rows, cols] without a cast, for delayed scales."""
@@ -253,24 +175,9 @@ class Casts:
             if quantizer.slot.delayed is not None:
                 quantizer.observe(x)
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        direction: Direction,
-        *,
-        record: bool,
-        reduce_amax: AmaxReduction | None = None,
-        for_product: bool = False,
-    ) -> Float8Tensor:
-        """Casts x to the requested sides; arguments as Quantizer's."""
-        options: Any = {"record": record, "reduce_amax": reduce_amax, "for_product": for_product}
-        done = [quantizer(x, way, **options) for quantizer, way in self.parts(direction)]
-        return done[0] if len(done) == 1 else _joined(done, x.dtype)
-
-    def parts(self, direction: Direction) -> list[tuple[Quantizer, Direction]]:
-        """The needed casts: (quantizer, direction)."""
-        row = None if direction == "columnwise" else self.rowwise
-        column = None if direction == "rowwise" else self.columnwise
+    def parts(self) -> list[tuple[Quantizer, Direction]]:
+        """The casts that make both sides: (quantizer, direction)."""
+        row, column = self
         if row is not None and row is column:
             return [(row, "both")]
         found: list[tuple[Quantizer, Direction]] = [] if row is None else [(row, "rowwise")]
@@ -278,39 +185,51 @@ class Casts:
 
 
 class CastJob(NamedTuple):
-    """A cast of x [rows, cols] for ``cast_each``; other fields are arguments of ``casts``."""
+    """A cast for ``cast_each``.
 
-    casts: Casts
-    x: torch.Tensor
+    Attributes:
+        x: [rows, cols].
+        record: record amax and health in the slot; False in evaluation and in a recomputation.
+        reduce_amax: shares amaxes with the ranks that have other rows of the matrix; None: x is all of it.
+        region: x's position in that matrix and the random stream, for stochastic rounding.
+        for_product: only the backend's gemm reads the sides, so they may have its layout.
+    """
+
+    quantizer: Quantizer
     direction: Direction
+    x: torch.Tensor
     record: bool
+    reduce_amax: AmaxReduction | None = None
+    region: Region | None = None
     for_product: bool = True
 
 
 def cast_each(jobs: Sequence[CastJob]) -> list[Float8Tensor]:
-    """The result of ``casts`` for each job, bit for bit; one call if the backend has ``quantize_each``."""
-    made: list[list[Any]] = []
+    """Makes all casts, those of one backend in one call if it has ``quantize_each``."""
     requests: dict[ModuleType, list[CastRequest]] = {}
-    for casts, x, direction, record, for_product in jobs:
-        made.append([])
-        for quantizer, way in casts.parts(direction):
-            request = quantizer.request(x, way, record=record)
-            if request is None:
-                made[-1].append(quantizer(x, way, record=record, for_product=for_product))
-            else:
-                quantizer.slot.arena.counter.here.casts += 1
-                requests.setdefault(quantizer.backend, []).append(request)
-                made[-1].append(quantizer.backend)
-    together = {backend: iter(backend.quantize_each(asked)) for backend, asked in requests.items()}
-    found = []
-    for job, parts in zip(jobs, made, strict=True):
-        done = [part if isinstance(part, Float8Tensor) else next(together[part]).tensor for part in parts]
-        found.append(done[0] if len(done) == 1 else _joined(done, job.x.dtype))
-    return found
+    for job in jobs:
+        requests.setdefault(job.quantizer.backend, []).append(job.quantizer.request(job))
+    done = {}
+    for backend, asked in requests.items():
+        quantize_each = getattr(backend, "quantize_each", None) or _one_by_one(backend)
+        done[backend] = iter(quantize_each(asked))
+    made = []
+    for job in jobs:
+        quantized: Quantized = next(done[job.quantizer.backend])
+        if job.quantizer.slot.arena.observer is not None:
+            job.quantizer.tell_observer(job, quantized)
+        made.append(quantized.tensor)
+    return made
 
 
-def _joined(made: Sequence[Float8Tensor], dtype: torch.dtype) -> Float8Tensor:
-    """Joins the sides of one or two tensors."""
-    rowwise = next((one.rowwise for one in made if one.rowwise is not None), None)
-    columnwise = next((one.columnwise for one in made if one.columnwise is not None), None)
-    return Float8Tensor(rowwise, columnwise, dtype)
+def _one_by_one(backend: ModuleType) -> Callable[[Sequence[CastRequest]], list[Quantized]]:
+    """``quantize_each`` for a backend that has none."""
+
+    def quantize(request: CastRequest) -> Quantized:
+        options = request._asdict()
+        if not hasattr(backend, "kernels_cast"):
+            del options["for_product"]
+        found: Quantized = backend.quantize(**options)
+        return found
+
+    return lambda requests: [quantize(request) for request in requests]

@@ -131,7 +131,7 @@ def watched_gemms(seen: Watched) -> Iterator[None]:
     from megatron_fp8.quantizer import Quantizer
 
     multiply, accumulate = GemmSite.multiply, GemmSite.accumulate
-    cast, request, record = Quantizer.__call__, Quantizer.request, Quantizer.record
+    request, record = Quantizer.request, Quantizer.record
 
     def counting_multiply(self: Any, gemm: str, *args: Any, **kwargs: Any) -> Any:
         seen.gemms[self.plan.name, gemm, self.plan.gemms[gemm]] += 1
@@ -143,14 +143,9 @@ def watched_gemms(seen: Watched) -> Iterator[None]:
         if seen.gemms.total() == before:  # it was added inside the product
             seen.gemms[self.plan.name, gemm, self.plan.gemms[gemm]] += 1
 
-    def counting_cast(self: Any, *args: Any, record: bool, **kwargs: Any) -> Any:
-        seen.records += record
-        return cast(self, *args, record=record, **kwargs)
-
-    def counting_request(self: Any, *args: Any, record: bool) -> Any:
-        found = request(self, *args, record=record)
-        seen.records += record and found is not None  # otherwise it is cast alone, and counted there
-        return found
+    def counting_request(self: Any, job: Any) -> Any:
+        seen.records += job.record
+        return request(self, job)
 
     def counting_record(self: Any, *args: Any) -> None:
         seen.records += 1
@@ -159,7 +154,6 @@ def watched_gemms(seen: Watched) -> Iterator[None]:
     with (
         mock.patch.object(GemmSite, "multiply", counting_multiply),
         mock.patch.object(GemmSite, "accumulate", counting_accumulate),
-        mock.patch.object(Quantizer, "__call__", counting_cast),
         mock.patch.object(Quantizer, "request", counting_request),
         mock.patch.object(Quantizer, "record", counting_record),
     ):

@@ -54,19 +54,28 @@ class RunningAmax:
 
 
 class CastRequest(NamedTuple):
-    """A cast for a backend.
+    """A cast: arguments of a backend's ``quantize``.
 
     Attributes:
-        x: contiguous [rows, cols].
-        rule, direction, scale: as in reference.quantize.
-        running: also receives amax and non-finite count; None: not recorded.
+        x: [rows, cols], float32, bfloat16 or float16; any strides; may be empty. NaN becomes 0x7F, Inf saturates; both
+            are counted, and neither makes a scale non-finite.
+        rule: format, granularity, scale kind.
+        scale: float32 [] (delayed scaling); None computes it from x.
+        running: also receives amax and non-finite count.
+        reduce_amax: if x is a shard of a matrix's rows: reduces amaxes over ranks, the tensor's and those of whole
+            columns (the columnwise side of per-row scales). NVFP4: the tensor's in both directions, float32 [2].
+        region: position and random stream for stochastic rounding, needed if rule.stochastic.
+        for_product: only the backend's gemm reads the sides. For backends with ``kernels_cast``.
     """
 
     x: torch.Tensor
     rule: Rule
     direction: Direction
-    scale: torch.Tensor | None
-    running: RunningAmax | None
+    scale: torch.Tensor | None = None
+    running: RunningAmax | None = None
+    reduce_amax: AmaxReduction | None = None
+    region: Region | None = None
+    for_product: bool = False
 
 
 @dataclass(frozen=True)

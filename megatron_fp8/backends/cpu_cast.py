@@ -15,53 +15,33 @@ from ..kernels.cpu import emulation, matrix_quantize
 from ..numerics.rule import ROW, TENSOR, Direction, Granularity
 from ..tensor import Float8Tensor, QuantizedSide
 from . import reference
-from .base import AmaxReduction, CastRequest, Quantized, Region
-
-
-def quantize(
-    request: CastRequest, reduce_amax: AmaxReduction | None = None, region: Region | None = None
-) -> Quantized:
-    """``reference.quantize``, in C if it supports the matrix."""
-    wanted = _cast_input(request)
-    if wanted is None:
-        return _as_specified(request, reduce_amax, region)
-    if reduce_amax is None or request.scale is not None or all(rows for rows, _ in wanted.cuts):
-        (made,) = matrix_quantize.quantize([wanted])
-        return _quantized(request, made)
-    wanted, amax, special = _with_other_ranks(wanted, reduce_amax)
-    (made,) = matrix_quantize.quantize([wanted])
-    return _quantized(request, made._replace(amax=amax, special=special))
+from .base import AmaxReduction, CastRequest, Quantized
 
 
 def quantize_each(requests: Sequence[CastRequest]) -> list[Quantized]:
-    """``quantize`` of each request, without reduction of amaxes and stochastic rounding."""
-    inputs = [_cast_input(one) for one in requests]
+    """``reference.quantize`` of each request, all that C supports in one call."""
+    inputs = [_cast_input(request) for request in requests]
     made = iter(matrix_quantize.quantize([one for one in inputs if one is not None]))
     return [
-        _as_specified(request, None, None) if wanted is None else _quantized(request, next(made))
-        for request, wanted in zip(requests, inputs, strict=True)
+        reference.quantize(request) if one is None else _quantized(request, next(made))
+        for request, one in zip(requests, inputs, strict=True)
     ]
 
 
 def _cast_input(request: CastRequest) -> matrix_quantize.CastInput | None:
     """The request for C; None if C does not support it."""
-    x, rule, direction, scale, running = request
+    x, rule, direction, scale, running, reduce_amax, *_ = request
+    x = x.contiguous()
     if rule.stochastic or rule.scale == "e4m3" or x.dtype not in emulation.FLOATS or not emulation.usable(x):
         return None
     cuts = _cuts(rule.granularity, direction)
     by_tile = scale is None and (rule.scale == "e8m0" or rule.granularity not in (TENSOR, ROW))
     if by_tile and not all(map(matrix_quantize.divides, cuts)):
         return None
-    return matrix_quantize.CastInput(x, rule, cuts, None if running is None else running.amax, scale)
-
-
-def _as_specified(
-    request: CastRequest, reduce_amax: AmaxReduction | None, region: Region | None
-) -> Quantized:
-    x, rule, direction, scale, running = request
-    return reference.quantize(
-        x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region, running=running
-    )
+    wanted = matrix_quantize.CastInput(x, rule, cuts, None if running is None else running.amax, scale)
+    if reduce_amax is None or scale is not None or all(rows for rows, _ in cuts):
+        return wanted
+    return _with_other_ranks(wanted, reduce_amax)
 
 
 @cache
@@ -75,12 +55,11 @@ def _cuts(granularity: Granularity, direction: Direction) -> list[tuple[int, int
 
 def _with_other_ranks(
     wanted: matrix_quantize.CastInput, reduce_amax: AmaxReduction
-) -> tuple[matrix_quantize.CastInput, torch.Tensor, int]:
-    """The same cast with reduced amaxes; this rank's own amax; the number of NaN and Inf."""
+) -> matrix_quantize.CastInput:
+    """The same cast with reduced amaxes, and this rank's own amax and number of NaN and Inf."""
     amaxes, special = matrix_quantize.block_amaxes(wanted.x, wanted.cuts)
-    bits = (
-        amaxes[0].view(torch.int32).amax()
-    )  # they sort like the numbers, and no floating-point mode flushes them
+    # Bits sort like the numbers, and no floating-point mode flushes them.
+    bits = amaxes[0].view(torch.int32).amax()
     amax = bits.view(torch.float32)
     if wanted.running is not None:
         running = wanted.running.view(torch.int32)
@@ -90,12 +69,12 @@ def _with_other_ranks(
     for (rows, _), found in zip(wanted.cuts, amaxes, strict=True):
         if rows == 0:  # whole columns, of which a shard of rows holds a part
             reduce_amax(found)
-    return wanted._replace(amaxes=amaxes, finite=not special), amax, special
+    return wanted._replace(amaxes=amaxes, own=(amax, special))
 
 
 def _quantized(request: CastRequest, done: matrix_quantize.CastOutput) -> Quantized:
     """The quantized tensor made of each cut's codes and scales, both in x's orientation."""
-    x, rule, direction, _, running = request
+    x, rule, direction, _, running, *_ = request
     made, amax, special = done
     nonfinite = None
     if special:

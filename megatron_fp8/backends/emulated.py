@@ -21,6 +21,7 @@ Codes and scales have the same bits; products differ by the order of their sums.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ from ..numerics.subnormals import keeping_subnormals
 from ..recipe import Products, Recipe
 from ..tensor import Operand, QuantizedSide
 from . import cpu_cast, fp4
-from .base import RESULTS, AmaxReduction, CastRequest, Quantized, Region, RunningAmax, gemm_in_turn, unfit
+from .base import RESULTS, CastRequest, Quantized, gemm_in_turn, unfit
 
 name = "emulated"
 takes_any_size = True
@@ -56,24 +57,9 @@ def turns_codes(rule: Rule) -> bool:
     return rule.fmt.codes_per_byte == 1
 
 
-def quantize(
-    x: torch.Tensor,
-    rule: Rule,
-    direction: Direction,
-    *,
-    scale: torch.Tensor | None = None,
-    reduce_amax: AmaxReduction | None = None,
-    region: Region | None = None,
-    running: RunningAmax | None = None,
-) -> Quantized:
-    """Quantize a matrix in one or both directions; other arguments, errors and bits are reference.quantize's.
-
-    Args:
-        running: also receives amax and non-finite count.
-    """
-    return cpu_cast.quantize(
-        CastRequest(x.contiguous(), rule, direction, scale, running), reduce_amax, region
-    )
+def quantize(x: torch.Tensor, rule: Rule, direction: Direction, **options: Any) -> Quantized:
+    """Quantize a matrix [rows, cols] in one or both directions; ``options``: CastRequest's."""
+    return quantize_each([CastRequest(x, rule, direction, **options)])[0]
 
 
 quantize_each = cpu_cast.quantize_each
@@ -302,17 +288,11 @@ def values64(side: QuantizedSide) -> torch.Tensor:
 def _foldable(a: QuantizedSide, b: QuantizedSide) -> bool:
     """Whether scaled operands, their products and sums have no subnormals (which BF16 units flush) and no
     overflow."""
-    (smallest_a, largest_a), (smallest_b, largest_b) = _scale_range(a), _scale_range(b)
+    (smallest_a, largest_a), (smallest_b, largest_b) = a.scale_range, b.scale_range
     return (
         min(smallest_a, smallest_b, smallest_a * smallest_b) >= _SMALLEST_SCALE
         and max(largest_a, largest_b, largest_a * largest_b) <= _LARGEST_SCALE
     )
-
-
-def _scale_range(side: QuantizedSide) -> tuple[float, float]:
-    if side.granularity.is_tensor and side.scale_inv.dtype == torch.float32:
-        return (scale := float(side.scale_inv)), scale
-    return side.scale_range
 
 
 def _is_short(side: QuantizedSide) -> bool:

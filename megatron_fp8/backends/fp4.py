@@ -21,36 +21,23 @@ from ..kernels.cpu.emulation import Operand
 from ..kernels.gemms import finish, matmul_fp32
 from ..numerics import nvfp4
 from ..numerics.cast import chunks
-from ..numerics.rule import Direction, Rule
+from ..numerics.rule import Rule
 from ..numerics.subnormals import keeping_subnormals
 from ..tensor import Float8Tensor, QuantizedSide, expand_scale
-from .base import AmaxReduction, Quantized, Region, RunningAmax
+from .base import CastRequest, Quantized, Region
 
 
 @keeping_subnormals
-def quantize(
-    x: torch.Tensor,
-    rule: Rule,
-    direction: Direction,
-    *,
-    reduce_amax: AmaxReduction | None = None,
-    region: Region | None = None,
-    running: RunningAmax | None = None,
-) -> Quantized:
-    """``reference.quantize`` of an E2M1 rule. NaN is cast as 0, Inf saturates; both are counted.
-
-    Args:
-        reduce_amax: takes the largest over ranks, where x is a shard of a matrix's rows, of the tensor's amax in both
-            directions, float32 [2].
-        region: read only if rule.stochastic, and needed then.
-    """
+def quantize(request: CastRequest) -> Quantized:
+    """``reference.quantize`` of an E2M1 rule. NaN is cast as 0, Inf saturates; both are counted."""
+    x, rule, direction, _, running, reduce_amax, region, _ = request
     assert region is not None or not rule.stochastic, (
         "stochastic rounding needs a region to draw its bits from"
     )
     region = region if rule.stochastic else None
     x = in_memory(x).contiguous()
     if cpu_fp4.takes(x):
-        return _in_c(x, rule, direction, reduce_amax, region, running)
+        return _in_c(request._replace(x=x, region=region))
     block, symmetric = rule.granularity, rule.granularity.symmetric
     (of_blocks,), nonfinite = cast_dispatch.block_amaxes(x, [(block.rows, block.cols)])
     turned, of_turned, hadamard = x, of_blocks, rule.hadamard
@@ -81,15 +68,9 @@ def quantize(
     )
 
 
-def _in_c(
-    x: torch.Tensor,
-    rule: Rule,
-    direction: Direction,
-    reduce_amax: AmaxReduction | None,
-    region: Region | None,
-    running: RunningAmax | None,
-) -> Quantized:
+def _in_c(request: CastRequest) -> Quantized:
     """``quantize`` of a matrix that C takes."""
+    x, rule, direction, _, running, reduce_amax, region, _ = request
     amaxes = cpu_fp4.find_amaxes(x, rule, direction)
     own = amaxes.tensor[0].clone()
     if reduce_amax is not None:

@@ -14,43 +14,20 @@ import torch
 from ..kernels import cast_dispatch
 from ..kernels.cast_dispatch import in_memory
 from ..numerics.cast import cast_stochastic
-from ..numerics.rule import Direction, Granularity, Rule
+from ..numerics.rule import Granularity, Rule
 from ..numerics.scaling import compute_scale, compute_scale_inv
 from ..numerics.subnormals import keeping_subnormals
 from ..tensor import Float8Tensor, QuantizedSide, expand_scale
 from . import fp4
-from .base import AmaxReduction, Quantized, Region, RunningAmax
+from .base import CastRequest, Quantized, Region
 
 
 @keeping_subnormals
-def quantize(
-    x: torch.Tensor,
-    rule: Rule,
-    direction: Direction,
-    *,
-    scale: torch.Tensor | None = None,
-    reduce_amax: AmaxReduction | None = None,
-    region: Region | None = None,
-    running: RunningAmax | None = None,
-) -> Quantized:
-    """Quantize a matrix in one or both directions.
-
-    Args:
-        x: [rows, cols], float32, bfloat16 or float16; any strides; may be empty. NaN becomes 0x7F, Inf saturates; both
-            are counted, and neither makes a scale non-finite.
-        rule: format, granularity, scale kind.
-        direction: 'rowwise', 'columnwise' or 'both'.
-        scale: float32 [] (delayed scaling); None computes it from x.
-        reduce_amax: if x is a shard of a matrix's rows: reduces amaxes over ranks, the tensor's and those of whole
-            columns (the columnwise side of per-row scales).
-        region: position and random stream for stochastic rounding, needed if rule.stochastic.
-        running: also receives amax and non-finite count.
-
-    Raises:
-        ValueError: x's dtype is none of these.
-    """
+def quantize(request: CastRequest) -> Quantized:
+    """Quantize a matrix in one or both directions. ValueError if its dtype is none of CastRequest's."""
+    x, rule, direction, scale, running, reduce_amax, region, _ = request
     if rule.scale == "e4m3":
-        return fp4.quantize(x, rule, direction, reduce_amax=reduce_amax, region=region, running=running)
+        return fp4.quantize(request)
     x = in_memory(x).contiguous()
     granularity = rule.granularity
     wants_row, wants_column = direction != "columnwise", direction != "rowwise"

@@ -5,8 +5,8 @@ tensor, results depend on the rest of the batch. A static scale is a constant. V
 amax saturate.
 
 With per-tensor recipes it replaces the tensor's scale. With per-row scales ('rowwise': weights per channel)
-all rows of activations get the same scale, in the shape that the recipe's GEMM takes. Blocks of 128 or 32
-values scale by their own values and have no static scales.
+all rows of activations get the same scale. Blocks of 128 or 32 values scale by their own values and have no
+static scales.
 
 A prompt has any number of tokens, and decoding has one. FP8 tensor cores prefer multiples of 16 rows, or 32
 (recipe.py, alignment); sizes that they do not support are padded inside the backend's GEMM. Here whole
@@ -23,12 +23,11 @@ from typing import Any
 
 import torch
 
-from ..backends.base import Quantized, RunningAmax
+from ..backends.base import CastRequest
 from ..linear.gemm_site import GemmSite
-from ..numerics.rule import ROW, TENSOR, Direction, Rule
-from ..quantizer import Quantizer
+from ..numerics.rule import ROW, TENSOR, Rule
+from ..quantizer import CastJob, Quantizer
 from ..state.arena import Slot
-from ..tensor import Float8Tensor
 
 
 class StaticQuantizer(Quantizer):
@@ -37,26 +36,13 @@ class StaticQuantizer(Quantizer):
     def __init__(self, rule: Rule, slot: Slot, backend: ModuleType, scale: torch.Tensor):
         super().__init__(rule, slot, backend)
         self.scale = scale
+        self.computes = False  # casts that record amaxes take their scale from the arena
         self._cast = replace(rule, granularity=TENSOR, delayed=False)
 
-    @property
-    def computes(self) -> bool:
-        """Always False: casts that record amaxes take their scale from the arena."""
-        return False
-
-    def quantize(
-        self, x: torch.Tensor, direction: Direction, *, running: RunningAmax | None = None, **_: Any
-    ) -> Quantized:
-        """x [rows, cols] with the static scale, rowwise only: a forward pass needs no columnwise codes."""
-        assert direction == "rowwise", "static scales are for inference, which has no backward"
-        done: Quantized = self.backend.quantize(x, self._cast, direction, scale=self.scale, running=running)
-        self.slot.arena.counter.here.casts += 1
-        side = done.tensor.rowwise
-        assert side is not None
-        if self.rule.granularity == ROW:
-            # [] -> [tokens, 1]
-            side = replace(side, granularity=ROW, scale_inv=side.scale_inv.expand(x.shape[0], 1).contiguous())
-        return replace(done, tensor=Float8Tensor(side, None, x.dtype))
+    def request(self, job: CastJob) -> CastRequest:
+        """The cast with the static scale, rowwise only: a forward pass needs no columnwise codes."""
+        assert job.direction == "rowwise", "static scales are for inference, which has no backward"
+        return super().request(job)._replace(rule=self._cast, scale=self.scale)
 
 
 @dataclass(frozen=True)
@@ -71,7 +57,8 @@ class StaticScale:
         quantizer = casts.rowwise
         if quantizer is not None:
             scale = self.scale.to(quantizer.slot.arena.device)
-            casts.rowwise = StaticQuantizer(quantizer.rule, quantizer.slot, quantizer.backend, scale)
+            static = StaticQuantizer(quantizer.rule, quantizer.slot, quantizer.backend, scale)
+            site.casts["input"] = casts._replace(rowwise=static)
 
 
 def why_not_static(rule: Rule) -> str | None:

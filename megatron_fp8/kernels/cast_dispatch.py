@@ -89,24 +89,20 @@ def block_amaxes(
 
 def compute_e8m0(amax: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """MX block scales: as ``numerics.scaling.compute_e8m0``."""
-    return (
-        matrix_quantize.e8m0_of_amax(amax, fmt.max_exponent)
-        if emulation.usable(amax)
-        else scaling.compute_e8m0(amax, fmt)
-    )
+    if emulation.usable(amax):
+        return matrix_quantize.e8m0_of_amax(amax, fmt.max_exponent)
+    return scaling.compute_e8m0(amax, fmt)
 
 
 def e8m0_to_scale_inv(e8m0: torch.Tensor) -> torch.Tensor:
     """float32 2^(e8m0 - 127): as ``numerics.scaling.e8m0_to_scale_inv``."""
-    return (
-        matrix_quantize.power_of_e8m0(e8m0, False)
-        if emulation.usable(e8m0)
-        else scaling.e8m0_to_scale_inv(e8m0)
-    )
+    if emulation.usable(e8m0):
+        return matrix_quantize.power_of_e8m0(e8m0, False)
+    return scaling.e8m0_to_scale_inv(e8m0)
 
 
 def e8m0_to_scale(e8m0: torch.Tensor) -> torch.Tensor:
     """float32 2^(127 - e8m0): as ``numerics.scaling.e8m0_to_scale``."""
-    return (
-        matrix_quantize.power_of_e8m0(e8m0, True) if emulation.usable(e8m0) else scaling.e8m0_to_scale(e8m0)
-    )
+    if emulation.usable(e8m0):
+        return matrix_quantize.power_of_e8m0(e8m0, True)
+    return scaling.e8m0_to_scale(e8m0)

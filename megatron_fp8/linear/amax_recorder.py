@@ -142,30 +142,28 @@ def _observed_once(sites: Sequence[GemmSite], training: bool, when: str) -> Iter
     observer; this restores the slots on exit.
     """
     state, now = sites[0].state, when == NOW
-    if state.observer is None:
-        yield now
-    elif in_backward():
+    if state.observer is not None and in_backward():
         with state.unobserved():
             yield now
-    elif (
-        now or not training
-    ):  # whether an evaluation's backward comes is not known yet: the observer skips it
+        return
+    # Whether an evaluation's backward comes is not known yet: the observer skips it.
+    if state.observer is None or now or not training:
         yield now
-    else:
-        slots = [
-            q.slot
-            for site in sites
-            for role in ("input", "weight")
-            for q in (*site.casts[role].quantizers, *site.uncast.get(role, ()))
-        ]
-        rows = [slot.arena.rows[:, slot.index].clone() for slot in slots]
-        try:
-            yield True
-        finally:
-            for slot, before in zip(slots, rows, strict=True):
-                slot.arena.rows[:, slot.index] = before
-            for site in sites:
-                site.weights.recorded_nothing()
+        return
+    slots = [
+        q.slot
+        for site in sites
+        for role in ("input", "weight")
+        for q in (*site.casts[role].quantizers, *site.uncast.get(role, ()))
+    ]
+    rows = [slot.arena.rows[:, slot.index].clone() for slot in slots]
+    try:
+        yield True
+    finally:
+        for slot, before in zip(slots, rows, strict=True):
+            slot.arena.rows[:, slot.index] = before
+        for site in sites:
+            site.weights.recorded_nothing()
 
 
 def record_high_precision(
@@ -180,6 +178,8 @@ def record_high_precision(
 ) -> torch.Tensor:
     """Count a linear that ran in high precision, tell the observer, and record amaxes.
 
+    The observer does not hear of what is in evaluation, traced or transformed, or has no memory.
+
     Args:
         x, weight, y: y [..., N] = x [..., K] @ weight [N, K]^T.
         training: the layer's mode.
@@ -190,7 +190,11 @@ def record_high_precision(
         y. Use this one: traced code drops the recording of an unused y.
     """
     count_linear(site.state, x, weight, y, training=training)
-    watch_high_precision(x, weight, y, site, training=training, shard=shard)
+    observer = None if torch.compiler.is_compiling() or not training else site.state.observer
+    has_values = not (x.is_meta or isinstance(x, FakeTensor))
+    if observer is not None and has_values and torch._C._functorch.peek_interpreter_stack() is None:
+        with _disable_current_modes():  # what keeps or counts operations has no business with an observer's
+            observer.high_precision(SeenLinear(site.plan.name, x, weight, y, not in_backward(), shard))
     return observe_high_precision(x, weight, y, site, training=training) if observe else y
 
 
@@ -239,29 +243,6 @@ def observe_high_precision(
         return traced_observation(x, weight, y, site, training=training)
     observe(site, x, weight, y, training=training)
     return y
-
-
-def watch_high_precision(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    y: torch.Tensor,
-    site: GemmSite,
-    *,
-    training: bool,
-    shard: bool = False,
-) -> None:
-    """Tell the observer, if there is one, of a linear that ran in high precision in training.
-
-    It does not hear of what is traced or transformed, or has no memory.
-    """
-    if torch.compiler.is_compiling() or (observer := site.state.observer) is None:
-        return
-    if not training:
-        return
-    if x.is_meta or isinstance(x, FakeTensor) or torch._C._functorch.peek_interpreter_stack() is not None:
-        return
-    with _disable_current_modes():  # what keeps or counts operations has no business with an observer's
-        observer.high_precision(SeenLinear(site.plan.name, x, weight, y, not in_backward(), shard))
 
 
 def observe(

@@ -64,7 +64,7 @@ from .linear_ops import backward, forward
 from .operands import Call, keeps_codes
 from .saved_tensor_layout import InputLayout, SavedInput, SideLayout
 from .tensor_parallel import TensorParallel
-from .weight_cache import columnwise_of, stamps_of, was_training
+from .weight_cache import Stamp, columnwise_of, stamps_from_tensors, stamps_to_tensors
 
 # The oldest supported versions of torch lack the tag.
 _KEPT_OUT_OF_GRAPHS = hasattr(torch.Tag, "cudagraph_unsafe")
@@ -99,7 +99,7 @@ def traced_linear(
     Training quantizes the weights once an iteration if the state ``keeps_weights``; otherwise, and in evaluation, each
     call quantizes them. It ignores Megatron's ``is_first_microbatch``, each value of which would need its own graph.
     """
-    layouts = {site.traced.saved_layout for site in call.sites}
+    layouts = {site.saved_layout for site in call.sites}
     layout = layouts.pop() if len(layouts) == 1 else ""
     needs_wgrad = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     keeps = needs_wgrad and bool(layout) and keeps_codes(math.prod(x.shape[:-1]), call.sites[0], call)
@@ -116,7 +116,7 @@ def traced_linear(
         list(weights),
         bias,
         tokens,
-        [beside(site.traced.handle, x, *weights) for site in call.sites],
+        [beside(site.handle, x, *weights) for site in call.sites],
         layout,
         call.tp.to_text(),
         keeps,
@@ -163,14 +163,14 @@ def linear(
     number: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns y [..., N]; codes and scales of x's columnwise sides as InputLayout has them (empty unless ``keeps``); the
-    tensors of ``stamps_of``; the tensors of ``DeferredRecord.saved`` (empty unless ``when`` is LATER).
+    tensors of ``stamps_to_tensors``; the tensors of ``DeferredRecord.saved`` (empty unless ``when`` is LATER).
 
     Args:
         x, bias: [..., K], [N] or None.
         weights: [N, K] each: a linear's, or the experts'.
         tokens: integers [experts] on the CPU, each expert's tokens; None for a linear.
         sites: int64 [] on the CPU each, GemmSites' handles.
-        layout: the sites' common saved_layout (gemm_site.CompileHandle), or ''.
+        layout: the sites' common saved_layout (GemmSite), or ''.
         tp: the communication, from TensorParallel.to_text.
         keeps: return x's codes for wgrad.
         training, when: the layer's mode; when to record the forward: NOW, LATER or NEVER.
@@ -181,7 +181,7 @@ def linear(
         if in_backward():
             _check_recomputed(site)
         else:
-            site.traced.multiplied_by(weight)
+            site.note_weight(weight)
     counts = _numbers(found[0], tokens, x)
     call = Call(
         found,
@@ -195,7 +195,7 @@ def linear(
     options: Any = {"training": training, "when": when}
     with counted_forward(found, call.split(x), weights, **options) as (record, late):
         done = forward(x, weights, bias, call._replace(record=record), [keeps] * len(found))
-    stamps = stamps_of([site.weights for site in found], x.device, training=training)
+    stamps = stamps_to_tensors([Stamp.of(site.weights, training) for site in found], x.device)
     saved = SavedInput(x.new_empty(0), x.new_empty(0))
     if keeps:
         saved = InputLayout(SideLayout.parse(layout), x.shape[-1]).pack(done.x, counts, x.device)
@@ -263,23 +263,25 @@ def linear_backward(
     Args:
         dy, weights: [..., N]; [N, K] each.
         kept: the saved input: codes and scales, or x [..., K]; empty without any dw.
-        stamps, weight_scales: int64 [sites, 2] and float32 [sites] of ``stamps_of``: how forward quantized the weights.
+        stamps, weight_scales: int64 [sites, 2] and float32 [sites], how forward quantized the weights
+            (``stamps_to_tensors``).
         measured, counted: float32 [sites, 2, 2] and int64 [7], forward's deferred record, or empty.
         bias_dtype: None if dbias is not needed.
         tokens, sites, layout, tp, number: as in ``linear``.
     """
     found = [_site_of(site) for site in sites]
     counts, fresh = _numbers(found[0], tokens, dy), [False] * len(found)
-    call = Call(found, was_training(stamps[0]), fresh, len(kept) == 1, TensorParallel.from_text(tp), counts)
-    parameters = [site.traced.parameter(weight) for site, weight in zip(found, weights, strict=True)]
+    of_forward = stamps_from_tensors(stamps, weight_scales)
+    call = Call(found, of_forward[0].training, fresh, len(kept) == 1, TensorParallel.from_text(tp), counts)
+    parameters = [site.parameter(weight) for site, weight in zip(found, weights, strict=True)]
     found[0].state.activity.backwards += 1
     if len(counted):
         DeferredRecord.restored(measured, counted).record(found)
     with without_autocast(dy.device):
         saved_w: list[Operand | None] = [None] * len(found)
         if needs_dgrad:
-            about = zip(found, weights, stamps, weight_scales, strict=True)
-            saved_w = [columnwise_of(site.weights, *of_weight) for site, *of_weight in about]
+            about = zip(found, weights, of_forward, strict=True)
+            saved_w = [columnwise_of(site.weights, weight, stamp) for site, weight, stamp in about]
         saved_x: list[Operand | None] = [None] * len(found)
         if len(kept) == 1:
             parts = call.split(kept[0].reshape(-1, kept[0].shape[-1]))
@@ -356,7 +358,7 @@ _register("grouped_linear")
 
 def traced_observation(x: Tensor, weight: Tensor, y: Tensor, site: GemmSite, *, training: bool) -> Tensor:
     """observe_high_precision while traced: records x [..., K], weight [N, K]; returns a copy of y [..., N]."""
-    handle = beside(site.traced.handle, x, weight)
+    handle = beside(site.handle, x, weight)
     return torch.ops.megatron_fp8.observe(x, weight, y, handle, training, next_call())[0]
 
 

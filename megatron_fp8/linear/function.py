@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -21,14 +21,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.autocast_state import without_autocast
 from ..state.iteration import NOW, recorded
-from .amax_recorder import DeferredRecord, counted_forward
+from .amax_recorder import counted_forward
 from .gemm_site import GemmSite
 from .linear_ops import backward, for_gradient, forward
 from .operands import Call
 from .quantized_tokens import QuantizedTokens
 from .saved_operands import StampedWeight, first_derivative_only, restore, save
 from .tensor_parallel import ALONE, TensorParallel
-from .weight_cache import columnwise_of, stamp_of
+from .weight_cache import Stamp, columnwise_of
 
 Tokens = Sequence[int] | torch.Tensor
 """Each expert's number of tokens: integers, or an integer tensor [experts]. The host reads it, so best on the CPU."""
@@ -217,7 +217,8 @@ def _run_eager(
     with recording as (record, late):
         call = call._replace(record=record)
         if with_gradients or forward_ad._current_level >= 0:  # for its jvp
-            return _LinearFunction.apply(x, bias, _Options(call, with_gradients, late), *weights)
+            call = call._replace(with_gradients=with_gradients, late=late)
+            return _LinearFunction.apply(x, bias, call, *weights)
         return forward(x, weights, bias, call, [False] * len(weights)).y
 
 
@@ -269,29 +270,20 @@ def group_where_possible(
 # ---------------------------------------------------------------------------------------------------------- autograd
 
 
-class _Options(NamedTuple):
-    """Options of a forward: the call, whether gradients are enabled, and an evaluation forward's record."""
-
-    call: Call
-    grad_enabled: bool
-    late: DeferredRecord | None
-
-
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, options: _Options, *weights: torch.Tensor
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, call: Call, *weights: torch.Tensor
     ) -> torch.Tensor:
-        call = options.call
-        needs_dgrad, _, _, *needs_wgrad = [need and options.grad_enabled for need in ctx.needs_input_grad]
-        ctx.options, ctx.weights = options, [for_gradient(weight) for weight in weights]
+        needs_dgrad, _, _, *needs_wgrad = [need and call.with_gradients for need in ctx.needs_input_grad]
+        ctx.call, ctx.weights = call, [for_gradient(weight) for weight in weights]
         ctx.x_shape, ctx.bias_dtype = x.shape, None if bias is None else bias.dtype
         done = forward(x, weights, bias, call, needs_wgrad)
         saved: list[Any] = [*done.x]
         for site, weight, sides in zip(call.sites, weights, done.weights, strict=True):
             operand: Any = sides.columnwise if needs_dgrad else None
             if needs_dgrad and operand is None:
-                operand = StampedWeight(weight, *stamp_of(site.weights, x.device, training=call.training))
+                operand = StampedWeight(weight, Stamp.of(site.weights, call.training))
             saved.append(operand)
         save(ctx, saved)
         return done.y
@@ -299,11 +291,11 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call, _, late = ctx.options
-        count, state = len(call.sites), call.sites[0].state
-        state.activity.backwards += 1
-        if late is not None:
-            late.record(call.sites)
+        call: Call = ctx.call
+        count = len(call.sites)
+        call.sites[0].state.activity.backwards += 1
+        if call.late is not None:
+            call.late.record(call.sites)
         needs_dgrad, needs_dbias, _, *needs_wgrad = ctx.needs_input_grad
         operands = restore(ctx, call.sites[0].plan.name)
         dbias_dtype = ctx.bias_dtype if needs_dbias else None

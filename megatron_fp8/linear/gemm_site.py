@@ -47,9 +47,11 @@ class GemmSite:
         casts: role -> its quantizers.
         backend: what they and the GEMMs run on; None if nothing is in FP8.
         weights: quantizes the weight and caches it.
-        gradients: chooses the random bits for rounding of grad_output.
+        stochastic: whether grad_output is rounded stochastically.
         watched_forwards: says whether a call runs as one operator; a recomputation does as its forward did.
-        traced: the handle for compiled code.
+        handle: int64 [] on the CPU, the site's number in compiled code.
+        saved_layout: memory layout of the saved input's codes and scales (a SideLayout as text); empty without FP8.
+        layer: returns the site's layer, or None if it was deleted.
         notes: notes for the report.
         has_run: whether a forward has run.
         heals: whether a healing phase takes the whole site out of FP8.
@@ -74,11 +76,15 @@ class GemmSite:
         self.casts = {role: self._casts(role, group) for role in READERS} if casts is None else dict(casts)
         kept = self.casts["input"].columnwise
         layout = "" if kept is None else str(SideLayout.of(kept.rule, kept.backend.turns_codes(kept.rule)))
-        self.traced = register(self, layout)
+        self.saved_layout, number = layout, next(_numbers)
+        self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
+        _sites[number] = self
+        self.layer: Callable[[], Any] = lambda: None
+        self._weight_id: int | None = None
         self.weights = WeightCache(self.casts["weight"], state)
         self.seed, self.stream = seed, stream
-        stochastic = any(quantizer.rule.stochastic for quantizer in self.casts["grad_output"].quantizers)
-        self.gradients = GradientStream(plan.name, state, stochastic=stochastic, seed=seed, rank=stream)
+        self.stochastic = any(q.rule.stochastic for q in self.casts["grad_output"].quantizers)
+        self._iteration, self._backwards = -1, 0  # stochastic backwards of that iteration, so far
         self.watched_forwards = WatchedForwards(state)
         self.has_run = False
         self._stand_in: GemmSite | None = None
@@ -133,7 +139,7 @@ class GemmSite:
         found: dict[str, Quantizer | None] = {}
         for role, casts in self.casts.items():
             found[role] = casts.columnwise if casts.rowwise is None else casts.rowwise
-            if casts.twice:
+            if len(casts.quantizers) == 2:
                 found[f"{role}.{READERS[role][1]}"] = casts.columnwise
         return found
 
@@ -229,6 +235,38 @@ class GemmSite:
         accumulate = getattr(self.backend, "accumulate", None)
         return accumulate is not None and accumulate(a, b, into, zeros=zeros)
 
+    def next_region(self, row_offset: int, col_offset: int, total_cols: int) -> Region:
+        """Position and random stream of the next backward's grad_output in a matrix with ``total_cols`` columns.
+
+        The iteration is part of the stream's name, so that a resumed run draws the same bits.
+
+        Raises RuntimeError in the capture of a CUDA graph, which would draw the same bits at each replay.
+        """
+        if self.state.capturing and self.stochastic:
+            raise RuntimeError(
+                f"{self.plan.name} rounds gradients stochastically, by bits that the host names in each iteration: a CUDA"
+                " graph would repeat them. Switch stochastic rounding off, or train without the graph"
+            )
+        iteration = self.state.iteration
+        self._backwards = self._backwards + 1 if iteration == self._iteration else 0
+        self._iteration = iteration
+        stream = (self.stream << 16) + self._backwards
+        key = RandomKey(self.seed, zlib.crc32(self.plan.name.encode()), iteration, stream)
+        return Region(key, row_offset, col_offset, total_cols)
+
+    def note_weight(self, weight: torch.Tensor) -> None:
+        """Stores the identity of the weight [N, K] that a compiled forward used."""
+        self._weight_id = id(weight) if hasattr(weight, "main_grad") else None
+
+    def parameter(self, weight: torch.Tensor) -> torch.Tensor:
+        """The layer's parameter [N, K], which has the main_grad, for a weight [N, K] that may be an offloaded copy."""
+        layer = self.layer()
+        if layer is None or self._weight_id is None:
+            return weight
+        own: Any = layer._parameters.get("weight")
+        own = getattr(layer, "tied_weight", None) if own is None else own
+        return own if id(own) == self._weight_id else weight
+
 
 class HealedSite(GemmSite):
     """A site in a healing phase of some of its GEMMs: its quantizers, histories and random bits, with another plan."""
@@ -243,8 +281,8 @@ class HealedSite(GemmSite):
         }
         super().__init__(plan, site.state, None, seed=site.seed, stream=site.stream, casts=casts)
         self.notes, self.heals = site.notes, False
-        handle = site.traced  # not the site: a cycle would keep its memory
-        self.traced.owner = lambda: handle.owner()
+        owner = weakref.ref(site)  # a cycle would keep its memory
+        self.layer = lambda: None if (found := owner()) is None else found.layer()
         self.weights.before = site.weights
         self.uncast = {
             role: [
@@ -267,78 +305,9 @@ _sites: weakref.WeakValueDictionary[int, GemmSite] = weakref.WeakValueDictionary
 _numbers = itertools.count()
 
 
-class CompileHandle:
-    """The attributes of a site that compiled code uses.
-
-    Attributes:
-        handle: int64 [] on the CPU, the site's number.
-        saved_layout: memory layout of the saved input's codes and scales (a SideLayout as text); empty without FP8.
-        owner: returns the site's layer, or None if it was deleted. Holds no tensor.
-    """
-
-    def __init__(self, handle: torch.Tensor, saved_layout: str):
-        self.handle, self.saved_layout = handle, saved_layout
-        self.owner: Callable[[], Any] = lambda: None
-        self._multiplied: int | None = None
-
-    def multiplied_by(self, weight: torch.Tensor) -> None:
-        """Stores the identity of the weight [N, K] that a forward used."""
-        self._multiplied = id(weight) if hasattr(weight, "main_grad") else None
-
-    def parameter(self, weight: torch.Tensor) -> torch.Tensor:
-        """The layer's parameter [N, K], which has the main_grad, for a weight [N, K] that may be an offloaded copy."""
-        layer = self.owner()
-        if layer is None or self._multiplied is None:
-            return weight
-        own: Any = layer._parameters.get("weight")
-        own = getattr(layer, "tied_weight", None) if own is None else own
-        return own if id(own) == self._multiplied else weight
-
-
-def register(site: GemmSite, saved_layout: str) -> CompileHandle:
-    """Registers the site under a new handle, for the site's lifetime."""
-    number = next(_numbers)
-    _sites[number] = site
-    return CompileHandle(torch.tensor(number, dtype=torch.int64, device="cpu"), saved_layout)
-
-
 def site_by_handle(handle: torch.Tensor) -> GemmSite:
     """The site with this handle, int64 []. RuntimeError if the site was deleted."""
     site = _sites.get(int(handle))
     if site is None:
         raise RuntimeError("the FP8 layer whose compiled code runs is gone: compile the model that is there")
     return site
-
-
-class GradientStream:
-    """Names the random stream of each cast of a site's grad_output.
-
-    Args:
-        name: the site's name.
-        state: the model's. Its iteration is part of the stream's name, so that a resumed run draws the same bits.
-        stochastic: whether gradients are rounded stochastically.
-        seed: the run's seed.
-        rank: the data-parallel rank. Ranks have different tokens, so they draw different bits.
-    """
-
-    def __init__(self, name: str, state: Fp8State, *, stochastic: bool, seed: int, rank: int):
-        self._name, self._state, self.stochastic = name, state, stochastic
-        self._seed, self._rank = seed, rank
-        self._iteration, self._backwards = -1, 0  # backward passes of that iteration, so far
-
-    def next_region(self, row_offset: int, col_offset: int, total_cols: int) -> Region:
-        """Position and random stream of the next backward's grad_output in a matrix with ``total_cols`` columns.
-
-        Raises RuntimeError in the capture of a CUDA graph, which would draw the same bits at each replay.
-        """
-        if self._state.capturing and self.stochastic:
-            raise RuntimeError(
-                f"{self._name} rounds gradients stochastically, by bits that the host names in each iteration: a CUDA"
-                " graph would repeat them. Switch stochastic rounding off, or train without the graph"
-            )
-        iteration = self._state.iteration
-        self._backwards = self._backwards + 1 if iteration == self._iteration else 0
-        self._iteration = iteration
-        stream = (self._rank << 16) + self._backwards
-        key = RandomKey(self._seed, zlib.crc32(self._name.encode()), iteration, stream)
-        return Region(key, row_offset, col_offset, total_cols)

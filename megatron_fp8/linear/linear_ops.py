@@ -35,14 +35,7 @@ from ..plan.autocast_state import without_autocast
 from ..state.observer_protocol import SeenProduct
 from ..tensor import Operand, Sides
 from .main_grad import added_to_main_grad, main_grad_of
-from .operands import (
-    Call,
-    columnwise_input,
-    gather_input,
-    quantize_backward,
-    quantize_forward,
-    requantize_input,
-)
+from .operands import Call, gather_input, quantize_backward, quantize_forward, requantize_input
 from .tensor_parallel import Pending
 
 
@@ -121,7 +114,7 @@ def backward(
     if isinstance(columnwise[0], Pending):
         columnwise = [columnwise[0].wait()]
     if pending_x is not None:
-        inputs = [columnwise_input(pending_x.wait(), call)]
+        inputs = [pending_x.wait()]
     if dx is not None and tp.gathers_input:
         pending_dx = tp.reduce_scatter(dx, async_op=True)
     elif dx is not None and tp.reduce_dgrad:

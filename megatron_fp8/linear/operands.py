@@ -2,10 +2,10 @@
 
 Per-tensor and square-block codes are the same in both directions; per-row and 1-wide blocks are quantized twice from
 high precision, and only the columnwise side of the input outlives the forward. All casts of a forward or a backward
-are made in one call, except gathered ones and those with stochastic rounding.
+are made in one call.
 
-Under sequence parallelism codes are gathered if a shard's tokens are whole blocks. Otherwise tokens are gathered in high
-precision and then quantized; the site's notes, and so the report, say so.
+Tokens that were dispatched to experts in FP8 are fprop's or dgrad's operand as they are. wgrad's is derived: they are
+decoded exactly in float32 and quantized by wgrad's rule (docs/numerics.md, Derived codes).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backends.base import Region
-from ..numerics.rule import Granularity
 from ..quantizer import CastJob, Casts, Quantizer, cast_each
 from ..tensor import Float8Tensor, Operand, QuantizedSide, Sides
+from .amax_recorder import DeferredRecord
 from .gemm_site import GemmSite
 from .quantized_tokens import QuantizedTokens
 from .tensor_parallel import ALONE, Pending, TensorParallel
@@ -37,6 +37,8 @@ class Call(NamedTuple):
         tokens: of each expert; unused for a linear.
         record: whether its forward records now (state/iteration.py); a backward always does.
         as_operator: whether it runs as an operator (compiled.py), which returns plain codes for backward.
+        with_gradients: whether a backward may follow.
+        late: an evaluation forward's record, which its backward makes.
     """
 
     sites: Sequence[GemmSite]
@@ -47,13 +49,92 @@ class Call(NamedTuple):
     tokens: Sequence[int] = ()
     record: bool = False
     as_operator: bool = False
+    with_gradients: bool = True
+    late: DeferredRecord | None = None
 
     def split(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
         """Each site's rows of a matrix [T, features]."""
         return (rows,) if len(self.sites) == 1 else rows.split(list(self.tokens))
 
 
-# ------------------------------------------------------------------------------------------------------------ forward
+# -------------------------------------------------------------------------------------------------------------- casts
+
+# An operand whose GEMM reads all ranks' tokens is gathered in codes if a shard's tokens are whole blocks, otherwise in
+# high precision and then quantized; the site's notes, and so the report, say so.
+LOCAL, GATHER_CODES, GATHER_VALUES = "local", "gather codes", "gather values"
+
+
+def _gather_route(quantizer: Quantizer, tokens: int) -> str:
+    """GATHER_CODES or GATHER_VALUES for shards of so many tokens."""
+    granularity = quantizer.rule.granularity
+    whole = granularity.is_tensor or granularity.cols == 0
+    return GATHER_CODES if whole or tokens % max(granularity.rows, granularity.cols) == 0 else GATHER_VALUES
+
+
+def keeps_codes(tokens: int, site: GemmSite, call: Call) -> bool:
+    """Whether codes of this rank's tokens are saved for wgrad, rather than the input itself."""
+    quantizer = site.casts["input"].columnwise
+    if quantizer is None or call.save_original_input:
+        return False
+    return not call.tp.gathers_input or _gather_route(quantizer, tokens) == GATHER_CODES
+
+
+def _casts_of(
+    role: str, x: torch.Tensor, site: GemmSite, call: Call, needs_row: bool, needs_column: bool
+) -> tuple[torch.Tensor, list[tuple[str, CastJob]]]:
+    """The casts of this rank's tokens x [M, features], 'input' or 'grad_output', to the needed sides.
+
+    Returns all ranks' tokens if any cast or GEMM reads them in high precision, else x; the casts, each with its route.
+    """
+    tp, casts, of_input = call.tp, site.casts[role], role == "input"
+    row, column = casts.rowwise if needs_row else None, casts.columnwise if needs_column else None
+    parts, record, region = Casts(row, column).parts(), call.record or not of_input, None
+    if not of_input and site.stochastic and parts:
+        region = _region(x, site, call)
+    if not (tp.gathers_input if of_input else tp.gathers_gradient):
+        for_product = not (of_input and call.as_operator and column is not None)
+        return x, [(LOCAL, CastJob(*part, x, record, None, region, for_product)) for part in parts]
+    routes = [_gather_route(quantizer, len(x)) for quantizer, _ in parts]
+    plain = (needs_row and row is None) or (needs_column and column is None)
+    whole: torch.Tensor = tp.all_gather(x).wait() if plain or GATHER_VALUES in routes else x
+    jobs = []
+    for route, part in zip(routes, parts, strict=True):
+        if route == GATHER_CODES:
+            of_shard = region and replace(region, row_offset=tp.rank * len(x))
+            reduce_amax = tp.amax_reduction(site.state.counts)
+            jobs.append((route, CastJob(*part, x, record, reduce_amax, of_shard, for_product=False)))
+        else:
+            site.notes.add(_misaligned_note(role, len(x), part[0]))
+            jobs.append((route, CastJob(*part, whole, record, None, region)))
+    return whole, jobs
+
+
+def _derived(role: str, tokens: QuantizedSide, site: GemmSite, call: Call) -> list[tuple[str, CastJob]]:
+    """The cast of wgrad's operand from codes of tokens [M, features] that were dispatched to an expert."""
+    assert call.tp.kind == "none", "tokens are dispatched to experts, which gather none"
+    assert site.casts[role].columnwise is not None, (
+        "a wgrad in high precision would read values that were quantized"
+    )
+    return _casts_of(role, tokens.dequantize(), site, call, False, True)[1]
+
+
+def _misaligned_note(role: str, tokens: int, quantizer: Quantizer) -> str:
+    return (
+        f"sequence-parallel {role} gathered in high precision: shards of {tokens} tokens are not whole"
+        f" {quantizer.rule.granularity} blocks"
+    )
+
+
+def _region(dy: torch.Tensor, site: GemmSite, call: Call) -> Region:
+    """Position of dy [M, N] in the whole group's matrix, by which each element's random bits are chosen. dy has all rows;
+    a column-parallel rank has some of the columns."""
+    tp, cols = call.tp, dy.shape[1]
+    if tp.kind == "column":
+        return site.next_region(0, tp.rank * cols, cols * tp.size)
+    return site.next_region(0, 0, cols)
+
+
+# ------------------------------------------------------------------------------------------------------------- forward
 
 
 def quantize_forward(
@@ -69,8 +150,9 @@ def quantize_forward(
     """
     operands: list[Operand] = [*parts]
     saved: list[Operand | None] = [None] * len(parts)
-    sides: list[Sides | None] = [None] * len(parts)
-    jobs: list[tuple[CastJob, int, bool]] = []  # a cast, its site, and whether it is of the weight
+    sides: dict[int, Sides] = {}
+    inputs: list[tuple[int, str, CastJob]] = []
+    of_weights: dict[int, list[CastJob]] = {}
     for e, (part, weight, site) in enumerate(zip(parts, weights, call.sites, strict=True)):
         site.has_run = True
         if site.uncast and call.record:
@@ -79,27 +161,38 @@ def quantize_forward(
         if len(parts) == 1 or len(part):
             if isinstance(part, QuantizedTokens):
                 operands[e] = side = part.side
-                saved[e] = derived(side, site, call, "input", record=call.record) if needs_wgrad[e] else None
-            elif call.tp.gathers_input:
-                operands[e], saved[e] = _gathered_input(part, site, call, needs_wgrad[e])
+                of_part = _derived("input", side, site, call) if needs_wgrad[e] else []
             else:
-                job, saved[e] = _input_job(part, site, call, needs_wgrad[e])
-                jobs.append((job, e, False))
+                keeps = needs_wgrad[e] and keeps_codes(len(part), site, call)
+                operands[e], of_part = _casts_of("input", part, site, call, True, keeps)
+                if not keeps:
+                    # Only if needed: the transpose of a LazyTensor computes its values and writes them.
+                    saved[e] = part.t() if needs_wgrad[e] else None
+                    _record_late_cast(part, site, call)
+            inputs += [(e, *job) for job in of_part]
         ready = site.weights.prepare(
             weight, fresh=call.fresh_weights[e], training=call.training, record=call.record
         )
-        if isinstance(ready, CastJob):
-            jobs.append((ready, e, True))
-        else:
+        if isinstance(ready, Sides):
             sides[e] = ready
+        else:
+            of_weights[e] = ready
     with torch.inference_mode(False), torch.no_grad():  # codes that a later backward can save
-        for (job, e, of_weight), done in zip(jobs, cast_each([job for job, *_ in jobs]), strict=True):
-            if of_weight:
-                sides[e] = call.sites[e].weights.take(job, done, keep=call.as_operator)
-            else:
-                operands[e] = operands[e] if done.rowwise is None else done.rowwise
-                saved[e] = done.columnwise if saved[e] is None else saved[e]
-    return operands, saved, [side for side in sides if side is not None]
+        jobs = [job for *_, job in inputs]
+        made = iter(cast_each(jobs + [job for of_weight in of_weights.values() for job in of_weight]))
+        for e, route, _ in inputs:
+            done = next(made)
+            if (row := done.rowwise) is not None:
+                gathers = route == GATHER_CODES
+                operands[e] = call.tp.gather_side(row, by_column=False).wait() if gathers else row
+            saved[e] = done.columnwise or saved[e]
+        for e, of_weight in of_weights.items():
+            tensors = [next(made) for _ in of_weight]
+            take = call.sites[e].weights.take
+            sides[e] = take(
+                weights[e], tensors, training=call.training, record=call.record, keep=call.as_operator
+            )
+    return operands, saved, [sides[e] for e in range(len(parts))]
 
 
 def observe_uncast(site: GemmSite, role: str, x: torch.Tensor) -> None:
@@ -108,121 +201,40 @@ def observe_uncast(site: GemmSite, role: str, x: torch.Tensor) -> None:
         quantizer.observe(x)
 
 
-def _input_job(
-    tokens: torch.Tensor, site: GemmSite, call: Call, needs_wgrad: bool
-) -> tuple[CastJob, torch.Tensor | None]:
-    """(cast of this rank's tokens [M, K]; wgrad's operand [K, M] if it is in high precision)"""
-    casts = site.casts["input"]
-    keeps = needs_wgrad and keeps_codes(tokens.shape[0], site, call)
-    # Only if needed: the transpose of a LazyTensor computes its values and writes them.
-    plain = tokens.t() if needs_wgrad and not keeps else None
-    if call.record and not keeps:
-        _record_late_cast(tokens, casts)
-    return CastJob(
-        casts, tokens, "both" if keeps else "rowwise", call.record, not (keeps and call.as_operator)
-    ), plain
-
-
-def _gathered_input(
-    tokens: torch.Tensor, site: GemmSite, call: Call, needs_wgrad: bool
-) -> tuple[Operand, Operand | None]:
-    """(fprop's operand of all ranks' tokens, wgrad's of this rank's) from this rank's tokens [M, K]."""
-    tp, casts = call.tp, site.casts["input"]
-    row, count = casts.rowwise, tokens.shape[0]
-    job, plain = _input_job(tokens, site, call, needs_wgrad)
-    reduce_amax = tp.amax_reduction(site.state.counts)
-    if row is not None and _shards_aligned(count, row.rule.granularity):
-        done = casts(tokens, job.direction, record=call.record, reduce_amax=reduce_amax)
-        assert done.rowwise is not None
-        saved = done.columnwise if job.direction == "both" else plain
-        return tp.gather_side(done.rowwise, by_column=False).wait(), saved
-    whole: torch.Tensor = tp.all_gather(tokens).wait()
-    operand: Operand | None = whole
-    if row is not None:
-        site.notes.add(_misaligned_note("input", count, row.rule.granularity))
-        operand = casts(whole, "rowwise", record=call.record, for_product=True).rowwise
-    assert operand is not None
-    if job.direction == "rowwise":
-        return operand, plain
-    return operand, casts(tokens, "columnwise", record=call.record, reduce_amax=reduce_amax).columnwise
-
-
-def derived(tokens: QuantizedSide, site: GemmSite, call: Call, role: str, *, record: bool) -> Operand | None:
-    """wgrad's operand [features, M] from codes of tokens [M, features]: decoded exactly in float32, then quantized by
-    wgrad's rule (docs/numerics.md, Derived codes)."""
-    assert call.tp.kind == "none", "tokens are dispatched to experts, which gather none"
-    quantizer = site.casts[role].columnwise
-    assert quantizer is not None, "a wgrad in high precision would read values that were quantized"
-    values = tokens.dequantize(torch.float32)
-    region = _region(values, site, call) if role == "grad_output" and site.gradients.stochastic else None
-    return quantizer(
-        values, "columnwise", record=record, region=region, for_product=not call.as_operator
-    ).columnwise
-
-
-def keeps_codes(tokens: int, site: GemmSite, call: Call) -> bool:
-    """Whether codes of this rank's tokens are saved for wgrad, rather than the input itself."""
-    quantizer = site.casts["input"].columnwise
-    if quantizer is None or call.save_original_input:
-        return False
-    return not call.tp.gathers_input or _shards_aligned(tokens, quantizer.rule.granularity)
-
-
-def _shards_aligned(tokens: int, granularity: Granularity) -> bool:
-    """Whether a shard of this many tokens holds whole blocks in both directions."""
-    block = max(granularity.rows, granularity.cols)
-    return granularity.is_tensor or granularity.cols == 0 or tokens % block == 0
-
-
-def _misaligned_note(role: str, tokens: int, granularity: Granularity) -> str:
-    return (
-        f"sequence-parallel {role} gathered in high precision: shards of {tokens} tokens are not whole"
-        f" {granularity} blocks"
-    )
-
-
-def _record_late_cast(tokens: torch.Tensor, casts: Casts) -> None:
+def _record_late_cast(tokens: torch.Tensor, site: GemmSite, call: Call) -> None:
     """Records the amax of wgrad's own cast, which runs in backward or in a recomputation. Casts there do not record
     the input."""
+    casts = site.casts["input"]
     column = casts.columnwise
-    if column is not None and column.rule.delayed and column is not casts.rowwise:
+    if call.record and column is not None and column.rule.delayed and column is not casts.rowwise:
         column.observe(tokens)
 
 
-# ----------------------------------------------------------------------------------------------------------- backward
+# ------------------------------------------------------------------------------------------------------------ backward
 
 
 def requantize_input(saved: torch.Tensor, site: GemmSite, call: Call) -> Operand | None:
     """Quantizes a saved plain input [K, M] if wgrad reads codes and a shard's codes equal those of the gathered tokens;
     otherwise returns it unchanged."""
-    quantizer = site.casts["input"].columnwise
-    if quantizer is None or (
-        call.tp.gathers_input and not _shards_aligned(saved.shape[1], quantizer.rule.granularity)
-    ):
+    quantizer, gathers = site.casts["input"].columnwise, call.tp.gathers_input
+    if quantizer is None or (gathers and _gather_route(quantizer, saved.shape[1]) == GATHER_VALUES):
         return saved
-    reduce_amax = call.tp.amax_reduction(site.state.counts) if call.tp.gathers_input else None
-    return quantizer(
-        saved.t(), "columnwise", record=False, reduce_amax=reduce_amax, for_product=not call.tp.gathers_input
-    ).columnwise
+    reduce_amax = call.tp.amax_reduction(site.state.counts) if gathers else None
+    job = CastJob(quantizer, "columnwise", saved.t(), False, reduce_amax, for_product=not gathers)
+    return cast_each([job])[0].columnwise
 
 
 def gather_input(saved: Operand | None, call: Call) -> Pending:
-    """Starts gathering all ranks' tokens of the saved columnwise input [K, M]."""
+    """Starts gathering all ranks' tokens of the saved columnwise input [K, M]. The result is wgrad's operand."""
     assert saved is not None
     if isinstance(saved, QuantizedSide):
         return call.tp.gather_side(saved, by_column=True, async_op=True)
-    return call.tp.all_gather(saved.t(), async_op=True)
-
-
-def columnwise_input(gathered: Operand, call: Call) -> Operand | None:
-    """wgrad's operand [K, M of all ranks] from the gathered input: codes [K, M] unchanged; high-precision tokens [M, K]
-    transposed, and quantized if wgrad reads codes."""
-    if isinstance(gathered, QuantizedSide):
-        return gathered
+    tokens = call.tp.all_gather(saved.t(), async_op=True)
     quantizer = call.sites[0].casts["input"].columnwise
     if quantizer is None:
-        return gathered.t()
-    return quantizer(gathered, "columnwise", record=False, for_product=True).columnwise
+        return Pending([], lambda: tokens.wait().t())
+    cast = lambda: cast_each([CastJob(quantizer, "columnwise", tokens.wait(), False)])  # noqa: E731
+    return Pending([], lambda: cast()[0].columnwise)
 
 
 def quantize_backward(
@@ -234,67 +246,26 @@ def quantize_backward(
     """
     rowwise: list[Operand | None] = [None] * len(parts)
     columnwise: list[Any] = [None] * len(parts)
-    jobs: dict[int, CastJob] = {}
+    jobs: list[tuple[int, str, CastJob]] = []
     for e, (dy, site) in enumerate(zip(parts, call.sites, strict=True)):
         idle = len(parts) > 1 and not len(dy)
         if site.uncast and not idle:
             observe_uncast(site, "grad_output", dy)
-        if isinstance(dy, QuantizedTokens) and not idle:
+        if idle and not site.stochastic:  # an expert without tokens uses up its random bits, too
+            continue
+        if isinstance(dy, QuantizedTokens):
             side = dy.side
             rowwise[e] = side if needs_dgrad else None
-            if needs_wgrad[e]:
-                columnwise[e] = derived(side, site, call, "grad_output", record=True)
-        elif (
-            call.tp.gathers_gradient or site.gradients.stochastic
-        ):  # an expert without tokens uses up its random bits, too
-            rowwise[e], columnwise[e] = _gathered_gradient(dy, site, call, needs_dgrad, needs_wgrad[e])
-        elif not idle:
-            casts = site.casts["grad_output"]
-            if not (needs_dgrad and needs_wgrad[e]):
-                casts = Casts(
-                    casts.rowwise if needs_dgrad else None, casts.columnwise if needs_wgrad[e] else None
-                )
-            jobs[e] = CastJob(casts, dy, "both", True)
-    for (e, (casts, dy, *_)), done in zip(jobs.items(), cast_each([*jobs.values()]), strict=True):
-        rowwise[e] = dy if needs_dgrad and casts.rowwise is None else done.rowwise
-        columnwise[e] = dy.t() if needs_wgrad[e] and casts.columnwise is None else done.columnwise
-    return rowwise, columnwise
-
-
-def _gathered_gradient(
-    dy: torch.Tensor, site: GemmSite, call: Call, needs_dgrad: bool, needs_wgrad: bool
-) -> tuple[Operand | None, Operand | Pending | None]:
-    """Operands of dgrad and wgrad from dy [M, N], if it is gathered or rounded stochastically."""
-    tp, gathers, casts = call.tp, call.tp.gathers_gradient, site.casts["grad_output"]
-    row, column = casts.rowwise if needs_dgrad else None, casts.columnwise if needs_wgrad else None
-    late = [q for q in (row, column) if gathers and q and not _shards_aligned(len(dy), q.rule.granularity)]
-    plain_row, plain_column = needs_dgrad and row is None, needs_wgrad and column is None
-    plain = tp.all_gather(dy).wait() if gathers and (late or plain_row or plain_column) else dy
-    rowwise: Operand | None = plain if plain_row else None
-    columnwise: Operand | Pending | None = plain.t() if plain_column else None
-    if row is None and column is None:
-        return rowwise, columnwise
-    region = _region(dy, site, call) if site.gradients.stochastic else None
-    once = row is not None and row is column
-    work: list[tuple[Quantizer | None, Any]] = (
-        [(row, "both")] if once else [(row, "rowwise"), (column, "columnwise")]
-    )
-    for quantizer, direction in work:
-        if quantizer is None:
-            continue
-        shards = gathers and quantizer not in late
-        if quantizer in late:
-            site.notes.add(_misaligned_note("grad_output", len(dy), quantizer.rule.granularity))
-        done = quantizer(
-            dy if shards else plain,
-            direction,
-            record=True,
-            reduce_amax=tp.amax_reduction(site.state.counts) if shards else None,
-            region=region and replace(region, row_offset=tp.rank * len(dy) if shards else 0),
-            for_product=not shards,
-        )
-        sides = _gather_gradient(done, tp) if shards else (done.rowwise, done.columnwise)
-        rowwise, columnwise = sides[0] or rowwise, sides[1] or columnwise
+            of_dy = _derived("grad_output", side, site, call) if needs_wgrad[e] else []
+        else:
+            whole, of_dy = _casts_of("grad_output", dy, site, call, needs_dgrad, needs_wgrad[e])
+            rowwise[e] = whole if needs_dgrad else None
+            if needs_wgrad[e] and site.casts["grad_output"].columnwise is None:
+                columnwise[e] = whole.t()
+        jobs += [(e, *job) for job in of_dy]
+    for (e, route, _), done in zip(jobs, cast_each([job for *_, job in jobs]), strict=True):
+        sides = _gather_gradient(done, call.tp) if route == GATHER_CODES else done.sides
+        rowwise[e], columnwise[e] = sides[0] or rowwise[e], sides[1] or columnwise[e]
     return rowwise, columnwise
 
 
@@ -303,22 +274,10 @@ def _gather_gradient(
 ) -> tuple[QuantizedSide | None, QuantizedSide | Pending | None]:
     """Gathers both sides of all ranks' tokens. Waits for the rowwise side, since dgrad comes next; the columnwise side
     arrives while dgrad runs."""
-    row, column = quantized.rowwise, quantized.columnwise
+    row, column = quantized.sides
     gathered_row = None if row is None else tp.gather_side(row, by_column=False).wait()
     if column is None:
         return gathered_row, None
     if gathered_row is not None and column.granularity.symmetric:
         return gathered_row, gathered_row.transposed()
     return gathered_row, tp.gather_side(column, by_column=True, async_op=True)
-
-
-def _region(dy: torch.Tensor, site: GemmSite, call: Call) -> Region:
-    """Position of dy [M, N] in the whole group's matrix, by which each element's random bits are chosen. dy has all rows;
-    a column-parallel rank has some of the columns."""
-    tp, cols = call.tp, dy.shape[1]
-    by_column = tp.kind == "column"
-    return site.gradients.next_region(
-        0,
-        tp.rank * cols if by_column else 0,
-        cols * (tp.size if by_column else 1),
-    )

@@ -141,12 +141,7 @@ def _viewed(tokens: QuantizedTokens, size: Sequence[int]) -> QuantizedTokens:
         raise RuntimeError(
             f"tokens [..., {features}] that were dispatched in FP8 cannot be seen as {list(size)}"
         )
-    count = tokens.numel() // max(features, 1)
-    known = 1
-    for n in size[:-1]:
-        known *= n if n != -1 else 1
-    leading = [count // max(known, 1) if n == -1 else n for n in size[:-1]]
-    return tokens._with(tokens.rows.reshape(*leading, tokens.rows.shape[-1]))
+    return tokens._with(tokens.rows.reshape(*size[:-1], tokens.rows.shape[-1]))
 
 
 def _expanded(tokens: QuantizedTokens, size: Sequence[int], **_: Any) -> QuantizedTokens:

@@ -16,17 +16,17 @@ import torch
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from ..tensor import Operand, QuantizedSide
+from .weight_cache import Stamp
 
 Facts = tuple[torch.Size, torch.dtype, torch.device] | None
 """Shape, dtype and device that a restored tensor must have; None for None."""
 
 
 class StampedWeight(NamedTuple):
-    """A weight [N, K] with its forward's ``stamp_of``, from which ``columnwise_of`` makes dgrad's operand in backward."""
+    """A weight [N, K] with its forward's stamp, from which ``columnwise_of`` makes dgrad's operand in backward."""
 
     weight: torch.Tensor
-    stamp: torch.Tensor
-    scale: torch.Tensor
+    stamp: Stamp
 
 
 Saved = Operand | StampedWeight | None
@@ -43,8 +43,8 @@ def save(ctx: Any, operands: Sequence[Saved]) -> None:
             names = "granularity", "pow2", "finite", "tiled", "padding", "hadamard"
             ctx.saved_as.append({name: getattr(side, name) for name in names})
         elif isinstance(operand, StampedWeight):
-            tensors += operand
-            ctx.saved_as.append(StampedWeight)
+            tensors += operand.weight, operand.stamp.scale
+            ctx.saved_as.append(operand.stamp._replace(scale=None))
         else:
             tensors.append(operand)
             ctx.saved_as.append(None)
@@ -69,8 +69,9 @@ def restore(ctx: Any, name: str) -> list[Any]:
     for saved_as in ctx.saved_as:
         if saved_as is None:
             operands.append(next(following))
-        elif saved_as is StampedWeight:
-            operands.append(StampedWeight(next(following), next(following), next(following)))
+        elif isinstance(saved_as, Stamp):
+            weight, scale = next(following), next(following)
+            operands.append(StampedWeight(weight, saved_as._replace(scale=scale)))
         else:
             codes, scale_inv, amax = next(following), next(following), next(following)
             operands.append(QuantizedSide(codes, scale_inv, tensor_amax=amax, **saved_as))

@@ -4,7 +4,7 @@ Optimizers that write through flat buffers do not change a tensor's version. So 
 ``weight_generation``.
 
 A forward saves a stamp of the weight if it keeps no columnwise side for dgrad, or if that may be replaced before
-backward (compiled code, offloading, another forward). The stamp names the weight's generation and the delayed scale,
+backward (compiled code, offloading, another forward). The stamp has the weight's generation and the delayed scale,
 with which backward quantizes the weight again. Rejected: one more argument of the backward operator. Graphs that
 torch.compile cached on disk under an earlier version of this package would not pass it.
 """
@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..backends.base import Quantized
+from ..backends.base import CastRequest
 from ..kernels.cast_dispatch import block_amaxes, in_memory
-from ..numerics.rule import Direction
 from ..numerics.scaling import compute_scale
 from ..params.fp8_parameter import Fp8Parameter
 from ..quantizer import CastJob, Casts, Quantizer, measure
@@ -75,9 +74,10 @@ class WeightCache:
         self._observed = -1  # the iteration in which the weight was recorded without a cast
         shared = casts.shared
         # Codes that serve both directions, one a transposed view of the other, are one copy anyway.
-        self._may_make_again = shared is not None and not (
+        one_copy = shared is not None and (
             shared.rule.granularity.symmetric and shared.backend.turns_codes(shared.rule)
         )
+        self._makes_again = shared is not None and not one_copy and not state.keeps_columnwise
 
     def check_scale_in_evaluation(
         self, weight_facts: Callable[[], WeightFacts], warn: Callable[[str], Any]
@@ -88,8 +88,10 @@ class WeightCache:
     # A weight is quantized once an iteration if the state ``keeps_weights``, else at each call. ``prepare`` returns it if
     # no cast is needed, else the cast; the caller passes the cast's result to ``take``.
 
-    def prepare(self, weight: torch.Tensor, *, fresh: bool, training: bool, record: bool) -> Sides | CastJob:
-        """Returns the weight [N, K], and [K, N] columnwise; or, if that needs a cast, the cast.
+    def prepare(
+        self, weight: torch.Tensor, *, fresh: bool, training: bool, record: bool
+    ) -> Sides | list[CastJob]:
+        """Returns the weight [N, K], and [K, N] columnwise; or, if that needs casts, the casts.
 
         A side is quantized, or plain if its GEMM runs in high precision. The columnwise side is None if backward makes it
         again. An FP8 parameter is used without a cast; its amax counts once an iteration, as if it had been cast.
@@ -107,7 +109,7 @@ class WeightCache:
                 weight.record()
                 if (observer := self.state.observer) is not None:
                     observer.stored(weight.quantizer.slot.name, weight)
-            return Sides(weight.quantized.rowwise, weight.quantized.columnwise)
+            return Sides(*weight.quantized.sides)
         casts = self.casts if training else self.evaluation_casts
         if casts.rowwise is casts.columnwise is None:
             return Sides(weight, weight.t())
@@ -117,30 +119,33 @@ class WeightCache:
             if record and not entry.recorded:
                 self.record(measure(weight))
             return self._sides(weight, entry.quantized)
-        again = self._may_make_again and not self.state.keeps_columnwise
-        return CastJob(casts, weight, "rowwise" if again else "both", record)
+        casts = casts._replace(columnwise=None) if self._makes_again else casts
+        return [CastJob(*part, weight, record) for part in casts.parts()]
 
-    def take(self, job: CastJob, quantized: Float8Tensor, *, keep: bool = False) -> Sides:
-        """Returns the result of ``job``, which ``prepare`` returned, in ``prepare``'s form.
+    def take(
+        self, weight: torch.Tensor, made: Sequence[Float8Tensor], *, training: bool, record: bool, keep: bool
+    ) -> Sides:
+        """Returns the results of the casts that ``prepare`` returned, in ``prepare``'s form.
 
         Caches it if the state ``keeps_weights``; ``keep``: for backward, which an operator needs.
         """
-        weight, casts = job.x, job.casts
         if self.before is not None:
             self.before.forget()
+        quantized = made[0]
+        if len(made) == 2:
+            quantized = Float8Tensor(made[0].rowwise, made[1].columnwise, weight.dtype)
+        self.entry = None
         if keep or self.state.keeps_weights:
-            column = casts.columnwise
-            scale = None if column is None else column.delayed_scale()
             if self._memory is None or self._memory.cdata != _storage_number(weight):
                 self._memory = StorageWeakRef(weight.untyped_storage())
+            casts = self.casts if training else self.evaluation_casts
+            scale = None if casts.columnwise is None else casts.columnwise.delayed_scale()
             version, evaluation = self.version(weight), casts is not self.casts
-            self.entry = CachedWeight(version, job.record, scale, quantized, evaluation)
-        else:
-            self.entry = None
+            self.entry = CachedWeight(version, record, scale, quantized, evaluation)
         return self._sides(weight, quantized)
 
     def _sides(self, weight: torch.Tensor, made: Float8Tensor) -> Sides:
-        if self._may_make_again and not self.state.keeps_columnwise:
+        if self._makes_again:
             return Sides(made.rowwise, None)
         return Sides(made.rowwise or weight, weight.t() if made.columnwise is None else made.columnwise)
 
@@ -194,78 +199,70 @@ def _storage_number(tensor: torch.Tensor) -> int:
     return number
 
 
-def stamp_of(
-    weights: WeightCache, device: torch.device, *, training: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The stamp of a forward that just quantized the weight, as tensors that a graph can save.
+class Stamp(NamedTuple):
+    """How a forward quantized a weight.
 
-    Returns (int64 [2] on the CPU: weight_generation and flags for a delayed scale and evaluation; float32 []: the delayed
-    scale, or 1).
+    Attributes:
+        generation: the weight_generation.
+        training: the layer's mode.
+        scale: float32 [], the delayed scale; None: current scaling.
     """
-    facts, scale = _facts(weights, training)
-    stamp = torch.tensor(facts, dtype=torch.int64, device="cpu")
-    used = torch.ones((), dtype=torch.float32, device=device) if scale is None else scale.clone()
-    return stamp, used
+
+    generation: int
+    training: bool
+    scale: torch.Tensor | None
+
+    @staticmethod
+    def of(weights: WeightCache, training: bool) -> Stamp:
+        """The stamp of a forward that just quantized the weight."""
+        entry = weights.entry
+        quantizer = (weights.casts if training else weights.evaluation_casts).columnwise
+        if entry is not None:
+            scale = entry.scale
+        else:  # that of the cast just made
+            scale = None if quantizer is None else quantizer.delayed_scale()
+        return Stamp(weights.state.weight_generation, training, scale)
 
 
-def stamps_of(
-    weights: Sequence[WeightCache], device: torch.device, *, training: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``stamp_of`` of each site, stacked: int64 [sites, 2] on the CPU, float32 [sites]."""
-    facts = [_facts(cache, training) for cache in weights]
-    stamps = torch.tensor([stamp for stamp, _ in facts], dtype=torch.int64, device="cpu")
-    scales = [scale for _, scale in facts]
-    if any(scale is None for scale in scales):
-        used = torch.ones(len(scales), dtype=torch.float32, device=device)
-        for one, scale in zip(used, scales, strict=True):
-            if scale is not None:
-                one.copy_(scale)
-        return stamps, used
-    return stamps, torch.stack([scale for scale in scales if scale is not None])
+def stamps_to_tensors(stamps: Sequence[Stamp], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stamps as tensors that a graph can save: int64 [sites, 2] on the CPU, generations and flags; float32 [sites], the
+    delayed scales, or 1."""
+    facts = [
+        [generation, _DELAYED * (scale is not None) + _EVALUATED * (not training)]
+        for generation, training, scale in stamps
+    ]
+    one = torch.ones((), dtype=torch.float32, device=device)
+    scales = torch.stack([one if stamp.scale is None else stamp.scale for stamp in stamps])
+    return torch.tensor(facts, dtype=torch.int64, device="cpu"), scales
 
 
-def _facts(weights: WeightCache, training: bool) -> tuple[list[int], torch.Tensor | None]:
-    """(stamp, delayed scale float32 [] or None)."""
-    casts = weights.casts if training else weights.evaluation_casts
-    if weights.entry is not None:
-        scale = weights.entry.scale
-    else:  # that of the cast just made
-        scale = None if casts.columnwise is None else casts.columnwise.delayed_scale()
-    flags = _DELAYED * (scale is not None) + _EVALUATED * (not training)
-    return [weights.state.weight_generation, flags], scale
+def stamps_from_tensors(facts: torch.Tensor, scales: torch.Tensor) -> list[Stamp]:
+    """The stamps of ``stamps_to_tensors``."""
+    return [
+        Stamp(generation, not flags & _EVALUATED, scale if flags & _DELAYED else None)
+        for (generation, flags), scale in zip(facts.tolist(), scales, strict=True)
+    ]
 
 
-def was_training(stamp: torch.Tensor) -> bool:
-    """Whether the forward of this stamp, int64 [2], ran in training mode."""
-    return not int(stamp[1]) & _EVALUATED
-
-
-def columnwise_of(
-    weights: WeightCache, weight: torch.Tensor, stamp: torch.Tensor, scale: torch.Tensor
-) -> Operand:
-    """dgrad's operand [K, N] of the weight [N, K].
+def columnwise_of(weights: WeightCache, weight: torch.Tensor, stamp: Stamp) -> Operand:
+    """dgrad's operand [K, N] of the weight [N, K] whose forward has this stamp.
 
     Returns forward's codes while the site caches them. Otherwise quantizes the weight again, with the same bits: the
     state keeps no columnwise sides, ``fp8_step`` or another forward ran in between, or offloading returned the weight as
     another tensor.
-
-    Args:
-        stamp, scale: int64 [2] and float32 [] of the forward's ``stamp_of``.
     """
-    quantizer = weights.casts.columnwise
+    quantizer, entry = weights.casts.columnwise, weights.entry
     if quantizer is None:
         return weight.t()
-    generation, flags = stamp.tolist()
-    entry, side = weights.entry, None
-    for_evaluation = bool(flags & _EVALUATED) and weights.evaluation_casts is not weights.casts
+    evaluation = not stamp.training and weights.evaluation_casts is not weights.casts
+    side = None
     if (
         entry is not None
-        and entry.for_evaluation == for_evaluation
-        and entry.version == weights.version(weight, generation)
+        and entry.for_evaluation == evaluation
+        and entry.version == weights.version(weight, stamp.generation)
     ):
         side = entry.quantized.columnwise
-    if side is None:
-        side = quantizer.again(weight, "columnwise", scale if flags & _DELAYED else None).columnwise
+    side = side or quantizer.again(weight, "columnwise", stamp.scale).columnwise
     assert side is not None
     return side
 
@@ -325,34 +322,25 @@ class EvalWeightQuantizer(Quantizer):
     ):
         super().__init__(quantizer.rule, quantizer.slot, quantizer.backend)
         self._weight_facts, self._warn = weight_facts, warn
+        self.computes = False  # the matrix is read for its amax first
         self._used: torch.Tensor | None = None
         self.misfits: torch.Tensor | None = None
-
-    @property
-    def computes(self) -> bool:
-        """Never: the matrix is read for its amax first."""
-        return False
 
     def delayed_scale(self) -> torch.Tensor | None:
         """float32 [], the scale of its last cast; None if that was not delayed."""
         return self._used
 
-    def quantize(self, x: torch.Tensor, direction: Direction, **_: Any) -> Quantized:
-        """Casts x [rows, cols] by the delayed scale if that fits, else by current scaling."""
-        self._used = scale = self._scale_of(x)
-        done: Quantized = self.backend.quantize(x, self.rule, direction, scale=scale)
-        self.slot.arena.counter.here.casts += 1
-        return done
-
-    def _scale_of(self, x: torch.Tensor) -> torch.Tensor | None:
-        kept, self.misfits = self._current_scale(), None
-        if kept is None:
-            return None
-        facts = self._weight_facts()
-        scale, self.misfits = eval_scale(x, kept, self.slot, facts)
-        if not facts.has_warned and _may_look(x, facts) and bool(self.misfits):
-            self._warn(self.slot.name)
-        return scale
+    def request(self, job: CastJob) -> CastRequest:
+        """The cast by the delayed scale if that fits, else by current scaling."""
+        request = super().request(job)
+        scale, self.misfits = request.scale, None
+        if scale is not None:
+            facts = self._weight_facts()
+            scale, self.misfits = eval_scale(job.x, scale, self.slot, facts)
+            if not facts.has_warned and _may_look(job.x, facts) and bool(self.misfits):
+                self._warn(self.slot.name)
+        self._used = scale
+        return request._replace(scale=scale)
 
 
 def eval_scale(
@@ -383,16 +371,12 @@ def evaluation_casts(
     warn: Callable[[str], Any] = lambda name: None,
 ) -> Casts:
     """The casts of a weight for evaluation; those that are not delayed are the same."""
-    made = {
-        id(quantizer): EvalWeightQuantizer(quantizer, weight_facts, warn)
+    made: dict[Quantizer | None, Quantizer] = {
+        quantizer: EvalWeightQuantizer(quantizer, weight_facts, warn)
         for quantizer in casts.quantizers
         if quantizer.slot.delayed is not None
     }
-
-    def of(quantizer: Quantizer | None) -> Quantizer | None:
-        return made.get(id(quantizer), quantizer)
-
-    return Casts(of(casts.rowwise), of(casts.columnwise))
+    return Casts(*(made.get(quantizer, quantizer) for quantizer in casts))
 
 
 def untrained_quantizer(quantizer: Quantizer) -> Quantizer:

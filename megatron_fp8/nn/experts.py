@@ -185,19 +185,9 @@ class Fp8Experts(torch.nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Fp8Experts:
         """Called by .to() and .cuda(). Drops cached codes on the old device and moves the histories."""
-        linears = self.fp8_linears()
-        before = [linear.fp8_device for linear in linears]
-        with self.fp8_group.trained_weights.moving(
-            lambda: [of for stack in self.fp8_stacks for of in sources_of(self, stack.parameter)]
-        ):
+        sources = lambda: [of for stack in self.fp8_stacks for of in sources_of(self, stack.parameter)]  # noqa: E731
+        with self.fp8_group.moving(self.fp8_linears(), sources):
             super()._apply(fn, recurse)
-        old_devices = set()
-        for linear, device in zip(linears, before, strict=True):
-            if linear.fp8_device != device:
-                linear.fp8_sites.leave(device)
-                old_devices.add(device)
-        for device in old_devices:
-            self.fp8_group.leave_device(device)
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -16,10 +16,12 @@ model starts cold (fp8_state_dict saves histories).
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +68,7 @@ class Fp8Group:
 
     Attributes:
         states: device -> FP8 state.
+        sites: of all linears that joined, in module order; includes linears that no longer exist.
         iteration: number of iterations that ``fp8_step`` has finished.
         unused: detects linears that do not run.
         trained_weights: weights as training left them.
@@ -88,9 +91,10 @@ class Fp8Group:
         self._stepped_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.making = threading.Lock()
         self._phases = PrecisionSchedule()
-        self._members: list[LinearSites] = []
+        self.sites: list[LinearSites] = []
         self._root = None if root is None else weakref.ref(root)
-        _watch.add(self)
+        _groups.add(self)
+        _hook_optimizers()
 
     @staticmethod
     def standalone(config: Fp8Config) -> Fp8Group:
@@ -109,7 +113,7 @@ class Fp8Group:
         copied.iteration, copied._phases = self.iteration, self._phases
         copied.delays = self.delays
         for device, state in self.states.items():
-            copied.state(device).continue_from(state)
+            copied.state(device).take_in(state)
         return copied
 
     # -------------------------------------------------------------------------------------------------------- members
@@ -123,22 +127,17 @@ class Fp8Group:
         also: tuple[str, ...] = (),
     ) -> LinearSites:
         """Add a linear of shape (out features, in features). Returns its LinearSites, still empty."""
-        self._members.append(LinearSites(self, linear, name, shape, prepared, also))
-        return self._members[-1]
+        self.sites.append(LinearSites(self, linear, name, shape, prepared, also))
+        return self.sites[-1]
 
-    def leave(self, sites: LinearSites) -> None:
-        """Remove a linear, identified by its sites."""
-        self._members = [s for s in self._members if s is not sites]
-
-    def forget(self, names: list[str]) -> None:
-        """Remove linears with these names, and those that no longer exist."""
-        removed = set(names)
-        self._members = [s for s in self._members if s.linear is not None and s.name not in removed]
+    def leave(self, *sites: LinearSites) -> None:
+        """Remove linears, identified by their sites."""
+        self.sites = [s for s in self.sites if s not in sites]
 
     @property
     def members(self) -> list[tuple[LinearSites, Fp8Layer]]:
         """(sites, linear) of the existing linears, in module order."""
-        return [(sites, linear) for sites in self._members if (linear := sites.linear) is not None]
+        return [(sites, linear) for sites in self.sites if (linear := sites.linear) is not None]
 
     @property
     def linears(self) -> list[Fp8Layer]:
@@ -148,7 +147,7 @@ class Fp8Group:
     @property
     def names(self) -> list[str]:
         """Names of all linears that joined, in the converted model; includes linears that no longer exist."""
-        return [sites.name for sites in self._members]
+        return [sites.name for sites in self.sites]
 
     @property
     def root(self) -> torch.nn.Module | None:
@@ -158,7 +157,7 @@ class Fp8Group:
     @property
     def is_standalone(self) -> bool:
         """Whether the group has a single linear outside a converted model, and no finished iteration."""
-        return self._root is None and len(self._members) == 1 and self.iteration == 0
+        return self._root is None and len(self.sites) == 1 and self.iteration == 0
 
     def trains(self, parameters: set[int]) -> bool:
         """Whether the model owns one of the parameters with these ids."""
@@ -197,15 +196,35 @@ class Fp8Group:
             if device.type != "meta":
                 self.make_sites(device)
 
-    def leave_device(self, device: torch.device) -> None:
+    @contextmanager
+    def moving(
+        self, linears: Sequence[Fp8Layer], sources: Callable[[], Sequence[torch.Tensor]]
+    ) -> Iterator[None]:
+        """Context around a move of linears. Drops the codes cached on the old device and moves the histories.
+
+        ``sources``: returns the parameters that move.
+        """
+        before = [linear.fp8_device for linear in linears]
+        with self.trained_weights.moving(sources):
+            yield
+        moved = [
+            (one, device) for one, device in zip(linears, before, strict=True) if one.fp8_device != device
+        ]
+        for linear, device in moved:
+            linear.fp8_sites.leave(device)
+            linear.fp8_sites.quantize(linear.held, linear.fp8_device)
+        for device in {device for _, device in moved}:
+            self._leave_device(device)
+
+    def _leave_device(self, device: torch.device) -> None:
         """Drop the state on a device that has no weights left: its collectives may no longer work."""
         # Backwards: modules move one by one, so during a move the last one is still on the device.
-        members = ((sites, sites.linear) for sites in reversed(self._members))
+        members = ((sites, sites.linear) for sites in reversed(self.sites))
         if device in self.states and all(
             linear is None or linear.fp8_device != device for _, linear in members
         ):
             del self.states[device]
-            for sites in self._members:
+            for sites in self.sites:
                 sites.forget(device)
 
     def run_in(self, phases: PrecisionSchedule) -> None:
@@ -213,7 +232,7 @@ class Fp8Group:
         self._phases = phases
         for state in self.states.values():
             state.phases = phases
-        for sites in self._members:
+        for sites in self.sites:
             sites.heal()
 
     @property
@@ -239,21 +258,6 @@ class Fp8Group:
             self.iteration += 1
             self._written_by_training()
         return total
-
-    @property
-    def ran(self) -> bool:
-        """Whether a linear ran in this iteration, on this rank."""
-        return any(state.ran for state in self.states.values())
-
-    @property
-    def awaits(self) -> bool:
-        """Whether a forward of this iteration may still get its backward."""
-        return any(state.activity.awaits for state in self.states.values())
-
-    @property
-    def came_back(self) -> bool:
-        """Whether a backward reached a linear in this iteration, on this rank."""
-        return any(state.came_back for state in self.states.values())
 
     @property
     def _backwards(self) -> int:
@@ -312,54 +316,35 @@ class Fp8Group:
                 stacklevel=3,
             )
 
-    def take_in(self, other: Fp8Group, device: torch.device) -> None:
-        """Add another group's counts and activity to this group's state on ``device``."""
-        for state in other.states.values():
-            target = self.state(device)
-            target.counts.add(state.counts)
-            target.missing_end = target.missing_end or state.missing_end
-            target.activity.backwards += state.activity.backwards - state.activity.ended
-            target.activity.traced |= state.activity.traced
-            target.activity.awaits |= state.activity.awaits
+
+_groups: weakref.WeakSet[Fp8Group] = weakref.WeakSet()
 
 
-class _OptimizerWatch:
-    """Notifies groups when an optimizer of their model steps.
+@functools.cache
+def _hook_optimizers() -> None:
+    """Tells groups, by one global hook a process, when an optimizer of their model steps.
 
-    One instance per process, with one global torch hook. A hook per group would scan an optimizer's
-    parameters once per group, and linears created one by one each have a group.
+    A hook per group would scan an optimizer's parameters once per group, and linears created one by one each have a
+    group.
     """
 
-    def __init__(self) -> None:
-        self._groups: weakref.WeakSet[Fp8Group] = weakref.WeakSet()
-        self._hook: Any = None
-
-    def add(self, group: Fp8Group) -> None:
-        """Register a group; the reference is weak."""
-        self._groups.add(group)
-        if self._hook is None:
-            register_optimizer_step_pre_hook(self._steps)
-            self._hook = register_optimizer_step_post_hook(self._stepped)
-
-    def _steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for group in self._trained_by(optimizer):
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group in _trained_by(optimizer):
             group.before_optimizer_step()
 
-    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for group in self._trained_by(optimizer):
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group in _trained_by(optimizer):
             group.after_optimizer_step(optimizer)
 
-    def _trained_by(self, optimizer: Optimizer) -> Iterator[Fp8Group]:
-        parameters_stepped: set[int] | None = None
-        for group in list(self._groups):
-            if not group.states:
-                continue
-            if parameters_stepped is None:
-                parameters_stepped = {
-                    id(p) for parameters in optimizer.param_groups for p in parameters["params"]
-                }
-            if group.trains(parameters_stepped):
-                yield group
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
 
 
-_watch = _OptimizerWatch()
+def _trained_by(optimizer: Optimizer) -> Iterator[Fp8Group]:
+    groups = [group for group in _groups if group.states]
+    stepped = (
+        {id(p) for parameters in optimizer.param_groups for p in parameters["params"]} if groups else set()
+    )
+    for group in groups:
+        if group.trains(stepped):
+            yield group

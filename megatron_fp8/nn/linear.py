@@ -143,13 +143,8 @@ class Fp8Layer(torch.nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Fp8Layer:
         """Called by .to() and .cuda(). Drops cached codes on the old device and moves the histories."""
-        before = self.fp8_device
-        with self.fp8_group.trained_weights.moving(lambda: self.sources):
+        with self.fp8_group.moving([self], lambda: self.sources):
             super()._apply(fn, recurse)
-        if self.fp8_device != before:
-            self.fp8_sites.leave(before)
-            self.fp8_sites.quantize(self.held, self.fp8_device)
-            self.fp8_group.leave_device(before)
         return self
 
     def train(self, mode: bool = True) -> Fp8Layer:

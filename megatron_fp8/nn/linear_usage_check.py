@@ -74,7 +74,7 @@ def note_replaced(group: Fp8Group, found: Collection[torch.nn.Module]) -> None:
     if root is None or len(found) >= len(group.names):
         return
     names = [name for name in group.names if _is_plain(root, name)]
-    group.forget(names)
+    group.leave(*(sites for sites in group.sites if sites.linear is None or sites.name in names))
     if names:
         _mark(group, names, "replaced by a linear without FP8 since the conversion")
         warnings.warn(

@@ -60,7 +60,8 @@ def _merge(group: Fp8Group, linears: dict[str, Fp8Layer]) -> None:
         before = linear.fp8_group
         if before.states:
             recorded[name] = linear.fp8_site
-            group.take_in(before, linear.fp8_device)
+            for state in before.states.values():
+                group.state(linear.fp8_device).take_in(state)
         sites = linear.fp8_sites
         linear.leave_group()
         linear.join_group(group, name)

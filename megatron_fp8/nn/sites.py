@@ -78,8 +78,8 @@ class LinearSites:
         self.called = False
         self._ran = False  # in FP8, on a removed site
         self._shape, self._prepared, self.also = shape, prepared, also
-        self._left: dict[str, GemmSite] = {}  # label -> site before a move, until the first call after it
-        self._loaded: dict[str, Mapping[str, torch.Tensor]] = {}  # label -> histories, until its site exists
+        self._waiting: dict[str, GemmSite | Mapping[str, torch.Tensor]] = {}
+        """Label -> site before a move, or loaded histories, for the label's next site."""
         self._group, self._linear = weakref.ref(group), weakref.ref(linear)
 
     @property
@@ -116,7 +116,7 @@ class LinearSites:
         the same slots in the same order; and this linear's site for fp8_autocast's recipe. Returns whether anything was
         missing."""
         before = self.ready_on, len(self.table)
-        if (device, "") not in self.table or "" in self._left:
+        if (device, "") not in self.table or "" in self._waiting:
             self.group.make_sites(device)
         own = self.on(device)
         if recipe is not None and own.is_fp8:
@@ -135,11 +135,11 @@ class LinearSites:
                 if key not in self.table:
                     self.table[key] = self._make(device, recipe)
         site = self.table[key]
-        if device.type != "meta":
-            if (site_before_move := self._left.pop(key[1], None)) is not None:
-                take_over(site_before_move, site)
-            if (loaded := self._loaded.pop(key[1], None)) is not None:
-                _load_histories(site, loaded)
+        if device.type != "meta" and (before := self._waiting.pop(key[1], None)) is not None:
+            if isinstance(before, GemmSite):
+                take_over(before, site)
+            else:
+                _load_histories(site, before)
         if recipe is None:
             self.ready_on = device
         return site
@@ -151,7 +151,7 @@ class LinearSites:
             plan = replace(plan, name=f"{plan.name}@{recipe_name(recipe)}")
         state = group.state(device)
         site = GemmSite(plan, state, None, seed=state.seed, stream=rank())
-        site.traced.owner = self._linear
+        site.layer = self._linear
         if site.has_histories:
             group.delays = True
             site.weights.check_scale_in_evaluation(self.weight_facts, self._warn)
@@ -195,23 +195,25 @@ class LinearSites:
     def histories(self, device: torch.device) -> dict[str, Mapping[str, torch.Tensor]]:
         """Label -> delayed-scaling state of fp8_autocast's recipes, as ``saved_slots`` by role."""
         current = {label: site for (site_device, label), site in self.table.items() if site_device == device}
-        sites = {
-            label: site for label, site in {**current, **self._left}.items() if label and site.has_histories
+        found = {
+            label: saved_slots(delayed_slots(of)) if isinstance(of, GemmSite) else of
+            for label, of in {**current, **self._waiting}.items()
+            if label
         }
-        return {label: saved_slots(delayed_slots(site)) for label, site in sites.items()} | self._loaded
+        return {label: histories for label, histories in found.items() if histories}
 
     def load_histories(self, device: torch.device, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Load the result of ``histories``, and reset all other histories. Histories of a recipe without a site are
         stored until the recipe is first called."""
-        self._left = {label: site for label, site in self._left.items() if not label}
-        self._loaded = dict(saved)
+        self._waiting = {label: site for label, site in self._waiting.items() if not label} | dict(saved)
         for (site_device, label), site in self.table.items():
             if site_device == device and label and site.has_histories:
-                _load_histories(site, self._loaded.pop(label, {}))
+                self._waiting.pop(label, None)
+                _load_histories(site, saved.get(label, {}))
 
     def start_again(self) -> None:
         """Reset all histories, because another weight replaces theirs."""
-        self._loaded, self._left = {}, {}
+        self._waiting = {}
         for site in self.table.values():
             for slot in delayed_slots(site).values():
                 slot.arena.start_again(slot)
@@ -248,7 +250,7 @@ class LinearSites:
                 for each in filter(None, (site, site.healed)):
                     each.weights.forget()
         if device.type != "meta":
-            self._left |= {
+            self._waiting |= {
                 label: site for (site_device, label), site in self.table.items() if site_device == device
             }
         self.ready_on = None
@@ -272,10 +274,10 @@ class LinearSites:
         assert linear is not None, "a linear is alive while it is copied"
         copied = self.of_copy(memo[id(linear)], copy.deepcopy(self.group, memo), memo)
         device = linear.fp8_device
-        copied._loaded = copy.deepcopy(self.histories(device), memo)
+        copied._waiting.update(copy.deepcopy(self.histories(device), memo))
         copied.follow(self)
-        source = self.table.get((device, "")) or self._left.get("")
-        if source is not None and source.has_histories and device.type != "meta":
+        source = self.table.get((device, "")) or self._waiting.get("")
+        if isinstance(source, GemmSite) and source.has_histories and device.type != "meta":
             take_over(source, copied.on(device))
         copies = [(weight, memo.get(id(weight))) for weight in linear.sources]
         copied.group.trained_weights.record_copies(self.group.trained_weights, self.name, copies)

@@ -99,9 +99,9 @@ def _by_recipe(linears: Iterable[str], keys: Iterable[str]) -> dict[str, dict[st
 
 def _linears(model: torch.nn.Module) -> Iterator[tuple[str, Fp8Layer]]:
     for linear in fp8_linears(model).values():
-        if (
-            linear.fp8_group.is_standalone and linear.fp8_group.awaits
-        ):  # autograd graphs hold the sites replaced here
+        states = linear.fp8_group.states.values()
+        # Autograd graphs hold the sites replaced here.
+        if linear.fp8_group.is_standalone and any(state.activity.awaits for state in states):
             raise RuntimeError(
                 "linears that were not converted together are in their first iteration: save and load FP8 state before"
                 " it, or call fp8_step(model) at its end first"

@@ -112,13 +112,13 @@ class _EndOfIteration:
                 "register_fp8_step: the optimizer steps inside a backward, where the iteration is not over yet: call"
                 " fp8_step(model) after the backward, and do not register"
             )
-        groups = groups_of(self.model)
-        came_back = any(group.came_back for group in groups)
+        states = [state for group in groups_of(self.model) for state in group.states.values()]
+        came_back = any(state.came_back for state in states)
         trained = trains(optimizer, came_back)
-        if not (trained or came_back or any(group.awaits for group in groups)):
+        if not (trained or came_back or any(state.activity.awaits for state in states)):
             return
         # A rank without forward or backward still joins the collective of the other ranks.
-        ran = trained and any(group.ran for group in groups)
+        ran = trained and any(state.ran for state in states)
         nonfinite = _end_iteration(self.model, self.group, ran=ran).nonfinite
         if nonfinite and not self.said:  # an overflow step that a scaler skipped left the weights alone
             self.said = _warn_nonfinite_weight(self.model, nonfinite)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from .formats import E2M1, E4M3, E5M2, FloatFormat
@@ -111,7 +112,7 @@ class Rule:
                 " them out"
             )
 
-    @property
+    @cached_property
     def pow2(self) -> bool:
         """Whether every scale is a power of two."""
         return self.scale in ("pow2", "e8m0")

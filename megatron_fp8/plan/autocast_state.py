@@ -151,18 +151,15 @@ def autocast_context(autocast: AutocastState) -> Iterator[None]:
 
 
 @contextmanager
-def fp8_disabled(reason: str | None) -> Iterator[None]:
-    """Sites called inside run in high precision; None changes nothing."""
-    here = current_autocast_state()
-    with autocast_context(here if reason is None else here._replace(off="all", reason=reason)):
-        yield
+def fp8_disabled(reason: str | None, *, unplanned: bool = False) -> Iterator[None]:
+    """Sites called inside run in high precision; None changes nothing.
 
-
-@contextmanager
-def unplanned_disabled(reason: str) -> Iterator[None]:
-    """Sites called inside run in high precision, except those whose plan has a layer number and has already decided."""
-    here = current_autocast_state()
-    with autocast_context(here if here.off == "all" else here._replace(off="unplanned", reason=reason)):
+    ``unplanned``: except those whose plan has a layer number and has already decided.
+    """
+    state = current_autocast_state()
+    if reason is not None and not (unplanned and state.off == "all"):
+        state = state._replace(off="unplanned" if unplanned else "all", reason=reason)
+    with autocast_context(state):
         yield
 
 
@@ -214,8 +211,8 @@ class Forwards:
         if not self._met:
             return here
         # A recomputation in training ignores forwards in evaluation; one in evaluation uses all.
-        states = {key[1:]: state for key, state in self._met.items() if key[0] or not training}
-        states = states or {key[1:]: state for key, state in self._met.items()}
+        met = [key for key in self._met if key[0] or not training] or self._met
+        states = {key[1:]: self._met[key] for key in met}
         if len(states) > 1:
             raise RuntimeError(
                 f"{site.plan.name} ran with FP8 switched off and on (or in several ways) in one iteration, and"

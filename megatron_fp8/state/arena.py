@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .. import kernels
+from ..backends.base import RunningAmax
 from ..numerics.formats import FloatFormat
 from ..numerics.scaling import compute_scale
 from ..numerics.subnormals import keeping_subnormals
@@ -37,6 +39,13 @@ Group = Any
 """A torch.distributed process group, or None for a single process."""
 
 
+class SlotViews(NamedTuple):
+    """Views of a slot's numbers in its arena; scale: float32 [], delayed."""
+
+    running: RunningAmax
+    scale: torch.Tensor
+
+
 class Slot:
     """The entry of one tensor in an arena, to which its casts record (``Quantizer.record``). ``name`` is set when the
     model's modules get their names."""
@@ -47,6 +56,14 @@ class Slot:
         self.warm = False
         self.column = 0  # its index among the slots that share its delayed recipe and format
 
+    @cached_property
+    @torch.inference_mode(False)
+    def views(self) -> SlotViews:
+        """Its numbers, until the arena is resized."""
+        rows, index = self.arena.rows, self.index
+        running = RunningAmax(rows[0, index], rows.view(torch.int32)[0, index], rows[1, index])
+        return SlotViews(running, self.arena.scale[index])
+
     def count(self, nonfinite: torch.Tensor) -> None:
         """Adds a count of NaN and Inf (a scalar tensor), without an amax."""
         self.arena.rows[1, self.index] += nonfinite
@@ -54,7 +71,7 @@ class Slot:
     @property
     def scale(self) -> torch.Tensor:
         """float32 [], the delayed scale of the last update. A copy: later updates do not change saved tensors."""
-        return self.arena.scale[self.index].clone()
+        return self.views.scale.clone()
 
 
 class Arena:
@@ -106,17 +123,14 @@ class Arena:
         if len(self.slots) > self.rows.shape[1]:
             # Doubling makes the cost of adding n slots linear in n.
             extra = max(64, len(self.slots))
-            self.rows = torch.cat(
-                [self.rows, torch.zeros(2, extra, device=self.device, dtype=torch.float32)], 1
-            )
-            self.scale = torch.cat([self.scale, torch.ones(extra, device=self.device, dtype=torch.float32)])
+            rows = torch.zeros(2, extra, device=self.device, dtype=torch.float32)
+            scale = torch.ones(extra, device=self.device, dtype=torch.float32)
+            self._resize(torch.cat([self.rows, rows], 1), torch.cat([self.scale, scale]))
         if delayed is not None:
-            histories = self._histories.get((delayed, fmt.name))
-            if histories is None:
-                histories = self._histories[delayed, fmt.name] = History(
-                    delayed.amax_history_len, self.device
-                )
-            histories.add(slot)
+            key = delayed, fmt.name
+            if key not in self._histories:
+                self._histories[key] = History(delayed.amax_history_len, self.device)
+            self._histories[key].add(slot)
         return slot
 
     def history(self, delayed: DelayedScaling, fmt: FloatFormat) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,6 +143,13 @@ class Arena:
         histories.grow()
         return histories.index, histories.rings.unrolled()
 
+    def _history_of(self, slot: Slot) -> History:
+        """The histories of which a delayed slot's is one."""
+        assert slot.delayed is not None
+        histories = self._histories[slot.delayed, slot.fmt.name]
+        histories.grow()
+        return histories
+
     def histories(self) -> list[History]:
         """Returns the histories, one per recipe and format. No copies."""
         return list(self._histories.values())
@@ -139,10 +160,7 @@ class Arena:
         amax_history[0] is the running amax of an unfinished iteration, the last entry is the latest iteration's. No
         host sync.
         """
-        assert slot.delayed is not None
-        histories = self._histories[slot.delayed, slot.fmt.name]
-        histories.grow()
-        history = histories.rings.entries(slot.column)
+        history = self._history_of(slot).rings.entries(slot.column)
         history[0] = self.rows[0, slot.index]
         warm = torch.tensor([slot.warm], dtype=torch.uint8, device="cpu")
         return {
@@ -153,10 +171,7 @@ class Arena:
 
     def load_slot(self, slot: Slot, saved: dict[str, torch.Tensor]) -> None:
         """Restores what ``saved_slot`` returned; from a history of another length the latest entries that fit."""
-        assert slot.delayed is not None
-        histories = self._histories[slot.delayed, slot.fmt.name]
-        histories.grow()
-        history = saved["amax_history"].to(self.device)
+        histories, history = self._history_of(slot), saved["amax_history"].to(self.device)
         self.scale[slot.index] = saved["scale"].to(self.device)[0]
         self.rows[0, slot.index] = history[0]
         histories.rings.load(slot.column, history)
@@ -169,20 +184,20 @@ class Arena:
         Its scale stays for captured CUDA graphs, which have no cold start: their next replay uses it and computes a
         new one.
         """
-        assert slot.delayed is not None
-        histories = self._histories[slot.delayed, slot.fmt.name]
-        histories.grow()
-        histories.rings.load(slot.column, torch.zeros(1, device=self.device, dtype=torch.float32))
-        self.rows[0, slot.index] = 0
-        histories.cold += slot.warm
-        slot.warm = False
+        empty = torch.zeros(1, device="cpu", dtype=torch.float32)
+        self.load_slot(slot, {**self.saved_slot(slot), "amax_history": empty, "warm": empty})
 
     @torch.inference_mode(False)
     def _trim(self) -> None:
         """Drops the spare capacity, so that collectives and updates process slots only."""
         if self.rows.shape[1] != len(self.slots):
-            self.rows = self.rows[:, : len(self.slots)].contiguous()
-            self.scale = self.scale[: len(self.slots)].contiguous()
+            count = len(self.slots)
+            self._resize(self.rows[:, :count].contiguous(), self.scale[:count].contiguous())
+
+    def _resize(self, rows: torch.Tensor, scale: torch.Tensor) -> None:
+        self.rows, self.scale = rows, scale
+        for slot in self.slots:
+            vars(slot).pop("views", None)
 
     def check_names(self) -> None:
         """Raises RuntimeError, on every rank, unless all ranks of the group hold the same slots in the same order.

@@ -293,13 +293,14 @@ class Fp8State:
             arena.rows.zero_()
         self.activity.end()
 
-    def continue_from(self, other: Fp8State) -> None:
-        """Takes over the counts and the activity of another state's iteration, for a copied model."""
+    def take_in(self, other: Fp8State) -> None:
+        """Adds the counts and the activity of another state's iteration: a copied model's, or of linears that join."""
         self.counter.iteration.add(other.counter.iteration)
-        self.activity = replace(
-            other.activity, backwards=other.activity.backwards - other.activity.ended, ended=0
-        )
-        self.missing_end = other.missing_end
+        self.missing_end = self.missing_end or other.missing_end
+        mine, others = self.activity, other.activity
+        mine.backwards += others.backwards - others.ended
+        mine.traced |= others.traced
+        mine.awaits |= others.awaits
 
     def _read(self, reduced: list[torch.Tensor]) -> list[list[float]]:
         """Reads the arenas' reduced values, float32 [3] each, and additional figures: an iteration's only host sync."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from ..backends import reference
+from ..backends.base import CastRequest
 from ..numerics.formats import E2M1, E4M3, FloatFormat
 from ..numerics.rule import Direction, Rule
 from ..numerics.scaling import compute_scale
@@ -54,7 +55,9 @@ def what_if(
         direction: the sides to compute.
         scale: float32 [], from ``WhatIfHistory.scale``, for 'fp8_delayed_scaling'; None: current scaling.
     """
-    return reference.quantize(x.detach(), what_if_rule(recipe, role, fmt), direction, scale=scale).tensor
+    return reference.quantize(
+        CastRequest(x.detach(), what_if_rule(recipe, role, fmt), direction, scale)
+    ).tensor
 
 
 class WhatIfHistory:

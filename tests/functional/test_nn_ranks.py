@@ -146,10 +146,12 @@ def fsdp_case(recipe: Any, codes: bool) -> None:
 def padded_scales_case() -> bool:
     """Kernels leave room between the rows of a weight's scales, as the product wants; fully_shard sends flat ones."""
 
-    def with_room(x: torch.Tensor, rule: Any, direction: Any, **options: Any) -> Any:
-        done = quantize(x, rule, direction, **options)
+    def with_room(requests: Any) -> Any:
+        return [padded(done) for done in quantize_each(requests)]
+
+    def padded(done: Any) -> Any:
         side = done.tensor.rowwise
-        if side is None or rule.granularity.rows != 128:
+        if side is None or side.granularity.rows != 128:
             return done
         wide = torch.nn.functional.pad(side.scale_inv, (0, 2))[:, :2]
         return replace(done, tensor=replace(done.tensor, rowwise=replace(side, scale_inv=wide)))
@@ -160,9 +162,9 @@ def padded_scales_case() -> bool:
     expected = model(x)
     enable_fp8_all_gather(model)
     sharded = fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    quantize = emulated.quantize
+    quantize_each = emulated.quantize_each
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(emulated, "quantize", with_room)
+        patch.setattr(emulated, "quantize_each", with_room)
         return torch.equal(sharded(x), expected)
 
 

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from megatron_fp8.backends import reference
-from megatron_fp8.backends.base import Quantized
+from megatron_fp8.backends.base import CastRequest, Quantized
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.backend import padded_length
 from megatron_fp8.backends.native.layout import swizzle
@@ -50,7 +50,7 @@ def native_casts_on_cpu() -> Iterator[None]:
     def quantize(
         x: torch.Tensor, rule: Rule, direction: Direction, *, for_product: bool = False, **options: Any
     ) -> Quantized:
-        done = reference.quantize(x, rule, direction, **options)
+        done = reference.quantize(CastRequest(x, rule, direction, **options))
         row, column = done.tensor.sides
         if for_product:
             row, column = row and as_cast(row), column and as_column_cast(column)

@@ -64,7 +64,7 @@ class Product:
     result: torch.Tensor
 
 
-@dataclass
+@dataclass(eq=False)
 class RecordingBackend:
     """The emulated backend; lists every product, and every matrix it quantized with the direction asked for."""
 

@@ -156,11 +156,11 @@ def test_quantize_says_what_it_cannot_do():
 
 
 def test_a_quantizer_that_casts_in_a_way_of_its_own():
-    """A subclass's own ``quantize`` makes each cast."""
+    """A subclass's own ``request`` makes each cast."""
 
     class Doubled(Quantizer):
-        def quantize(self, x: torch.Tensor, *args: Any, **options: Any) -> Any:
-            return super().quantize(x * 2, *args, **options)
+        def request(self, job: Any) -> Any:
+            return super().request(job._replace(x=job.x * 2))
 
     rule = RECIPES["tensorwise"].rule("input")
     slot = Fp8State().arena(None).add(None, rule.fmt)

@@ -31,7 +31,7 @@ from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR
 from ...recipe import Products, Recipe
 from ...tensor import Float8Tensor, QuantizedSide
 from .. import reference
-from ..base import RESULTS, AmaxReduction, Quantized, Region, RunningAmax, gemm_in_turn, unfit
+from ..base import RESULTS, AmaxReduction, CastRequest, Quantized, Region, RunningAmax, gemm_in_turn, unfit
 from .layout import (
     BLOCK_ROWS,
     Operand,
@@ -170,9 +170,7 @@ def quantize(
     """
     if kernel_reason(rule) is not None:
         x = written(x)
-        return reference.quantize(
-            x, rule, direction, scale=scale, reduce_amax=reduce_amax, region=region, running=running
-        )
+        return reference.quantize(CastRequest(x, rule, direction, scale, running, reduce_amax, region))
     from ...kernels import quantize as kernels  # loads Triton, which importing the package must not
 
     # The only scale that is computed from a recorded amax.

@@ -382,6 +382,7 @@ def thread_count(elements: int) -> int:
     return max(1, min(torch.get_num_threads(), MAX_THREADS, elements // _THREAD_ELEMENTS))
 
 
+@cache
 def compiled() -> ctypes.CDLL:
     """The kernels; only where ``reason()`` is None."""
     loaded, why = _load()

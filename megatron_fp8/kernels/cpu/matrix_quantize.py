@@ -35,7 +35,7 @@ class CastInput(NamedTuple):
         running: float32 [], updated by the amax; None: none.
         scale: float32 [], finite and positive, the delayed scale; cuts is then [(0, 0)], scales float32.
         amaxes: for each spanning cut: float32, one per block, given instead of measured.
-        finite: for given amaxes: whether x has no NaN and no Inf.
+        own: for given amaxes: x's own amax, float32 [], and its number of NaN and Inf.
     """
 
     x: torch.Tensor
@@ -44,7 +44,7 @@ class CastInput(NamedTuple):
     running: torch.Tensor | None = None
     scale: torch.Tensor | None = None
     amaxes: Sequence[torch.Tensor] | None = None
-    finite: bool = True
+    own: tuple[torch.Tensor, int] | None = None
 
 
 class CodesAndScale(NamedTuple):
@@ -56,8 +56,8 @@ class CodesAndScale(NamedTuple):
 
 
 class CastOutput(NamedTuple):
-    """The result of each cut; the amax, float32 [] (NaN ignored, Inf kept), and the number of NaN and Inf; both are 0 for
-    given amaxes."""
+    """The result of each cut; the amax, float32 [] (NaN ignored, Inf kept), and the number of NaN and Inf; for given
+    amaxes ``own``, else 0."""
 
     sides: list[CodesAndScale]
     amax: torch.Tensor
@@ -121,7 +121,10 @@ def quantize(inputs: Sequence[CastInput]) -> list[CastOutput]:
     )
     if failed or any(one.special < 0 for one in structs):
         raise MemoryError("no memory for a tile of a matrix, 700 KB a thread")
-    return [CastOutput(*of, one.special) for of, one in zip(made, structs, strict=True)]
+    return [
+        CastOutput(sides, *(one.own or (amax, struct.special)))
+        for (sides, amax), one, struct in zip(made, inputs, structs, strict=True)
+    ]
 
 
 def _fill_struct(of: CastInput, to: CastStruct) -> tuple[list[CodesAndScale], torch.Tensor]:
@@ -135,7 +138,7 @@ def _fill_struct(of: CastInput, to: CastStruct) -> tuple[list[CodesAndScale], to
     to.amax = largest.data_ptr()
     to.running = None if of.running is None else emulation.address(of.running, torch.float32, 1)
     to.given = None if of.scale is None else emulation.address(of.scale, torch.float32, 1)
-    to.rule, to.count, to.finite = scale_rule(rule), len(of.cuts), of.finite
+    to.rule, to.count, to.finite = scale_rule(rule), len(of.cuts), of.own is None or not of.own[1]
     to.from_dtype, to.to_e5m2 = DTYPES[x.dtype], rule.fmt is E5M2
     made = []
     for i, (high, wide) in enumerate(of.cuts):

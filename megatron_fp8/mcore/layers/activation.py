@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from ...backends import reference
+from ...backends.base import CastRequest
 from ...backends.native import backend as native
 from ...kernels.lazy_tensor import LazyTensor, written
 from ...linear.saved_operands import first_derivative_only, restore, save
@@ -56,7 +57,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        side = reference.quantize(x, _STORE, "rowwise").tensor.rowwise
+        side = reference.quantize(CastRequest(x, _STORE, "rowwise")).tensor.rowwise
         assert side is not None
         save(ctx, [side.codes, side.scale_inv, weights])
         gate, up = x.chunk(2, -1)  # [tokens, n] each

@@ -53,7 +53,7 @@ class _Fp8Site:
     def bind_fp8_site(self, site: GemmSite) -> None:
         """Sets the site of the model's plan for this layer."""
         self._site, self._sited = site, True
-        site.traced.owner = weakref.ref(self)
+        site.layer = weakref.ref(self)
 
     @property
     def fp8_site(self) -> GemmSite:

@@ -168,8 +168,8 @@ class Dispatch:
         quantizer = site.casts[role].rowwise
         assert quantizer is not None
         region = None
-        if role == "grad_output" and site.gradients.stochastic:
-            region = site.gradients.next_region(0, 0, matrix.shape[1])
+        if role == "grad_output" and site.stochastic:
+            region = site.next_region(0, 0, matrix.shape[1])
         side = quantizer(matrix, "rowwise", record=record, region=region).rowwise
         assert side is not None
         return QuantizedTokens.of_side(side, quantizer.rule, x.shape, x.dtype)

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch.optim.adam import adam
 
+from ...backends.base import CastRequest
 from ...backends.reference import quantize
 from ...kernels.cast_dispatch import block_amaxes
 from ...numerics.formats import E4M3
@@ -160,7 +161,7 @@ class Moment(Fp8TensorBase):
         """Rounds a float32 tensor of this shape into codes and scales."""
         x = value.detach().to(torch.float32).reshape(1, -1)
         if self._eight:
-            side = quantize(x, _RULE, "rowwise").tensor.rowwise
+            side = quantize(CastRequest(x, _RULE, "rowwise")).tensor.rowwise
             assert side is not None
             self._kept[:] = [side.codes, side.scale_inv]
             return

@@ -165,7 +165,7 @@ def test_offloaded_activations_come_back_the_same():
             mine, weight = x.clone().requires_grad_(), torch.nn.Parameter(w.clone())
             weight.main_grad, weight.grad_added_to_main_grad = torch.ones(w.shape), False
             layer = torch.nn.ParameterDict({"weight": weight})
-            site.traced.owner = weakref.ref(layer)
+            site.layer = weakref.ref(layer)
             with torch.autograd.graph.saved_tensors_hooks(
                 lambda t: t.clone() if offload else t,  # noqa: B023
                 lambda t: t.clone() if offload else t,  # noqa: B023
@@ -362,7 +362,7 @@ def test_operators_are_what_their_descriptions_say(name, training, when):
     site = make_site(name)[0]
     keeps = name != "no-input"
     operators = torch.ops.megatron_fp8
-    handles, layout = [site.traced.handle], site.traced.saved_layout
+    handles, layout = [site.handle], site.saved_layout
     arguments = (x, [w], None, None, handles, layout, "", keeps, training, when, 0)
     torch.library.opcheck(operators.linear.default, arguments)
     with torch.no_grad():
@@ -383,7 +383,7 @@ def test_operators_are_what_their_descriptions_say(name, training, when):
             dy.dtype,
         )
         torch.library.opcheck(operators.linear_backward.default, arguments)
-    torch.library.opcheck(operators.observe.default, (x, w, dy, site.traced.handle, training, 0))
+    torch.library.opcheck(operators.observe.default, (x, w, dy, site.handle, training, 0))
 
 
 def test_graphs_of_a_torch_that_would_capture_operators_are_refused(monkeypatch):
@@ -391,7 +391,7 @@ def test_graphs_of_a_torch_that_would_capture_operators_are_refused(monkeypatch)
 
     x, w, _ = data(40, 64, 48)
     site = make_site("rowwise")[0]
-    handles, layout = [site.traced.handle], site.traced.saved_layout
+    handles, layout = [site.handle], site.saved_layout
     arguments = (x, [w], None, None, handles, layout, "", False, True, NOW, 0)
     for name in ("is_available", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, lambda: True)

@@ -192,7 +192,7 @@ def test_operators_are_what_their_descriptions_say(recipe: str, training: bool, 
     """Shapes, strides and dtypes before there are values; no aliases; nothing written that the schema does not name."""
     operators = torch.ops.megatron_fp8
     x, weights, sites = randn(127, K, seed=1).requires_grad_(), parameters(), experts(recipe)
-    handles, layout = [site.traced.handle for site in sites], sites[0].traced.saved_layout
+    handles, layout = [site.handle for site in sites], sites[0].saved_layout
     counts, keeps = torch.tensor(NUMBERS[0]), recipe != "no-input"
     arguments: Any = (x, weights, None, counts, handles, layout, "", keeps, training, when, 0)
     torch.library.opcheck(operators.grouped_linear.default, arguments)

@@ -8,7 +8,7 @@ import torch
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.plan.site_plan import bf16_site
-from megatron_fp8.quantizer import CastJob, cast_each
+from megatron_fp8.quantizer import cast_each
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.tensor import Sides
@@ -52,8 +52,8 @@ def test_sites_of_one_state_share_its_counts():
     sites = [make_site(name, state=state, name=name)[0] for name in ("mxfp8", "delayed")]
     w = randn(8, 8, seed=1)
     for site in sites:
-        job = site.weights.prepare(w, fresh=True, training=True, record=True)
-        assert isinstance(job, CastJob)
-        cast_each([job])
+        jobs = site.weights.prepare(w, fresh=True, training=True, record=True)
+        assert isinstance(jobs, list)
+        cast_each(jobs)
     assert state.finish_iteration().casts == 2
     assert len(state.arenas) == 1 and len(state.slots()) == 6

@@ -171,7 +171,7 @@ def test_random_bits_are_drawn_once_a_backward_however_often_it_is_cast():
     site, backend = make_site(recipe, overrides={"*:dgrad": "e4m3"})
     x, w, dy = data(40, 64, 48)
     run(site, x, w, dy)
-    key = make_site(recipe)[0].gradients.next_region(0, 0, 0).key
+    key = make_site(recipe)[0].next_region(0, 0, 0).key
     _, dgrad, wgrad = backend.products
     assert_same_bytes(
         wgrad.a.codes, quantize(dy, recipe, "grad_output", "columnwise", key=key).columnwise.codes

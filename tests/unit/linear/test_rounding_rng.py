@@ -18,7 +18,7 @@ def test_each_backward_has_its_own_random_stream():
     site, _ = make_site("mxfp8", state=state, seed=3)
 
     def key(site: GemmSite = site):
-        return site.gradients.next_region(0, 0, 0).key
+        return site.next_region(0, 0, 0).key
 
     keys = [key(), key()]
     state.iteration += 1
@@ -33,7 +33,7 @@ def test_each_backward_has_its_own_random_stream():
 
 
 def test_region_tells_where_the_matrix_lies():
-    region = make_site("mxfp8")[0].gradients.next_region(4, 6, 12)
+    region = make_site("mxfp8")[0].next_region(4, 6, 12)
     index = region.index(2, 3, torch.device("cpu"))
     assert index.tolist() == [[54, 55, 56], [66, 67, 68]]
 
@@ -43,6 +43,6 @@ def test_a_captured_graph_would_repeat_its_bits():
     rounded, _ = make_site(replace(RECIPES["mxfp8"], stochastic_rounding=True), state=state)
     plain, _ = make_site("mxfp8", state=state)
     state.begin_capture()
-    plain.gradients.next_region(0, 0, 0)
+    plain.next_region(0, 0, 0)
     with pytest.raises(RuntimeError, match="a CUDA graph would repeat them"):
-        rounded.gradients.next_region(0, 0, 0)
+        rounded.next_region(0, 0, 0)

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import reference
+from megatron_fp8.backends.base import CastRequest
 from megatron_fp8.linear.saved_tensor_layout import InputLayout, SavedInput, SideLayout
 from megatron_fp8.numerics.rule import Rule
 from megatron_fp8.tensor import QuantizedSide
@@ -28,7 +29,9 @@ def sides(rule: Rule, numbers: tuple[int, ...]) -> list[QuantizedSide | None]:
     found: list[QuantizedSide | None] = []
     for e, count in enumerate(numbers):
         x = randn(count, K, seed=e)
-        found.append(reference.quantize(x, rule, "columnwise").tensor.columnwise if count else None)
+        found.append(
+            reference.quantize(CastRequest(x, rule, "columnwise")).tensor.columnwise if count else None
+        )
     return found
 
 

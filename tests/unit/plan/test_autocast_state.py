@@ -27,7 +27,6 @@ from megatron_fp8.plan.autocast_state import (
     layer_being_built,
     remember_fp8,
     runs_fp8,
-    unplanned_disabled,
 )
 from megatron_fp8.plan.site_plan import SitePlan, bf16_site, fp8_site
 from megatron_fp8.recipe import MXFP8BlockScaling
@@ -91,9 +90,9 @@ def test_a_switch_is_a_value():
 
 
 def test_layers_are_switched_off_for_those_that_did_not_know():
-    with unplanned_disabled("layer 0"):
+    with fp8_disabled("layer 0", unplanned=True):
         assert current_autocast_state() == AutocastState("unplanned", "layer 0")
-        with fp8_disabled("debugging"), unplanned_disabled("layer 1"):
+        with fp8_disabled("debugging"), fp8_disabled("layer 1", unplanned=True):
             assert off() == "debugging", "a user's own reason outside stays"
         with (
             autocast_context(current_autocast_state().with_recipe(MXFP8BlockScaling())),

@@ -59,14 +59,14 @@ FP8_PARAM = {
 # Sequence parallel, two ranks: codes and scales are gathered and laid side by side.
 GATHER, SCATTER, SHARED = "all_gather_into_tensor", "reduce_scatter_tensor", "find_amaxes all_reduce"
 COLUMN = {
-    "delayed": f"cast_tensor {GATHER} cast_tensor clone {V1} ; cast_tensor {GATHER} {V1} clone {SCATTER} {V1}",
-    "tensorwise": f"zeros {SHARED} cast_tensor {GATHER} {TENSORWISE} {V1} ;"
+    "delayed": f"cast_tensor cast_tensor {GATHER} clone {V1} ; cast_tensor {GATHER} {V1} clone {SCATTER} {V1}",
+    "tensorwise": f"zeros {SHARED} cast_tensor {TENSORWISE} {GATHER} {V1} ;"
     f" {TENSORWISE} {GATHER} {V1} clone {SCATTER} {V1}",
-    "rowwise": f"zeros {SHARED} cast_rows {GATHER} {GATHER} {ROWWISE} {V1} ;"
+    "rowwise": f"zeros {SHARED} cast_rows {ROWWISE} {GATHER} {GATHER} {V1} ;"
     f" {ROWWISE} {GATHER} {V1} clone {SCATTER} {V1}",
-    "blockwise": f"quantize_tiles {GATHER} clone {GATHER} quantize_tiles new_ones copy_ {V2} ;"
+    "blockwise": f"quantize_tiles quantize_tiles {GATHER} clone {GATHER} new_ones copy_ {V2} ;"
     f" quantize_tiles {GATHER} {GATHER} {V2} clone {SCATTER} {V2}",
-    "mxfp8": f"quantize_tiles {GATHER} {GATHER} quantize_tiles tile_scales {V1} ;"
+    "mxfp8": f"quantize_tiles quantize_tiles {GATHER} {GATHER} tile_scales {V1} ;"
     f" quantize_tiles {GATHER} clone {GATHER} {V1} clone {SCATTER} tile_scales {V1}",
 }
 ROW = {

@@ -50,7 +50,7 @@ def in_torch(x: torch.Tensor, rule: Rule, direction: str, **options) -> Quantize
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(emulation, "reason", lambda: "not wanted")
         patch.setattr(emulation, "compiled", lambda: pytest.fail("C is called"))
-        return fp4.quantize(x, rule, direction, **options)
+        return emulated.quantize(x, rule, direction, **options)
 
 
 def assert_same(a: QuantizedSide | None, b: QuantizedSide | None) -> None:
@@ -80,7 +80,7 @@ def test_bytes_are_the_specification_s(name: str, dtype: torch.dtype, what: str)
         for direction in ("rowwise", "columnwise", "both"):
             for region in REGIONS if rule.stochastic else [None]:
                 assert in_c.takes(x)
-                done = fp4.quantize(x, rule, direction, region=region)
+                done = emulated.quantize(x, rule, direction, region=region)
                 assert_all_same(done, in_torch(x, rule, direction, region=region))
 
 
@@ -92,7 +92,7 @@ def test_shards_whose_amaxes_are_reduced(name: str):
         options = {"reduce_amax": lambda amaxes, by=factor: amaxes.mul_(by), "region": REGIONS[1]}
         if not rule.stochastic:
             del options["region"]
-        done = fp4.quantize(x, rule, "both", **options)
+        done = emulated.quantize(x, rule, "both", **options)
         assert_all_same(done, in_torch(x, rule, "both", **options))
         assert float(done.amax) == float(x.abs().max())
 
@@ -101,10 +101,10 @@ def test_amax_and_count_are_recorded():
     amax, nonfinite = torch.zeros(2)
     running = RunningAmax(amax, amax.view(torch.int32), nonfinite)
     x = torch.ones(32, 64)
-    fp4.quantize(x * 3, RULES["rows"], "both", running=running)
+    emulated.quantize(x * 3, RULES["rows"], "both", running=running)
     assert (float(amax), float(nonfinite)) == (3, 0)
     x[0, 3], x[5, 9] = torch.nan, -torch.inf
-    fp4.quantize(x, RULES["squares"], "both", running=running)
+    emulated.quantize(x, RULES["squares"], "both", running=running)
     assert (float(amax), float(nonfinite)) == (torch.inf, 2)
 
 
@@ -114,11 +114,11 @@ def test_threads_and_their_modes_do_not_matter(name: str):
     x = matrix((520, 512), torch.float32, "tiny")
     region = REGIONS[0] if RULES[name].stochastic else None
     with threads(1):
-        alone = fp4.quantize(x, RULES[name], "both", region=region)
+        alone = emulated.quantize(x, RULES[name], "both", region=region)
     assert torch.set_flush_denormal(True), "this processor cannot flush subnormal numbers"
     try:
         with threads(3):
-            together = fp4.quantize(x, RULES[name], "both", region=region)
+            together = emulated.quantize(x, RULES[name], "both", region=region)
     finally:
         torch.set_flush_denormal(False)
     assert_all_same(alone, together)
@@ -128,9 +128,9 @@ def test_views_are_read_as_they_lie():
     """At an odd address of a larger tensor, transposed, or with gaps."""
     whole = matrix((65, 131), torch.bfloat16, "wide")
     for x in (whole.view(-1)[1 : 1 + 64 * 128].view(64, 128), whole.t(), whole[::2, ::3]):
-        done = fp4.quantize(x, RULES["rows"], "both")
+        done = emulated.quantize(x, RULES["rows"], "both")
         assert_all_same(
-            done, fp4.quantize(x.clone(memory_format=torch.contiguous_format), RULES["rows"], "both")
+            done, emulated.quantize(x.clone(memory_format=torch.contiguous_format), RULES["rows"], "both")
         )
 
 

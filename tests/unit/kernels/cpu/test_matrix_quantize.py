@@ -57,7 +57,7 @@ def test_bytes_are_the_specification_s(
         found.append((shape, x, emulated.quantize(x, rule, direction)))
     monkeypatch.setattr(emulation, "reason", lambda: "not wanted")
     for shape, x, done in found:
-        expected = reference.quantize(x, rule, direction)
+        expected = reference.quantize(CastRequest(x, rule, direction))
         for a, b in zip(done.tensor.sides, expected.tensor.sides, strict=True):
             assert same(a.codes.contiguous(), b.codes.contiguous()), (shape, a, b)
             assert same(a.scale_inv.contiguous(), b.scale_inv.contiguous()), (shape, a, b)
@@ -102,7 +102,9 @@ def test_many_without_a_compiler(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(emulation, "compiled", lambda: pytest.fail("C is called"))
     x = matrix((256, 256), torch.bfloat16, "normal")
     (done,) = emulated.quantize_each([CastRequest(x, RULES[0], "both", None, None)])
-    assert same(done.tensor.rowwise.codes, reference.quantize(x, RULES[0], "both").tensor.rowwise.codes)
+    assert same(
+        done.tensor.rowwise.codes, reference.quantize(CastRequest(x, RULES[0], "both")).tensor.rowwise.codes
+    )
 
 
 def running() -> RunningAmax:
