@@ -39,12 +39,8 @@ EXPERTS = {
         4,
         TINY,
         {
-            **MOE,
-            **layout,
-            **DISTRIBUTED,
-            "model__expert_model_parallel_size": 2,
-            "model__fp8_format": recipe,
-            "model__fp8_param": fp8_param,
+            **MOE, **layout, **DISTRIBUTED, "model__expert_model_parallel_size": 2,
+            "model__fp8_format": recipe, "model__fp8_param": fp8_param,
         },
     )
     for recipe in RECIPES
@@ -53,18 +49,15 @@ EXPERTS = {
         ("dp4", ONE),
         ("tp2 sp", {"model__expert_tensor_parallel_size": 1}),
     )
-}
+}  # fmt: skip
 
 LONG = {
     f"{recipe}, {'fp8_param' if fp8_param else 'bf16 weights'}, {name}, {'sharded' if sharded else 'whole'}, {state}": (
         4,
         config,
         {
-            **layout,
-            "model__fp8_format": recipe,
-            "model__fp8_param": fp8_param,
-            "optimizer__use_distributed_optimizer": sharded,
-            "optimizer__state_dtype": state,
+            **layout, "model__fp8_format": recipe, "model__fp8_param": fp8_param,
+            "optimizer__use_distributed_optimizer": sharded, "optimizer__state_dtype": state,
         },
     )
     for recipe in RECIPES
@@ -78,7 +71,7 @@ LONG = {
     )
     for sharded in (False, True)
     for state in ("float32", "fp8")
-} | EXPERTS
+} | EXPERTS  # fmt: skip
 
 
 def hold(ranks: RankPool, world: int, config: str, changes: dict[str, Any]) -> None:
@@ -132,17 +125,13 @@ def sent(settings: Settings, chunks: list[Chunk]) -> dict[str, int]:
 
 
 HERE = (
-    "FP8 output layer, tied over stages, fp8_param",
-    "mxfp8, fp8_param, sharded, three tokens predicted",
+    "FP8 output layer, tied over stages, fp8_param", "mxfp8, fp8_param, sharded, three tokens predicted",
     "delayed, interleaved, compact",
     "nvfp4, gathered codes, FP8 backward of some, weights in MXFP8 of others",
-    "nvfp4, odd widths, columnwise codes made again",
-    "FP32",
-    "rowwise, gathered codes",
-    "blockwise, shards not aligned",
-    "blockwise, gathered, recomputed",
+    "nvfp4, odd widths, columnwise codes made again", "FP32", "rowwise, gathered codes",
+    "blockwise, shards not aligned", "blockwise, gathered, recomputed",
     "latent attention, experts, two tokens, all layouts",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", some(CASES, *HERE))
@@ -166,129 +155,60 @@ MANY = {
 
 SAVED: dict[str, tuple[int, str, dict[str, Any]]] = {
     "as shipped": (2, TINY, {"train__micro_batch_size": 2}),
-    "BF16, fused, normed queries": (
-        1,
-        TINY,
-        {**ONE, "model__fp8": None, "model__bias_activation_fusion": True, "model__qk_layernorm": True},
-    ),
+    "BF16, fused, normed queries": (1, TINY, {
+        **ONE, "model__fp8": None, "model__bias_activation_fusion": True, "model__qk_layernorm": True,
+    }),
     "mxfp8, biases, dropout": (1, GELU, {**ONE, "model__fp8_format": "mxfp8", "model__hidden_dropout": 0.1}),
     "rowwise, no wgrad in FP8": (2, GELU, {"model__fp8_format": "rowwise", "model__fp8_wgrad": False}),
-    "blockwise, stored SwiGLU, FP8 output layer": (
-        1,
-        TINY,
-        {
-            **ONE,
-            **OUTPUT,
-            "model__fp8_format": "blockwise",
-            "model__bias_activation_fusion": True,
-            "model__activation_func_fp8_input_store": True,
-        },
-    ),
-    "norms and core attention recomputed": (
-        1,
-        TINY,
-        {
-            **ONE,
-            "model__recompute_granularity": "selective",
-            "model__recompute_modules": "[core_attn,layernorm]",
-        },
-    ),
-    "MLP recomputed": (
-        1,
-        TINY,
-        {**ONE, "model__recompute_granularity": "selective", "model__recompute_modules": "[mlp]"},
-    ),
-    "one layer recomputed": (
-        1,
-        TINY,
-        {
-            **ONE,
-            "model__recompute_granularity": "full",
-            "model__recompute_method": "block",
-            "model__recompute_num_layers": 1,
-        },
-    ),
-    "experts in BF16, fused, a shared one": (
-        2,
-        TINY,
-        {
-            **ONE,
-            **MOE,
-            **MANY,
-            "model__expert_model_parallel_size": 2,
-            "model__fp8": None,
-            "model__bias_activation_fusion": True,
-            "model__moe_shared_expert_intermediate_size": 256,
-        },
-    ),
-    "latent attention, narrow values, no latent of queries": (
-        1,
-        TINY,
-        {
-            **ONE,
-            **LATENT,
-            "model__q_lora_rank": None,
-            "model__v_head_dim": 32,
-            "model__fp8_format": "blockwise",
-        },
-    ),
-    "latent attention, its up projections recomputed": (
-        1,
-        TINY,
-        {
-            **ONE,
-            **LATENT,
-            "model__recompute_granularity": "selective",
-            "model__recompute_modules": "[mla_up_proj]",
-        },
-    ),
-    "two tokens predicted, recomputed": (
-        1,
-        TINY,
-        {
-            **ONE,
-            **MTP,
-            **OUTPUT,
-            "model__recompute_granularity": "full",
-            "model__recompute_method": "uniform",
-            "model__recompute_num_layers": 1,
-        },
-    ),
-    "latent attention, biased experts in groups, two tokens": (
-        2,
-        TINY,
-        {
-            **ONE,
-            **MOE,
-            **MANY,
-            **BIASED,
-            **LATENT,
-            **MTP,
-            "model__num_layers": 2,
-            "model__first_last_layers_bf16": False,
-            "model__num_moe_experts": 8,
-            "model__moe_layer_freq": [0, 1],
-            "model__moe_grouped_gemm": True,
-            "model__expert_model_parallel_size": 2,
-            "model__fp8_format": "blockwise",
-        },
-    ),
+    "blockwise, stored SwiGLU, FP8 output layer": (1, TINY, {
+        **ONE, **OUTPUT, "model__fp8_format": "blockwise", "model__bias_activation_fusion": True,
+        "model__activation_func_fp8_input_store": True,
+    }),
+    "norms and core attention recomputed": (1, TINY, {
+        **ONE, "model__recompute_granularity": "selective",
+        "model__recompute_modules": "[core_attn,layernorm]",
+    }),
+    "MLP recomputed": (1, TINY, {
+        **ONE, "model__recompute_granularity": "selective", "model__recompute_modules": "[mlp]",
+    }),
+    "one layer recomputed": (1, TINY, {
+        **ONE, "model__recompute_granularity": "full", "model__recompute_method": "block",
+        "model__recompute_num_layers": 1,
+    }),
+    "experts in BF16, fused, a shared one": (2, TINY, {
+        **ONE, **MOE, **MANY, "model__expert_model_parallel_size": 2, "model__fp8": None,
+        "model__bias_activation_fusion": True, "model__moe_shared_expert_intermediate_size": 256,
+    }),
+    "latent attention, narrow values, no latent of queries": (1, TINY, {
+        **ONE, **LATENT, "model__q_lora_rank": None, "model__v_head_dim": 32,
+        "model__fp8_format": "blockwise",
+    }),
+    "latent attention, its up projections recomputed": (1, TINY, {
+        **ONE, **LATENT, "model__recompute_granularity": "selective",
+        "model__recompute_modules": "[mla_up_proj]",
+    }),
+    "two tokens predicted, recomputed": (1, TINY, {
+        **ONE, **MTP, **OUTPUT, "model__recompute_granularity": "full", "model__recompute_method": "uniform",
+        "model__recompute_num_layers": 1,
+    }),
+    "latent attention, biased experts in groups, two tokens": (2, TINY, {
+        **ONE, **MOE, **MANY, **BIASED, **LATENT, **MTP, "model__num_layers": 2,
+        "model__first_last_layers_bf16": False, "model__num_moe_experts": 8, "model__moe_layer_freq": [0, 1],
+        "model__moe_grouped_gemm": True, "model__expert_model_parallel_size": 2,
+        "model__fp8_format": "blockwise",
+    }),
     "nvfp4": (2, TINY, {**FP4, **OUTPUT, "train__micro_batch_size": 2}),
     "nvfp4, grouped experts": (1, TINY, {**ONE, **MOE, **MANY, **FP4, "model__moe_grouped_gemm": True}),
     "context parallel": (2, TINY, {**ONE, "model__context_parallel_size": 2}),
-}
+}  # fmt: skip
 
 
 SAVED_HERE = (
-    "as shipped",
-    "rowwise, no wgrad in FP8",
-    "blockwise, stored SwiGLU, FP8 output layer",
-    "norms and core attention recomputed",
-    "MLP recomputed",
-    "nvfp4",
+    "as shipped", "rowwise, no wgrad in FP8", "blockwise, stored SwiGLU, FP8 output layer",
+    "norms and core attention recomputed", "MLP recomputed", "nvfp4",
     "latent attention, narrow values, no latent of queries",
     "latent attention, biased experts in groups, two tokens",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", some(SAVED, *SAVED_HERE))

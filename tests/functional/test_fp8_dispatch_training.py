@@ -121,38 +121,21 @@ def test_a_layer_whose_experts_read_no_such_codes_sends_bf16_and_says_so(ranks: 
 
 
 RUNS: dict[str, tuple[int, Layout, dict[str, Any]]] = {
-    "padded to capacity, z loss": (
-        2,
-        Layout(ep=2),
-        {
-            "moe_expert_capacity_factor": 1.0,
-            "moe_pad_expert_input_to_capacity": True,
-            "moe_z_loss_coeff": 0.1,
-        },
-    ),
-    "shared expert, sigmoid scores, expert bias, float32 router, groups": (
-        2,
-        Layout(ep=2),
-        {
-            "moe_shared_expert_intermediate_size": 128,
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-            "moe_router_dtype": "fp32",
-            "moe_router_num_groups": 2,
-            "moe_router_group_topk": 1,
-        },
-    ),
-    "dropped by position": (
-        2,
-        Layout(ep=2),
-        {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"},
-    ),
-    "cut experts, float32 router, gathered": (
-        2,
-        Layout(tp=2, sp=True),
-        {"moe_token_dispatcher_type": "allgather", "moe_router_dtype": "fp32"},
-    ),
-}
+    "padded to capacity, z loss": (2, Layout(ep=2), {
+        "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True, "moe_z_loss_coeff": 0.1,
+    }),
+    "shared expert, sigmoid scores, expert bias, float32 router, groups": (2, Layout(ep=2), {
+        "moe_shared_expert_intermediate_size": 128, "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32", "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
+    }),
+    "dropped by position": (2, Layout(ep=2), {
+        "moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position",
+    }),
+    "cut experts, float32 router, gathered": (2, Layout(tp=2, sp=True), {
+        "moe_token_dispatcher_type": "allgather", "moe_router_dtype": "fp32",
+    }),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", some(RUNS, *list(RUNS)[1:4:2]))

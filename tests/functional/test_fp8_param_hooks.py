@@ -35,35 +35,23 @@ def built(
 
 WRONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
     "ddp alone": (
-        "delayed",
-        {"fp8_param": False},
-        {"fp8_param_gather": True},
-        {},
-        "set fp8_param=True there",
+        "delayed", {"fp8_param": False}, {"fp8_param_gather": True}, {}, "set fp8_param=True there",
     ),
     "shared by codes": (
-        "blockwise",
-        {},
-        {**DISTRIBUTED, "fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True},
-        {},
-        "weights that are sent as codes",
+        "blockwise", {}, {**DISTRIBUTED, "fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True},
+        {}, "weights that are sent as codes",
     ),
     "shared by a mixture": (
-        "mxfp8",
-        {"fp8_overrides": {"*.linear_fc2": "tensorwise"}},
-        {**DISTRIBUTED, "fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True},
-        {},
+        "mxfp8", {"fp8_overrides": {"*.linear_fc2": "tensorwise"}},
+        {**DISTRIBUTED, "fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}, {},
         "linear_fc2.*weights that are sent as codes",
     ),
     "shared without a gather": (
-        "mxfp8",
-        {},
-        {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True},
-        {},
+        "mxfp8", {}, {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}, {},
         "use_distributed_optimizer=True",
     ),
     "optimizer does not know": ("mxfp8", {}, SHARED, {}, "Give both the same value"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -116,21 +116,14 @@ def heard(folder) -> Heard:
             "another shape": [*greedy, "--config", other],
             "no config": ["generate", unsaid, "--prompt", "a"],
             "its config given": [
-                "generate",
-                unsaid,
-                "--prompt",
-                "abcde",
-                "--temperature",
-                "0",
-                "--config",
-                config,
+                "generate", unsaid, "--prompt", "abcde", "--temperature", "0", "--config", config,
             ],
             "no batches": [*calibrate, "--batches", "0"],
             "too little text": [*calibrate, "--data", folder / "short.txt"],
             "calibrate bf16": [*calibrate, "--recipe", "bf16"],
             "unwritable": [*calibrate, "--batches", "1", "--out", folder / "text.txt" / "inside"],
         },
-    )
+    )  # fmt: skip
 
 
 DONE = ("train", "calibrate", "percentile", "greedy", "bf16", "mxfp8", "static", "static channels", "delayed", "hot",

@@ -87,13 +87,8 @@ def test_bad_options(options: list[str], message: str, tmp_path: Path, capsys: p
 
 def test_dry_check():
     there = (
-        "codes mxfp8",
-        "gemm mxfp8",
-        "gradients mxfp8",
-        "no waiting mxfp8",
-        "experts mxfp8",
-        "graph mxfp8",
-    )
+        "codes mxfp8", "gemm mxfp8", "gradients mxfp8", "no waiting mxfp8", "experts mxfp8", "graph mxfp8",
+    )  # fmt: skip
     around = ("captured step delayed", "compiled delayed")
     found = served(gpu_checks, *there).results | served(gpu_graph, *around).results
     graph = found.pop("graph mxfp8")
@@ -130,16 +125,9 @@ def test_a_wrong_code_or_product_fails_the_check(monkeypatch: pytest.MonkeyPatch
 
 def test_dry_benchmark():
     names = (
-        "roofline",
-        "gemm",
-        "quantise",
-        "linear",
-        "experts",
-        "expert products",
-        "layer 4096",
-        "layer 8192",
+        "roofline", "gemm", "quantise", "linear", "experts", "expert products", "layer 4096", "layer 8192",
         "fused",
-    )
+    )  # fmt: skip
     told = served(gpu_sections, *(f"bench {name}" for name in names))
     verdicts = {name: result["verdict"] for name, result in told.results.items()}
     assert verdicts.pop("bench layer 8192") == "not run" and set(verdicts.values()) == {"PASS"}, told.results

@@ -18,21 +18,10 @@ from pathlib import Path
 
 PROGRAMS = frozenset(
     [
-        "megatron-fp8",
-        "torchrun",
-        "python",
-        "pip",
-        "make",
-        "bash",
-        "sbatch",
-        "srun",
-        "source",
-        "cat",
-        "export",
-        "jupyter",
-        "kubectl",
+        "megatron-fp8", "torchrun", "python", "pip", "make", "bash", "sbatch", "srun", "source", "cat",
+        "export", "jupyter", "kubectl",
     ]
-)
+)  # fmt: skip
 _FENCE = re.compile(
     r"(?:^<!-- (?P<kind>not run|before):(?P<said>.*?)-->\n+)?"
     r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$",

@@ -32,23 +32,12 @@ _BYTES = sorted(
         *(number.to_bytes(8, "little")[:size] for number in _NUMBERS for size in (1, 4, 8)),
         *(struct.pack("<f", value) for value in (float("nan"), float("inf"), -1.0)),
         *(
-            b"\n",
-            b"\0",
-            b'"',
-            b"{",
-            b"}",
-            b"[",
-            b"]",
-            b",",
-            b"../",
-            b"NaN",
-            b"1e999",
-            b"\xff\xfe",
+            b"\n", b"\0", b'"', b"{", b"}", b"[", b"]", b",", b"../", b"NaN", b"1e999", b"\xff\xfe",
             b"\xed\xa0\x80",
         ),
         *(b"- &a *a\n", b"!!python/object/apply:os.system [x]", MARKUP.encode(), b"\x1b[2J"),
     }
-)
+)  # fmt: skip
 
 
 def byte_edits(most: int = 3) -> st.SearchStrategy[list[ByteEdit]]:

@@ -42,17 +42,11 @@ _HISTORY = {"fp8_recipe": "delayed", "fp8_amax_history_len": 4, "fp8_amax_comput
 KINDS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "delayed": (1, _HISTORY, {}),
     "fp8_param": (1, {"fp8_recipe": "tensorwise", "fp8_param": True}, {}),
-    "tensor_parallel": (
-        2,
-        {**_HISTORY, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-        {},
-    ),
-    "distributed_optimizer": (
-        2,
-        {"fp8_recipe": "blockwise", "fp8_param": True},
-        {"use_distributed_optimizer": True},
-    ),
-}
+    "tensor_parallel": (2, {**_HISTORY, "tensor_model_parallel_size": 2, "sequence_parallel": True}, {}),
+    "distributed_optimizer": (2, {"fp8_recipe": "blockwise", "fp8_param": True}, {
+        "use_distributed_optimizer": True,
+    }),
+}  # fmt: skip
 
 
 def write_data(folder: Path) -> None:

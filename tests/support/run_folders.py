@@ -16,17 +16,8 @@ import numpy as np
 LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 TENSORS = ("input", "weight", "grad_output", "output", "dgrad", "wgrad")
 OF_VALUES = (
-    "cur_amax",
-    "mean",
-    "std",
-    "min",
-    "max",
-    "l1_norm",
-    "l2_norm",
-    "dynamic_range",
-    "kurtosis",
-    "nonfinite",
-)
+    "cur_amax", "mean", "std", "min", "max", "l1_norm", "l2_norm", "dynamic_range", "kurtosis", "nonfinite",
+)  # fmt: skip
 OF_CODES = ("underflows%", "overflows%", "sqnr_db", "mse", "scale_inv_min", "scale_inv_max")
 
 

@@ -131,16 +131,9 @@ def reference(pieces: list[Piece]) -> dict[str, float]:
 
 
 EXACT = {
-    "min",
-    "max",
-    "cur_amax",
-    "dynamic_range",
-    "nonfinite",
-    "underflows%",
-    "overflows%",
-    "scale_inv_min",
+    "min", "max", "cur_amax", "dynamic_range", "nonfinite", "underflows%", "overflows%", "scale_inv_min",
     "scale_inv_max",
-}
+}  # fmt: skip
 """Extremes, and what follows from counts."""
 
 

@@ -26,23 +26,16 @@ ROLES = ("input", "weight", "grad_output")
 
 DEFAULTS = {
     DelayedScaling: {
-        "margin": 0,
-        "fp8_format": Format.HYBRID,
-        "amax_history_len": 1024,
-        "amax_compute_algo": "max",
-        "interval": 1,
-        "amax_epsilon": 0.0,
+        "margin": 0, "fp8_format": Format.HYBRID, "amax_history_len": 1024, "amax_compute_algo": "max",
+        "interval": 1, "amax_epsilon": 0.0,
     },
     Float8CurrentScaling: {
-        "use_power_2_scales": False,
-        "fp8_format": Format.HYBRID,
-        "margin": 0,
-        "amax_epsilon": 0.0,
+        "use_power_2_scales": False, "fp8_format": Format.HYBRID, "margin": 0, "amax_epsilon": 0.0,
     },
     Float8RowwiseScaling: {"fp8_format": Format.E4M3, "amax_epsilon": 0.0},
     Float8BlockScaling: {"fp8_format": Format.E4M3, "use_f32_scales": False, "amax_epsilon": 0.0},
     MXFP8BlockScaling: {"fp8_format": Format.E4M3},
-}
+}  # fmt: skip
 
 # One other value for every field: each must change the recipe's equality, hash and repr.
 OTHER = {

@@ -15,16 +15,8 @@ from megatron_fp8.recipe import GEMM_OPERANDS, RECIPES
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 OUR_OWN = {
-    "arena",
-    "autocast state",
-    "cast spec",
-    "codes",
-    "side",
-    "site",
-    "slot",
-    "stamp",
-    "weight generation",
-}
+    "arena", "autocast state", "cast spec", "codes", "side", "site", "slot", "stamp", "weight generation",
+}  # fmt: skip
 
 
 def rows() -> list[list[str]]:

@@ -53,13 +53,8 @@ def test_keywords_of_recipes(name):
 def test_calls():
     theirs = recorded()[NEWEST]
     assert {
-        "Linear",
-        "LayerNormLinear",
-        "DotProductAttention",
-        "autocast",
-        "checkpoint",
-        "fp8_model_init",
-    } <= set(theirs["exports"])
+        "Linear", "LayerNormLinear", "DotProductAttention", "autocast", "checkpoint", "fp8_model_init",
+    } <= set(theirs["exports"])  # fmt: skip
     assert {"enabled", "recipe", "amax_reduction_group"} <= set(theirs["calls"]["autocast"]["__init__"])
     assert {"is_first_microbatch", "fp8_output", "fp8_grad"} <= set(theirs["calls"]["Linear"]["forward"])
     assert "group" in inspect.signature(fp8_step).parameters

@@ -151,15 +151,9 @@ def test_tensorboard_reads_what_was_written(tmp_path, disk):
 def test_damaged_lines_are_dropped_and_the_first_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [
-        b'{"iteration": 1}',
-        b'{"iterat',
-        b"\xff\x00",
-        b"3",
-        b'{"iteration": 1.5}',
-        b'{"iteration": 2}',
-        b'{"iteration": 3}',
-        b'{"iter',
-    ]
+        b'{"iteration": 1}', b'{"iterat', b"\xff\x00", b"3", b'{"iteration": 1.5}', b'{"iteration": 2}',
+        b'{"iteration": 3}', b'{"iter',
+    ]  # fmt: skip
     path.write_bytes(b"\n".join(lines))
     with pytest.warns(
         UserWarning, match=r"^line 2 of '.*metrics.jsonl' is no JSON .*: it is dropped, and so are 3 more"

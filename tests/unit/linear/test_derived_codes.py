@@ -58,24 +58,15 @@ def decibels(made: torch.Tensor, x: torch.Tensor) -> float:
 COUNTS: dict[tuple[str, str], dict[str, int]] = {
     ("normal", "normal"): {"rowwise": 41, "blockwise": 10, "mxfp8": 4, "blockwise-fp32": 1369542},
     ("rows", "normal, rows of sizes 2^-4 to 2^4"): {
-        "rowwise": 2042,
-        "blockwise": 1576,
-        "mxfp8": 1090,
-        "blockwise-fp32": 1925370,
+        "rowwise": 2042, "blockwise": 1576, "mxfp8": 1090, "blockwise-fp32": 1925370,
     },
     ("channels", "normal, 1 % of channels 100 times as large"): {
-        "rowwise": 9852,
-        "blockwise": 4742,
-        "mxfp8": 1408,
-        "blockwise-fp32": 2042894,
+        "rowwise": 9852, "blockwise": 4742, "mxfp8": 1408, "blockwise-fp32": 2042894,
     },
     ("log-normal", "2 to the power of 3 x normal"): {
-        "rowwise": 94256,
-        "blockwise": 52453,
-        "mxfp8": 28093,
-        "blockwise-fp32": 1332783,
+        "rowwise": 94256, "blockwise": 52453, "mxfp8": 28093, "blockwise-fp32": 1332783,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", COUNTS, ids=lambda kind: kind[0])
