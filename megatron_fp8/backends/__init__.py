@@ -114,6 +114,8 @@ def warn_slow_backend(
     remedies = {
         "e4m3": f"{remedy} gives it to torch",
         "pow2": "scales that are powers of two (fp8_pow2_scales=true) give it to torch's MX product",
+        "mxfp8": "the recipe mxfp8 is probably faster on this GPU",
+        "tensorwise": "the recipes tensorwise and delayed are probably faster here",
         None: "another recipe, such as rowwise, has torch's product",
     }
     print_rank_0(f"megatron_fp8: {what}; {remedies[remedy_kind]}", once=True)

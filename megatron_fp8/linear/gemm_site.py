@@ -176,7 +176,7 @@ class GemmSite:
             assert isinstance(a, QuantizedSide) and isinstance(b, QuantizedSide)
             assert self.backend is not None
             self.state.counter.here.fp8_gemms += 1
-            fast = gemm == "fprop"  # tensor cores may keep partial sums at their own precision
+            fast = gemm in self.state.fast_gemms
             y: torch.Tensor = self.backend.gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accumulation=fast)
         else:
             self.state.counter.here.hp_gemms += 1

@@ -174,7 +174,8 @@ def _multiply_each(
             outs[e].copy_(site.multiply(gemm, a[e], b[e], outs[e].dtype, record=record))
     for backend, group in together.items():
         operands = [[operand[e] for e in group] for operand in (a, b, outs)]
-        backend.grouped_gemm(*operands, add=add, fast_accumulation=gemm == "fprop")
+        fast = gemm in call.sites[group[0]].state.fast_gemms
+        backend.grouped_gemm(*operands, add=add, fast_accumulation=fast)
         for e in group:
             site = call.sites[e]
             site.state.counter.here.fp8_gemms += 1

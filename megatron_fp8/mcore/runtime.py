@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..fp8_utils import quantizes
 from ..state.collectives import own_device
-from ..state.fp8_state import Fp8State
+from ..state.fp8_state import FAST_ACCUMULATION, Fp8State
 from ..state.guard import Guard, Thresholds
 from ..state.precision_schedule import PrecisionSchedule
 
@@ -142,6 +142,7 @@ def state_of(config: Any) -> Fp8State:
             state.guard = guard
     state.phases = _phases(config, state.phases.length)
     state.keeps_columnwise = getattr(config, "fp8_keep_columnwise", True)
+    state.fast_gemms = FAST_ACCUMULATION[getattr(config, "fp8_fast_accumulation", "fprop")]
     return state
 
 

@@ -13,6 +13,7 @@ from ..plan.overrides import check_overrides
 from ..plan.resolve import SiteRequest, named_recipes
 from ..plan.settings import RecipeSettings, from_settings, takes
 from ..recipe import RECIPES, CustomRecipe, Recipe, check_recipe_name, recipe_name
+from ..state.fp8_state import FAST_ACCUMULATION
 
 Skip = str | Callable[[str, Any], bool]
 """A glob of module names, or a function (name, module) -> whether a linear stays in high precision."""
@@ -29,7 +30,14 @@ GRANULARITIES = {
 }
 """Granularity of scales -> recipe."""
 
-_OF_A_LINEAR = ("overrides", "size_filter", "size_filter_tokens", "keep_columnwise", "backend")
+_OF_A_LINEAR = (
+    "overrides",
+    "size_filter",
+    "size_filter_tokens",
+    "fast_accumulation",
+    "keep_columnwise",
+    "backend",
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,6 +67,8 @@ class Fp8Config:
         size_filter: a table from ``megatron-fp8 bench --tune``; GEMMs stay in high precision if FP8 does not
             pay.
         size_filter_tokens: tokens per microbatch, if the table has several counts.
+        fast_accumulation: the GEMMs whose partial sums tensor cores may keep at their own precision: 'fprop', 'all'
+            or 'none'. H100 and H200 keep about 14 bits then, and are faster; block scales never do.
         keep_columnwise: whether to store the weights' codes for dgrad until backward, if they differ from the
             forward's. False: each backward recomputes them, with the same bits, and saves one byte per value
             in between.
@@ -84,6 +94,7 @@ class Fp8Config:
     min_features: int = 16
     size_filter: str | None = None
     size_filter_tokens: int | None = None
+    fast_accumulation: Literal["fprop", "all", "none"] = "fprop"
     keep_columnwise: bool = True
     backend: str = "auto"
     fallback: Literal["error", "warn"] = "error"
@@ -102,6 +113,8 @@ class Fp8Config:
             raise ValueError(f"backward_format={self.backward_format!r}: use 'e5m2', 'e4m3' or None")
         if self.fallback not in ("error", "warn"):
             raise ValueError(f"fallback={self.fallback!r}: use 'error' or 'warn'")
+        if self.fast_accumulation not in FAST_ACCUMULATION:
+            raise ValueError(f"fast_accumulation={self.fast_accumulation!r}: use 'fprop', 'all' or 'none'")
         if (
             isinstance(self.min_features, bool)
             or not isinstance(self.min_features, int)

@@ -33,7 +33,7 @@ from torch.optim.optimizer import (
 )
 
 from ..plan.overrides import check_overrides_match
-from ..state.fp8_state import Fp8State
+from ..state.fp8_state import FAST_ACCUMULATION, Fp8State
 from ..state.iteration import IterationCounts, trains
 from ..state.precision_schedule import PrecisionSchedule
 from .config import Fp8Config
@@ -179,6 +179,7 @@ class Fp8Group:
                 iteration=self.iteration,
                 phases=self._phases,
                 keeps_columnwise=self.config.keep_columnwise,
+                fast_gemms=FAST_ACCUMULATION[self.config.fast_accumulation],
                 keeps_weights=False,  # training loops, adapters and EMAs write to .data, which leaves no trace
             )
         return self.states[device]

@@ -18,6 +18,13 @@ from .iteration import Counter, IterationCounts, in_backward
 from .observer_protocol import Observer
 from .precision_schedule import Phase, PrecisionSchedule
 
+FAST_ACCUMULATION: dict[str, tuple[str, ...]] = {
+    "fprop": ("fprop",),
+    "all": ("fprop", "dgrad", "wgrad"),
+    "none": (),
+}
+"""The setting ``fast_accumulation`` -> the GEMMs that accumulate fast, where their scales allow it."""
+
 
 @dataclass
 class Activity:
@@ -50,6 +57,7 @@ class Fp8State:
         weight_generation: a cached quantized weight of another generation is stale.
         keeps_weights: cache quantized weights within a generation. Only if no code writes weights meanwhile through
             ``.data``, which the cache cannot detect. False: each forward quantizes its weight.
+        fast_gemms: those of which tensor cores may keep partial sums at their own precision.
         keeps_columnwise: cache dgrad's separate codes of weights until backward; False: each backward makes them again.
         seed: of stochastic rounding.
         phases: the iterations in which FP8 runs.
@@ -73,6 +81,7 @@ class Fp8State:
     weight_generation: int = 0
     keeps_weights: bool = True
     keeps_columnwise: bool = True
+    fast_gemms: tuple[str, ...] = FAST_ACCUMULATION["fprop"]
     seed: int = 0
     phases: PrecisionSchedule = field(default_factory=PrecisionSchedule)
     counter: Counter = field(default_factory=Counter, repr=False, compare=False)

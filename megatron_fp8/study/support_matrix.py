@@ -122,8 +122,8 @@ def torch_refusal(capability: tuple[int, int]) -> Refusal:
                 return "its newer product takes E4M3 by E4M3 only"
         if request.mode is Mode.MX and capability < (10, 0):
             return "32-wide blocks (MX) begin with compute capability 10.0"
-        if request.mode is Mode.ROW and request.out == torch.float32:
-            return "scales per row have no float32 result in older versions (pytorch#156771)"
+        if request.mode is Mode.ROW and request.out == torch.float32 and capability[0] != 9:
+            return "CUTLASS multiplies scales per row, without a float32 result"
         return None
 
     return refusal

@@ -43,6 +43,7 @@ class FakeTorch:
         out_dtype=None,
         use_fast_accum=False,
         out=None,
+        suffix=" v1",
     ):
         assert scale_result is None
         (m, k), n = a.shape, b.shape[1]
@@ -62,6 +63,7 @@ class FakeTorch:
             assert scale_a.shape == (m, 1) and scale_a.stride() == (1, 1), (scale_a.shape, scale_a.stride())
             assert scale_b.shape == (1, n) and scale_b.stride() == (n, 1), (scale_b.shape, scale_b.stride())
             first, second = scale_a.double(), scale_b.double().t()
+        kind = kind if kind.startswith("block") else kind + suffix
         return self._product(kind, a, b, first, second, bias, out_dtype, use_fast_accum, out)
 
     def _blocks_by_shape(self, a, b, scale_a, scale_b):
@@ -91,14 +93,24 @@ class FakeTorch:
         fast,
         out=None,
     ):
-        if not a.dtype == b.dtype == torch.float8_e4m3fn:
-            raise ValueError("Invalid scaling configuration")  # check_deepseek_recipe in ScaledBlasUtils.cpp
         (scale_a,), (scale_b,) = scale_a, scale_b
-        assert swizzle_a == swizzle_b == [] and dims == [] and not fast
-        assert scale_a.dtype == scale_b.dtype == torch.float32
-        from torch.nn.functional import ScalingType
+        assert swizzle_a == swizzle_b and dims == []
+        from torch.nn.functional import ScalingType, SwizzleType
 
         names = tuple(ScalingType(r[0]).name for r in (recipe_a, recipe_b))
+        scalars = scale_a.numel() == scale_b.numel() == 1
+        if not a.dtype == b.dtype == torch.float8_e4m3fn and names[0] not in ("TensorWise", "RowWise"):
+            # check_deepseek_recipe and check_mxfp8_recipe in ScaledBlasUtils.cpp
+            raise ValueError("Invalid scaling configuration")
+        if names == ("BlockWise1x32", "BlockWise1x32"):
+            assert [SwizzleType(s).name for s in swizzle_a] == ["SWIZZLE_32_4_4"]
+            assert scale_a.dtype == torch.float8_e8m0fnu
+        else:
+            assert swizzle_a == [] and scale_a.dtype == scale_b.dtype == torch.float32
+        if names[0] in ("TensorWise", "RowWise", "BlockWise1x32"):
+            assert names[0] == names[1] and scalars == (names[0] == "TensorWise")
+            return self.scaled_mm(a, b, scale_a, scale_b, bias, None, out_dtype, fast, out, suffix="")
+        assert not fast
         (m, k), n = a.shape, b.shape[1]
         assert m % 4 == 0, f"M {m} is no multiple of 4"
         first = self._vector_blocks(scale_a, m, k)
@@ -176,8 +188,9 @@ class FakeTorch:
         assert b.shape[0] == k and b.stride() == (1, k), f"b must be column-major, has strides {b.stride()}"
         assert k % 16 == 0 and n % 16 == 0, (k, n)
         assert out_dtype in (torch.bfloat16, torch.float16, torch.float32)
-        if f"{kind} float32" in self.refuse and out_dtype == torch.float32:
-            raise RuntimeError(self.refuse[f"{kind} float32"])
+        without = f"{kind.removesuffix(' v1')} float32"
+        if without in self.refuse and out_dtype == torch.float32:
+            raise RuntimeError(self.refuse[without])
         result = (a.double() * first) @ (b.t().double() * second).t()
         if bias is not None:
             assert bias.shape == (n,) and bias.dtype == out_dtype != torch.float32, (bias.dtype, out_dtype)

@@ -25,6 +25,8 @@ from typing import Any, Literal
 
 import torch
 
+from ... import kernels
+from ...files.terminal import print_rank_0
 from ...kernels.lazy_tensor import source_of, written
 from ...numerics.formats import E4M3, E5M2, ROLES
 from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Direction, Granularity, Rule
@@ -34,10 +36,14 @@ from .. import reference
 from ..base import RESULTS, AmaxReduction, CastRequest, Quantized, Region, RunningAmax, gemm_in_turn, unfit
 from .layout import (
     BLOCK_ROWS,
+    Mode,
     Operand,
     ProductPlan,
+    Refusal,
+    Request,
     arguments,
     block_scales,
+    by_cutlass,
     padded_sizes,
     place_codes,
     plan,
@@ -47,8 +53,8 @@ from .probe import by_kernel, by_mx, device_reason, gemms_of, lacking, plan_for,
 
 name = "native"
 
-Remedy = Literal["e4m3", "pow2"]
-"""A change of a recipe by which torch can multiply."""
+Remedy = Literal["e4m3", "pow2", "mxfp8", "tensorwise"]
+"""A change of a recipe by which torch can multiply (fast), or the recipe to take instead."""
 
 
 def supports(device: torch.device, recipe: Recipe | Products | None = None) -> str | None:
@@ -83,12 +89,12 @@ def advice(device: torch.device, recipe: Recipe | Products) -> tuple[str, Remedy
 
     Returns:
         What multiplies instead, and why; and the change of the recipe by which torch can multiply: gradients to 'e4m3',
-        scales to 'pow2'; None: no such change.
+        scales to 'pow2'; another recipe; None: no such change.
     """
     refusal = refusals(device, multiply)
     slow = by_kernel(recipe, refusal)
     if not slow:
-        return None
+        return _advice_of_rows(recipe, refusal)
     pairs = [gemms_of(recipe)[which] for which in slow]
     asked = replace(plan_for(*pairs[-1], torch.bfloat16, None, refusal).request, by="torch")
     gemms = ", ".join(slow[:-1]) + (" and " if slow[:-1] else "") + slow[-1]
@@ -99,6 +105,23 @@ def advice(device: torch.device, recipe: Recipe | Products) -> tuple[str, Remedy
         if not any(plan_for(a, b, torch.bfloat16, None, refusal).request.triton for a, b in others):
             return what, remedy
     return what, None
+
+
+def _advice_of_rows(recipe: Recipe | Products, refusal: Refusal) -> tuple[str, Remedy] | None:
+    """``advice`` for scales per row where torch multiplies them by CUTLASS."""
+    slow = [
+        which
+        for which, (a, b) in gemms_of(recipe).items()
+        if ROW in (a.granularity, b.granularity) and by_cutlass(a.fmt.dtype, b.fmt.dtype, refusal)
+    ]
+    if not slow:
+        return None
+    mx = Request(Mode.MX, E4M3.dtype, E4M3.dtype, torch.bfloat16)
+    what = (
+        f"scales per row ({', '.join(slow)}) are multiplied by CUTLASS, or with slow accumulation by a pass after the"
+        " product: torch has no cuBLAS product of them here"
+    )
+    return what, "mxfp8" if None in (refusal(mx), refusal(replace(mx, by="torch v1"))) else "tensorwise"
 
 
 _FITS = 512
@@ -171,39 +194,39 @@ def quantize(
     if kernel_reason(rule) is not None:
         x = written(x)
         return reference.quantize(CastRequest(x, rule, direction, scale, running, reduce_amax, region))
-    from ...kernels import quantize as kernels  # loads Triton, which importing the package must not
+    from ...kernels import quantize as casts  # loads Triton, which importing the package must not
 
     # The only scale that is computed from a recorded amax.
     tensorwise = scale is None and rule.granularity.is_tensor
     if running is None:
-        record = kernels.Record.new(x.device)
+        record = casts.Record.new(x.device)
     elif tensorwise:
         own = torch.zeros((), dtype=torch.float32, device=x.device)
-        record = kernels.Record(own, running.nonfinite, running.amax)
+        record = casts.Record(own, running.nonfinite, running.amax)
     else:
-        record = kernels.Record(running.amax, running.nonfinite)
+        record = casts.Record(running.amax, running.nonfinite)
     matrix = source_of(x)
     granularity, pow2 = rule.granularity, rule.pow2
     tiled, pad_to = for_product and rule.scale == "e8m0", padded_length(granularity) if for_product else 1
     how: dict[str, Any] = {"margin": rule.margin, "epsilon": rule.epsilon, "pad_to": pad_to}
     if scale is not None:
-        sides = kernels.quantize_tensor(matrix, rule.fmt, direction, scale=scale, record=record, **how)
+        sides = casts.quantize_tensor(matrix, rule.fmt, direction, scale=scale, record=record, **how)
     elif tensorwise:
-        kernels.measure(matrix, record=record)
+        casts.measure(matrix, record=record)
         shared = record.amax
         if reduce_amax is not None:
             shared = shared if running is not None else shared.clone()  # the result has this rank's
             reduce_amax(shared)
-        sides = kernels.quantize_tensor(matrix, rule.fmt, direction, amax=shared, pow2=pow2, **how)
+        sides = casts.quantize_tensor(matrix, rule.fmt, direction, amax=shared, pow2=pow2, **how)
     elif granularity == ROW:
-        row_amax, col_amax = kernels.measure(
+        row_amax, col_amax = casts.measure(
             matrix, rows=direction != "columnwise", cols=direction != "rowwise", record=record
         )
         if col_amax is not None and reduce_amax is not None:
             reduce_amax(col_amax)
-        sides = kernels.quantize_rows(matrix, rule.fmt, row_amax, col_amax, pow2=pow2, **how)
+        sides = casts.quantize_rows(matrix, rule.fmt, row_amax, col_amax, pow2=pow2, **how)
     else:
-        sides = kernels.quantize_blocks(
+        sides = casts.quantize_blocks(
             matrix,
             rule.fmt,
             direction,
@@ -277,14 +300,50 @@ def gemm(
         result = torch.zeros(m, n, dtype=torch.float32, device=a.codes.device)
         result = (result if bias is None else result.add_(bias)).to(out_dtype)
         return result if out is None else out.copy_(result)
-    made = plan(
-        Operand.of(a),
-        Operand.of(b),
-        out_dtype,
-        None if bias is None else bias.dtype,
-        fast_accumulation,
-        refusals(a.codes.device, multiply),
-    )
+    refusal = refusals(a.codes.device, multiply)
+    asked = (Operand.of(a), Operand.of(b), out_dtype, None if bias is None else bias.dtype, fast_accumulation)
+    made = _replanned.get((refusal, asked)) or plan(*asked, refusal)
+    try:
+        return _finished(made, a, b, bias, out_dtype, out)
+    except kernels.refusals() as error:
+        if isinstance(error, _NO_REFUSALS) or (refusal, asked) in _replanned:
+            raise
+        made = _replanned[refusal, asked] = _without(made.request, error, asked, refusal)
+        return _finished(made, a, b, bias, out_dtype, out)
+
+
+_NO_REFUSALS: tuple[type[Exception], ...] = (
+    torch.OutOfMemoryError,
+    getattr(torch, "AcceleratorError", torch.OutOfMemoryError),
+)
+"""RuntimeErrors that say nothing about a kind of product."""
+_replanned: dict[tuple[Refusal, tuple[Any, ...]], ProductPlan] = {}
+"""Plans of products that were refused at their sizes, although the kind of product was tried when the model was built."""
+
+
+def _without(refused: Request, error: Exception, asked: tuple[Any, ...], refusal: Refusal) -> ProductPlan:
+    """Plans a product by another request, and says so. RuntimeError if there is none."""
+    a, b = asked[:2]
+    reason = str(error).strip().partition("\n")[0]
+    what = f"a product of {a.rows} x {a.k} by {b.rows} x {b.k} ({refused}) was refused: {reason}"
+    try:
+        made = plan.__wrapped__(*asked, lambda request: reason if request == refused else refusal(request))
+    except ValueError as nothing:
+        raise RuntimeError(f"{what}, and nothing else multiplies it: {nothing}") from error
+    print_rank_0(f"megatron_fp8: {what}; such products run with {made.request} from here on", once=True)
+    return made
+
+
+def _finished(
+    made: ProductPlan,
+    a: QuantizedSide,
+    b: QuantizedSide,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """The planned product with all that follows it; arguments and result are ``gemm``'s."""
+    m, n = a.codes.shape[0], b.codes.shape[0]
     whole = out is not None and _is_written_by(made, out)
     acc = multiply(made, a, b, None if made.post_bias else bias, out if whole else None)
     if whole:
@@ -411,8 +470,8 @@ def multiply(
     padding = product.b.shape[1] - product.n
     if bias is not None and padding:
         bias = torch.nn.functional.pad(bias, (0, padding))
-    recipes = product.request.mode.recipes
-    if recipes is None or product.request.by == "torch v1":
+    mode = product.request.mode
+    if product.request.by == "torch v1":
         return torch._scaled_mm(
             codes_a,
             codes_b,
@@ -424,16 +483,16 @@ def multiply(
             out=out,
         )
     if not hasattr(torch, "_scaled_mm_v2"):
-        raise RuntimeError("this torch has no _scaled_mm_v2, which block scales need: 2.10 and newer have")
+        raise RuntimeError("this torch has no _scaled_mm_v2: 2.10 and newer have")
     return torch._scaled_mm_v2(
         codes_a,
         codes_b,
         [scale_a],
-        [recipes[0]],
-        [],
+        [mode.recipes[0]],
+        mode.swizzles,
         [scale_b],
-        [recipes[1]],
-        [],
+        [mode.recipes[1]],
+        mode.swizzles,
         bias,
         product.request.out,
         [],

@@ -10,9 +10,10 @@ They require:
     block      a [M, K/128], strides [1, M]; b of 1x128 blocks [N, K/128], strides [1, N]; b of 128x128 blocks
                [ceil4(K/128), N/128], strides [1, ceil4(K/128)]: without that padding results were silently wrong
                (pytorch#166752); M a multiple of 4; one operand at most has 128x128 blocks. This is _scaled_mm_v2,
-               which takes E4M3 by E4M3 only. ``_scaled_mm`` passes E5M2 on to cuBLASLt, which multiplies it; it infers
-               the mode from shapes: b of 1x128 blocks [K/128, N], contiguous, with two blocks of K or more (one
-               would look like scales per row), b of 128x128 blocks without padding, so K a multiple of 512
+               which takes E4M3 by E4M3 only. ``_scaled_mm``, asked where the newer product refuses, passes E5M2 on to
+               cuBLASLt, which multiplies it, and infers the mode from shapes: b of 1x128 blocks [K/128, N],
+               contiguous, with two blocks of K or more (one would look like scales per row), b of 128x128 blocks
+               without padding, so K a multiple of 512
     mx         E8M0 in tiles of 128 x 4, each tile 512 bytes, swizzled (see ``swizzle``). Blocks of 128 with power-of-two
                scales use this mode where torch has no product for them (Blackwell): each scale serves four blocks
 
@@ -29,7 +30,7 @@ Sources: NVIDIA cuBLAS documentation, "Scaling factors layouts"; PyTorch's Scale
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -42,7 +43,6 @@ from ...tensor import QuantizedSide
 BLOCK, MX_BLOCK = 128, 32
 BLOCK_ROWS = 4
 """M must be a multiple of this in torch's products with blocks of 128."""
-_1X128, _128X128 = 4, 5  # torch.nn.functional.ScalingType.BlockWise1x128, BlockWise128x128
 
 
 class Mode(Enum):
@@ -55,11 +55,16 @@ class Mode(Enum):
     MX = "1x32"
 
     @property
-    def recipes(self) -> tuple[int, int] | None:
-        """torch's ScalingType of a and of b; None if torch infers them from the scales' shapes."""
-        if self is Mode.BLOCK:
-            return _1X128, _128X128
-        return (_1X128, _1X128) if self is Mode.BLOCK_1D else None
+    def recipes(self) -> tuple[int, int]:
+        """The values of torch.nn.functional.ScalingType of a and of b."""
+        tensor, row, vector_32, vector_128, square_128 = 0, 1, 3, 4, 5
+        first = {Mode.TENSOR: tensor, Mode.ROW: row, Mode.MX: vector_32}.get(self, vector_128)
+        return first, square_128 if self is Mode.BLOCK else first
+
+    @property
+    def swizzles(self) -> list[int]:
+        """The values of torch.nn.functional.SwizzleType of each operand's scales; torch's default is none."""
+        return [1] if self is Mode.MX else []  # SWIZZLE_32_4_4
 
 
 class Operand(NamedTuple):  # a key of the plan cache in each product: a tuple is hashed fastest
@@ -105,7 +110,7 @@ class Request:
     out: torch.dtype
     bias: bool = False
     by: Literal["torch", "torch v1", "kernel"] = "torch"
-    """What multiplies blocks of 128: _scaled_mm_v2, _scaled_mm, or this package's kernel. Otherwise 'torch'."""
+    """What multiplies: _scaled_mm_v2, _scaled_mm, or, blocks of 128 alone, this package's kernel."""
 
     @property
     def triton(self) -> bool:
@@ -175,29 +180,32 @@ def choose(
     refusal: Refusal,
     *,
     fits_mx: bool = False,
+    fast: bool = False,
 ) -> tuple[Request, bool, bool]:
     """(request, post_scale, post_bias) of the cheapest product that rounds once. Raises ValueError if there is none.
 
     The product adds a bias only of its own 16-bit dtype; any other is added to the float32 result. A mode without a
     float32 result (per-row scales in older versions, pytorch#156771) runs per tensor with scales of one; the row scales
-    multiply that float32 result, acc * (scale_inv_a * scale_inv_b), in one more pass. If neither of torch's products
+    multiply that float32 result, acc * (scale_inv_a * scale_inv_b), in one more pass. So do per-row products without
+    fast accumulation where CUTLASS multiplies rows (``by_cutlass``), which is slow at them. If none of torch's products
     supports block scales, they use the MX product if they fit it (``fits_mx``), as on Blackwell, whose tensor cores have
     no wider blocks; otherwise this package's own kernel.
     """
     inside = bias is not None and bias == out != torch.float32
     blocks = mode in (Mode.BLOCK, Mode.BLOCK_1D)
-    products: list[tuple[Mode, Literal["torch", "torch v1"]]] = [(mode, "torch")]
-    if blocks:
-        products.append((mode, "torch v1"))
+    products: list[tuple[Mode, Literal["torch", "torch v1"]]] = [(mode, "torch"), (mode, "torch v1")]
     if blocks and fits_mx:
-        products.append((Mode.MX, "torch"))
+        products += (Mode.MX, "torch"), (Mode.MX, "torch v1")
     options: list[tuple[Request, bool, bool]] = []
     for kind, by in products:
         if bias is None or inside:
             options.append((Request(kind, a, b, out, inside, by), False, False))
         options.append((Request(kind, a, b, torch.float32, False, by), False, bias is not None))
     if mode is Mode.ROW:
-        options.append((Request(Mode.TENSOR, a, b, torch.float32), True, bias is not None))
+        by_tensor = [
+            (Request(Mode.TENSOR, a, b, torch.float32, by=by), True, bias is not None) for _, by in products
+        ]
+        options = [*by_tensor, *options] if not fast and by_cutlass(a, b, refusal) else [*options, *by_tensor]
     if blocks:
         options.append((Request(mode, a, b, out, bias is not None, "kernel"), False, False))
     reasons = []
@@ -207,6 +215,12 @@ def choose(
             return option
         reasons.append(f"{option[0]}: {reason}")
     raise ValueError("; ".join(dict.fromkeys(reasons)))
+
+
+def by_cutlass(a: torch.dtype, b: torch.dtype, refusal: Refusal) -> bool:
+    """Whether torch multiplies codes with scales per row by CUTLASS, which has no float32 result; cuBLAS has one."""
+    row = Request(Mode.ROW, a, b, torch.float32)
+    return refusal(row) is not None and refusal(replace(row, by="torch v1")) is not None
 
 
 @lru_cache(maxsize=4096)
@@ -229,7 +243,9 @@ def plan(
         ValueError: nothing multiplies such operands; the message says why.
     """
     mode, fits_mx = mode_of(a, b), a.fits_mx and b.fits_mx
-    request, post_scale, post_bias = choose(mode, a.dtype, b.dtype, out, bias, refusal, fits_mx=fits_mx)
+    request, post_scale, post_bias = choose(
+        mode, a.dtype, b.dtype, out, bias, refusal, fits_mx=fits_mx, fast=fast
+    )
     m, n, k = a.rows, b.rows, a.k
     if not request.triton:
         m, n, k = padded_sizes(request, m, n, k)

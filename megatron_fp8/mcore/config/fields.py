@@ -13,6 +13,7 @@ from typing import Any
 from ...backends import BACKENDS, LAYER_BACKENDS
 from ...plan.settings import FP4_OPTIONS, FP8_FORMATS
 from ...recipe import RECIPES
+from ...state.fp8_state import FAST_ACCUMULATION
 from ...state.guard import LADDERS
 from .rules import (
     ANY_NUMBER,
@@ -132,6 +133,7 @@ OWN_RULES: dict[str, Rule] = {
     "fp8_pow2_scales": optional(FLAG),
     "fp8_stochastic_rounding": FLAG,
     **dict.fromkeys((f"fp4_{name}" for name in FP4_OPTIONS), FLAG),
+    "fp8_fast_accumulation": one_of(*FAST_ACCUMULATION),
     "fp8_keep_columnwise": FLAG,
     "fp8_output_layer": FLAG,
     "moe_fp8_dispatch": FLAG,

@@ -72,6 +72,10 @@ class TransformerConfig(megatron_config.TransformerConfig):
     """Tokens of a microbatch on a rank, by which the table decides; `megatron-fp8 train` knows them. They are micro
     batch size x sequence length / context parallel size. None elsewhere needs a table of one token count."""
 
+    fp8_fast_accumulation: str = "fprop"
+    """GEMMs whose partial sums tensor cores may keep at their own precision: fprop, all, none.
+    H100 and H200 keep about 14 bits then, and are faster. Block scales never do."""
+
     fp8_keep_columnwise: bool = True
     """Keep dgrad's weight codes from forward to backward; False: make them again.
     The bits are the same: less memory, one cast more a microbatch."""

@@ -11,7 +11,7 @@ from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.recipe import GEMM_OPERANDS
-from megatron_fp8.state.fp8_state import Fp8State
+from megatron_fp8.state.fp8_state import FAST_ACCUMULATION, Fp8State
 from tests.support.products import assert_close_to_exact, values
 from tests.support.sites import ALL_RECIPES, RECIPES, Outcome, data, make_site, randn, run
 
@@ -334,3 +334,19 @@ def test_delayed_backward_uses_the_scales_of_its_forward():
         return leaf.grad, weight.grad
 
     assert_all_same_bytes(gradients(True), gradients(False))
+
+
+@pytest.mark.parametrize("setting", FAST_ACCUMULATION)
+def test_gemms_that_accumulate_fast(setting, monkeypatch):
+    """Megatron's fp8_fast_accumulation, Fp8Config's fast_accumulation."""
+    site, backend = make_site("tensorwise", state=Fp8State(fast_gemms=FAST_ACCUMULATION[setting]))
+    fast, gemm = [], backend.gemm
+
+    def noting(*args: Any, **options: Any) -> torch.Tensor:
+        fast.append(options["fast_accumulation"])
+        return gemm(*args, **options)
+
+    monkeypatch.setattr(backend, "gemm", noting)
+    x, w, dy = data(96, 40, 56)
+    fp8_linear(x.requires_grad_(), torch.nn.Parameter(w), None, site).backward(dy)
+    assert fast == {"fprop": [True, False, False], "all": [True] * 3, "none": [False] * 3}[setting]

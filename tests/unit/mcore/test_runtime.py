@@ -121,3 +121,10 @@ def test_nothing_keeps_it_alive():
     gc.collect()
     assert gone() is None
     optimizer.step()
+
+
+def test_fast_accumulation_reaches_the_state(config):
+    assert state_of(config).fast_gemms == ("fprop",)
+    assert state_of(TransformerConfig(**SIZES, fp8="hybrid", fp8_fast_accumulation="none")).fast_gemms == ()
+    with pytest.raises(ValueError, match="fp8_fast_accumulation='wgrad'"):
+        TransformerConfig(**SIZES, fp8="hybrid", fp8_fast_accumulation="wgrad")

@@ -11,6 +11,7 @@ from torch import nn
 from benchmarks.support.compare import assert_all_same_bytes
 from megatron_fp8 import Format, quantize
 from megatron_fp8.nn import DEFAULT_SKIP, Fp8Config, Fp8Linear, convert_to_fp8, fp8_step
+from megatron_fp8.nn.module_lookup import groups_of
 from megatron_fp8.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -65,6 +66,7 @@ def test_which_recipe_it_means(fields, recipe):
         ({"fallback": "silent"}, "fallback='silent': use 'error' or 'warn'"),
         ({"min_features": 0}, "min_features=0"),
         ({"keep_columnwise": "no"}, "keep_columnwise='no'"),
+        ({"fast_accumulation": "dgrad"}, "fast_accumulation='dgrad': use 'fprop', 'all' or 'none'"),
         ({"skip": [None]}, "skip: None is neither"),
         ({"skip": ""}, "skip: '' is neither"),
     ],
@@ -154,3 +156,10 @@ def test_codes_for_dgrad_can_be_made_again(recipe):
     assert_all_same_bytes(bits_again, bits)
     assert kept - again == (64 * 96 if recipe in ("rowwise", "mxfp8") else 0)
     assert ["keep_columnwise=False" in said for *_, said in both] == [False, True]
+
+
+def test_fast_accumulation_reaches_the_gemms():
+    model = convert_to_fp8(torch.nn.Linear(32, 32), config=Fp8Config(fast_accumulation="all"))
+    model(torch.randn(32, 32))
+    (group,) = groups_of(model)
+    assert [state.fast_gemms for state in group.states.values()] == [("fprop", "dgrad", "wgrad")]

@@ -157,6 +157,21 @@ def test_what_will_be_slow_is_said_once_with_what_changes_it(tensor_cores, capsy
     assert "fprop, dgrad and wgrad by" in line and "(only sm90); another recipe, such as rowwise" in line
 
 
+@pytest.mark.parametrize(
+    ("lacks_mx", "better"), [(False, "recipe mxfp8"), (True, "recipes tensorwise and delayed")]
+)
+def test_rows_by_cutlass_are_named_with_a_better_recipe(tensor_cores, capsys, monkeypatch, lacks_mx, better):
+    """A B200, or an H100 with CUDA before 12.9; torch has no float32 result of theirs there."""
+    monkeypatch.setattr(terminal, "_printed", set())
+    with fake_torch(refuse={"row float32": "only bf16", **({"mx": "needs sm100"} if lacks_mx else {})}):
+        for name in ("rowwise", "tensorwise"):
+            backends.warn_slow_backend("native", CPU, RECIPES[name], "fp8='e4m3'")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "scales per row (fprop, dgrad, wgrad) are multiplied by CUTLASS" in line and better in line
+    with fake_torch():
+        assert native.advice(CPU, RECIPES["rowwise"]) is None
+
+
 def test_float32_scales_where_blocks_run_as_mx(tensor_cores, capsys, monkeypatch):
     """They are no E8M0 scales: the line says which setting makes them so."""
     monkeypatch.setattr(terminal, "_printed", set())

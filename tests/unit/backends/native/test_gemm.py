@@ -23,6 +23,7 @@ from megatron_fp8.backends.native.layout import (
     tiles_of,
 )
 from megatron_fp8.backends.native.probe import refusals
+from megatron_fp8.files import terminal
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.recipe import CustomRecipe, Float8CurrentScaling, Float8RowwiseScaling, Granularity, Rule
 from tests.support.native_casts import as_cast
@@ -43,8 +44,8 @@ KIND = {
 
 
 def kind_of(name: str, which: str) -> str:
-    if name in KIND:
-        return KIND[name]
+    if name in KIND:  # MX of E5M2 is the older product's too
+        return KIND[name] + (" v1" if name == "mxfp8" and which != "fprop" else "")
     gradients_e5m2 = name == "blockwise-fp32" and which != "fprop"
     return ("block 1d" if which == "wgrad" else "block") + (" v1" if gradients_e5m2 else "")
 
@@ -223,8 +224,11 @@ def test_rowwise_without_a_float32_result_runs_with_unit_scales():
         result = native.gemm(a, b, out_dtype=torch.float32)
         assert fake.last["kind"] == "tensor" and fake.last["out"] == torch.float32
         assert_same_bytes(result, exact)
-        native.gemm(a, b, out_dtype=torch.bfloat16)
-        assert fake.last["kind"] == "row"
+        slow = native.gemm(a, b, out_dtype=torch.bfloat16)
+        assert fake.last["kind"] == "tensor" and fake.last["out"] == torch.float32, "CUTLASS is slow at it"
+        assert_same_bytes(slow, exact.bfloat16())
+        native.gemm(a, b, out_dtype=torch.bfloat16, fast_accumulation=True)
+        assert fake.last["kind"] == "row" and fake.last["fast"]
         bias = randn(b.codes.shape[0], seed=3, dtype=torch.float32)
         for dtype in (torch.float32, torch.bfloat16):
             result = native.gemm(a, b, out_dtype=dtype, bias=bias)
@@ -252,6 +256,64 @@ def test_the_product_writes_to_a_given_tensor(name, rows, whole):
         assert_same_bytes(native.gemm(a, b, out=out.fill_(torch.nan)), expected)
 
 
+def test_rows_that_cublas_multiplies_are_not_scaled_afterwards():
+    a, b = operands("wgrad", Float8RowwiseScaling(), 60, 70, 130)
+    with fake_torch() as fake:
+        for dtype in (torch.float32, torch.bfloat16):
+            native.gemm(a, b, out_dtype=dtype)
+            assert fake.last["kind"] == "row" and not fake.last["fast"]
+
+
+def test_the_older_product_where_torch_has_no_newer_one(monkeypatch):
+    for name in ("tensorwise", "rowwise", "mxfp8"):
+        a, b = operands("fprop", RECIPES[name], 64, 48, 128)
+        with fake_torch() as fake:
+            newer = native.gemm(a, b)
+            kind = fake.last["kind"]
+        with fake_torch() as fake:
+            monkeypatch.delattr(torch, "_scaled_mm_v2")
+            assert_same_bytes(native.gemm(a, b), newer)
+            assert fake.last["kind"] == f"{kind} v1"
+            monkeypatch.undo()
+
+
+def test_a_product_that_is_refused_at_its_size_is_planned_again(capsys, monkeypatch):
+    """Its kind was tried on a small matrix. The step goes on, a line names the request, and it is not asked again."""
+    monkeypatch.setattr(terminal, "_printed", set())
+    a, b = operands("fprop", RECIPES["mxfp8"], 64, 48, 128)
+    with fake_torch() as fake:
+        expected = native.gemm(a, b)
+        newer, asked, error = (
+            torch._scaled_mm_v2,
+            [],
+            RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nand its stack"),
+        )
+
+        def refusing(x, *args, **options):
+            if x.shape[0] == 64:
+                asked.append(x)
+                raise error
+            return newer(x, *args, **options)
+
+        monkeypatch.setattr(torch, "_scaled_mm_v2", refusing)
+        for _ in range(2):
+            assert_same_bytes(native.gemm(a, b), expected)
+            assert fake.last["kind"] == "mx v1" and len(asked) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert (
+            "64 x 128 by 48 x 128 (1x32 scales, float8_e4m3fn by float8_e4m3fn -> float32) was refused: CUBLAS"
+            in line
+        )
+        monkeypatch.setattr(torch, "_scaled_mm", refusing)
+        with pytest.raises(RuntimeError, match="NOT_SUPPORTED"):
+            native.gemm(a, b)
+        error = torch.OutOfMemoryError("CUDA out of memory")
+        a, b = operands("fprop", RECIPES["tensorwise"], 64, 48, 128)
+        with pytest.raises(torch.OutOfMemoryError):
+            native.gemm(a, b)
+    assert not capsys.readouterr().err
+
+
 def test_a_product_that_torch_gets_wrong_is_not_used():
     """As 128x128 scales were before pytorch#166752: no error, wrong numbers."""
     block = Request(Mode.BLOCK, torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16)
@@ -269,7 +331,7 @@ def test_each_kind_of_product_is_tried_once():
     with fake_torch() as fake:
         for _ in range(3):
             native.gemm(*operands("fprop", RECIPES["rowwise"], 8, 8, 8), out_dtype=torch.bfloat16)
-        assert fake.calls == {"row": 4}
+        assert fake.calls == {"row": 5}  # with a float32 result, too
 
 
 # --------------------------------------------------------------------------------------------------------- layout
@@ -298,7 +360,7 @@ def test_arguments_are_as_planned_for_every_size():
         Mode.BLOCK_1D: (Granularity(1, 128),) * 2,
         Mode.BLOCK: (Granularity(1, 128), Granularity(128, 128)),
     }
-    wanted = [(mode, "torch") for mode in grids] + [(m, "torch v1") for m in (Mode.BLOCK, Mode.BLOCK_1D)]
+    wanted = [(mode, by) for mode in grids for by in ("torch", "torch v1")]
     for mode, by in wanted:
         first, second = grids[mode]
         for m, n, k in [(m, n, k) for m in (1, 5, 130) for n in (1, 16, 300) for k in (1, 40, 128, 700)]:
@@ -309,7 +371,7 @@ def test_arguments_are_as_planned_for_every_size():
                 torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
                 for x in (product.a, product.b, product.scale_a, product.scale_b)
             ]
-            if mode.recipes is None or by == "torch v1":
+            if by == "torch v1":
                 out = torch._scaled_mm(*meta, out_dtype=torch.bfloat16, use_fast_accum=product.fast)
             elif mode is Mode.BLOCK and product.b.shape[1] % 128:
                 continue  # the shape function takes N / 128 rounded down there, the operator itself rounds up
@@ -320,13 +382,14 @@ def test_arguments_are_as_planned_for_every_size():
                     meta[1],
                     [meta[2]],
                     recipes[0],
-                    [],
+                    mode.swizzles,
                     [meta[3]],
                     recipes[1],
-                    [],
+                    mode.swizzles,
                     None,
                     torch.bfloat16,
                     [],
+                    product.fast,
                 )
             assert out.shape[0] >= m and out.shape[1] >= n
 

@@ -30,55 +30,55 @@ from tests.support.valueless_tensors import warm
 
 MOST = 12
 TENSORWISE, ROWWISE = "zeros find_amaxes cast_tensor", "zeros find_amaxes cast_rows"
-V1, V2 = "_scaled_mm", "_scaled_mm_v2"
-AS_MX = f"tile_scales tile_scales {V1}"
+MM = "_scaled_mm_v2"
+AS_MX = f"tile_scales tile_scales {MM}"
 
 # Recipe: its forward and backward.
 FIRST = {
-    "delayed": f"cast_tensor cast_tensor clone {V1} ; cast_tensor {V1} {V1}",
-    "tensorwise": f"{TENSORWISE} {TENSORWISE} {V1} ; {TENSORWISE} {V1} {V1}",
-    "rowwise": f"{ROWWISE} {ROWWISE} {V1} ; {ROWWISE} {V1} {V1}",
-    "blockwise": f"quantize_tiles quantize_tiles {V2} ; quantize_tiles {V2} {V2}",
-    "mxfp8": f"quantize_tiles quantize_tiles {V1} ; quantize_tiles {V1} {V1}",
+    "delayed": f"cast_tensor cast_tensor clone {MM} ; cast_tensor {MM} {MM}",
+    "tensorwise": f"{TENSORWISE} {TENSORWISE} {MM} ; {TENSORWISE} {MM} {MM}",
+    "rowwise": f"{ROWWISE} {ROWWISE} {MM} ; {ROWWISE} {MM} {MM}",
+    "blockwise": f"quantize_tiles quantize_tiles {MM} ; quantize_tiles {MM} {MM}",
+    "mxfp8": f"quantize_tiles quantize_tiles {MM} ; quantize_tiles {MM} {MM}",
 }
 SECOND = {
-    "delayed": f"cast_tensor {V1} ; cast_tensor {V1} {V1}",
-    "tensorwise": f"{TENSORWISE} {V1} ; {TENSORWISE} {V1} {V1}",
-    "rowwise": f"{ROWWISE} {V1} ; {ROWWISE} {V1} {V1}",
-    "blockwise": f"quantize_tiles {V2} ; quantize_tiles {V2} {V2}",
-    "mxfp8": f"quantize_tiles {V1} ; quantize_tiles {V1} {V1}",
+    "delayed": f"cast_tensor {MM} ; cast_tensor {MM} {MM}",
+    "tensorwise": f"{TENSORWISE} {MM} ; {TENSORWISE} {MM} {MM}",
+    "rowwise": f"{ROWWISE} {MM} ; {ROWWISE} {MM} {MM}",
+    "blockwise": f"quantize_tiles {MM} ; quantize_tiles {MM} {MM}",
+    "mxfp8": f"quantize_tiles {MM} ; quantize_tiles {MM} {MM}",
 }
 # The weight lives as FP8: its record is of the optimizer's cast, its codes lie in one order.
 FP8_PARAM = {
-    "delayed": f"maximum add_ cast_tensor {V1} ; cast_tensor transpose {V1} {V1}",
-    "tensorwise": f"maximum add_ {TENSORWISE} {V1} ; {TENSORWISE} transpose {V1} {V1}",
-    "rowwise": f"maximum add_ {ROWWISE} {V1} ; {ROWWISE} transpose {V1} {V1}",
-    "blockwise": f"maximum add_ quantize_tiles {V2} ; quantize_tiles transpose new_ones copy_ {V2} {V2}",
-    "mxfp8": f"maximum add_ quantize_tiles tile_scales {V1} ; quantize_tiles transpose tile_scales {V1} {V1}",
+    "delayed": f"maximum add_ cast_tensor {MM} ; cast_tensor transpose {MM} {MM}",
+    "tensorwise": f"maximum add_ {TENSORWISE} {MM} ; {TENSORWISE} transpose {MM} {MM}",
+    "rowwise": f"maximum add_ {ROWWISE} {MM} ; {ROWWISE} transpose {MM} {MM}",
+    "blockwise": f"maximum add_ quantize_tiles {MM} ; quantize_tiles transpose new_ones copy_ {MM} {MM}",
+    "mxfp8": f"maximum add_ quantize_tiles tile_scales {MM} ; quantize_tiles transpose tile_scales {MM} {MM}",
 }
 # Sequence parallel, two ranks: codes and scales are gathered and laid side by side.
 GATHER, SCATTER, SHARED = "all_gather_into_tensor", "reduce_scatter_tensor", "find_amaxes all_reduce"
 COLUMN = {
-    "delayed": f"cast_tensor cast_tensor {GATHER} clone {V1} ; cast_tensor {GATHER} {V1} clone {SCATTER} {V1}",
-    "tensorwise": f"zeros {SHARED} cast_tensor {TENSORWISE} {GATHER} {V1} ;"
-    f" {TENSORWISE} {GATHER} {V1} clone {SCATTER} {V1}",
-    "rowwise": f"zeros {SHARED} cast_rows {ROWWISE} {GATHER} {GATHER} {V1} ;"
-    f" {ROWWISE} {GATHER} {V1} clone {SCATTER} {V1}",
-    "blockwise": f"quantize_tiles quantize_tiles {GATHER} clone {GATHER} new_ones copy_ {V2} ;"
-    f" quantize_tiles {GATHER} {GATHER} {V2} clone {SCATTER} {V2}",
-    "mxfp8": f"quantize_tiles quantize_tiles {GATHER} {GATHER} tile_scales {V1} ;"
-    f" quantize_tiles {GATHER} clone {GATHER} {V1} clone {SCATTER} tile_scales {V1}",
+    "delayed": f"cast_tensor cast_tensor {GATHER} clone {MM} ; cast_tensor {GATHER} {MM} clone {SCATTER} {MM}",
+    "tensorwise": f"zeros {SHARED} cast_tensor {TENSORWISE} {GATHER} {MM} ;"
+    f" {TENSORWISE} {GATHER} {MM} clone {SCATTER} {MM}",
+    "rowwise": f"zeros {SHARED} cast_rows {ROWWISE} {GATHER} {GATHER} {MM} ;"
+    f" {ROWWISE} {GATHER} {MM} clone {SCATTER} {MM}",
+    "blockwise": f"quantize_tiles quantize_tiles {GATHER} clone {GATHER} new_ones copy_ {MM} ;"
+    f" quantize_tiles {GATHER} {GATHER} {MM} clone {SCATTER} {MM}",
+    "mxfp8": f"quantize_tiles quantize_tiles {GATHER} {GATHER} tile_scales {MM} ;"
+    f" quantize_tiles {GATHER} clone {GATHER} {MM} clone {SCATTER} tile_scales {MM}",
 }
 ROW = {
-    "delayed": f"cast_tensor cast_tensor clone {V1} {SCATTER} ; cast_tensor {GATHER} {V1} transpose {V1}",
-    "tensorwise": f"{TENSORWISE} {TENSORWISE} {V1} {SCATTER} ;"
-    f" zeros {SHARED} cast_tensor {GATHER} {V1} transpose {V1}",
-    "rowwise": f"{ROWWISE} {ROWWISE} {V1} {SCATTER} ;"
-    f" zeros {SHARED} cast_rows {GATHER} {GATHER} {GATHER} {V1} clone {V1}",
-    "blockwise": f"quantize_tiles quantize_tiles {V2} {SCATTER} ; quantize_tiles"
-    f" {GATHER} clone {GATHER} {GATHER} {GATHER} new_ones copy_ {V2} clone {V2}",
-    "mxfp8": f"quantize_tiles quantize_tiles {V1} {SCATTER} ; quantize_tiles"
-    f" {GATHER} {GATHER} {GATHER} clone {GATHER} tile_scales {V1} clone tile_scales {V1}",
+    "delayed": f"cast_tensor cast_tensor clone {MM} {SCATTER} ; cast_tensor {GATHER} {MM} transpose {MM}",
+    "tensorwise": f"{TENSORWISE} {TENSORWISE} {MM} {SCATTER} ;"
+    f" zeros {SHARED} cast_tensor {GATHER} {MM} transpose {MM}",
+    "rowwise": f"{ROWWISE} {ROWWISE} {MM} {SCATTER} ;"
+    f" zeros {SHARED} cast_rows {GATHER} {GATHER} {GATHER} {MM} clone {MM}",
+    "blockwise": f"quantize_tiles quantize_tiles {MM} {SCATTER} ; quantize_tiles"
+    f" {GATHER} clone {GATHER} {GATHER} {GATHER} new_ones copy_ {MM} clone {MM}",
+    "mxfp8": f"quantize_tiles quantize_tiles {MM} {SCATTER} ; quantize_tiles"
+    f" {GATHER} {GATHER} {GATHER} clone {GATHER} tile_scales {MM} clone tile_scales {MM}",
 }
 
 
@@ -274,6 +274,6 @@ def test_wgrad_in_high_precision_is_summed_in_float32() -> None:
             y = fp8_linear(x, w, None, GemmSite(plan, state, None))
             names.clear()
             y.backward(torch.empty(256, 384, dtype=torch.bfloat16))
-            assert " ".join(names) == f"quantize_tiles {V1} _to_copy _to_copy mm _to_copy", (
+            assert " ".join(names) == f"quantize_tiles {MM} _to_copy _to_copy mm _to_copy", (
                 "on a GPU: mm, _to_copy"
             )
