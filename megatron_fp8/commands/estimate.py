@@ -49,7 +49,7 @@ def _estimate(options: argparse.Namespace, run_options: list[str]) -> None:
     from ..estimate.device import device
     from ..estimate.estimate import estimate, in_bf16
     from ..estimate.memory_fit import RESERVE, fit
-    from ..estimate.roofline import group_sites, site_speedups
+    from ..estimate.roofline import fp4_note, group_sites, site_speedups
     from ..estimate.text import format_estimate, unsure
     from ..fp8_utils import quantizes
     from ..study.support_matrix import native_support
@@ -74,7 +74,7 @@ def _estimate(options: argparse.Namespace, run_options: list[str]) -> None:
     target = device(options.device if has_device else _ASSUMED, settings.model)
     native = native_support(settings.model, target)
     doubt = None if native is None else unsure(target, native.native, native.reason)
-    notes = () if native is None else native.notes
+    notes = (*fp4_note(settings.model, target), *(() if native is None else native.notes))
     estimated = estimate(settings, target, has_device=has_device)
     sites = list(site_speedups(estimated.settings, target))
     fits = fit(estimated, target, reserve) if has_device else None

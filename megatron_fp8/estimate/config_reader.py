@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from ..backends import BACKENDS, LAYER_BACKENDS
-from ..fp8_utils import quantizes, recipe_name_of
+from ..fp8_utils import quantizes
 from ..mcore.config.fields import FIELD_RULES, REFUSED, RELATIONS
 from ..mcore.config.rules import (
     COUNT,
@@ -288,9 +288,6 @@ def _notes(section: dict[str, Any], model: Model) -> tuple[str, ...]:
     apart = any("local_experts." in key for key in model.fp8_overrides)
     found = {
         "fp8_size_filter: not read; sites that it leaves in BF16 are counted as FP8": get("fp8_size_filter"),
-        "GEMMs in NVFP4 are timed as FP8: no peak of FP4 is read, and this version has no GPU kernels of NVFP4": (
-            quantizes(model) and "nvfp4" in (recipe_name_of(model), *model.fp8_overrides.values())
-        ),
         "phases in BF16: the figures are of iterations in FP8": get("fp8_high_precision_warmup")
         or (healing and not parts),
         f"healing: {', '.join(map(str, parts or ()))} in BF16 in the last {100 * (healing or 0):g} % of iterations;"

@@ -41,7 +41,7 @@ class Device:
         name: as the user wrote it.
         source: where the values come from.
         measured: whether GEMM rates were measured.
-        bf16, fp8: operations per second of dense GEMMs.
+        bf16, fp8, fp4: operations per second of dense GEMMs; fp4 is None if no peak is known.
         memory: bytes.
         bandwidth, link, network: bytes per second of its memory, to GPUs of its node, and between nodes, in
             one direction. link and network are 0 if unknown.
@@ -64,6 +64,13 @@ class Device:
     casts: float
     generation: str | None = None
     figures: Mapping[str, str] = field(default_factory=dict)
+    fp4: float | None = None
+
+    def rate(self, precision: str) -> float:
+        """Operations per second of GEMMs in 'bf16', 'fp8' or 'fp4'; without a peak of FP4, FP8's."""
+        if precision == "bf16":
+            return self.bf16
+        return self.fp8 if precision == "fp8" or self.fp4 is None else self.fp4
 
     def between(self, ranks: int, apart: int) -> float:
         """Bytes per second between ``ranks`` GPUs whose neighbours are ``apart`` ranks apart.
@@ -120,6 +127,7 @@ def table() -> Mapping[str, Any]:
 _BOUNDS = {
     "tflops.bf16": (1e-4, 1e6, "10^12 operations a second"),
     "tflops.fp8": (1e-4, 1e6, "10^12 operations a second"),
+    "tflops.fp4": (1e-4, 1e6, "10^12 operations a second"),
     "memory_gb": (1e-3, 1e5, "10^9 bytes"),
     "bandwidth_gbs": (1e-3, 1e6, "10^9 bytes a second"),
     "link_gbs": (1e-3, 1e5, "10^9 bytes a second"),
@@ -149,8 +157,9 @@ def _build(name: str, content: Mapping[str, Any], where: str, *, links: bool = T
     for key in values:
         if key not in _KEYS | set(_BOUNDS):
             raise ValueError(f"{where}: {key} is not a known key.{_did_you_mean(key, _KEYS)}")
+    absent = ("tflops.fp4", *(() if links else _LINKS))
     number = {
-        key: 0 if values.get(key) is None and key in _LINKS and not links else _checked(key, values, where)
+        key: 0 if values.get(key) is None and key in absent else _checked(key, values, where)
         for key in _BOUNDS
     }
     generation = content.get("generation")
@@ -168,6 +177,7 @@ def _build(name: str, content: Mapping[str, Any], where: str, *, links: bool = T
         casts=number["bandwidth_gbs"] * 1e9,
         generation=None if generation is None else str(generation),
         figures=dict(content.get("figures") or {}),
+        fp4=number["tflops.fp4"] * 1e12 or None,
     )
 
 
@@ -261,6 +271,8 @@ def _from_rows(name: str, content: Mapping[str, Any], model: Model | None) -> De
         )
     for key in ("bf16", "fp8"):
         rates[key] = max(2 * row["k"] * row["n"] * row["tokens"] / _seconds(row, key) for row in gemms)
+    if recipe == "nvfp4":
+        rates["fp4"] = rates["fp8"]
     for key in content:  # a benchmark writes others too
         if key not in _KEYS and difflib.get_close_matches(str(key), _ADDED, cutoff=0.8):
             raise ValueError(f"{where}: {key} is not a known key.{_did_you_mean(key, _ADDED)}")

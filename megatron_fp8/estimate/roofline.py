@@ -17,13 +17,16 @@ from importlib import resources
 from typing import Any
 
 from ..files.strict_yaml import load_yaml
+from ..fp8_utils import quantizes, recipe_name_of
+from ..numerics.formats import E2M1
+from ..numerics.rule import Rule
 from .activations import linear_input
 from .communication import recomputed_layers, stage_traffic
 from .config_reader import Settings
 from .device import Device
 from .fp8_weights import is_fp8_parameter, reads, stored_weight, two_rules
 from .linear_communication import Traffic, runs_again
-from .model import OUTPUT, Chunk, Layer
+from .model import OUTPUT, Chunk, Layer, Model
 from .model_state import stores_both
 from .parameter_counts import gathers_input, projections
 
@@ -84,6 +87,14 @@ def output_linear(settings: Settings) -> Linear:
     return Linear(OUTPUT, None, model.hidden_size, rows, settings.tokens)
 
 
+def fp4_note(model: Model, device: Device) -> tuple[str, ...]:
+    """A note if the run has GEMMs in NVFP4 and the device has no peak for them."""
+    fp4 = quantizes(model) and "nvfp4" in (recipe_name_of(model), *model.fp8_overrides.values())
+    return (f"GEMMs in NVFP4 are timed as FP8: {device.name} has no peak of FP4",) * (
+        fp4 and device.fp4 is None
+    )
+
+
 def attention_flops(settings: Settings) -> int:
     """FLOPs of the two causal core-attention GEMMs of a layer, forward, for one microbatch on a rank."""
     model = settings.model
@@ -93,8 +104,8 @@ def attention_flops(settings: Settings) -> int:
 
 def _output_time(settings: Settings, device: Device) -> float:
     """Seconds of the output projection's GEMMs and casts for one microbatch."""
-    linear, gemms = output_linear(settings), settings.plan(OUTPUT).gemms
-    seconds = sum(linear.flops / (device.fp8 if gemms[gemm] == "fp8" else device.bf16) for gemm in _GEMMS)
+    linear, gemms = output_linear(settings), settings.plan(OUTPUT).reported_gemms
+    seconds = sum(linear.flops / device.rate(gemms[gemm]) for gemm in _GEMMS)
     return seconds + sum(_quantization(settings, linear).values()) / device.casts
 
 
@@ -117,13 +128,15 @@ class GemmTime:
 
     Attributes:
         gemm: 'fprop', 'dgrad' or 'wgrad'.
-        fp8: whether it is planned in FP8.
+        fp8: whether it is planned in FP8 or FP4.
+        precision: 'bf16', 'fp8' or 'fp4'.
         seconds: as planned, including quantization of operands it reads first.
         bf16: in BF16.
     """
 
     gemm: str
     fp8: bool
+    precision: str
     seconds: float
     bf16: float
 
@@ -134,18 +147,27 @@ def gemm_times(settings: Settings, linear: Linear, device: Device) -> list[GemmT
     k, n, m = linear.k, linear.n, linear.tokens
     sizes = {"fprop": (m * k, n * k, m * n), "dgrad": (m * n, n * k, m * k), "wgrad": (m * n, m * k, n * k)}
     casts = _quantization(settings, linear)
+    precisions, products = plan.reported_gemms, plan.products
     found = []
     for gemm in _GEMMS:
         first, second, out = (values * linear.count for values in sizes[gemm])
         result = out * (8 if gemm == "wgrad" else size)  # weight gradients are read and written in float32
         plain = max(linear.flops / device.bf16, (size * (first + second) + result) / device.bandwidth)
-        fp8 = plan.gemms[gemm] == "fp8"
-        seconds = plain
-        if fp8:
-            seconds = max(linear.flops / device.fp8, (first + second + result) / device.bandwidth)
+        precision, seconds = precisions[gemm], plain
+        if precision != "bf16":
+            codes = sum(
+                values * _code_bytes(rule)
+                for values, rule in zip((first, second), products[gemm], strict=True)
+            )
+            seconds = max(linear.flops / device.rate(precision), (codes + result) / device.bandwidth)
         seconds += casts[gemm] * linear.count / device.casts
-        found.append(GemmTime(gemm, fp8, seconds, plain))
+        found.append(GemmTime(gemm, precision != "bf16", precision, seconds, plain))
     return found
+
+
+def _code_bytes(rule: Rule | None) -> float:
+    """Bytes of an element's code; scales are left out."""
+    return 0.5 if rule is not None and rule.fmt is E2M1 else 1
 
 
 def _quantization(settings: Settings, linear: Linear) -> Counter[str]:
@@ -166,7 +188,7 @@ def _quantization(settings: Settings, linear: Linear) -> Counter[str]:
             if rule is None or (gemm == other and same_rule):
                 continue
             directions = 2 if same_rule else 1
-            found[gemm] += values[role] * (size * reads(rule) + directions) // share
+            found[gemm] += int(values[role] * (size * reads(rule) + directions * _code_bytes(rule)) // share)
     return found
 
 

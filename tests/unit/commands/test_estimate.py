@@ -41,6 +41,20 @@ def test_the_roofline_says_what_is_assumed_and_how_far_it_was_off(capsys: pytest
     assert " ".join(how_far_off().split()) in said
 
 
+def test_a_note_says_when_nvfp4_is_timed_as_fp8(capsys: pytest.CaptureFixture[str]) -> None:
+    fp4 = ["--model.fp8=null", "--model.fp4=e2m1"]
+    mixed = ["--model.fp8_overrides={'*.linear_fc1': nvfp4}"]
+    for options, name, noted in (
+        (fp4, "h100", True),
+        (mixed, "h100", True),
+        (fp4, "b200", False),
+        ([], "h100", False),
+    ):
+        assert main(["estimate", "--config", TINY, "--device", name, "--json", *options]) == 0
+        notes = json.loads(capsys.readouterr().out)["notes"]
+        assert (f"GEMMs in NVFP4 are timed as FP8: {name} has no peak of FP4" in notes) == noted, options
+
+
 @pytest.mark.parametrize(
     "options, reason",
     [

@@ -50,6 +50,15 @@ def test_rates_that_a_benchmark_found_replace_the_data_sheets(tmp_path: Path) ->
     assert card.link == device("h100-pcie").link
 
 
+def test_a_benchmark_of_nvfp4_gives_the_rate_of_fp4(tmp_path: Path) -> None:
+    path = written(tmp_path, {"device": "NVIDIA B200", "rows": [row("gemm", "nvfp4", 4.0, 2.0)]})
+    found = device(path, read([*ONE, "--model.fp8=null", "--model.fp4=e2m1"], gpus=1).model)
+    assert found.fp4 == pytest.approx(1e12)
+    rows = [row("gemm", "tensorwise", 4.0, 2.0)]
+    found = device(written(tmp_path, {"device": "NVIDIA B200", "rows": rows}))
+    assert found.fp4 == device("b200").fp4, "not measured: the data sheet's"
+
+
 def test_a_machine_of_no_name_is_what_was_measured_of_it(tmp_path: Path) -> None:
     path = written(tmp_path, CPU)
     settings = read([*ONE, "--model.fp8_format=mxfp8"], gpus=1)

@@ -114,13 +114,6 @@ def test_a_note_says_what_heals() -> None:
     )
 
 
-def test_a_note_says_by_what_nvfp4_is_timed() -> None:
-    fp4 = [TINY, "--model.fp8=null", "--model.fp4=e2m1"]
-    mixed = [TINY, "--model.fp8_overrides={'*.linear_fc1': nvfp4}"]
-    for options, noted in ((fp4, True), (mixed, True), ([TINY], False)):
-        assert any("NVFP4 are timed as FP8" in note for note in read(options).notes) == noted, options
-
-
 @pytest.mark.parametrize("key", ["fp8_format", "fp8_recipe"])
 def test_a_recipe_without_fp8_is_refused_as_train_does(key: str) -> None:
     sizes = ["--model.num_layers=2", "--model.hidden_size=64", "--model.num_attention_heads=4"]

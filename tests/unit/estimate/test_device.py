@@ -16,6 +16,7 @@ def test_devices_by_name_say_where_their_figures_are_from() -> None:
         found = device(name)
         assert "data sheet" in found.source and not found.measured
         assert found.fp8 == pytest.approx(2 * found.bf16, rel=1e-3)
+        assert found.fp4 == (9e15 if name == "b200" else None)  # 18 PFLOPS with sparsity, 1,000 W
         assert found.casts == found.bandwidth
         entry = table()[name]
         assert entry["figures"].keys() == entry.keys() - {"source", "generation", "figures"}
@@ -56,7 +57,7 @@ OURS = {
     "change, words",
     [
         ({"bandwith_gbs": 3000}, "bandwith_gbs is not a known key. Did you mean bandwidth_gbs?"),
-        ({"tflops": {"bf16": 700, "fp8": 1200, "fp4": 1}}, "tflops.fp4 is not a known key"),
+        ({"tflops": {"bf16": 700, "fp8": 1200, "fp6": 1}}, "tflops.fp6 is not a known key"),
         ({"memory_gb": 8e10}, "memory_gb=80000000000.0 must be from 0.001 to 100000, in 10.9 bytes"),
         ({"memory_gb": True}, "memory_gb=True must be from"),
         ({"base": "h10"}, "base='h10' must be one of h100.* Did you mean h100?"),

@@ -61,6 +61,33 @@ def test_small_linears_gain_nothing() -> None:
     assert ratios[0] < 0.75 < ratios[1]
 
 
+def test_a_gemm_in_nvfp4_takes_its_own_time_and_each_site_its_own_plan() -> None:
+    """Of a device whose memory is no limit, a GEMM takes its operations over its format's peak."""
+    fast = dataclasses.replace(device("b200"), bandwidth=1e30, casts=1e30)
+    fc1, fc2 = (f"decoder.layers.7.mlp.linear_{name}" for name in ("fc1", "fc2"))
+    overrides = f"{{{fc1}: nvfp4, '{fc1}:dgrad': bf16, '{fc2}:wgrad': nvfp4}}"
+    settings = read([LLAMA, f"--model.fp8_overrides={overrides}"], gpus=64)
+    sites = {site.linear.site: site for site in site_speedups(settings, fast)}
+    ratios = {name: [one.seconds / one.bf16 for one in sites[name].gemms] for name in (fc1, fc2)}
+    fp4, fp8 = 2250 / 9000, 2250 / 4500
+    assert ratios == {fc1: pytest.approx([fp4, 1, fp4]), fc2: pytest.approx([fp8, fp8, fp4])}
+    assert [one.precision for one in sites[fc1].gemms] == ["fp4", "bf16", "fp4"]
+    others = {site.precision for name, site in sites.items() if ".7.mlp." not in name}
+    assert others == {"fp8", "bf16"}
+
+
+def test_codes_of_nvfp4_are_half_a_byte() -> None:
+    """Of a device whose GEMMs and casts take no time, the bytes are left: fprop reads two operands and writes BF16."""
+    slow = dataclasses.replace(device("b200"), bf16=1e30, fp8=1e30, fp4=1e30, casts=1e30)
+    settings = read([LLAMA, "--model.fp8=null", "--model.fp4=e2m1"], gpus=64)
+    site = next(
+        site for site in site_speedups(settings, slow) if site.linear.site.endswith("7.mlp.linear_fc1")
+    )
+    linear, fprop = site.linear, site.gemms[0]
+    values = linear.tokens * linear.k + linear.n * linear.k
+    assert fprop.seconds * slow.bandwidth == pytest.approx(values / 2 + 2 * linear.tokens * linear.n)
+
+
 def test_operations_of_latent_attention_and_of_a_second_token() -> None:
     """Six a parameter and token that it meets, the table of tokens left out, and both products of attention."""
     settings = read(["--config=deepseek_v3"], gpus=2048)
