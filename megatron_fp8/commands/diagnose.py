@@ -8,12 +8,18 @@ and writes diagnosis.json, diagnosis.png and overrides.yaml.
   megatron-fp8 diagnose runs/fp8 --iteration 11                the batches from iteration 11 on, the checkpoint before
   megatron-fp8 diagnose runs/bf16 --recipe mxfp8               what a recipe would cost a run in BF16
   megatron-fp8 diagnose runs/one --against runs/two            where two runs on the same data diverge
+  megatron-fp8 diagnose runs/fp8 --formats mxfp8,nvfp4         each GEMM in each format, and the cheapest plan
   megatron-fp8 launch --ranks 4 diagnose RUN                   in the run's own parallel layout
 
 tensorwise and rowwise have a scale for each shard, which differs in another layout: the command warns then.
 
 overrides.yaml takes out of FP8 the sites that lose more than rounding explains:
   megatron-fp8 train --config FILE --model.fp8_overrides="$(cat overrides.yaml)"
+
+--formats measures fprop, dgrad and wgrad of each layer in each format and chooses, for each, the fastest within
+--loss-budget (0.01: 1 % of the loss, for all together). It writes formats.json and the plan as plan.yaml (overrides, for
+--model.fp8_overrides), plan_megatron.yaml (Megatron-Core) and plan_te.py (Transformer Engine). A GEMM's time counts as
+1 in BF16, 1/2 in FP8, 1/4 in NVFP4: peak rates, not measured. Layers that the run keeps in BF16 stay there.
 
 `error` is the relative error of the gradient against high precision, `beyond rounding` the part of it that rounding to
 FP8's significant bits does not explain, `loss` the change of the loss by this site alone, +- its noise.
@@ -25,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -38,8 +45,10 @@ from .cli_common import CheckpointParser, check_outputs, not_written, run, run_c
 
 if TYPE_CHECKING:
     from ..diagnosis.diagnosis import Diagnosis
+    from ..diagnosis.format_costs import FormatPlan
     from ..diagnosis.measurements import Progress
     from ..diagnosis.replay import Replay
+    from ..recipe import Recipe
 
 
 class _Files(NamedTuple):
@@ -64,6 +73,10 @@ def _parser() -> CheckpointParser:
     add("--batches", type=int, help="batches, each of one iteration (default 4)")
     add("--share", type=float, help="fraction of FP8's error that overrides must remove (default 0.9)")
     add("--budget", type=int, help="maximum number of forward-backward passes (default 1500)")
+    add("--formats", metavar="LIST", help="plan by GEMM: recipes beside bf16, such as mxfp8,nvfp4")
+    add(
+        "--loss-budget", type=float, metavar="PART", help="of the loss, that the plan may cost (default 0.01)"
+    )
     add("--json", metavar="FILE", help="where the figures go (default: RUN_DIR/diagnosis/diagnosis.json)")
     add("--out", metavar="FILE", help="where overrides go (default: RUN_DIR/diagnosis/overrides.yaml)")
     add("--plot", metavar="FILE", help="where the plot goes (default: RUN_DIR/diagnosis/diagnosis.png)")
@@ -73,7 +86,7 @@ def _parser() -> CheckpointParser:
 
 _DIAGNOSIS_OPTIONS = (
     *("iteration", "batches", "share", "budget", "out", "plot"),
-    *("recipe", "fp8", "config"),
+    *("recipe", "fp8", "config", "formats", "loss_budget"),
 )
 """Options that do not apply to a comparison."""
 
@@ -85,7 +98,7 @@ def _compare(options: argparse.Namespace) -> None:
 
     for name in _DIAGNOSIS_OPTIONS:
         if getattr(options, name) is not None:
-            raise ValueError(f"--against compares two finished runs: leave out --{name}")
+            raise ValueError(f"--against compares two finished runs: leave out --{name.replace('_', '-')}")
     lines, report = compare_runs(Path(options.checkpoint), Path(options.against))
     print(printable("\n".join(lines)), flush=True)
     if options.json:
@@ -96,6 +109,7 @@ def _compare(options: argparse.Namespace) -> None:
 def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -> Callable[[], None]:
     from ..diagnosis.diagnosis import BUDGET, check_request
 
+    formats = _formats(options)
     options.batches = 4 if options.batches is None else options.batches
     options.share = 0.9 if options.share is None else options.share
     options.budget = BUDGET if options.budget is None else options.budget
@@ -119,12 +133,45 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
         iteration=options.iteration,
         batches=options.batches,
     )
-    files = _files(options, run_folder_of(replayed.folder) / "diagnosis")
+    folder = run_folder_of(replayed.folder) / "diagnosis"
+    files = _plan_files(options, folder) if formats else _files(options, folder)
     say(f"checkpoint  {replayed.folder}, iteration {replayed.iteration}", launch)
     say(f"batches     {options.batches}, from that of iteration {replayed.first} on", launch)
     for line in replayed.lines:
         say(f"            {line}", launch)
+    if formats:
+        from ..diagnosis.format_costs import check_passes
+
+        check_passes(options.budget, options.batches, len(replayed.runner.plans), formats)
+        return partial(_plan_formats, options, launch, replayed, files, formats)
     return partial(_diagnose, options, launch, replayed, files, replayed.good_loss())
+
+
+def _formats(options: argparse.Namespace) -> tuple[str, ...]:
+    """The formats of --formats; empty without it. Raises ValueError, also for options that do not go with it."""
+    from ..diagnosis.format_costs import LOSS_BUDGET, check_formats
+
+    if options.formats is None:
+        if options.loss_budget is not None:
+            raise ValueError("--loss-budget is of --formats: give that too, such as --formats mxfp8,nvfp4")
+        return ()
+    for name in ("share", "plot"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--formats measures a plan by GEMM: leave out --{name}")
+    options.loss_budget = LOSS_BUDGET if options.loss_budget is None else options.loss_budget
+    if not 0 < options.loss_budget < 1:
+        raise ValueError(
+            f"--loss-budget {options.loss_budget:g} must be above 0 and below 1: a part of the loss"
+        )
+    return check_formats(options.formats)
+
+
+def _plan_files(options: argparse.Namespace, folder: Path) -> _Files:
+    """As ``_files``, of --formats, which has no plot."""
+    if options.json or options.out:
+        return _files(options, folder)
+    files = _files(options, folder)
+    return files._replace(figures=folder / "formats.json", overrides=folder / "plan.yaml", plot=None)
 
 
 def _check_files(options: argparse.Namespace) -> None:
@@ -156,7 +203,6 @@ def _diagnose(
     from ..diagnosis.attribution import Limits
     from ..diagnosis.diagnosis import diagnose_runner
     from ..diagnosis.output import format_table
-    from ..fp8_utils import recipe_name_of
 
     progress: Callable[[Progress], None] = _progress() if launch.rank == 0 else lambda _: None
     with replayed.runner.unrecorded():
@@ -168,7 +214,14 @@ def _diagnose(
     diagnosis = replayed.with_recorded_loss(diagnosis)
     print(diagnosis.verdict, end="\n\n", flush=True)
     print(format_table(diagnosis.ranking), flush=True)
-    facts = {
+    _write_all(files, replayed, diagnosis, _facts(options, launch, replayed))
+
+
+def _facts(options: argparse.Namespace, launch: Any, replayed: Replay) -> dict[str, Any]:
+    """What was measured, for JSON."""
+    from ..fp8_utils import recipe_name_of
+
+    return {
         "run": str(replayed.folder),
         "iteration": replayed.iteration,
         "first_batch_of_iteration": replayed.first,
@@ -177,7 +230,50 @@ def _diagnose(
         "world_size": launch.world_size,
         "recorded_loss": replayed.recorded,
     }
-    _write_all(files, replayed, diagnosis, facts)
+
+
+def _plan_formats(
+    options: argparse.Namespace, launch: Any, replayed: Replay, files: _Files, formats: tuple[str, ...]
+) -> None:
+    """Measure --formats, print the plan and write its files."""
+    from ..diagnosis.format_costs import format_table, in_words, measure_formats
+
+    progress: Callable[[Progress], None] = _progress() if launch.rank == 0 else lambda _: None
+    runner = replayed.runner
+    with runner.unrecorded():
+        found = measure_formats(runner, formats, options.loss_budget, options.budget, progress)
+    if launch.rank:
+        return
+    print(in_words(found), end="\n\n", flush=True)
+    print(format_table(found), flush=True)
+    if files.figures is not None:
+        facts = _facts(options, launch, replayed)
+        write_output("--json", files.figures, json.dumps({**facts, **found.as_dict()}, indent=1) + "\n")
+        print(f"written     {files.figures}", flush=True)
+    if files.overrides is not None:
+        _write_plan(files.overrides, found, {name: runner.recipe(name) for name in formats}, replayed)
+
+
+def _write_plan(path: Path, found: FormatPlan, recipes: dict[str, Recipe], replayed: Replay) -> None:
+    """Write a plan's overrides and, beside them, its files for Megatron-Core and Transformer Engine."""
+    from ..diagnosis.plan_files import megatron_yaml, overrides_yaml, te_factories, te_refusal
+
+    stem = re.sub(r"\W", "_", path.stem)  # Python imports it
+    others = path.with_name(f"{stem}_megatron.yaml"), path.with_name(f"{stem}_te.py")
+    if not found.gemms:
+        for old in (path, *others):
+            _remove(old, "no GEMM fits the budget")
+        return
+    texts = {path: overrides_yaml(found, replayed.run.model.fp8_overrides or {})}
+    if (path.is_file() and own_output(path) is None) or not path.exists():  # a pipe has nothing beside it
+        if reason := te_refusal(recipes):
+            print(f"not written {others[0].name}, {others[1].name}: {reason}", flush=True)
+        else:
+            texts[others[0]] = megatron_yaml(found.gemms, recipes, others[1].stem)
+            texts[others[1]] = te_factories(found.gemms, recipes)
+    for file, text in texts.items():
+        write_output("--out", file, text)
+        print(f"written     {file}", flush=True)
 
 
 def _write_all(files: _Files, replayed: Replay, diagnosis: Diagnosis, facts: dict[str, Any]) -> None:

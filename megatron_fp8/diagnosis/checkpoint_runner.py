@@ -13,12 +13,14 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from ..fp8_utils import get_fp8_recipe
 from ..linear.gemm_site import GemmSite
 from ..mcore.names import named_parameters
 from ..mcore.patches.megatron_fixes import settle_biases
 from ..mcore.runtime import runtime_of
-from ..mcore.sites import fp8_linears, state_of, unwrap
+from ..mcore.sites import fp8_linears, site_with, state_of, unwrap
 from ..plan.site_plan import SitePlan
+from ..recipe import Recipe
 from ..state.collectives import device_of, own_device, union
 from ..train.config.run_config import RunConfig
 from ..train.data import datasets
@@ -67,11 +69,21 @@ class CheckpointRunner:
         self._microbatches = run.train.global_batch_size // (
             run.train.micro_batch_size * parallel_state.get_data_parallel_world_size()
         )
-        self.sites = _sites(chunks)
+        self._linears = _linears(chunks)
+        self.sites: dict[str, GemmSite] = {name: linear.fp8_site for name, linear in self._linears.items()}
         self.plans: dict[str, SitePlan] = union({name: site.plan for name, site in self.sites.items()})
         if not self.plans:
             raise ValueError("no layer of this run has a GEMM in FP8: there is nothing to diagnose")
         self._names = {n: p for chunk in chunks for n, p in named_parameters(unwrap(chunk))}
+
+    def site_with(self, name: str, overrides: Mapping[str, Any]) -> GemmSite:
+        """This rank's site of that name, as the run would plan it with these overrides after its own."""
+        own = getattr(self._config, "fp8_overrides", None) or {}
+        return site_with(self._linears[name], {**own, **overrides})
+
+    def recipe(self, name: str) -> Recipe:
+        """The recipe of that name with the run's options."""
+        return get_fp8_recipe(self._config, name)
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -138,8 +150,9 @@ class CheckpointRunner:
         return adam_update(gradient * factor, moments, group)
 
 
-def _sites(chunks: list[Any]) -> dict[str, GemmSite]:
-    sites = {}
+def _linears(chunks: list[Any]) -> dict[str, Any]:
+    """Site -> linear, of the linears with FP8 GEMMs."""
+    found = {}
     for linear in fp8_linears(chunks):
         site = linear.fp8_site
         if not isinstance(site, GemmSite):
@@ -148,8 +161,8 @@ def _sites(chunks: list[Any]) -> dict[str, GemmSite]:
                 " --model.fp8_backend=emulated (or native)"
             )
         if site.is_fp8:
-            sites[site.plan.name] = site
-    return sites
+            found[site.plan.name] = linear
+    return found
 
 
 def _counts_here(parameter: torch.nn.Parameter) -> bool:

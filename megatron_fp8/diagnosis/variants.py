@@ -80,15 +80,20 @@ class Variant:
         name: a label.
         quantized: site -> operands that are quantized.
         rounded: site -> operand -> significant bits to round to, instead of quantizing.
+        planned: site -> this rank's site with another plan, which quantizes in place of the model's own; None: no rank
+            has one. Else the name must be unique: it is the cache key.
     """
 
     name: str
     quantized: Mapping[str, frozenset[Cell]] = field(default_factory=dict)
     rounded: Mapping[str, Mapping[Cell, int]] = field(default_factory=dict)
+    planned: Mapping[str, GemmSite] | None = None
 
     @property
     def key(self) -> str:
-        """Cache key: the same string for equal variants."""
+        """Cache key: the same string for equal variants, and the same on all ranks."""
+        if self.planned is not None:  # a rank may hold none of these sites
+            return self.name
         quantized = {site: sorted(cells) for site, cells in self.quantized.items() if cells}
         rounded = {site: sorted(bits.items()) for site, bits in self.rounded.items() if bits}
         return repr((sorted(quantized.items()), sorted(rounded.items())))
@@ -149,16 +154,21 @@ class Variants:
 
 
 @contextmanager
-def installed(variant: Variant, sites: Mapping[str, GemmSite]) -> Iterator[None]:
+def installed(variant: Variant, sites: Mapping[str, GemmSite]) -> Iterator[dict[str, SimulatedSite]]:
     """Context: these sites run this variant. New simulated sites each time, so no state carries over."""
     nothing: Set[Cell] = frozenset()
+    simulated = {
+        name: SimulatedSite(
+            (variant.planned or {}).get(name, site),
+            variant.quantized.get(name, nothing),
+            variant.rounded.get(name, {}),
+        )
+        for name, site in sites.items()
+    }
     with ExitStack() as stack:
         for name, site in sites.items():
-            simulated = SimulatedSite(
-                site, variant.quantized.get(name, nothing), variant.rounded.get(name, {})
-            )
-            stack.enter_context(site.replaced_by(simulated))
-        yield
+            stack.enter_context(site.replaced_by(simulated[name]))
+        yield simulated
 
 
 class SimulatedSite(GemmSite):
@@ -171,6 +181,8 @@ class SimulatedSite(GemmSite):
         rounded: of operands that are not quantized, to how many significant bits they are rounded.
 
     With neither, the layer runs in high precision as one that the plan leaves there.
+
+    ``flops``: of its fprop so far, where that is not quantized; dgrad and wgrad have as many.
     """
 
     def __init__(self, site: GemmSite, quantized: Set[Cell], rounded: Mapping[Cell, int]):
@@ -187,7 +199,8 @@ class SimulatedSite(GemmSite):
             )
         plan = replace(site.plan, operands=operands, precision="fp8" if quantized or rounded else "bf16")
         super().__init__(plan, site.state, None, seed=site.seed, stream=site.stream, casts=casts)
-        self._site, self._rounded, self.heals = site, dict(rounded), site.heals
+        self._site, self._rounded, self.flops = site, dict(rounded), 0
+        self.heals = site.heals
 
     def multiply(
         self,
@@ -209,6 +222,8 @@ class SimulatedSite(GemmSite):
             for role, operand in zip(GEMM_OPERANDS[gemm], (a, b), strict=True)
         ]
         self.state.counts.hp_gemms += 1
+        if gemm == "fprop" and record and isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            self.flops += 2 * a.numel() * b.shape[0]
         if operands[0] is a and operands[1] is b:
             return matmul_high_precision(*in_high_precision(a, b), out_dtype, bias)
         first, second = (x if isinstance(x, torch.Tensor) else x.dequantize(torch.float32) for x in operands)

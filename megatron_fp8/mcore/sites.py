@@ -154,6 +154,19 @@ def make_site(linear: Any, name: str, state: Fp8State | None = None, cache: Plan
     return site
 
 
+def site_with(linear: Any, overrides: Mapping[str, Any]) -> GemmSite:
+    """Makes the GemmSite that a linear with a GemmSite would have with these overrides in place of its config's."""
+    config, site = linear.config, linear.fp8_site
+    device = weight_of(linear).device
+    plan = resolver.resolve(
+        site_request(config, overrides), site.plan.name, site.plan.layer, device, layers=True
+    )
+    group = None
+    if plan.precision == "fp8" and parallel_state.model_parallel_is_initialized():
+        group = compat.amax_group(config, expert=linear.is_expert)
+    return GemmSite(plan, site.state, group, seed=site.seed, stream=site.stream)
+
+
 def share_of(kind: Literal["column", "row"], *, expert: bool) -> ShardInfo:
     """Returns this rank's part of a linear that is split over tensor-parallel ranks; ``expert``: over experts' ranks."""
     ps = parallel_state

@@ -17,7 +17,7 @@ The counts are max-reduced with the amaxes, since one collective has one operato
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -132,6 +132,19 @@ class Arena:
                 self._histories[key] = History(delayed.amax_history_len, self.device)
             self._histories[key].add(slot)
         return slot
+
+    def restorer(self) -> Callable[[], None]:
+        """Returns a function that restores the running rows, and removes slots that were added since, none of them
+        delayed."""
+        count, rows, scale, values = len(self.slots), self.rows, self.scale, self.rows.clone()
+
+        def restore() -> None:
+            if len(self.slots) > count:
+                del self.slots[count:]
+                self._resize(rows, scale)
+            self.rows.copy_(values)
+
+        return restore
 
     def history(self, delayed: DelayedScaling, fmt: FloatFormat) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (int64 [k] slot indices, float32 [amax_history_len, k] rows) for the slots of one recipe and

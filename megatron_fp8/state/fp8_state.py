@@ -202,7 +202,7 @@ class Fp8State:
         For experiments between two iterations: an end of an iteration inside (by a schedule) changes nothing. Delayed
         scales are the current ones.
         """
-        rows = [arena.rows.clone() for arena in self.arenas]
+        restorers = [arena.restorer() for arena in self.arenas]
         watcher, missing_end, activity = self.watcher, self.missing_end, replace(self.activity)
         counts = replace(self.counter.iteration)
         self.watch(None)
@@ -211,8 +211,8 @@ class Fp8State:
             yield
         finally:
             vars(self.counter.iteration).update(vars(counts))  # a backward counts in autograd's threads
-            for arena, before in zip(self.arenas, rows, strict=True):
-                arena.rows.copy_(before)
+            for restore in restorers:
+                restore()
             self.experiment, self.missing_end = False, missing_end
             vars(self.activity).update(vars(activity))
             self.watch(watcher)

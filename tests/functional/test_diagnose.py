@@ -12,7 +12,7 @@ import yaml
 from benchmarks.support.fp8_gpt import MOE
 from benchmarks.support.ranks import Layout
 from tests.support.command import APP, MODEL, run
-from tests.support.diagnosis_cases import diagnosed
+from tests.support.diagnosis_cases import diagnosed, planned
 from tests.support.long_cases import some
 
 LAYOUTS = {
@@ -77,6 +77,22 @@ def test_experts_on_two_ranks_cost_what_they_cost_on_one(ranks):
     assert {part["site"] for part in two["ranking"]} == {part["site"] for part in one["ranking"]}
 
 
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2)], ids=["one rank", "pipeline"])
+def test_a_layer_that_no_format_can_hold_stays_in_high_precision(ranks, layout):
+    """The plan keeps its fprop in BF16 and gives NVFP4 to a healthy layer, the same on each rank of a pipeline."""
+    results = ranks(layout.model_ranks).run(
+        planned, layout, ("mxfp8", "nvfp4"), 0.05, SOME, "decoder.layers.0", timeout=240
+    )
+    assert all(result == results[0] for result in results), "ranks do not agree"
+    plan, costs = results[0]["gemms"], results[0]["costs"]
+    sensitive, healthy = "decoder.layers.0.self_attention.linear_qkv", "decoder.layers.1.mlp.linear_fc2"
+    assert list(plan) == [sensitive, healthy] and len(costs) == 2 * 3 * 2
+    assert plan[sensitive]["fprop"] == "bf16" and "nvfp4" in plan[healthy].values()
+    worst = max(costs, key=lambda one: one["cost"])
+    assert (worst["site"], worst["gemm"]) == (sensitive, "fprop")
+    assert results[0]["whole"] <= 0.05 and results[0]["time"] < 0.7
+
+
 # ----------------------------------------------------------------------------------------------------- the command
 
 Heard = dict[str, tuple[int, str, str]]
@@ -138,6 +154,23 @@ def heard(folder) -> Heard:
                 "--budget",
                 "32",
             ],
+            "formats": [
+                *(
+                    "diagnose",
+                    trained,
+                    "--formats",
+                    "bf16,nvfp4",
+                    "--loss-budget",
+                    "0.0002",
+                    "--budget",
+                    "100",
+                ),
+            ],
+            "few passes": ["diagnose", trained, "--formats", "nvfp4", "--budget", "50"],
+            "delayed": [*diagnose, "--formats", "nvfp4,delayed"],
+            "loss budget": [*diagnose, "--formats", "nvfp4", "--loss-budget", "2"],
+            "no formats": [*diagnose, "--loss-budget", "0.1"],
+            "share of formats": [*diagnose, "--formats", "nvfp4", "--share", "0.5"],
             "against": ["diagnose", trained, "--against", other, "--json", folder / "parting.json"],
             "itself": ["diagnose", trained, "--against", trained],
             "too early": [*diagnose, "--iteration", "1"],
@@ -189,6 +222,32 @@ def test_high_precision_of_a_run_whose_weights_are_fp8_is_its_masters(heard, fol
     assert third["high_precision"]["losses"][0] < rows[0]["lm_loss"]
 
 
+def test_a_run_with_the_plan_s_overrides_plans_these_precisions(heard, folder):
+    """The plan is printed with its sum and its cost as a whole; training by plan.yaml reports its formats."""
+    code, said, printed = heard["formats"]
+    assert code == 0, said
+    here = folder / "run" / "diagnosis"
+    found = json.loads((here / "formats.json").read_text())
+    plan = found["gemms"]
+    formats = {fmt for gemms in plan.values() for fmt in gemms.values()}
+    assert formats == {"bf16", "nvfp4"} and all(site.startswith("decoder.layers.1.") for site in plan)
+    assert f"as a whole {found['whole']:.3g}" in printed and "| GEMM " in printed
+    overrides = yaml.safe_load((here / "plan.yaml").read_text())
+    assert overrides == found["overrides"]
+    matchers = yaml.safe_load((here / "plan_megatron.yaml").read_text())["matchers"]
+    assert list(matchers) == [*plan, "all others"]
+    compile((here / "plan_te.py").read_text(), "plan_te.py", "exec")
+    options = [f"--run_dir={folder / 'planned'}", "--train.train_iters=1", "--model.fp8_param=false"]
+    text = (here / "plan.yaml").read_text()
+    train = ["train", f"--config={folder / 'small.yaml'}", *options, f"--model.fp8_overrides={text}"]
+    code, said, _ = _run(folder, {"train": train})["train"]
+    assert code == 0, said
+    report = json.loads((folder / "planned" / "report.json").read_text())
+    sites = {site["name"]: site["gemms"] for site in report["sites"]}
+    for site, gemms in plan.items():
+        assert sites[site] == {gemm: "fp4" if fmt == "nvfp4" else "bf16" for gemm, fmt in gemms.items()}, site
+
+
 def test_two_runs_part_where_their_losses_and_weights_do(heard, folder):
     code, said, printed = heard["against"]
     assert code == 0, said
@@ -216,6 +275,11 @@ BAD = {
     "missing": "is not a checkpoint of megatron_fp8",
     "no folder": "there is no such folder; make it first",
     "not a run": "is not a run's folder: it has no config.yaml",
+    "few passes": "--budget 50: 12 GEMMs in 1 formats need 73 passes",
+    "delayed": "--formats nvfp4,delayed: 'delayed' must be one of bf16, tensorwise",
+    "loss budget": "--loss-budget 2 must be above 0 and below 1",
+    "no formats": "--loss-budget is of --formats: give that too",
+    "share of formats": "--formats measures a plan by GEMM: leave out --share",
     "share": "--share 2 must be above 0 and at most 1",
 }
 

@@ -79,6 +79,40 @@ def diagnosed(
         return found.as_dict()
 
 
+def planned(
+    layout: Layout, formats: tuple[str, ...], loss_budget: float, fields: dict[str, Any], sensitive: str
+) -> dict[str, Any]:
+    """The plan by GEMM of an untrained model, one layer of which no format with blocks can hold.
+
+    One channel of the input of that layer's attention is 2^20 times the others, its weights as much smaller: in BF16
+    it is the same model.
+    """
+    from megatron_fp8.diagnosis.checkpoint_runner import CheckpointRunner
+    from megatron_fp8.diagnosis.format_costs import measure_formats
+    from megatron_fp8.mcore.names import named_parameters
+    from megatron_fp8.mcore.sites import check_plan, state_of, unwrap
+    from megatron_fp8.train.config.run_config import RunConfig
+
+    with model_parallel(layout):
+        config = fp8_config(layout, "mxfp8", **{**SMALL, **fields})
+        chunks = build_chunks(config, spec=_spec, sequence=SEQUENCE, vocab=VOCAB)
+        check_plan(chunks)
+        for chunk in chunks:
+            named = dict(named_parameters(unwrap(chunk)))
+            if (norm := named.get(f"{sensitive}.input_layernorm.weight")) is not None:
+                with torch.no_grad():
+                    norm[5] *= 2.0**20
+                    named[f"{sensitive}.self_attention.linear_qkv.weight"][:, 5] /= 2.0**20
+        run = RunConfig()
+        run.train.global_batch_size, run.train.seq_length, run.train.micro_batch_size = 2, SEQUENCE, 1
+        runner = CheckpointRunner(run, chunks, Sequences(), 0, 4, loss_scale=1.0)
+        slots = [len(arena.slots) for arena in state_of(config).arenas]
+        with runner.unrecorded():
+            found = measure_formats(runner, formats, loss_budget, 1000)
+        assert [len(arena.slots) for arena in state_of(config).arenas] == slots, "an experiment left slots"
+        return found.as_dict()
+
+
 def _spec(config: Any) -> Any:
     from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 

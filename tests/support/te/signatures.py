@@ -39,6 +39,13 @@ QUANTIZERS = {
     "MXFP8Quantizer": "tensor/mxfp8_tensor.py",
 }
 
+# what a quantizer factory makes; older versions have no hybrid ones
+MADE = QUANTIZERS | {
+    "NVFP4Quantizer": "tensor/nvfp4_tensor.py",
+    "HybridQuantizer": "tensor/hybrid_tensor.py",
+    "IdentityQuantizer": "tensor/identity_tensor.py",
+}
+
 
 def recorded() -> dict[str, Any]:
     """Version -> what it has."""
@@ -66,6 +73,12 @@ def describe(folder: Path) -> dict[str, Any]:
         "swallows_unknown_keywords": swallows(recipes.DelayedScaling),
         "calls": {name: parameters(engine / file, name) for name, file in CALLS.items()},
         "quantizers": {name: attributes(engine / file, name) for name, file in QUANTIZERS.items()},
+        "made": {
+            name: parameters(engine / file, name)["__init__"]
+            for name, file in MADE.items()
+            if (engine / file).exists() and imported(engine / "tensor/__init__.py", name)
+        },
+        "role": fields(engine / "quantization.py", "QuantizerRole"),
         "exports": exports(engine / "__init__.py"),
         "manager": methods(engine / "quantization.py", "FP8GlobalStateManager"),
     }
@@ -136,6 +149,21 @@ def attributes(path: Path, name: str) -> list[str]:
             ]
             return sorted({n.attr for n in targets})
     raise ValueError(f"{path} has no {name}")
+
+
+def fields(path: Path, name: str) -> list[str]:
+    """The annotated fields of a dataclass; empty without it."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            targets = [line.target for line in node.body if isinstance(line, ast.AnnAssign)]
+            return [target.id for target in targets if isinstance(target, ast.Name)]
+    return []
+
+
+def imported(path: Path, name: str) -> bool:
+    """Whether a package imports this name."""
+    imports = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
+    return name in {alias.name for n in imports for alias in n.names}
 
 
 def exports(path: Path) -> list[str]:

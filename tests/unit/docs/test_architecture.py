@@ -18,6 +18,7 @@ OTHERS = {
     "distrib_optimizer.py",
     "fp8.py",
     "modeling_rope_utils.py",
+    "plan_te.py",
     "quantization/lifecycle/initialize.py",
 }
 """Files of Megatron-Core, vLLM, transformers and compressed-tensors that texts of the package name."""
