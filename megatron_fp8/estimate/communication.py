@@ -63,8 +63,10 @@ def _gradients(settings: Settings, chunk: Chunk) -> Iterator[Traffic]:
     shared = shares_gradient_buffer(settings)
     buffers = chunk_buffers(settings, chunk)
     # Dense parameters and experts have separate optimizers. Each one's step gathers all of the model's parameters
-    # (Megatron-Core 0.16, distrib_optimizer.py, step_with_ready_grads), unless the next forward does.
-    gathers = 1 if settings.optimizer.overlap_param_gather else len({buffer.expert for buffer in buffers})
+    # (Megatron-Core 0.16, distrib_optimizer.py, step_with_ready_grads), unless the next forward does, or the buffers are
+    # the gradients' (mcore/optimizer/fp8_params.py).
+    once = settings.optimizer.overlap_param_gather or shared
+    gathers = 1 if once else len({buffer.expert for buffer in buffers})
     for buffer in buffers:
         axis, count = "expert data" if buffer.expert else "data", len(buffer.buckets)
         call: Call = "reduce-scatter" if distributed else "all-reduce"

@@ -1,7 +1,7 @@
 """Megatron-Core's optimizers over FP8 parameters: masters, casts, communication.
 
 Most of it is Megatron's own: the distributed optimizer calls ``quantize_param_shard`` after its step and gathers
-bytes; the other one calls ``copy_`` on every weight, which quantizes. This module fixes five things that Megatron
+bytes; the other one calls ``copy_`` on every weight, which quantizes. This module fixes six things that Megatron
 leaves to the training loop or silently gets wrong:
 
 * **Masters start in high precision.** Megatron's plain FP16/BF16 optimizer makes them from the parameter, that is
@@ -12,6 +12,8 @@ leaves to the training loop or silently gets wrong:
   through the gradient buffer. Megatron fills it in the optimizer step, or leaves that to the loop if gathers overlap
   the forward pass: a loop without it, or a validation in between, gathers zeros or gradients as weights. Here the
   gather itself fills it, from the masters.
+* **Such a gather waits for all optimizers.** Experts that are split over ranks have an optimizer of their own. The first
+  optimizer's step gathers all parameters, through the gradients that the other has not read yet.
 * **A weight is read from the place where it was written.** Megatron pads the start of each parameter in the buffer to
   64 elements, but reads it at a running sum without padding: wrong after the first parameter whose size is no
   multiple of 64.
@@ -178,6 +180,33 @@ def send_masters(original: Callable[..., None], self: Any, force_sync: bool = Fa
                 start, end = bucket.param_to_index[param]
                 param.data.copy_(bucket.param_data[start:end].view(param.shape))
             bucket.param_data.zero_()
+
+
+@patches.wrap(
+    "optimizer.optimizer.ChainedOptimizer.step_with_ready_grads",
+    "the first optimizer's gather overwrites gradients that the next one reads",
+)
+def gather_after_all_steps(original: Callable[[Any], bool], self: Any) -> bool:
+    """Holds back gathers through gradient buffers until every optimizer has stepped, then gathers once."""
+    sharing = [part for part in self.chained_optimizers if isinstance(part, DistributedOptimizer)]
+    chunks = dict.fromkeys(
+        chunk
+        for part in sharing
+        for chunk in part.model_chunks
+        if chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag and not chunk.ddp_config.overlap_param_gather
+    )
+    if len(self.chained_optimizers) == 1 or not chunks:
+        return original(self)
+    try:
+        for chunk in chunks:
+            chunk.start_param_sync = lambda *_, **__: None
+        stepped = original(self)
+    finally:
+        for chunk in chunks:
+            del chunk.start_param_sync
+    for chunk in chunks:
+        chunk.start_param_sync()
+    return stepped
 
 
 @torch.no_grad()
