@@ -40,6 +40,12 @@ def quantizes(config: Any) -> bool:
     return bool(getattr(config, "fp8", None) or getattr(config, "fp4", None))
 
 
+def has_fp8_params(config: Any) -> bool:
+    """Whether quantized weights are kept as codes alone: fp8_param in an FP8 model, fp4_param in an FP4 model."""
+    switch = switch_of(config)
+    return bool(getattr(config, switch, None) and getattr(config, f"{switch}_param", False))
+
+
 def switch_of(config: Any) -> str:
     """Returns the field that quantizes: 'fp4' if it is on, else 'fp8'."""
     return "fp4" if getattr(config, "fp4", None) else "fp8"

@@ -154,6 +154,8 @@ def format_description(found: dict[str, Any]) -> str:
     fp8 = ", ".join(quantized_as(precision) or ("no FP8",))
     if precision.get("fp8_param"):
         fp8 += ", FP8 parameters"
+    if precision.get("fp4_param"):
+        fp8 += ", FP4 parameters"
     state = ", ".join(f"{name} {value}" for name, value in found["state"].items() if value is not None)
     lines = [
         f"checkpoint  {found['folder']}",

@@ -48,6 +48,7 @@ from .diagnosis import Diagnosis
 _FOR_EXPERIMENTS: dict[str, Any] = {
     "virtual_pipeline_model_parallel_size": None,
     "fp8_param": False,
+    "fp4_param": False,
     "fp8_high_precision_warmup": 0.0,
     "fp8_high_precision_healing": 0.0,
     "fp8_high_precision_healing_parts": None,

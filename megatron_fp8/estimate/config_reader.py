@@ -21,7 +21,7 @@ from typing import Any, get_type_hints
 
 from ..backends import BACKENDS, LAYER_BACKENDS
 from ..fp8_utils import quantizes
-from ..mcore.config.fields import FIELD_RULES, REFUSED, RELATIONS
+from ..mcore.config.fields import FIELD_RULES, RELATIONS
 from ..mcore.config.rules import (
     COUNT,
     FLAG,
@@ -261,8 +261,10 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> Mo
     model = Model(**values, positions=positions, fp8_overrides=overrides, fp8_options=options)
     if model.fp8 and model.fp4:
         raise ValueError(f"model.fp8={model.fp8!r} and model.fp4={model.fp4!r}: set one of them to null.")
-    if section.get("fp4_param"):
-        raise ValueError(f"model.fp4_param=True is not available in this version: {REFUSED['fp4_param']}.")
+    if model.fp4_param and not model.fp4:
+        raise ValueError(
+            f"model.fp4_param=True needs FP4 training, and model.fp4 is {model.fp4!r}. Set model.fp4=e2m1, or drop it."
+        )
     if overrides and quantizes(model):
         whole = dataclasses.replace(model, expert_model_parallel_size=1)  # experts of all ranks
         sites = [p.site for chunk in whole.chunks() for p in chunk_parameters(whole, chunk) if p.site]
@@ -327,7 +329,7 @@ MODEL_RULES: dict[str, Rule] = {
     **dict.fromkeys(
         (
             "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "bias_activation_fusion",
-            "activation_func_fp8_input_store", "fp8_param", "fp8_wgrad", "fp8_keep_columnwise", "fp16",
+            "activation_func_fp8_input_store", "fp8_param", "fp4_param", "fp8_wgrad", "fp8_keep_columnwise", "fp16",
             "first_last_layers_bf16", "sequence_parallel", "moe_shared_expert_gate", "distribute_saved_activations",
             "moe_grouped_gemm", "fp8_output_layer", "multi_latent_attention", "moe_router_pre_softmax",
             "moe_router_enable_expert_bias", "moe_fp8_dispatch",

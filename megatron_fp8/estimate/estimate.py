@@ -136,6 +136,7 @@ def in_bf16(settings: Settings) -> Settings:
         fp8=None,
         fp4=None,
         fp8_param=False,
+        fp4_param=False,
         fp8_overrides={},
         activation_func_fp8_input_store=False,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from ..fp8_utils import has_fp8_params
 from ..numerics import nvfp4
 from ..numerics.formats import E2M1
 from ..numerics.rule import Rule
@@ -43,8 +44,8 @@ def shares_gradient_buffer(settings: Settings) -> bool:
 def _gathered_in_bf16(model: Model) -> bool:
     """Whether all FP8 weights need separate codes for each direction. Duplicates mcore/params.py, which imports
     Megatron-Core."""
-    if not (model.fp8 and model.fp8_param):
-        return False
+    if not has_fp8_params(model) or model.fp4:
+        return has_fp8_params(model)
     overrides = [Override.of(*entry) for entry in model.fp8_overrides.items()]
     names = {override.value for override in overrides if override.covers("weight")} & set(RECIPES) - {"nvfp4"}
     recipe = recipe_of(model)
@@ -54,18 +55,18 @@ def _gathered_in_bf16(model: Model) -> bool:
 
 def is_fp8_parameter(settings: Settings, plan: SitePlan) -> bool:
     """Whether this site's weight is an FP8 parameter."""
-    if not (settings.model.fp8 and settings.model.fp8_param) or plan.precision == "bf16":
+    if not has_fp8_params(settings.model) or plan.precision == "bf16":
         return False
     if plan.name == OUTPUT:  # even if not tied to the embedding
         return False
     rowwise, _ = weight_rules(plan)
     if (
         rowwise is None
-        or rowwise.fmt is E2M1
+        or (rowwise.fmt is E2M1) != bool(settings.model.fp4)
         or plan.operands["fprop"]["weight"] != plan.operands["dgrad"]["weight"]
     ):
         return False
-    if rowwise.granularity.symmetric:
+    if rowwise.granularity.symmetric and not settings.model.fp4:
         return True
     return not settings.optimizer.use_distributed_optimizer or shares_gradient_buffer(settings)
 

@@ -106,6 +106,7 @@ class Model:
     fp8_recipe: str | None = None
     fp4: str | None = None
     fp4_recipe: str = "nvfp4"
+    fp4_param: bool = False
     fp8_param: bool = False
     fp8_wgrad: bool = True
     fp8_keep_columnwise: bool = True

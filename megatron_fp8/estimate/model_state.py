@@ -126,6 +126,7 @@ def _buffer(settings: Settings, buffer: Buffer) -> StateBytes:
     values = sum(parameter.size for parameter in parameters)
     if buffer.fp8:
         weights = sum(stored_weight(settings.plan(p.site), *p.shape) for p in parameters)
+        weights += 4 * len(parameters) * bool(settings.model.fp4)  # NVFP4's amax of the tensor
         if distributed and not shared:
             weights += buffer.size - values  # padding of the buffer with the codes
     else:

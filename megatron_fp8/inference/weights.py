@@ -79,11 +79,12 @@ def inference_weight(weight: torch.Tensor, quantizer: Quantizer) -> Any:
 
 
 def _from_fp8(weight: Fp8Parameter) -> Any:
-    if weight.quantizer.rule.granularity.symmetric or isinstance(weight, RowwiseFp8Parameter):
+    one_set = len(weight.codes) == 1
+    if one_set or isinstance(weight, RowwiseFp8Parameter):
         weight.clear_high_precision_init_val()
         return weight.requires_grad_(False)
     old = weight._stored
-    stored = _StoredRows(old.quantizer, old.dtype, old.codes[:1])
+    stored = _StoredRows(old.quantizer, old.dtype, old.codes[:1], old.shape)
     stored.set_scales(old.scale_invs[:1], old.amax, old.nonfinite)
     return _as_parameter(stored, weight)
 

@@ -10,9 +10,10 @@ Rejected: making them in the linear's ``__init__``. There a linear has its layer
 override by name would come too late, and each way of initialising or loading weights would need code for FP8.
 
 Codes are sent where both directions share them. Rowwise and MXFP8 weights need both directions from high precision,
-so BF16 is sent. With ``reuse_grad_buf_for_mxfp8_param_ag`` it goes through the gradient buffer, which is idle then.
-Without it, the distributed optimizer would need a BF16 buffer as large as the weights beside the codes, so such
-weights stay BF16 parameters and are cast every iteration, which is the same number of bytes; the report notes it.
+and Megatron's buffers count elements, not the bytes of two NVFP4 codes each, so BF16 is sent. With
+``reuse_grad_buf_for_mxfp8_param_ag`` it goes through the gradient buffer, which is idle then. Without it, the
+distributed optimizer would need a BF16 buffer as large as the weights beside the codes, so such weights stay BF16
+parameters and are cast every iteration, which is the same number of bytes; the report notes it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,15 @@ import torch.distributed as dist
 
 from .. import fp8_utils
 from ..files.terminal import print_rank_0
-from ..fp8_utils import get_fp8_recipe
+from ..fp8_utils import get_fp8_recipe, has_fp8_params, switch_of
 from ..linear.main_grad import mark_zeros, unmark
 from ..numerics.formats import E2M1
-from ..params.fp8_parameter import Fp8Parameter, TwoWayFp8Parameter, broadcast, fp8_parameter
+from ..params.fp8_parameter import (
+    Fp8Parameter,
+    TwoWayFp8Parameter,
+    broadcast,
+    fp8_parameter,
+)
 from ..plan.overrides import Override
 from ..recipe import RECIPES
 from .layers.linear import Fp8OutputLayer
@@ -63,13 +69,13 @@ def make_fp8_params(model_chunks: list[Any], *, two_way: bool = True) -> list[st
             if isinstance(linear, Fp8OutputLayer):
                 site.notes.add(_OUTPUT_STAYS_BF16)
                 continue
-            if quantizer.rule.fmt is E2M1:
-                site.notes.add(_NVFP4_STAYS_BF16)
+            if (quantizer.rule.fmt is E2M1) != bool(linear.config.fp4):
+                site.notes.add(_FP8_STAYS_BF16 if linear.config.fp4 else _NVFP4_STAYS_BF16)
                 continue
             if quantizer is not site.casts["weight"].shared:
                 site.notes.add(_TWO_KINDS)
                 continue
-            if not quantizer.rule.granularity.symmetric and not two_way:
+            if not two_way and (linear.config.fp4 or not quantizer.rule.granularity.symmetric):
                 site.notes.add(_STAYS_BF16)
                 continue
             if hasattr(weight, "main_grad"):
@@ -78,9 +84,10 @@ def make_fp8_params(model_chunks: list[Any], *, two_way: bool = True) -> list[st
                     " megatron_fp8.mcore.install(), before wrapping the model"
                 )
             if weight.dtype != torch.bfloat16:
+                field = f"{switch_of(linear.config)}_param"
                 raise ValueError(
-                    f"fp8_param=True: {site.plan.name}.weight is {weight.dtype}, and masters are rounded to BF16 before"
-                    " they are cast to FP8. Set bf16=True and params_dtype=torch.bfloat16, or fp8_param=False."
+                    f"{field}=True: {site.plan.name}.weight is {weight.dtype}, and masters are rounded to BF16 before"
+                    f" they are cast. Set bf16=True and params_dtype=torch.bfloat16, or {field}=False."
                 )
             linear.weight = fp8_parameter(weight, quantizer)
             converted.append(f"{site.plan.name}.weight")
@@ -96,6 +103,8 @@ _STAYS_BF16 = (
 
 
 _OUTPUT_STAYS_BF16 = "fp8_param: the output layer's weight stays BF16 and is cast every iteration"
+
+_FP8_STAYS_BF16 = "fp4_param: a weight in FP8 stays BF16 and is cast every iteration"
 
 _NVFP4_STAYS_BF16 = "fp8_param: a weight in NVFP4 stays BF16 and is cast every iteration"
 
@@ -128,19 +137,19 @@ def gather_settings(config: Any, *, distributed: bool, share: bool | None = None
         distributed: use_distributed_optimizer.
         share: send weights that travel in BF16 through the gradient buffer; None: if there are such weights.
     """
-    enabled = bool(config.fp8 and config.fp8_param)
+    enabled = has_fp8_params(config)
     if share is None:
         share = enabled and distributed and travels_in_bf16(config)
     return {"fp8_param_gather": enabled, "reuse_grad_buf_for_mxfp8_param_ag": share}
 
 
 def travels_in_bf16(config: Any) -> bool:
-    """Whether every FP8 weight of this config needs different codes for each direction (rowwise and mxfp8).
+    """Whether every FP8 weight of this config needs different codes for each direction (rowwise, mxfp8 and nvfp4).
 
     Such weights can share the gradient buffer (reuse_grad_buf_for_mxfp8_param_ag); a mixture by overrides cannot.
     """
-    if not (config.fp8 and config.fp8_param):
-        return False
+    if not has_fp8_params(config) or config.fp4:
+        return has_fp8_params(config)
     overrides = [Override.of(*entry) for entry in (getattr(config, "fp8_overrides", None) or {}).items()]
     names = {override.value for override in overrides if override.covers("weight")} & set(RECIPES) - {"nvfp4"}
     rules = [get_fp8_recipe(config, name).rule("weight") for name in (None, *sorted(names))]
@@ -160,8 +169,8 @@ def make_params_first(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Makes weights FP8 parameters first if the config has fp8_param."""
-    enabled = bool(config.fp8 and getattr(config, "fp8_param", False))
+    """Makes weights FP8 parameters first if the config has fp8_param, or fp4_param."""
+    enabled = has_fp8_params(config)
     if ddp_config.fp8_param_gather and not enabled:
         raise ValueError(
             f"DistributedDataParallelConfig.fp8_param_gather=True, and the model's config has fp8={config.fp8!r},"
@@ -205,12 +214,12 @@ def memory_warning(model_chunks: list[Any]) -> str | None:
     linears = fp8_linears(model_chunks)
     if any(_STAYS_BF16 in linear.fp8_site.notes for linear in linears):
         return (
-            "fp8_param=True saves nothing here. Rowwise and MXFP8 weights need different codes for each direction, so"
-            " under the distributed optimizer BF16 is sent and 4 bytes a value are stored (BF16 training stores 2): set"
-            " reuse_grad_buf_for_mxfp8_param_ag=True in DistributedDataParallelConfig and OptimizerConfig, which sends"
-            " them through the gradient buffer, or use delayed, tensorwise or blockwise"
+            "fp8_param=True (or fp4_param=True) saves nothing here. Rowwise, MXFP8 and NVFP4 weights need different codes"
+            " for each direction, so under the distributed optimizer BF16 is sent, and BF16 weights are stored beside the"
+            " codes: set reuse_grad_buf_for_mxfp8_param_ag=True in DistributedDataParallelConfig and OptimizerConfig, to"
+            " send them through the gradient buffer, or use delayed, tensorwise or blockwise"
         )
-    if any(isinstance(linear.weight, TwoWayFp8Parameter) for linear in linears):
+    if any(type(linear.weight) is TwoWayFp8Parameter for linear in linears):
         return (
             "rowwise and MXFP8 weights are stored in both directions, 2 bytes a value and scales: slightly more than BF16"
             " training's weights, and half of what fp8_param=False stores"
@@ -261,12 +270,11 @@ def hook_that_unmarks(
 def refuse_bf16_weights(model: Any) -> None:
     """Raises RuntimeError if fp8_param is on and this model, about to train, has no FP8 parameters."""
     config = model.config
-    enabled = config.fp8 and getattr(config, "fp8_param", False)
-    if enabled and unwrap(model) not in runtime_of(unwrap(model).config).fp8_params:
+    if has_fp8_params(config) and unwrap(model) not in runtime_of(unwrap(model).config).fp8_params:
         raise RuntimeError(
-            "fp8_param=True, and the model's weights are still BF16: wrap it in Megatron-Core's DistributedDataParallel"
-            " after megatron_fp8.mcore.install(), or call megatron_fp8.mcore.params.make_fp8_params([model]) before the"
-            " optimizer is made"
+            f"{switch_of(config)}_param=True, and the model's weights are still BF16: wrap it in Megatron-Core's"
+            " DistributedDataParallel after megatron_fp8.mcore.install(), or call"
+            " megatron_fp8.mcore.params.make_fp8_params([model]) before the optimizer is made"
         )
 
 

@@ -15,7 +15,8 @@ training that keeps a BF16 parameter and casts it every iteration, without the c
 
 Per-tensor and square-block codes serve both directions, so one byte a value is stored and sent. Per-row and 1-wide
 blocks need a second set of codes, made from high precision, not from the first set: ``TwoWayFp8Parameter`` stores
-both, two bytes a value, and its values are sent in BF16.
+both, two bytes a value, and its values are sent in BF16. So does ``Fp4Parameter``, half a byte a value in each direction:
+its codes are packed along the contraction.
 
 Rejected: ``param.data = codes`` on an ordinary float8 parameter with scales in a separate dictionary. Every part of
 Megatron that copies, clips, shards or saves a parameter would need to use the dictionary, and one that does not
@@ -35,7 +36,7 @@ import torch.distributed as dist
 from .. import kernels
 from ..backends.base import Quantized
 from ..backends.reference import block_scales
-from ..numerics import host_sync
+from ..numerics import host_sync, nvfp4
 from ..numerics.rule import BLOCK_128X128, TENSOR, Granularity, Rule
 from ..numerics.scaling import compute_scale_inv
 from ..quantizer import Quantizer
@@ -365,34 +366,74 @@ class TwoWayFp8Parameter(Fp8Parameter):
     """An FP8 parameter with separate codes for each direction (per row, 1x32): two bytes a value; sent in BF16."""
 
 
+class _StoredFp4(_Stored):
+    """NVFP4: codes and scales of both sides, each packed along its contraction, and the tensor's amax."""
+
+    def view(self) -> None:
+        rule, (rows, cols) = self.quantizer.rule, self.shape
+        *scale_invs, tensor_amax = self.scale_invs
+        sides = [
+            QuantizedSide(
+                codes.view(rule.fmt.dtype),
+                scale_inv,
+                rule.granularity,
+                rule.pow2,
+                self.nonfinite is None,
+                padding=codes.shape[1] * rule.fmt.codes_per_byte - size,
+                tensor_amax=tensor_amax,
+            )
+            for codes, scale_inv, size in zip(self.codes, scale_invs, (cols, rows), strict=True)
+        ]
+        self.quantized = Float8Tensor(sides[0], sides[1], self.dtype)
+
+    def write(self, x: torch.Tensor) -> None:
+        result: Quantized = self.quantizer.quantize(x.to(self.dtype), "both")
+        sides = [side for side in result.tensor.sides if side is not None]
+        for codes, side in zip(self.codes, sides, strict=True):
+            codes.copy_(side.codes.view(torch.uint8))
+        tensor_amax = sides[0].tensor_amax
+        assert tensor_amax is not None
+        scales = [*(side.scale_inv for side in sides), tensor_amax]
+        self.set_scales(scales, result.amax, result.nonfinite)
+
+
+class Fp4Parameter(TwoWayFp8Parameter):
+    """An NVFP4 parameter: two codes a byte, for both directions; sent in BF16."""
+
+
 def fp8_parameter(weight: torch.Tensor, quantizer: Quantizer) -> Fp8Parameter:
     """Returns the FP8 parameter of a weight [rows, cols]: quantizes it now, and keeps its value until the master has it.
 
     Takes over requires_grad and attributes that were set on the weight (tensor parallelism's and others).
 
     Raises:
-        ValueError: the rule rounds stochastically: casting the same master again would give other codes. Or it has
-            4-bit codes, for inference only.
+        ValueError: the rule rounds stochastically: casting the same master again would give other codes.
     """
-    if quantizer.rule.fmt.codes_per_byte > 1:
-        raise ValueError(
-            "a trained weight cannot live in 4 bits in this release: give it an FP8 recipe, or keep BF16"
-        )
     if quantizer.rule.stochastic:
         raise ValueError(
             "an FP8 parameter cannot be rounded stochastically: give the weight a rule with stochastic=False"
         )
     value = weight.detach()
-    sets = len(granularities(quantizer.rule))
-    codes = [torch.empty(value.shape, dtype=torch.uint8, device=value.device) for _ in range(sets)]
-    stored = _Stored(quantizer, value.dtype, codes)
+    stored, kind = _stored_as(quantizer, value)
     stored.write(value)
     stored.initial = value.cpu()
-    parameter = _as_parameter(
-        (Fp8Parameter if sets == 1 else TwoWayFp8Parameter)(stored), weight.requires_grad
-    )
+    parameter = _as_parameter(kind(stored), weight.requires_grad)
     parameter.__dict__.update(weight.__dict__)
     return parameter
+
+
+def _stored_as(quantizer: Quantizer, value: torch.Tensor) -> tuple[_Stored, type[Fp8Parameter]]:
+    """Returns memory for the codes of a matrix [rows, cols], and the class of its parameter."""
+
+    def empty(rows: int, cols: int) -> torch.Tensor:
+        return torch.empty((rows, cols), dtype=torch.uint8, device=value.device)
+
+    rows, cols = value.shape
+    if quantizer.rule.fmt.codes_per_byte > 1:
+        packed = [empty(rows, nvfp4.padded(cols) // 2), empty(cols, nvfp4.padded(rows) // 2)]
+        return _StoredFp4(quantizer, value.dtype, packed, value.shape), Fp4Parameter
+    codes = [empty(rows, cols) for _ in granularities(quantizer.rule)]
+    return _Stored(quantizer, value.dtype, codes), Fp8Parameter if len(codes) == 1 else TwoWayFp8Parameter
 
 
 def _as_parameter(tensor: Fp8Parameter, requires_grad: bool) -> Any:

@@ -79,7 +79,7 @@ class WeightValues(NamedTuple):
 
     Attributes:
         values: in the weight's nominal dtype: [rows, cols], or [1, n] for a flat range.
-        codes: quantized values; None if their source values are unknown.
+        codes: quantized values; None if their source values are unknown, and for a range of an NVFP4 weight.
         whole: every rank with the weight has all of it, so only one counts.
     """
 
@@ -108,6 +108,8 @@ def weight_values(weight: Fp8Parameter, *, columnwise: bool) -> WeightValues:
         return WeightValues(torch.empty(1, 0, dtype=weight.dtype, device=weight.device), None, False)
     row, column = weight.quantized.sides
     assert row is not None and column is not None
+    if row.tensor_amax is not None:  # two codes a byte: a range of elements has no codes of its own
+        return WeightValues(master.detach().to(weight.dtype).view(1, -1), None, False)
     rowwise = _piece(row, start, stop, by_column=False)
     turned = _columnwise(_piece(column, start, stop, by_column=True)) if columnwise else None
     values = master.detach().to(weight.dtype).view(1, -1)

@@ -35,7 +35,7 @@ def build_report(
 
     'sites' has one entry for each linear-layer GEMM site of the whole model, over all pipeline stages.
     """
-    from ..fp8_utils import quantizes, switch_of
+    from ..fp8_utils import has_fp8_params, quantizes, switch_of
     from ..mcore.params import parameter_bytes
     from ..mcore.report import own_precision, site_report
     from ..mcore.runtime import state_of
@@ -52,7 +52,7 @@ def build_report(
             "fp16": config.fp16,
             "fp8": config.fp8,
             "fp8_recipe": config.fp8_recipe if config.fp8 else None,
-            "fp8_param": parameter_bytes(chunks) if config.fp8 and config.fp8_param else None,
+            "fp8_param": parameter_bytes(chunks) if has_fp8_params(config) else None,
             **({"fp4": config.fp4, "fp4_recipe": config.fp4_recipe} if config.fp4 else {}),
             "phases": phases.describe(own_precision(config), switch_of(config)) if quantizes(config) else [],
         },
@@ -158,7 +158,7 @@ def _weights(fp8_param: dict[str, Any] | None) -> list[str]:
     if fp8_param is None:
         return []
     per_value = fp8_param["bytes"] / max(fp8_param["values"], 1)
-    line = f"weights     {fp8_param['weights']} live as FP8 on each rank, {per_value:.4f} bytes a value (BF16: 2)"
+    line = f"weights     {fp8_param['weights']} live as codes on each rank, {per_value:.4f} bytes a value (BF16: 2)"
     return [line, *([f"warning     {fp8_param['warning']}"] if fp8_param["warning"] else [])]
 
 

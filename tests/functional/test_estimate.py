@@ -126,6 +126,7 @@ def sent(settings: Settings, chunks: list[Chunk]) -> dict[str, int]:
 
 HERE = (
     "FP8 output layer, tied over stages, fp8_param", "mxfp8, fp8_param, sharded, three tokens predicted",
+    "nvfp4, fp4_param, sharded",
     "delayed, interleaved, compact",
     "nvfp4, gathered codes, FP8 backward of some, weights in MXFP8 of others",
     "nvfp4, odd widths, columnwise codes made again", "FP32", "rowwise, gathered codes",

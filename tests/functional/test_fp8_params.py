@@ -38,12 +38,14 @@ def same(
     assert [key for key in weights if weights[key] != expected[key]] == []
 
 
-@pytest.mark.parametrize("recipe", some(["delayed", "blockwise", "rowwise"], "delayed", "rowwise"))
+@pytest.mark.parametrize(
+    "recipe", some(["delayed", "blockwise", "rowwise", "nvfp4"], "delayed", "rowwise", "nvfp4")
+)
 def test_one_rank(ranks: RankPool, recipe: str) -> None:
     same(ranks, 1, Layout(), recipe, sick=(1,), steps=3)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, "nvfp4"])
 def test_distributed_optimizer(ranks: RankPool, recipe: str) -> None:
     """Two ranks, a skipped step, and validations between steps, which gather in forward hooks too.
 
@@ -68,6 +70,19 @@ CASES = {
     "dp2-buckets": (2, Layout(), "delayed", {}, {**OVERLAP, "bucket_size": 10_000}),
     "tp2-sp": (2, Layout(tp=2, sp=True), "delayed", {}, DISTRIBUTED),
     "pp2": (2, Layout(pp=2), "delayed", {}, OVERLAP),
+    "nvfp4-two-way-unshared": (2, Layout(), "nvfp4", {}, {**DISTRIBUTED, "unshared": True}),
+    "nvfp4-tp2-sp": (2, Layout(tp=2, sp=True), "nvfp4", {}, OVERLAP),
+    "nvfp4-vpp": (2, Layout(pp=2, vpp=2), "nvfp4", {"num_layers": 4}, OVERLAP),
+    "nvfp4-ep2-one-wide": (
+        2,
+        Layout(ep=2),
+        "nvfp4",
+        {**MOE, "fp4_disable_2d_quantization": True},
+        DISTRIBUTED,
+    ),
+    "mxfp8-ep2": (2, Layout(ep=2), "mxfp8", MOE, DISTRIBUTED),
+    "nvfp4-replicated": (2, Layout(), "nvfp4", {}, {}),
+    "nvfp4-mixed": (2, Layout(), "nvfp4", {"fp8_overrides": {"*.linear_fc1": "blockwise"}}, DISTRIBUTED),
     "vpp-mxfp8": (2, Layout(pp=2, vpp=2), "mxfp8", {"num_layers": 4}, OVERLAP),
     "ep2": (2, Layout(ep=2), "blockwise", MOE, DISTRIBUTED),
     "cp2": (2, Layout(cp=2), "delayed", {}, OVERLAP),
@@ -83,7 +98,17 @@ CASES = {
 }
 
 
-HERE = ("dp2-replicated", "dp2-two-way-unshared", "tp2-sp", "vpp-mxfp8", "ep2", "tp-only-amax", "bf16-layers")
+HERE = (
+    "nvfp4-tp2-sp",
+    "nvfp4-ep2-one-wide",
+    "dp2-replicated",
+    "dp2-two-way-unshared",
+    "tp2-sp",
+    "vpp-mxfp8",
+    "ep2",
+    "tp-only-amax",
+    "bf16-layers",
+)
 
 
 @pytest.mark.parametrize("case", some(CASES, *HERE))

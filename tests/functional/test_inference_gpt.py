@@ -279,7 +279,8 @@ def test_what_does_not_fit_is_refused(ranks):
 def fp8_parameters(recipe: str) -> tuple[int, int, torch.Tensor, torch.Tensor]:
     """A rank case: weights that live as FP8 already; of two-way ones a direction is dropped."""
     with model_parallel(Layout()):
-        model = build(Layout(), recipe, fp8_param=True)
+        keep = "fp4_param" if recipe == "nvfp4" else "fp8_param"
+        model = build(Layout(), recipe, **{keep: True})
         model.train()
         trained = forward(model, tokens()).detach()
         before = model_bytes(model)
@@ -288,7 +289,7 @@ def fp8_parameters(recipe: str) -> tuple[int, int, torch.Tensor, torch.Tensor]:
             return before, model_bytes(model), trained, forward(model, tokens())
 
 
-@pytest.mark.parametrize(("recipe", "saved"), [("blockwise", False), ("mxfp8", True)])
+@pytest.mark.parametrize(("recipe", "saved"), [("blockwise", False), ("mxfp8", True), ("nvfp4", True)])
 def test_weights_that_live_as_fp8_keep_their_codes(ranks, recipe, saved):
     before, after, trained, full = ranks(1).run(fp8_parameters, recipe)[0]
     assert_same_bytes(full, trained)

@@ -38,6 +38,8 @@ CASES: dict[str, tuple[Any, ...]] = {
         {**DROPOUT, **HISTORY, "num_layers": 4, "first_last_layers_bf16": True},
         {},
     ),
+    "nvfp4-fp4-weights-overlap": (Layout(), "nvfp4", {"fp4_param": True}, OVERLAP),
+    "nvfp4-fp4-weights-tp2-sp": (Layout(tp=2, sp=True), "nvfp4", {"fp4_param": True, **ONE}, SHARDED),
     "nvfp4-tp2-sp": (Layout(tp=2, sp=True), "nvfp4", ONE, {}),
     "tensorwise-cp2": (Layout(cp=2), "tensorwise", ONE, SHARDED),
     "delayed-deepseek-ep2": (Layout(ep=2), "delayed", {**HISTORY, **DEEPSEEK}, SHARDED),
@@ -50,6 +52,7 @@ for _recipe in ("tensorwise", "rowwise", "blockwise"):
 BACK = (
     *("delayed-dp2-own-histories", "delayed-tp2-sp", "delayed-vpp2-first-last-bf16"),
     *("delayed-fp8-weights-overlap", "mxfp8-fp8-weights-overlap", "delayed-deepseek-ep2"),
+    "nvfp4-fp4-weights-overlap",
 )
 HERE = (
     *("bf16-tp2-sp", "delayed-interval", "tensorwise-stochastic", "tensorwise-cp2"),

@@ -55,6 +55,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "mxfp8, fp8_param, sharded, three tokens predicted": (2, TINY, {
         **ONE, **DISTRIBUTED, **FP8, **THREE, "model__mtp_num_layers": 2, "model__fp8_format": "mxfp8",
     }),
+    "nvfp4, fp4_param, sharded": (2, TINY, {**ONE, **DISTRIBUTED, **FP4, **THREE, "model__fp4_param": True}),
     "rowwise, fp8_param, buffer apart": (2, TINY, {
         **ONE, **DISTRIBUTED, **FP8, **THREE, "model__fp8_format": "rowwise",
         "optimizer__reuse_grad_buf_for_mxfp8_param_ag": False,

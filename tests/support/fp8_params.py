@@ -60,7 +60,7 @@ def train_params(
 
     seen = Trained()
     options = {"sequence": SEQUENCE, "micro_batch": 2, "global_batch": batch}
-    shared = fp8_param and recipe in TWO_WAY and ddp.get("use_distributed_optimizer", False)
+    shared = fp8_param and recipe in (*TWO_WAY, "nvfp4") and ddp.get("use_distributed_optimizer", False)
     shared = shared and not ddp.get("unshared", False)
     ddp = {k: v for k, v in ddp.items() if k != "unshared"}
     optim: dict[str, Any] = {"clip_grad": clip}
@@ -68,7 +68,8 @@ def train_params(
         ddp = {**ddp, "reuse_grad_buf_for_mxfp8_param_ag": True, "fp8_param_gather": True}
         optim["reuse_grad_buf_for_mxfp8_param_ag"] = True
     with model_parallel(layout):
-        config = fp8_config(layout, recipe, fp8_param=fp8_param, **fields)
+        keep = "fp4_param" if recipe == "nvfp4" else "fp8_param"
+        config = fp8_config(layout, recipe, **{keep: fp8_param}, **fields)
         chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=SEQUENCE, ddp=ddp)
         optimizer = build_optimizer(config, chunks, ddp=ddp, optim=optim)
         record_steps(optimizer, seen.stepped)

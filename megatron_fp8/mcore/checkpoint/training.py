@@ -96,6 +96,7 @@ def layout_facts(chunks: list[Any]) -> dict[str, Any]:
             "fp8_recipe": config.fp8_recipe if config.fp8 else None,
             "fp8_param": bool(config.fp8 and config.fp8_param),
             **({"fp4": config.fp4, "fp4_recipe": config.fp4_recipe} if getattr(config, "fp4", None) else {}),
+            **({"fp4_param": True} if config.fp4 and config.fp4_param else {}),
         },
     }
 

@@ -100,8 +100,8 @@ FIELD_RULES: dict[str, Rule] = {
     "fp8": optional(one_of(*FP8_FORMATS)),
     "fp8_recipe": optional(_RECIPE),
     **dict.fromkeys(
-        ("fp8_param", "fp8_wgrad", "first_last_layers_bf16", "tp_only_amax_red", "activation_func_fp8_input_store",
-         "moe_grouped_gemm"),
+        ("fp8_param", "fp4_param", "fp8_wgrad", "first_last_layers_bf16", "tp_only_amax_red",
+         "activation_func_fp8_input_store", "moe_grouped_gemm"),
         FLAG,
     ),
     **dict.fromkeys(("fp8_quantizer_factory", "fp4_quantizer_factory"), optional(text("the import path of a callable"))),
@@ -161,7 +161,6 @@ REFUSED: dict[str, str] = {
     "fp8_multi_head_attention": _ATTENTION_IN_BF16,
     **dict.fromkeys(("use_kitchen", "use_kitchen_attention", "quant_recipe"), _OTHER_FP8),
     **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"), _OWN_GRAPHS),
-    "fp4_param": "weights stay in BF16, and are cast to NVFP4 once an iteration",
     "heterogeneous_block_specs": "layers of this config are all of one shape",
     **dict.fromkeys(("qk_clip", "log_max_attention_logit"), _NO_LOGITS),
     "experimental_attention_variant": "attention here is plain, and would be computed instead",
@@ -282,11 +281,14 @@ RELATIONS: tuple[Relation, ...] = (
         "stages exchange activations in pipeline_dtype, which must be the activations' dtype",
         lambda c: c.pipeline_model_parallel_size == 1 or c.pipeline_dtype in (None, _activations_dtype(c)),
     ),
-    Relation(
-        ("fp8_param", "bf16", "fp16"),
-        "masters are rounded to BF16 before they are cast to FP8: fp8_param=True needs bf16=True and"
-        " params_dtype=torch.bfloat16; or set fp8_param=False",
-        lambda c: c.bf16 or not c.fp8_param,
+    *(
+        Relation(
+            (name, "bf16", "fp16"),
+            f"masters are rounded to BF16 before they are cast: {name}=True needs bf16=True and"
+            f" params_dtype=torch.bfloat16; or set {name}=False",
+            lambda c, name=name: c.bf16 or not getattr(c, name),
+        )
+        for name in ("fp8_param", "fp4_param")
     ),
     Relation(
         ("recompute_granularity", "recompute_method", "recompute_num_layers", "num_layers"),

@@ -93,6 +93,10 @@ def check_fp8_settings(config: TransformerConfig) -> None:
     check_overrides(config.fp8_overrides, "fp8_overrides")
     if config.fp8_high_precision_healing_parts is not None:
         check_parts(config.fp8_high_precision_healing_parts, "fp8_high_precision_healing_parts")
+    if config.fp4_param and not config.fp4:
+        raise ValueError(
+            f"fp4_param=True needs FP4 training, and fp4 is {config.fp4!r}. Set fp4='e2m1', or drop it."
+        )
     if config.fp8_param and not config.fp8:
         raise ValueError(
             f"fp8_param=True needs FP8 training, and fp8 is {config.fp8!r}. Set fp8='hybrid' or 'e4m3', or drop it."
@@ -292,6 +296,7 @@ _EXCLUDES: dict[str, tuple[str, tuple[_Other, ...]]] = {
     )),
     "fp8_guard": ("False", (
         _Other("fp8_param", "a site that moves to BF16 needs a BF16 weight, and fp8_param keeps it in FP8"),
+        _Other("fp4_param", "a site that moves to BF16 needs a BF16 weight, and fp4_param keeps it in FP4"),
         _Other("tp_only_amax_red", "data-parallel ranks have their own amaxes, and would move different sites"),
     )),
     "fp8_size_filter": ("None", (_Other("fp8_wgrad", "its times are of three GEMMs in FP8", "True", _is_false),)),
@@ -299,13 +304,14 @@ _EXCLUDES: dict[str, tuple[str, tuple[_Other, ...]]] = {
         _Other("defer_embedding_wgrad_compute", "Megatron-Core computes the deferred gradient of the output layer's"
                " weight in BF16"),
     )),
-    "fp8_param": ("False", (
+    **dict.fromkeys(("fp8_param", "fp4_param"), ("False", (
         _Other(_WARMUP, "a phase in BF16 needs BF16 weights", "0"),
         _Other(_HEALING, "a phase in BF16 needs BF16 weights", "0"),
-    )),
+    ))),
     "fp8_backend": ("'native'", (
         _Other("fp8_wgrad", "its linears have no weight gradient in BF16", "True", _is_false),
         _Other("fp8_param", "FP8 weights are this package's own"),
+        _Other("fp4_param", "FP4 weights are this package's own"),
         _Other("fp8_size_filter", "its table is of this package's GEMMs", "None"),
         _Other("fp8_fast_accumulation", "its recipes say how each product accumulates", "'fprop'",
                lambda value: value != "fprop"),

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from ...fp8_utils import has_fp8_params
 from .. import environment as compat
 from ..patches.patching import PatchList
 from ..runtime import Fp8Runtime, living_runtimes, runtime_of, unwrap
@@ -46,7 +47,7 @@ def check_options(config: Any, model_chunks: list[Any]) -> None:
         model_chunks: the models that it steps; only their configs are checked, so all ranks decide alike.
     """
     configs = [getattr(unwrap(chunk), "config", None) for chunk in model_chunks]
-    fp8_params = any(getattr(c, "fp8", None) and getattr(c, "fp8_param", False) for c in configs)
+    fp8_params = any(c is not None and has_fp8_params(c) for c in configs)
     if config.optimizer_cpu_offload and fp8_params:
         raise ValueError(
             "optimizer_cpu_offload=True with fp8_param=True: Megatron-Core's HybridDeviceOptimizer makes its own masters"

@@ -22,7 +22,7 @@ OWN: dict[str, str] = {
     "model.fp8_recipe": f"Which scaling: {', '.join(name for name in RECIPES if name != 'nvfp4')}; None: tensorwise.",
     "model.fp4": "FP4: 'e2m1' (NVFP4), in place of model.fp8; None: off.",
     "model.fp4_recipe": "With model.fp4: nvfp4, or custom with model.fp4_quantizer_factory.",
-    "model.fp4_param": "Weights kept in FP4 alone: refused, they stay in BF16.",
+    "model.fp4_param": "Keep the weights of FP4 GEMMs as NVFP4 alone, with float32 masters in the optimizer.",
     "model.fp4_quantizer_factory": "As model.fp8_quantizer_factory, for model.fp4_recipe=custom.",
     "model.fp8_param": "Keep the weights of FP8 GEMMs as FP8 alone, with float32 masters in the optimizer.",
     "model.fp8_wgrad": "Compute the weights' gradients in FP8 too; False: in high precision.",

@@ -51,6 +51,7 @@ _FOR_INFERENCE: dict[str, Any] = {
     "moe_fp8_dispatch": False,  # the experts read the same codes in either case
     "fp8_guard": False,
     "fp8_param": False,  # prepare_for_inference sets it
+    "fp4_param": False,
     "fp8_high_precision_warmup": 0.0,
     "fp8_high_precision_healing": 0.0,
     "fp8_high_precision_healing_parts": None,

@@ -82,7 +82,7 @@ def test_later_options_win_and_dashes_are_underscores() -> None:
         ("--model.pipeline_model_parallel_size=3", "cannot be split"),
         ("--model.fp4=e2m1", "model.fp4='e2m1': set one of them to null"),
         ("--model.fp4=e3m0", "model.fp4='e3m0' must be one of 'e2m1'"),
-        ("--model.fp4_param=true", "model.fp4_param=True is not available in this version"),
+        ("--model.fp4_param=true", "model.fp4_param=True needs FP4 training"),
         ("nothing", "is not an option"),
     ],
 )

@@ -9,6 +9,7 @@ from tests.support.megatron_settings import FACTORY, make
 
 ON = {"fp8": "hybrid"}
 FP4 = {"fp4": "e2m1"}
+PARAM_FP4 = {**FP4, "fp4_param": True, "bf16": True, "params_dtype": torch.bfloat16}
 HEALING = {"fp8_high_precision_healing": 0.1}
 PARAM = {**ON, "fp8_param": True, "bf16": True, "params_dtype": torch.bfloat16}
 TWO_STAGES = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.bfloat16}
@@ -62,7 +63,10 @@ REFUSED = [
     ({**ON, **FP4}, ["fp8='hybrid' and fp4='e2m1'", "Set one of them to None", "fp8_overrides"]),
     ({"fp4": "e3m0"}, ["fp4='e3m0'", "'e2m1', or null"]),
     ({**FP4, "fp4_recipe": "mxfp8"}, ["fp4_recipe='mxfp8'", "fp8_overrides"]),
-    ({**FP4, "fp4_param": True}, ["fp4_param=True is not available", "weights stay in BF16", "Leave it False"]),
+    ({"fp4_param": True}, ["fp4_param=True", "fp4 is None", "Set fp4='e2m1'"]),
+    ({**FP4, "fp4_param": True}, ["fp4_param=True", "bf16=False", "bf16=True", "fp4_param=False"]),
+    ({**PARAM_FP4, **HEALING}, ["healing=0.1", "BF16 weights", "fp4_param=False"]),
+    ({**PARAM_FP4, "fp8_guard": True}, ["fp8_guard=True", "fp4_param=False"]),
     ({**FP4, "fp8_param": True}, ["fp8_param=True", "fp8 is None"]),
     ({**FP4, "fp4_recipe": "custom"}, ["fp4_quantizer_factory is None"]),
     ({**FP4, "fp4_quantizer_factory": "os.path.join"}, ["fp4_recipe is 'nvfp4'", "set fp4_recipe='custom'"]),
