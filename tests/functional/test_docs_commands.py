@@ -77,12 +77,7 @@ def test_commands_run(tmp_path):
             wanted.append((where, as_here(list(words), f"runs/of-{number}")))
     (tmp_path / "cases.json").write_text(json.dumps([words for _, words in wanted]))
     done = run(
-        APP,
-        "heard",
-        tmp_path / "cases.json",
-        cwd=tmp_path,
-        XDG_CACHE_HOME=empty_cache(tmp_path),
-        timeout=180,
+        APP, "heard", tmp_path / "cases.json", cwd=tmp_path, XDG_CACHE_HOME=empty_cache(tmp_path), timeout=180
     )
     assert done.returncode == 0, done.stderr[-4000:]
     for (where, words), (code, said, printed) in zip(

@@ -19,9 +19,8 @@ from tests.support.long_cases import some
 from tests.support.nonfinite_models import OVERLAP
 
 OPTIONS: dict[str, Any] = {"sequence": 64, "micro_batch": 1}
-GATHER = {
-    "moe_token_dispatcher_type": "allgather"
-}  # gloo cannot gather the parts of unequal size of the other one
+# gloo cannot gather the parts of unequal size of the other one
+GATHER = {"moe_token_dispatcher_type": "allgather"}
 
 LAYOUTS: dict[str, tuple[int, Layout, dict[str, Any], dict[str, Any]]] = {
     "ep2-tp2-etp2": (4, Layout(tp=2, sp=True, ep=2), GATHER, {}),

@@ -282,10 +282,8 @@ def test_published_forms_are_converted_if_they_are_loaded_as_the_page_says(tmp_p
 
     build("DeepSeek-V3").save_pretrained(tmp_path / "bf16")
     assert command("import", tmp_path / "bf16", tmp_path / "run") == 0
-    ignored = (
-        "--ignore=*.kv_a_proj_with_mqa",
-        "--ignore=*.q_a_proj",
-    )  # no whole blocks, here as in the published one
+    # no whole blocks, here as in the published one
+    ignored = ("--ignore=*.kv_a_proj_with_mqa", "--ignore=*.q_a_proj")
     assert command("export", tmp_path / "run", tmp_path / "DeepSeek-V3", "--format=fp8-block", *ignored) == 0
 
     build("GPT-OSS").save_pretrained(tmp_path / "GPT-OSS")

@@ -29,9 +29,7 @@ def relative(a: float, b: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "layout"),
-    [("blockwise", TP_SP), ("mxfp8", TP)],
-    ids=["blockwise-tp2-sp", "mxfp8-tp2"],
+    ("recipe", "layout"), [("blockwise", TP_SP), ("mxfp8", TP)], ids=["blockwise-tp2-sp", "mxfp8-tp2"]
 )
 def test_block_recipes_agree_as_bf16_does(ranks: RankPool, recipe: str, layout: Layout) -> None:
     """Float32 activations around FP8 GEMMs. Measured: losses identical, norms within 2e-6; BF16: 7e-6 and 5e-5."""
@@ -54,9 +52,8 @@ def test_bf16_activations(ranks: RankPool, recipe: str) -> None:
     if recipe in ("delayed", "nvfp4"):  # a stage casts what one rank casts, with the same random bits
         stages = training(ranks, 2, PP, recipe, {}, SINGLE)[1]
         assert stages.losses == one.losses
-        assert (
-            relative(stages.norms[0], one.norms[0]) < 1e-6
-        )  # each stage sums its squares, then they are added
+        # each stage sums its squares, then they are added
+        assert relative(stages.norms[0], one.norms[0]) < 1e-6
     tp, tp_sp = (
         training(ranks, 2, TP, recipe, {}, SINGLE)[0],
         training(ranks, 2, TP_SP, recipe, {}, SINGLE)[0],
@@ -153,14 +150,7 @@ LAYOUTS: dict[str, tuple[int, Layout, str, dict[str, Any], dict[str, Any], tuple
         {"ddp": {"use_distributed_optimizer": True}},
         (2 * (2 + 2 * 2) * 3, 3),
     ),
-    "gpt-tp2-sp-tied": (
-        2,
-        TP_SP,
-        "delayed",
-        {"llama": False},
-        {"tied": True, **SINGLE},
-        (2 * 4 * 3, 3),
-    ),
+    "gpt-tp2-sp-tied": (2, TP_SP, "delayed", {"llama": False}, {"tied": True, **SINGLE}, (2 * 4 * 3, 3)),
 }
 
 
@@ -208,9 +198,8 @@ def test_first_and_last_layers_in_bf16(ranks: RankPool, start: int, end: int, re
         "num_layers_at_start_in_bf16": start,
         "num_layers_at_end_in_bf16": end,
     }
-    steps = (
-        2 if recipe == "delayed" else 1
-    )  # scales of its own are seen in the second; mxfp8 remembers nothing
+    # scales of its own are seen in the second; mxfp8 remembers nothing
+    steps = 2 if recipe == "delayed" else 1
     interleaved = Layout(pp=2, vpp=layers // 2)
     for layout in (ONE, PP, interleaved) if recipe == "mxfp8" else (ONE, interleaved):
         everyone = training(ranks, layout.pp, layout, recipe, fields, SHORT, steps=steps)

@@ -44,11 +44,7 @@ WAYS: dict[str, tuple[dict[str, Any], int]] = {
     "mlp": (selective("mlp"), 2),
     "layernorm": (selective("layernorm"), 0),
 }
-BF16_ENDS = {
-    "first_last_layers_bf16": True,
-    "num_layers_at_start_in_bf16": 1,
-    "num_layers_at_end_in_bf16": 1,
-}
+BF16_ENDS = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
 
 
 def steps_of(recipe: str, fields: dict[str, Any]) -> int:

@@ -13,11 +13,7 @@ from tests.support.native_gpt import HOW, Seen, evaluated, gpu_checks, native_tr
 
 ONE = Layout()
 # What casts one operand, for each kind of scale: amaxes first where the scale needs them.
-PASSES = {
-    "delayed": ("cast_tensor",),
-    "rowwise": ("find_amaxes", "cast_rows"),
-    "mxfp8": ("quantize_tiles",),
-}
+PASSES = {"delayed": ("cast_tensor",), "rowwise": ("find_amaxes", "cast_rows"), "mxfp8": ("quantize_tiles",)}
 QUANTISING = {"find_amaxes", "cast_tensor", "cast_rows", "quantize_tiles"}
 # Of a layer's 4 x (x, w, dy): linear_qkv's and linear_fc1's x, linear_fc2's x, linear_fc1's dy; and all others.
 OPERANDS = {"norm": 2, "swiglu": 1, "swiglu_grad": 1, "plain": 8}

@@ -20,10 +20,7 @@ def test_variants_are_compiled_ahead(tmp_path: Path):
     found = json.loads(run.stdout)
     assert set(found["names"]) == kernels(), "every kernel that the package has"
     told = {result["check"].split()[-1]: result["detail"] for result in found["told"]}
-    assert told == {
-        "raises[E4M3]": "TypeError: type mismatch",
-        "aborts[E4M3]": "its compiler ended with -6",
-    }
+    assert told == {"raises[E4M3]": "TypeError: type mismatch", "aborts[E4M3]": "its compiler ended with -6"}
     assert found["late"] == "no end within 1 s"
     assert f"2 of {found['real'] + 2} variants do not compile" in found["problem"], "and the others do"
     assert found["compiled"] == found["after"] == found["real"], "in the cache, and found there"

@@ -107,8 +107,7 @@ CASES: dict[str, tuple[int, Layout, str, dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize(
-    "case",
-    some([*CASES], "nvfp4", "tp2-sp-nvfp4-recompute", "pp2-vpp2-delayed-sites", "ep2-mxfp8-dispatch"),
+    "case", some([*CASES], "nvfp4", "tp2-sp-nvfp4-recompute", "pp2-vpp2-delayed-sites", "ep2-mxfp8-dispatch")
 )
 def test_healing_is_the_override_to_the_bit(ranks: RankPool, case: str) -> None:
     world, layout, recipe, fields, parts = CASES[case]

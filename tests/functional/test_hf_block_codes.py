@@ -132,9 +132,8 @@ def test_training_starts_from_the_codes(directory, ranks):
     config, run = str(directory / "run" / "config.yaml"), str(directory / "run")
     tensors = stored_tensors(directory / "hf")
     for rank, (found, notes) in enumerate(ranks(2).run(live_codes, config, run, Layout(ep=2), *CODES)):
-        kept = (
-            3 * 5 + 2 + 2 * (2 * 2 + 2)
-        )  # attention, the dense MLP; two layers' two experts here and shared one
+        # attention, the dense MLP; two layers' two experts here and shared one
+        kept = 3 * 5 + 2 + 2 * (2 * 2 + 2)
         assert len(found) == kept + 1  # multi-token prediction's eh_proj came in high precision
         assert f"{kept} weights on a rank keep the FP8 codes and scales that they came with" in notes
         for ours, theirs in (

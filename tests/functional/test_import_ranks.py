@@ -54,9 +54,8 @@ def deepseek(tmp_path_factory) -> Path:
 
     def values(shape: list[int]) -> torch.Tensor:
         made = torch.rand(shape) + 0.5
-        return (
-            copies.setdefault(tuple(shape), made) if shape[0] == 200 else made
-        )  # the head is the embedding's copy
+        # the head is the embedding's copy
+        return copies.setdefault(tuple(shape), made) if shape[0] == 200 else made
 
     write_family(folder / "hf", DEEPSEEK, values)
     in_files(folder / "hf")

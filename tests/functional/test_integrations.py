@@ -199,9 +199,8 @@ def test_lightning_skips_an_unhealthy_step_logs_it_and_resumes(tmp_path):
         trainer.callback_metrics["fp8_skipped_steps"] == 1 and trainer.callback_metrics["fp8_nonfinite"] >= 1
     )
     trainer.save_checkpoint(tmp_path / "two.ckpt")
-    torch.load(
-        tmp_path / "two.ckpt", weights_only=True
-    )  # plain tensors and values: nothing that could run code
+    # plain tensors and values: nothing that could run code
+    torch.load(tmp_path / "two.ckpt", weights_only=True)
     whole, _ = lightning_run(tmp_path, 4)
     resumed, trainer = lightning_run(tmp_path, 4, tmp_path / "two.ckpt")
     for name, value in whole.state_dict().items():

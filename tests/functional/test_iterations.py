@@ -9,11 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -21,12 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.support.fp8_gpt import MOE, NARROW, digest, fp8_config
 from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
-from megatron_fp8.nn import (
-    convert_to_fp8,
-    fp8_state_dict,
-    load_fp8_state_dict,
-    register_fp8_step,
-)
+from megatron_fp8.nn import convert_to_fp8, fp8_state_dict, load_fp8_state_dict, register_fp8_step
 from tests.support.long_cases import some
 from tests.support.small_training import DELAYED, Tower, batch, sgd, train
 

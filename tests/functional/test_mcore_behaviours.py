@@ -19,9 +19,7 @@ BEYOND_PLAIN = {
     "experts-with-bias": "is a view and is being modified inplace",
     "packed": "Packed sequence is not supported by DotProductAttention",
 }
-REFUSED_IN_FP8 = {
-    "heterogeneous-linear": "config.fp8_overrides = {'decoder.layers.1.mlp': 'bf16'}",
-}
+REFUSED_IN_FP8 = {"heterogeneous-linear": "config.fp8_overrides = {'decoder.layers.1.mlp': 'bf16'}"}
 
 
 LONG = ("gpt-layernorm", "expert-layers")

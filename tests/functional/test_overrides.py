@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.support.fp8_gpt import (
-    OPTIONS,
-    SITES,
-    Watched,
-    fp8_config,
-    training,
-    watched_gemms,
-)
+from benchmarks.support.fp8_gpt import OPTIONS, SITES, Watched, fp8_config, training, watched_gemms
 from benchmarks.support.gpt import build_chunks, train
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from megatron_fp8.mcore.checkpoint.state_dict import sharded_slots, take_slots

@@ -230,10 +230,7 @@ def test_every_bad_input_is_named_before_training(folder, config):
     }
     base = ["train", f"--config={config}", f"--run_dir={folder / 'runs' / 'bad'}"]
     commands = [[*base, *_split(case)] for case in cases]
-    others = {
-        f"report {folder / 'nothing'}": "nothing",
-        "doctor x": "is no option of doctor",
-    }
+    others = {f"report {folder / 'nothing'}": "nothing", "doctor x": "is no option of doctor"}
     commands += [case.split() for case in others]
     cases |= others
     (folder / "cases.json").write_text(json.dumps(commands))

@@ -114,9 +114,8 @@ def train(folder: Path, arguments: list[str]) -> None:
     from megatron_fp8.train.stop import StopRequest
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    met: Any = SimpleNamespace(
-        agree=lambda *_, **__: None, close=lambda: None, hosts_store=False
-    )  # the case's ranks are together
+    # the case's ranks are together
+    met: Any = SimpleNamespace(agree=lambda *_, **__: None, close=lambda: None, hosts_store=False)
     launch = Launch("test", rank, size, rank, size, barrier=met)
     threads = torch.get_num_threads()
     reset_megatron()

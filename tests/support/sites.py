@@ -102,12 +102,7 @@ def make_site(
     ``overrides`` may name recipes of ALL_RECIPES."""
     own = ALL_RECIPES[recipe] if isinstance(recipe, str) else recipe
     request = SiteRequest(
-        own,
-        ALL_RECIPES,
-        reason="test",
-        overrides=overrides or {},
-        fp8_wgrad=fp8_wgrad,
-        backend="emulated",
+        own, ALL_RECIPES, reason="test", overrides=overrides or {}, fp8_wgrad=fp8_wgrad, backend="emulated"
     )
     plan = resolve(request, name, 0, torch.device("cpu"))
     site = GemmSite(plan, state or Fp8State(), group, seed=seed, stream=stream)

@@ -219,11 +219,7 @@ def test_formats_by_role(te):
     found = linear_of(te, made).quantizers
     assert [
         found[key][i].dtype.name for key, i in (("scaling_fwd", 0), ("scaling_fwd", 1), ("scaling_bwd", 0))
-    ] == [
-        "kFloat8E4M3",
-        "kFloat8E4M3",
-        "kFloat8E5M2",
-    ]
+    ] == ["kFloat8E4M3", "kFloat8E4M3", "kFloat8E5M2"]
 
 
 def test_what_is_used_is_there_in_every_recorded_version(te):

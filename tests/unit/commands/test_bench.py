@@ -148,10 +148,7 @@ def test_tune_measures_the_gemms_of_a_config(tmp_path, monkeypatch):
         (["--out=no/such/folder/t.json"], "there is no such folder"),
         ([f"--out={'x' * 300}"], "cannot be written (File name too long): give another file"),
         (["--recipe=tensorwize"], "'tensorwize' is unknown"),
-        (
-            ["--only=gem"],
-            "'gem': sections are quantise, gemm, linear, layer, step, inference, or all",
-        ),
+        (["--only=gem"], "'gem': sections are quantise, gemm, linear, layer, step, inference, or all"),
         (["--threads=100000"], "--threads=100000 must be from 1 to 1024"),
         (["--tune", "--out=t.json", "--json"], "without it"),
         ([f"--compare={ROOT / 'benchmarks/results/cast.json'}"], "is no result of bench"),

@@ -81,10 +81,7 @@ def test_the_folder_is_named_and_not_followed(tmp_path, monkeypatch, relative):
     assert ("counts from where that run was started" in said) == relative
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "checkpoint: x", "checkpoint: {folder: [a]}"],
-)
+@pytest.mark.parametrize("content", ["", "checkpoint: x", "checkpoint: {folder: [a]}"])
 def test_where_none_is_named_none_is_said(tmp_path, content):
     (tmp_path / "config.yaml").write_text(content)
     said = refusal(tmp_path)

@@ -163,10 +163,7 @@ def test_a_plain_megatron_section_is_refused_for_its_defaults():
 
 def test_both_of_qwens_options_are_no_family():
     section: dict[str, Any] = model_section(CONFIG)
-    kinds = {
-        (True, False): "Qwen2ForCausalLM",
-        (False, True): "Qwen3ForCausalLM",
-    }
+    kinds = {(True, False): "Qwen2ForCausalLM", (False, True): "Qwen3ForCausalLM"}
     for (bias, norm), name in kinds.items():
         assert exported_architecture({**section, "add_qkv_bias": bias, "qk_layernorm": norm}).name == name
     with pytest.raises(ValueError, match=r"add_qkv_bias=True with model\.qk_layernorm=True"):

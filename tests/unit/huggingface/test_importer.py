@@ -133,10 +133,7 @@ def test_floats_beside_the_codes_go_out_as_they_came(tmp_path, capsys):
 
 def test_scales_that_are_not_kept_are_named_and_why(tmp_path, capsys):
     head = {HEAD: torch.ones(200, 64).to(torch.float8_e4m3fn), f"{HEAD}_scale_inv": torch.ones(2, 1)}
-    changed = {
-        f"{Q}_scale_inv": torch.ones(1, 1).bfloat16(),
-        **head,
-    }
+    changed = {f"{Q}_scale_inv": torch.ones(1, 1).bfloat16(), **head}
     source = directory(tmp_path / "hf", **changed)
     assert main(["import", str(source), str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out

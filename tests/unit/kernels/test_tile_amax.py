@@ -21,10 +21,7 @@ def find(x, row_bits, col_bits, largest, count, NAN: tl.constexpr):
     tile = tl.load(x + row[:, None] * 64 + col[None, :])
     at = row[:, None] * 2 + tl.arange(0, 2)[None, :]
     tl.store(row_bits + at, tile_amax.row_tops(tile, 32, NAN))
-    tl.store(
-        col_bits + tl.arange(0, 4)[:, None] * 64 + col[None, :],
-        tile_amax.col_tops(tile, 32, NAN),
-    )
+    tl.store(col_bits + tl.arange(0, 4)[:, None] * 64 + col[None, :], tile_amax.col_tops(tile, 32, NAN))
     tl.store(largest, tile_amax.top_of(tile, NAN))
     tl.store(count, tile_amax.nonfinite_in(tile))
 

@@ -98,8 +98,7 @@ def compare(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "main_grad"),
-    [("delayed", True), ("blockwise-fp32", False), ("no-input", False)],
+    ("recipe", "main_grad"), [("delayed", True), ("blockwise-fp32", False), ("no-input", False)]
 )
 def test_bits_counts_and_amaxes_are_eager_modes(recipe: str, main_grad: bool) -> None:
     """A history without and with values, kept weights; one graph for all numbers of tokens, and all sums."""
@@ -174,9 +173,8 @@ def test_one_byte_a_value_is_saved() -> None:
     sites, numbers = experts("blockwise"), torch.tensor(NUMBERS[0])
     kept = saved(lambda: compiled(grouped_linear)(x, weights, numbers, sites))
     others = [t for t in kept if t.shape != (N, K)]
-    few = 4 * (
-        8 + 8 + 2 * 8 + 4
-    )  # of each expert: its number of tokens and its site's, how its weight was quantized
+    # of each expert: its number of tokens and its site's, how its weight was quantized
+    few = 4 * (8 + 8 + 2 * 8 + 4)
     # 127 tokens of 4 experts are 4 blocks of 128, if each has a token in another one.
     assert sum(t.nbytes for t in others) <= 127 * K + 4 * 4 * K + few
     assert not any(t.dtype == torch.bfloat16 for t in others)

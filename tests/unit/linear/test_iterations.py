@@ -245,9 +245,8 @@ def test_nonfinite_operands_are_counted_and_visible(name, role, bad):
         for product in backend.products:
             for side in (product.a, product.b):
                 scale = side.float_scale_inv()
-                least = (
-                    0 if name == "nvfp4" else torch.finfo(torch.float32).tiny
-                )  # 0: of a block of zeros or NaN
+                # 0: of a block of zeros or NaN
+                least = 0 if name == "nvfp4" else torch.finfo(torch.float32).tiny
                 assert bool(scale.isfinite().all()) and bool((scale >= least).all())
         y_nan, dx_nan, dw_nan = (t.isnan() for t in (outcome.y, outcome.dx, outcome.dw))
         if torch.isnan(torch.tensor(bad)) and name != "nvfp4":  # which has no code for it

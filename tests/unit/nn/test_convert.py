@@ -104,10 +104,7 @@ def test_report_says_what_and_why(capsys):
         ("blocks.0", ["blocks.1.0", "blocks.1.2", "lm_head"]),
         (["blocks.?.2", "lm_head"], ["blocks.0.0", "blocks.1.0"]),
         ((*DEFAULT_SKIP, "0"), ["blocks.1.2"]),
-        (
-            lambda name, module: module.out_features == 96,
-            ["blocks.0.2", "blocks.1.2", "lm_head"],
-        ),
+        (lambda name, module: module.out_features == 96, ["blocks.0.2", "blocks.1.2", "lm_head"]),
         ((), [*CONVERTED, "lm_head"]),
     ],
 )

@@ -144,9 +144,8 @@ def test_overrides_by_name(key: str, sites: list[str]) -> None:
     y, dx = _through(model)
     assert torch.isfinite(y).all() and torch.isfinite(dx).all()
     counts = fp8_step(model)
-    in_high = (
-        0 if len(sites) == 2 * EXPERTS else 3 * len(sites)
-    )  # with none in FP8 the module stays what it was
+    # with none in FP8 the module stays what it was
+    in_high = 0 if len(sites) == 2 * EXPERTS else 3 * len(sites)
     assert (counts.fp8_gemms, counts.hp_gemms) == (3 * (9 - len(sites)), in_high)
 
 

@@ -12,13 +12,7 @@ from torch import nn
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.inference.calibration import calibrate
 from megatron_fp8.linear import operands
-from megatron_fp8.nn import (
-    convert_from_fp8,
-    convert_to_fp8,
-    fp8_state_dict,
-    fp8_step,
-    register_fp8_step,
-)
+from megatron_fp8.nn import convert_from_fp8, convert_to_fp8, fp8_state_dict, fp8_step, register_fp8_step
 from megatron_fp8.nn.trainer import Fp8Trainer
 from megatron_fp8.telemetry import Telemetry
 from tests.support.small_training import DELAYED, Tower, assert_same_state, batch, sgd, train

@@ -12,10 +12,7 @@ import torch
 from megatron_fp8.backends import emulated
 from megatron_fp8.params.fp8_parameter import Fp8Parameter, TwoWayFp8Parameter, broadcast, fp8_parameter
 from megatron_fp8.quantizer import quantize
-from megatron_fp8.recipe import (
-    CustomRecipe,
-    Rule,
-)
+from megatron_fp8.recipe import CustomRecipe, Rule
 from tests.support.fp8_weights import RECIPES, bytes_of, quantizer_of, weight
 
 SHAPES = [(256, 128), (130, 200), (7, 63), (1, 1)]

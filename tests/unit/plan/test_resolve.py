@@ -68,11 +68,7 @@ M, B = "e4m3 1x32 e8m0", "e4m3 1x128 pow2"
             [B, "e4m3 128x128 pow2", B],
             "fp8_overrides '*'; backend asked for",
         ),
-        (
-            {"*": "e4m3"},
-            [M, M, M],
-            "recipe of all; fp8_overrides '*': e4m3; backend asked for",
-        ),
+        ({"*": "e4m3"}, [M, M, M], "recipe of all; fp8_overrides '*': e4m3; backend asked for"),
     ],
     ids=lambda v: str(v) if isinstance(v, dict) else "",
 )

@@ -57,10 +57,7 @@ def stepped(length: int, steps: int, seed: int = 0) -> tuple[AmaxRingBuffer, lis
     return rings, plain
 
 
-@pytest.mark.parametrize(
-    ("length", "steps"),
-    [(1, 30), (2, 100), (32, 200), (33, 200), (100, 400)],
-)
+@pytest.mark.parametrize(("length", "steps"), [(1, 30), (2, 100), (32, 200), (33, 200), (100, 400)])
 def test_the_largest_is_that_of_all_entries(length: int, steps: int) -> None:
     """Until each ring has gone round: what was largest falls out of every block."""
     rings, plain = stepped(length, steps)

@@ -38,13 +38,7 @@ def collectives_of_an_iteration(
     arena = state.arenas[0]
     sent = [(s.name, s.bytes) for s in log.sent]
     scales = [slot.scale.item() for slot in slots]
-    return (
-        sent,
-        counts.amax_collectives,
-        arena.last_amax.tolist(),
-        scales,
-        counts.nonfinite,
-    )
+    return (sent, counts.amax_collectives, arena.last_amax.tolist(), scales, counts.nonfinite)
 
 
 def test_one_collective_for_any_number_of_slots(ranks: RankPool):

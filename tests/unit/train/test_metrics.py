@@ -7,13 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_fp8.train.metrics import (
-    Display,
-    IterationMetrics,
-    MetricsWriter,
-    finite,
-    model_flops_per_token,
-)
+from megatron_fp8.train.metrics import Display, IterationMetrics, MetricsWriter, finite, model_flops_per_token
 from megatron_fp8.train.report import format_report
 from tests.support.terminal import LIKE_MARKUP, Terminal
 

@@ -61,9 +61,8 @@ def test_every_code_becomes_the_number_that_it_stands_for(loop, fmt):
         assert_same_bytes(
             multiply(loop, a, b, dtype=torch.bfloat16)[0] + 0, decode(codes, torch.bfloat16) + 0
         )
-        known = codes[
-            expected.isfinite()
-        ]  # by the other way to decode: a row of normal codes, a row with zeros
+        # by the other way to decode: a row of normal codes, a row with zeros
+        known = codes[expected.isfinite()]
         b = torch.full((len(known), k), 0x38, dtype=torch.uint8).view(fmt.dtype)
         b[:, at] = known
         assert_same_bytes(multiply(loop, a, b, finite=True)[0] + 0, decode(known) + 0)

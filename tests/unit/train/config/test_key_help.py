@@ -21,9 +21,8 @@ def test_no_key_is_without_help(found):
 def test_each_is_one_line_that_ends(found):
     assert not {key: line for key, line in found.items() if "\n" in line or len(line) > 130}
     assert found["train.train_iters"] == "Iterations (optimizer steps) to run."
-    assert (
-        found["model.num_layers"] == "Number of transformer layers in a transformer block."
-    )  # Megatron-Core's
+    # Megatron-Core's
+    assert found["model.num_layers"] == "Number of transformer layers in a transformer block."
 
 
 def test_what_is_said_here_is_of_keys_that_are(found):

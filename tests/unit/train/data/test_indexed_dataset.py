@@ -39,6 +39,5 @@ def test_the_bigram_entropy_reads_no_more_than_it_is_told(tmp_path):
     assert bigram.corpus_bigram_entropy(prefixes) == bigram.corpus_bigram_entropy(prefixes, most=202) > 0
     with mock.patch.object(np, "fromfile", wraps=np.fromfile) as read:
         bigram.corpus_bigram_entropy(prefixes)
-    assert all(
-        call.kwargs["count"] <= 202 for call in read.call_args_list
-    )  # for all of which NumPy takes memory
+    # for all of which NumPy takes memory
+    assert all(call.kwargs["count"] <= 202 for call in read.call_args_list)

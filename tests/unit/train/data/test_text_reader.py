@@ -134,13 +134,7 @@ def test_a_digest_is_of_all_bytes(tmp_path):
 
 
 def test_a_record_that_is_something_else_says_nothing():
-    for record in (
-        None,
-        3,
-        {},
-        {"tokens": "x"},
-        {"tokens": 1, "unknown": True},
-    ):
+    for record in (None, 3, {}, {"tokens": "x"}, {"tokens": 1, "unknown": True}):
         assert documents.unknown_tokens_of(record) == documents.UnknownTokens()
     assert documents.unknown_tokens_of(
         {"tokens": 9, "unknown": 2, "undecodable": 1}

@@ -16,11 +16,7 @@ import torch.distributed as dist
 
 from megatron_fp8.train.launch import startup_barrier
 from megatron_fp8.train.launch.parallel import exit_code
-from megatron_fp8.train.launch.startup_barrier import (
-    RanksMissing,
-    StartupBarrier,
-    check_restarts,
-)
+from megatron_fp8.train.launch.startup_barrier import RanksMissing, StartupBarrier, check_restarts
 from tests.support.ports import held_ports
 
 

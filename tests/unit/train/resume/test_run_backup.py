@@ -146,11 +146,7 @@ def next_start(own: Path) -> Path | None:
 
 @pytest.mark.parametrize(
     ("elsewhere", "anew", "latest"),
-    [
-        (True, True, "iter_0000012"),
-        (False, True, None),
-        (False, False, "iter_0000012"),
-    ],
+    [(True, True, "iter_0000012"), (False, True, None), (False, False, "iter_0000012")],
 )
 def test_a_start_that_is_killed_anywhere_leaves_the_earlier_run_or_its_own(tmp_path, elsewhere, anew, latest):
     """`latest` that names an older one is of a run that went back, and was killed as it moved the newer ones."""
