@@ -103,7 +103,10 @@ class QuantizedSide:
 
     def float_scale_inv(self) -> torch.Tensor:
         """Returns scale_inv as float32, in its logical shape."""
-        return _float_scale(self.plain().scale_inv)
+        scale_inv = self.plain().scale_inv
+        if scale_inv.dtype == torch.float8_e8m0fnu:
+            return e8m0_to_scale_inv(scale_inv.view(torch.uint8))
+        return scale_inv.to(torch.float32)
 
     def plain(self) -> QuantizedSide:
         """Returns the logical layout: itself; without padding, as a view; if tiled, with a copy of its scales."""
@@ -211,13 +214,6 @@ class Sides(NamedTuple):
 
     rowwise: Operand | None
     columnwise: Operand | None
-
-
-def _float_scale(scale_inv: torch.Tensor) -> torch.Tensor:
-    """Converts float32, float8_e4m3fn or float8_e8m0fnu scales to float32."""
-    if scale_inv.dtype == torch.float8_e8m0fnu:
-        return e8m0_to_scale_inv(scale_inv.view(torch.uint8))
-    return scale_inv.to(torch.float32)
 
 
 def expand_scale(

@@ -20,9 +20,7 @@ import torch
 from ..kernels.gemms import matmul_high_precision
 from ..linear.gemm_site import GemmSite, in_high_precision
 from ..numerics.formats import ROLES
-from ..plan.cast_spec import READERS
 from ..plan.site_plan import SitePlan
-from ..quantizer import Casts
 from ..recipe import GEMM_OPERANDS
 from ..tensor import Operand
 
@@ -190,15 +188,8 @@ class SimulatedSite(GemmSite):
             gemm: {role: cast if (gemm, role) in quantized else None for role, cast in casts.items()}
             for gemm, casts in site.plan.operands.items()
         }
-        casts = {}
-        for role, (first, second) in READERS.items():
-            own = site.casts[role]
-            casts[role] = Casts(
-                own.rowwise if (first, role) in quantized else None,
-                own.columnwise if (second, role) in quantized else None,
-            )
         plan = replace(site.plan, operands=operands, precision="fp8" if quantized or rounded else "bf16")
-        super().__init__(plan, site.state, None, seed=site.seed, stream=site.stream, casts=casts)
+        super().__init__(plan, site.state, None, of=site)
         self._site, self._rounded, self.flops = site, dict(rounded), 0
         self.heals = site.heals
 

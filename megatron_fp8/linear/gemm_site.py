@@ -41,7 +41,7 @@ class GemmSite:
         group: the amax reduction group of its slots (None: this process alone).
         seed: of stochastic rounding.
         stream: distinguishes data-parallel ranks, whose tokens differ, in stochastic rounding.
-        casts: role -> quantizers of another site to use; None: own quantizers.
+        of: another site, whose quantizers, seed and stream to use; None: quantizers of its own.
 
     Attributes:
         casts: role -> its quantizers.
@@ -68,12 +68,12 @@ class GemmSite:
         *,
         seed: int = 0,
         stream: int = 0,
-        casts: Mapping[str, Casts] | None = None,
+        of: GemmSite | None = None,
     ):
         self.plan, self.state = plan, state
         self.notes: set[str] = set()
         self.backend: ModuleType | None = None if plan.backend is None else BACKENDS[plan.backend]
-        self.casts = {role: self._casts(role, group) for role in READERS} if casts is None else dict(casts)
+        self.casts = {role: self._casts(role, group, of) for role in READERS}
         kept = self.casts["input"].columnwise
         layout = "" if kept is None else str(SideLayout.of(kept.rule, kept.backend.turns_codes(kept.rule)))
         self.saved_layout, number = layout, next(_numbers)
@@ -82,7 +82,8 @@ class GemmSite:
         self.layer: Callable[[], Any] = lambda: None
         self._weight_id: int | None = None
         self.weights = WeightCache(self.casts["weight"], state)
-        self.seed, self.stream = seed, stream
+        self.seed: int = seed if of is None else of.seed
+        self.stream: int = stream if of is None else of.stream
         self.stochastic = any(q.rule.stochastic for q in self.casts["grad_output"].quantizers)
         self._iteration, self._backwards = -1, 0  # stochastic backwards of that iteration, so far
         self.watched_forwards = WatchedForwards(state)
@@ -97,9 +98,12 @@ class GemmSite:
         self.heals = plan.precision != "fp8"
         self.healed = None if self.heals or plan is self.plan else HealedSite(self, plan)
 
-    def _casts(self, role: str, group: Group) -> Casts:
+    def _casts(self, role: str, group: Group, of: GemmSite | None) -> Casts:
         """The role's quantizers, one if both GEMMs that read it use the same cast. ``group``: reduces their amaxes."""
         one, other = (self.plan.operands[gemm][role] for gemm in READERS[role])
+        if of is not None:
+            shared = of.casts[role]
+            return Casts(shared.rowwise if one else None, shared.columnwise if other else None)
         name = f"{self.plan.name}.{role}"
         row = self._quantizer(one, name, group)
         if one == other:
@@ -272,14 +276,7 @@ class HealedSite(GemmSite):
     """A site in a healing phase of some of its GEMMs: its quantizers, histories and random bits, with another plan."""
 
     def __init__(self, site: GemmSite, plan: SitePlan):
-        casts = {
-            role: Casts(
-                site.casts[role].rowwise if plan.operands[row][role] else None,
-                site.casts[role].columnwise if plan.operands[column][role] else None,
-            )
-            for role, (row, column) in READERS.items()
-        }
-        super().__init__(plan, site.state, None, seed=site.seed, stream=site.stream, casts=casts)
+        super().__init__(plan, site.state, None, of=site)
         self.notes, self.heals = site.notes, False
         owner = weakref.ref(site)  # a cycle would keep its memory
         self.layer = lambda: None if (found := owner()) is None else found.layer()
@@ -288,9 +285,9 @@ class HealedSite(GemmSite):
             role: [
                 quantizer
                 for quantizer in site.casts[role].quantizers
-                if quantizer.slot.delayed is not None and quantizer not in casts[role].quantizers
+                if quantizer.slot.delayed is not None and quantizer not in self.casts[role].quantizers
             ]
-            for role in casts
+            for role in READERS
         }
 
 

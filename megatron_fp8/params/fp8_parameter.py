@@ -27,7 +27,6 @@ the slot would hold amaxes that no forward pass has used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,14 +61,6 @@ def cast_by_kernel(quantizer: Quantizer, device: torch.device) -> bool:
         and kernels.run_on(device)
         and quantizer.rule.granularity in (TENSOR, BLOCK_128X128)
     )
-
-
-def whole_scales(quantizer: Quantizer, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (scale, inverse) of a matrix with these amaxes: the delayed scale, or else the current one."""
-    delayed = quantizer.delayed_scale()
-    if delayed is None:
-        return block_scales(amax, quantizer.rule)
-    return delayed, compute_scale_inv(delayed)
 
 
 class _Stored:
@@ -140,21 +131,18 @@ class _Stored:
         quantizer, shape, device = self.quantizer, (x.shape[0], x.shape[1]), x.device
         side = quantizer.rule.granularity.rows
         blocks = [-(-size // side) for size in shape] if side else []
-        amax, nonfinite = (
-            torch.zeros(blocks, device=device, dtype=torch.float32),
-            torch.zeros([], device=device, dtype=torch.float32),
-        )
+        amax = torch.zeros(blocks, device=device, dtype=torch.float32)
+        nonfinite = torch.zeros([], device=device, dtype=torch.float32)
         flat = x.to(torch.float32).contiguous().view(-1)  # [rows * cols]
         piece_amax(flat, 0, shape, self.dtype, amax, nonfinite)
-        scale, scale_inv = whole_scales(quantizer, amax)
+        scale = quantizer.delayed_scale()
+        if scale is None:
+            scale, scale_inv = block_scales(amax, quantizer.rule)
+        else:
+            scale_inv = compute_scale_inv(scale)
         piece_cast(flat, 0, shape, self.dtype, scale, self.codes[0].view(-1), quantizer.rule.fmt)
         quantizer.slot.arena.counter.here.casts += 1
         self.set_scales([scale_inv], amax.amax() if amax.numel() else torch.zeros_like(nonfinite), nonfinite)
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yields all permanent memory of the parameter: codes and scales."""
-        yield from self.codes
-        yield from self.scale_invs
 
 
 class Fp8Parameter(Fp8TensorBase):
@@ -220,7 +208,7 @@ class Fp8Parameter(Fp8TensorBase):
 
     def stored_tensors(self) -> list[torch.Tensor]:
         """Returns all its permanent tensors: codes and scales."""
-        return list(self._stored.tensors())
+        return [*self._stored.codes, *self._stored.scale_invs]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns its value as an ordinary tensor [rows, cols], rounded once to dtype (default: the nominal one)."""

@@ -65,13 +65,11 @@ def union(items: Mapping[K, V], group: Any = None) -> dict[K, V]:
     Every item is sent once, by one rank; there are as many rounds as ranks with new items.
     """
     found: dict[K, V] = {}
-    while (first := first_rank_with(_new_items(items, found), group)) is not None:
+    while True:
+        new = {key: value for key, value in items.items() if key not in found}
+        if (first := first_rank_with(new or None, group)) is None:
+            return found
         found.update(first[1])
-    return found
-
-
-def _new_items(items: Mapping[K, V], known: Mapping[K, V]) -> dict[K, V] | None:
-    return {key: value for key, value in items.items() if key not in known} or None
 
 
 def anywhere(flags: Sequence[bool], group: Any = None) -> list[bool]:
