@@ -16,7 +16,7 @@ from .numerics.cast import RandomKey
 from .numerics.rule import Direction, Rule
 from .recipe import Recipe, recipe_name
 from .state.arena import Slot
-from .state.observer_protocol import SeenCast
+from .state.observer_protocol import Observer, SeenCast
 from .tensor import Float8Tensor
 
 
@@ -117,11 +117,8 @@ class Quantizer:
             job.for_product and self.computes and not observed,
         )
 
-    def tell_observer(self, job: CastJob, quantized: Quantized) -> None:
-        """Shows the observer a cast, if there is one, and records what the cast did not."""
-        observer = self.slot.arena.observer
-        if observer is None:
-            return
+    def observe_cast(self, job: CastJob, quantized: Quantized, observer: Observer) -> None:
+        """Shows the observer a cast, and records what the cast did not."""
         if job.record and self._returns_slot_amax:
             self.record(quantized.amax, quantized.nonfinite)
         shard = job.reduce_amax is not None
@@ -211,18 +208,18 @@ def cast_each(jobs: Sequence[CastJob]) -> list[Float8Tensor]:
         requests.setdefault(job.quantizer.backend, []).append(job.quantizer.request(job))
     done = {}
     for backend, asked in requests.items():
-        quantize_each = getattr(backend, "quantize_each", None) or _one_by_one(backend)
+        quantize_each = getattr(backend, "quantize_each", None) or _quantize_in_turn(backend)
         done[backend] = iter(quantize_each(asked))
     made = []
     for job in jobs:
         quantized: Quantized = next(done[job.quantizer.backend])
-        if job.quantizer.slot.arena.observer is not None:
-            job.quantizer.tell_observer(job, quantized)
+        if (observer := job.quantizer.slot.arena.observer) is not None:
+            job.quantizer.observe_cast(job, quantized, observer)
         made.append(quantized.tensor)
     return made
 
 
-def _one_by_one(backend: ModuleType) -> Callable[[Sequence[CastRequest]], list[Quantized]]:
+def _quantize_in_turn(backend: ModuleType) -> Callable[[Sequence[CastRequest]], list[Quantized]]:
     """``quantize_each`` for a backend that has none."""
 
     def quantize(request: CastRequest) -> Quantized:

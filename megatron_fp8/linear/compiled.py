@@ -181,7 +181,7 @@ def linear(
         if in_backward():
             _check_recomputed(site)
         else:
-            site.note_weight(weight)
+            site.store_weight_id(weight)
     counts = _numbers(found[0], tokens, x)
     call = Call(
         found,

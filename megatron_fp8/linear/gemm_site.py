@@ -258,7 +258,7 @@ class GemmSite:
         key = RandomKey(self.seed, zlib.crc32(self.plan.name.encode()), iteration, stream)
         return Region(key, row_offset, col_offset, total_cols)
 
-    def note_weight(self, weight: torch.Tensor) -> None:
+    def store_weight_id(self, weight: torch.Tensor) -> None:
         """Stores the identity of the weight [N, K] that a compiled forward used."""
         self._weight_id = id(weight) if hasattr(weight, "main_grad") else None
 

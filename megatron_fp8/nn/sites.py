@@ -78,7 +78,7 @@ class LinearSites:
         self.called = False
         self._ran = False  # in FP8, on a removed site
         self._shape, self._prepared, self.also = shape, prepared, also
-        self._waiting: dict[str, GemmSite | Mapping[str, torch.Tensor]] = {}
+        self._pending: dict[str, GemmSite | Mapping[str, torch.Tensor]] = {}
         """Label -> site before a move, or loaded histories, for the label's next site."""
         self._group, self._linear = weakref.ref(group), weakref.ref(linear)
 
@@ -116,7 +116,7 @@ class LinearSites:
         the same slots in the same order; and this linear's site for fp8_autocast's recipe. Returns whether anything was
         missing."""
         before = self.ready_on, len(self.table)
-        if (device, "") not in self.table or "" in self._waiting:
+        if (device, "") not in self.table or "" in self._pending:
             self.group.make_sites(device)
         own = self.on(device)
         if recipe is not None and own.is_fp8:
@@ -135,7 +135,7 @@ class LinearSites:
                 if key not in self.table:
                     self.table[key] = self._make(device, recipe)
         site = self.table[key]
-        if device.type != "meta" and (before := self._waiting.pop(key[1], None)) is not None:
+        if device.type != "meta" and (before := self._pending.pop(key[1], None)) is not None:
             if isinstance(before, GemmSite):
                 take_over(before, site)
             else:
@@ -197,7 +197,7 @@ class LinearSites:
         current = {label: site for (site_device, label), site in self.table.items() if site_device == device}
         found = {
             label: saved_slots(delayed_slots(of)) if isinstance(of, GemmSite) else of
-            for label, of in {**current, **self._waiting}.items()
+            for label, of in {**current, **self._pending}.items()
             if label
         }
         return {label: histories for label, histories in found.items() if histories}
@@ -205,15 +205,15 @@ class LinearSites:
     def load_histories(self, device: torch.device, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Load the result of ``histories``, and reset all other histories. Histories of a recipe without a site are
         stored until the recipe is first called."""
-        self._waiting = {label: site for label, site in self._waiting.items() if not label} | dict(saved)
+        self._pending = {label: site for label, site in self._pending.items() if not label} | dict(saved)
         for (site_device, label), site in self.table.items():
             if site_device == device and label and site.has_histories:
-                self._waiting.pop(label, None)
+                self._pending.pop(label, None)
                 _load_histories(site, saved.get(label, {}))
 
     def start_again(self) -> None:
         """Reset all histories, because another weight replaces theirs."""
-        self._waiting = {}
+        self._pending = {}
         for site in self.table.values():
             for slot in delayed_slots(site).values():
                 slot.arena.start_again(slot)
@@ -250,7 +250,7 @@ class LinearSites:
                 for each in filter(None, (site, site.healed)):
                     each.weights.forget()
         if device.type != "meta":
-            self._waiting |= {
+            self._pending |= {
                 label: site for (site_device, label), site in self.table.items() if site_device == device
             }
         self.ready_on = None
@@ -274,9 +274,9 @@ class LinearSites:
         assert linear is not None, "a linear is alive while it is copied"
         copied = self.of_copy(memo[id(linear)], copy.deepcopy(self.group, memo), memo)
         device = linear.fp8_device
-        copied._waiting.update(copy.deepcopy(self.histories(device), memo))
+        copied._pending.update(copy.deepcopy(self.histories(device), memo))
         copied.follow(self)
-        source = self.table.get((device, "")) or self._waiting.get("")
+        source = self.table.get((device, "")) or self._pending.get("")
         if isinstance(source, GemmSite) and source.has_histories and device.type != "meta":
             take_over(source, copied.on(device))
         copies = [(weight, memo.get(id(weight))) for weight in linear.sources]
