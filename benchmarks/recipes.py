@@ -110,7 +110,7 @@ PAGES = {
         "expert parallel",
         "No layer in BF16.",
         str,
-        options=("--train.train_iters=100", "--train.global_batch_size=4", "--train.micro_batch_size=2"),
+        options=("--train.train_iters=60", "--train.global_batch_size=4", "--train.micro_batch_size=2"),
         tables=without_additions,
         file="nvfp4",
     ),
