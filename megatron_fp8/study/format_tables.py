@@ -362,8 +362,9 @@ def _torch(name: str, dtype: torch.dtype, use: str) -> Described:
 
 
 def _e2m1() -> Described:
-    def rounded(x: torch.Tensor) -> torch.Tensor:
-        return values[nvfp4.encode(x.to(torch.float32)).to(torch.int64)]
+    numbers = nvfp4.values(nvfp4.pack(_codes(16).to(torch.uint8)[None]), torch.float64)[0]
 
-    values = nvfp4.values(nvfp4.pack(_codes(16).to(torch.uint8)[None]), torch.float64)[0]
-    return Described(E2M1.name, 4, "nvfp4", values, rounded)
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return numbers[nvfp4.encode(x.to(torch.float32)).to(torch.int64)]
+
+    return Described(E2M1.name, 4, "nvfp4", numbers, rounded)
