@@ -59,8 +59,9 @@ def main(arguments: list[str]) -> int:
 
 def _export(options: argparse.Namespace) -> None:
     from ..huggingface.checkpoint_reader import open_source
-    from ..huggingface.exporter import Wanted, export
+    from ..huggingface.exporter import export
     from ..huggingface.formats import FORMATS
+    from ..huggingface.weight_plan import Wanted
     from ..inference.calibration import load_calibration
 
     form = FORMATS.get(options.format)

@@ -10,6 +10,7 @@
     directory         reads and writes sharded safetensors
     checkpoint_reader a checkpoint, as an export reads it
     import_plan       checkpoint tensors made one by one, shared among ranks
+    weight_plan       names, source tensors and casts of exported tensors
     exporter          checkpoint -> directory
     aux_files         its files besides the tensors
     importer          directory -> checkpoint

@@ -13,7 +13,7 @@ import torch
 
 from ..params.block_codes import BLOCK, codes_of, scales_key
 from .architectures import Entry
-from .checkpoint_reader import Source
+from .checkpoint_reader import WeightSource
 from .directory import Tensors
 from .layout import Heads, heads_of, join_qkv, split_qkv
 from .weight_decoder import check_scale, scale_name
@@ -79,29 +79,28 @@ def _blocks(section: dict[str, Any]) -> Heads | None:
 # ------------------------------------------------------------------------------------------------------------- export
 
 
-def came_as_blocks(source: Source, entry: Entry) -> bool:
+def came_as_blocks(source: WeightSource, entry: Entry) -> bool:
     """Whether the checkpoint stores block scales for this tensor."""
-    return scales_key(entry.megatron) in source.metadata.state_dict_metadata
+    return source.stored_dtype(scales_key(entry.megatron)) is not None
 
 
-def came_in_high_precision(source: Source, listed: list[Entry]) -> set[str]:
+def came_in_high_precision(source: WeightSource, listed: list[Entry]) -> set[str]:
     """Linears that were not in blocks in a block-FP8 directory; none if the checkpoint has no such scales."""
     if not source.origin.was_in_blocks and not any(came_as_blocks(source, entry) for entry in listed):
         return set()
-    stored = source.metadata.state_dict_metadata
     plain = [
         entry
         for entry in listed
         if entry.site is not None
         and (
-            stored[entry.megatron].properties.dtype == torch.bfloat16  # decoded weights are float32
+            source.stored_dtype(entry.megatron) == torch.bfloat16  # decoded weights are float32
             or source.origin.dtype(entry.megatron) is not None
         )
     ]
     return {part.removesuffix(".weight") for entry in plain for part in entry.parts}
 
 
-def as_it_came(source: Source, entry: Entry, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def as_it_came(source: WeightSource, entry: Entry, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Codes and scales by name, byte-identical to the imported directory, for the parts of a checkpoint's
     tensor.
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -121,6 +121,30 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 _NOT_MODEL = ("optimizer.", "rng.")
 
 
+class WeightSource(Protocol):
+    """The source of a plan's tensors, under Megatron-Core's names: a checkpoint, or a live model."""
+
+    section: dict[str, Any]
+    """The model section of a run."""
+    origin: SourceMetadata
+
+    @property
+    def label(self) -> str:
+        """What it is, for messages."""
+
+    def weights(self) -> set[str]:
+        """Names of the model's tensors."""
+
+    def shape(self, name: str) -> list[int]:
+        """The shape of a whole tensor."""
+
+    def stored_dtype(self, name: str) -> torch.dtype | None:
+        """The dtype in which a tensor is stored; None: there is no such tensor."""
+
+    def tensor(self, name: str, as_stored: bool = False) -> torch.Tensor:
+        """A whole tensor, in the model's dtype or as stored."""
+
+
 @dataclass
 class Source:
     """A checkpoint to export.
@@ -143,6 +167,11 @@ class Source:
     origin: SourceMetadata = field(default_factory=SourceMetadata)
 
     @property
+    def label(self) -> str:
+        """What it is, for messages."""
+        return f"the checkpoint {str(self.folder)!r}"
+
+    @property
     def dtype(self) -> torch.dtype:
         """The model's compute dtype."""
         return _DTYPES[self.section.get("params_dtype") or "bfloat16"]
@@ -158,6 +187,11 @@ class Source:
     def shape(self, name: str) -> list[int]:
         """The shape of a checkpoint's tensor."""
         return list(self.metadata.state_dict_metadata[name].size)
+
+    def stored_dtype(self, name: str) -> torch.dtype | None:
+        """The dtype in which a tensor is stored; None: there is no such tensor."""
+        stored = self.metadata.state_dict_metadata.get(name)
+        return None if stored is None else stored.properties.dtype
 
     def tensor(self, name: str, as_stored: bool = False) -> torch.Tensor:
         """A whole tensor, in the model's dtype or as stored."""

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from megatron_fp8.huggingface.architectures import ARCHITECTURES, entries, gemms
-from megatron_fp8.huggingface.exporter import Wanted, _high_precision_linears, _reader_notes
+from megatron_fp8.huggingface.exporter import _reader_notes
 from megatron_fp8.huggingface.formats import FORMATS
+from megatron_fp8.huggingface.weight_plan import Wanted, _high_precision_linears
 
 SECTION: dict[str, Any] = {
     "num_layers": 1, "num_moe_experts": 1, "multi_latent_attention": True, "q_lora_rank": 8, "fp8": "e4m3",
