@@ -26,7 +26,6 @@ from .checkpoint_reader import WeightSource
 from .formats import WeightFormat, encode, static_input_scale, weight_recipe
 from .layout import heads_of, megatron_shape, split_qkv
 
-
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 """(items, count) -> the same items; shows progress during iteration."""
 

@@ -29,6 +29,7 @@ STREAM: list[tuple[str, ...]] = [
     ("train",),
     ("diagnosis",),
     ("huggingface", "report", "estimate"),
+    ("serve",),
     ("study", "conformance"),
     ("commands",),
     ("__main__", "moved"),
