@@ -31,6 +31,14 @@ from .tiles import is_e4m3
 
 BLOCK = 128
 """Columns of the contraction that share a scale."""
+ROWS = 128
+"""Rows of a tile of the result."""
+
+
+def columns(a_height: int, b_height: int) -> int:
+    """Columns of a tile of the result. It takes registers twice, as partial sum and as accumulator: 64 of a thread of 8
+    warps, each, for 128 x 128. Products of a scale a row with a scale a column take a third tile, which does not fit."""
+    return 128 if BLOCK in (a_height, b_height) else 64
 
 
 @on_its_device
@@ -50,8 +58,8 @@ def block_matmul(
     """a [M, K] @ b [N, K]^T of block-quantized matrices: float32 accumulation and bias, one rounding.
 
     Args:
-        a: codes [M, K]; b: codes [N, K]; E4M3 or E5M2 (not both E5M2), contiguous. Any sizes; a K that is a multiple of
-            16 is fast.
+        a: codes [M, K]; b: codes [N, K]; E4M3 or E5M2 (not both E5M2), contiguous. Any sizes; a K that is no multiple of
+            16 is read byte by byte, and registers spill.
         a_scale_inv: float32 [ceil(M / a_height), ceil(K / 128)], any strides; b_scale_inv likewise.
         a_height, b_height: rows that share a scale: 1 (1x128 blocks) or 128 (128x128).
         bias: [N] or None.
@@ -73,15 +81,16 @@ def block_matmul(
     assert out.dtype == out_dtype and out.shape == (m, n) and out.is_contiguous()
     assert out_dtype == torch.float32 or not add, "sums are float32"
 
+    cols = columns(a_height, b_height)
+
     def launch(stages: int) -> None:
-        # A 128 x 128 float32 tile takes 64 registers per thread of 8 warps, twice: partial sum and accumulator.
-        grid = (triton.cdiv(m, 128) * triton.cdiv(n, 128),)
+        grid = (triton.cdiv(m, ROWS) * triton.cdiv(n, cols),)
         _block_matmul[grid](
             a.view(torch.uint8), a_scale_inv, *a_scale_inv.stride(),
             b.view(torch.uint8), b_scale_inv, *b_scale_inv.stride(),
             bias, out, m, n, k,
             A_E4M3=is_e4m3(format_of(a.dtype)), B_E4M3=is_e4m3(format_of(b.dtype)), A_HEIGHT=a_height,
-            B_HEIGHT=b_height, BIAS=bias is not None, ADD=add, ROWS=128, COLS=128, BLOCK=BLOCK, BAND=8,
+            B_HEIGHT=b_height, BIAS=bias is not None, ADD=add, ROWS=ROWS, COLS=cols, BLOCK=BLOCK, BAND=8,
             num_warps=8, num_stages=stages, enable_fp_fusion=True,
         )  # fmt: skip
 
@@ -135,23 +144,27 @@ def multiply_tile(
     band = tile // (BAND * tiles_across)
     inside_band = tile % (BAND * tiles_across)
     height = tl.minimum(tiles_down - band * BAND, BAND)
-    row = (band * BAND + inside_band % height) * ROWS + tl.arange(0, ROWS)
-    col = (inside_band // height) * COLS + tl.arange(0, COLS)
+    top, left = (band * BAND + inside_band % height) * ROWS, (inside_band // height) * COLS
+    row, col = top + tl.arange(0, ROWS), left + tl.arange(0, COLS)
     a_at = a + row.to(tl.int64)[:, None] * k
     b_at = b + col.to(tl.int64)[:, None] * k
-    a_scale_at = a_scale + (row // A_HEIGHT).to(tl.int64) * a_major
-    b_scale_at = b_scale + (col // B_HEIGHT).to(tl.int64) * b_major
     acc = tl.zeros((ROWS, COLS), tl.float32)
     for block in range(tl.cdiv(k, BLOCK)):
         along = block * BLOCK + tl.arange(0, BLOCK)
         a_codes = tl.load(a_at + along[None, :], mask=(row < m)[:, None] & (along < k)[None, :], other=0)
         b_codes = tl.load(b_at + along[None, :], mask=(col < n)[:, None] & (along < k)[None, :], other=0)
-        inv_a = tl.load(a_scale_at + block * a_minor, mask=row < m, other=0.0)
-        inv_b = tl.load(b_scale_at + block * b_minor, mask=col < n, other=0.0)
+        inv_a = _scales(a_scale + block * a_minor, a_major, top, row, m, A_HEIGHT)
+        inv_b = _scales(b_scale + block * b_minor, b_major, left, col, n, B_HEIGHT)
         partial = tl.dot(
             _operand(a_codes, A_E4M3), tl.trans(_operand(b_codes, B_E4M3)), input_precision="ieee"
         )
-        acc += partial * (inv_a[:, None] * inv_b[None, :])
+        if B_HEIGHT > 1:
+            inv = inv_a * inv_b
+            acc += partial * (inv if A_HEIGHT > 1 else inv[:, None])
+        elif A_HEIGHT > 1:
+            acc += partial * (inv_a * inv_b)[None, :]
+        else:
+            acc += partial * (inv_a[:, None] * inv_b[None, :])
     if BIAS:
         acc += widen(tl.load(bias + col, mask=col < n, other=0.0))[None, :]
     at = out + row.to(tl.int64)[:, None] * n + col[None, :]
@@ -162,6 +175,15 @@ def multiply_tile(
 
 
 @triton.jit
+def _scales(scale, major, first, rows, limit, HEIGHT: tl.constexpr):
+    """scale_inv of a tile's rows [ROWS]; of a tile inside one square block the number."""
+    if HEIGHT > 1:
+        return tl.load(scale + (first // HEIGHT).to(tl.int64) * major)
+    else:
+        return tl.load(scale + rows.to(tl.int64) * major, mask=rows < limit, other=0.0)
+
+
+@triton.jit
 def _operand(codes, E4M3: tl.constexpr):
     if COMPILED:
         return codes.to(tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True)
@@ -169,7 +191,6 @@ def _operand(codes, E4M3: tl.constexpr):
         return decode(codes, E4M3)
 
 
-_TILE = 128
 _LINE = 12  # numbers per GEMM in the table
 
 
@@ -198,7 +219,7 @@ def grouped_block_matmul(
         first: the first GEMM's a [M, K]; it selects the device.
         add: add to ``out``, in float32 before the one rounding.
     """
-    lines, tiles = [], []
+    lines, tiles, cols = [], [], columns(a_height, b_height)
     for a, a_scale, b, b_scale, out in products:
         (m, k), n = a.shape, b.shape[0]
         for codes, scale, height in ((a, a_scale, a_height), (b, b_scale, b_height)):
@@ -213,20 +234,22 @@ def grouped_block_matmul(
             [a.data_ptr(), a_scale.data_ptr(), *a_scale.stride(), b.data_ptr(), b_scale.data_ptr(),
              *b_scale.stride(), out.data_ptr(), m, n, k]
         )  # fmt: skip
-        tiles.append(triton.cdiv(m, _TILE) * triton.cdiv(n, _TILE))
+        tiles.append(triton.cdiv(m, ROWS) * triton.cdiv(n, cols))
     table = torch.tensor(lines, dtype=torch.int64, device="cpu")
     told = torch.cat([table.view(-1), _places(tiles).view(-1)])
     if first.is_cuda:
         told = told.pin_memory().to(first.device, non_blocking=True)
-    whole = bool(
-        (table[:, [0, 4, 8, 10, 11]] % 16 == 0).all()
-    )  # addresses, N and K: reads of 16 codes are aligned
+    codes_whole, out_whole = (
+        # Addresses, K and N: reads of 16 codes are aligned, and so are writes.
+        bool((table[:, those] % 16 == 0).all())
+        for those in ([0, 4, 11], [8, 10])
+    )
 
     def launch(stages: int) -> None:
         _grouped_block_matmul[(sum(tiles),)](
-            told, told[table.numel() :], products[0].out, WHOLE=whole,
+            told, told[table.numel() :], products[0].out, CODES_WHOLE=codes_whole, OUT_WHOLE=out_whole,
             A_E4M3=is_e4m3(format_of(first.dtype)), B_E4M3=is_e4m3(format_of(products[0].b.dtype)),
-            A_HEIGHT=a_height, B_HEIGHT=b_height, ADD=add, TILE=_TILE, BLOCK=BLOCK, LINE=_LINE,
+            A_HEIGHT=a_height, B_HEIGHT=b_height, ADD=add, ROWS=ROWS, COLS=cols, BLOCK=BLOCK, LINE=_LINE,
             num_warps=8, num_stages=stages, enable_fp_fusion=True,
         )  # fmt: skip
 
@@ -243,9 +266,9 @@ def _places(tiles: list[int]) -> torch.Tensor:
 
 @triton.jit
 def _grouped_block_matmul(
-    table, where, out_like, WHOLE: tl.constexpr,
+    table, where, out_like, CODES_WHOLE: tl.constexpr, OUT_WHOLE: tl.constexpr,
     A_E4M3: tl.constexpr, B_E4M3: tl.constexpr, A_HEIGHT: tl.constexpr, B_HEIGHT: tl.constexpr, ADD: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     line = table + tl.load(where + 2 * tl.program_id(0)) * LINE
     tile = tl.load(where + 2 * tl.program_id(0) + 1).to(tl.int32)
@@ -253,12 +276,13 @@ def _grouped_block_matmul(
     a, b = tl.load(line).to(tl.pointer_type(tl.uint8)), tl.load(line + 4).to(tl.pointer_type(tl.uint8))
     out = tl.load(line + 8).to(tl.pointer_type(out_like.dtype.element_ty))
     n, k = tl.load(line + 10).to(tl.int32), tl.load(line + 11).to(tl.int32)
-    if WHOLE:
-        a, b, out = tl.multiple_of(a, 16), tl.multiple_of(b, 16), tl.multiple_of(out, 16)
-        n, k = tl.multiple_of(n, 16), tl.multiple_of(k, 16)
+    if CODES_WHOLE:
+        a, b, k = tl.multiple_of(a, 16), tl.multiple_of(b, 16), tl.multiple_of(k, 16)
+    if OUT_WHOLE:
+        out, n = tl.multiple_of(out, 16), tl.multiple_of(n, 16)
     multiply_tile(
         a, tl.load(line + 1).to(scales), tl.load(line + 2), tl.load(line + 3),
         b, tl.load(line + 5).to(scales), tl.load(line + 6), tl.load(line + 7),
         None, out, tl.load(line + 9).to(tl.int32), n, k, tile,
-        A_E4M3, B_E4M3, A_HEIGHT, B_HEIGHT, False, ADD, TILE, TILE, BLOCK, 8,
+        A_E4M3, B_E4M3, A_HEIGHT, B_HEIGHT, False, ADD, ROWS, COLS, BLOCK, 8,
     )  # fmt: skip

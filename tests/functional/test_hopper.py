@@ -27,7 +27,7 @@ SOME = (
         "swiglu-grad",
     ),
     *("swiglu-weight-grad", "transpose", "piece-amax", "piece-cast", "update", "update-short"),
-    *("matmul", "matmul-wgrad", "matmul-grouped"),
+    *("matmul", "matmul-wgrad", "matmul-wgrad-added", "matmul-grouped", "matmul-grouped-wgrad"),
 )
 """Each kernel, with each format and source. The others are of other scales, or of rows that 16 does not divide."""
 
@@ -92,7 +92,8 @@ def test_codes_are_made_by_the_hardware(launches):
 def test_nothing_spills(launches):
     """Registers suffice, and those of two programs fit a multiprocessor."""
     for launch in launches:
-        assert launch["stack"] <= 32, f"{launch['name']} spills {launch['stack']} bytes a thread"
+        least = 0 if launch["name"].startswith("matmul") else 32
+        assert launch["stack"] <= least, f"{launch['name']} spills {launch['stack']} bytes a thread"
     for launch in named(launches, *QUANTISING):
         assert launch["stack"] == 0, f"{launch['name']} spills"
         assert 2 * launch["registers"] * 32 * launch["warps"] <= 65536, launch["name"]

@@ -124,6 +124,16 @@ def launches() -> dict[str, Callable[[], Any]]:
         ),
         "matmul": lambda: block_matmul(codes, by_row, weight, square, b_height=128),
         "matmul-wgrad": lambda: block_matmul(grads, by_row, codes, by_row, out_dtype=torch.float32),
+        "matmul-wgrad-added": lambda: block_matmul(
+            grads, by_row, codes, by_row, out_dtype=torch.float32, into=empty(8192, 8192)
+        ),
+        "matmul-grouped-wgrad": lambda: grouped_block_matmul(
+            grads,
+            [Product(grads, by_row, codes, by_row, empty(8192, 8192))],
+            a_height=1,
+            b_height=1,
+            add=True,
+        ),
         "matmul-grouped": lambda: grouped_block_matmul(
             codes,
             [Product(codes, by_row, weight, square, empty(8192, 4096, dtype=torch.bfloat16))],

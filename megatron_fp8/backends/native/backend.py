@@ -47,6 +47,7 @@ from .layout import (
     padded_sizes,
     place_codes,
     plan,
+    round_up,
     row_scales,
 )
 from .probe import by_kernel, by_mx, device_reason, gemms_of, lacking, plan_for, refusals, requests, rules_of
@@ -129,12 +130,12 @@ _FITS = 512
 
 
 def padded_products(device: torch.device, recipe: Recipe | Products, n: int, k: int) -> list[str]:
-    """The GEMMs of a weight [N, K] whose operands are padded for any number of tokens. This package's own kernel pads
-    nothing. For recipes that ``supports`` accepts."""
+    """The GEMMs of a weight [N, K] whose operands are padded for any number of tokens. For recipes that ``supports``
+    accepts."""
     sizes = {"fprop": (_FITS, n, k), "dgrad": (_FITS, k, n), "wgrad": (n, k, _FITS)}  # M, N, K
     found = []
     for which, request in requests(recipe, refusals(device, multiply)).items():
-        if not request.triton and padded_sizes(request, *sizes[which]) != sizes[which]:
+        if padded_sizes(request, *sizes[which]) != sizes[which]:
             found.append(which)
     return found
 
@@ -418,10 +419,16 @@ def _multiply_blocks_grouped(
     for a, b, out in products:
         a, b = of_one_length(a, b)
         (scale_a, height_a), (scale_b, height_b) = block_scales(a), block_scales(b)
-        codes_a, codes_b = (place_codes(side.codes, *side.codes.shape) for side in (a, b))
+        codes_a, codes_b = (_whole_codes(side) for side in (a, b))
         told.append(Product(codes_a, scale_a, codes_b, scale_b, out))
         heights = height_a, height_b
     grouped_block_matmul(told[0].a, told, a_height=heights[0], b_height=heights[1], add=add)
+
+
+def _whole_codes(side: QuantizedSide) -> torch.Tensor:
+    """Codes [rows, K] for this package's kernel, K padded to a multiple of 16: otherwise its registers spill."""
+    rows, k = side.codes.shape
+    return place_codes(side.codes, rows, round_up(k, 16))
 
 
 def accumulate(
@@ -513,7 +520,7 @@ def _multiply_blocks(
     from ...kernels.block_matmul import block_matmul  # loads Triton
 
     (scale_a, height_a), (scale_b, height_b) = block_scales(a), block_scales(b)
-    codes_a, codes_b = (place_codes(side.codes, *side.codes.shape) for side in (a, b))
+    codes_a, codes_b = (_whole_codes(side) for side in (a, b))
     heights = {"a_height": height_a, "b_height": height_b}
     return block_matmul(
         codes_a, scale_a, codes_b, scale_b, **heights, out_dtype=out_dtype, bias=bias, into=into, add=add

@@ -246,9 +246,7 @@ def plan(
     request, post_scale, post_bias = choose(
         mode, a.dtype, b.dtype, out, bias, refusal, fits_mx=fits_mx, fast=fast
     )
-    m, n, k = a.rows, b.rows, a.k
-    if not request.triton:
-        m, n, k = padded_sizes(request, m, n, k)
+    m, n, k = padded_sizes(request, a.rows, b.rows, a.k)
     scale_a, scale_b = scale_arguments(request, m, n, k)
     return ProductPlan(
         a.rows,
@@ -266,7 +264,10 @@ def plan(
 
 
 def padded_sizes(request: Request, m: int, n: int, k: int) -> tuple[int, int, int]:
-    """(M, N, K) padded: N to 16, K to 16 or whole blocks, M to 4 if block scales need it."""
+    """(M, N, K) padded: N to 16, K to 16 or whole blocks, M to 4 if block scales need it. This package's own kernel takes
+    any M and N."""
+    if request.triton:
+        return m, n, round_up(k, 16)
     if request.mode not in (Mode.BLOCK, Mode.BLOCK_1D):
         return m, round_up(n, 16), round_up(k, MX_BLOCK if request.mode is Mode.MX else 16)
     contraction = BLOCK
