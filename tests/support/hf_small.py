@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from megatron_fp8.commands.main import main
 from megatron_fp8.huggingface.architectures import entries
 from megatron_fp8.huggingface.config import architecture_of, model_section
 from megatron_fp8.huggingface.layout import part_shapes
@@ -101,3 +102,12 @@ def gemm_parts(*rows: int, cols: int = 256) -> dict[str, torch.Tensor]:
         f"a.{i}.weight": (torch.randn(n, cols, generator=generator) * s).bfloat16()
         for i, (n, s) in enumerate(zip(rows, scales, strict=True))
     }
+
+
+def refused(capsys: Any, *arguments: object) -> str:
+    """What a command says that refuses its input: one line."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 2
+    said: str = capsys.readouterr().err
+    assert said.startswith("error: ") and len(said.splitlines()) == 1, said
+    return said

@@ -16,7 +16,7 @@ from megatron_fp8.commands.main import main
 from megatron_fp8.huggingface.config import check_types, model_section
 from megatron_fp8.train.data.tokenizers import JsonTokenizer, load_tokenizer
 from tests.support.draws import draws
-from tests.support.hf_small import CONFIG, write
+from tests.support.hf_small import CONFIG, refused, write
 
 NONSENSE: list[Any] = [
     *(None, True, False, 0, -1, 1, 10**9, 2**63, 1.5, -0.0, float("nan"), float("inf"), "", "128", "silu"),
@@ -31,14 +31,6 @@ READ = [
     "partial_rotary_factor",
     "is_causal",
 ]
-
-
-def refused(capsys, *arguments: object) -> str:
-    """The one line that a command says when it refuses."""
-    assert main([str(argument) for argument in arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1, said
-    return said
 
 
 @draws(100)
