@@ -56,7 +56,6 @@ def number(low: float, high: float = math.inf, *, without: Iterable[float] = ())
 
 
 FLAG = Rule("true or false", lambda v: isinstance(v, bool) or (_is_integer(v) and v in (0, 1)))
-ANYTHING = Rule("anything", lambda v: True)
 SIZE, COUNT = integer(1, 2**24), integer(1, 2**16)
 RANKS = integer(1, 2**20, "ranks")
 PROBABILITY = number(0, 1, without=[1])
@@ -68,13 +67,6 @@ POSITIVE, NOT_NEGATIVE, ANY_NUMBER = number(LEAST, FLOAT32), number(0, FLOAT32),
 def text(words: str = "text without NUL") -> Rule:
     """A string that is not blank and has no NUL, which no file name and no C library accepts."""
     return Rule(words, lambda v: isinstance(v, str) and "\0" not in v and bool(v.strip()))
-
-
-def folder_or_none() -> Rule:
-    """A folder's path, or '' for none; 'null', which a command line passes as text, is neither."""
-    return Rule(
-        "a folder, or '' for none", lambda v: isinstance(v, str) and "\0" not in v and v.strip() != "null"
-    )
 
 
 def one_of(*choices: str) -> Rule:

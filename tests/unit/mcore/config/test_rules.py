@@ -12,7 +12,6 @@ from megatron_fp8.mcore.config.rules import (
     check,
     check_relation,
     either,
-    folder_or_none,
     integer,
     list_of,
     number,
@@ -36,7 +35,6 @@ class Colour(enum.Enum):
         (number(0, without=[0]), [1e-300, 1e300, 3], [0, -0.0]),
         (FLAG, [True, False, 1, 0], [2, "true"]),
         (text(), ["a", "ü", "x"], [" ", "a\0b"]),
-        (folder_or_none(), ["", "logs", "x"], ["null", "a\0b", None]),  # a command line has null as text
         (one_of("red", "blue"), ["red", "blue", Colour.red], ["green", 1]),
         (optional(integer(1, 2)), [1, None], [0]),
         (either(integer(1, 2), list_of(integer(0, 1))), [2, [0, 1], [], [1]], [3, [2]]),
