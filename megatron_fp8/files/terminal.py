@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 _printed: set[str] = set()
@@ -40,6 +40,12 @@ def number_ranges(numbers: Iterable[int], dash: str = "-", comma: str = ", ") ->
         else:
             found.append([number, number])
     return comma.join(str(a) if a == b else f"{a}{dash}{b}" for a, b in found)
+
+
+def ranks_in_words(ranks: Sequence[int], most: int = 8) -> str:
+    """'rank 3', 'ranks 0, 1, 2', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 8 more'."""
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:most]))}{more}"
 
 
 def print_rank_0(text: str, *, once: bool = False, to: Literal["stderr", "stdout"] = "stderr") -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..files.atomic_io import unseen
 from ..numerics.formats import E2M1, E4M3
 from ..params.block_codes import is_scales_key, scales_key
-from ..state.collectives import first_rank_with, from_rank, total, union
+from ..state.collectives import first_rank_with, from_rank
 from .architectures import Entry
 from .block_scales import block_scales
 from .directory import Tensors, new_directory, written
@@ -153,14 +153,6 @@ class Sharing:
         """Result of `work()` on the first rank; other ranks wait. Raises as `each`."""
         found = self.each(lambda: work() if self.rank == 0 else None)
         return from_rank(0, found)
-
-    def total(self, number: int) -> int:
-        """The sum over the ranks."""
-        return total(number)
-
-    def union(self, items: dict[str, str]) -> dict[str, str]:
-        """The items of all ranks, in their order."""
-        return union(items)
 
     def part(self, listed: list[Entry], tensors: Tensors) -> list[Entry]:
         """This rank's entries to make, in order, with about the same number of bytes on every rank.

@@ -29,6 +29,7 @@ import yaml
 from ..files.atomic_io import write_file
 from ..files.checkpoint import Manifest
 from ..numerics.formats import E2M1
+from ..state.collectives import total, union
 from ..train.data.tokenizers import load_tokenizer
 from .architectures import Architecture, Entry, entries, fused_rows, layers_of_experts
 from .checkpoint_reader import FACT, SourceMetadata, floats_of, some
@@ -120,10 +121,10 @@ def import_directory(
         run = _run_config(config, section, tokenizer_file is not None, run_dir)
         sharing.first(lambda: _write_other_files(folder, source, config, run, tokenizer_file))
         sharing.see(folder / "config.yaml")
-        origin = SourceMetadata(floats_of(listed, tensors), sharing.union(incoming.lost))
+        origin = SourceMetadata(floats_of(listed, tensors), union(incoming.lost))
         _save(folder, incoming, {"run": run, FACT: origin.fact()}, progress, sharing)
-        parameters = sharing.total(incoming.parameters())
-        kept_scales = sharing.total(incoming.kept_scales)
+        parameters = total(incoming.parameters())
+        kept_scales = total(incoming.kept_scales)
         names = tensors.names()
         quantized = [part for entry in listed for part in entry.parts if scale_name(part, names) is not None]
         fp4 = sum(tensors.dtype(part) == E2M1.dtype for part in quantized)

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed.finalize_model_grads import _get_shared_word_embedding_weight
 
+from ..files.terminal import ranks_in_words
 from ..params.fp8_parameter import Fp8Parameter
 from ..state.collectives import device_of, first_rank_with, same_everywhere, size
 from .names import in_whole_model, named_parameters
@@ -262,18 +263,10 @@ def _odd_ones(numbers: list[int], ranks: list[int]) -> str:
     """Describes which ranks have another number than most."""
     (usual, most), *others = Counter(numbers).most_common()
     if others and others[0][1] == most:
-        return f"differs between ranks {_list(ranks)}"
+        return f"differs between {ranks_in_words(ranks)}"
     odd = [rank for number, rank in zip(numbers, ranks, strict=True) if number != usual]
     rest = [rank for number, rank in zip(numbers, ranks, strict=True) if number == usual]
-    return f"is another one on rank{'s' * (len(odd) > 1)} {_list(odd)} than on rank{'s' * (len(rest) > 1)} {_list(rest)}"
-
-
-def _list(ranks: list[int]) -> str:
-    """'3', '0 and 1', '0, 1, 2', '0, 1, 2, 3, 4, 5, 6, 7 and 8 more'."""
-    if len(ranks) == 2:
-        return f"{ranks[0]} and {ranks[1]}"
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return ", ".join(map(str, ranks[:_SHOWN])) + more
+    return f"is another one on {ranks_in_words(odd)} than on {ranks_in_words(rest)}"
 
 
 # ------------------------------------------------------------------------------------------------ weights and masters

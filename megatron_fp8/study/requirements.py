@@ -24,7 +24,7 @@ from ..backends.transformer_engine import INSTALL, NEEDS
 from ..estimate.config_reader import given_keys
 from ..estimate.model import recipes_by_name
 from ..kernels.gemms import cpu_multiplies
-from ..mcore.config.rules import shown
+from ..mcore.config.rules import check, one_of
 from ..mcore.environment import HOW_TO_GET, SUPPORTED, has_te, uses_apex
 from ..plan.settings import DEFAULT_RECIPE
 from ..recipe import RECIPES, Recipe, check_recipe_name
@@ -250,29 +250,8 @@ def missing(options: list[str]) -> list[Need]:
         ValueError: the file cannot be read, a key is unknown, or FP8 settings are invalid.
     """
     given = given_keys(options)
-    _check_types(given)
     model = {key.removeprefix("model."): value for key, value in given.items() if key.startswith("model.")}
     return [*_megatron(), *_backend(model), *_functions(model), *_data(given), *_telemetry(given)]
-
-
-_TEXTS = (
-    "data.tokenizer", "data.cache_dir", "checkpoint.folder", "run_dir", "telemetry.te_config",
-    "model.fp8_backend", "model.fp8_quantizer_factory",
-)  # fmt: skip
-
-
-def _check_types(given: Mapping[str, Any]) -> None:
-    """Raises ValueError if a value used here has another type than `train` accepts."""
-    for key in _TEXTS:
-        if not isinstance(value := given.get(key) or "", str):
-            raise ValueError(f"{key}={shown(value)} must be text: change it, or leave it out.")
-    paths, overrides = given.get("data.paths") or [], given.get("model.fp8_overrides") or {}
-    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
-        raise ValueError(f"data.paths={shown(paths)} must be a list of paths: change it, or leave it out.")
-    if not isinstance(overrides, dict):
-        raise ValueError(
-            f"model.fp8_overrides={shown(overrides)} must be names and recipes: change it, or leave it out."
-        )
 
 
 def _megatron() -> Iterator[Need]:
@@ -301,8 +280,7 @@ def _backend(model: Mapping[str, Any]) -> Iterator[Need]:
     """What a backend requested by name lacks; 'auto' always finds a backend."""
     request, recipes = model.get("fp8_backend") or "auto", recipes_of(model)
     known = BACKENDS | LAYER_BACKENDS
-    if request not in known and request != "auto":
-        raise ValueError(f"model.fp8_backend={request!r} must be one of auto, {', '.join(known)}.")
+    check("model.fp8_backend", request, one_of("auto", *known))
     if request == "auto":
         return
     device = own_device()

@@ -154,10 +154,10 @@ FP8 = ["--model.fp8_format=blockwise", "--model.fp8_param=true", *SHARDED]
 @pytest.mark.parametrize(
     ("what", "layout", "options", "words"),
     [
-        ("bit:0:2", DP2, ["--model.fp8_format=blockwise"], "the master of {}.weight differs between ranks 0 and 1"),
-        ("second:1e-3:2", DP2, ["--optimizer.state_dtype=fp8"], "exp_avg_sq of {}.weight differs between ranks 0 and 1"),
-        ("scale:7:5", DP2, MAX, "the delayed scale of {}.input differs between ranks 0 and 1"),
-        ("weight:2:5", DP2, FP8, "the weight {}.weight differs between ranks 0 and 1"),
+        ("bit:0:2", DP2, ["--model.fp8_format=blockwise"], "the master of {}.weight differs between ranks 0, 1"),
+        ("second:1e-3:2", DP2, ["--optimizer.state_dtype=fp8"], "exp_avg_sq of {}.weight differs between ranks 0, 1"),
+        ("scale:7:5", DP2, MAX, "the delayed scale of {}.input differs between ranks 0, 1"),
+        ("weight:2:5", DP2, FP8, "the weight {}.weight differs between ranks 0, 1"),
         ("weight:2:5", DP2, ["--model.fp8=null"], "the weight {}.weight or its master is damaged on rank 1"),
         ("weight:2:5", TP2, FP8[:2], "the weight {}.weight or its master is damaged on rank 1"),
         ("norm:2:2", TP2, ["--model.fp8_format=rowwise"], "the master of decoder.final_layernorm.weight differs"),

@@ -158,19 +158,17 @@ RULES: dict[str, dict[str, Rule]] = {
 }
 """Section ('' for options outside of sections) -> option -> rule."""
 
+
+def _few_sequences(iterations: str) -> Relation:
+    return Relation(
+        (iterations, "global_batch_size"),
+        "together they are at most 2,147,483,647 sequences",
+        lambda s: getattr(s, iterations) * s.global_batch_size < 2**31,
+    )
+
+
 RELATIONS: dict[str, tuple[Relation, ...]] = {
-    "train": (
-        Relation(
-            ("train_iters", "global_batch_size"),
-            "together they are at most 2,147,483,647 sequences",
-            lambda s: s.train_iters * s.global_batch_size < 2**31,
-        ),
-        Relation(
-            ("eval_iters", "global_batch_size"),
-            "together they are at most 2,147,483,647 sequences",
-            lambda s: s.eval_iters * s.global_batch_size < 2**31,
-        ),
-    ),
+    "train": (_few_sequences("train_iters"), _few_sequences("eval_iters")),
     "optimizer": (
         Relation(
             ("min_lr", "lr"),

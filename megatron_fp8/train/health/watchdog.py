@@ -27,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...files.terminal import ranks_in_words
 from .stack_dump import place_of, stacks, waits
 
 _LOOK_S = 0.1
@@ -322,14 +323,14 @@ class Watchdog:
         parts = []
         if silent := [rank for rank in range(self.ranks) if rank not in answered]:
             do = "do not answer: they are" if len(silent) > 1 else "does not answer: it is"
-            parts.append(f"{_ranks(silent)} {do} stopped, dead or cut off")
+            parts.append(f"{ranks_in_words(silent)} {do} stopped, dead or cut off")
         groups: dict[tuple[str, str, str], list[int]] = {}
         for record in records:
             groups.setdefault((record["kind"], record["where"], record["in"]), []).append(record["rank"])
         ordered = sorted(groups.items(), key=lambda item: (item[0][0] == "waits", len(item[1])))
         for (kind, where, words), ranks in ordered[:_SHOWN]:
             verb = {"waits": "wait", "compiles": "compile"}.get(kind, "work")
-            parts.append(f"{_ranks(ranks)} {verb}{'s' * (len(ranks) == 1)} in {words}: {where}")
+            parts.append(f"{ranks_in_words(ranks)} {verb}{'s' * (len(ranks) == 1)} in {words}: {where}")
         return parts
 
 
@@ -337,8 +338,3 @@ def _iteration(folder: Path) -> int:
     """The iteration in a folder's name: 12 for 'iteration-12-step-15s'."""
     number = folder.name.split("-")[1:2]
     return int(number[0]) if number and number[0].isdecimal() else -1
-
-
-def _ranks(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}{more}"

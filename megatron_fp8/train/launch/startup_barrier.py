@@ -30,6 +30,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...files.atomic_io import explained
+from ...files.terminal import ranks_in_words
 from ..stop import EXIT_FAILED
 from .environment import ALONE
 
@@ -382,15 +383,10 @@ def _describe(different: list[tuple[int, dict[str, tuple[Any, Any]]]]) -> str:
             if key in found:
                 first, own = found[key]
                 by_value.setdefault(_shown(own), []).append(rank)
-        others = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+        others = ", ".join(f"{value} on {ranks_in_words(ranks)}" for value, ranks in by_value.items())
         parts.append(f"{key} is {_shown(first)} on rank 0 and {others}")
     more = f"; and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
     return f"the ranks differ: {'; '.join(parts)}{more}. {_SAME}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN])) + (f", ... ({len(ranks)})" if len(ranks) > _SHOWN else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _shown(value: Any) -> str:

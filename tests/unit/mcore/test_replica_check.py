@@ -56,10 +56,10 @@ def test_rows_that_change_places_change_it() -> None:
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        ([5, 6], "differs between ranks 0 and 2"),
+        ([5, 6], "differs between ranks 0, 2"),
         ([5, 5, 6, 6], "differs between ranks 0, 2, 4, 6"),
-        ([5, 6, 5], "is another one on rank 2 than on ranks 0 and 4"),
-        ([6, 5, 7, 5, 5], "is another one on ranks 0 and 4 than on ranks 2, 6, 8"),
+        ([5, 6, 5], "is another one on rank 2 than on ranks 0, 4"),
+        ([6, 5, 7, 5, 5], "is another one on ranks 0, 4 than on ranks 2, 6, 8"),
         ([5, *[6] * 12], "is another one on rank 0 than on ranks 2, 4, 6, 8, 10, 12, 14, 16 and 4 more"),
     ],
 )

@@ -42,7 +42,7 @@ def test_a_backend_by_name():
     assert (
         need.what == "fp8_backend=native" and "needs an NVIDIA GPU" in need.reason and "auto" in need.remedy
     )
-    with pytest.raises(ValueError, match="must be one of auto"):
+    with pytest.raises(ValueError, match="must be one of 'auto'"):
         named("--model.fp8_backend=nativ")
 
 
