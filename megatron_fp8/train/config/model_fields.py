@@ -63,11 +63,12 @@ FREE = _names(
     fp8 fp8_recipe fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len
     fp8_amax_compute_algo fp8_wgrad fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red
     first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 activation_func_fp8_input_store
-    fp8_backend fp8_fallback fp8_overrides fp8_amax_epsilon fp8_pow2_scales fp8_stochastic_rounding fp8_fast_accumulation
-    fp8_size_filter fp8_size_filter_tokens fp8_high_precision_warmup fp8_high_precision_healing
+    fp8_backend fp8_fallback fp8_overrides fp8_amax_epsilon fp8_pow2_scales fp8_stochastic_rounding
+    fp8_fast_accumulation fp8_size_filter fp8_size_filter_tokens fp8_high_precision_warmup fp8_high_precision_healing
     fp8_high_precision_healing_parts fp8_guard fp8_guard_patience fp8_keep_columnwise fp8_output_layer moe_fp8_dispatch
-    fp4 fp4_recipe fp4_param fp4_quantizer_factory fp4_disable_rht fp4_disable_stochastic_rounding fp4_disable_2d_quantization use_kitchen
-    use_kitchen_attention kitchen_attention_backend moe_router_padding_for_quantization moe_router_padding_for_fp8
+    fp4 fp4_recipe fp4_param fp4_quantizer_factory fp4_disable_rht fp4_disable_stochastic_rounding
+    fp4_disable_2d_quantization use_kitchen use_kitchen_attention kitchen_attention_backend
+    moe_router_padding_for_quantization moe_router_padding_for_fp8
 
     bf16 fp16 params_dtype pipeline_dtype enable_autocast autocast_dtype fp32_residual_connection
     attention_softmax_in_fp32 disable_bf16_reduced_precision_matmul moe_router_dtype
