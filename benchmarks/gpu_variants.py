@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from multiprocessing.connection import Connection, wait
 from typing import Any
 from unittest import mock
@@ -120,7 +121,9 @@ def _compile(variant: Variant, architecture: int, launchers: bool, answer: Conne
     """In a process of its own: into Triton's cache."""
     from triton.runtime import driver
 
-    driver.set_active(_Driver(architecture))
+    from benchmarks.support.compiled import TargetDriver
+
+    driver.set_active(TargetDriver(architecture))
     problem = ""
     try:
         built = variant.kernel.run(*variant.arguments, grid=(1,), warmup=True, **variant.keywords)
@@ -137,24 +140,6 @@ def _build_launcher(built: Any) -> None:
 
     if hasattr(driver, "make_launcher"):
         driver.CudaLauncher(built.src, built.metadata)
-
-
-class _Driver:
-    """What Triton asks of a driver before it launches: which GPU to compile for."""
-
-    def __init__(self, architecture: int):
-        self.architecture = architecture
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.architecture, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 # ------------------------------------------------------------------------------------------------- what is launched
@@ -176,7 +161,7 @@ def launched() -> list[Variant]:
         found.setdefault((self.__name__, *key), Variant(self, args, kwargs))
 
     with mock.patch.object(triton.JITFunction, "run", run):
-        for work in (_digests, _quantized, _computed, _updates, _products):
+        for work in (_digests, _quantized, _computed, _four_bits, _updates, _products):
             work()
     return list(found.values())
 
@@ -260,6 +245,25 @@ def _computed() -> None:
                         matrix = LazyTensor(source, (source.rows, source.cols))
                         native.quantize(matrix, rule, direction, scale=scale)
                     native.quantize(matrix, rule, direction, **straight)
+
+
+def _four_bits() -> None:
+    """NVFP4's casts, of even and odd sizes, which GPUs without a product for them do not need."""
+    from megatron_fp8.kernels import fp4_quantize
+    from megatron_fp8.numerics.cast import RandomKey
+
+    for rows, cols in ((8192, 4096), (70, 200), (129, 257)):
+        x, draws = empty(rows, cols, dtype=BF16), fp4_quantize.Draws(RandomKey(0), 0, cols)
+        layouts: tuple[dict[str, Any], ...] = ({}, {"tiled": True, "pad_to": 32, "room": 16})
+        ways: tuple[dict[str, Any], ...] = (
+            {"square": True},
+            {"transformed": True},
+            {"transformed": True, "draws": draws},
+        )
+        for layout, how in product(layouts, ways):
+            for direction in ("both", "rowwise", "columnwise"):
+                fp4_quantize.cast(x, direction, empty(2), **how, **layout)
+        fp4_quantize.find_amaxes(x, transformed=True)
 
 
 def _running() -> Any:

@@ -20,7 +20,8 @@ The model, for an H200 (and a B200):
 * Programs a multiprocessor: by registers (65,536), shared memory (227 KB) and threads (2,048).
 
 The goal: issue time at most 0.75 of memory time, nothing spilled, two programs a multiprocessor. Every kernel meets it on
-an H200; on a B200, whose memory is faster, some do not. These are counts, not measurements.
+an H200; on a B200, whose memory is faster, some do not. NVFP4's are counted for a B200 alone, which multiplies their
+codes. These are counts, not measurements.
 
 --products: registers, spills and shared memory of the block-scaled product, which tensor cores bound and not memory.
 """
@@ -83,6 +84,7 @@ class Work:
         loaded, stored: bytes a value that have to be moved.
         ways: bytes a value that a program loads: where programs differ, of each kind, all equally frequent.
         loop_bytes: bytes a thread that a loop loads, if it has one.
+        architecture: the oldest that launches it.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Work:
     stored: float
     ways: tuple[float, ...]
     loop_bytes: int = 0
+    architecture: int = 90
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,36 @@ def works() -> list[Work]:
             lambda: update_delayed(slots, slots, many, many, rings.rows, rings.maxima, slots, length=1024),
             "_update", 1024 * 64, 4.0, 0.0, (4.0,),
         ),
+        *four_bits(x, plain),
+    ]  # fmt: skip
+
+
+def four_bits(x: torch.Tensor, values: int) -> list[Work]:
+    """NVFP4, whose casts write half a byte and a sixteenth a value. Each direction by itself: of both, each of two
+    programs makes one of the same tile, and the second reads it from the L2 cache."""
+    from megatron_fp8.kernels.fp4_quantize import Draws, cast, find_amaxes
+    from megatron_fp8.numerics.cast import RandomKey
+
+    layout: dict[str, Any] = {"tiled": True, "pad_to": 32, "room": 16}
+    draws = Draws(RandomKey(7, 6, 5, 4), 0, HIDDEN)
+
+    def work(name: str, direction: Any, **how: Any) -> Work:
+        def launch() -> Any:
+            return cast(x, direction, empty(2), **how, **layout)
+
+        return Work(f"NVFP4, {name}", launch, "cast_fp4", values, 2.0, 9 / 16, (2.0,), architecture=100)
+
+    return [
+        Work(
+            "NVFP4 amaxes, transformed", lambda: find_amaxes(x, transformed=True, record=recording()),
+            "find_fp4_amaxes", values, 2.0, 0.0, (2.0,), architecture=100,
+        ),
+        work("rows", "rowwise"),
+        work("columns, transformed", "columnwise", transformed=True),
+        work("rows, stochastic", "rowwise", draws=draws),
+        work("columns, transformed, stochastic", "columnwise", transformed=True, draws=draws),
+        work("weight's rows, 16x16", "rowwise", square=True),
+        work("weight's columns, 16x16", "columnwise", square=True),
     ]  # fmt: skip
 
 
@@ -402,7 +435,11 @@ def main() -> int:
     counts, parts = [], ["Counted in machine code; no GPU ran it, and nothing here is a measurement."]
     for device in DEVICES:
         if args.device in device.name:
-            mine = [counted(w, device) for w in works() if args.only in w.name]
+            mine = [
+                counted(w, device)
+                for w in works()
+                if args.only in w.name and w.architecture <= device.architecture
+            ]
             counts += mine
             parts.append(f"## {device.name}, compute capability {device.architecture // 10}.0")
             parts.append(table(HEADER, rows_of(mine)))

@@ -19,6 +19,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 
 TYPES = {
     torch.float32: "fp32",
@@ -60,6 +61,22 @@ class Compiled:
         return {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
 
 
+class TargetDriver:
+    """What Triton asks of a driver: which GPU to compile for. Kernels choose instructions by it (fp4_math.py)."""
+
+    def __init__(self, architecture: int):
+        self.architecture = architecture
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.architecture, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
 def compiled(function: Callable[[], Any], architecture: int = 90) -> list[Compiled]:
     """The launches of function(), compiled for an architecture (90 for an H100), in their order; none runs.
 
@@ -67,6 +84,7 @@ def compiled(function: Callable[[], Any], architecture: int = 90) -> list[Compil
     multiples of 16, ones and None).
     """
     found: list[Compiled] = []
+    driver.set_active(TargetDriver(architecture))
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         options = {key: kwargs.pop(key) for key in OPTIONS if key in kwargs}

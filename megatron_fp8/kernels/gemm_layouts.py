@@ -63,9 +63,9 @@ WIDTH = 32
 _PROGRAM = 4096
 
 
-def tiled_size(rows: int, cols: int) -> int:
-    """Bytes of the tiled scales of codes [rows, cols]."""
-    return -(-rows // 128) * -(-cols // (4 * WIDTH)) * 512  # triton.cdiv takes 2 us
+def tiled_size(rows: int, cols: int, width: int = WIDTH) -> int:
+    """Bytes of the tiled scales of codes [rows, cols], one for 1 x width."""
+    return -(-rows // 128) * -(-cols // (4 * width)) * 512  # triton.cdiv takes 2 us
 
 
 @on_its_device

@@ -196,7 +196,7 @@ def quantize_tiles(
         block = (across * ACROSS + tl.arange(0, ACROSS))[None, :]
         _, inverse = scales(row_bits[:, :, None], epsilon, factor, E4M3, KIND)
         if TILED:
-            _store_tiled(row_scale, inverse, row, block, row_major, rows, tl.cdiv(cols, BLOCK))
+            store_tiled(row_scale, inverse, row, block, row_major, rows, tl.cdiv(cols, BLOCK), 127)
         else:
             at = row_scale + row.to(tl.int64) * row_major + block.to(tl.int64) * row_minor
             tl.store(at[:, :, None], inverse, mask=((row < rows) & (block * BLOCK < cols))[:, :, None])
@@ -205,7 +205,7 @@ def quantize_tiles(
         block = (down * DOWN + tl.arange(0, DOWN))[:, None]
         _, inverse = scales(col_bits[:, :, None], epsilon, factor, E4M3, KIND)
         if TILED:
-            _store_tiled(col_scale, inverse, col, block, col_major, cols, tl.cdiv(rows, BLOCK))
+            store_tiled(col_scale, inverse, col, block, col_major, cols, tl.cdiv(rows, BLOCK), 127)
         else:
             at = col_scale + col.to(tl.int64) * col_major + block.to(tl.int64) * col_minor
             tl.store(at[:, :, None], inverse, mask=((col < cols) & (block * BLOCK < rows))[:, :, None])
@@ -230,12 +230,14 @@ def _store_square(scale, inverse, row, block, major, blocks):
 
 
 @triton.jit
-def _store_tiled(scale, inverse, row, block, major, rows, blocks):
-    """Writes E8M0 scales of rows and blocks of codes into tiles; the padding of tiles is 2^0."""
+def store_tiled(scale, inverse, row, block, major, rows, blocks, FILL: tl.constexpr):
+    """Writes one-byte scales of rows and blocks of codes into tiles; the padding of tiles is FILL (E8M0: 127, 2^0)."""
     inside = (row < rows) & (block < blocks)
     padded = (row < tl.cdiv(rows, 128) * 128) & (block < tl.cdiv(blocks, 4) * 4)
     at = scale + tiled_at(row, block, major)
-    tl.store(at[:, :, None], tl.where(inside[:, :, None], inverse, 127).to(tl.uint8), mask=padded[:, :, None])
+    tl.store(
+        at[:, :, None], tl.where(inside[:, :, None], inverse, FILL).to(tl.uint8), mask=padded[:, :, None]
+    )
 
 
 @triton.jit

@@ -67,17 +67,23 @@ def codes_like(rows: int, cols: int, fmt: FloatFormat, device: torch.device) -> 
 
 
 @triton.jit
-def place(cols, COLS: tl.constexpr):
-    """(row of tiles, column of tiles) of this program. Columns vary fastest, so that data read twice is still in L2."""
+def place(cols, COLS: tl.constexpr, EACH: tl.constexpr = 1):
+    """(row of tiles, column of tiles) of this program. Columns vary fastest, so that data read twice is still in L2.
+
+    EACH: so many successive programs have the same tile.
+    """
     across = (cols - 1) // COLS + 1  # 1 without columns: the quotient is truncated towards zero
-    return tl.program_id(0) // across, tl.program_id(0) % across
+    return tl.program_id(0) // EACH // across, tl.program_id(0) // EACH % across
 
 
 @triton.jit
-def rows_of(ROWS: tl.constexpr):
-    """int32 [ROWS]: the matrix's row, from the tile's first, of each row of a tile: 0, 4, 8 ... 1, 5, 9 ..."""
+def rows_of(ROWS: tl.constexpr, RUN: tl.constexpr = 4):
+    """int32 [ROWS]: the matrix's row, from the tile's first, of each row of a tile: 0, 4, 8 ... 1, 5, 9 ...
+
+    RUN: so many successive rows of the matrix are one thread's.
+    """
     at = tl.arange(0, ROWS)
-    return at % (ROWS // 4) * 4 + at // (ROWS // 4)
+    return at % (ROWS // RUN) * RUN + at // (ROWS // RUN)
 
 
 @triton.jit
@@ -238,6 +244,8 @@ def load(
     WEIGHTED: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    RUN: tl.constexpr = 4,
+    EACH: tl.constexpr = 1,
 ):
     """This program's tile [ROWS, COLS] of the source in x's dtype, its rows in tiles.rows_of order; 0 outside of rows x
     cols, for any statistic of a row.
@@ -251,9 +259,9 @@ def load(
 
     Each row has an address, from which its columns are constants away. Offsets inside a tile are 32-bit numbers.
     """
-    down_tile, across_tile = place(cols, COLS)
+    down_tile, across_tile = place(cols, COLS, EACH)
     top, left = down_tile * ROWS, across_tile * COLS
-    down = rows_of(ROWS)
+    down = rows_of(ROWS, RUN)
     across = tl.arange(0, COLS)
     in_rows = top + down < rows
     in_cols = left + across < cols

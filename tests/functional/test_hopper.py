@@ -28,6 +28,7 @@ SOME = (
     ),
     *("swiglu-weight-grad", "transpose", "piece-amax", "piece-cast", "update", "update-short"),
     *("matmul", "matmul-wgrad", "matmul-wgrad-added", "matmul-grouped", "matmul-grouped-wgrad"),
+    *("nvfp4", "nvfp4-amaxes@100", "nvfp4@100", "nvfp4-stochastic@100", "nvfp4@120", "nvfp4-weight@120"),
 )
 """Each kernel, with each format and source. The others are of other scales, or of rows that 16 does not divide."""
 
@@ -46,7 +47,7 @@ def launches(request):
         text=True,
         cwd=ROOT,
         env=environment,
-        timeout=280,
+        timeout=400,
     )
     assert out.returncode == 0, out.stderr[-3000:]
     return [json.loads(line) for line in out.stdout.splitlines()]
@@ -58,7 +59,7 @@ def named(launches, *prefixes):
     return found
 
 
-QUANTISING = ("delayed", "tensorwise", "rowwise", "blockwise", "mx", "norm", "swiglu")
+QUANTISING = ("delayed", "tensorwise", "rowwise", "blockwise", "mx", "norm", "swiglu", "nvfp4")
 
 
 def test_nothing_flushes_subnormals_or_approximates(launches):
@@ -97,6 +98,17 @@ def test_nothing_spills(launches):
     for launch in named(launches, *QUANTISING):
         assert launch["stack"] == 0, f"{launch['name']} spills"
         assert 2 * launch["registers"] * 32 * launch["warps"] <= 65536, launch["name"]
+
+
+def test_four_bits_have_an_instruction_where_gpus_have_it(launches):
+    """Where not, and if rounded stochastically, codes are arithmetic; sm_120 has no instruction for that."""
+    for launch in named(launches, "nvfp4"):
+        instruction = "cvt.rn.satfinite.e2m1x2.f32" in launch["opcodes"]
+        blackwell = "@" in launch["name"] and launch["kernel"] == "cast_fp4"
+        assert instruction == (
+            blackwell and "stochastic" not in launch["name"] and "grad" not in launch["name"]
+        ), launch["name"]
+        assert not [o for o in launch["opcodes"] if o.startswith("cvt.rs")], launch["name"]
 
 
 def test_memory_is_accessed_sixteen_bytes_at_a_time(launches):

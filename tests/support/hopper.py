@@ -1,9 +1,9 @@
-"""Kernels compiled for an H100 without one: every launch of a function becomes PTX and machine code, and none runs.
+"""Kernels compiled for an H100, or another GPU, without one: every launch becomes PTX and machine code, and none runs.
 
 Triton brings NVIDIA's assembler, so a wrong type, a spilled register or an instruction that flushes subnormals shows on
 any machine. Must run in a process that does not interpret kernels:
 
-    TRITON_INTERPRET=0 python -m tests.support.hopper [NAME ...]      # a line of JSON for each launch
+    TRITON_INTERPRET=0 python -m tests.support.hopper [NAME[@ARCHITECTURE] ...]      # a line of JSON for each launch
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from benchmarks.support.compiled import Compiled, compiled
 from benchmarks.support.machine_code import blocks_of, disassembled, hot_path
 from megatron_fp8.kernels.block_matmul import Product, block_matmul, grouped_block_matmul
 from megatron_fp8.kernels.delayed_update import update_delayed
+from megatron_fp8.kernels.fp4_quantize import Draws, cast, find_amaxes
 from megatron_fp8.kernels.fused_quantize import Swiglu, SwigluGradient, swiglu_weight_grad
 from megatron_fp8.kernels.gemm_layouts import transpose
 from megatron_fp8.kernels.param_cast import piece_amax, piece_cast
@@ -31,6 +32,7 @@ from megatron_fp8.kernels.quantize import (
     quantize_tensor,
     write,
 )
+from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from tests.support.matrices import normalized
 
@@ -74,6 +76,8 @@ def launches() -> dict[str, Callable[[], Any]]:
     by_row, square = empty(32, 8192).t(), empty(32, 32)
     gamma, one, record = empty(4096, dtype=torch.bfloat16), empty(), Record(empty(), empty())
     master, pieces, many = empty(1 << 22), empty(1 << 22, dtype=torch.uint8), torch.int64
+    fp4: dict[str, Any] = {"tiled": True, "pad_to": 32, "room": 16}
+    draws = Draws(RandomKey(5, 6, 7, 8), 0, 4096)
     return {
         "measure": lambda: measure(x, rows=True, cols=True, record=record),
         "delayed": lambda: quantize_tensor(x, E4M3, scale=one, record=record),
@@ -99,6 +103,14 @@ def launches() -> dict[str, Callable[[], Any]]:
             SwigluGradient(dy, x), E4M3, block=128, record=record
         ),
         "swiglu-weight-grad": lambda: swiglu_weight_grad(dy, x),
+        "nvfp4-amaxes": lambda: find_amaxes(x, transformed=True, record=record),
+        "nvfp4": lambda: cast(x, "both", empty(2), transformed=True, **fp4),
+        "nvfp4-weight": lambda: cast(x, "both", empty(2), square=True, **fp4),
+        "nvfp4-stochastic": lambda: cast(x, "both", empty(2), transformed=True, draws=draws, **fp4),
+        "nvfp4-norm": lambda: cast(normalized(x, gamma), "both", empty(2), transformed=True, **fp4),
+        "nvfp4-swiglu-grad": lambda: cast(
+            SwigluGradient(dy, x), "both", empty(2), transformed=True, draws=draws, **fp4
+        ),
         "transpose": lambda: transpose(codes),
         "piece-amax": lambda: piece_amax(master, 0, (4096, 4096), torch.bfloat16, square, one),
         "piece-cast": lambda: piece_cast(master, 0, (4096, 4096), torch.bfloat16, square, pieces, E4M3),
@@ -145,9 +157,13 @@ def launches() -> dict[str, Callable[[], Any]]:
 
 def main() -> None:
     made = launches()
-    for name in sys.argv[1:] or made:
-        for launch in compiled(made[name]):
-            print(json.dumps({"name": name} | described(name, launch)), flush=True)
+    for wanted in sys.argv[1:] or [
+        *made,
+        *(f"{name}@{a}" for name in made if "nvfp4" in name for a in (100, 120)),
+    ]:
+        name, _, architecture = wanted.partition("@")
+        for launch in compiled(made[name], int(architecture or 90)):
+            print(json.dumps({"name": wanted} | described(name, launch)), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from benchmarks.support.compare import assert_same_bytes
@@ -14,6 +16,24 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(1, 1), (7, 33), (200, 129), (1, 200), (129, 7)]
 BYTES = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+EVERY_16_BITS = torch.arange(65536, dtype=torch.int32).to(torch.int16)
+
+
+def random_bits(n: int) -> torch.Tensor:
+    """float32 of random bits: every kind of number, NaN payloads included."""
+    bits = torch.randint(-(2**31), 2**31, (n,), generator=torch.Generator().manual_seed(1))
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def amaxes() -> torch.Tensor:
+    """Zero, Inf, the extremes, random numbers, and each power of two times fp8 maxima with its neighbours."""
+    special = [0.0, math.inf, 2.0**-149, 2.0**-126, 3.4028234663852886e38, 448.0, 57344.0, 1.0]
+    powers = torch.exp2(torch.arange(-126, 118).float())
+    edges = torch.cat([powers, 448 * powers[:230]])
+    near = torch.cat([(edges.view(torch.int32) + d).view(torch.float32) for d in (-1, 0, 1)])
+    any_bits = random_bits(20_000).abs()
+    every_bfloat16 = EVERY_16_BITS[:0x7F80].view(torch.bfloat16).float()
+    return torch.cat([torch.tensor(special), near, any_bits[~any_bits.isnan()], every_bfloat16])
 
 
 def mixed(shape: tuple[int, int], dtype: torch.dtype, special: bool = False, seed: int = 0) -> torch.Tensor:

@@ -424,20 +424,22 @@ def tiles_of(side: QuantizedSide) -> torch.Tensor:
     return swizzle(scale)
 
 
-def swizzle(scale: torch.Tensor) -> torch.Tensor:
-    """E8M0 scales [rows, blocks] in the layout of Blackwell's tensor cores: tiles of 128 rows by 4 blocks, 512 bytes
+def swizzle(scale: torch.Tensor, fill: int = 127) -> torch.Tensor:
+    """One-byte scales [rows, blocks] in the layout of Blackwell's tensor cores: tiles of 128 rows by 4 blocks, 512 bytes
     each.
 
     Scale (i, j) goes to byte ((i // 128) * tiles_per_row + j // 4) * 512 + (i % 32) * 16 + (i % 128 // 32) * 4 + j % 4.
-    The padding is 2^0.
+
+    Args:
+        fill: the padding's byte; E8M0's 127 is 2^0.
 
     Returns:
-        float8_e8m0fnu [128 * ceil(rows / 128) * 4 * ceil(blocks / 4)].
+        [128 * ceil(rows / 128) * 4 * ceil(blocks / 4)], of the scales' dtype.
     """
     rows, blocks = scale.shape
     tall, wide = -(-rows // 128), -(-blocks // 4)
     byte = scale.view(torch.uint8)
-    padded = byte.new_full((tall * 128, wide * 4), 127)
+    padded = byte.new_full((tall * 128, wide * 4), fill)
     padded[:rows, :blocks] = byte
     tiles = padded.view(tall, 4, 32, wide, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(-1).view(torch.float8_e8m0fnu)
+    return tiles.reshape(-1).view(scale.dtype)

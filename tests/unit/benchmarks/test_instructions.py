@@ -14,9 +14,10 @@ PAGE = (RESULTS / "instructions.md").read_text()
 
 
 def test_every_kernel_is_counted_for_both_devices():
-    names = [work.name for work in instructions.works()]
-    assert len(set(names)) == len(names) > 30
+    works = instructions.works()
+    assert len({work.name for work in works}) == len(works) > 30
     for device in instructions.DEVICES:
+        names = [work.name for work in works if work.architecture <= device.architecture]
         assert [c["name"] for c in KEPT["results"] if c["device"] == device.name] == names
     assert "triton" in KEPT["environment"]["versions"] and "no GPU ran it" in PAGE
 
@@ -26,3 +27,7 @@ def test_every_kernel_is_counted_for_both_devices():
 )
 def test_the_goal_is_met(count):
     assert count["ratio"] <= 0.75 and not count["spilled"] and count["programs"] >= 2 and count["meets"]
+
+
+def test_no_kernel_spills():
+    assert [c["name"] for c in KEPT["results"] if c["spilled"] or c["programs"] < 2] == []

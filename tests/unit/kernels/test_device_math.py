@@ -14,10 +14,9 @@ from megatron_fp8.kernels import device_math
 from megatron_fp8.kernels.cast_dispatch import cast, compute_e8m0, e8m0_to_scale
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import compute_scale, compute_scale_inv
-from tests.support.matrices import DEVICE
+from tests.support.matrices import DEVICE, EVERY_16_BITS, amaxes, random_bits
 
 FORMATS = [pytest.param(E4M3, id="e4m3"), pytest.param(E5M2, id="e5m2")]
-EVERY_16_BITS = torch.arange(65536, dtype=torch.int32).to(torch.int16)
 BLOCK = 4096
 
 
@@ -62,12 +61,6 @@ def convert_all(x, wide, back, n, BLOCK: tl.constexpr):
     tl.store(back + at, device_math.narrow(device_math.widen(value) * 1.001, value.dtype), mask=at < n)
 
 
-def random_bits(n: int) -> torch.Tensor:
-    """float32 of random bits: every kind of number, NaN payloads included."""
-    bits = torch.randint(-(2**31), 2**31, (n,), generator=torch.Generator().manual_seed(1))
-    return bits.to(torch.int32).view(torch.float32)
-
-
 def ties(fmt) -> torch.Tensor:
     """float32 at and one ulp beside every code's value and every midpoint between two, both signs."""
     values = torch.arange(0x7F if fmt is E4M3 else 0x7C, dtype=torch.uint8).view(fmt.dtype).to(torch.float32)
@@ -100,17 +93,6 @@ def test_decode(fmt):
     expected = codes.view(fmt.dtype).to(torch.float32)
     expected.view(torch.int32)[expected.isnan()] = 0x7FC00000  # the one quiet NaN, whatever the code's sign
     assert_same_bytes(values.cpu(), expected, fmt.name)
-
-
-def amaxes() -> torch.Tensor:
-    """Zero, Inf, the extremes, random numbers, and each power of two times fp8 maxima with its neighbours."""
-    special = [0.0, math.inf, 2.0**-149, 2.0**-126, 3.4028234663852886e38, 448.0, 57344.0, 1.0]
-    powers = torch.exp2(torch.arange(-126, 118).float())
-    edges = torch.cat([powers, 448 * powers[:230]])
-    near = torch.cat([(edges.view(torch.int32) + d).view(torch.float32) for d in (-1, 0, 1)])
-    any_bits = random_bits(20_000).abs()
-    every_bfloat16 = EVERY_16_BITS[:0x7F80].view(torch.bfloat16).float()
-    return torch.cat([torch.tensor(special), near, any_bits[~any_bits.isnan()], every_bfloat16])
 
 
 @pytest.mark.parametrize("kind", ["fp32", "pow2", "e8m0"])

@@ -1,0 +1,158 @@
+"""NVFP4 quantization on a GPU: one read for the tensor's amaxes, one for codes and scales of both directions.
+
+Bits are those of backends/fp4.py: ``find_amaxes``, a reduction over ranks if there is one, ``cast``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..numerics.cast import RandomKey
+from ..numerics.formats import E2M1
+from ..numerics.rule import Direction
+from .fp4_kernels import cast_fp4, find_fp4_amaxes
+from .gemm_layouts import tiled_size
+from .launch_cache import launch
+from .quantize import Record, measure, round_up
+from .tiles import Plain, Tile, TileSource, grid_of
+
+TILE = Tile(128, 128, 4)
+"""A thread has 16 rows of eight columns. Whole tiles of scales, in both directions."""
+_BLOCK = 16
+
+
+class Draws(NamedTuple):
+    """Random bytes of stochastic rounding. first, step: the logical index of the matrix's first element, and from one row
+    to the next (backends/base.py's Region)."""
+
+    key: RandomKey
+    first: int
+    step: int
+
+
+class Side(NamedTuple):
+    """One direction: codes float4_e2m1fn_x2 [R, C / 2], C in whole blocks; scales float8_e4m3fn [R, ceil(C / 16)] (square
+    blocks: [ceil(R / 16), ceil(C / 16)]) or in tiles (gemm_layouts.py); amax float32 [], 2688 for Inf."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    amax: torch.Tensor
+
+
+def find_amaxes(
+    x: torch.Tensor | TileSource, *, transformed: bool, record: Record | None = None, tile: Tile = TILE
+) -> torch.Tensor:
+    """float32 [2]: the amax of x [rows, cols], and of its columns; the same unless they are ``transformed`` (the random
+    Hadamard transform). ``record`` receives the former in its running amax, and the count of NaN and Inf."""
+    source = x if isinstance(x, TileSource) else Plain(x)
+    found = torch.zeros(2, dtype=torch.float32, device=source.device)
+    count = torch.zeros((), dtype=torch.float32, device=source.device) if record is None else record.nonfinite
+    running = None if record is None else record.running
+    if not transformed:
+        measure(source, record=Record(found[0], count, running))
+        found[1] = found[0]
+    elif source.rows and source.cols:
+        launch(
+            find_fp4_amaxes,
+            source.grid(tile),
+            **source.arguments(),
+            amax=found.view(torch.int32)[0],
+            turned_amax=found.view(torch.int32)[1],
+            nonfinite=count,
+            running=None if running is None else running.view(torch.int32),
+            RUNNING=running is not None,
+            **tile.options(),
+        )
+    return found
+
+
+def cast(
+    x: torch.Tensor | TileSource,
+    direction: Direction,
+    amaxes: torch.Tensor,
+    *,
+    square: bool = False,
+    transformed: bool = False,
+    draws: Draws | None = None,
+    tiled: bool = False,
+    pad_to: int = _BLOCK,
+    room: int = 1,
+    tile: Tile = TILE,
+) -> tuple[Side | None, Side | None]:
+    """Rowwise and columnwise codes and scales of x [rows, cols].
+
+    Args:
+        amaxes: float32 [2], ``find_amaxes``', reduced or not.
+        square: blocks of 16x16, else 1x16 in each direction.
+        transformed: the columnwise side is that of the matrix after the transform.
+        draws: for stochastic rounding.
+        tiled: scales in the GEMM's tiles.
+        pad_to: codes reach to a multiple of it along the contraction; 16 or a multiple.
+        room: allocate codes for rows up to a multiple of it; the extra rows are not written.
+    """
+    source = x if isinstance(x, TileSource) else Plain(x)
+    rows, cols = source.rows, source.cols
+    used = torch.zeros(2, dtype=torch.float32, device=source.device)
+    rowwise = columnwise = None
+    if direction != "columnwise":
+        rowwise = _empty(rows, cols, used[0], square, tiled, pad_to, room)
+    if direction != "rowwise":
+        columnwise = _empty(cols, rows, used[1], square, tiled, pad_to, room)
+    if rows and cols:
+        key = RandomKey(0) if draws is None else draws.key
+        # A tile of scales is 128 rows high: extra programs fill the padding.
+        high, wide = (round_up(rows, 128), round_up(cols, 128)) if tiled else (rows, cols)
+        (programs,) = grid_of(high, wide, tile)
+        shared = {
+            **source.arguments(),
+            "amax": amaxes[0],
+            "turned_amax": amaxes[1],
+            "used": used,
+            "index": 0 if draws is None else draws.first,
+            "index_step": 0 if draws is None else draws.step,
+            **{name: _as_int32(getattr(key, name)) for name in ("seed", "site", "iteration", "microbatch")},
+            "SQUARE": square,
+            "HADAMARD": transformed,
+            "STOCHASTIC": draws is not None,
+            "ALIGNED": draws is None or draws.first % _BLOCK == draws.step % _BLOCK == 0,
+            "TILED": tiled,
+            **tile.options(),
+        }
+        # A kernel that draws for both directions would need more registers than a thread has.
+        launches = [(rowwise, columnwise)] if draws is None else [(rowwise, None), (None, columnwise)]
+        for row, column in launches:
+            if row or column:
+                grid = (programs * (2 if row and column else 1),)
+                launch(cast_fp4, grid, **shared, **_arguments("row", row), **_arguments("col", column))
+    return rowwise, columnwise
+
+
+def _empty(
+    rows: int, cols: int, amax: torch.Tensor, square: bool, tiled: bool, pad_to: int, room: int
+) -> Side:
+    """An unwritten side of codes [rows, cols]."""
+    device, blocks = amax.device, -(-cols // _BLOCK)
+    codes = torch.empty(round_up(rows, room), round_up(cols, pad_to) // 2, dtype=torch.uint8, device=device)
+    shape = (-(-rows // _BLOCK) if square else rows, blocks)
+    scales = torch.empty(tiled_size(rows, cols, _BLOCK) if tiled else shape, dtype=torch.uint8, device=device)
+    return Side(codes[:rows].view(E2M1.dtype), scales.view(torch.float8_e4m3fn), amax)
+
+
+def _arguments(name: str, side: Side | None) -> dict[str, Any]:
+    """A direction's arguments of ``cast_fp4``; {name}wise: whether it is written."""
+    names, flag = [f"{name}_{each}" for each in ("codes", "stride", "scale", "major")], _FLAGS[name]
+    if side is None:
+        return dict(zip(names, (None, 0, None, 0), strict=True)) | {flag: False}
+    codes, scales = side.codes.view(torch.int32), side.scales.view(torch.uint8)
+    major = scales.stride(0) if scales.ndim == 2 else tiled_size(1, 8 * codes.shape[1], _BLOCK)
+    return dict(zip(names, (codes, codes.shape[1], scales, major), strict=True)) | {flag: True}
+
+
+_FLAGS = {"row": "ROWWISE", "col": "COLUMNWISE"}
+
+
+def _as_int32(number: int) -> int:
+    """number mod 2^32 as a signed number: Triton compiles one variant for all."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
