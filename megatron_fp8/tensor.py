@@ -110,17 +110,20 @@ class QuantizedSide:
 
     def plain(self) -> QuantizedSide:
         """Returns the logical layout: itself; without padding, as a view; if tiled, with a copy of its scales."""
-        if self.tensor_amax is not None:
-            return self
-        if self.padding:
+        if self.padding and self.tensor_amax is None:
             return replace(self, codes=self.codes[:, : self.shape[1]], padding=0).plain()
         if not self.tiled:
             return self
-        (rows, cols), width = self.codes.shape, self.granularity.cols
+        (rows, cols), width = self.shape, self.granularity.cols
         tall, across = -(-rows // 128), -(-cols // width)
         tiles = self.scale_inv.view(torch.uint8).view(tall, -(-across // 4), 32, 4, 4)
-        plain = tiles.permute(0, 3, 2, 1, 4).reshape(tall * 128, -1)[:rows, :across].contiguous()
-        return replace(self, scale_inv=plain.view(torch.float8_e8m0fnu), tiled=False)
+        plain = tiles.permute(0, 3, 2, 1, 4).reshape(tall * 128, -1)[: rows : self.granularity.rows, :across]
+        made = replace(self, scale_inv=plain.contiguous().view(self.scale_inv.dtype), tiled=False)
+        if self.tensor_amax is None:
+            return made
+        whole = nvfp4.padded(cols)  # a product's codes may reach further
+        codes = self.codes[:, : whole // E2M1.codes_per_byte].contiguous()
+        return replace(made, codes=codes, padding=whole - cols)
 
     def expanded_scale_inv(self) -> torch.Tensor:
         """Returns float32, broadcastable to the matrix: one scale for every element (a copy only for blocks). NVFP4's
@@ -146,6 +149,8 @@ class QuantizedSide:
         """Returns codes * scale_inv in float32, rounded once to dtype; NaN codes and scales give the canonical quiet
         NaN. A transformed matrix is transformed back, before the rounding."""
         if self.tensor_amax is not None:
+            if self.tiled:
+                return self.plain().dequantize(dtype)
             values = nvfp4.values(self.codes)
             scale = expand_scale(self.float_scale_inv(), self.granularity, values.shape)
             values = values * scale * nvfp4.tensor_scale_inv(self.tensor_amax)

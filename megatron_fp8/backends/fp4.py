@@ -146,7 +146,7 @@ def operands(a: QuantizedSide, b: QuantizedSide) -> tuple[Operand, Operand]:
     """C's operands for sides a [M, K] and b [N, K], one or both of them NVFP4: codes, or decoded values if C's inner loop
     does not decode them. a's scale is the tensors' factor."""
     dtype = _work_dtype(a, b)
-    return _operand(a, dtype)._replace(scale=_factor(a, b)), _operand(b, dtype)
+    return _operand(a, dtype)._replace(scale=tensor_factor(a, b)), _operand(b, dtype)
 
 
 def _operand(side: QuantizedSide, dtype: torch.dtype) -> Operand:
@@ -171,7 +171,7 @@ def gemm(
     Args:
         a: [M, K]; b: [N, K].
     """
-    alpha = _factor(a, b)
+    alpha = tensor_factor(a, b)
     if exact:
         values_a, values_b = (_values(side, torch.float64) for side in (a, b))
         return finish(values_a @ values_b.t(), alpha.to(torch.float64), bias, out_dtype)
@@ -195,7 +195,7 @@ def multiply_few_rows(
     """``emulated.gemm`` for at most 16 rows, such as decoded tokens. Reads b's codes once, without a copy. None if the
     tensors' factor is too small or large for C. bias: float32 [N]."""
     values = _values(a, torch.bfloat16).contiguous()
-    return cpu_fp4.multiply_few_rows(values, b.codes, b.scale_inv, _factor(a, b), bias, out_dtype)
+    return cpu_fp4.multiply_few_rows(values, b.codes, b.scale_inv, tensor_factor(a, b), bias, out_dtype)
 
 
 def _work_dtype(a: QuantizedSide, b: QuantizedSide) -> torch.dtype:
@@ -216,7 +216,7 @@ def _values(side: QuantizedSide, dtype: torch.dtype) -> torch.Tensor:
 
 
 @keeping_subnormals
-def _factor(a: QuantizedSide, b: QuantizedSide) -> torch.Tensor:
+def tensor_factor(a: QuantizedSide, b: QuantizedSide) -> torch.Tensor:
     """float32 []: the product of both tensors' amaxes over 2688^2; over 2688 where one side is NVFP4."""
     amaxes = [side.tensor_amax for side in (a, b) if side.tensor_amax is not None]
     amax = amaxes[0] * amaxes[1] if len(amaxes) == 2 else amaxes[0]

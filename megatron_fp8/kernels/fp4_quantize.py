@@ -42,14 +42,21 @@ class Side(NamedTuple):
 
 
 def find_amaxes(
-    x: torch.Tensor | TileSource, *, transformed: bool, record: Record | None = None, tile: Tile = TILE
+    x: torch.Tensor | TileSource,
+    *,
+    transformed: bool,
+    nonfinite: torch.Tensor | None = None,
+    running: torch.Tensor | None = None,
+    tile: Tile = TILE,
 ) -> torch.Tensor:
     """float32 [2]: the amax of x [rows, cols], and of its columns; the same unless they are ``transformed`` (the random
-    Hadamard transform). ``record`` receives the former in its running amax, and the count of NaN and Inf."""
+    Hadamard transform).
+
+    nonfinite (float32 []) is increased by the number of NaN and Inf, running (float32 []) updated by x's amax.
+    """
     source = x if isinstance(x, TileSource) else Plain(x)
     found = torch.zeros(2, dtype=torch.float32, device=source.device)
-    count = torch.zeros((), dtype=torch.float32, device=source.device) if record is None else record.nonfinite
-    running = None if record is None else record.running
+    count = torch.zeros_like(found[0]) if nonfinite is None else nonfinite
     if not transformed:
         measure(source, record=Record(found[0], count, running))
         found[1] = found[0]

@@ -70,19 +70,28 @@ def tiled_size(rows: int, cols: int, width: int = WIDTH) -> int:
 
 @on_its_device
 def tile_scales(
-    scale: torch.Tensor, rows: int, cols: int, *, height: int = 1, width: int = WIDTH
+    scale: torch.Tensor,
+    rows: int,
+    cols: int,
+    *,
+    height: int = 1,
+    width: int = WIDTH,
+    unit: int = WIDTH,
+    fill: int = 127,
 ) -> torch.Tensor:
-    """Tiled scales, float8_e8m0fnu [tiled_size], of codes [rows, cols] with one scale_inv per height x width block.
+    """Tiled scales [tiled_size], float8_e8m0fnu or scale's, of codes [rows, cols] with one scale_inv per height x width
+    block.
 
     Args:
-        scale: [ceil(rows / height), ceil(cols / width)], any strides; float8_e8m0fnu, or float32 powers of two from
+        scale: [ceil(rows / height), ceil(cols / width)], any strides; one byte each, or float32 powers of two from
             2^-127 to 2^127, a wider range than specified scales have (NaN and Inf become NaN).
-        width: a multiple of 32.
+        width: a multiple of unit, the columns of one scale in the tiles.
+        fill: the padding's byte.
     """
     assert scale.shape == (triton.cdiv(rows, height), triton.cdiv(cols, width)), "one scale a block"
-    assert width % WIDTH == 0, "whole MX blocks share a scale"
+    assert width % unit == 0, "whole blocks share a scale"
     exponents = scale.dtype != torch.float32
-    out = torch.empty(tiled_size(rows, cols), dtype=torch.uint8, device=scale.device)
+    out = torch.empty(tiled_size(rows, cols, unit), dtype=torch.uint8, device=scale.device)
     if out.numel():
         _tile_scales[(triton.cdiv(out.numel(), _PROGRAM),)](
             scale.view(torch.uint8) if exponents else scale,
@@ -90,14 +99,15 @@ def tile_scales(
             out,
             out.numel(),
             rows,
-            triton.cdiv(cols, WIDTH),
+            triton.cdiv(cols, unit),
             EXPONENTS=exponents,
             HEIGHT=height,
-            REPEAT=width // WIDTH,
+            REPEAT=width // unit,
+            FILL=fill,
             SIZE=_PROGRAM,
             num_warps=4,
         )
-    return out.view(torch.float8_e8m0fnu)
+    return out.view(scale.dtype if exponents else torch.float8_e8m0fnu)
 
 
 @triton.jit
@@ -110,7 +120,7 @@ def tiled_at(row, block, major):
 @triton.jit
 def _tile_scales(
     scale, major, minor, out, size, rows, blocks,
-    EXPONENTS: tl.constexpr, HEIGHT: tl.constexpr, REPEAT: tl.constexpr, SIZE: tl.constexpr,
+    EXPONENTS: tl.constexpr, HEIGHT: tl.constexpr, REPEAT: tl.constexpr, FILL: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     across = (blocks + 3) // 4
@@ -124,4 +134,4 @@ def _tile_scales(
     else:
         # Exponent bits of 2^-127, a subnormal float32, and of 0 are E8M0's 2^-127; those of Inf and NaN are its NaN.
         exponent = ((as_bits(stored) & INF) >> 23).to(tl.uint8)
-    tl.store(out + at, tl.where(known, exponent, 127).to(tl.uint8), mask=at < size)
+    tl.store(out + at, tl.where(known, exponent, FILL).to(tl.uint8), mask=at < size)

@@ -28,11 +28,10 @@ from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.plan.site_plan import fp8_site
-from megatron_fp8.recipe import Granularity, MXFP8BlockScaling, Rule
+from megatron_fp8.recipe import Granularity, MXFP8BlockScaling, NVFP4BlockScaling, Rule
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.scaled_mm import fake_torch
-from tests.support.sites import NATIVE_RECIPES as RECIPES
-from tests.support.sites import data, make_site, randn, run
+from tests.support.sites import RECIPES, data, make_site, randn, run
 from tests.support.triton_interpreter import lean_interpreter
 
 PRODUCTS = {
@@ -41,6 +40,7 @@ PRODUCTS = {
     "tensorwise-pow2": "tensor",
     "rowwise": "row",
     "mxfp8": "mx",
+    "nvfp4": "fp4",
 }
 
 
@@ -228,7 +228,8 @@ def experts_of_any_number_of_tokens(name: str) -> None:
                 with ends_there:
                     y = in_turn(leaf, weights, tokens, sites)
                     y.backward(dy)
-                    assert sum(shape[0] == 128 for shape in copied) >= 2 * 4
+                    # NVFP4's casts always fill blocks.
+                    assert name == "nvfp4" or sum(shape[0] == 128 for shape in copied) >= 2 * 4
                     copied.clear()
         found.append([y.detach(), leaf.grad, *(w.main_grad if main_grad else w.grad for w in weights)])
     # Of E5M2 the older product wants two blocks of tokens in wgrad, of features in dgrad.
@@ -270,7 +271,7 @@ def recorded_straight(name: str) -> None:
             amaxes.append(float(expected.amax))
             found = native.quantize(x, rule, "both", scale=scale, running=running, for_product=True)
             for mine, theirs in zip(found.tensor.sides, expected.tensor.sides, strict=True):
-                assert mine.tiled == (name == "mxfp8")
+                assert mine.tiled == (name in ("mxfp8", "nvfp4"))
                 assert_same_bytes(mine.plain().codes, theirs.codes)
                 assert_same_bytes(mine.plain().scale_inv, theirs.scale_inv)
         assert rows.tolist() == [[0, max(amaxes), 0], [0, 4, 0]], (role, rows)
@@ -312,6 +313,23 @@ def linear(name: str) -> None:
         assert slot.arena.last_amax[slot.index] == other.arena.last_amax[other.index], "recorded amaxes"
 
 
+def gradients_rounded_stochastically() -> None:
+    """NVFP4 as it is by default: a linear draws the emulated one's bytes, in both directions."""
+    x, w, dy = data(70, 96, 144)
+    found = []
+    for backend in ("native", "emulated"):
+        plan = fp8_site("layers.0.linear", 0, NVFP4BlockScaling(), backend, "test")
+        site = GemmSite(plan, Fp8State(), None)
+        with fake_torch():
+            made = run(site, x, w, dy, None)
+        found.append(made)
+    for what in ("y", "dx", "dw"):
+        mine, theirs = (getattr(made, what).double() for made in found)
+        size = theirs.abs().max()
+        assert ((mine - theirs).abs() > 2**-20 * size).double().mean() < 0.01, what
+        assert (mine - theirs).abs().max() <= 2**-7 * size, what
+
+
 def transposed_views() -> None:
     """Codes that lie in the other order (gathered shards, FP8 parameters) are turned by the kernel, where kernels run."""
     codes = torch.arange(48 * 160).to(torch.uint8).view(48, 160).view(torch.float8_e4m3fn)
@@ -348,7 +366,7 @@ def counting_blocks():
         yield calls
 
 
-BY_BLOCKS = ("delayed", "rowwise", "blockwise", "mxfp8")
+BY_BLOCKS = ("delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")
 """A recipe of each granularity."""
 CHECKS = {
     **{f"same bits: {name}": (same_bits, name) for name in RECIPES},
@@ -359,9 +377,13 @@ CHECKS = {
     "rules without a kernel": (rules_without_a_kernel,),
     "blocks that torch lacks": (blocks_that_torch_lacks,),
     "grouped blocks": (grouped_blocks,),
-    **{f"grouped sizes: {name}": (grouped_sizes_that_do_not_fit, name) for name in ("rowwise", "mxfp8")},
+    **{
+        f"grouped sizes: {name}": (grouped_sizes_that_do_not_fit, name)
+        for name in ("rowwise", "mxfp8", "nvfp4")
+    },
     **{f"experts' tokens: {name}": (experts_of_any_number_of_tokens, name) for name in BY_BLOCKS},
     "blocks as mx": (blocks_as_mx,),
+    "gradients rounded stochastically": (gradients_rounded_stochastically,),
     "transposed views": (transposed_views,),
 }
 

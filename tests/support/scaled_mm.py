@@ -93,6 +93,10 @@ class FakeTorch:
         fast,
         out=None,
     ):
+        if a.dtype == b.dtype == torch.float4_e2m1fn_x2:
+            assert dims == [] and not fast
+            ways = (recipe_a, swizzle_a), (recipe_b, swizzle_b)
+            return self._four_bits(a, b, scale_a, scale_b, ways, bias, out_dtype, out)
         (scale_a,), (scale_b,) = scale_a, scale_b
         assert swizzle_a == swizzle_b and dims == []
         from torch.nn.functional import ScalingType, SwizzleType
@@ -122,6 +126,26 @@ class FakeTorch:
             assert scale_b.shape == (tall, ceil(n, 128)) and scale_b.stride() == (1, tall), scale_b.stride()
             second = _square_blocks(scale_b, n, k)
         return self._product(kind, a, b, first, second, bias, out_dtype, False, out)
+
+    def _four_bits(self, a, b, scale_a, scale_b, ways, bias, out_dtype, out):
+        """NVFP4 in two levels: E4M3 in tiles, and a float32 each, of which the product is alpha."""
+        from torch.nn.functional import ScalingType, SwizzleType
+
+        for recipes, swizzles in ways:
+            assert [ScalingType(r).name for r in recipes] == ["BlockWise1x16", "TensorWise"]
+            assert [SwizzleType(s).name for s in swizzles] == ["SWIZZLE_32_4_4", "NO_SWIZZLE"]
+        (m, packed), n = a.shape, b.shape[1]
+        assert packed % 16 == 0 and n % 16 == 0, f"rows of {packed} bytes, {n} columns"
+        assert a.stride() == (packed, 1) and b.shape[0] == packed and b.stride() == (1, packed)
+        sides = []
+        for codes, rows, (tiles, factor) in ((a, m, scale_a), (b.t(), n, scale_b)):
+            assert tiles.dtype == torch.float8_e4m3fn
+            assert factor.dtype == torch.float32 and factor.numel() == 1 and factor.device == codes.device
+            byte = unswizzled(tiles, rows, packed // 8)
+            sides.append(of_four_bits(codes) * byte.view(tiles.dtype).double().repeat_interleave(16, 1))
+        alpha = scale_a[1] * scale_b[1]
+        product = sides[0] @ sides[1].t() * alpha.double()
+        return self._finish("fp4", product, bias, out_dtype, False, out)
 
     def scaled_grouped_mm(
         self,
@@ -179,21 +203,27 @@ class FakeTorch:
         return scale.double().repeat_interleave(128, 1)[:, :k]
 
     def _product(self, kind, a, b, first, second, bias, out_dtype, fast, out=None):
-        for refused in (kind, kind.removesuffix(" v1")):
-            if refused in self.refuse:
-                raise RuntimeError(self.refuse[refused])
         k, n = a.shape[1], b.shape[1]
         assert a.dtype in F8 and b.dtype in F8 and torch.float8_e4m3fn in (a.dtype, b.dtype)
         assert a.stride() == (k, 1), f"a must be row-major, has strides {a.stride()}"
         assert b.shape[0] == k and b.stride() == (1, k), f"b must be column-major, has strides {b.stride()}"
         assert k % 16 == 0 and n % 16 == 0, (k, n)
+        product = (a.double() * first) @ (b.t().double() * second).t()
+        return self._finish(kind, product, bias, out_dtype, fast, out)
+
+    def _finish(self, kind, result, bias, out_dtype, fast, out):
+        for refused in (kind, kind.removesuffix(" v1")):
+            if refused in self.refuse:
+                raise RuntimeError(self.refuse[refused])
         assert out_dtype in (torch.bfloat16, torch.float16, torch.float32)
         without = f"{kind.removesuffix(' v1')} float32"
         if without in self.refuse and out_dtype == torch.float32:
             raise RuntimeError(self.refuse[without])
-        result = (a.double() * first) @ (b.t().double() * second).t()
         if bias is not None:
-            assert bias.shape == (n,) and bias.dtype == out_dtype != torch.float32, (bias.dtype, out_dtype)
+            assert bias.shape == result.shape[1:] and bias.dtype == out_dtype != torch.float32, (
+                bias.dtype,
+                out_dtype,
+            )
             result += bias.double()
         if self.wrong == kind:
             result[:, 128:] *= 2
@@ -220,13 +250,26 @@ def _square_blocks(scale: torch.Tensor, n: int, k: int) -> torch.Tensor:
 
 def unswizzle(scale: torch.Tensor, rows: int, k: int) -> torch.Tensor:
     """float64 [rows, k]: every element's scale, read by the index formula."""
-    blocks = ceil(k, 32)
+    exponent = unswizzled(scale, rows, ceil(k, 32)).double() - 127
+    return exponent.exp2().repeat_interleave(32, 1)[:, :k]
+
+
+def unswizzled(scale: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
+    """uint8 [rows, blocks]: bytes of scales in tiles."""
     wide = ceil(blocks, 4)
     assert scale.is_contiguous() and scale.numel() == 128 * ceil(rows, 128) * 4 * wide
     i, j = torch.arange(rows)[:, None], torch.arange(blocks)
     index = ((i // 128) * wide + j // 4) * 512 + (i % 32) * 16 + ((i % 128) // 32) * 4 + j % 4
-    exponent = scale.flatten().view(torch.uint8)[index].double() - 127
-    return exponent.exp2().repeat_interleave(32, 1)[:, :k]
+    return scale.flatten().view(torch.uint8)[index]
+
+
+def of_four_bits(codes: torch.Tensor) -> torch.Tensor:
+    """float64 [rows, 2 k] of float4_e2m1fn_x2 [rows, k]: a sign, two exponent bits, a mantissa bit; the first is low."""
+    byte = codes.contiguous().view(torch.uint8)
+    code = torch.stack((byte & 15, byte >> 4), -1).flatten(1).double()
+    exponent, mantissa = (code % 8 / 2).floor(), code % 2
+    size = torch.where(exponent == 0, mantissa / 2, (exponent - 1).exp2() * (1 + mantissa / 2))
+    return torch.where(code >= 8, -size, size)
 
 
 @contextmanager

@@ -14,7 +14,8 @@ whole blocks. So casts for a product write zeros after the last token of columnw
 launch or a copy. Other codes (gathered, saved by compiled code, rounded stochastically) have no padding. They are padded
 by a copy if the other operand is longer (``of_one_length``) or as the product needs (layout.place_codes).
 
-NaN codes give NaN in their row or column. Empty operands give zeros (and the bias).
+NaN codes give NaN in their row or column. Empty operands give zeros (and the bias). NVFP4's casts, and what its product
+needs beside its operands, are in fp4.py.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ import torch
 from ... import kernels
 from ...files.terminal import print_rank_0
 from ...kernels.lazy_tensor import source_of, written
+from ...numerics import nvfp4
 from ...numerics.formats import E4M3, E5M2, ROLES
 from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Direction, Granularity, Rule
 from ...recipe import Products, Recipe
 from ...tensor import Float8Tensor, QuantizedSide
 from .. import reference
 from ..base import RESULTS, AmaxReduction, CastRequest, Quantized, Region, RunningAmax, gemm_in_turn, unfit
+from . import fp4
 from .layout import (
     BLOCK_ROWS,
     Mode,
@@ -65,7 +68,9 @@ def supports(device: torch.device, recipe: Recipe | Products | None = None) -> s
     a process, so that no step fails or has to try.
     """
     reason = device_reason(device)
-    return reason if reason is not None or recipe is None else lacking(recipe, refusals(device, multiply))
+    if reason is not None or recipe is None:
+        return reason
+    return lacking(recipe, refusals(device, multiply)) or fp4.cast_reason(recipe, device)
 
 
 def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
@@ -145,11 +150,11 @@ _WITH_FLOAT_SCALES = frozenset((TENSOR, ROW, BLOCK_1X128, BLOCK_128X128))
 
 def kernel_reason(rule: Rule) -> str | None:
     """Why no Triton kernel quantizes by this rule; None if one does."""
-    if rule.stochastic:
-        return "stochastic rounding"
     granularity, scale = rule.granularity, rule.scale
     if scale == "e4m3":
-        return "NVFP4"
+        return None
+    if rule.stochastic:
+        return "stochastic rounding"
     if granularity in _WITH_FLOAT_SCALES and scale != "e8m0":
         return None
     return None if granularity == BLOCK_1X32 else f"{granularity} blocks with {scale} scales"
@@ -195,6 +200,8 @@ def quantize(
     if kernel_reason(rule) is not None:
         x = written(x)
         return reference.quantize(CastRequest(x, rule, direction, scale, running, reduce_amax, region))
+    if rule.scale == "e4m3":
+        return fp4.quantize(CastRequest(x, rule, direction, scale, running, reduce_amax, region, for_product))
     from ...kernels import quantize as casts  # loads Triton, which importing the package must not
 
     # The only scale that is computed from a recorded amax.
@@ -255,8 +262,8 @@ def padded_length(granularity: Granularity) -> int:
 def of_one_length(a: QuantizedSide, b: QuantizedSide) -> tuple[QuantizedSide, QuantizedSide]:
     """Both operands, the shorter one padded to the other's length. Unchanged if their matrices do not fit."""
     first, second = a.codes.shape[1], b.codes.shape[1]
-    if first == second or a.shape[1] != b.shape[1]:
-        return a, b
+    if first == second or a.shape[1] != b.shape[1] or a.tensor_amax is not None or b.tensor_amax is not None:
+        return a, b  # NVFP4's end in whole blocks, and the plan pads them to one length
     return _reaching(a, max(first, second)), _reaching(b, max(first, second))
 
 
@@ -294,6 +301,8 @@ def gemm(
     """
     a, b = of_one_length(a, b)
     contracts = a.shape[1] == b.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
+    if a.tensor_amax is not None and b.tensor_amax is not None:
+        contracts = nvfp4.padded(a.shape[1]) == nvfp4.padded(b.shape[1])
     if not contracts or out_dtype not in RESULTS or (bias is not None and bias.shape != b.codes.shape[:1]):
         raise unfit(a, b, out_dtype, bias)
     (m, k), n = a.codes.shape, b.codes.shape[0]
@@ -491,14 +500,17 @@ def multiply(
         )
     if not hasattr(torch, "_scaled_mm_v2"):
         raise RuntimeError("this torch has no _scaled_mm_v2: 2.10 and newer have")
+    factors: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    if mode is Mode.FP4:
+        factors = fp4.factors(a, b)
     return torch._scaled_mm_v2(
         codes_a,
         codes_b,
-        [scale_a],
-        [mode.recipes[0]],
+        [scale_a, *factors[0]],
+        mode.recipes[0],
         mode.swizzles,
-        [scale_b],
-        [mode.recipes[1]],
+        [scale_b, *factors[1]],
+        mode.recipes[1],
         mode.swizzles,
         bias,
         product.request.out,

@@ -16,6 +16,8 @@ They require:
                without padding, so K a multiple of 512
     mx         E8M0 in tiles of 128 x 4, each tile 512 bytes, swizzled (see ``swizzle``). Blocks of 128 with power-of-two
                scales use this mode where torch has no product for them (Blackwell): each scale serves four blocks
+    nvfp4      E4M3 in such tiles, one for 1x16 codes of four bits (a 16x16 block's for 16 rows), and a float32 factor;
+               K a multiple of 32, so that a row is whole 16 bytes
 
 Any layout is made to fit. Codes are padded with zeros, scales with ones, and the result is cut. Scales coarser than a
 mode's are repeated (a tensor's for every row, a row's for each of its blocks), which changes no number. So mixed recipes
@@ -37,10 +39,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ...numerics.formats import E2M1
 from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity
 from ...tensor import QuantizedSide
 
-BLOCK, MX_BLOCK = 128, 32
+BLOCK, MX_BLOCK, FP4_BLOCK = 128, 32, 16
+FP4_K = 32
+"""K must be a multiple of this in NVFP4's product."""
 BLOCK_ROWS = 4
 """M must be a multiple of this in torch's products with blocks of 128."""
 
@@ -53,18 +58,21 @@ class Mode(Enum):
     BLOCK = "1x128 by 128x128"
     BLOCK_1D = "1x128 by 1x128"
     MX = "1x32"
+    FP4 = "1x16"
 
     @property
-    def recipes(self) -> tuple[int, int]:
-        """The values of torch.nn.functional.ScalingType of a and of b."""
-        tensor, row, vector_32, vector_128, square_128 = 0, 1, 3, 4, 5
+    def recipes(self) -> tuple[list[int], list[int]]:
+        """The values of torch.nn.functional.ScalingType of each scale of a and of b."""
+        tensor, row, vector_16, vector_32, vector_128, square_128 = 0, 1, 2, 3, 4, 5
+        if self is Mode.FP4:
+            return [vector_16, tensor], [vector_16, tensor]
         first = {Mode.TENSOR: tensor, Mode.ROW: row, Mode.MX: vector_32}.get(self, vector_128)
-        return first, square_128 if self is Mode.BLOCK else first
+        return [first], [square_128 if self is Mode.BLOCK else first]
 
     @property
     def swizzles(self) -> list[int]:
         """The values of torch.nn.functional.SwizzleType of each operand's scales; torch's default is none."""
-        return [1] if self is Mode.MX else []  # SWIZZLE_32_4_4
+        return {Mode.MX: [1], Mode.FP4: [1, 0]}.get(self, [])  # SWIZZLE_32_4_4, NO_SWIZZLE
 
 
 class Operand(NamedTuple):  # a key of the plan cache in each product: a tuple is hashed fastest
@@ -82,6 +90,7 @@ class Operand(NamedTuple):  # a key of the plan cache in each product: a tuple i
         """The facts of a quantized side."""
         e8m0 = side.scale_inv.dtype == torch.float8_e8m0fnu
         rows, k = side.codes.shape
+        k *= _codes_per_byte(side.codes.dtype)
         return Operand(rows, k, side.codes.dtype, side.granularity, e8m0, side.pow2)
 
     @property
@@ -89,6 +98,10 @@ class Operand(NamedTuple):  # a key of the plan cache in each product: a tuple i
         """Whether its scales, repeated, can be those of 1x32 blocks: powers of two of blocks 128 wide. E8M0 can represent
         their scale_inv, 2^-127 to 2^126."""
         return self.pow2 and self.granularity in (BLOCK_1X128, BLOCK_128X128)
+
+
+def _codes_per_byte(dtype: torch.dtype) -> int:
+    return E2M1.codes_per_byte if dtype == E2M1.dtype else 1
 
 
 @dataclass(frozen=True)
@@ -128,7 +141,7 @@ class ProductPlan:
     """One product: its kind, its arguments, and the steps after it.
 
     Attributes:
-        m, n, k: the logical sizes; the arguments' may be larger.
+        m, n, k: the logical sizes; the arguments' may be larger, and hold two codes of four bits a byte.
         request: the kind of product.
         a, b, scale_a, scale_b: the arguments.
         fast: fast accumulation.
@@ -158,17 +171,22 @@ def mode_of(a: Operand, b: Operand) -> Mode:
     pair = {a.granularity, b.granularity}
     if pair == {BLOCK_1X32} and a.e8m0 and b.e8m0:
         return Mode.MX
+    if a.dtype == b.dtype == E2M1.dtype:
+        return Mode.FP4
     if pair == {TENSOR}:
         return Mode.TENSOR
     if pair <= {TENSOR, ROW}:
         return Mode.ROW
     if pair <= {TENSOR, ROW, BLOCK_1X128, BLOCK_128X128}:
         return Mode.BLOCK if b.granularity == BLOCK_128X128 else Mode.BLOCK_1D
-    kinds = " by ".join(
-        f"{o.granularity} blocks with {'E8M0' if o.e8m0 else 'power-of-two' if o.pow2 else 'float32'} scales"
-        for o in (a, b)
-    )
+    kinds = " by ".join(f"{o.granularity} blocks with {_scales_of(o)} scales" for o in (a, b))
     raise ValueError(f"no tensor-core GEMM multiplies {kinds}")
+
+
+def _scales_of(operand: Operand) -> str:
+    if operand.dtype == E2M1.dtype:
+        return "E4M3"
+    return "E8M0" if operand.e8m0 else "power-of-two" if operand.pow2 else "float32"
 
 
 def choose(
@@ -194,6 +212,8 @@ def choose(
     inside = bias is not None and bias == out != torch.float32
     blocks = mode in (Mode.BLOCK, Mode.BLOCK_1D)
     products: list[tuple[Mode, Literal["torch", "torch v1"]]] = [(mode, "torch"), (mode, "torch v1")]
+    if mode is Mode.FP4:
+        products.pop()  # _scaled_mm takes no factor of the tensors
     if blocks and fits_mx:
         products += (Mode.MX, "torch"), (Mode.MX, "torch v1")
     options: list[tuple[Request, bool, bool]] = []
@@ -248,6 +268,7 @@ def plan(
     )
     m, n, k = padded_sizes(request, a.rows, b.rows, a.k)
     scale_a, scale_b = scale_arguments(request, m, n, k)
+    k //= _codes_per_byte(a.dtype)
     return ProductPlan(
         a.rows,
         b.rows,
@@ -269,7 +290,7 @@ def padded_sizes(request: Request, m: int, n: int, k: int) -> tuple[int, int, in
     if request.triton:
         return m, n, round_up(k, 16)
     if request.mode not in (Mode.BLOCK, Mode.BLOCK_1D):
-        return m, round_up(n, 16), round_up(k, MX_BLOCK if request.mode is Mode.MX else 16)
+        return m, round_up(n, 16), round_up(k, {Mode.MX: MX_BLOCK, Mode.FP4: FP4_K}.get(request.mode, 16))
     contraction = BLOCK
     if request.by == "torch v1":
         contraction, k = (4 * BLOCK, k) if request.mode is Mode.BLOCK else (BLOCK, max(k, 2 * BLOCK))
@@ -283,10 +304,13 @@ def scale_arguments(request: Request, m: int, n: int, k: int) -> tuple[Argument,
         return Argument((1,), (1,), f32), Argument((1,), (1,), f32)
     if mode is Mode.ROW:
         return Argument((m, 1), (1, 1), f32), Argument((1, n), (n, 1), f32)
-    if mode is Mode.MX:
-        columns = round_up(k // MX_BLOCK, 4)
+    if mode in (Mode.MX, Mode.FP4):
+        width, dtype = (
+            (MX_BLOCK, torch.float8_e8m0fnu) if mode is Mode.MX else (FP4_BLOCK, torch.float8_e4m3fn)
+        )
+        columns = round_up(k // width, 4)
         sizes = (round_up(rows, 128) * columns for rows in (m, n))
-        first, second = (Argument((size,), (1,), torch.float8_e8m0fnu) for size in sizes)
+        first, second = (Argument((size,), (1,), dtype) for size in sizes)
         return first, second
     blocks = -(-k // BLOCK)
     first = Argument((m, blocks), (1, m), f32)
@@ -348,7 +372,7 @@ def _has_kernels(codes: torch.Tensor) -> bool:
 def place_scale(plan: ProductPlan, side: QuantizedSide, *, first: bool) -> torch.Tensor:
     """A side's scale_inv in the layout of the plan's mode."""
     argument, mode = (plan.scale_a if first else plan.scale_b), plan.request.mode
-    if mode is Mode.MX:
+    if mode in (Mode.MX, Mode.FP4):
         return tiles_of(side)
     if plan.post_scale:
         return torch.ones(argument.shape, device=side.codes.device, dtype=torch.float32)
@@ -406,15 +430,25 @@ def _room(scale: torch.Tensor) -> int:
 
 
 def tiles_of(side: QuantizedSide) -> torch.Tensor:
-    """A side's scales as those of 1x32 blocks, in the tiles of Blackwell's tensor cores: float8_e8m0fnu."""
+    """A side's scales in the tiles of Blackwell's tensor cores: of 1x32 blocks, float8_e8m0fnu, or of NVFP4's 1x16,
+    float8_e4m3fn."""
     if side.tiled:
         return side.scale_inv
     (rows, cols), granularity = side.codes.shape, side.granularity
+    of_fp4 = side.tensor_amax is not None
+    cols *= _codes_per_byte(side.codes.dtype)
     if _has_kernels(side.codes):
         from ...kernels.gemm_layouts import tile_scales  # loads Triton
 
-        return tile_scales(side.scale_inv, rows, cols, height=granularity.rows, width=granularity.cols)
+        unit, fill = (FP4_BLOCK, 0) if of_fp4 else (MX_BLOCK, 127)
+        return tile_scales(
+            side.scale_inv, rows, cols, height=granularity.rows, width=granularity.cols, unit=unit, fill=fill
+        )
     scale = side.scale_inv
+    if of_fp4:
+        return swizzle(scale.view(torch.uint8).repeat_interleave(granularity.rows, 0)[:rows], 0).view(
+            scale.dtype
+        )
     if scale.dtype == torch.float32:
         exponents = ((scale.view(torch.int32) >> 23) & 255).to(
             torch.uint8

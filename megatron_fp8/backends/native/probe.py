@@ -19,7 +19,17 @@ import torch
 
 from ... import kernels
 from ...kernels.cast_dispatch import decode
-from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Rule
+from ...numerics.formats import E2M1
+from ...numerics.rule import (
+    BLOCK_1X16,
+    BLOCK_1X32,
+    BLOCK_1X128,
+    BLOCK_128X128,
+    ROW,
+    TENSOR,
+    Granularity,
+    Rule,
+)
 from ...recipe import GEMM_OPERANDS, Products, Recipe, products_of
 from ...tensor import QuantizedSide
 from .layout import Mode, Operand, ProductPlan, Refusal, Request, plan
@@ -32,6 +42,7 @@ _GRANULARITY: dict[Mode, tuple[Granularity, Granularity]] = {
     Mode.BLOCK: (BLOCK_1X128, BLOCK_128X128),
     Mode.BLOCK_1D: (BLOCK_1X128, BLOCK_1X128),
     Mode.MX: (BLOCK_1X32, BLOCK_1X32),
+    Mode.FP4: (BLOCK_1X16, BLOCK_1X16),
 }
 # Five K blocks (not a multiple of four), N in two 128-blocks of which one is partial, M a multiple of four only.
 _M, _N, _K = 36, 144, 640
@@ -96,9 +107,7 @@ def _try(request: Request, device: torch.device, run: Run) -> str | None:
         found = run(wanted, a, b, bias)[:_M, :_N].double()
     except kernels.refusals() as error:
         return str(error).strip().partition("\n")[0]
-    values_a, values_b = (
-        decode(s.codes, torch.float64) * s.expanded_scale_inv().to(torch.float64) for s in (a, b)
-    )
+    values_a, values_b = (_values(side) for side in (a, b))
     exact = values_a @ values_b.t()
     if bias is not None:
         exact = exact + bias.double()
@@ -109,11 +118,22 @@ def _try(request: Request, device: torch.device, run: Run) -> str | None:
     return None
 
 
+def _values(side: QuantizedSide) -> torch.Tensor:
+    if side.tensor_amax is not None:
+        return side.dequantize(torch.float32).double()
+    return decode(side.codes, torch.float64) * side.expanded_scale_inv().to(torch.float64)
+
+
 def sample(
     request: Request, m: int, n: int, k: int, device: torch.device
 ) -> tuple[QuantizedSide, QuantizedSide]:
     """Two sides of random finite codes and unequal scales for a request, the same on every device."""
     generator = torch.Generator().manual_seed(0)
+    if request.mode is Mode.FP4:
+        first, second = (
+            _fp4_sample(rows, k, amax, generator, device) for rows, amax in ((m, 3.0), (n, 700.0))
+        )
+        return first, second
     sides = []
     for rows, dtype, granularity in zip(
         (m, n), (request.a, request.b), _GRANULARITY[request.mode], strict=True
@@ -134,6 +154,22 @@ def sample(
     return sides[0], sides[1]
 
 
+def _fp4_sample(
+    rows: int, k: int, amax: float, generator: torch.Generator, device: torch.device
+) -> QuantizedSide:
+    """All codes, and scales from 2^-3 to 448, in NVFP4."""
+    codes = torch.randint(0, 256, (rows, k // 2), generator=generator, dtype=torch.uint8, device="cpu")
+    scale = torch.randint(32, 127, (rows, k // 16), generator=generator, dtype=torch.uint8, device="cpu")
+    return QuantizedSide(
+        codes.to(device).view(E2M1.dtype),
+        scale.to(device).view(torch.float8_e4m3fn),
+        BLOCK_1X16,
+        False,
+        True,
+        tensor_amax=torch.full((), amax, dtype=torch.float32, device=device),
+    )
+
+
 # ------------------------------------------------------------------------------------------- what a recipe needs
 
 # Results and biases that a linear layer asks for.
@@ -149,8 +185,6 @@ def lacking(recipe: Recipe | Products, refusal: Refusal) -> str | None:
         refusal: why the device does not support a request.
     """
     for which, (first, second) in gemms_of(recipe).items():
-        if "e4m3" in (first.scale, second.scale):
-            return f"{which}: NVFP4 has no GPU kernels in this release"
         for out, bias in _RESULTS:
             try:
                 plan_for(first, second, out, bias, refusal)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import fp4
-from megatron_fp8.backends.base import Region
+from megatron_fp8.backends.base import CastRequest, Region
 from megatron_fp8.backends.native.layout import swizzle
 from megatron_fp8.kernels import fp4_math, fp4_quantize
 from megatron_fp8.kernels.device_math import as_bits
@@ -133,9 +133,13 @@ def test_scales(tensor_amax):
 
 def kernel_casts(x, rule, direction="both", region=None, reduce=None, **options):
     """(sides, record) by the kernels."""
-    new = Record.new(DEVICE)
-    record = Record(torch.zeros((), device=DEVICE), new.nonfinite, new.amax)
-    found = fp4_quantize.find_amaxes(x, transformed=rule.hadamard and direction != "rowwise", record=record)
+    record = Record.new(DEVICE)
+    found = fp4_quantize.find_amaxes(
+        x,
+        transformed=rule.hadamard and direction != "rowwise",
+        nonfinite=record.nonfinite,
+        running=record.amax,
+    )
     if reduce is not None:
         reduce(found)
     draws = None
@@ -143,12 +147,12 @@ def kernel_casts(x, rule, direction="both", region=None, reduce=None, **options)
         step = region.total_cols
         draws = fp4_quantize.Draws(region.key, region.row_offset * step + region.col_offset, step)
     how = {"square": rule.granularity.symmetric, "transformed": rule.hadamard, "draws": draws}
-    return fp4_quantize.cast(x, direction, found, **how, **options), Record(new.amax, new.nonfinite)
+    return fp4_quantize.cast(x, direction, found, **how, **options), record
 
 
 def assert_as_specified(x, rule, what, direction="both", region=None, reduce=None, source=None):
     with torch.no_grad():
-        expected = fp4.quantize(x.cpu(), rule, direction, region=region, reduce_amax=reduce)
+        expected = fp4.quantize(CastRequest(x.cpu(), rule, direction, region=region, reduce_amax=reduce))
     sides, record = kernel_casts(x if source is None else source, rule, direction, region, reduce)
     for name, mine, theirs in zip(("row", "column"), sides, expected.tensor.sides, strict=True):
         assert (mine is None) == (theirs is None), f"{what} {name}"

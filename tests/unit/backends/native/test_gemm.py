@@ -24,12 +24,13 @@ from megatron_fp8.backends.native.layout import (
 )
 from megatron_fp8.backends.native.probe import refusals
 from megatron_fp8.files import terminal
-from megatron_fp8.numerics.formats import E4M3
+from megatron_fp8.numerics.formats import E2M1, E4M3
 from megatron_fp8.recipe import CustomRecipe, Float8CurrentScaling, Float8RowwiseScaling, Granularity, Rule
 from tests.support.native_casts import as_cast
 from tests.support.products import operands
 from tests.support.scaled_mm import fake_torch, unswizzle
 from tests.support.sites import NATIVE_RECIPES as RECIPES
+from tests.support.sites import RECIPES as ALL_RECIPES
 from tests.support.sites import randn
 
 SIZES = (1, 2, 7, 15, 16, 17, 31, 33, 64, 100, 127, 128, 129, 199)
@@ -40,6 +41,7 @@ KIND = {
     "tensorwise-pow2": "tensor",
     "rowwise": "row",
     "mxfp8": "mx",
+    "nvfp4": "fp4",
 }
 
 
@@ -62,12 +64,12 @@ def assert_rounded(result: torch.Tensor, exact: torch.Tensor, roundings: int, wh
 
 
 @pytest.mark.parametrize("which", ["fprop", "dgrad", "wgrad"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ALL_RECIPES)
 def test_equals_the_float64_product(name, which):
     """Bits: scale products and roundings are the specified ones, padding adds nothing, and M, N, K are cut back."""
     with fake_torch() as fake:
         for shape in [*SHAPES, (3, 650, 5), (5, 3, 1300)]:
-            a, b = operands(which, RECIPES[name], *shape)
+            a, b = operands(which, ALL_RECIPES[name], *shape)
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 bias = randn(b.codes.shape[0], seed=5, dtype=dtype)
                 for added in (None, bias, bias.float()):
@@ -359,14 +361,17 @@ def test_arguments_are_as_planned_for_every_size():
         Mode.MX: (Granularity(1, 32),) * 2,
         Mode.BLOCK_1D: (Granularity(1, 128),) * 2,
         Mode.BLOCK: (Granularity(1, 128), Granularity(128, 128)),
+        Mode.FP4: (Granularity(1, 16), Granularity(16, 16)),
     }
     wanted = [(mode, by) for mode in grids for by in ("torch", "torch v1")]
+    wanted.remove((Mode.FP4, "torch v1"))  # it takes no factor
     for mode, by in wanted:
         first, second = grids[mode]
+        dtype = E2M1.dtype if mode is Mode.FP4 else e4
         for m, n, k in [(m, n, k) for m in (1, 5, 130) for n in (1, 16, 300) for k in (1, 40, 128, 700)]:
-            a, b = Operand(m, k, e4, first, mode is Mode.MX), Operand(n, k, e4, second, mode is Mode.MX)
+            a, b = (Operand(r, k, dtype, g, mode is Mode.MX) for r, g in ((m, first), (n, second)))
             product = plan(a, b, torch.bfloat16, None, True, no[by])
-            assert product.request == Request(mode, e4, e4, torch.bfloat16, by=by)
+            assert product.request == Request(mode, dtype, dtype, torch.bfloat16, by=by)
             meta = [
                 torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
                 for x in (product.a, product.b, product.scale_a, product.scale_b)
@@ -376,15 +381,15 @@ def test_arguments_are_as_planned_for_every_size():
             elif mode is Mode.BLOCK and product.b.shape[1] % 128:
                 continue  # the shape function takes N / 128 rounded down there, the operator itself rounds up
             else:
-                recipes = [[r] for r in mode.recipes]
+                factors = [torch.empty((), device="meta")] * (len(mode.recipes[0]) - 1)
                 out = torch._scaled_mm_v2(
                     meta[0],
                     meta[1],
-                    [meta[2]],
-                    recipes[0],
+                    [meta[2], *factors],
+                    mode.recipes[0],
                     mode.swizzles,
-                    [meta[3]],
-                    recipes[1],
+                    [meta[3], *factors],
+                    mode.recipes[1],
                     mode.swizzles,
                     None,
                     torch.bfloat16,
