@@ -1,6 +1,7 @@
-"""NVFP4 quantization on a GPU: one read for the tensor's amaxes, one for codes and scales of both directions.
+"""NVFP4 quantization on a GPU: two passes over a matrix.
 
-Bits are those of backends/fp4.py: ``find_amaxes``, a reduction over ranks if there is one, ``cast``.
+``find_amaxes`` reads it for the tensor's amaxes, which ranks may reduce; ``cast`` for codes and scales, both directions.
+Bits are those of backends/fp4.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""NVFP4 on NVIDIA GPUs: casts by kernels, a check of their codes, and the tensors' factor of torch's product.
+"""NVFP4 on NVIDIA GPUs: casts, a check of their codes, the product's factor.
 
 The product is torch's with scales per 1x16 block and one factor, which cuBLASLt reads on the GPU as alpha.
 """
