@@ -37,7 +37,8 @@ ROWS = 128
 
 def columns(a_height: int, b_height: int) -> int:
     """Columns of a tile of the result. It takes registers twice, as partial sum and as accumulator: 64 of a thread of 8
-    warps, each, for 128 x 128. Products of a scale a row with a scale a column take a third tile, which does not fit."""
+    warps, each, for 128 x 128. Products of a scale a row with a scale a column take a third tile, which does not fit
+    beside the addresses of a group."""
     return 128 if BLOCK in (a_height, b_height) else 64
 
 
