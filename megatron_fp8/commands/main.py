@@ -13,6 +13,7 @@ FP8 training for Megatron-Core models.
   calibrate  measure a trained model's activations, for static scales
   generate   continue a prompt
   export     write a checkpoint for transformers and vLLM
+  parity     whether an exported directory computes what its run trained
   import     make a run of a Llama, Qwen, Mixtral or DeepSeek-V3 directory
   tokenizer  train a tokenizer on your text
   formats    the numbers behind FP8: values, range, error, scaling
@@ -47,8 +48,8 @@ from .cli_common import refuse
 
 USAGE = (__doc__ or "").partition("\n\n")[2]
 _NAMES = (
-    "train launch report compare diagnose inspect calibrate generate export import tokenizer formats bench"
-    " estimate doctor"
+    "train launch report compare diagnose inspect calibrate generate export parity import tokenizer formats"
+    " bench estimate doctor"
 )
 COMMANDS = {
     name: {"inspect": "inspect_checkpoint", "import": "import_"}.get(name, name) for name in _NAMES.split()

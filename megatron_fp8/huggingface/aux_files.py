@@ -29,7 +29,7 @@ def describe(
     for name in ("quantization_config", "compression_config"):
         fields.pop(name, None)
     fields.pop("auto_map", None)  # its code is not exported
-    tokenizer = None if like else _tokenizer(source)
+    tokenizer = None if like else run_tokenizer(source)
     vocab_size = vocab_size or fields.get("vocab_size") or section.get("vocab_size")
     if vocab_size is None and tokenizer is not None:
         vocab_size = tokenizer.vocab_size
@@ -65,7 +65,7 @@ def _check_like(ours: dict[str, Any], like: dict[str, Any], folder: Path) -> Non
             )
 
 
-def _tokenizer(source: Source) -> Tokenizer | None:
+def run_tokenizer(source: Source) -> Tokenizer | None:
     """The run's tokenizer if known; without a file the tokens are bytes. Raises ValueError if the file has changed
     since."""
     if source.run.get("data") is None:

@@ -247,7 +247,7 @@ def _high_precision_linears(
                 " multiply them as one GEMM, and they must be ignored together."
             )
     if wanted.follow_training and (section.get("fp8") or section.get("fp4")):
-        trained = {part for site, parts in sites.items() if _trained_in_bf16(site, section) for part in parts}
+        trained = {part for site, parts in sites.items() if trained_in_bf16(site, section) for part in parts}
         for parts in gemm_parts:
             if not trained.isdisjoint(parts):
                 excluded.update(parts)
@@ -256,7 +256,7 @@ def _high_precision_linears(
     return excluded
 
 
-def _trained_in_bf16(site: str, section: dict[str, Any]) -> bool:
+def trained_in_bf16(site: str, section: dict[str, Any]) -> bool:
     """Whether the training forward read a linear's weight in BF16, by its name or because it is in one of the first and
     last layers."""
     # Multi-token prediction layers do not count as first or last.

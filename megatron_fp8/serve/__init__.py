@@ -1,4 +1,4 @@
-"""Training's weights in inference engines: streams and transports.
+"""Training's weights in inference engines: streams, transports, and comparison of both computations.
 
 sources        live models, as a plan of Hugging Face tensors reads them
 stream         (name, tensor) of a live model, and the interfaces that reinforcement learning calls
@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .stream import weight_stream
 
-__all__ = ["weight_stream"]
+__all__ = ["ENGINES", "weight_stream"]
+
+ENGINES = ("vllm", "sglang", "transformers")
+"""Inference engines whose rules are known (engine_rules.py)."""
 
 
 def __getattr__(name: str) -> Any:

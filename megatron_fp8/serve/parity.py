@@ -1,0 +1,276 @@
+"""A run's training beside the directory that is served: precision, codes, config, tokenizer.
+
+Static: nothing is multiplied. Weights are compared with what the run's checkpoint exports in the directory's format, bit
+for bit, one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..files.checkpoint import find_checkpoint
+from ..huggingface.aux_files import run_tokenizer
+from ..huggingface.checkpoint_reader import Source, open_source
+from ..huggingface.config import exported_architecture, hf_config, model_section
+from ..huggingface.directory import CONFIG, GENERATION, Tensors, find_file, read_json
+from ..huggingface.formats import FORMATS, WeightFormat
+from ..huggingface.weight_plan import Progress, Wanted, WeightPlan, trained_in_bf16
+from ..train.data.tokenizers import load_tokenizer
+from ..train.run_record import RunRecord
+from .engine_rules import Refused, input_rule, quantized
+
+KINDS = ("precision", "inputs", "weights", "config", "tokenizer")
+"""Kinds of differences."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One difference: its kind, where, and both sides in words."""
+
+    kind: str
+    name: str
+    training: str
+    engine: str
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """The forward GEMM of a Hugging Face linear: how weight and input are quantized; None: in high precision."""
+
+    linear: str
+    training: tuple[str | None, str | None]
+    engine: tuple[str | None, str | None]
+
+
+@dataclass
+class Parity:
+    """What was compared, and how it differs.
+
+    Attributes:
+        tensors, values: number of compared tensors, and of their values.
+        notes: what was not compared.
+    """
+
+    engine: str
+    form: str
+    gemms: list[Gemm] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+    tensors: int = 0
+    values: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def remaining(self, accepted: Iterable[str]) -> list[Difference]:
+        """Differences that no KIND or KIND:GLOB of names accepts. Raises ValueError for an unknown kind."""
+        pairs = []
+        for text in accepted:
+            kind, _, glob = text.partition(":")
+            if kind not in KINDS:
+                raise ValueError(f"--accept={text!r} must be one of {', '.join(KINDS)}, or KIND:GLOB.")
+            pairs.append((kind, glob or "*"))
+        return [
+            each
+            for each in self.differences
+            if not any(each.kind == kind and fnmatchcase(each.name, glob) for kind, glob in pairs)
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def compare_static(run: Path, directory: Path, engine: str, progress: Progress) -> Parity:
+    """Compares a run's training with a directory as an engine reads it.
+
+    Args:
+        run: a run's folder.
+        directory: config.json, safetensors, tokenizer.
+        engine: of serve.ENGINES.
+
+    Raises ValueError: no run, no directory, or a format without rules for the engine.
+    """
+    record, source = RunRecord(run).report(), open_source(find_checkpoint(run))
+    config = read_json(directory / CONFIG)
+    quantization = config.get("quantization_config") or {}
+    form = format_of(quantization)
+    result = Parity(engine, "high precision" if form is None else form.name)
+    with Tensors(directory) as tensors:
+        plan = _plan(source, config, form, tensors)
+        _compare_gemms(result, plan, source, record["sites"], quantization)
+        _compare_weights(result, plan, tensors, progress)
+    _compare_config(result, source, config, plan)
+    _compare_tokenizer(result, source, config, directory)
+    return result
+
+
+def format_of(quantization: Mapping[str, Any]) -> WeightFormat | None:
+    """The export format of a quantization_config; None: none. Raises ValueError if no export writes it."""
+    if not quantization:
+        return None
+    method = quantization.get("quant_method")
+    group: dict[str, Any] = next(iter((quantization.get("config_groups") or {}).values()), {})
+    strategy = (group.get("weights") or {}).get("strategy")
+    for form in FORMATS.values():
+        if form.method == method and form.strategy == strategy:
+            return form
+    raise ValueError(
+        f"config.json has quant_method={method!r} with strategy={strategy!r}: megatron-fp8 export writes"
+        f" {', '.join(FORMATS)}."
+    )
+
+
+def _plan(source: Source, config: dict[str, Any], form: WeightFormat | None, tensors: Tensors) -> WeightPlan:
+    """The export plan with the directory's format and choice of linears."""
+    architecture, names = exported_architecture(source.section), tensors.names()
+    rows = config.get("vocab_size")
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        raise ValueError(f"config.json has vocab_size={rows!r}: it must be a whole number of at least 1.")
+    plain = WeightPlan(source, Wanted(), architecture, rows)
+    if form is None:
+        return plain
+    linears = [part for parts in plan_linears(plain) for part in parts]
+    kept = tuple(name for name in linears if f"{name}.{form.scale}" not in names)
+    if len(kept) == len(linears):
+        raise ValueError("config.json has a quantization_config, and no linear has a scale.")
+    return WeightPlan(source, Wanted(form, kept, follow_training=False), architecture, rows)
+
+
+def plan_linears(plan: WeightPlan) -> list[tuple[str, ...]]:
+    """Hugging Face linears of each GEMM of the layers."""
+    return list(plan.sites.values())
+
+
+# ------------------------------------------------------------------------------------------------------------ precision
+
+
+def _compare_gemms(
+    result: Parity,
+    plan: WeightPlan,
+    source: Source,
+    sites: list[dict[str, Any]],
+    quantization: dict[str, Any],
+) -> None:
+    entries = {entry["name"]: entry for entry in sites}
+    linears = [part for parts in plan_linears(plan) for part in parts]
+    try:
+        in_engine = quantized(result.engine, quantization, linears)
+    except Refused as error:
+        result.differences.append(Difference("precision", "*", "runs", f"{result.engine} refuses: {error}"))
+        return
+    weight = None if plan.recipe is None else str(plan.recipe.rule("weight"))
+    inputs = input_rule(result.engine, quantization)
+    phases = {str(phase) for entry in sites for phase in entry["phases"]}
+    if phases:
+        result.notes.append(f"training had phases in another precision: {'; '.join(sorted(phases))}")
+    for site, parts in plan.sites.items():
+        entry = entries.get(site)
+        if entry is None:
+            result.notes.append(f"the run's report has no {site}: its precision in training is not known")
+            continue
+        fp8 = entry["gemms"]["fprop"] in ("fp8", "fp4") and not trained_in_bf16(site, source.section)
+        roles = entry["roles"]
+        trained = (roles["weight"], roles["input"]) if fp8 else (None, None)
+        for part in parts:
+            served = (weight, inputs) if in_engine[part] else (None, None)
+            result.gemms.append(Gemm(part, trained, served))
+            for kind, ours, theirs in zip(("precision", "inputs"), trained, served, strict=True):
+                if ours != theirs:
+                    words = (text or "high precision" for text in (ours, theirs))
+                    result.differences.append(Difference(kind, part, *words))
+            if in_engine[part] == (part in plan.high_precision):
+                stored = "in high precision" if part in plan.high_precision else "as codes"
+                result.differences.append(
+                    Difference("weights", part, f"stored {stored}", "reads it otherwise, by its ignore list")
+                )
+
+
+# -------------------------------------------------------------------------------------------------------------- weights
+
+
+def _compare_weights(result: Parity, plan: WeightPlan, tensors: Tensors, progress: Progress) -> None:
+    left = set(tensors.names())
+    for name, expected in plan.tensors(progress):
+        if name not in left:
+            result.differences.append(Difference("weights", name, "exported", "missing"))
+            continue
+        left.discard(name)
+        result.tensors, result.values = result.tensors + 1, result.values + expected.numel()
+        if text := first_difference(expected, tensors[name]):
+            result.differences.append(Difference("weights", name, *text))
+    inputs = {name for name in left if name.rpartition(".")[2] in ("input_scale", "input_global_scale")}
+    if inputs:
+        result.notes.append(f"{len(inputs)} static input scales are not compared: they are a calibration's")
+    for name in sorted(left - inputs):
+        result.differences.append(Difference("weights", name, "not exported", "stored"))
+
+
+def first_difference(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[str, str] | None:
+    """None if all bytes are equal, else both sides in words."""
+    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+        described = [
+            f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for each in (ours, theirs)
+        ]
+        return described[0], described[1]
+    flat = [each.contiguous().reshape(-1) for each in (ours, theirs)]
+    size = flat[0].element_size()
+    differ = (
+        (flat[0].view(torch.uint8) != flat[1].view(torch.uint8)).view(-1, size).any(1).nonzero().reshape(-1)
+    )
+    if not len(differ):
+        return None
+    at = int(differ[0])
+    place = [int(n) for n in torch.unravel_index(differ[0], ours.shape)]
+    values = [float(each[at].float()) for each in flat]
+    return f"{values[0]:g} at {place}, the first of {len(differ):,} values", f"{values[1]:g}"
+
+
+# --------------------------------------------------------------------------------------------------- config, tokenizer
+
+
+def _compare_config(result: Parity, source: Source, config: dict[str, Any], plan: WeightPlan) -> None:
+    family, length = config.get("architectures", [None])[0], config.get("max_position_embeddings")
+    trained = source.run.get("train", {}).get("seq_length")
+    positions = length if isinstance(length, int) and not isinstance(length, bool) else 0
+    ours = hf_config(source.section, config["vocab_size"], positions, family)
+    try:
+        theirs = hf_config(model_section(config), config["vocab_size"], positions, family)
+    except ValueError as error:
+        result.differences.append(Difference("config", CONFIG, "computable", str(error)))
+        return
+    ours["torch_dtype"] = str(source.dtype).removeprefix("torch.")
+    theirs["torch_dtype"] = config.get("torch_dtype", config.get("dtype"))
+    for name in ours.keys() | theirs.keys():
+        if ours.get(name) != theirs.get(name):
+            result.differences.append(
+                Difference("config", name, json.dumps(ours.get(name)), json.dumps(theirs.get(name)))
+            )
+    if isinstance(trained, int) and positions < trained:
+        result.differences.append(
+            Difference("config", "max_position_embeddings", f"sequences of {trained}", f"{length}")
+        )
+
+
+def _compare_tokenizer(result: Parity, source: Source, config: dict[str, Any], directory: Path) -> None:
+    tokenizer = run_tokenizer(source)
+    if tokenizer is None:
+        result.notes.append("the checkpoint does not say which tokenizer its run had")
+        return
+    file = find_file(directory, "tokenizer.json")
+    served = load_tokenizer(None if file is None else str(file))
+    add = result.differences.append
+    if tokenizer.name != served.name:
+        add(Difference("tokenizer", "tokenizer.json", tokenizer.name, served.name))
+    first = tokenizer.start[0] if tokenizer.start else None
+    defaults = read_json(directory / GENERATION) if find_file(directory, GENERATION) else {}
+    for name, ours in (("bos_token_id", first), ("eos_token_id", tokenizer.eod)):
+        if config.get(name) != ours:
+            add(Difference("tokenizer", f"{CONFIG} {name}", json.dumps(ours), json.dumps(config.get(name))))
+        theirs = defaults.get(name, ours)
+        if ours != theirs and not (isinstance(theirs, list) and ours in theirs):
+            add(Difference("tokenizer", f"{GENERATION} {name}", json.dumps(ours), json.dumps(theirs)))

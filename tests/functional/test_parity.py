@@ -1,0 +1,157 @@
+"""megatron-fp8 parity: an export of a run has no difference; every planted one is named."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from benchmarks.support.fork_server import python
+from megatron_fp8.commands.main import main
+from tests.support.command import APP, environment
+
+CONFIG = {
+    "model": {
+        "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 2, "num_query_groups": 1,
+        "kv_channels": 64, "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu",
+        "add_bias_linear": False, "vocab_size": 512, "hidden_dropout": 0.0, "attention_dropout": 0.0, "fp8": "hybrid",
+        "fp8_recipe": "rowwise", "fp8_overrides": {"*.layers.1.mlp.*": "bf16"},
+    },
+    "train": {
+        "train_iters": 2, "micro_batch_size": 2, "global_batch_size": 2, "seq_length": 32, "eval_interval": 0,
+        "eval_iters": 0, "threads": 1,
+    },
+    "checkpoint": {"save_interval": 2},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """run: two iterations; served: its export."""
+    folder = tmp_path_factory.mktemp("parity")
+    (folder / "text.txt").write_text("abcdefghijklmnopqrstuvwxyz" * 100)
+    data = {"paths": [str(folder / "text.txt")], "split": "1,0,0", "cache_dir": str(folder / "cache")}
+    (folder / "run.yaml").write_text(yaml.safe_dump({**CONFIG, "data": data}))
+    commands = [["train", "--config", str(folder / "run.yaml"), f"--run_dir={folder / 'run'}"]]
+    (folder / "commands.json").write_text(json.dumps(commands))
+    done = python(APP, "heard", str(folder / "commands.json"), env=environment(), timeout=200)
+    assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1])[0][0] == 0, (
+        done.stderr + done.stdout
+    )
+    assert main(["export", str(folder / "run"), str(folder / "served"), "--format=fp8-channel"]) == 0
+    return folder
+
+
+def parity(run: Path, served: Path, capsys: Any, *options: str) -> tuple[int, list[str]]:
+    capsys.readouterr()
+    code = main(["parity", str(run), str(served), *options])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def test_an_export_differs_only_in_how_engines_scale_inputs(folder, capsys, tmp_path):
+    code, out = parity(folder / "run", folder / "served", capsys, f"--json={tmp_path / 'all.json'}")
+    assert code == 1 and [
+        line for line in out if line.startswith("inputs: training e4m3 row pow2, engine e4m3 row fp32")
+    ]
+    assert out[-1] == "11 difference(s)"
+    assert any("! e4m3 row pow2 x e4m3 row fp32" in line for line in out)
+    assert sum("= high precision" in line for line in out) == 3
+    content = json.loads((tmp_path / "all.json").read_text())
+    assert len(content["gemms"]) == 14 and content["values"] > 10**5 and content["tensors"] == 14 + 11 + 7
+    code, out = parity(folder / "run", folder / "served", capsys, "--accept=inputs")
+    assert code == 0 and out[-1] == "no difference, and 11 accepted"
+
+
+def edit_config(served: Path, **fields: Any) -> None:
+    config = json.loads((served / "config.json").read_text())
+    for name, value in fields.items():
+        place = config["quantization_config"] if name in config["quantization_config"] else config
+        place[name] = value
+    (served / "config.json").write_text(json.dumps(config))
+
+
+def edit_tensors(served: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(served / "model.safetensors")
+    change(tensors)
+    save_file(tensors, served / "model.safetensors", metadata={"format": "pt"})
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+def one_code(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{DOWN}.weight"].view(torch.uint8)[3, 5] ^= 1
+
+
+def one_scale(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{DOWN}.weight_scale"][7] *= 2
+
+
+CASES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a code": (
+        lambda p: edit_tensors(p, one_code),
+        f"weights: training .* at \\[3, 5\\], the first of 1 values, .*{DOWN}.weight$",
+    ),
+    "a scale": (lambda p: edit_tensors(p, one_scale), f"weights: .* at \\[7, 0\\].*{DOWN}.weight_scale"),
+    "a missing tensor": (
+        lambda p: edit_tensors(p, lambda t: t.__delitem__("model.norm.weight")),
+        "weights: training exported, engine missing: model.norm.weight",
+    ),
+    "one more tensor": (
+        lambda p: edit_tensors(p, lambda t: t.update(other=torch.zeros(1))),
+        "weights: training not exported, engine stored: other",
+    ),
+    "the ignore list": (
+        lambda p: edit_config(p, ignore=["lm_head"]),
+        "weights: training stored in high precision, engine reads it otherwise.*layers.1.mlp",
+    ),
+    "positions": (lambda p: edit_config(p, rope_theta=5.0), "config: training 10000.*, engine 5.0: rope_theta"),
+    "norms": (lambda p: edit_config(p, rms_norm_eps=0.1), "config: training 1e-05, engine 0.1: rms_norm_eps"),
+    "a window": (lambda p: edit_config(p, attention_bias=True), "config: .*attention_bias=True"),
+    "length": (lambda p: edit_config(p, max_position_embeddings=8), "config: training sequences of 32, engine 8"),
+    "end of text": (
+        lambda p: edit_config(p, eos_token_id=7), "tokenizer: training 256, engine 7: config.json eos_token_id",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_planted_difference_is_named(folder, capsys, tmp_path, case):
+    plant, words = CASES[case]
+    shutil.copytree(folder / "served", tmp_path / "served")
+    plant(tmp_path / "served")
+    code, out = parity(folder / "run", tmp_path / "served", capsys, "--accept=inputs")
+    assert code == 1 and any(re.search(words, line) for line in out), out
+
+
+def test_a_finer_format_and_all_layers_are_differences_of_precision(folder, capsys, tmp_path):
+    arguments = [str(folder / "run"), str(tmp_path / "served"), "--format=fp8-tensor", "--quantize-all"]
+    assert main(["export", *arguments]) == 0
+    code, out = parity(folder / "run", tmp_path / "served", capsys, "--accept=inputs", "--engine=sglang")
+    assert code == 1
+    assert any(
+        line.startswith("precision: training e4m3 row pow2, engine e4m3 tensor fp32: ") for line in out
+    )
+    assert any(
+        line.startswith("precision: training high precision, engine e4m3 tensor fp32: ") for line in out
+    )
+    code, out = parity(folder / "run", tmp_path / "served", capsys, "--accept=inputs", "--accept=precision:*")
+    assert code == 0
+
+
+def test_bad_input(folder, capsys, tmp_path):
+    assert main(["parity", str(folder / "run"), str(tmp_path)]) == 2
+    assert main(["parity", str(tmp_path), str(folder / "served")]) == 2
+    assert main(["parity", str(folder / "run"), str(folder / "served"), "--accept=colour"]) == 2
+    assert (
+        "--accept='colour' must be one of precision, inputs, weights, config, tokenizer"
+        in capsys.readouterr().err
+    )
