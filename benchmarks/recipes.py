@@ -72,6 +72,7 @@ class Page(NamedTuple):
     options: tuple[str, ...] = ()
     tables: Callable[[dict[str, Any]], str] = with_costs
     file: str = ""  # the page's name in docs/, if it is not that of the entry
+    learns: bool = True  # BF16 must beat the bigram entropy; False: too short for that
 
 
 PAGES = {
@@ -113,6 +114,7 @@ PAGES = {
         options=("--train.train_iters=60", "--train.global_batch_size=4", "--train.micro_batch_size=2"),
         tables=without_additions,
         file="nvfp4",
+        learns=False,
     ),
 }
 
@@ -142,14 +144,14 @@ def main() -> int:
     if code:
         return code
     content = json.loads((out / "compare.json").read_text())
-    wrong = judge(content)
+    wrong = judge(content, learns=page.learns)
     print(wrong or "every run is as it should be")
     if wanted.write:
         write(content, out, wanted.page)
     return 1 if wrong else 0
 
 
-def judge(content: dict[str, Any]) -> str:
+def judge(content: dict[str, Any], *, learns: bool = True) -> str:
     """What is wrong with a comparison ('' if nothing is)."""
     wrong = []
     baseline = {run["seed"]: run for run in content["runs"] if run["recipe"] == BASELINE}
@@ -157,7 +159,7 @@ def judge(content: dict[str, Any]) -> str:
         bf16 = baseline[run["seed"]]
         off = run["loss"] / bf16["loss"] - 1
         if run is bf16:
-            if run["loss"] >= content["bigram_entropy"]:
+            if learns and run["loss"] >= content["bigram_entropy"]:
                 wrong.append(f"BF16 did not learn more than bigrams (seed {run['seed']})")
         elif off == 0 or not run["fp8_gemms"]:
             wrong.append(f"{run['recipe']} did not run in FP8 (seed {run['seed']})")
