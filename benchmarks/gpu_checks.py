@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import gpu_digests
 from benchmarks.gpu_common import (
-    RECIPES,
+    WITH_FP4,
     Machine,
     NotRun,
     graphed,
@@ -23,13 +23,17 @@ from benchmarks.gpu_common import (
     supported,
 )
 from megatron_fp8.backends import emulated
+from megatron_fp8.backends.base import Region
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.layout import tiles_of
 from megatron_fp8.kernels.gemms import add_matmul_fp32
 from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
+from megatron_fp8.numerics import nvfp4
+from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.state.fp8_state import Fp8State
+from megatron_fp8.tensor import expand_scale
 
 # Of |a| |b|: Hopper keeps about 14 bits of a partial sum with fast accumulation, more where it promotes.
 GEMM_BOUND = {True: 2.0**-9, False: 2.0**-11}
@@ -37,13 +41,18 @@ CODES = [(1, 5), (70, 200), (129, 257), (1000, 4100), (4096, 4096)]
 GEMMS = [(1, 1, 1), (33, 17, 70), (127, 1000, 641), (1000, 513, 8), (512, 2752, 1024), (2048, 4096, 4096)]
 
 
+DRAWS = Region(RandomKey(1, 2, 3, 4))
+"""Random bits of what is rounded stochastically."""
+
+
 def checks() -> dict[str, Callable[[Machine], str]]:
     """Every check by name."""
     found: dict[str, Callable[[Machine], str]] = {"digests": digests, "added products": added_products}
     for what, check in (("codes", codes), ("gemm", gemms), ("gradients", gradients), ("no waiting", no_waiting),
                         ("experts", experts), ("graph", cuda_graph)):  # fmt: skip
-        found |= {f"{what} {name}": partial(check, name=name) for name in RECIPES}
-    found |= {f"mx scales {name}": partial(mx_scales, name=name) for name in ("mxfp8", "blockwise")}
+        found |= {f"{what} {name}": partial(check, name=name) for name in WITH_FP4}
+    del found["graph nvfp4"]  # each replay would draw the same bits
+    found |= {f"mx scales {name}": partial(mx_scales, name=name) for name in ("mxfp8", "blockwise", "nvfp4")}
     return found
 
 
@@ -75,8 +84,8 @@ def codes(machine: Machine, name: str) -> str:
         matrices |= {what: x, f"{what}, turned": x.t().contiguous()}
     for shape, x in matrices.items():
         for role in ("input", "weight", "grad_output"):
-            found = machine.backend.quantize(x, chosen.rule(role), "both")
-            expected = emulated.quantize(x.cpu(), chosen.rule(role), "both")
+            found = machine.backend.quantize(x, chosen.rule(role), "both", region=DRAWS)
+            expected = emulated.quantize(x.cpu(), chosen.rule(role), "both", region=DRAWS)
             for side in ("rowwise", "columnwise"):
                 mine, theirs = getattr(found.tensor, side), getattr(expected.tensor, side)
                 for what in ("codes", "scale_inv"):
@@ -93,9 +102,11 @@ def codes(machine: Machine, name: str) -> str:
 
 def filled_up(x: torch.Tensor, rule: Any, expected: Any, what: str) -> int:
     """Columnwise codes of a cast for a product: the expected ones, and zeros behind the last row. How many zeros."""
-    side = native.quantize(x, rule, "both", for_product=True).tensor.columnwise
+    side = native.quantize(x, rule, "both", region=DRAWS, for_product=True).tensor.columnwise
     assert side is not None
     same_bytes(side.plain().codes, expected.codes, f"{what} codes for a product")
+    if side.tensor_amax is not None:  # the transform fills the padding
+        return 0
     zeros = side.codes[:, x.shape[0] :].view(torch.uint8)
     same_bytes(zeros, torch.zeros_like(zeros), f"{what} behind the last row")
     return zeros.numel()
@@ -130,7 +141,9 @@ def gemms(machine: Machine, name: str) -> str:
     for m, n, k in sizes:
         tensors = {"input": (m, k), "weight": (n, k), "grad_output": (m, n)}
         sides = {
-            role: machine.backend.quantize(random(machine, *shape, seed=5), chosen.rule(role), "both").tensor
+            role: machine.backend.quantize(
+                random(machine, *shape, seed=5), chosen.rule(role), "both", region=DRAWS
+            ).tensor
             for role, shape in tensors.items()
         }
         pairs = {
@@ -140,7 +153,7 @@ def gemms(machine: Machine, name: str) -> str:
         }
         for which, (a, b) in pairs.items():
             exact, size = product64(a, b)
-            turned = replace(b, codes=b.codes.t().contiguous().t())
+            turned = replace(b, codes=b.codes.view(torch.uint8).t().contiguous().t().view(b.codes.dtype))
             first, second = (machine.backend.gemm(a, side, out_dtype=torch.float32) for side in (b, turned))
             same_bytes(second, first, f"{which} {m} x {n} x {k} of codes in the other order")
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -161,7 +174,7 @@ def gemms(machine: Machine, name: str) -> str:
 def mx_scales(machine: Machine, name: str) -> str:
     """Scales as the MX product reads them, by the cast and by the kernel, against the CPU's; blocks of 128 are multiplied
     by them where torch has no other product for those."""
-    chosen, count = RECIPES[name], 0  # casts need no product
+    chosen, count = WITH_FP4[name], 0  # casts need no product
     for shape in CODES[:3] if machine.dry else CODES:
         x = random(machine, *shape, seed=3)
         for role in ("input", "weight"):
@@ -178,7 +191,7 @@ def mx_scales(machine: Machine, name: str) -> str:
                     f"{role} {shape} scales in tiles",
                 )
                 count += there.scale_inv.numel()
-    if name == "mxfp8" or machine.backend is not native:
+    if name != "blockwise" or machine.backend is not native:
         return f"{count:,} scales in tiles, all equal"
     by = native.by_mx(chosen, native.refusals(machine.device, native.multiply))
     if torch.cuda.get_device_capability(machine.device)[0] == 10:
@@ -200,8 +213,17 @@ def added_products(machine: Machine) -> str:
 
 def product64(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(float64 product of the codes and scales, the product of their magnitudes)."""
-    values = [emulated.values64(side) for side in (a, b)]
+    values = [values64(side) for side in (a, b)]
     return values[0] @ values[1].t(), values[0].abs() @ values[1].abs().t()
+
+
+def values64(side: Any) -> torch.Tensor:
+    """float64 [rows, contraction] of a side; of NVFP4 with its blocks' padding."""
+    if side.tensor_amax is None:
+        return emulated.values64(side)
+    values = nvfp4.values(side.codes, torch.float64)
+    scale = expand_scale(side.scale_inv.double(), side.granularity, values.shape)
+    return values * scale * (side.tensor_amax.double() / nvfp4.LARGEST)
 
 
 def gradients(machine: Machine, name: str) -> str:

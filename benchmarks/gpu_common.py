@@ -30,6 +30,7 @@ RECIPES: dict[str, Any] = {
     "blockwise-fp32": recipe.Float8BlockScaling(use_f32_scales=True),
     "mxfp8": recipe.MXFP8BlockScaling(),
 }
+WITH_FP4 = RECIPES | {"nvfp4": recipe.NVFP4BlockScaling()}
 
 
 def silent(**event: Any) -> None:
@@ -95,10 +96,10 @@ def open_machine(dry: bool) -> Machine:
 
 def supported(machine: Machine, name: str) -> Any:
     """The recipe; NotRun if the backend under test does not do it on this device."""
-    reason = machine.backend.supports(machine.device, RECIPES[name])
+    reason = machine.backend.supports(machine.device, WITH_FP4[name])
     if reason is not None:
         raise NotRun(reason)
-    return RECIPES[name]
+    return WITH_FP4[name]
 
 
 # --------------------------------------------------------------------------------------------------------- timing

@@ -27,6 +27,8 @@ RECIPES: dict[str, Any] = {
     "blockwise": recipe.Float8BlockScaling(),
     "mxfp8": recipe.MXFP8BlockScaling(),
 }
+WITH_FP4 = RECIPES | {"nvfp4": recipe.NVFP4BlockScaling()}
+"""For products and casts by themselves."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from benchmarks.gpu_environment import CARRY, installed
 
 FIVE = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 SIX = (*FIVE[:4], "blockwise-fp32", "mxfp8")
+SEVEN = (*SIX, "nvfp4")
 
 
 class NotRun(Exception):
@@ -50,16 +51,16 @@ ROOFLINE, GEMM, CASTS = bench("roofline", 60), bench("gemm", 90), bench("quantis
 CHECK = (
     VARIANTS,
     Group("digests", "benchmarks.gpu_checks", ("digests",), 120, 120),
-    of("codes", "gpu_checks", SIX, 150, 60),
-    of("gemm", "gpu_checks", SIX, 120, 60),
+    of("codes", "gpu_checks", SEVEN, 150, 60),
+    of("gemm", "gpu_checks", SEVEN, 120, 60),
     Group("added products", "benchmarks.gpu_checks", ("added products",), 30, 30),
-    of("mx scales", "gpu_checks", ("blockwise", "mxfp8"), 60, 30),
-    of("no waiting", "gpu_checks", SIX, 60, 30),
+    of("mx scales", "gpu_checks", ("blockwise", "mxfp8", "nvfp4"), 60, 30),
+    of("no waiting", "gpu_checks", SEVEN, 60, 30),
     ROOFLINE,
     GEMM,
     CASTS,
-    of("gradients", "gpu_checks", SIX, 90, 45),
-    of("experts", "gpu_checks", SIX, 60, 30),
+    of("gradients", "gpu_checks", SEVEN, 90, 45),
+    of("experts", "gpu_checks", SEVEN, 60, 30),
     of("grouped product", "gpu_grouped", ("rowwise", "mxfp8"), 40, 20),
     of("graph", "gpu_checks", SIX, 60, 30),
     of("captured step", "gpu_graph", FIVE, 90, 45),
