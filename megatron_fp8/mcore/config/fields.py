@@ -238,6 +238,16 @@ SILENT: tuple[Relation, ...] = (
 )
 """Relations that plain Megatron-Core ignores or violates silently: a warning when FP8 is off."""
 
+
+def _bf16_masters(name: str) -> Relation:
+    return Relation(
+        (name, "bf16", "fp16"),
+        f"masters are rounded to BF16 before they are cast: {name}=True needs bf16=True and"
+        f" params_dtype=torch.bfloat16; or set {name}=False",
+        lambda c: c.bf16 or not getattr(c, name),
+    )
+
+
 RELATIONS: tuple[Relation, ...] = (
     *SILENT,
     Relation(
@@ -281,15 +291,8 @@ RELATIONS: tuple[Relation, ...] = (
         "stages exchange activations in pipeline_dtype, which must be the activations' dtype",
         lambda c: c.pipeline_model_parallel_size == 1 or c.pipeline_dtype in (None, _activations_dtype(c)),
     ),
-    *(
-        Relation(
-            (name, "bf16", "fp16"),
-            f"masters are rounded to BF16 before they are cast: {name}=True needs bf16=True and"
-            f" params_dtype=torch.bfloat16; or set {name}=False",
-            lambda c, name=name: c.bf16 or not getattr(c, name),
-        )
-        for name in ("fp8_param", "fp4_param")
-    ),
+    _bf16_masters("fp8_param"),
+    _bf16_masters("fp4_param"),
     Relation(
         ("recompute_granularity", "recompute_method", "recompute_num_layers", "num_layers"),
         "the layers of a stage are recomputed in equal parts of recompute_num_layers",
