@@ -12,9 +12,7 @@ from torch import nn
 from megatron_fp8.inference import prepare_for_inference
 from megatron_fp8.nn import Fp8Config, convert_to_fp8, fp8_matmul, fp8_step
 from megatron_fp8.numerics import nvfp4
-from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.recipe import CustomRecipe, NVFP4BlockScaling
-from tests.support.sites import make_site
 
 NEAREST = NVFP4BlockScaling(disable_stochastic_rounding=True)
 
@@ -122,12 +120,6 @@ def test_inference_has_the_training_forwards_bits_in_half_a_byte():
     again.load_state_dict(prepared.state_dict())
     # Decoded values in 16x16 blocks are cast to themselves where the block's largest is 6 times its scale.
     assert (again(x) - wanted).norm() < 0.1 * wanted.norm()
-
-
-def test_a_trained_weight_in_four_bits_is_refused():
-    site, _ = make_site(NEAREST, recording=False)
-    with pytest.raises(ValueError, match="cannot live in 4 bits"):
-        fp8_parameter(torch.randn(32, 32), site.casts["weight"].rowwise)
 
 
 def test_a_format_for_an_operand_that_has_its_own():

@@ -39,7 +39,7 @@ def test_a_rule_decides_as_the_engines_source(rules, name):
 NAMES = [*FIXTURE["modules"], *QKV, "lm_head", "model.layers.1.mlp.gate"]
 
 
-@pytest.mark.parametrize("name", set(FIXTURE["lists"]) - {"wildcard"})
+@pytest.mark.parametrize("name", sorted(FIXTURE["lists"].keys() - {"wildcard"}))
 def test_transformers_rules_are_those_that_are_installed(name):
     from compressed_tensors.utils.match import is_match
     from transformers.quantizers.quantizers_utils import should_convert_module
