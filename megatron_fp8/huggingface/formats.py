@@ -261,7 +261,7 @@ def quantization_config(chosen: WeightFormat, ignore: Iterable[str], static_inpu
         "quant_method": "compressed-tensors",
         "format": form,
         "quantization_status": "compressed",
-        "ignore": ignore,
+        "ignore": [*ignore, *filter(None, map(_as_vllm_asks, ignore))],
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
         "config_groups": {
@@ -273,6 +273,15 @@ def quantization_config(chosen: WeightFormat, ignore: Iterable[str], static_inpu
             }
         },
     }
+
+
+_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+def _as_vllm_asks(name: str) -> str | None:
+    """The name by which vLLM looks up an ignored expert of Mixtral's in compressed-tensors; None for other linears."""
+    before, _, last = name.rpartition(".")
+    return f"{before}.{_MIXTRAL[last]}" if ".experts." in name and last in _MIXTRAL else None
 
 
 def _inputs(number: dict[str, Any], dynamic: str | None, static_inputs: bool) -> dict[str, Any] | None:
