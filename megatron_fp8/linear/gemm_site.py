@@ -85,7 +85,8 @@ class GemmSite:
         self.seed: int = seed if of is None else of.seed
         self.stream: int = stream if of is None else of.stream
         self.stochastic = any(q.rule.stochastic for q in self.casts["grad_output"].quantizers)
-        self._iteration, self._backwards = -1, 0  # stochastic backwards of that iteration, so far
+        self._begun: object = None
+        self._backwards = 0  # stochastic ones since the iteration began
         self.watched_forwards = WatchedForwards(state)
         self.has_run = False
         self._stand_in: GemmSite | None = None
@@ -251,11 +252,11 @@ class GemmSite:
                 f"{self.plan.name} rounds gradients stochastically, by bits that the host names in each iteration: a CUDA"
                 " graph would repeat them. Switch stochastic rounding off, or train without the graph"
             )
-        iteration = self.state.iteration
-        self._backwards = self._backwards + 1 if iteration == self._iteration else 0
-        self._iteration = iteration
+        begun = self.state.begun
+        self._backwards = self._backwards + 1 if begun is self._begun else 0
+        self._begun = begun
         stream = (self.stream << 16) + self._backwards
-        key = RandomKey(self.seed, zlib.crc32(self.plan.name.encode()), iteration, stream)
+        key = RandomKey(self.seed, zlib.crc32(self.plan.name.encode()), self.state.iteration, stream)
         return Region(key, row_offset, col_offset, total_cols)
 
     def store_weight_id(self, weight: torch.Tensor) -> None:

@@ -223,7 +223,10 @@ def _plan_row(
     plan = plan_linear(config, name, shape, device, also=also)
     if plan.recipe is None:
         return Row(name, kind, shape, False, dtype, plan.reason, planned=True), ""
-    runs = f"{recipe_name(plan.recipe)}, {plan.backend}"
+    gemms = cast_specs(config.request(), name, also=also).recipe_names()
+    same = set(gemms.values()) == {recipe_name(plan.recipe)}
+    words = ", ".join(f"{gemm} {recipe or dtype}" for gemm, recipe in gemms.items())
+    runs = f"{recipe_name(plan.recipe) if same else words}, {plan.backend}"
     padded = padded_note(plan, device, *shape) or ""
     reason = "; ".join(filter(None, [plan.reason, padded]))
     return Row(name, kind, shape, True, runs, reason, planned=True), padded
@@ -248,6 +251,8 @@ def _reason_to_skip(name: str, module: nn.Module, config: Fp8Config, tied: set[i
         return "is parametrised (weight_norm, ...), its weight computed in each call: convert first, then parametrise"
     if fp8_class(module) is None:
         return f"{type(module).__name__} is a subclass of nn.Linear, which may compute something else"
+    if not isinstance(getattr(module, "weight", None), torch.Tensor):
+        return "has no weight: another library has quantized it, and may load it dequantized"
     if id(module._parameters.get("weight")) in tied:
         return "tied to an embedding"
     return _reason_to_skip_weights(module, [module.weight], [_features(module)], config)

@@ -12,7 +12,15 @@ from typing import Any
 
 from ..numerics.formats import E2M1, E4M3, E5M2, ROLES, FloatFormat, Format
 from ..numerics.rule import Rule
-from ..recipe import GEMM_OPERANDS, DelayedScaling, Products, Recipe, is_transformed, untransformed
+from ..recipe import (
+    GEMM_OPERANDS,
+    DelayedScaling,
+    Products,
+    Recipe,
+    is_transformed,
+    recipe_name,
+    untransformed,
+)
 from .overrides import Override
 
 READERS = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
@@ -195,6 +203,18 @@ class CastSpecs:
         return {
             gemm: {role: None if cast is None else cast.untransformed() for role, cast in casts.items()}
             for gemm, casts in result.items()
+        }
+
+    def recipe_names(self) -> dict[str, str | None]:
+        """Returns GEMM -> the names of its operands' recipes, None for a GEMM in high precision."""
+        names = {
+            gemm: {recipe_name(self.table[gemm, role].recipe) for role in roles}
+            for gemm, roles in GEMM_OPERANDS.items()
+        }
+        operands = self.operands()
+        return {
+            gemm: None if None in operands[gemm].values() else " and ".join(sorted(found))
+            for gemm, found in names.items()
         }
 
     @property

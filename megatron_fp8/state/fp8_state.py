@@ -73,6 +73,7 @@ class Fp8State:
         observer: the watcher, if it wants this iteration, else None. Derived from both.
         guard: looks for unhealthy tensors in each iteration; None: no guard.
         findings: the guard's findings in the last finished iteration.
+        begun: changes when an iteration begins, begins again, or is loaded. Random streams count backwards from there.
         phase: of this iteration, derived from ``phases``. None if the training's length is needed and not set.
     """
 
@@ -99,6 +100,7 @@ class Fp8State:
     _along: tuple[Callable[[], torch.Tensor], list[float]] | None = field(
         default=None, init=False, repr=False, compare=False
     )
+    begun: object = field(init=False, repr=False, compare=False)
     phase: Phase | None = field(init=False, repr=False, compare=False)
     observer: Observer | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -127,6 +129,8 @@ class Fp8State:
         """Updates the attributes that depend on the iteration. Compiled code guards on what it reads; a guard on the
         iteration itself would fail in the next iteration."""
         super().__setattr__(name, value)
+        if name == "iteration":
+            self.begun = object()
         if name in ("iteration", "phases") and hasattr(self, "phases"):
             self.phase = self.phases.at(self.iteration) if self.phases.known else None
         if name in ("iteration", "watcher"):
@@ -297,7 +301,7 @@ class Fp8State:
 
     def discard_iteration(self) -> None:
         """Restarts the iteration: discards its counts and records."""
-        self.counter.iteration, self.missing_end = IterationCounts(), ""
+        self.counter.iteration, self.missing_end, self.begun = IterationCounts(), "", object()
         for arena in self.arenas:
             arena.rows.zero_()
         self.activity.end()

@@ -58,6 +58,7 @@ def gpu_without_values(refusal: Refusal = lambda request: None) -> Iterator[Laun
     from megatron_fp8.kernels import (
         block_matmul,
         delayed_update,
+        fp4_quantize,
         fused_quantize,
         gemm_layouts,
         param_cast,
@@ -77,6 +78,8 @@ def gpu_without_values(refusal: Refusal = lambda request: None) -> Iterator[Laun
         (gemm_layouts, "_tile_scales"),
         (gemm_layouts, "_transpose"),
         (block_matmul, "_block_matmul"),
+        (fp4_quantize, "find_fp4_amaxes"),
+        (fp4_quantize, "cast_fp4"),
     ]
     patches = [mock.patch.object(module, name, launches.kernel(name)) for module, name in kernels]
     patches.append(mock.patch.object(torch, "_scaled_mm_v2", _scaled_mm_v2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,15 @@ import torch
 from torch import nn
 
 from megatron_fp8.inference import prepare_for_inference
-from megatron_fp8.nn import Fp8Config, convert_to_fp8, fp8_matmul, fp8_step
+from megatron_fp8.nn import (
+    Fp8Config,
+    convert_to_fp8,
+    fp8_autocast,
+    fp8_matmul,
+    fp8_state_dict,
+    fp8_step,
+    load_fp8_state_dict,
+)
 from megatron_fp8.numerics import nvfp4
 from megatron_fp8.recipe import CustomRecipe, NVFP4BlockScaling
 
@@ -120,6 +129,45 @@ def test_inference_has_the_training_forwards_bits_in_half_a_byte():
     again.load_state_dict(prepared.state_dict())
     # Decoded values in 16x16 blocks are cast to themselves where the block's largest is 6 times its scale.
     assert (again(x) - wanted).norm() < 0.1 * wanted.norm()
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "tensorwise"])
+def test_an_iteration_that_is_begun_again_draws_the_same_bits(recipe):
+    """After a reload of its own start: a site that counted its backwards on had others."""
+    layers, (x, y) = model(recipe=recipe), data()
+
+    def gradients() -> list[torch.Tensor]:
+        layers.zero_grad()
+        with fp8_autocast(recipe=NVFP4BlockScaling()) if recipe != "nvfp4" else nullcontext():
+            (layers(x) - y).square().mean().backward()
+        return [p.grad.clone() for p in layers.parameters()]
+
+    gradients()
+    fp8_step(layers)
+    saved = fp8_state_dict(layers)
+    expected, second_microbatch = gradients(), gradients()
+    assert not all(map(torch.equal, expected, second_microbatch))
+    load_fp8_state_dict(layers, saved)  # an iteration that did not end
+    assert all(map(torch.equal, expected, gradients()))
+    fp8_step(layers)
+    load_fp8_state_dict(layers, saved)
+    assert all(map(torch.equal, expected, gradients()))
+
+
+def test_the_report_names_the_recipe_of_each_gemm_where_they_differ():
+    overrides = {"*:dgrad": "mxfp8", "*:wgrad": "bf16", "2": "bf16"}
+    rows = model(Fp8Config(recipe="nvfp4", overrides=overrides)).fp8_report.rows
+    assert [row.runs for row in rows] == ["fprop nvfp4, dgrad mxfp8, wgrad float32, emulated", "float32"]
+    (row, _) = model(Fp8Config(recipe="nvfp4", overrides={"0:input": "mxfp8"})).fp8_report.rows
+    assert row.runs == "fprop mxfp8 and nvfp4, dgrad nvfp4, wgrad mxfp8 and nvfp4, emulated"
+
+
+def test_a_linear_without_a_weight_stays_as_it_is():
+    """compressed-tensors leaves nn.Linear with codes alone."""
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    del layers[1]._parameters["weight"]
+    reasons = {row.name: row.reason for row in convert_to_fp8(layers, "nvfp4").fp8_report.rows}
+    assert reasons["1"].startswith("has no weight: another library has quantized it")
 
 
 def test_a_format_for_an_operand_that_has_its_own():
