@@ -26,6 +26,7 @@ from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.study.support_matrix import torch_refusal
 from tests.support.launch_counts import launches_by_name
 from tests.support.sites import NATIVE_RECIPES as RECIPES
+from tests.support.sites import RECIPES as ALL
 from tests.support.valueless_tensors import warm
 
 MOST = 12
@@ -180,6 +181,16 @@ def test_fp8_parameters(name: str) -> None:
 def test_sequence_parallel(name: str, kind: Any, expected: dict[str, str]) -> None:
     tp = TensorParallel(kind, None, sequence_parallel=True, size=2)
     assert launched(RECIPES[name], tp=tp) == expected[name]
+
+
+def test_nvfp4_on_blackwell() -> None:
+    """Without stochastic rounding, which has one launch more. The product's factor takes four."""
+    cast, product = "zeros find_fp4_amaxes zeros cast_fp4", f"mul full_like div ones_like {MM}"
+    refusal = torch_refusal((10, 0))
+    backward = f"{cast} {product} {product}"
+    weight = "zeros find_amaxes copy_ zeros cast_fp4"
+    assert launched(ALL["nvfp4"], refusal=refusal) == f"{cast} {weight} {product} ; {backward}"
+    assert launched(ALL["nvfp4"], microbatches=2, refusal=refusal) == f"{cast} {product} ; {backward}"
 
 
 def test_blocks_on_blackwell() -> None:
