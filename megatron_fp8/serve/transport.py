@@ -197,7 +197,7 @@ def receive_shared_memory(connection: Connection) -> Iterator[tuple[str, torch.T
 
     Raises EOFError: the sender has ended.
     """
-    block = torch.empty(0, dtype=torch.uint8)
+    block = torch.empty(0, dtype=torch.uint8, device="cpu")
     while content := connection.recv_bytes():
         if content.startswith(b"{"):
             place = json.loads(content)

@@ -122,6 +122,8 @@ def torch_refusal(capability: tuple[int, int]) -> Refusal:
                 return "its newer product takes E4M3 by E4M3 only"
         if request.mode is Mode.MX and capability < (10, 0):
             return "32-wide blocks (MX) begin with compute capability 10.0"
+        if request.mode is Mode.FP4 and capability < (10, 0):
+            return "products of 4-bit codes begin with compute capability 10.0"
         if request.mode is Mode.ROW and request.out == torch.float32 and capability[0] != 9:
             return "CUTLASS multiplies scales per row, without a float32 result"
         return None

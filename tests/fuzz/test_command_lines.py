@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fp8.commands.main import COMMANDS
+from megatron_fp8.serve.parity import KINDS
 from megatron_fp8.study import compare_runs as launch
 from tests.support.draws import draws
 from tests.support.fuzz_targets import FIXTURES, fresh
@@ -49,6 +50,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "--max-position-embeddings": N, "--max-shard-size": ("5GB", "1KB", "0", "x", "1", "-1GB", "9" * 30),
     },
     "import": {"--tokenizer": A},
+    "parity": {"--engine": ("vllm", "sglang", "transformers", "x"), "--accept": (*W, "inputs", "x:*"), "--json": F},
     "tokenizer": {"--vocab-size": ("257", "1", "x", ""), "--out": F},
     "formats": {"--table": ("values", "formats", "x", ""), "--csv": F},
     "bench": {
@@ -78,7 +80,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 """Of each command: values that are paths (A), numbers (N), words (W) and files to write (F), and others."""
 REQUIRED = {
     "report": ("run",), "inspect": ("run",), "generate": ("run", "--prompt=the"), "calibrate": ("run", "--batches=1"),
-    "export": ("run", "new"), "import": ("hf", "new"),
+    "export": ("run", "new"), "import": ("hf", "new"), "parity": ("run", "hf", *(f"--accept={kind}" for kind in KINDS)),
     "tokenizer": ("--out=new", "--data=corpus.txt"), "diagnose": ("run", "--against=run"),
     "bench": ("--only=quantise", "--recipe=rowwise", "--shape=16x16x1", "--repetitions=1"),
     "compare": ("--config=config.yaml",), "train": ("--config=config.yaml", "--run_dir=new", "--train.train_iters=1"),

@@ -13,8 +13,6 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config.options import text_of_options
-
 ALONE = "to run alone, unset these variables"
 _DEFAULT_PORT = 29500
 
@@ -33,6 +31,8 @@ def order_collectives(arguments: list[str], environ: MutableMapping[str, str] = 
     Args:
         arguments: those of `train`. Where they are refused later, the variable is set.
     """
+    from ..config.options import text_of_options  # loads torch
+
     capability = gpu_capability()
     if capability is not None and capability >= _BLACKWELL:
         return

@@ -81,7 +81,7 @@ def graph_of(
 ) -> cuda_graph.IterationGraph:
     monkeypatch.setattr(cuda_graph, "state_of", lambda config: state)
     monkeypatch.setattr(cuda_graph, "CapturedIteration", lambda chunks: CapturedStep(state))
-    return cuda_graph.IterationGraph(SimpleNamespace(config=None), run_passes, 1)
+    return cuda_graph.IterationGraph(SimpleNamespace(config=None, parameters=list), run_passes, 1)
 
 
 def test_iterations_are_eager_until_every_tensor_has_a_scale(
