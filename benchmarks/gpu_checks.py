@@ -25,7 +25,7 @@ from benchmarks.gpu_common import (
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.base import Region
 from megatron_fp8.backends.native import backend as native
-from megatron_fp8.backends.native.layout import tiles_of
+from megatron_fp8.backends.native.placement import tiles_of
 from megatron_fp8.kernels.gemms import add_matmul_fp32
 from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite

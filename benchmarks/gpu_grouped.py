@@ -24,7 +24,8 @@ from benchmarks.gpu_common import RECIPES, Machine, NotRun, relative_error, supp
 from benchmarks.gpu_experts import BASELINES, CASES, DRY, bf16_in_turn, tokens_of
 from benchmarks.gpu_kernels import Bench, random, teraflops
 from megatron_fp8.backends.base import gemm_in_turn
-from megatron_fp8.backends.native.layout import BLOCK, block_scales, round_up, tiles_of
+from megatron_fp8.backends.native.layout import BLOCK, round_up
+from megatron_fp8.backends.native.placement import block_scales, tiles_of
 from megatron_fp8.tensor import QuantizedSide
 
 NAMES = ("rowwise", "mxfp8")

@@ -86,7 +86,7 @@ def _run_triton_on_it() -> None:
 
 def _run_native_on_it() -> None:
     from megatron_fp8 import kernels
-    from megatron_fp8.backends.native import backend, layout, probe
+    from megatron_fp8.backends.native import backend, placement, probe
 
     def everything(device: torch.device) -> None:
         """No reason against it."""
@@ -100,4 +100,4 @@ def _run_native_on_it() -> None:
     backend.device_reason = probe.device_reason = everything
     probe._try = none_tried  # products are not computed here, so nobody can look whether they are right
     kernels.run_on = runs
-    layout._has_kernels = lambda codes: True
+    placement._has_kernels = lambda codes: True

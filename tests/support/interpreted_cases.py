@@ -22,7 +22,7 @@ from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8.backends import emulated, reference
 from megatron_fp8.backends.base import Region, RunningAmax
 from megatron_fp8.backends.native import backend as native
-from megatron_fp8.backends.native import layout as native_layout
+from megatron_fp8.backends.native import placement
 from megatron_fp8.kernels import block_matmul, gemm_layouts
 from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
@@ -204,7 +204,7 @@ def experts_of_any_number_of_tokens(name: str) -> None:
     tokens = (whole - 1, 0, *drawn, whole + 1, 1, whole)
     x, _, dy = data(sum(tokens), 128, 128)
     copied: list[tuple[int, int]] = []
-    original = native_layout.place_codes
+    original = placement.place_codes
 
     def watched(codes, rows, k):
         placed = original(codes, rows, k)
@@ -220,7 +220,7 @@ def experts_of_any_number_of_tokens(name: str) -> None:
         for weight in weights if main_grad else ():
             weight.main_grad, weight.grad_added_to_main_grad = torch.ones(128, 128), False
         ends_there = mock.patch.object(native, "padded_length", lambda granularity: 1)
-        with fake_torch(), mock.patch.object(native_layout, "place_codes", watched):
+        with fake_torch(), mock.patch.object(placement, "place_codes", watched):
             if grouped:
                 y = grouped_linear(leaf, weights, tokens, sites)
                 y.backward(dy)
@@ -243,7 +243,7 @@ def blocks_as_mx() -> None:
     x, w, dy = data(70, 150, 136)
     site = GemmSite(fp8_site("layers.0.linear", 0, RECIPES["blockwise"], "native", "test"), Fp8State(), None)
     expected = run(make_site("blockwise")[0], x, w, dy, None)
-    everywhere = mock.patch.object(native_layout, "_has_kernels", return_value=True)
+    everywhere = mock.patch.object(placement, "_has_kernels", return_value=True)
     with fake_torch(refuse=refused) as fake, everywhere:
         notes = native.notes(torch.device("cpu"), RECIPES["blockwise"])
         outcome = run(site, x, w, dy, None)
@@ -342,7 +342,7 @@ def transposed_views() -> None:
         calls["transpose"] += 1
         return original(turned)
 
-    everywhere = mock.patch.object(native_layout, "_has_kernels", return_value=True)
+    everywhere = mock.patch.object(placement, "_has_kernels", return_value=True)
     with mock.patch.object(gemm_layouts, "transpose", counting), everywhere:
         for view, shape, count in (
             (codes.t(), (160, 48), 1),
@@ -350,7 +350,7 @@ def transposed_views() -> None:
             (codes[:1].t(), (160, 1), 1),
         ):
             calls.clear()
-            found = native_layout.place_codes(view, *shape)
+            found = placement.place_codes(view, *shape)
             assert found.stride() == (shape[1], 1) and calls["transpose"] == count, (shape, found.stride())
             assert_same_bytes(found, view)
 

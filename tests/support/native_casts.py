@@ -14,7 +14,7 @@ from megatron_fp8.backends import reference
 from megatron_fp8.backends.base import CastRequest, Quantized
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.backend import padded_length
-from megatron_fp8.backends.native.layout import swizzle
+from megatron_fp8.backends.native.placement import swizzle
 from megatron_fp8.numerics.rule import Direction, Granularity, Rule
 from megatron_fp8.tensor import Float8Tensor, QuantizedSide
 from tests.support.scaled_mm import fake_torch

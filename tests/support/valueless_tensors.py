@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp8.backends.native import backend as native
+from megatron_fp8.backends.native import products
 from megatron_fp8.backends.native.layout import Refusal
 from megatron_fp8.numerics import host_sync
 from megatron_fp8.state.fp8_state import Fp8State
@@ -54,7 +55,7 @@ def gpu_without_values(refusal: Refusal = lambda request: None) -> Iterator[Laun
     ``refusal``: of its products; none is refused.
     """
     from megatron_fp8 import kernels as dispatch
-    from megatron_fp8.backends.native import layout as native_layout
+    from megatron_fp8.backends.native import placement
     from megatron_fp8.kernels import (
         block_matmul,
         delayed_update,
@@ -83,10 +84,10 @@ def gpu_without_values(refusal: Refusal = lambda request: None) -> Iterator[Laun
     ]
     patches = [mock.patch.object(module, name, launches.kernel(name)) for module, name in kernels]
     patches.append(mock.patch.object(torch, "_scaled_mm_v2", _scaled_mm_v2))
-    patches.append(mock.patch.object(native, "refusals", lambda *_: refusal))
+    patches += [mock.patch.object(module, "refusals", lambda *_: refusal) for module in (native, products)]
     patches.append(mock.patch.object(dispatch, "run_on", lambda _: True))
     patches.append(mock.patch.object(host_sync, "reading_syncs", lambda _: True))
-    patches.append(mock.patch.object(native_layout, "_has_kernels", lambda _: True))
+    patches.append(mock.patch.object(placement, "_has_kernels", lambda _: True))
     with FakeTensorMode():
         for patch in patches:
             patch.start()

@@ -14,7 +14,7 @@ They require:
                cuBLASLt, which multiplies it, and infers the mode from shapes: b of 1x128 blocks [K/128, N],
                contiguous, with two blocks of K or more (one would look like scales per row), b of 128x128 blocks
                without padding, so K a multiple of 512
-    mx         E8M0 in tiles of 128 x 4, each tile 512 bytes, swizzled (see ``swizzle``). Blocks of 128 with power-of-two
+    mx         E8M0 in tiles of 128 x 4, each tile 512 bytes, swizzled (placement.py). Blocks of 128 with power-of-two
                scales use this mode where torch has no product for them (Blackwell): each scale serves four blocks
     nvfp4      E4M3 in such tiles, one for 1x16 codes of four bits (a 16x16 block's for 16 rows), and a float32 factor;
                K a multiple of 32, so that a row is whole 16 bytes
@@ -24,7 +24,7 @@ mode's are repeated (a tensor's for every row, a row's for each of its blocks), 
 run, and so do 128x128 blocks on both sides.
 
 Two layers make every rule testable without a GPU: ``plan`` computes the exact arguments from shapes and dtypes,
-``arguments`` builds such tensors. Rejected: taking the padding from the operator's error message.
+``arguments`` (placement.py) builds such tensors. Rejected: taking the padding from the operator's error message.
 
 Sources: NVIDIA cuBLAS documentation, "Scaling factors layouts"; PyTorch's ScaledBlas.cpp; numerics.md.
 """
@@ -90,7 +90,7 @@ class Operand(NamedTuple):  # a key of the plan cache in each product: a tuple i
         """The facts of a quantized side."""
         e8m0 = side.scale_inv.dtype == torch.float8_e8m0fnu
         rows, k = side.codes.shape
-        k *= _codes_per_byte(side.codes.dtype)
+        k *= codes_per_byte_of(side.codes.dtype)
         return Operand(rows, k, side.codes.dtype, side.granularity, e8m0, side.pow2)
 
     @property
@@ -100,7 +100,7 @@ class Operand(NamedTuple):  # a key of the plan cache in each product: a tuple i
         return self.pow2 and self.granularity in (BLOCK_1X128, BLOCK_128X128)
 
 
-def _codes_per_byte(dtype: torch.dtype) -> int:
+def codes_per_byte_of(dtype: torch.dtype) -> int:
     return E2M1.codes_per_byte if dtype == E2M1.dtype else 1
 
 
@@ -268,7 +268,7 @@ def plan(
     )
     m, n, k = padded_sizes(request, a.rows, b.rows, a.k)
     scale_a, scale_b = scale_arguments(request, m, n, k)
-    k //= _codes_per_byte(a.dtype)
+    k //= codes_per_byte_of(a.dtype)
     return ProductPlan(
         a.rows,
         b.rows,
@@ -325,155 +325,3 @@ def scale_arguments(request: Request, m: int, n: int, k: int) -> tuple[Argument,
 def round_up(size: int, multiple: int) -> int:
     """The smallest multiple not below size."""
     return -(-size // multiple) * multiple
-
-
-# -------------------------------------------------------------------------------------------------------- by value
-
-
-def arguments(plan: ProductPlan, a: QuantizedSide, b: QuantizedSide) -> tuple[torch.Tensor, ...]:
-    """(a, b, scale_a, scale_b) in the plan's layout. Copies only what has another one."""
-    return (
-        place_codes(a.codes, *plan.a.shape),
-        place_codes(b.codes, *plan.b.shape[::-1]).t(),
-        place_scale(plan, a, first=True),
-        place_scale(plan, b, first=False),
-    )
-
-
-def place_codes(codes: torch.Tensor, rows: int, k: int) -> torch.Tensor:
-    """Row-major codes [rows, k]; the codes themselves if they are. A transposed view is copied (GPUs: by a kernel).
-
-    Padding is zeros. If only rows are missing and the memory is long enough, it is that memory's content: such rows give
-    rows or columns of the result that are cut.
-    """
-    if codes.shape[1] == k and codes.stride() == (k, 1):
-        if codes.shape[0] == rows:
-            return codes
-        if _room(codes) >= rows * k:
-            return codes.as_strided((rows, k), (k, 1))  # kernels.quantize left the room
-    byte = codes.view(torch.uint8)
-    if byte.shape != (rows, k):
-        padded = byte.new_zeros(rows, k)
-        padded[: byte.shape[0], : byte.shape[1]] = byte
-        byte = padded
-    elif byte.stride(0) == 1 and byte.stride(1) >= rows and _has_kernels(byte):
-        from ...kernels.gemm_layouts import transpose  # loads Triton
-
-        byte = transpose(byte.t())
-    elif byte.stride() != (k, 1):  # of one row or column too, whose strides contiguous() ignores
-        byte = torch.empty(rows, k, dtype=torch.uint8, device=byte.device).copy_(byte)
-    return byte.view(codes.dtype)
-
-
-def _has_kernels(codes: torch.Tensor) -> bool:
-    return codes.is_cuda
-
-
-def place_scale(plan: ProductPlan, side: QuantizedSide, *, first: bool) -> torch.Tensor:
-    """A side's scale_inv in the layout of the plan's mode."""
-    argument, mode = (plan.scale_a if first else plan.scale_b), plan.request.mode
-    if mode in (Mode.MX, Mode.FP4):
-        return tiles_of(side)
-    if plan.post_scale:
-        return torch.ones(argument.shape, device=side.codes.device, dtype=torch.float32)
-    scale = side.float_scale_inv()
-    if mode is Mode.TENSOR:
-        return scale.view(1)
-    if mode is Mode.ROW:
-        rows = side.codes.shape[0]
-        if scale.shape == (rows, 1) and scale.stride() == (1, 1) and rows == max(argument.shape):
-            return scale.view(argument.shape)
-        flat = scale.expand(rows, 1)[:, 0].contiguous()
-        padding = argument.shape[0] * argument.shape[1] - rows
-        return (torch.cat([flat, flat.new_ones(padding)]) if padding else flat).view(argument.shape)
-    rows, k = side.codes.shape
-    if not first and mode is Mode.BLOCK:  # [N blocks, K blocks] -> [ceil4(K blocks), N blocks], K contiguous
-        return _padded(scale, argument.shape[1], argument.shape[0]).t()
-    turned = not first and plan.request.by == "torch v1"
-    blocks, padded_rows = argument.shape if turned else argument.shape[::-1]
-    if side.granularity.rows == BLOCK:
-        scale = scale.repeat_interleave(BLOCK, 0)[:rows]
-    # Made as [blocks, rows] and transposed: rows contiguous.
-    scale = _padded(scale.expand(rows, -(-k // BLOCK)).t(), blocks, padded_rows)
-    return scale if turned else scale.t()
-
-
-def block_scales(side: QuantizedSide) -> tuple[torch.Tensor, int]:
-    """Arguments of kernels/block_matmul.py: scale_inv [ceil(rows / height), ceil(K / 128)], any strides, and the
-    height."""
-    scale, (rows, k) = side.float_scale_inv(), side.codes.shape
-    if side.granularity.rows == BLOCK:
-        return scale, BLOCK
-    return scale.expand(rows, -(-k // BLOCK)), 1
-
-
-def row_scales(side: QuantizedSide) -> torch.Tensor:
-    """scale_inv [rows, 1] or [1, 1] of a side with one scale per row or tensor."""
-    scale = side.float_scale_inv()
-    return scale.reshape(1, 1) if side.granularity.is_tensor else scale
-
-
-def _padded(scale: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """Contiguous float32 [rows, cols]: scale, padded with ones."""
-    if scale.shape == (rows, cols) and scale.stride() == (cols, 1):
-        return scale
-    if scale.shape[0] == rows and scale.stride() == (cols, 1) and _room(scale) >= rows * cols:
-        return scale.as_strided((rows, cols), (cols, 1))  # kernels.quantize wrote this padding
-    padded = scale.new_ones(rows, cols)
-    padded[: scale.shape[0], : scale.shape[1]] = scale
-    return padded
-
-
-def _room(scale: torch.Tensor) -> int:
-    """Number of elements from a view's first one to the end of its storage."""
-    return scale.untyped_storage().nbytes() // scale.element_size() - int(scale.storage_offset())
-
-
-def tiles_of(side: QuantizedSide) -> torch.Tensor:
-    """A side's scales in the tiles of Blackwell's tensor cores: of 1x32 blocks, float8_e8m0fnu, or of NVFP4's 1x16,
-    float8_e4m3fn."""
-    if side.tiled:
-        return side.scale_inv
-    (rows, cols), granularity = side.codes.shape, side.granularity
-    of_fp4 = side.tensor_amax is not None
-    cols *= _codes_per_byte(side.codes.dtype)
-    if _has_kernels(side.codes):
-        from ...kernels.gemm_layouts import tile_scales  # loads Triton
-
-        unit, fill = (FP4_BLOCK, 0) if of_fp4 else (MX_BLOCK, 127)
-        return tile_scales(
-            side.scale_inv, rows, cols, height=granularity.rows, width=granularity.cols, unit=unit, fill=fill
-        )
-    scale = side.scale_inv
-    if of_fp4:
-        return swizzle(scale.view(torch.uint8).repeat_interleave(granularity.rows, 0)[:rows], 0).view(
-            scale.dtype
-        )
-    if scale.dtype == torch.float32:
-        exponents = ((scale.view(torch.int32) >> 23) & 255).to(
-            torch.uint8
-        )  # 2^-127 is subnormal in float32: its exponent bits are 0
-        scale = exponents.repeat_interleave(granularity.cols // MX_BLOCK, 1)[:, : -(-cols // MX_BLOCK)]
-        scale = scale.repeat_interleave(granularity.rows, 0)[:rows].view(torch.float8_e8m0fnu)
-    return swizzle(scale)
-
-
-def swizzle(scale: torch.Tensor, fill: int = 127) -> torch.Tensor:
-    """One-byte scales [rows, blocks] in the layout of Blackwell's tensor cores: tiles of 128 rows by 4 blocks, 512 bytes
-    each.
-
-    Scale (i, j) goes to byte ((i // 128) * tiles_per_row + j // 4) * 512 + (i % 32) * 16 + (i % 128 // 32) * 4 + j % 4.
-
-    Args:
-        fill: the padding's byte; E8M0's 127 is 2^0.
-
-    Returns:
-        [128 * ceil(rows / 128) * 4 * ceil(blocks / 4)], of the scales' dtype.
-    """
-    rows, blocks = scale.shape
-    tall, wide = -(-rows // 128), -(-blocks // 4)
-    byte = scale.view(torch.uint8)
-    padded = byte.new_full((tall * 128, wide * 4), fill)
-    padded[:rows, :blocks] = byte
-    tiles = padded.view(tall, 4, 32, wide, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(-1).view(scale.dtype)

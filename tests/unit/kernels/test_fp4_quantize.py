@@ -13,7 +13,7 @@ import triton.language as tl
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import fp4
 from megatron_fp8.backends.base import CastRequest, Region
-from megatron_fp8.backends.native.layout import swizzle
+from megatron_fp8.backends.native.placement import swizzle
 from megatron_fp8.kernels import fp4_math, fp4_quantize
 from megatron_fp8.kernels.device_math import as_bits
 from megatron_fp8.kernels.fused_quantize import Swiglu

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8.backends.native.layout import swizzle
+from megatron_fp8.backends.native.placement import swizzle
 from megatron_fp8.kernels.gemm_layouts import tile_scales, transpose
 from megatron_fp8.recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128
 from megatron_fp8.tensor import QuantizedSide, expand_scale

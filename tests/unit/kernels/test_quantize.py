@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8.backends import emulated
-from megatron_fp8.backends.native.layout import swizzle
+from megatron_fp8.backends.native.placement import swizzle
 from megatron_fp8.kernels.quantize import (
     Record,
     measure,

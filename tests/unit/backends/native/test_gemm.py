@@ -11,17 +11,8 @@ from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.native import backend as native
-from megatron_fp8.backends.native.layout import (
-    Mode,
-    Operand,
-    Request,
-    arguments,
-    mode_of,
-    place_codes,
-    plan,
-    swizzle,
-    tiles_of,
-)
+from megatron_fp8.backends.native.layout import Mode, Operand, Request, mode_of, plan
+from megatron_fp8.backends.native.placement import arguments, place_codes, swizzle, tiles_of
 from megatron_fp8.backends.native.probe import refusals
 from megatron_fp8.files import terminal
 from megatron_fp8.numerics.formats import E2M1, E4M3

@@ -10,9 +10,10 @@ import torch
 
 from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8.backends.native import backend as native
-from megatron_fp8.backends.native import layout
-from megatron_fp8.backends.native.backend import of_one_length, padded_length
-from megatron_fp8.backends.native.layout import place_codes
+from megatron_fp8.backends.native import placement, products
+from megatron_fp8.backends.native.backend import padded_length
+from megatron_fp8.backends.native.placement import place_codes
+from megatron_fp8.backends.native.products import of_one_length
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.recipe import CustomRecipe, Granularity, Rule
 from megatron_fp8.tensor import Float8Tensor
@@ -35,7 +36,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         found.append(placed.data_ptr() != codes.data_ptr())
         return placed
 
-    for module in (native, layout):
+    for module in (products, placement):
         monkeypatch.setattr(module, "place_codes", watched)
     yield found
 
