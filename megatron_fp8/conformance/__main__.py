@@ -14,7 +14,8 @@ from .golden import GOLDEN, Case, differences, load
 DESCRIPTION = """Hold libraries against golden codes and scales of FP8, MXFP8 and NVFP4, to the bit.
 
   python -m megatron_fp8.conformance
-      all installed libraries with an adapter: megatron_fp8, torch, ml_dtypes, torchao
+      all installed libraries with an adapter: megatron_fp8, torch, ml_dtypes, torchao,
+      mx (microxcaling), transformer_engine (on a GPU)
   python -m megatron_fp8.conformance --library my_package.quantize
       your function: it takes a megatron_fp8.conformance.Case and returns its tensors by
       name ('codes', 'scale_inv', 'amax'), or None for a rule that it does not have
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     libraries: dict[str, Adapter] = own or installed()
     results = {name: [_result(adapter, case) for case in cases] for name, adapter in libraries.items()}
-    heads = [name if own else f"{name} {version(name)}" for name in libraries]
+    heads = [name if own else f"{name} {version(name)}".strip() for name in libraries]
     words = [[_word(found) for found in column] for column in results.values()]
     print(table(("case", *heads), [(case.name, *row) for case, *row in zip(cases, *words, strict=True)]))
     for name, column in results.items():

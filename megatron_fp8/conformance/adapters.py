@@ -100,20 +100,84 @@ def of_torchao(case: Case) -> Found:
     return None
 
 
+def of_microxcaling(case: Case) -> Found:
+    """microxcaling's MX quantizer. It returns values: their codes and the blocks' exponents follow from them."""
+    if case.scale != "e8m0" or case.x.shape[1] % 32:
+        return None
+    ops, formats = importlib.import_module("mx.mx_ops"), importlib.import_module("mx.formats")
+    name, x = f"fp8_{case.fmt}", case.x.float()
+    values = ops._quantize_mx(x, 8, name, axes=[1], block_size=32, round="even")
+    largest = formats._get_format_params(name)[2]
+    shared = ops._shared_exponents(x.unflatten(1, (-1, 32)), axes=[2]).squeeze(2) - largest
+    exponents = shared.clamp(min=-127)
+    scale = torch.exp2(exponents.double()).repeat_interleave(32, 1)
+    codes = (values.double() / scale).to(torch.float32).to(_FORMATS[case.fmt].dtype)
+    return {"codes": codes, "scale_inv": (exponents + 127).nan_to_num(255).to(torch.uint8)}
+
+
+def of_transformer_engine(case: Case) -> Found:
+    """Transformer Engine's quantizers, on a GPU. By the sources of 2.20.2: nobody has run this adapter."""
+    (rows, cols), block = case.x.shape, case.block
+    if block is None or case.random_bytes is not None or rows % 16 or cols % 32:
+        return None
+    tensors = importlib.import_module("transformer_engine.pytorch.tensor")
+    dtype = getattr(importlib.import_module("transformer_engine_torch").DType, _TE_DTYPES[case.fmt])
+    x, wise = case.x.cuda(), {"rowwise": True, "columnwise": False}
+    power = {"force_pow_2_scales": case.scale == "pow2"}
+    shape = case.expected["scale_inv"].shape
+    if block == (0, 0):
+        made = tensors.Float8CurrentScalingQuantizer(dtype, x.device, **wise, **power)(x)
+        return {"codes": made._data, "scale_inv": made._scale_inv.reshape(shape)}
+    if block[1] == 128:
+        dims = 2 if block[0] == 128 else 1
+        made = tensors.Float8BlockQuantizer(dtype, **wise, **power, block_scaling_dim=dims)(x)
+        scales = made._rowwise_scale_inv if dims == 2 else made._rowwise_scale_inv.t()
+        return {"codes": made._rowwise_data, "scale_inv": scales[: shape[0], : shape[1]]}
+    if case.scale == "e8m0":
+        whole = torch.nn.functional.pad(x, (0, 0, 0, -rows % 32))  # it takes whole blocks in both directions
+        made = tensors.MXFP8Quantizer(dtype, **wise)(whole)
+        return {
+            "codes": made._rowwise_data[:rows],
+            "scale_inv": made._rowwise_scale_inv[: shape[0], : shape[1]],
+        }
+    if case.scale == "e4m3" and not case.hadamard:
+        made = tensors.NVFP4Quantizer(dtype, **wise, with_2d_quantization=block == (16, 16))(x.bfloat16())
+        scales = made._rowwise_scale_inv[: shape[0], : shape[1]]
+        return {"codes": made._rowwise_data, "scale_inv": scales, "amax": made._amax_rowwise.reshape(())}
+    if case.scale == "e4m3":
+        options = {"rowwise": False, "columnwise": True, "with_rht": True, "with_post_rht_amax": True}
+        made = tensors.NVFP4Quantizer(dtype, **options)(x.t().contiguous().bfloat16())
+        scales = made._columnwise_scale_inv[: shape[0], : shape[1]]
+        return {
+            "codes": made._columnwise_data,
+            "scale_inv": scales,
+            "amax": made._amax_columnwise.reshape(()),
+        }
+    return None
+
+
+_TE_DTYPES = {"e4m3": "kFloat8E4M3", "e5m2": "kFloat8E5M2", "e2m1": "kFloat4E2M1"}
+
 LIBRARIES: dict[str, Adapter] = {
     "megatron_fp8": of_megatron_fp8,
     "torch": of_torch,
     "ml_dtypes": of_ml_dtypes,
     "torchao": of_torchao,
+    "mx": of_microxcaling,
+    "transformer_engine": of_transformer_engine,
 }
-"""Adapters by the name of their package."""
+"""Adapters by the name under which their package is imported."""
 
 
 def installed() -> dict[str, Adapter]:
-    """The adapters whose packages are installed."""
-    return {name: adapter for name, adapter in LIBRARIES.items() if find_spec(name) is not None}
+    """The adapters whose packages are installed; Transformer Engine's where there is a GPU."""
+    here = {name: adapter for name, adapter in LIBRARIES.items() if find_spec(name) is not None}
+    if not torch.cuda.is_available():
+        here.pop("transformer_engine", None)
+    return here
 
 
 def version(name: str) -> str:
-    """The installed version of a package."""
-    return metadata.version(name)
+    """The installed version of a package, by the name under which it is imported; '' if nothing tells it."""
+    found = metadata.packages_distributions().get(name, [])
+    return metadata.version(found[0]) if found else ""
