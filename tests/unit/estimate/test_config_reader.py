@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_fp8.estimate.config_reader import known_keys, read
 from megatron_fp8.estimate.model_state import group_size
+from megatron_fp8.mcore.config.fields import FIELD_RULES, OWN_RULES
 
 # What None means in these follows from the layout, and is a property of the model; and what has other names here.
 OTHERWISE = {
@@ -178,3 +180,12 @@ def test_what_the_app_refuses_is_refused(options: list[str]) -> None:
             ValueError, match=options[0].removeprefix("--").partition("=")[0].replace(".", r"[. ]")
         ):
             reads([TINY, *options])
+
+
+@pytest.mark.parametrize("name", sorted(FIELD_RULES | OWN_RULES))
+def test_each_field_has_the_rule_that_train_has(name: str) -> None:
+    """A word that no field takes, or, where text is taken, a number."""
+    rule = (FIELD_RULES | OWN_RULES)[name]
+    value = next(value for value in ("never", "7", "[7]", "{a: 7}") if not rule.holds(yaml.safe_load(value)))
+    with pytest.raises(ValueError, match=name):
+        read(["--config=tiny_gpt_cpu", f"--model.{name}={value}"])
