@@ -19,5 +19,13 @@ Except for the importer's last step everything works on names and tensors only, 
 Megatron-Core.
 """
 
-QUANTIZED_FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "mxfp8", "nvfp4", "nvfp4-modelopt")
+QUANTIZED_FORMATS = (
+    "fp8-tensor",
+    "fp8-channel",
+    "fp8-block",
+    "mxfp8",
+    "nvfp4",
+    "nvfp4-modelopt",
+    "mxfp8-modelopt",
+)
 """Names of export formats (formats.py). Importing this package does not import torch."""

@@ -47,7 +47,9 @@ def export(source: Source, out: Path, wanted: Wanted, progress: Progress) -> Exp
             ignored, static_inputs = plan.ignored(), wanted.calibration is not None
             config["quantization_config"] = quantization_config(wanted.form, ignored, static_inputs)
             if wanted.form.method == "modelopt":
-                write_json(folder / "hf_quant_config.json", hf_quant_config(ignored, static_inputs))
+                write_json(
+                    folder / "hf_quant_config.json", hf_quant_config(wanted.form, ignored, static_inputs)
+                )
             notes += _reader_notes(wanted.form, plan.sites, plan.high_precision)
             if wanted.form.in_blocks and wanted.like:
                 assert plan.recipe is not None

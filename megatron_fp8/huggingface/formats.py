@@ -9,6 +9,7 @@
     nvfp4           16x16, tensor  weight_packed uint8 [N, K / 2],        compressed-tensors, format
                                    weight_scale E4M3 [N, K / 16],         nvfp4-pack-quantized
                                    weight_global_scale float32 [1]
+    mxfp8-modelopt  1x32           as mxfp8                               modelopt, quant_algo MXFP8
     nvfp4-modelopt  16x16, tensor  weight uint8 [N, K / 2],               modelopt, quant_algo W4A16_NVFP4; or NVFP4
                                    weight_scale E4M3 [N, K / 16],         with static input scales
                                    weight_scale_2 float32 []
@@ -27,8 +28,8 @@ scales), and vLLM requires each part of a fused matrix to end on a block.
 
 Sources: compressed-tensors 0.20 (quantization/lifecycle/initialize.py, compressors/nvfp4, compressors/mxfp8: names,
 shapes; its presets NVFP4A16, NVFP4 and MXFP8: config.json), vLLM (compressed_tensors_w8a8_fp8.py, fp8.py,
-CompressedTensorsW4A4Fp4, CompressedTensorsW8A8Mxfp8, ModelOptNvFp4LinearMethod), modelopt 0.47 (NVFP4QTensor,
-convert_hf_quant_config_format), DeepSeek-V3's config.json.
+CompressedTensorsW4A4Fp4, CompressedTensorsW8A8Mxfp8, ModelOptNvFp4LinearMethod, ModelOptMxFp8LinearMethod), modelopt
+0.47 (NVFP4QTensor, convert_hf_quant_config_format), DeepSeek-V3's config.json.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class WeightFormat:
         codes, scale: last parts of the tensors' names.
         tensor_scale: last part of the names of NVFP4's second scales.
         input_scale: last part of the names of static input scales; None: the format has none.
+        algorithms: modelopt's quant_algo, without and with static input scales.
     """
 
     name: str
@@ -83,6 +85,7 @@ class WeightFormat:
     scale: str = "weight_scale"
     tensor_scale: str | None = None
     input_scale: str | None = None
+    algorithms: tuple[str, str] | None = None
 
     @property
     def in_blocks(self) -> bool:
@@ -109,8 +112,9 @@ FORMATS = {
         ),
         WeightFormat(
             "nvfp4-modelopt", NVFP4BlockScaling(), "modelopt",
-            tensor_scale="weight_scale_2", input_scale="input_scale",
+            tensor_scale="weight_scale_2", input_scale="input_scale", algorithms=("W4A16_NVFP4", "NVFP4"),
         ),
+        WeightFormat("mxfp8-modelopt", MXFP8BlockScaling(), "modelopt", algorithms=("MXFP8", "MXFP8")),
     )
 }  # fmt: skip
 assert tuple(FORMATS) == QUANTIZED_FORMATS
@@ -246,16 +250,20 @@ def quantization_config(chosen: WeightFormat, ignore: Iterable[str], static_inpu
             "modules_to_not_convert": ignore,
             "ignored_layers": ignore,
         }
-    if chosen.strategy is None:
-        number = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": nvfp4.BLOCK}
-        inputs = {"input_activations": number} if static_inputs else {}
+    if chosen.algorithms is not None:
+        number = {"dynamic": False, "num_bits": 8, "type": "float", "group_size": _group_size(chosen)}
+        inputs: dict[str, Any] = {"input_activations": {**number, "dynamic": True}}
+        if chosen.tensor_scale is not None:
+            number["num_bits"] = 4
+            inputs = {"input_activations": number} if static_inputs else {}
         return {
             "config_groups": {"group_0": {**inputs, "weights": number, "targets": ["Linear"]}},
             "ignore": ignore,
-            "quant_algo": _algorithm(static_inputs),
+            "quant_algo": chosen.algorithms[static_inputs],
             "producer": _PRODUCER,
             "quant_method": "modelopt",
         }
+    assert chosen.strategy is not None
     form, number, dynamic = _STRATEGIES[chosen.strategy]
     return {
         "quant_method": "compressed-tensors",
@@ -295,18 +303,20 @@ def _inputs(number: dict[str, Any], dynamic: str | None, static_inputs: bool) ->
 _PRODUCER = {"name": "megatron_fp8"}
 
 
-def _algorithm(static_inputs: bool) -> str:
-    return "NVFP4" if static_inputs else "W4A16_NVFP4"
+def _group_size(chosen: WeightFormat) -> int:
+    """Values along K that share one of modelopt's scales."""
+    return 32 if chosen.tensor_scale is None else nvfp4.BLOCK
 
 
-def hf_quant_config(ignore: Iterable[str], static_inputs: bool) -> dict[str, Any]:
+def hf_quant_config(chosen: WeightFormat, ignore: Iterable[str], static_inputs: bool) -> dict[str, Any]:
     """modelopt's hf_quant_config.json, which older engines read in place of config.json's entry."""
+    assert chosen.algorithms is not None
     return {
         "producer": _PRODUCER,
         "quantization": {
-            "quant_algo": _algorithm(static_inputs),
+            "quant_algo": chosen.algorithms[static_inputs],
             "kv_cache_quant_algo": None,
-            "group_size": nvfp4.BLOCK,
+            "group_size": _group_size(chosen),
             "exclude_modules": list(ignore),
         },
     }

@@ -117,7 +117,8 @@ def format_of(quantization: Mapping[str, Any]) -> WeightFormat | None:
     group: dict[str, Any] = next(iter((quantization.get("config_groups") or {}).values()), {})
     strategy = (group.get("weights") or {}).get("strategy")
     for form in FORMATS.values():
-        if form.method == method and form.strategy == strategy:
+        same_algorithm = form.algorithms is None or quantization.get("quant_algo") in form.algorithms
+        if form.method == method and form.strategy == strategy and same_algorithm:
             return form
     raise ValueError(
         f"config.json has quant_method={method!r} with strategy={strategy!r}: megatron-fp8 export writes"

@@ -48,7 +48,7 @@ def weight_stream(
         model: a Megatron-Core model, or the list of its chunks, wrapped or not; or a model of transformers, with
             convert_to_fp8 or without, sharded by FSDP or not.
         format: 'bf16' (the model's dtype), 'fp8-tensor', 'fp8-channel', 'fp8-block', 'mxfp8', 'nvfp4' or
-            'nvfp4-modelopt'.
+            'nvfp4-modelopt', 'mxfp8-modelopt'.
         bucket_bytes: bytes of Megatron-Core's tensors that are gathered at a time.
         ignore: globs over Hugging Face names of linears to leave in high precision.
         quantize_all: quantize linears too that training keeps in BF16.

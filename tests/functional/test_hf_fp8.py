@@ -31,7 +31,7 @@ LINEARS = [part for parts in GEMMS.values() for part in parts]
 RECIPES = {name: ("--model.fp8=hybrid", f"--model.fp8_format={recipe}", "--model.fp8_param=true") for name, recipe in (
     ("fp8-tensor", "tensorwise"), ("fp8-channel", "rowwise"), ("fp8-block", "blockwise"), ("mxfp8", "mxfp8"),
 )} | {"nvfp4": ("--model.fp4=e2m1",)}  # fmt: skip
-FROM_TRANSFORMERS = [name for name in FORMATS if name != "nvfp4-modelopt"]
+FROM_TRANSFORMERS = [name for name in FORMATS if not name.endswith("-modelopt")]
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -233,6 +233,7 @@ def test_names_shapes_and_types_are_those_that_vllm_reads(folder, name):
             "fp8-channel": {"weight": e4m3, "weight_scale": (torch.float32, [rows, 1])},
             "fp8-block": {"weight": e4m3, "weight_scale_inv": (torch.float32, [rows // 128, cols // 128])},
             "mxfp8": {"weight": e4m3, "weight_scale": (torch.uint8, [rows, cols // 32])},
+            "mxfp8-modelopt": {"weight": e4m3, "weight_scale": (torch.uint8, [rows, cols // 32])},
             "nvfp4": {
                 "weight_packed": bytes_, "weight_scale": blocks, "weight_global_scale": (torch.float32, [1]),
             },
@@ -248,12 +249,19 @@ def test_names_shapes_and_types_are_those_that_vllm_reads(folder, name):
             "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
             "modules_to_not_convert": ["lm_head"], "ignored_layers": ["lm_head"],
         }  # fmt: skip
-    elif name == "nvfp4-modelopt":
+    elif name.endswith("-modelopt"):
+        algorithm, size = {"nvfp4-modelopt": ("W4A16_NVFP4", 16), "mxfp8-modelopt": ("MXFP8", 32)}[name]
         legacy = json.loads((folder / name / "hf_quant_config.json").read_text())["quantization"]
-        assert (quantization["quant_method"], quantization["quant_algo"]) == ("modelopt", "W4A16_NVFP4")
+        assert (quantization["quant_method"], quantization["quant_algo"]) == ("modelopt", algorithm)
         assert legacy == {
-            "quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"],
+            "quant_algo": algorithm, "kv_cache_quant_algo": None, "group_size": size, "exclude_modules": ["lm_head"],
         }  # fmt: skip
+        if name == "mxfp8-modelopt":
+            assert tensors.keys() == (same := tensors_of(folder / "mxfp8")).keys()
+            assert all(
+                torch.equal(tensor.view(torch.uint8), same[key].view(torch.uint8))
+                for key, tensor in tensors.items()
+            )
     elif name in ("mxfp8", "nvfp4"):
         form, preset = {"mxfp8": ("mxfp8-quantized", "MXFP8"), "nvfp4": ("nvfp4-pack-quantized", "NVFP4A16")}[
             name

@@ -107,6 +107,7 @@ def test_an_engine_refuses_a_fused_linear_in_two_precisions():
         ("fp8-tensor", False, "transformers", "e4m3 tensor fp32"),
         ("fp8-tensor", True, "vllm", "e4m3 tensor static"),
         ("mxfp8", False, "vllm", "e4m3 1x32 e8m0"),
+        ("mxfp8-modelopt", False, "vllm", "e4m3 1x32 e8m0"),
         ("nvfp4", False, "vllm", None),
         ("nvfp4", True, "vllm", "e2m1 1x16 e4m3"),
         ("nvfp4-modelopt", False, "vllm", None),
