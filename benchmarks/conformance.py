@@ -34,6 +34,10 @@ _RULES = {  # name: (specification, block with 0 for the whole extent, kind of s
 }
 
 
+TILES = "tiles"
+"""The matrix of which scales are stored in the GEMM's tiles: of whole tiles, since libraries pad differently."""
+
+
 class Golden(NamedTuple):
     """A case as it is listed, and its tensors."""
 
@@ -62,6 +66,7 @@ def matrices() -> dict[str, torch.Tensor]:
         "odd": torch.from_numpy(numbers(33, 75)),
         "boundaries": boundaries(draw),
         "special": special,
+        TILES: torch.from_numpy(numbers(256, 256)).bfloat16(),
     }
 
 
@@ -115,6 +120,9 @@ def cases() -> Iterator[Golden]:
     yield _golden("e2m1 cast", "casts", "e2m1", None, "none", codes=_packed(fp4.to_e2m1(x)))
     for of, matrix in matrices().items():
         x = matrix.float().numpy()
+        if of == TILES:
+            yield from _in_tiles(of, x)
+            continue
         for name, (rule, block, scale) in _RULES.items():
             codes, inverse = reference.quantize(x, rule)
             yield _golden(f"{name}, {of}", of, rule.spec.name, block, scale, codes=codes, scale_inv=inverse)
@@ -138,12 +146,41 @@ def _nvfp4(of: str, x: np.ndarray) -> Iterator[Golden]:
         found = fp4.quantize(matrix, rows, draws=bits)
         tensors = {
             "codes": _packed(found.codes),
-            "scale_inv": torch.from_numpy(found.scales).to(torch.float8_e4m3fn).view(torch.uint8).numpy(),
+            "scale_inv": _bytes(found.scales),
             "amax": np.array(found.amax),
         }
         if bits is not None:
             tensors["random_bytes"] = bits
-        yield _golden(f"{name}, {of}", of, "e2m1", (rows, 16), "e4m3", hadamard=hadamard, **tensors)
+        yield _golden(
+            f"{name}, {of}", of, "e2m1", (rows, 16), "e4m3", hadamard=hadamard, tiled=False, **tensors
+        )
+
+
+def _in_tiles(of: str, x: np.ndarray) -> Iterator[Golden]:
+    """Scales as Blackwell's GEMMs read them (cuBLAS, 1D block scaling factors layout)."""
+    rule, block, scale = _RULES["e4m3 1x32 e8m0"]
+    codes, inverse = reference.quantize(x, rule)
+    name = f"e4m3 1x32 e8m0, {of}"
+    yield _golden(name, of, "e4m3", block, scale, tiled=True, codes=codes, scale_inv=_tiled(inverse))
+    found = fp4.quantize(x, 1, draws=None)
+    codes, amax, inverse = _packed(found.codes), np.array(found.amax), _tiled(_bytes(found.scales))
+    name = f"e2m1 1x16 e4m3, {of}"
+    yield _golden(name, of, "e2m1", (1, 16), "e4m3", tiled=True, codes=codes, scale_inv=inverse, amax=amax)
+
+
+def _bytes(scales: np.ndarray) -> np.ndarray:
+    """The E4M3 bytes of scales."""
+    return torch.from_numpy(scales).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
+def _tiled(scales: np.ndarray) -> np.ndarray:
+    """Bytes [rows, blocks] of whole tiles of 128 x 4 -> [rows * blocks]."""
+    rows, blocks = scales.shape
+    i, j = np.meshgrid(np.arange(rows), np.arange(blocks), indexing="ij")
+    tile, inside = (i // 128) * (blocks // 4) + j // 4, (i % 32) * 16 + (i % 128 // 32) * 4 + j % 4
+    placed = np.empty(rows * blocks, np.uint8)
+    placed[tile * 512 + inside] = scales
+    return placed
 
 
 def _packed(codes: np.ndarray) -> np.ndarray:
@@ -159,10 +196,12 @@ def _golden(
     scale: str,
     *,
     hadamard: bool = False,
+    tiled: bool = False,
     **tensors: np.ndarray,
 ) -> Golden:
     arrays = {f"{name}/{each}": torch.from_numpy(np.array(array)) for each, array in tensors.items()}
     listed = {"name": name, "x": of, "fmt": fmt, "block": block, "scale": scale, "hadamard": hadamard}
+    listed["tiled"] = tiled
     return Golden({**listed, "tensors": sorted(arrays)}, arrays)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..backends.emulated import quantize
+from ..backends.native.placement import swizzle
 from ..kernels.cast_dispatch import cast
 from ..numerics import nvfp4
 from ..numerics.formats import E2M1, E4M3, E5M2
@@ -39,7 +40,8 @@ def of_megatron_fp8(case: Case) -> Found:
     else:
         side = quantize(case.x, rule, "rowwise").tensor.rowwise
     assert side is not None
-    found = {"codes": side.codes, "scale_inv": side.scale_inv.reshape(case.expected["scale_inv"].shape)}
+    scale = swizzle(side.scale_inv) if case.tiled else side.scale_inv
+    found = {"codes": side.codes, "scale_inv": scale.reshape(case.expected["scale_inv"].shape)}
     return found if side.tensor_amax is None else {**found, "amax": side.tensor_amax}
 
 
@@ -91,18 +93,26 @@ def of_torchao(case: Case) -> Found:
         module = importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
         modes = importlib.import_module("torchao.prototype.mx_formats.config").ScaleCalculationMode
         scale, codes = module.to_mx(x, dtype, 32, modes.RCEIL)
+        scale = _in_torchaos_tiles(scale) if case.tiled else scale
         return {"codes": codes, "scale_inv": scale.reshape(case.expected["scale_inv"].shape)}
     if case.scale == "e4m3" and case.block == (1, 16) and x.shape[1] % 16 == 0:
         module = importlib.import_module("torchao.prototype.mx_formats.nvfp4_tensor")
         amax = x.abs().max().float()
         scale, codes = module.nvfp4_quantize(x, 16, module.per_tensor_amax_to_scale(amax))
+        scale = _in_torchaos_tiles(scale) if case.tiled else scale
         return {"codes": codes, "scale_inv": scale.reshape(case.expected["scale_inv"].shape), "amax": amax}
     return None
 
 
+def _in_torchaos_tiles(scale: torch.Tensor) -> torch.Tensor:
+    to_blocked = importlib.import_module("torchao.prototype.mx_formats.utils").to_blocked
+    tiles: torch.Tensor = to_blocked(scale.view(torch.uint8))
+    return tiles
+
+
 def of_microxcaling(case: Case) -> Found:
     """microxcaling's MX quantizer. It returns values: their codes and the blocks' exponents follow from them."""
-    if case.scale != "e8m0" or case.x.shape[1] % 32:
+    if case.scale != "e8m0" or case.x.shape[1] % 32 or case.tiled:
         return None
     ops, formats = importlib.import_module("mx.mx_ops"), importlib.import_module("mx.formats")
     name, x = f"fp8_{case.fmt}", case.x.float()
@@ -118,7 +128,7 @@ def of_microxcaling(case: Case) -> Found:
 def of_transformer_engine(case: Case) -> Found:
     """Transformer Engine's quantizers, on a GPU. By the sources of 2.20.2: nobody has run this adapter."""
     (rows, cols), block = case.x.shape, case.block
-    if block is None or case.random_bytes is not None or rows % 16 or cols % 32:
+    if block is None or case.random_bytes is not None or case.tiled or rows % 16 or cols % 32:
         return None
     tensors = importlib.import_module("transformer_engine.pytorch.tensor")
     dtype = getattr(importlib.import_module("transformer_engine_torch").DType, _TE_DTYPES[case.fmt])

@@ -26,6 +26,7 @@ class Case:
         block: (rows, cols) that share a scale; 0: the whole extent; None: no scale, a plain cast.
         scale: 'none', 'fp32', 'pow2' (rounded down), 'e8m0' (rounded up) or 'e4m3' (with a float32 scale of the tensor).
         hadamard: x is transformed first (NVFP4).
+        tiled: 'scale_inv' is in the tiles of Blackwell's GEMMs, uint8 [row blocks * column blocks].
         random_bytes: uint8 [rows, cols] for stochastic rounding (NVFP4); None: nearest, ties to even.
         expected: 'codes', uint8 [rows, cols], or [rows, cols in whole blocks of 16 / 2] for 'e2m1'. 'scale_inv', float32
             [row blocks, column blocks], uint8 for 'e8m0' and 'e4m3'; absent without a scale. 'amax', float32 [], of the
@@ -38,6 +39,7 @@ class Case:
     block: tuple[int, int] | None
     scale: str
     hadamard: bool
+    tiled: bool
     random_bytes: torch.Tensor | None
     expected: Mapping[str, torch.Tensor]
 
@@ -69,6 +71,7 @@ def _case(listed: Mapping[str, Any], file: Any) -> Case:
         block=None if block is None else (block[0], block[1]),
         scale=listed["scale"],
         hadamard=listed["hadamard"],
+        tiled=listed["tiled"],
         random_bytes=file.get_tensor(names["random_bytes"]) if "random_bytes" in names else None,
         expected=expected,
     )

@@ -110,6 +110,11 @@ def mutated(case, fault: str) -> dict[str, torch.Tensor]:
         codes = found["codes"].view(torch.uint8).clone()
         codes[-1, -1] ^= 1
         found["codes"] = codes
+    elif fault == "tiles in another order":
+        found["scale_inv"] = found["scale_inv"].view(-1, 512).roll(1, 0).flatten()
+    elif fault == "no tiles":
+        plain = dataclasses.replace(case, tiled=False)
+        found["scale_inv"] = of_megatron_fp8(plain)["scale_inv"].flatten()
     elif fault == "no transform":
         return dict(of_megatron_fp8(dataclasses.replace(case, hadamard=False)))
     return found
@@ -124,6 +129,8 @@ def mutated(case, fault: str) -> dict[str, torch.Tensor]:
         ("nibbles swapped", "e2m1 16x16 e4m3, odd"),
         ("scale for scale_inv", "e4m3 tensor fp32, normal"),
         ("one code", "e5m2 1x32 e8m0, special"),
+        ("tiles in another order", "e4m3 1x32 e8m0, tiles"),
+        ("no tiles", "e2m1 1x16 e4m3, tiles"),
         ("no transform", "e2m1 1x16 e4m3 transformed, normal"),
     ],
 )
