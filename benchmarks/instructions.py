@@ -1,7 +1,6 @@
 """How many instructions the Triton kernels take a value, counted in their machine code: no GPU is needed, and none runs.
 
     TRITON_INTERPRET=0 python -m benchmarks.instructions [--write] [--only SwiGLU]
-    TRITON_INTERPRET=0 python -m benchmarks.instructions --products [--write]
 
 Memory is meant to be what a quantizing kernel waits for. It is, if a multiprocessor can issue the kernel's instructions
 in less time than memory takes to move its bytes. Both can be counted. Every kernel that a training step launches is
@@ -23,13 +22,12 @@ The goal: issue time at most 0.75 of memory time, nothing spilled, two programs 
 an H200; on a B200, whose memory is faster, some do not. NVFP4's are counted for a B200 alone, which multiplies their
 codes. These are counts, not measurements.
 
---products: registers, spills and shared memory of the block-scaled product, which tensor cores bound and not memory.
+block_products.py has the block-scaled product, which tensor cores bound and not memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -363,75 +361,15 @@ HEADER = [
 ]  # fmt: skip
 
 
-PRODUCT_HEADER = ["product", "device", "tile", "registers", "spills", "shared KiB", "programs"]
-
-
-def products() -> list[list[str]]:
-    """The table's cells of every kind of block-scaled product: of one pair and grouped; N = 4096 and one that 16 does not
-    divide. K is padded to 16 before."""
-    kinds = itertools.product(DEVICES, (HIDDEN, HIDDEN - 1), (128, 1), (False, True))
-    return [_product(*kind) for kind in kinds]
-
-
-def _product(device: Device, n: int, height: int, grouped: bool) -> list[str]:
-    from benchmarks.support.compiled import compiled
-    from megatron_fp8.kernels.block_matmul import ROWS, Product, block_matmul, columns, grouped_block_matmul
-
-    a, b = (empty(rows, HIDDEN, dtype=torch.float8_e4m3fn) for rows in (TOKENS, n))
-    of_a, of_b = empty(HIDDEN // 128, TOKENS).t(), empty(HIDDEN // 128, -(-n // height)).t()
-    dtype, add = (torch.float32, True) if height == 1 else (BF16, False)  # wgrad; fprop and dgrad
-    out = empty(TOKENS, n, dtype=dtype)
-
-    def launch() -> None:
-        if grouped:
-            grouped_block_matmul(a, [Product(a, of_a, b, of_b, out)], a_height=1, b_height=height, add=add)
-        else:
-            block_matmul(a, of_a, b, of_b, b_height=height, out_dtype=dtype, into=out, add=add)
-
-    (made,) = compiled(launch, device.architecture)
-    registers, code = made.resources["REG"], disassembled(made.cubin)
-    kind = "fprop, dgrad" if height == 128 else "wgrad, added"
-    cells = [
-        f"{kind}: 1x128 by {height}x128, N {n}{', grouped' * grouped}",
-        device.name,
-        f"{ROWS}x{columns(1, height)}",
-        registers,
-        code.count("STL") + code.count("LDL"),
-        made.shared // 1024,
-        programs(registers, made.shared, made.warps),
-    ]
-    return [str(cell) for cell in cells]
-
-
 def main() -> int:
-    """Count, print, write; 1 where a kernel misses the goal on an H200, or a product spills."""
+    """Count, print, write; 1 where a kernel misses the goal on an H200."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/instructions.*")
-    parser.add_argument(
-        "--products", action="store_true", help="the block-scaled product's registers and spills"
-    )
     parser.add_argument("--only", default="", help="kernels whose name has this in it")
     parser.add_argument("--device", default="", help="H200 or B200; both if not given")
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         parser.error("unset TRITON_INTERPRET: kernels are compiled here")
-    if args.products:
-        rows = products()
-        body = table(PRODUCT_HEADER, rows)
-        print(body, flush=True)
-        if args.write:
-            record = environment(["triton"]) | {"measured": "counted, not measured"}
-            command = "python -m benchmarks.instructions --products --write"
-            data = [dict(zip(PRODUCT_HEADER, row, strict=True)) for row in rows]
-            write_results(
-                "block_products",
-                "Registers and spills of the block-scaled product",
-                command,
-                record,
-                body,
-                data,
-            )
-        return int(any(row[PRODUCT_HEADER.index("spills")] != "0" for row in rows))
     counts, parts = [], ["Counted in machine code; no GPU ran it, and nothing here is a measurement."]
     for device in DEVICES:
         if args.device in device.name:

@@ -48,8 +48,8 @@ def _estimate(options: argparse.Namespace, run_options: list[str]) -> None:
     from ..estimate.config_reader import read
     from ..estimate.device import device
     from ..estimate.estimate import estimate, in_bf16
+    from ..estimate.fp8_speedup import fp4_note, group_sites, site_speedups
     from ..estimate.memory_fit import RESERVE, fit
-    from ..estimate.roofline import fp4_note, group_sites, site_speedups
     from ..estimate.text import format_estimate, unsure
     from ..fp8_utils import quantizes
     from ..study.support_matrix import native_support

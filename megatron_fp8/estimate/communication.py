@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..params.fp8_parameter import granularities
+from ..params.stored_codes import granularities
 from ..plan.cast_spec import CastSpec
 from ..plan.site_plan import SitePlan, sent_as
 from .activations import probability_bytes

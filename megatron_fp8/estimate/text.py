@@ -9,8 +9,9 @@ from ..files.terminal import number_ranges, wrapped
 from ..fp8_utils import quantizes, recipe_name_of
 from .device import Device
 from .estimate import Estimate
+from .fp8_speedup import SiteGroup
 from .memory_fit import Fit
-from .roofline import SiteGroup, calibration
+from .roofline import calibration
 
 
 def format_estimate(

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 
 from ..numerics import nvfp4
-from ..params.fp8_parameter import Fp8Parameter, _Stored
+from ..params.fp8_parameter import Fp8Parameter
+from ..params.stored_codes import StoredCodes
 from ..quantizer import Quantizer
 from ..tensor import Float8Tensor, QuantizedSide
 
 
-class _StoredRows(_Stored):
+class _StoredRows(StoredCodes):
     """Rowwise codes only, for rules whose columnwise codes differ, and for NVFP4, whose codes share bytes."""
 
     def view(self) -> None:
@@ -70,7 +71,7 @@ def inference_weight(weight: torch.Tensor, quantizer: Quantizer) -> Any:
     value = weight.detach()
     rule, (rows, cols) = quantizer.rule, value.shape
     packs = rule.fmt.codes_per_byte > 1
-    kind = _Stored if rule.granularity.symmetric and not packs else _StoredRows
+    kind = StoredCodes if rule.granularity.symmetric and not packs else _StoredRows
     width = nvfp4.padded(cols) // 2 if packs else cols
     codes = torch.empty((rows, width), dtype=torch.uint8, device=value.device)
     stored = kind(quantizer, value.dtype, [codes], value.shape)
@@ -89,7 +90,7 @@ def _from_fp8(weight: Fp8Parameter) -> Any:
     return _as_parameter(stored, weight)
 
 
-def _as_parameter(stored: _Stored, weight: torch.Tensor) -> Any:
+def _as_parameter(stored: StoredCodes, weight: torch.Tensor) -> Any:
     kind = RowwiseFp8Parameter if isinstance(stored, _StoredRows) else Fp8Parameter
     parameter = torch.nn.Parameter(kind(stored), requires_grad=False)
     parameter.__dict__.update({k: v for k, v in vars(weight).items() if k not in ("_stored", "_is_param")})

@@ -21,20 +21,18 @@ Arguments have this form because:
   of a model compiled block by block would be compiled again;
 * its ``saved_layout``, a string that determines the outputs' layouts. Dynamo guards on it, so layers of one recipe share
   a graph and layers of another recipe do not;
-* the number of this call in the trace. Two calls of one layer on one input look equal, but each adds to the gradient, so
-  no compiler may merge them. The first number depends on this folder's sources: Inductor caches graphs on disk by their
-  code, and operators of other sources may return other layouts for the same code.
+* the number of this call in the trace: each call adds to the gradient, so no compiler may merge two that look equal.
+  The first number depends on this folder's sources, since Inductor caches graphs on disk by their code alone.
 
 Side effects outside the graph: slots (a maximum and a sum, in any order), counters, the cached weight, main_grad. No
 result in the graph reads them. If the weight's cached codes were replaced since, backward makes the same ones again.
 
-Rejected: tracing through, as torchao does. It suits tensors that carry their state; here slots, caches and Triton
-launches would each need a functional twin, and bits would differ from eager mode's. Rejected: an effect token through
-the graph: no order is needed, and current versions of torch split backward effects wrongly (pytorch#172248).
-Rejected: disabling compilation around the layer, as Transformer Engine did for years: each linear breaks the graph.
+Rejected: tracing through, as torchao does; slots, caches and Triton launches would each need a functional twin, and
+bits would differ from eager mode's. Rejected: an effect token through the graph; no order is needed. Rejected:
+disabling compilation around the layer, as Transformer Engine did for years: each linear breaks the graph.
 
-CUDA graphs: a replay would skip the operators' Python, so all are tagged ``cudagraph_unsafe``: mode="reduce-overhead"
-captures the rest of a graph. To capture everything, capture the step (docs/performance.md).
+CUDA graphs: a replay would skip the operators' Python, so all are tagged ``cudagraph_unsafe``, and "reduce-overhead"
+captures the rest. To capture everything, capture the step (docs/performance.md).
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ from ..numerics import host_sync
 from ..numerics.rule import Granularity, Rule
 from ..numerics.scaling import compute_scale_inv
 from ..numerics.subnormals import keeping_subnormals
-from .fp8_parameter import Fp8Parameter, cast_by_kernel, granularities
+from .fp8_parameter import Fp8Parameter
+from .stored_codes import cast_by_kernel, granularities
 
 
 @keeping_subnormals

@@ -85,6 +85,7 @@ ELSEWHERE = {
 """Run by another test."""
 IMPORTED = {
     "gpu_sanitiser": "needs a GPU and compute-sanitizer",
+    "block_products": "compiles for half a minute; tests/functional/test_hopper.py asks the same of some",
     "host_time": "compiles C++ over torch's headers, and kernels for a GPU, for a minute",
     "recipes": "what it runs, tests/functional/test_compare.py does",
     "roofline": "starts real processes for minutes",

@@ -9,7 +9,8 @@ import pytest
 from megatron_fp8.estimate.config_reader import read
 from megatron_fp8.estimate.device import device
 from megatron_fp8.estimate.estimate import Estimate, estimate
-from megatron_fp8.estimate.roofline import group_sites, linears, model_flops, site_speedups
+from megatron_fp8.estimate.fp8_speedup import group_sites, site_speedups
+from megatron_fp8.estimate.roofline import linears, model_flops
 
 LLAMA = "--config=examples/configs/llama3_8b.yaml"
 
