@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from megatron_fp8.inference.weights import inference_weight
-from megatron_fp8.params.fp8_parameter import Fp4Parameter, fp8_parameter
-from megatron_fp8.quantizer import quantize
+from megatron_fp8.params.fp8_parameter import Fp4Parameter
 from megatron_fp8.recipe import NVFP4BlockScaling
 from megatron_fp8.telemetry.high_precision_tensors import weight_values
-from tests.support.fp8_weights import bytes_of, quantizer_of, weight
+from tests.support.fp8_weights import assert_codes_of, bytes_of, parameter_of, weight
 
 RECIPES = {"2d": NVFP4BlockScaling(), "1d": NVFP4BlockScaling(disable_2d_quantization=True)}
 SHAPES = [(256, 128), (130, 200), (7, 63), (1, 1)]
@@ -22,22 +21,11 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
 def made(recipe: str, shape: tuple[int, int] = (256, 128)) -> Any:
-    return fp8_parameter(torch.nn.Parameter(weight(shape)), quantizer_of(RECIPES[recipe]))
+    return parameter_of(RECIPES[recipe], shape)
 
 
 def assert_holds(parameter: Any, value: torch.Tensor, recipe: str) -> None:
-    """The parameter has exactly the codes and scales of value, in both directions."""
-    expected = quantize(value, RECIPES[recipe], "weight", "both")
-    for mine, theirs in zip(parameter.quantized.sides, expected.sides, strict=True):
-        assert bytes_of(mine.codes) == bytes_of(theirs.codes) and mine.codes.shape == theirs.codes.shape
-        assert bytes_of(mine.scale_inv) == bytes_of(theirs.scale_inv)
-        assert torch.equal(mine.tensor_amax, theirs.tensor_amax)
-        assert (mine.shape, mine.padding, mine.granularity) == (
-            theirs.shape,
-            theirs.padding,
-            theirs.granularity,
-        )
-    assert bytes_of(parameter.dequantize()) == bytes_of(expected.dequantize(torch.bfloat16))
+    assert_codes_of(parameter, value, RECIPES[recipe])
 
 
 @each_recipe

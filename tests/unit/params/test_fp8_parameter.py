@@ -13,27 +13,18 @@ from megatron_fp8.backends import emulated
 from megatron_fp8.params.fp8_parameter import Fp8Parameter, TwoWayFp8Parameter, broadcast, fp8_parameter
 from megatron_fp8.quantizer import quantize
 from megatron_fp8.recipe import CustomRecipe, Rule
-from tests.support.fp8_weights import RECIPES, bytes_of, quantizer_of, weight
+from tests.support.fp8_weights import RECIPES, assert_codes_of, bytes_of, parameter_of, quantizer_of, weight
 
 SHAPES = [(256, 128), (130, 200), (7, 63), (1, 1)]
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
 def made(recipe: str, shape: tuple[int, int] = (256, 128)) -> Any:
-    return fp8_parameter(torch.nn.Parameter(weight(shape)), quantizer_of(RECIPES[recipe]))
+    return parameter_of(RECIPES[recipe], shape)
 
 
 def assert_holds(parameter: Any, value: torch.Tensor, recipe: str) -> None:
-    """The parameter has exactly the codes and scales of value."""
-    expected = quantize(value, RECIPES[recipe], "weight", "both")
-    for mine, theirs in (
-        (parameter.quantized.rowwise, expected.rowwise),
-        (parameter.quantized.columnwise, expected.columnwise),
-    ):
-        assert mine.codes.shape == theirs.codes.shape and mine.scale_inv.shape == theirs.scale_inv.shape
-        assert bytes_of(mine.codes) == bytes_of(theirs.codes)
-        assert bytes_of(mine.scale_inv) == bytes_of(theirs.scale_inv)
-    assert bytes_of(parameter.dequantize()) == bytes_of(expected.dequantize(torch.bfloat16))
+    assert_codes_of(parameter, value, RECIPES[recipe])
 
 
 @each_recipe
