@@ -7,8 +7,8 @@ directions (``cast_fp4``). Both transform in the tile; the transformed matrix is
 A thread has whole 16-row blocks of eight columns (``rows_of(ROWS, 16)``): a column's transform, amax and codes take no
 exchange, and a row's block is in two threads. Its eight codes of a row, or of half a column's block, are one word.
 
-Of both directions each program makes one, and its neighbour the other, from the same tile. One program for both would
-spill registers. Leading arguments are those of quantize_kernels.py.
+For both directions two neighbouring programs read the same tile, and each writes one direction. One program for both
+would spill registers. Leading arguments are those of quantize_kernels.py.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def cast_fp4(
     SQUARE: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
     TILED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of a tile in one direction, under the tensor's amaxes; of both, two programs have the same tile.
+    """Writes codes and scales of a tile in one direction. For both directions two programs read the same tile.
 
     row_codes, col_codes: int32 [rows, row_stride] and [cols, col_stride], eight codes a word. row_scale, col_scale:
     uint8; row_major, col_major: bytes from a row of scales (TILED: of tiles) to the next. used: float32 [2], receives

@@ -25,8 +25,8 @@ _BLOCK = 16
 
 
 class Draws(NamedTuple):
-    """Random bytes of stochastic rounding. first, step: the logical index of the matrix's first element, and from one row
-    to the next (backends/base.py's Region)."""
+    """Random bytes of stochastic rounding. first: the logical index of the matrix's first element. step: the
+    distance between the indices of two rows (backends/base.py's Region)."""
 
     key: RandomKey
     first: int

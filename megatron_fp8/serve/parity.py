@@ -1,4 +1,4 @@
-"""A run's training beside the directory that is served: precision, codes, config, tokenizer.
+"""Compares a run's training with the served directory: precision, codes, config, tokenizer.
 
 Static: nothing is multiplied. Weights are compared with what the run's checkpoint exports in the directory's format, bit
 for bit, one tensor at a time.

@@ -1,8 +1,7 @@
 """A weight stream to other processes: broadcast, shared memory, or CUDA IPC.
 
 All three send buckets: a header, with names, dtypes and shapes as JSON, and the tensors' bytes one after the other. The
-receiver yields views of the bucket; they are valid until its next tensor is asked for that lies in another bucket, so
-copy what has to stay.
+receiver yields views of the bucket. A view is valid until a tensor of the next bucket is asked for: copy what must stay.
 
     broadcast        a group of torch.distributed; GPUs to GPUs over NCCL, CPUs over gloo
     shared memory    two processes of one machine, over the CPU

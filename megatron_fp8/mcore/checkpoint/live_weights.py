@@ -109,8 +109,8 @@ def _boxes(shard: Any, start: int | None, value: torch.Tensor) -> list[Any]:
 
 
 def _value(data: torch.Tensor) -> tuple[int | None, torch.Tensor]:
-    """The values that a checkpoint has of a weight in its dtype: None and all of them, or the first one's number and
-    this rank's, one-dimensional."""
+    """Returns (start, values) of a weight in its dtype, as a checkpoint has them: (None, all values), or the index of
+    this rank's first value and its values [n]."""
     if not isinstance(data, Fp8Parameter):
         return None, data.detach()
     master = data.master
