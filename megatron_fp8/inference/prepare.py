@@ -3,8 +3,9 @@
     model = prepare_for_inference(model)                             # activations scaled as in training
     model = prepare_for_inference(model, calibration=calibration)    # ... with static scales
 
-Every linear keeps its module, name and GEMM site. Its weight becomes codes (weights.py), and with static
-scales its input's quantizer changes (activations.py). Training forward and inference share one code path, so their
+Every linear keeps its module, name and GEMM site. Its weight becomes codes (params/frozen_parameter.py), and with static
+scales its input's quantizer changes (activations.py). Everything that is no GEMM (state dicts, copies, exports) sees the
+dequantized matrix. Training forward and inference share one code path, so their
 logits are bit-identical.
 
 Rejected: separate modules for inference. Code that checks a module's class (parallel layouts, checkpoints,
@@ -20,16 +21,18 @@ from typing import Any, TypeVar
 import torch
 
 from ..linear.gemm_site import GemmSite
-from ..linear.weight_cache import evaluation_casts, untrained_quantizer
+from ..linear.weight_cache import untrained_quantizer
 from ..nn.experts import Fp8ExpertLinear
+from ..nn.frozen_weights import codes_key, save_in_high_precision
 from ..numerics.rule import Rule
 from ..params.fp8_parameter import Fp8Parameter
+from ..params.frozen_parameter import frozen_parameter
 from ..plan.site_plan import bf16_site
 from ..recipe import alignment, recipe_name
 from ..state.precision_schedule import PrecisionSchedule
 from .activations import Padding, StaticQuantizer, StaticScale, why_not_static
 from .calibration import Calibration, fp8_modules
-from .weights import inference_weight, model_bytes, save_in_high_precision
+from .weights import model_bytes
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -140,16 +143,16 @@ def prepare_for_inference(
     active = [linear for linear in active if id(linear) not in uncalled_ids]
     prepared = {id(linear) for linear in active}
     report.high_precision = [linear.fp8_site.plan.name for linear in linears if id(linear) not in prepared]
-    counts = Counter(map(_codes_key, active))
+    counts = Counter(map(codes_key, active))
     last = {linear.around: linear for linear in active if isinstance(linear, Fp8ExpertLinear)}
     # Codes of weights shared by several linears.
     shared: dict[tuple[int, Rule], Any] = {}
     for linear in active:
-        key = _codes_key(linear)
+        key = codes_key(linear)
         weight = shared.get(key)
         if weight is None:
-            quantizer = _eval_quantizer(linear.fp8_site)
-            weight = inference_weight(getattr(linear, "matrix", linear.weight), quantizer)
+            quantizer = linear.fp8_site.weights.frozen_quantizer()
+            weight = frozen_parameter(getattr(linear, "matrix", linear.weight), quantizer)
             if (misfits := getattr(quantizer, "misfits", None)) is not None and bool(misfits):
                 report.replaced.append(linear.fp8_site.plan.name)
         if counts[key] > 1:
@@ -187,23 +190,6 @@ def _never_called(linears: list[Any]) -> list[Any] | None:
         for linear in converted
         if not (isinstance(linear, Fp8ExpertLinear) or linear.fp8_sites.was_called)
     ]
-
-
-def _eval_quantizer(site: GemmSite) -> Any:
-    """The quantizer that evaluation uses for a weight. For Megatron-Core's linears it adds the check whether the
-    delayed scale fits."""
-    weights = site.weights
-    return (
-        evaluation_casts(weights.casts)
-        if weights.evaluation_casts is weights.casts
-        else weights.evaluation_casts
-    ).rowwise
-
-
-def _codes_key(linear: Any) -> tuple[int, Rule]:
-    """Key that is equal for linears with the same weight tensor and rule."""
-    own = linear._parameters.get("weight")  # None for an expert: its slice of the stack is not shared
-    return id(linear if own is None else own), linear.fp8_site.weights.casts.rowwise.rule
 
 
 def _keep_in_high_precision(linear: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
+from ..params.fp8_parameter import Fp8Parameter
 from ..tensor import Operand, QuantizedSide
 from .weight_cache import Stamp
 
@@ -42,6 +43,8 @@ def save(ctx: Any, operands: Sequence[Saved]) -> None:
             tensors += side.codes, side.scale_inv, side.tensor_amax
             names = "granularity", "pow2", "finite", "tiled", "padding", "hadamard"
             ctx.saved_as.append({name: getattr(side, name) for name in names})
+        elif isinstance(operand, StampedWeight) and isinstance(operand.weight, Fp8Parameter):
+            ctx.saved_as.append(operand)  # a hook would see the dequantized weight
         elif isinstance(operand, StampedWeight):
             tensors += operand.weight, operand.stamp.scale
             ctx.saved_as.append(operand.stamp._replace(scale=None))
@@ -69,6 +72,8 @@ def restore(ctx: Any, name: str) -> list[Any]:
     for saved_as in ctx.saved_as:
         if saved_as is None:
             operands.append(next(following))
+        elif isinstance(saved_as, StampedWeight):
+            operands.append(saved_as)
         elif isinstance(saved_as, Stamp):
             weight, scale = next(following), next(following)
             operands.append(StampedWeight(weight, saved_as._replace(scale=scale)))

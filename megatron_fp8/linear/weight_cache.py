@@ -24,6 +24,7 @@ from ..backends.base import CastRequest
 from ..kernels.cast_dispatch import block_amaxes, in_memory
 from ..numerics.scaling import compute_scale
 from ..params.fp8_parameter import Fp8Parameter
+from ..params.frozen_parameter import columnwise_codes
 from ..quantizer import CastJob, Casts, Quantizer, measure
 from ..state.arena import Slot
 from ..state.fp8_state import Fp8State
@@ -109,7 +110,8 @@ class WeightCache:
                 weight.record()
                 if (observer := self.state.observer) is not None:
                     observer.stored(weight.quantizer.slot.name, weight)
-            return Sides(*weight.quantized.sides)
+            rowwise, columnwise = weight.quantized.sides
+            return Sides(rowwise, columnwise if self.casts.shared is not None else None)
         casts = self.casts if training else self.evaluation_casts
         if casts.rowwise is casts.columnwise is None:
             return Sides(weight, weight.t())
@@ -167,6 +169,11 @@ class WeightCache:
         self._observed = -1
         if self.entry is not None:
             self.entry.recorded = False
+
+    def frozen_quantizer(self) -> Quantizer | None:
+        """The rowwise quantizer of a weight that training no longer writes: a delayed scale is used if it fits."""
+        casts = self.evaluation_casts
+        return (evaluation_casts(casts) if casts is self.casts else casts).rowwise
 
     def observe(self, weight: torch.Tensor) -> None:
         """Record the weight's amax, once an iteration, without a cast."""
@@ -249,9 +256,13 @@ def columnwise_of(weights: WeightCache, weight: torch.Tensor, stamp: Stamp) -> O
 
     Returns forward's codes while the site caches them. Otherwise quantizes the weight again, with the same bits: the
     state keeps no columnwise sides, ``fp8_step`` or another forward ran in between, or offloading returned the weight as
-    another tensor.
+    another tensor. Of an FP8 parameter, whose forward used its rowwise codes, they follow from these.
     """
     quantizer, entry = weights.casts.columnwise, weights.entry
+    if isinstance(weight, Fp8Parameter):
+        return (
+            weight.dequantize().t() if quantizer is None else columnwise_codes(weight, quantizer, stamp.scale)
+        )
     if quantizer is None:
         return weight.t()
     evaluation = not stamp.training and weights.evaluation_casts is not weights.casts

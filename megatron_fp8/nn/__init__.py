@@ -9,6 +9,7 @@ register_fp8_step(optimizer, model)      # scales and histories are updated once
 from .autocast import fp8_autocast
 from .config import DEFAULT_SKIP, Fp8Config
 from .convert import Fp8Report, convert_from_fp8, convert_to_fp8
+from .frozen_weights import dequantize_weights, freeze_weights
 from .fsdp import enable_fp8_all_gather
 from .linear import Fp8Linear
 from .matmul import fp8_matmul
@@ -22,11 +23,13 @@ __all__ = [
     "Fp8Report",
     "convert_from_fp8",
     "convert_to_fp8",
+    "dequantize_weights",
     "enable_fp8_all_gather",
     "fp8_autocast",
     "fp8_matmul",
     "fp8_state_dict",
     "fp8_step",
+    "freeze_weights",
     "load_fp8_state_dict",
     "register_fp8_step",
 ]

@@ -160,7 +160,7 @@ class Fp8Experts(torch.nn.Module):
 
     def leave_group(self) -> None:
         """Undo ``join_group``. Weights prepared for inference are dequantized and stacked again."""
-        self._stack_again()
+        self.stack_again()
         for linear in self.fp8_linears():
             linear.leave_group()
         for number in range(self.fp8_count):
@@ -266,7 +266,7 @@ class Fp8Experts(torch.nn.Module):
             return [linear.weight for linear in linears]
         stacked = getattr(self, stack.parameter)
         if type(stacked) is not torch.nn.Parameter:
-            check_weight(f"{self.fp8_name}.{stack.parameter}", stacked, True)
+            check_weight(f"{self.fp8_name}.{stack.parameter}", stacked, True, True)
         return list(stacked.unbind(0))
 
     # ---------------------------------------------------------------------------------------------------------- inference
@@ -296,9 +296,12 @@ class Fp8Experts(torch.nn.Module):
             found.append(linear.laid_out(weight.dequantize()) if is_fp8 else weight)
         return torch.stack(found)
 
-    def _stack_again(self) -> None:
+    def stack_again(self) -> None:
+        """Undo ``take_apart``: stacks in high precision, without gradients."""
         for stack in self._taken_apart():
             self._parameters[stack.parameter] = torch.nn.Parameter(self._whole(stack), requires_grad=False)
+            for linear in self.fp8_linears(stack):
+                del linear._parameters["weight"]
 
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False

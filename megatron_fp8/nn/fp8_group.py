@@ -74,6 +74,7 @@ class Fp8Group:
         trained_weights: weights as training left them.
         delays: some linear has delayed scales.
         making: lock, acquired to create a site.
+        frozen: freeze_weights made the weights codes, and adapters around them are trained.
     """
 
     def __init__(self, config: Fp8Config, root: torch.nn.Module | None = None):
@@ -82,7 +83,7 @@ class Fp8Group:
         self.iteration = 0
         self.unused = Unused()
         self.trained_weights = TrainedWeights()
-        self.delays = False
+        self.delays = self.frozen = False
         self._said_untrainable = False
         self._resumed = False
         self._unwritten: list[torch.nn.Parameter] = []  # during an optimizer step
@@ -111,7 +112,7 @@ class Fp8Group:
         """Copies iteration and phase too: DelayedScaling.interval and stochastic rounding depend on them."""
         copied = memo[id(self)] = Fp8Group(copy.deepcopy(self.config, memo))
         copied.iteration, copied._phases = self.iteration, self._phases
-        copied.delays = self.delays
+        copied.delays, copied.frozen = self.delays, self.frozen
         for device, state in self.states.items():
             copied.state(device).take_in(state)
         return copied
@@ -310,7 +311,7 @@ class Fp8Group:
 
     def say_untrainable(self) -> None:
         """Warn once that a prepared model cannot be trained."""
-        if not self._said_untrainable:
+        if not (self._said_untrainable or self.frozen):
             self._said_untrainable = True
             warnings.warn(
                 f"train() of a model whose {UNTRAINABLE}; what is around them, such as adapters, may be trained",

@@ -207,7 +207,7 @@ class Fp8Layer(torch.nn.Module):
         own, site = site, site.acting
         fp8 = runs_fp8(site, autocast)
         if type(weight) is not torch.nn.Parameter:
-            check_weight(self.fp8_name, weight, fp8 and not autocast.label and site is not own.healed)
+            check_weight(self.fp8_name, weight, fp8, not autocast.label and site is not own.healed)
         return site, fp8, autocast
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -221,6 +221,8 @@ class Fp8Layer(torch.nn.Module):
         self, x: torch.Tensor, weight: torch.Tensor, site: GemmSite, *, observe: bool
     ) -> torch.Tensor:
         """y [..., N] from the unconverted layer's forward. ``observe``: record amaxes for delayed scaling."""
+        if isinstance(weight, Fp8Parameter):
+            weight = self.laid_out(weight.dequantize())
         y = self.plain_forward(x, weight)
         if not torch.compiler.is_compiling():
             self.fp8_sites.called = True
@@ -316,10 +318,12 @@ def is_prepared(weight: torch.Tensor | None) -> bool:
     return isinstance(weight, Fp8Parameter) and not weight.is_gathered
 
 
-def check_weight(name: str, weight: torch.Tensor, as_built: bool) -> None:
+def check_weight(name: str, weight: torch.Tensor, fp8: bool, own_recipe: bool) -> None:
     """Raises RuntimeError for a weight that is not a plain parameter and that this call cannot use.
 
-    ``as_built``: the call is in FP8 by the linear's own recipe, which also produced the weight's codes.
+    Args:
+        fp8: the call runs in FP8.
+        own_recipe: by the linear's own recipe, which also produced the weight's codes.
     """
     if hasattr(weight, "to_local"):
         raise RuntimeError(
@@ -332,10 +336,17 @@ def check_weight(name: str, weight: torch.Tensor, as_built: bool) -> None:
         )
     if weight.requires_grad and is_prepared(weight):
         raise RuntimeError(f"{name}: {UNTRAINABLE}")
-    if isinstance(weight, Fp8Parameter) and not as_built:
+    if not isinstance(weight, Fp8Parameter) or (fp8 and own_recipe):
+        return
+    if weight.is_gathered:
         raise RuntimeError(
             f"{name}: its weight was gathered as FP8 codes, so it cannot run in high precision or by another recipe here:"
             " leave enable_fp8_all_gather out to use fp8_autocast with fully_shard"
+        )
+    if fp8:
+        raise RuntimeError(
+            f"{name}: its weight lives as codes of the model's own recipe, and another one would have other codes: leave"
+            " fp8_autocast(recipe=...) out, or call megatron_fp8.nn.dequantize_weights(model) first"
         )
 
 

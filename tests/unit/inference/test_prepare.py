@@ -16,9 +16,9 @@ from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.fp8_utils import prepare_model_for_fp8_inference
 from megatron_fp8.inference import model_bytes, prepare_for_inference, storage_bytes
 from megatron_fp8.inference.calibration import calibrate
-from megatron_fp8.inference.weights import inference_weight
 from megatron_fp8.nn import Fp8Config, Fp8Linear, convert_to_fp8, fp8_autocast, fp8_step
 from megatron_fp8.params.fp8_parameter import Fp8Parameter
+from megatron_fp8.params.frozen_parameter import frozen_parameter
 from megatron_fp8.state.precision_schedule import PrecisionSchedule
 from tests.support.inference_models import HIDDEN, IN, OUT, RECIPES, activations, converted
 
@@ -129,9 +129,9 @@ def test_weights_go_one_after_the_other(monkeypatch):
 
     def quantize(weight, quantizer):
         alive.append(old() is not None)
-        return inference_weight(weight, quantizer)
+        return frozen_parameter(weight, quantizer)
 
-    monkeypatch.setattr("megatron_fp8.inference.prepare.inference_weight", quantize)
+    monkeypatch.setattr("megatron_fp8.inference.prepare.frozen_parameter", quantize)
     prepare_for_inference(model)
     assert alive == [True, False]
 

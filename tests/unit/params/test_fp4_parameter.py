@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp8.inference.weights import inference_weight
 from megatron_fp8.params.fp8_parameter import Fp4Parameter
+from megatron_fp8.params.frozen_parameter import frozen_parameter
 from megatron_fp8.recipe import NVFP4BlockScaling
 from megatron_fp8.telemetry.high_precision_tensors import weight_values
 from tests.support.fp8_weights import assert_codes_of, bytes_of, parameter_of, weight
@@ -73,7 +73,7 @@ def test_inf_is_counted_and_saturates() -> None:
 def test_inference_keeps_the_rowwise_codes(recipe: str) -> None:
     parameter = made(recipe)
     row = parameter.quantized.rowwise
-    kept = inference_weight(parameter, parameter.quantizer)
+    kept = frozen_parameter(parameter, parameter.quantizer)
     assert bytes_of(kept.quantized.rowwise.codes) == bytes_of(row.codes) and kept.quantized.columnwise is None
     assert kept.shape == parameter.shape and torch.equal(kept.dequantize(), parameter.dequantize())
 
