@@ -80,7 +80,6 @@ def _in_c(request: CastRequest) -> Quantized:
         step = region.total_cols or x.shape[1]
         draws = cpu_fp4.Draws(region.key, region.row_offset * step + region.col_offset, step)
     made = cpu_fp4.encode(x, rule, direction, amaxes, draws)
-    tensor_amaxes = amaxes.tensor.masked_fill(amaxes.tensor.isinf(), nvfp4.LARGEST)  # as in ``_side``
     sides = [
         None
         if one is None
@@ -95,7 +94,7 @@ def _in_c(request: CastRequest) -> Quantized:
             hadamard=hadamard,
         )
         for one, cols, amax, hadamard in zip(
-            made, (x.shape[1], x.shape[0]), tensor_amaxes, (False, rule.hadamard), strict=True
+            made, (x.shape[1], x.shape[0]), amaxes.tensor, (False, rule.hadamard), strict=True
         )
     ]
     nonfinite = torch.tensor(amaxes.nonfinite, dtype=torch.int64, device="cpu") if amaxes.nonfinite else None

@@ -65,10 +65,11 @@ static void load_square(const Fp4Cast *of, int64_t row, int64_t col, Square v) {
 
 /* ----------------------------------------------------------------------------------------------------------- amaxes */
 
-/* Amaxes of a square's rows, NaN ignored; returns how many elements are NaN or Inf. */
-INLINE int64_t amaxes_of_rows(const Square x, float amax[N]) {
+/* Amaxes of a square's first rows, NaN ignored, and zeros; returns how many elements are NaN or Inf. */
+INLINE int64_t amaxes_of_rows(const Square x, int64_t rows, float amax[N]) {
     uint32_t count = 0;
-    for (int r = 0; r < N; r++) {
+    memset(amax, 0, N * sizeof *amax);
+    for (int64_t r = 0; r < rows; r++) {
         uint32_t found = 0;
         for (int c = 0; c < N; c++) {
             uint32_t magnitude = bits_of(x[r][c]) & 0x7FFFFFFF;
@@ -111,7 +112,7 @@ int64_t fp4_amaxes(const Fp4Cast *of, int32_t threads) {
             _Alignas(64) Square x;
             _Alignas(64) float amax[N];
             load_square(of, i / across * N, i % across * N, x);
-            nonfinite += amaxes_of_rows(x, amax);
+            nonfinite += amaxes_of_rows(x, least(of->rows - i / across * N, N), amax);
             uint32_t largest = largest_of(amax);
             found[0] = most(found[0], largest);
             if (of->square) of->block_amax[0][i] = float_of(largest);
@@ -153,18 +154,18 @@ INLINE Words encode_part(const Square x, int r, int c, Floats factor, const Rand
     return encode_e2m1(floats_at(x[r] + c) * factor, drawn, stochastic);
 }
 
-/* Codes of a square's rows under their factors, two a byte: to[r * step], 8 bytes each. */
+/* Codes of a square's first rows under their factors, two a byte: to[r * step], 8 bytes each. */
 INLINE void codes_of_rows(const Square x, const float factor[N], const Random *random, int64_t col,
-                          const int32_t stochastic, int64_t rows, uint8_t *to, int64_t step) {
+                          const int32_t stochastic, const int64_t rows, uint8_t *to, int64_t step) {
     uint8_t code[N][N], packed[N * N / 2];
     uint16_t pair[N * N / 2];
 #pragma GCC unroll 16
-    for (int r = 0; r < N; r++)
+    for (int r = 0; r < rows; r++)
         for (int c = 0; c < N; c += LANES)
             store_bytes(code[r] + c, encode_part(x, r, c, (Floats){0} + factor[r], random, col, stochastic));
-    memcpy(pair, code, sizeof code);
-    for (int i = 0; i < N * N / 2; i++) packed[i] = (uint8_t)(pair[i] | pair[i] >> 4);
-    for (int64_t r = 0; r < least(rows, N); r++) memcpy(to + r * step, packed + r * (N / 2), N / 2);
+    memcpy(pair, code, (size_t)rows * N);
+    for (int i = 0; i < rows * (N / 2); i++) packed[i] = (uint8_t)(pair[i] | pair[i] >> 4);
+    for (int64_t r = 0; r < rows; r++) memcpy(to + r * step, packed + r * (N / 2), N / 2);
 }
 
 /* Codes of a square's columns under their factors, eight a word: to[c * step], two words each. */
@@ -210,7 +211,8 @@ static void code_tile(const Fp4Cast *of, int64_t row, int64_t col, const TensorS
                     for (int64_t r = 0; r < least(left_rows, N); r++)
                         of->scales[0][(top + r) * across + (col + c) / N] = scale[r];
                 }
-                if (of->stochastic) codes_of_rows(x, factor, random, c, 1, left_rows, to, across * (N / 2));
+                if (of->stochastic) codes_of_rows(x, factor, random, c, 1, least(left_rows, N), to, across * (N / 2));
+                else if (left_rows >= N) codes_of_rows(x, factor, NULL, c, 0, N, to, across * (N / 2));
                 else codes_of_rows(x, factor, NULL, c, 0, left_rows, to, across * (N / 2));
             }
             if (!of->codes[1]) continue;
@@ -229,9 +231,12 @@ static void code_tile(const Fp4Cast *of, int64_t row, int64_t col, const TensorS
     }
 }
 
-/* Codes and scales under the amaxes that are there. */
+/* Codes and scales under the amaxes that are there. The tensor's of Inf becomes 2688, which has the same scale: the product
+   then saturates as the codes do. */
 void fp4_codes(const Fp4Cast *of, int32_t threads) {
     int64_t down = (of->rows + TALL - 1) / TALL, across = (of->cols + WIDE - 1) / WIDE;
+    for (int side = 0; side < 2; side++)
+        if (of->amax[side] > FLT_MAX) of->amax[side] = 2688;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         uint64_t before = use_ieee();

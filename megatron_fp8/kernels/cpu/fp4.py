@@ -103,7 +103,8 @@ def encode(
     """Codes and scales of the rowwise side of x [rows, cols], and of the columnwise one [cols, rows].
 
     Args:
-        amaxes: of ``find_amaxes`` for the same x, rule and direction; the tensor's may have grown since.
+        amaxes: of ``find_amaxes`` for the same x, rule and direction; the tensor's may have grown since. Of Inf it
+            becomes 2688, which has the same scale.
         draws: None rounds to nearest.
     """
     struct = _struct(x, rule, amaxes)
