@@ -7,7 +7,7 @@ directory's bytes in fp8-block, and only in imported checkpoints, not in those o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -129,6 +129,10 @@ class WeightSource(Protocol):
     origin: SourceMetadata
 
     @property
+    def unrounded(self) -> Set[str]:
+        """Tensors whose float32 values are quantized without rounding to the model's dtype first."""
+
+    @property
     def label(self) -> str:
         """What it is, for messages."""
 
@@ -165,6 +169,8 @@ class Source:
     tokenizer: str | None
     notes: list[str]
     origin: SourceMetadata = field(default_factory=SourceMetadata)
+
+    unrounded = frozenset[str]()
 
     @property
     def label(self) -> str:

@@ -103,6 +103,7 @@ class WeightPlan:
         self.came = {
             entry.megatron for entry in self.listed if in_blocks and came_as_blocks(source, entry)
         } - self.stays
+        self._unrounded = set() if form is None else source.unrounded - self.stays
         self._floats = self.stays.intersection(source.origin.floats) if in_blocks else set()
 
     def kept(self) -> list[str]:
@@ -125,11 +126,11 @@ class WeightPlan:
 
     def _parts(self, listed: Iterable[Entry]) -> Iterator[tuple[Entry, dict[str, torch.Tensor]]]:
         """Hugging Face tensors in high precision, entry by entry. Not rounded are those of ``came``, since their codes
-        follow from them, and those that were float32 or float16."""
+        follow from them, those that were float32 or float16, and merged adapters before their cast."""
         source = self._source
         for entry in listed:
             name = entry.megatron
-            exact = entry.as_stored or name in self.came or name in self._floats
+            exact = entry.as_stored or name in self.came or name in self._floats or name in self._unrounded
             tensor = source.tensor(name, as_stored=exact)
             if name in self._floats:
                 tensor = tensor.to(source.origin.dtype(name))

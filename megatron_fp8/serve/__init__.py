@@ -1,5 +1,6 @@
 """Training's weights in inference engines: streams, transports, and comparison of both computations.
 
+adapters       LoRA and DoRA of PEFT, merged or alone
 sources        live models, as a plan of Hugging Face tensors reads them
 stream         (name, tensor) of a live model, and the interfaces that reinforcement learning calls
 transport      a stream to other processes: broadcast, shared memory, CUDA IPC
@@ -12,17 +13,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .stream import weight_stream
+    from .stream import save_quantized, weight_stream
 
-__all__ = ["ENGINES", "weight_stream"]
+__all__ = ["ENGINES", "save_quantized", "weight_stream"]
 
 ENGINES = ("vllm", "sglang", "transformers")
 """Inference engines whose rules are known (engine_rules.py)."""
 
 
 def __getattr__(name: str) -> Any:
-    if name == "weight_stream":
-        from .stream import weight_stream
+    if name in ("save_quantized", "weight_stream"):
+        from . import stream
 
-        return weight_stream
+        return getattr(stream, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,6 +27,7 @@ from ..nn.linear import Fp8Layer
 from ..params.fp8_tensor_base import Fp8TensorBase
 from ..recipe import Recipe
 from ..state.collectives import size, union
+from .adapters import PlainModel, whole_tensor
 from .transport import Bucket
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class MegatronSource:
 
     label = "the model"
     origin = SourceMetadata()
+    unrounded = frozenset[str]()
 
     def __init__(self, chunks: list[Any], bucket_bytes: int) -> None:
         from ..mcore.checkpoint.live_weights import LiveWeights
@@ -145,31 +147,32 @@ class MegatronSource:
 
 
 class ConvertedSource:
-    """A model of transformers after convert_to_fp8, also one that FSDP shards. Collective if sharded.
+    """A model of transformers after convert_to_fp8, also one that FSDP shards or PEFT wraps. Collective if sharded.
 
     Args:
-        model: with its config, and parameters under the names of its directory.
+        model: with its config, and parameters under the names of its directory. Active adapters are merged.
 
-    Raises ValueError: another family, or a parameter that is computed or lives in FP8.
+    Raises ValueError: another family, an adapter that is not LoRA or DoRA, or a computed parameter.
     """
 
     label = "the model"
     origin = SourceMetadata()
 
     def __init__(self, model: Any) -> None:
+        self._plain = plain = PlainModel.of(model)
+        model = plain.model
         to_dict = getattr(getattr(model, "config", None), "to_dict", None)
         if to_dict is None:
             raise ValueError(
                 f"{type(model).__name__} has no config of transformers: give a Megatron-Core model, or a model of"
                 " transformers."
             )
-        described = {**to_dict(), "architectures": [_plain_class(model).__name__]}
+        self.model, self.family = model, _plain_class(model).__name__
+        described = {**to_dict(), "architectures": [self.family]}
         for name in ("quantization_config", "auto_map"):
             described.pop(name, None)
         self.section = model_section(described)
-        self._tensors = dict(model.named_parameters()) | {
-            name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()
-        }
+        self._tensors = plain.parameters()
         self._entries: dict[str, Entry] = {}
         listed = list(entries(exported_architecture(self.section), self.section))
         for entry in listed:
@@ -177,12 +180,22 @@ class ConvertedSource:
                 self._entries.setdefault(entry.megatron, entry)
         self._rest = self._tensors.keys() - {part for e in self._entries.values() for part in e.parts}
         self._dtype = next(t.dtype for t in self._tensors.values() if t.is_floating_point())
-        linears = {name: module for name, module in model.named_modules() if isinstance(module, Fp8Layer)}
+        linears = {name: module for name, module in plain.modules.items() if isinstance(module, Fp8Layer)}
         self.recipe: Recipe | None = next((m.fp8_config.resolved_recipe for m in linears.values()), None)
         parts = {e.site: [p.removesuffix(".weight") for p in e.parts] for e in listed if e.site is not None}
         in_bf16 = [site for site, names in parts.items() if not all(name in linears for name in names)]
         if linears:
             self.section |= {"fp8": "hybrid", "fp8_overrides": dict.fromkeys(in_bf16, "bf16")}
+        self.unrounded = {
+            entry.megatron
+            for entry in listed
+            if any(
+                part.removesuffix(".weight") in plain.adapted
+                or isinstance(self._tensors.get(part), Fp8TensorBase)
+                or getattr(self._tensors.get(part), "dtype", None) == torch.float32
+                for part in entry.parts
+            )
+        }
 
     def weights(self) -> set[str]:
         """Names of the model's tensors."""
@@ -201,18 +214,15 @@ class ConvertedSource:
     def tensor(self, name: str, as_stored: bool = False) -> torch.Tensor:
         """A whole tensor, in the model's dtype or as stored."""
         entry = self._entries[name]
-        parts = [_whole(part, self._tensors[part]) for part in entry.parts]
+        parts = [self._value(part) for part in entry.parts]
         found = join_qkv(parts[0], parts[1], parts[2], heads_of(self.section)) if entry.qkv else parts[0]
         return found if as_stored else found.to(self._dtype)
+
+    def _value(self, part: str) -> torch.Tensor:
+        exact = self._plain.exact(part, self._tensors[part])
+        return whole_tensor(self._tensors[part]) if exact is None else exact
 
 
 def _plain_class(model: Any) -> type:
     """The class of transformers: conversion and FSDP make subclasses of it."""
     return next(c for c in type(model).__mro__ if c.__module__.startswith("transformers.") or c is object)
-
-
-def _whole(name: str, tensor: Any) -> torch.Tensor:
-    if isinstance(tensor, Fp8TensorBase):
-        raise ValueError(f"{name} lives in FP8: its codes have lost what another scale would need.")
-    gathered: torch.Tensor = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
-    return gathered

@@ -12,17 +12,22 @@ dropped.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..huggingface import QUANTIZED_FORMATS
 from ..huggingface.config import exported_architecture
-from ..huggingface.formats import FORMATS
+from ..huggingface.directory import CONFIG, GENERATION, new_directory, write_json, write_tensors
+from ..huggingface.formats import FORMATS, hf_quant_config, quantization_config
 from ..huggingface.weight_plan import Wanted, WeightPlan
 from ..inference.calibration import Calibration
 from ..recipe import recipe_name
+from .adapters import adapter_tensors
 from .sources import ConvertedSource, MegatronSource
 
 BUCKET_BYTES = 512 * 2**20
@@ -41,14 +46,18 @@ def weight_stream(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterates over the tensors of an export of this model: (Hugging Face name, tensor), codes before scales.
 
+    Active LoRA and DoRA adapters of PEFT are merged, in float32, before the cast; the model does not change. Weights that
+    freeze_weights made codes are cast from what they mean, not from what BF16 rounds it to.
+
     Collective: all ranks iterate, to the end, between two iterations of training; each gets every tensor, on its own
     device. Equal to the bytes of `megatron-fp8 export` from a training checkpoint of the same moment.
 
     Args:
         model: a Megatron-Core model, or the list of its chunks, wrapped or not; or a model of transformers, with
-            convert_to_fp8 or without, sharded by FSDP or not.
+            convert_to_fp8 or without, sharded by FSDP or not, with adapters or without.
         format: 'bf16' (the model's dtype), 'fp8-tensor', 'fp8-channel', 'fp8-block', 'mxfp8', 'nvfp4' or
-            'nvfp4-modelopt', 'mxfp8-modelopt'.
+            'nvfp4-modelopt', 'mxfp8-modelopt'. Or 'lora': the active adapter alone, under PEFT's names, which vLLM's and
+            SGLang's loaders of adapters read beside ``model.peft_config[...].to_dict()``; the options have no effect.
         bucket_bytes: bytes of Megatron-Core's tensors that are gathered at a time.
         ignore: globs over Hugging Face names of linears to leave in high precision.
         quantize_all: quantize linears too that training keeps in BF16.
@@ -58,26 +67,87 @@ def weight_stream(
     Raises ValueError, before the first tensor: an unknown format or family, a glob that matches nothing, or a tensor
     without counterpart; later: a tensor with NaN or Inf, or without whole blocks.
     """
+    if format == "lora":
+        return adapter_tensors(model)
     if format != "bf16" and format not in FORMATS:
         raise ValueError(
-            f"format={format!r} is unknown: use one of {', '.join(('bf16', *QUANTIZED_FORMATS))}."
+            f"format={format!r} is unknown: use one of {', '.join(('bf16', *QUANTIZED_FORMATS, 'lora'))}."
         )
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes!r}: a whole number of at least 1 is needed.")
-    form = FORMATS.get(format)
-    wanted = Wanted(form, tuple(ignore), follow_training=not quantize_all, calibration=calibration)
-    recipe = None
-    if is_megatron(model):
-        source: Any = MegatronSource(
-            list(model) if isinstance(model, (list, tuple)) else [model], bucket_bytes
-        )
-    else:
-        source = ConvertedSource(model)
-        if form is not None and source.recipe is not None:
-            same = recipe_name(source.recipe) == recipe_name(form.recipe)
-            recipe = source.recipe if same else None
+    wanted = Wanted(
+        FORMATS.get(format), tuple(ignore), follow_training=not quantize_all, calibration=calibration
+    )
+    if not is_megatron(model):
+        return _plan_of_converted(ConvertedSource(model), wanted, vocab_size).tensors()
+    source = MegatronSource(list(model) if isinstance(model, (list, tuple)) else [model], bucket_bytes)
     rows = vocab_size or source.section["vocab_size"]
-    return WeightPlan(source, wanted, exported_architecture(source.section), rows, recipe).tensors()
+    return WeightPlan(source, wanted, exported_architecture(source.section), rows).tensors()
+
+
+def _plan_of_converted(source: ConvertedSource, wanted: Wanted, vocab_size: int | None = None) -> WeightPlan:
+    """The plan of a model of transformers, with its own recipe where that is the format's."""
+    recipe = None
+    if wanted.form is not None and source.recipe is not None:
+        same = recipe_name(source.recipe) == recipe_name(wanted.form.recipe)
+        recipe = source.recipe if same else None
+    rows = vocab_size or source.section["vocab_size"]
+    return WeightPlan(source, wanted, exported_architecture(source.section), rows, recipe)
+
+
+def save_quantized(
+    model: Any,
+    directory: str | Path,
+    format: str = "bf16",
+    *,
+    ignore: Iterable[str] = (),
+    quantize_all: bool = False,
+    calibration: Calibration | None = None,
+) -> list[str]:
+    """Write a model of transformers as a directory for transformers, vLLM and SGLang: a stream's tensors, config.json.
+
+    Collective if the model is sharded; rank 0 writes. Not written is the tokenizer: ``tokenizer.save_pretrained(...)``.
+
+    Args:
+        model, format: as ``weight_stream``, without Megatron-Core's models (`megatron-fp8 export`) and 'lora'
+            (``model.save_pretrained`` writes adapters).
+        directory: a new or empty folder.
+        ignore, quantize_all, calibration: as ``weight_stream``.
+
+    Returns:
+        Names of the tensor files.
+
+    Raises ValueError as ``weight_stream``, for a directory with content, and for a model or format of the two kinds
+    above; nothing is left then.
+    """
+    if is_megatron(model) or (format != "bf16" and format not in FORMATS):
+        raise ValueError(
+            f"save_quantized({type(model).__name__}, format={format!r}): a model of transformers and one of"
+            f" {', '.join(('bf16', *QUANTIZED_FORMATS))} are needed; megatron-fp8 export writes Megatron-Core's"
+            " checkpoints, and model.save_pretrained adapters."
+        )
+    source, form = ConvertedSource(model), FORMATS.get(format)
+    plan = _plan_of_converted(source, Wanted(form, tuple(ignore), not quantize_all, calibration))
+    if dist.is_initialized() and dist.get_rank() != 0:
+        deque(plan.tensors(), maxlen=0)  # takes part in rank 0's gathers
+        return []
+    inner = source.model
+    config = {**inner.config.to_dict(), "architectures": [source.family]}
+    config.pop("quantization_config", None)
+    with new_directory(Path(directory)) as folder:
+        if form is not None:
+            about = form, plan.ignored(), calibration is not None
+            config["quantization_config"] = quantization_config(*about)
+            if form.method == "modelopt":
+                write_json(folder / "hf_quant_config.json", hf_quant_config(*about))
+        files = write_tensors(folder, plan.tensors(), _SHARD_BYTES)
+        write_json(folder / CONFIG, config)
+        if (generation := getattr(inner, "generation_config", None)) is not None:
+            write_json(folder / GENERATION, generation.to_diff_dict())
+    return files
+
+
+_SHARD_BYTES = 5_000_000_000
 
 
 def is_megatron(model: Any) -> bool:
