@@ -3,6 +3,8 @@
 A mutant is one change of one line of the package: a comparison, an operator, a constant, a condition or a return value.
 Lines are drawn evenly over the package; of each the unit tests of its room run, until one fails. Work on a clone: files
 are changed in place and put back. What was drawn and what came of it goes to tests/frozen/mutants.json.
+
+`--again` takes the mutants of that file instead, each where its line is now.
 """
 
 from __future__ import annotations
@@ -89,6 +91,23 @@ def draw(count: int, seed: int) -> list[dict[str, str | int]]:
     return random.Random(seed).sample([found[key] for key in sorted(found)], count)
 
 
+def recorded() -> list[dict[str, str | int]]:
+    """The file's mutants without their outcomes, at the nearest line that reads as when they were drawn."""
+    mutants = json.loads(RESULT.read_text())["mutants"]
+    for mutant in mutants:
+        del mutant["outcome"]
+        drawn = mutant["line"]
+        same = [
+            number
+            for number, line in enumerate((ROOT / mutant["file"]).read_text().splitlines(), 1)
+            if line == mutant["before"]
+        ]
+        if not same:
+            raise SystemExit(f"error: {mutant['file']} has no line {mutant['before'].strip()!r} any more")
+        mutant["line"] = min(same, key=lambda number: abs(number - drawn))
+    return mutants
+
+
 def tests_of(file: str) -> list[str]:
     """Unit tests of the file's room, its own first."""
     room = Path("tests/unit") / Path(file).relative_to("megatron_fp8").parent
@@ -132,8 +151,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=60, help="how many mutants (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: %(default)s)")
     parser.add_argument("--write", action="store_true", help="keep the outcomes")
+    parser.add_argument("--again", action="store_true", help="those of tests/frozen/mutants.json once more")
     chosen = parser.parse_args(arguments)
-    mutants = draw(chosen.count, chosen.seed)
+    mutants = recorded() if chosen.again else draw(chosen.count, chosen.seed)
     for number, mutant in enumerate(mutants, 1):
         begun = time.monotonic()
         mutant["outcome"] = outcome(mutant)
