@@ -13,7 +13,7 @@ PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c requirements/constraints.txt
 REQ := setup.py requirements/constraints.txt
 
-.PHONY: help docs train test test-quick .slurm test-slurm .browser .arm test-browser test-long lint format bench gpu-check gpu-bench gpu-wheels te-signatures clean
+.PHONY: help docs train test test-quick .slurm test-slurm .browser .arm test-browser test-long lint format bench gpu-check gpu-bench gpu-wheels clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -133,13 +133,6 @@ gpu-wheels: ## with network: download into wheels/ what a GPU machine without ne
 	rm -rf $@
 	mkdir -p $@
 	$(GPU_PYTHON) -m benchmarks.gpu_site $@ $^
-
-TE_VERSIONS ?= 2.9.0 2.13.0 2.20.2
-te-signatures: $(VENV)/.test ## with network: is what tests/support/te records of Transformer Engine what its wheels have?
-	$(PIP) pydantic
-	rm -rf build/te && mkdir -p build/te
-	for v in $(TE_VERSIONS); do $(PY) -m pip download --quiet --no-deps -d build/te transformer-engine==$$v || exit 1; done
-	$(PY) -m tests.support.te.signatures build/te --check
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) .gpu-site build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -155,7 +155,8 @@ def te_recipe(recipe: Recipe) -> Any:
         found = getattr(made, key, _MAY_BE_ABSENT.get(key, "absent"))
         if found != value:
             raise RuntimeError(
-                f"Transformer Engine {version()} did not take {key}={value!r} for {kind.__name__}: it has {found!r}."
+                f"Transformer Engine {version()} did not take {key}={one_line(value)} for {kind.__name__}: it has"
+                f" {one_line(found)}."
                 " Use fp8_backend='native', or another version of Transformer Engine"
             )
     _refuse_twin(recipe, made)
@@ -205,9 +206,14 @@ def _quantizer_settings(classes: Any, pow2: bool, epsilon: float) -> dict[str, A
     asked = classes.QParams(power_2_scale=pow2, amax_epsilon=epsilon)
     if (asked.power_2_scale, asked.amax_epsilon) != (pow2, epsilon):
         raise RuntimeError(
-            f"Transformer Engine {version()} made {asked!r} of power_2_scale={pow2}, {epsilon}"
+            f"Transformer Engine {version()} made {one_line(asked)} of power_2_scale={pow2}, {epsilon}"
         )
     return dict.fromkeys(("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"), asked)
+
+
+def one_line(value: Any) -> str:
+    """A value of TE's for a message: recipes and their parts print several lines."""
+    return " ".join(str(value).split())
 
 
 def _refuse_twin(recipe: Recipe, made: Any) -> None:

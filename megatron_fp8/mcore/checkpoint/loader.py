@@ -140,7 +140,7 @@ def load_weights(folder: Path, model: Any, *, left_out: tuple[str, ...] = ()) ->
     missing, _ = fit_to_checkpoint(request["model0"], stored)
     _check_same_model(folder, request, {k: v for k, v in stored.items() if not k.startswith(left_out)}, "")
     loaded = load_shards(folder, request, metadata)
-    unwrap(model).load_state_dict(loaded.state["model0"])
+    _load_chunk(unwrap(model), loaded.state["model0"])
     warm_from_weights(fp8_linears([model]), _slots(missing))
     state_of(unwrap(model).config).weight_generation += 1  # cached quantized weights are stale
     return _first_on_any_rank(loaded.not_finite)
@@ -180,10 +180,10 @@ def _is_float32(shard: Any, stored: dict[str, Any]) -> bool:
     return all(each is not None and each.dtype == torch.float32 for each in properties)
 
 
-def _load_chunk(model: Any, loaded: dict[str, Any], left: Collection[str]) -> None:
-    """Loads a chunk's tensors; those of ``left`` are loaded later from masters."""
+def _load_chunk(model: Any, loaded: dict[str, Any], left: Collection[str] = ()) -> None:
+    """Loads a chunk's tensors; those of ``left`` are loaded later from masters. Extra states are not stored."""
     found = model.load_state_dict(loaded, strict=False)
-    missing = set(found.missing_keys) - set(left)
+    missing = {name for name in found.missing_keys if not name.endswith("_extra_state")} - set(left)
     assert not missing and not found.unexpected_keys, (missing, found.unexpected_keys)
 
 

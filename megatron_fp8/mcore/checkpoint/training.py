@@ -108,7 +108,8 @@ def metadata_of_keys() -> dict[str, Any]:
 
 @gc_paused()
 def model_state(chunks: list[Any]) -> dict[str, dict[str, Any]]:
-    """Returns {'model0': flat sharded state dict, ...} without Megatron-Core's extra states, which are None."""
+    """Returns {'model0': flat sharded state dict, ...} without extra states, which hold nothing: Megatron-Core's are
+    None, those of Transformer Engine's norms tensors without elements."""
     found = {}
     for index, chunk in enumerate(chunks):
         flat = unwrap(chunk).sharded_state_dict(metadata=metadata_of_keys())
@@ -117,8 +118,9 @@ def model_state(chunks: list[Any]) -> dict[str, dict[str, Any]]:
             for name, shard in flat.items()
             if isinstance(shard, (ShardedTensor, ShardedTensorFactory))
         }
-        dropped = [name for name in flat if name not in tensors]
-        assert all(name.endswith("_extra_state") and flat[name].data is None for name in dropped), dropped
+        dropped = {name: flat[name].data for name in flat if name not in tensors}
+        for name, state in dropped.items():
+            assert name.endswith("_extra_state") and (state is None or not len(state)), (name, state)
         found[f"model{index}"] = tensors
     return found
 

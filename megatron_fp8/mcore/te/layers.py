@@ -100,8 +100,8 @@ class _TeSiteLinear:
         here, expected = engine.recipe_in_force(), recipe_of(self.config)
         if here is not expected and repr(here) != repr(expected):  # some modules hold a copy of the config
             raise RuntimeError(
-                f"{site.plan.name} was called in a Transformer Engine context with another recipe ({here}) than the"
-                f" config's ({expected})"
+                f"{site.plan.name} was called in a Transformer Engine context with another recipe"
+                f" ({engine.one_line(here)}) than the config's ({engine.one_line(expected)})"
             )
 
     def _check_quantizers(self, site: TeSite) -> None:

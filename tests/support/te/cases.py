@@ -1,6 +1,6 @@
-"""What a process with a stand-in does, one JSON object a case on stdout.
+"""What a process with Transformer Engine or apex does, one JSON object a case on stdout.
 
-python -m tests.support.te.cases 2.20.2 parity doctor     # Transformer Engine of that version
+python -m tests.support.te.cases FOLDER parity doctor     # Transformer Engine's wheel, installed there
 python -m tests.support.te.cases apex
 """
 
@@ -11,6 +11,8 @@ import functools
 import io
 import json
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -94,9 +96,10 @@ def trained(
     from benchmarks.support.ranks import model_parallel
     from megatron_fp8.mcore.iteration import iteration_counts
     from megatron_fp8.mcore.report import site_report
-    from tests.support.te.standin import Manager
+    from tests.support.te import products
 
-    Manager.entered, Manager.updates, Manager.fp8_calls = (), 0, 0
+    for seen in (products.entered, products.updates, products.multiplied):
+        seen.clear()  # type: ignore[attr-defined]
     with model_parallel():
         config = config_of(backend, recipe_name, **fields)
         chunk = build(config)
@@ -108,9 +111,9 @@ def trained(
             "losses": losses,
             "counts": iteration_counts(),
             "sites": site_report([chunk]),
-            "entered": list(Manager.entered),
-            "updates": Manager.updates,
-            "fp8_calls": Manager.fp8_calls,
+            "entered": list(products.entered),
+            "updates": len(products.updates),
+            "fp8_calls": len(products.multiplied),
         }
 
 
@@ -206,16 +209,17 @@ def refusals() -> dict[str, str]:
             layer.mlp.linear_fc1(torch.zeros(128, 1, SMALL["hidden_size"], dtype=torch.bfloat16))
 
     def quantizers_that_disobey() -> None:
-        from tests.support.te import standin
+        from transformer_engine.pytorch import Linear
 
-        original = standin._quantizers
+        name = "_customize_quantizers_float8_current_scaling"
+        original = getattr(Linear, name)
 
-        def rounding_on_its_own(*args: Any) -> Any:
-            made = original(*args)
-            made["scaling_bwd"][0].force_pow_2_scales = True
-            return made
+        def rounding_on_its_own(self: Any, fwd: bool, recipe: Any) -> None:
+            original(self, fwd, recipe)
+            if not fwd:
+                self.quantizers["scaling_bwd"][0].force_pow_2_scales = True
 
-        with mock.patch.object(standin, "_quantizers", rounding_on_its_own):
+        with mock.patch.object(Linear, name, rounding_on_its_own):
             config = config_of(te, "tensorwise")
             train(config, build(config))
 
@@ -231,19 +235,42 @@ def refusals() -> dict[str, str]:
 
 
 def checkpoints() -> dict[str, Any]:
-    """Names of what is saved of a layer, by backend; and whether the other's weights load into it."""
+    """Names of what a checkpoint of a trained model holds; whether the run and another backend's model read it."""
+    from benchmarks.support.gpt import build_optimizer, train_step
     from benchmarks.support.ranks import model_parallel
+    from megatron_fp8.files.checkpoint import Manifest, latest_checkpoint, read_manifest
+    from megatron_fp8.mcore import checkpoint
+    from megatron_fp8.mcore.checkpoint.loader import load_weights
+    from megatron_fp8.mcore.checkpoint.saver import Saver
 
-    keys = {}
-    with model_parallel():
-        chunks = {name: build(config_of(name, "delayed")) for name in ("transformer_engine", "emulated")}
-        for name, chunk in chunks.items():
-            saved = chunk.module.module.sharded_state_dict()
-            keys[name] = sorted({value.key for value in saved.values() if "fp8_state" not in value.key})
-        states = {name: chunk.module.module.state_dict() for name, chunk in chunks.items()}
-        ours = {te_name(key): value for key, value in states["emulated"].items()}
-        chunks["transformer_engine"].module.module.load_state_dict(ours)
-    return {"keys": keys, "loaded": True}
+    def made(backend: str) -> Any:
+        config = config_of(backend, "delayed")
+        chunk = build(config)
+        return config, chunk, build_optimizer(config, [chunk])
+
+    def weights(chunk: Any) -> dict[str, torch.Tensor]:
+        return {te_name(name): value.detach().clone() for name, value in chunk.named_parameters()}
+
+    with model_parallel(), tempfile.TemporaryDirectory() as folder:
+        config, chunk, optimizer = made("transformer_engine")
+        train_step(config, [chunk], optimizer, 0, **SHORT)
+        state, saved = checkpoint.sharded_state([chunk], optimizer), weights(chunk)
+        saver = Saver(Path(folder))
+        saver.save(
+            state, Manifest(1, checkpoint.numbers([chunk], optimizer), checkpoint.layout_facts([chunk]))
+        )
+        saver.close()
+        found = latest_checkpoint(Path(folder))
+        assert found is not None
+        _, resumed, optimizer = made("transformer_engine")
+        checkpoint.load(found, read_manifest(found), [resumed], optimizer)
+        _, other, _ = made("emulated")
+        load_weights(found, other)
+        same = [
+            all(torch.equal(value, saved[name]) for name, value in weights(model).items())
+            for model in (resumed, other)
+        ]
+        return {"keys": sorted(state["model0"]), "resumed": same[0], "read by emulated": same[1]}
 
 
 def doctor() -> dict[str, Any]:
@@ -291,7 +318,7 @@ def apex() -> dict[str, Any]:
         return {"losses": seen["losses"], "calls": dict(apex_standin.calls)}
 
     bf16 = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
-    on_cpu = with_apex(llama=False)
+    on_cpu = with_apex()
     from megatron_fp8 import mcore
     from megatron_fp8.mcore.patches import missing_packages
 
@@ -310,20 +337,23 @@ CASES = {case.__name__: case for case in (parity, delayed, refusals, checkpoints
 
 
 def main() -> None:
-    """Install a stand-in, run the cases that are its."""
-    version, *names = sys.argv[1:]
+    """Install Transformer Engine or apex, run the cases that are its."""
+    engine_folder, *names = sys.argv[1:]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    if version == "apex":
+    if engine_folder == "apex":
         from tests.support.te import apex_standin
 
         apex_standin.install()
         print(json.dumps({"apex": apex(), "without_te": without_te()}), flush=True)
     else:
         from megatron_fp8.backends import transformer_engine as engine
-        from tests.support.te import standin
+        from tests.support.te import engine as installed
 
-        standin.install(version)
-        # The stand-in runs on a CPU; the reason that it takes away is tested with it.
+        extension = installed.install(engine_folder)
+        from tests.support.te import products
+
+        products.compute(extension)
+        # The products run on a CPU; the reason that this takes away is tested with it.
         with mock.patch.object(engine, "device_reason", lambda device: None):
             for name in names:
                 print(json.dumps({name: CASES[name]()}), flush=True)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from benchmarks import conformance as writer
-from megatron_fp8.conformance import adapters, differences, load
+from megatron_fp8.conformance import differences, load
 from megatron_fp8.conformance.__main__ import main
-from megatron_fp8.conformance.adapters import of_megatron_fp8, of_ml_dtypes, of_torchao, of_transformer_engine
+from megatron_fp8.conformance.adapters import of_megatron_fp8, of_ml_dtypes, of_torchao
 from megatron_fp8.numerics import nvfp4
 from megatron_fp8.numerics.cast import cast
 from megatron_fp8.numerics.formats import E4M3
@@ -43,49 +42,6 @@ def test_ml_dtypes_differs_in_nan_alone():
         if (found := of_ml_dtypes(case)) is not None and case.fmt != "e2m1":
             differ = found["codes"] != case.expected["codes"]
             assert bool(case.x[differ].isnan().all())
-
-
-class Quantizer:
-    """In the place of Transformer Engine's: this package's codes, and scales padded as its get_scale_shape says."""
-
-    def __init__(self, dtype, *device, rowwise, columnwise, **options):
-        self.prefix, self.options = "_rowwise" if rowwise else "_columnwise", options
-
-    def __call__(self, x):
-        x = x if self.prefix == "_rowwise" else x.t()
-        shape = self.case.expected["scale_inv"].shape
-        shape = (len(x), shape[1]) if self.case.scale == "e8m0" else shape
-        found = of_megatron_fp8(
-            dataclasses.replace(self.case, x=x, expected={"scale_inv": torch.empty(shape)})
-        )
-        scales, tall, wide = found["scale_inv"], *self.padding
-        scales = scales.t() if self.options.get("block_scaling_dim") == 1 else scales
-        room = scales.new_zeros(-(-scales.shape[0] // tall) * tall, -(-scales.shape[1] // wide) * wide)
-        room[: scales.shape[0], : scales.shape[1]] = scales
-        names = {"_data": found["codes"], "_scale_inv": room, "_amax": found.get("amax")}
-        fields = names if self.case.block == (0, 0) else {
-            f"{self.prefix}_data": found["codes"], f"{self.prefix}_scale_inv": room,
-            f"_amax{self.prefix}": found.get("amax"),
-        }  # fmt: skip
-        return SimpleNamespace(**fields)
-
-
-@pytest.mark.parametrize(
-    ("case", "padding"),
-    [(case, padding) for case in CASES for block, padding in {
-        (0, 0): (1, 1), (1, 128): (1, 4), (128, 128): (1, 4), (1, 32): (128, 4), (1, 16): (128, 4), (16, 16): (128, 4),
-    }.items() if case.block == block and case.name.endswith(", normal") and case.random_bytes is None],
-    ids=lambda value: getattr(value, "name", ""),
-)  # fmt: skip
-def test_transformer_engines_layouts_are_undone(case, padding, monkeypatch):
-    quantizer = type("Each", (Quantizer,), {"case": case, "padding": padding})
-    names = ("Float8CurrentScaling", "Float8Block", "MXFP8", "NVFP4")
-    tensors = SimpleNamespace(**{f"{name}Quantizer": quantizer for name in names})
-    types = SimpleNamespace(DType=SimpleNamespace(kFloat8E4M3=0, kFloat8E5M2=1, kFloat4E2M1=2))
-    modules = {"transformer_engine.pytorch.tensor": tensors, "transformer_engine_torch": types}
-    monkeypatch.setattr(adapters, "importlib", SimpleNamespace(import_module=modules.__getitem__))
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
-    assert differences(case, of_transformer_engine(case)) == []
 
 
 def mutated(case, fault: str) -> dict[str, torch.Tensor]:
