@@ -6,59 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.support.gpt import gpt_config
-from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from benchmarks.support.ranks import RankPool, model_parallel
 from megatron_fp8.mcore.layers.attention import CoreAttention
 from megatron_fp8.numerics import host_sync
-
-HEADS, SIZE = 4, 16
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    """softmax(q k^T * scale) v written out, [s, b, heads, d] -> [s, b, heads * d]."""
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-    scores = torch.einsum("sbhd,tbhd->bhst", q, k) * scale
-    if causal:
-        scores = scores.masked_fill(torch.ones(len(q), len(k)).triu(1).bool(), float("-inf"))
-    return torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), v).flatten(2)
-
-
-def inputs(sequence: int, groups: int, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and the output's gradient for the whole sequence, batch 2."""
-    generator = torch.Generator().manual_seed(3)
-    shapes = [(HEADS, SIZE), (groups, SIZE), (groups, SIZE)]
-    qkv = [torch.randn(sequence, 2, *shape, generator=generator).to(dtype) for shape in shapes]
-    return [*qkv, torch.randn(sequence, 2, HEADS * SIZE, generator=generator).to(dtype)]
-
-
-def forward_backward(attend: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves)
-    out.backward(grad)
-    return [out.detach(), *(x.grad for x in leaves)]
-
-
-def build(
-    cls: Any, groups: int, layout: Layout, causal: bool = True, scale: float | None = None, **fields: Any
-) -> Any:
-    from megatron.core.transformer.enums import AttnMaskType
-
-    config = gpt_config(
-        layout,
-        num_attention_heads=HEADS,
-        num_query_groups=groups,
-        hidden_size=HEADS * SIZE,
-        **{"bf16": False, "params_dtype": torch.float32, **fields},
-    )
-    mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
-    return cls(config, 1, mask, "self", softmax_scale=scale)
-
-
-def errors(got: list[Tensor], want: list[Tensor]) -> list[float]:
-    return [((g.double() - w).norm() / w.norm()).item() for g, w in zip(got, want, strict=True)]
+from tests.support.attention import HEADS, SIZE, build, errors, forward_backward, inputs, reference
 
 
 def one_rank(
@@ -145,63 +99,6 @@ def test_no_score_matrix_and_no_repeated_heads_are_saved(ranks: RankPool) -> Non
     assert ranks(1).run(saved_bytes)[0] <= q + out + kv + logsumexp + 1024
 
 
-def split(groups: int, causal: bool, dtype: torch.dtype) -> list[float]:
-    """Errors of this rank's part of output, dq, dk, dv against float64 on the whole sequence."""
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
-    size = dist.get_world_size()
-    with model_parallel(Layout(cp=size)) as layout:
-        data = inputs(12 * size, groups, dtype)
-        want = forward_backward(
-            lambda q, k, v: reference(q, k, v, SIZE**-0.5, causal), *(x.double() for x in data)
-        )
-
-        def mine(whole: Tensor) -> Tensor:
-            """This rank's part by Megatron-Core's own cutting, which takes [batch, sequence, ...]."""
-            return get_batch_on_this_cp_rank({"x": whole.transpose(0, 1).contiguous()})["x"].transpose(0, 1)
-
-        module = build(CoreAttention, groups, layout, causal)
-        got = forward_backward(lambda *x: module(*x, None), *map(mine, data))
-        return errors(got, [mine(w) for w in want])
-
-
-@pytest.mark.parametrize(("world", "groups", "causal"), [(2, 4, True), (3, 2, True), (2, 2, False)])
-def test_context_parallel_parts_are_parts_of_the_whole(
-    ranks: RankPool, world: int, groups: int, causal: bool
-) -> None:
-    for found in ranks(world).run(split, groups, causal, torch.float32):
-        assert max(found) < 1e-6
-
-
-def test_context_parallel_bf16(ranks: RankPool) -> None:
-    for found in ranks(2).run(split, 2, True, torch.bfloat16):
-        assert max(found) < 1e-2
-
-
-def refusals() -> list[str]:
-    messages = []
-    with model_parallel(Layout(cp=2)) as layout:
-        for fields in ({"attention_dropout": 0.1}, {"window_size": (4, 0)}, {"softmax_type": "off-by-one"}):
-            with pytest.raises(ValueError) as caught:
-                build(CoreAttention, 2, layout, **fields)
-            messages.append(str(caught.value))
-        q, k, v, _ = inputs(7, 2, torch.float32)
-        with pytest.raises(ValueError, match="even number; got 7 and 7"):
-            build(CoreAttention, 2, layout)(q, k, v, None)
-        with pytest.raises(ValueError, match="without a given mask"):
-            build(CoreAttention, 2, layout, causal=False)(q, k, v, torch.zeros(1, 1, 7, 7, dtype=torch.bool))
-    return messages
-
-
-def test_what_context_parallelism_cannot_do_is_refused(ranks: RankPool) -> None:
-    for message, name in zip(
-        ranks(2).run(refusals)[0],
-        ("attention_dropout", "window_size", "softmax_type='off-by-one'"),
-        strict=True,
-    ):
-        assert message.startswith(name) and "context_parallel_size=2" in message
-
-
 def packed_sequences() -> None:
     """Three sequences in one row, padded or not, are the three by themselves, gradients too."""
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -227,6 +124,97 @@ def packed_sequences() -> None:
 
 def test_packed_sequences_attend_each_to_itself(ranks: RankPool) -> None:
     ranks(1).run(packed_sequences)
+
+
+def named(
+    backend: str, groups: int, causal: bool | str, window: tuple[int, int] | None
+) -> tuple[list[float], list[float], set[str]]:
+    """Errors against float64 of 'auto' and of a named backend, and the kernels that ran for the latter."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    with model_parallel() as layout:
+        data = inputs(33, groups, torch.bfloat16)
+        mask = None
+        if isinstance(causal, str):
+            mask = torch.rand(2, 1, 33, 33, generator=torch.Generator().manual_seed(1)) < 0.5
+        distance = torch.arange(33).unsqueeze(1) - torch.arange(33)
+        hidden = mask if window is None else ((distance > window[0]) | (distance < -window[1]))[None, None]
+        exact = [x.double() for x in data]
+        want = forward_backward(
+            lambda q, k, v: reference(q, k, v, SIZE**-0.5, causal is True and window is None, hidden), *exact
+        )
+        fields = {"bf16": True, "params_dtype": torch.bfloat16, "window_size": window}
+        auto, module = (
+            build(CoreAttention, groups, layout, causal, attention_backend=AttnBackend[name], **fields)
+            for name in ("auto", backend)
+        )
+        base = forward_backward(lambda *x: auto(*x, mask), *data)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            got = forward_backward(lambda *x: module(*x, mask), *data)
+        ran = {event.key for event in profile.key_averages()}
+        return errors(base, want), errors(got, want), {name for name in KERNELS if KERNELS[name] in ran}
+
+
+KERNELS = {
+    "flash": "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    "math": "aten::baddbmm",
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "groups", "causal", "window", "ran"),
+    [
+        ("flash", 4, True, None, {"flash"}),
+        ("flash", 2, True, (6, 0), {"flash"}),
+        ("flash", 2, "arbitrary", None, {"flash"}),
+        ("unfused", 2, True, None, {"math"}),
+        ("local", 4, False, None, {"math"}),
+    ],
+)
+def test_a_named_backend_runs_and_no_other(
+    ranks: RankPool, backend: str, groups: int, causal: bool | str, window: Any, ran: set[str]
+) -> None:
+    auto, found, kernels = ranks(1).run(named, backend, groups, causal, window)[0]
+    assert kernels == ran
+    for mine, baseline in zip(found, auto, strict=True):
+        assert mine < 1.5 * baseline + 1e-3 and mine < 2e-2
+
+
+def named_refusals() -> list[str]:
+    """What is said of backends that cannot run here."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    messages = []
+    with model_parallel() as layout:
+        for backend, fields in (
+            ("fused", {}),
+            ("fused", {"deterministic_mode": True}),
+            ("flash", {"attention_dropout": 0.1}),
+            ("flash", {"values": 24}),
+            ("flash", {"softmax_type": "off-by-one"}),
+        ):
+            with pytest.raises(ValueError) as caught:
+                build(CoreAttention, 2, layout, attention_backend=AttnBackend[backend], **fields)
+            messages.append(str(caught.value))
+        with pytest.raises(ValueError) as caught:
+            build(CoreAttention, 2, layout, attention_backend="flsh")
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_backend_that_cannot_run_is_refused_with_the_reason(ranks: RankPool) -> None:
+    reasons = (
+        "cannot run on a CPU",
+        "not deterministic",
+        "dropout",
+        "same last dimension",
+        "softmax_type='off-by-one'",
+        "'flsh' must be one of",
+    )
+    messages = ranks(1).run(named_refusals)[0]
+    assert len(messages) == len(reasons)
+    for message, reason in zip(messages, reasons, strict=True):
+        assert reason in message and "attention_backend" in message
 
 
 @pytest.mark.parametrize("groups", [4, 2])
