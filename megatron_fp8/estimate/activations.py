@@ -165,7 +165,7 @@ def aligned(rule: Rule, tokens: int) -> bool:
 def _attention(settings: Settings, layer: Layer) -> Bytes:
     """Plain attention up to the scores, without the norm before it."""
     model, size, tokens = settings.model, settings.model.activation_bytes, settings.tokens
-    tp, cp = model.tensor_model_parallel_size, model.context_parallel_size
+    tp, exchange = model.tensor_model_parallel_size, model.context_exchange
     found = Bytes()
     if "layernorm" not in model.recomputed:  # otherwise results are recomputed, and linears save no codes
         site = f"{layer.name}self_attention.linear_qkv"
@@ -181,11 +181,13 @@ def _attention(settings: Settings, layer: Layer) -> Bytes:
     if model.position_embedding_type == "rope":
         # Rotated queries and keys, values as a slice of all three; cosines and sines of both, in each layer.
         found["attention"] += size * (query + 4 * settings.positions * model.kv_channels)
-        found["attention"] += size * (mixed + keys if cp == 1 else 0)
+        found["attention"] += size * {"all_gather": 0, "a2a": 2 * keys}.get(exchange or "", mixed + keys)
     else:
         found["attention"] += size * (mixed + (query + keys if model.qk_layernorm else copied))
-    if cp > 1:
-        found["attention"] += size * 2 * keys * cp  # keys and values for the whole sequence
+    if exchange == "all_gather":
+        found["attention"] += (
+            size * 2 * keys * model.context_parallel_size
+        )  # keys and values for the whole sequence
     return found
 
 
@@ -214,7 +216,8 @@ def _latent_attention(settings: Settings, layer: Layer) -> Bytes:
     keys, values = (settings.tokens * model.heads * width for width in (model.key_width, model.value_width))
     each = 4 if _writes_scores(settings) else size  # those scores are float32
     found["attention"] += 4 * size * settings.positions * rotary
-    found["attention"] += each * (keys + (keys + values) * model.context_parallel_size)
+    gathered = model.context_parallel_size if model.context_exchange == "all_gather" else 1
+    found["attention"] += each * (keys + (keys + values) * gathered)
     return found
 
 
@@ -236,8 +239,9 @@ def _hidden_states(settings: Settings, layer: Layer) -> int:
 
 
 def _writes_scores(settings: Settings) -> bool:
-    """Whether attention stores its scores: on CPUs, if values and keys differ in width."""
-    return not settings.on_gpu and settings.model.key_width != settings.model.value_width
+    """Whether attention stores its scores: on CPUs, if values and keys differ in width, but not in a ring."""
+    model = settings.model
+    return not settings.on_gpu and model.key_width != model.value_width and model.context_exchange != "p2p"
 
 
 def _core_attention(settings: Settings, layer: Layer) -> Bytes:
@@ -252,12 +256,13 @@ def _core_attention(settings: Settings, layer: Layer) -> Bytes:
         found["attention"] += 4 * scores
     else:
         found["attention"] += 4 * tokens * model.heads  # log-sum-exp per row
-        if not settings.on_gpu and cp > 1:
+        if not settings.on_gpu and model.context_exchange == "all_gather":
             # Masks of a rank's two parts of a sequence, averaged over the context-parallel ranks.
             part = settings.train.seq_length // (2 * cp)
             found["attention"] += size * part * part * (2 * cp + 1)
-        if (
-            saved_rule(settings, site, tokens) is not None or cp > 1
+        if saved_rule(settings, site, tokens) is not None or model.context_exchange in (
+            "all_gather",
+            "a2a",
         ):  # a projection that saves values shares it
             found["attention"] += size * tokens * width
         if model.attention_dropout:

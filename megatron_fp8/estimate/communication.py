@@ -185,7 +185,7 @@ def recomputed_layers(model: Model, chunk: Chunk) -> tuple[Layer, ...]:
 def layer_traffic(settings: Settings, layer: Layer) -> Iterator[Traffic]:
     """A layer's traffic for one microbatch, forward and backward; includes the projection of a multi-token prediction
     layer."""
-    model, tokens = settings.model, settings.tokens
+    model = settings.model
     if layer.number is None:
         yield from _mtp_projection(settings, layer.projection)
     for one in projections(model):
@@ -193,14 +193,9 @@ def layer_traffic(settings: Settings, layer: Layer) -> Iterator[Traffic]:
         yield from row(settings, site) if one.row else column(settings, site, one.k)
         if one.latent:
             yield from _latent(settings, one)
-    cp = model.context_parallel_size
-    if cp > 1:
-        groups = model.num_attention_heads if model.multi_latent_attention else model.num_query_groups
-        both = groups * (model.key_width + model.value_width) // model.tensor_model_parallel_size
-        size = model.activation_bytes * tokens * cp * both
-        times = 1 + ("core_attn" in model.recomputed)
-        yield Traffic("keys and values, forward", "all-gather", "context", cp, size) * times
-        yield Traffic("keys and values, backward", "reduce-scatter", "context", cp, size)
+    times = 1 + ("core_attn" in model.recomputed)
+    for traffic in _context(settings):
+        yield traffic * (times if traffic.what.endswith("forward") else 1)
     if not layer.experts:
         yield from _mlp(settings, f"{layer.name}mlp.")
         return
@@ -210,6 +205,26 @@ def layer_traffic(settings: Settings, layer: Layer) -> Iterator[Traffic]:
         yield traffic * (times if traffic.what.endswith("forward") else 1)
     if model.moe_shared_expert_intermediate_size:
         yield from _mlp(settings, f"{layer.name}mlp.shared_experts.")
+
+
+def _context(settings: Settings) -> Iterator[Traffic]:
+    """Attention's exchanges between context-parallel ranks (mcore/layers/context_parallel.py)."""
+    model, tokens, cp = settings.model, settings.tokens, settings.model.context_parallel_size
+    tp, size = model.tensor_model_parallel_size, model.activation_bytes
+    groups = model.num_attention_heads if model.multi_latent_attention else model.num_query_groups
+    both = tokens * groups * (model.key_width + model.value_width) // tp
+    if model.context_exchange == "all_gather":
+        yield Traffic("keys and values, forward", "all-gather", "context", cp, size * cp * both)
+        yield Traffic("keys and values, backward", "reduce-scatter", "context", cp, size * cp * both)
+    elif model.context_exchange == "p2p":
+        for direction in ("forward", "backward"):
+            yield Traffic(f"keys and values, {direction}", "send", "context", cp, size * both) * (cp - 1)
+        yield Traffic("their gradients, backward", "send", "context", cp, 4 * both) * cp
+    elif model.context_exchange == "a2a":
+        queries = tokens * model.heads * (model.key_width + model.value_width)  # and results
+        for direction in ("forward", "backward"):
+            moved = size * (both + queries)
+            yield Traffic(f"attention, {direction}", "all-to-all", "context", cp, moved, 4)
 
 
 def _mlp(settings: Settings, prefix: str) -> Iterator[Traffic]:

@@ -292,6 +292,9 @@ def _notes(section: dict[str, Any], model: Model) -> tuple[str, ...]:
         "attention_dropout: scores are written out, and what is kept of them is about right only": (
             model.attention_dropout
         ),
+        f"attention_backend={get('attention_backend')}: the scores that it saves are not in the figures": (
+            get("attention_backend") in ("unfused", "local")
+        ),
         "experts: all experts are assumed to get the same number of tokens": experts,
         "overrides that differ between experts: the figures are those of the rank with the first experts": (
             apart and model.expert_model_parallel_size > 1

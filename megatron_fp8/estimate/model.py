@@ -120,6 +120,7 @@ class Model:
     tensor_model_parallel_size: int = 1
     sequence_parallel: bool = False
     context_parallel_size: int = 1
+    cp_comm_type: str | None = None
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
     pipeline_model_parallel_size: int = 1
@@ -242,6 +243,11 @@ class Model:
     def heads(self) -> int:
         """Query heads on one rank."""
         return self.num_attention_heads // self.tensor_model_parallel_size
+
+    @property
+    def context_exchange(self) -> str | None:
+        """What context-parallel ranks exchange: 'all_gather', 'p2p' or 'a2a'; None for one rank."""
+        return None if self.context_parallel_size == 1 else self.cp_comm_type or "all_gather"
 
     @property
     def key_width(self) -> int:

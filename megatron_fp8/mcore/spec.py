@@ -3,7 +3,7 @@
 Specs name classes, and Megatron-Core builds all of them through ``build_module``. The config is known there, so one
 rule covers every spec (GPT's, BERT's, T5's, a user's own). With ``fp8`` or ``fp4`` the classes below are built as this
 package's. Without it Megatron-Core's own are built, except where they would refuse the config (their norms under
-sequence parallelism, their attention under context parallelism).
+sequence parallelism, their attention under context parallelism or with a named kernel).
 
 Rejected: replacing the provider from which Megatron-Core's GPT specs take their classes. It has no access to the config,
 so BF16 models got this package's modules; and BERT's, T5's and heterogeneous specs name their classes themselves.
@@ -245,7 +245,8 @@ def final_norm_of_the_layers(
 def _refuses(theirs: Any, config: Any) -> bool:
     """Whether Megatron-Core's class cannot be built from a config that this package's class accepts."""
     if theirs is DotProductAttention:
-        return bool(config.context_parallel_size > 1 or config.multi_latent_attention)
+        named = getattr(config.attention_backend, "name", config.attention_backend) in ("flash", "fused")
+        return bool(config.context_parallel_size > 1 or config.multi_latent_attention or named)
     if theirs is GroupedMLP:
         return not grouped_gemm_util.grouped_gemm_is_available()
     if theirs is WrappedTorchNorm:

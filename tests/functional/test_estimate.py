@@ -200,7 +200,9 @@ SAVED: dict[str, tuple[int, str, dict[str, Any]]] = {
     }),
     "nvfp4": (2, TINY, {**FP4, **OUTPUT, "train__micro_batch_size": 2}),
     "nvfp4, grouped experts": (1, TINY, {**ONE, **MOE, **MANY, **FP4, "model__moe_grouped_gemm": True}),
-    "context parallel": (2, TINY, {**ONE, "model__context_parallel_size": 2}),
+    **{f"context parallel{kind}": (2, TINY, {
+        **ONE, "model__context_parallel_size": 2, "model__cp_comm_type": kind.removeprefix(", ") or None,
+    }) for kind in ("", ", p2p", ", a2a")},
 }  # fmt: skip
 
 

@@ -75,6 +75,14 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         "model__fp8_format": "tensorwise",
         "model__fp8_overrides": "{'*.linear_fc1': bf16, '*.linear_proj': blockwise}",
     }),
+    "context parallel, a ring, core attention recomputed": (2, TINY, {
+        **ONE, **PAIR, "model__context_parallel_size": 2, "model__cp_comm_type": "p2p",
+        "model__num_query_groups": 2, "model__recompute_granularity": "selective",
+        "model__recompute_modules": "[core_attn]",
+    }),
+    "context parallel, by heads": (2, TINY, {
+        **ONE, **PAIR, "model__context_parallel_size": 2, "model__cp_comm_type": "a2a",
+    }),
     "nvfp4, gathered codes, FP8 backward of some, weights in MXFP8 of others": (4, TINY, {
         **BOTH, **DISTRIBUTED, **SHORT, **FP4,
         "model__fp8_overrides": "{'*.linear_fc1:dgrad': mxfp8, '*.linear_fc2': tensorwise}",

@@ -91,6 +91,8 @@ FIELD_RULES: dict[str, Rule] = {
     **dict.fromkeys(("beta_fast", "beta_slow"), POSITIVE),
     # ---- names
     "normalization": one_of("LayerNorm", "RMSNorm"),
+    "attention_backend": one_of("auto", "flash", "fused", "unfused", "local"),
+    "cp_comm_type": optional(one_of("all_gather", "p2p", "a2a")),  # 'a2a+p2p' needs groups of two levels
     "rope_type": one_of("rope", "yarn"),
     "moe_router_dtype": optional(one_of("fp32", "fp64")),
     "moe_router_load_balancing_type": either(
