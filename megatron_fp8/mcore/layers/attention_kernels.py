@@ -51,7 +51,10 @@ def chosen_backend(config: Any) -> SDPBackend | str | None:
     name = getattr(config.attention_backend, "name", config.attention_backend)
     if name not in _BACKENDS:
         raise ValueError(f"attention_backend={name!r} must be one of {', '.join(map(repr, _BACKENDS))}")
-    if name == "fused" and (config.deterministic_mode or torch.are_deterministic_algorithms_enabled()):
+    deterministic = config.deterministic_mode or torch.are_deterministic_algorithms_enabled()
+    if (
+        name == "fused" and deterministic and torch.cuda.is_available()
+    ):  # without a GPU `check_backend` refuses it
         raise ValueError(
             "attention_backend='fused' with deterministic algorithms: cuDNN's backward of attention is not"
             f" deterministic. {_REMEDY}, or train without determinism (train.deterministic=false)"

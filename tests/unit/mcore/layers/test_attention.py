@@ -11,6 +11,7 @@ from torch import Tensor
 from benchmarks.support.gpt import gpt_config
 from benchmarks.support.ranks import RankPool, model_parallel
 from megatron_fp8.mcore.layers.attention import CoreAttention
+from megatron_fp8.mcore.layers.attention_kernels import chosen_backend
 from megatron_fp8.numerics import host_sync
 from tests.support.attention import HEADS, SIZE, build, errors, forward_backward, inputs, reference
 
@@ -188,7 +189,6 @@ def named_refusals() -> list[str]:
     with model_parallel() as layout:
         for backend, fields in (
             ("fused", {}),
-            ("fused", {"deterministic_mode": True}),
             ("flash", {"attention_dropout": 0.1}),
             ("flash", {"values": 24}),
             ("flash", {"softmax_type": "off-by-one"}),
@@ -199,17 +199,21 @@ def named_refusals() -> list[str]:
         with pytest.raises(ValueError) as caught:
             build(CoreAttention, 2, layout, attention_backend="flsh")
         messages.append(str(caught.value))
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError) as caught:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            chosen_backend(gpt_config(attention_backend=AttnBackend.fused, deterministic_mode=True))
+        messages.append(str(caught.value))
     return messages
 
 
 def test_a_backend_that_cannot_run_is_refused_with_the_reason(ranks: RankPool) -> None:
     reasons = (
         "cannot run on a CPU",
-        "not deterministic",
         "dropout",
         "same last dimension",
         "softmax_type='off-by-one'",
         "'flsh' must be one of",
+        "not deterministic",
     )
     messages = ranks(1).run(named_refusals)[0]
     assert len(messages) == len(reasons)

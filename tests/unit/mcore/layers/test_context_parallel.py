@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.support.gpt import gpt_config, train
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from megatron_fp8.mcore.layers import context_parallel
 from megatron_fp8.mcore.layers.attention import CoreAttention
@@ -134,6 +135,23 @@ def softmax_offset() -> tuple[list[float], list[Tensor]]:
 def test_gathered_keys_have_all_options_of_megatrons_math(ranks: RankPool) -> None:
     for found in ranks(2).run(softmax_offset):
         assert max(found) < 1e-6
+
+
+def losses(cp: int, fields: dict[str, Any]) -> list[tuple[float, float]]:
+    """Losses and gradient norms of a float32 GPT of two layers over two steps."""
+    with model_parallel(Layout(cp=cp)) as layout:
+        config = gpt_config(layout, bf16=False, params_dtype=torch.float32, **fields)
+        run = train(config, steps=2, sequence=32, micro_batch=1, global_batch=2)
+    return list(zip(run.losses, run.grad_norms, strict=True))
+
+
+def test_a_model_trains_as_on_one_rank(ranks: RankPool) -> None:
+    want = ranks(1).run(losses, 1, {})[0]
+    recomputed = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    for fields in ({"cp_comm_type": "p2p", **recomputed}, {"cp_comm_type": "a2a"}):
+        for found in ranks(2).run(losses, 2, fields):
+            for one, other in zip(found, want, strict=True):
+                assert one == pytest.approx(other, rel=2e-6), (fields, found, want)
 
 
 # ------------------------------------------------------------------------------------------------------------- messages
