@@ -35,7 +35,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...numerics import host_sync
 from ..patches.patching import PatchList
-from .attention_kernels import MEGATRONS, check_backend, chosen_backend
+from .attention_kernels import MEGATRONS, NAMED, check_backend, chosen_backend
 from .context_parallel import (
     COMM_TYPES,
     ExchangeHeads,
@@ -90,11 +90,11 @@ class CoreAttention(DotProductAttention):
         self._widths = (k_channels or width, v_channels or width)
         self._extra = _options_without_sdpa(self)
         self._backend = chosen_backend(config)
-        self._named = self._backend not in (None, MEGATRONS)
+        self._named = self._backend in NAMED
         self._megatrons = self._backend == MEGATRONS or bool(self._backend is None and self._extra)
         self._is_causal = attn_mask_type == AttnMaskType.causal
         self._takes_mask = attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask)
-        self.cp_group = None
+        self.cp_group: dist.ProcessGroup | None = None
         if config.context_parallel_size > 1:
             groups = self.pg_collection  # the parent's default has no CP group
             self.cp_group = groups.cp if hasattr(groups, "cp") else get_context_parallel_group()
@@ -115,6 +115,7 @@ class CoreAttention(DotProductAttention):
         dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else config.params_dtype
         heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
         dropout = self.attention_dropout.p
+        assert self._backend is not None
         check_backend(self._backend, dtype, heads, groups, self._widths, dropout_p=dropout, masked=masked)
 
     def forward(
@@ -144,7 +145,7 @@ class CoreAttention(DotProductAttention):
         if self.cp_group is not None:
             if attention_bias is not None or packed_seq_params is not None:
                 raise ValueError("context parallelism takes neither an attention bias nor packed sequences")
-            return self._forward_parallel(query, key, value, hidden)
+            return self._forward_parallel(query, key, value, hidden, self.cp_group)
         if packed_seq_params is not None and plain and not self._megatrons and self._window is None:
             with self._rng():
                 return _packed(
@@ -193,7 +194,9 @@ class CoreAttention(DotProductAttention):
         drops = "dropout_p" in self._options() and not self.config.sequence_parallel
         return get_cuda_rng_tracker().fork() if drops else nullcontext()
 
-    def _forward_parallel(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -> Tensor:
+    def _forward_parallel(
+        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, group: dist.ProcessGroup
+    ) -> Tensor:
         """Attention of this rank's two chunks of queries to all keys of the sequence that masks allow."""
         if len(query) != len(key) or len(query) % 2:
             raise ValueError(
@@ -204,7 +207,7 @@ class CoreAttention(DotProductAttention):
             raise ValueError(
                 f"attn_mask_type={self.attn_mask_type.name} under context parallelism needs attention_mask"
             )
-        group, scale = self.cp_group, self.softmax_scale
+        scale = self.softmax_scale
         whole = dist.get_world_size(group) * len(key)
         if hidden is not None and hidden.shape[-2:] != (len(query), whole):
             raise ValueError(
@@ -227,8 +230,8 @@ class CoreAttention(DotProductAttention):
             return super().forward(query, key, value, hidden)
         if hidden is None and self._is_causal:
             return _zigzag(query, key, value, group, scale, **self._options()).flatten(2)
-        mask = {} if hidden is None else self._given_mask(hidden)
-        return _sdpa(query, key, value, scale, **mask, **self._options()).flatten(2)
+        options = self._options() if hidden is None else {**self._options(), **self._given_mask(hidden)}
+        return _sdpa(query, key, value, scale, **options).flatten(2)
 
 
 def _options_without_sdpa(attention: DotProductAttention) -> list[str]:
@@ -252,9 +255,11 @@ def _check_context_parallel(attention: CoreAttention) -> None:
             f"{setting} must be one of {', '.join(map(repr, COMM_TYPES))}, for all layers: 'a2a+p2p' needs groups of two"
             " levels, which are not made here, and Megatron-Core 0.16 reads a list one layer too far"
         )
-    missing = {"all_gather": "attention_dropout", "p2p": "", "a2a": ("attention_dropout", "softmax_type")}[
-        kind
-    ]
+    missing = {
+        "all_gather": ("attention_dropout",),
+        "p2p": ("attention_dropout", "softmax_type", "apply_query_key_layer_scaling"),
+        "a2a": ("attention_dropout", "softmax_type"),
+    }[kind]
     refused = [name for name in extra if name.startswith(missing)]
     if refused:
         raise ValueError(

@@ -32,8 +32,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 MASKED = -10000.0
 """The score of a hidden key, as Megatron-Core's attention_mask_func has it."""
-MEGATRONS = "Megatron-Core's math"
-_BACKENDS: dict[str, SDPBackend | str | None] = {
+MEGATRONS = SDPBackend.MATH
+"""Stands for Megatron-Core's own math."""
+NAMED = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+"""Backends that run all of attention or are refused."""
+_BACKENDS: dict[str, SDPBackend | None] = {
     "auto": None,
     "flash": SDPBackend.FLASH_ATTENTION,
     "fused": SDPBackend.CUDNN_ATTENTION,
@@ -43,7 +46,7 @@ _BACKENDS: dict[str, SDPBackend | str | None] = {
 _REMEDY = "Set attention_backend to 'auto', or to 'unfused' for Megatron-Core's own math"
 
 
-def chosen_backend(config: Any) -> SDPBackend | str | None:
+def chosen_backend(config: Any) -> SDPBackend | None:
     """Returns config.attention_backend as torch's backend, `MEGATRONS`, or None for torch's choice.
 
     Raises ValueError for another name, and for cuDNN in deterministic runs.
@@ -52,9 +55,7 @@ def chosen_backend(config: Any) -> SDPBackend | str | None:
     if name not in _BACKENDS:
         raise ValueError(f"attention_backend={name!r} must be one of {', '.join(map(repr, _BACKENDS))}")
     deterministic = config.deterministic_mode or torch.are_deterministic_algorithms_enabled()
-    if (
-        name == "fused" and deterministic and torch.cuda.is_available()
-    ):  # without a GPU `check_backend` refuses it
+    if name == "fused" and deterministic and torch.cuda.is_available():  # CPUs: `check_backend`
         raise ValueError(
             "attention_backend='fused' with deterministic algorithms: cuDNN's backward of attention is not"
             f" deterministic. {_REMEDY}, or train without determinism (train.deterministic=false)"
@@ -246,15 +247,13 @@ CUDNN = BlockKernel(_cudnn_forward, _cudnn_backward)
 MATH = BlockKernel(_math_forward, _math_backward)
 
 
-def block_kernel(
-    backend: SDPBackend | str | None, q: Tensor, k: Tensor, v: Tensor, masked: bool
-) -> BlockKernel:
+def block_kernel(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, masked: bool) -> BlockKernel:
     """Returns the kernel of a ring's blocks. Only `auto` (None) chooses: flash attention, or math without it.
 
     Raises ValueError for a mask with a backend that is named.
     """
-    if masked and isinstance(backend, SDPBackend):
-        raise ValueError(f"{backend.name} takes no mask in a ring. {_REMEDY}")
+    if masked and backend in NAMED:
+        raise ValueError(f"{backend} takes no mask in a ring. {_REMEDY}")
     if backend == SDPBackend.CUDNN_ATTENTION:
         return CUDNN
     flash = FLASH if q.device.type == "cuda" else CPU_FLASH

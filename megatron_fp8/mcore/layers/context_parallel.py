@@ -141,7 +141,7 @@ class Ring(NamedTuple):
     group: dist.ProcessGroup
     scale: float
     causal: bool
-    backend: SDPBackend | str | None
+    backend: SDPBackend | None
 
 
 @torch.compiler.disable
