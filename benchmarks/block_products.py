@@ -11,6 +11,8 @@ import argparse
 import itertools
 import os
 import sys
+from contextlib import nullcontext
+from unittest import mock
 
 import torch
 
@@ -19,17 +21,18 @@ from benchmarks.instructions import BF16, DEVICES, HIDDEN, TOKENS, Device, empty
 from benchmarks.support.compiled import compiled
 from benchmarks.support.machine_code import disassembled
 
-HEADER = ["product", "device", "tile", "registers", "spills", "shared KiB", "programs"]
+HEADER = ["product", "device", "codes by", "tile", "registers", "spills", "shared KiB", "programs"]
 
 
 def products() -> list[list[str]]:
-    """The table's cells of every kind of block-scaled product: of one pair and grouped; N = 4096 and one that 16 does not
-    divide. K is padded to 16 before."""
-    kinds = itertools.product(DEVICES, (HIDDEN, HIDDEN - 1), (128, 1), (False, True))
+    """The table's cells of every kind of block-scaled product: codes by descriptors or pointers; of one pair and grouped;
+    N = 4096 and one that 16 does not divide. K is padded to 16 before."""
+    kinds = itertools.product(DEVICES, (True, False), (HIDDEN, HIDDEN - 1), (128, 1), (False, True))
     return [_product(*kind) for kind in kinds]
 
 
-def _product(device: Device, n: int, height: int, grouped: bool) -> list[str]:
+def _product(device: Device, tma: bool, n: int, height: int, grouped: bool) -> list[str]:
+    from megatron_fp8.kernels import block_matmul as products
     from megatron_fp8.kernels.block_matmul import ROWS, Product, block_matmul, columns, grouped_block_matmul
 
     a, b = (empty(rows, HIDDEN, dtype=torch.float8_e4m3fn) for rows in (TOKENS, n))
@@ -43,12 +46,15 @@ def _product(device: Device, n: int, height: int, grouped: bool) -> list[str]:
         else:
             block_matmul(a, of_a, b, of_b, b_height=height, out_dtype=dtype, into=out, add=add)
 
-    (made,) = compiled(launch, device.architecture)
+    with nullcontext() if tma else mock.patch.object(products, "has_tma", lambda: False):
+        (made,) = compiled(launch, device.architecture)
+    assert ("cp.async.bulk.tensor" in made.ptx) == tma
     registers, code = made.resources["REG"], disassembled(made.cubin)
     kind = "fprop, dgrad" if height == 128 else "wgrad, added"
     cells = [
         f"{kind}: 1x128 by {height}x128, N {n}{', grouped' * grouped}",
         device.name,
+        "TMA" if tma else "pointers",
         f"{ROWS}x{columns(1, height)}",
         registers,
         code.count("STL") + code.count("LDL"),

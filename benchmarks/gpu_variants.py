@@ -59,11 +59,11 @@ def checks() -> dict[str, Callable[[Machine], str]]:
 
 def variants(machine: Machine) -> str:
     """Compile all; those that fail are results by name."""
-    found = launched()
+    major, minor = (9, 0) if machine.dry else torch.cuda.get_device_capability(machine.device)
+    found = launched(10 * major + minor)
     if machine.dry:
         raise NotRun(f"dry run: {len(found)} kernel variants are found, and none is compiled")
-    capability = torch.cuda.get_device_capability(machine.device)
-    return compiled_all(found, 10 * capability[0] + capability[1], machine.tell, launchers=True)
+    return compiled_all(found, 10 * major + minor, machine.tell, launchers=True)
 
 
 def compiled_all(
@@ -145,9 +145,11 @@ def _build_launcher(built: Any) -> None:
 # ------------------------------------------------------------------------------------------------- what is launched
 
 
-def launched() -> list[Variant]:
-    """The variants of all that the checks and the benchmark launch, each once."""
+def launched(architecture: int) -> list[Variant]:
+    """The variants of all that the checks and the benchmark launch on an architecture, each once."""
     import triton
+
+    from megatron_fp8.kernels import block_matmul
 
     found: dict[Any, Variant] = {}
 
@@ -160,7 +162,11 @@ def launched() -> list[Variant]:
         ]
         found.setdefault((self.__name__, *key), Variant(self, args, kwargs))
 
-    with mock.patch.object(triton.JITFunction, "run", run):
+    tma = architecture in block_matmul.TMA_ARCHITECTURES
+    with (
+        mock.patch.object(triton.JITFunction, "run", run),
+        mock.patch.object(block_matmul, "has_tma", lambda: tma),
+    ):
         for work in (_digests, _quantized, _computed, _four_bits, _updates, _products):
             work()
     return list(found.values())
@@ -356,14 +362,15 @@ def _grouped_products() -> None:
 def main() -> int:
     """Compile all for the capability given; 1 if a variant fails."""
     major, minor = map(int, sys.argv[1].split("."))
-    found = launched()
+    architecture = 10 * major + minor
+    found = launched(architecture)
     print(Counter(v.kernel.__name__ for v in found), flush=True)
 
     def tell(result: dict[str, Any]) -> None:
         print(result["check"], result["detail"], flush=True)
 
     try:
-        print(compiled_all(found, 10 * major + minor, tell, launchers=False))
+        print(compiled_all(found, architecture, tell, launchers=False))
     except AssertionError as failure:
         print(failure)
         return 1

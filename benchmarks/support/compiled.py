@@ -20,6 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 TYPES = {
     torch.float32: "fp32",
@@ -95,6 +96,8 @@ def compiled(function: Callable[[], Any], architecture: int = 90) -> list[Compil
             value = values[name]
             if name in constant or value is None or (type(value) is int and value == 1):
                 signature[name], constants[name] = "constexpr", value
+            elif isinstance(value, TensorDescriptor):
+                signature[name] = f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape}>"
             elif isinstance(value, torch.Tensor):
                 signature[name] = "*" + TYPES[value.dtype]
                 if value.storage_offset() * value.element_size() % 16 == 0:

@@ -7,7 +7,10 @@ cores sum code products from zero. That partial sum times scale_inv_a * scale_in
 registers, in one fused multiply-add, whatever Triton's default is. So Hopper's accumulation, which keeps about 14 bits,
 spans at most 128 products (the promotion interval of DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 
-The interpreter has no FP8 dot: it decodes codes to float32 first. That is the only branch.
+Where GPUs have tensor descriptors (TMA), these load codes if addresses and K are multiples of 16, as a linear's are;
+pointers load all others. Values are the same.
+
+The interpreter has no FP8 dot: it decodes codes to float32 first.
 
 A layer's experts have separate operands and different numbers of rows. A table in device memory has one line per GEMM:
 addresses, scale strides, sizes. A second table maps each program to its GEMM and tile, so no program is idle.
@@ -23,6 +26,8 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..numerics.formats import format_of
 from . import on_its_device
@@ -40,6 +45,21 @@ def columns(a_height: int, b_height: int) -> int:
     warps, each, for 128 x 128. Products of a scale a row with a scale a column take a third tile, which does not fit
     beside the addresses of a group."""
     return 128 if BLOCK in (a_height, b_height) else 64
+
+
+TMA_ARCHITECTURES = range(90, 120)
+"""Where tensor descriptors read aligned codes: compute capability 9.x and 10.x. On 12.x Triton 3.6 spills."""
+
+
+def has_tma() -> bool:
+    """Whether the current GPU is one of them."""
+    return COMPILED.value and driver.active.get_current_target().arch in TMA_ARCHITECTURES
+
+
+def _described(codes: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Tiles [rows, BLOCK] of codes [R, K]. Of bytes they would pass through registers to the tensor cores."""
+    codes = codes if COMPILED.value else codes.view(torch.uint8)
+    return TensorDescriptor.from_tensor(codes, [rows, BLOCK])
 
 
 @on_its_device
@@ -83,15 +103,18 @@ def block_matmul(
     assert out_dtype == torch.float32 or not add, "sums are float32"
 
     cols = columns(a_height, b_height)
+    tma = has_tma() and k > 0 == k % 16 and a.data_ptr() % 16 == b.data_ptr() % 16 == 0
+    codes_a, codes_b = (
+        _described(codes, rows) if tma else codes.view(torch.uint8) for codes, rows in ((a, ROWS), (b, cols))
+    )
 
     def launch(stages: int) -> None:
         grid = (triton.cdiv(m, ROWS) * triton.cdiv(n, cols),)
         _block_matmul[grid](
-            a.view(torch.uint8), a_scale_inv, *a_scale_inv.stride(),
-            b.view(torch.uint8), b_scale_inv, *b_scale_inv.stride(),
+            codes_a, a_scale_inv, *a_scale_inv.stride(), codes_b, b_scale_inv, *b_scale_inv.stride(),
             bias, out, m, n, k,
             A_E4M3=is_e4m3(format_of(a.dtype)), B_E4M3=is_e4m3(format_of(b.dtype)), A_HEIGHT=a_height,
-            B_HEIGHT=b_height, BIAS=bias is not None, ADD=add, ROWS=ROWS, COLS=cols, BLOCK=BLOCK, BAND=8,
+            B_HEIGHT=b_height, BIAS=bias is not None, ADD=add, ROWS=ROWS, COLS=cols, BLOCK=BLOCK, BAND=8, TMA=tma,
             num_warps=8, num_stages=stages, enable_fp_fusion=True,
         )  # fmt: skip
 
@@ -126,10 +149,11 @@ def _block_matmul(
     a, a_scale, a_major, a_minor, b, b_scale, b_major, b_minor, bias, out, m, n, k,
     A_E4M3: tl.constexpr, B_E4M3: tl.constexpr, A_HEIGHT: tl.constexpr, B_HEIGHT: tl.constexpr, BIAS: tl.constexpr,
     ADD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BAND: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     multiply_tile(
         a, a_scale, a_major, a_minor, b, b_scale, b_major, b_minor, bias, out, m, n, k, tl.program_id(0),
-        A_E4M3, B_E4M3, A_HEIGHT, B_HEIGHT, BIAS, ADD, ROWS, COLS, BLOCK, BAND,
+        A_E4M3, B_E4M3, A_HEIGHT, B_HEIGHT, BIAS, ADD, ROWS, COLS, BLOCK, BAND, TMA,
     )  # fmt: skip
 
 
@@ -138,6 +162,7 @@ def multiply_tile(
     a, a_scale, a_major, a_minor, b, b_scale, b_major, b_minor, bias, out, m, n, k, tile,
     A_E4M3: tl.constexpr, B_E4M3: tl.constexpr, A_HEIGHT: tl.constexpr, B_HEIGHT: tl.constexpr, BIAS: tl.constexpr,
     ADD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BAND: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Compute tile number ``tile`` of out [m, n] (ADD: add to out)."""
     # Programs go down BAND tiles before they go right, so that those that run together share operands in L2.
@@ -147,13 +172,18 @@ def multiply_tile(
     height = tl.minimum(tiles_down - band * BAND, BAND)
     top, left = (band * BAND + inside_band % height) * ROWS, (inside_band // height) * COLS
     row, col = top + tl.arange(0, ROWS), left + tl.arange(0, COLS)
-    a_at = a + row.to(tl.int64)[:, None] * k
-    b_at = b + col.to(tl.int64)[:, None] * k
+    if not TMA:
+        a_at = a + row.to(tl.int64)[:, None] * k
+        b_at = b + col.to(tl.int64)[:, None] * k
     acc = tl.zeros((ROWS, COLS), tl.float32)
     for block in range(tl.cdiv(k, BLOCK)):
-        along = block * BLOCK + tl.arange(0, BLOCK)
-        a_codes = tl.load(a_at + along[None, :], mask=(row < m)[:, None] & (along < k)[None, :], other=0)
-        b_codes = tl.load(b_at + along[None, :], mask=(col < n)[:, None] & (along < k)[None, :], other=0)
+        if TMA:
+            a_codes, b_codes = a.load([top, block * BLOCK]), b.load([left, block * BLOCK])
+        else:
+            along = block * BLOCK + tl.arange(0, BLOCK)
+            inside_k = (along < k)[None, :]
+            a_codes = tl.load(a_at + along[None, :], mask=(row < m)[:, None] & inside_k, other=0)
+            b_codes = tl.load(b_at + along[None, :], mask=(col < n)[:, None] & inside_k, other=0)
         inv_a = _scales(a_scale + block * a_minor, a_major, top, row, m, A_HEIGHT)
         inv_b = _scales(b_scale + block * b_minor, b_major, left, col, n, B_HEIGHT)
         partial = tl.dot(
@@ -245,13 +275,16 @@ def grouped_block_matmul(
         bool((table[:, those] % 16 == 0).all())
         for those in ([0, 4, 11], [8, 10])
     )
+    tma = has_tma() and codes_whole
+    if tma:  # each program writes its descriptors to memory, which Triton asks for at the launch
+        triton.set_allocator(lambda size, alignment, stream: first.new_empty(size, dtype=torch.int8))
 
     def launch(stages: int) -> None:
         _grouped_block_matmul[(sum(tiles),)](
             told, told[table.numel() :], products[0].out, CODES_WHOLE=codes_whole, OUT_WHOLE=out_whole,
             A_E4M3=is_e4m3(format_of(first.dtype)), B_E4M3=is_e4m3(format_of(products[0].b.dtype)),
             A_HEIGHT=a_height, B_HEIGHT=b_height, ADD=add, ROWS=ROWS, COLS=cols, BLOCK=BLOCK, LINE=_LINE,
-            num_warps=8, num_stages=stages, enable_fp_fusion=True,
+            TMA=tma, num_warps=8, num_stages=stages, enable_fp_fusion=True,
         )  # fmt: skip
 
     launch_with_room(launch, first.device)
@@ -269,21 +302,30 @@ def _places(tiles: list[int]) -> torch.Tensor:
 def _grouped_block_matmul(
     table, where, out_like, CODES_WHOLE: tl.constexpr, OUT_WHOLE: tl.constexpr,
     A_E4M3: tl.constexpr, B_E4M3: tl.constexpr, A_HEIGHT: tl.constexpr, B_HEIGHT: tl.constexpr, ADD: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     line = table + tl.load(where + 2 * tl.program_id(0)) * LINE
     tile = tl.load(where + 2 * tl.program_id(0) + 1).to(tl.int32)
     scales = tl.pointer_type(tl.float32)
-    a, b = tl.load(line).to(tl.pointer_type(tl.uint8)), tl.load(line + 4).to(tl.pointer_type(tl.uint8))
     out = tl.load(line + 8).to(tl.pointer_type(out_like.dtype.element_ty))
-    n, k = tl.load(line + 10).to(tl.int32), tl.load(line + 11).to(tl.int32)
+    m, n, k = (
+        tl.load(line + 9).to(tl.int32), tl.load(line + 10).to(tl.int32), tl.load(line + 11).to(tl.int32)
+    )  # fmt: skip
+    if TMA and COMPILED:  # as ``_described``
+        a = tl.load(line).to(tl.pointer_type(tl.float8e4nv if A_E4M3 else tl.float8e5))
+        b = tl.load(line + 4).to(tl.pointer_type(tl.float8e4nv if B_E4M3 else tl.float8e5))
+    else:
+        a, b = tl.load(line).to(tl.pointer_type(tl.uint8)), tl.load(line + 4).to(tl.pointer_type(tl.uint8))
     if CODES_WHOLE:
         a, b, k = tl.multiple_of(a, 16), tl.multiple_of(b, 16), tl.multiple_of(k, 16)
+    if TMA:
+        a = tl.make_tensor_descriptor(a, [m, k], [k, 1], [ROWS, BLOCK])
+        b = tl.make_tensor_descriptor(b, [n, k], [k, 1], [COLS, BLOCK])
     if OUT_WHOLE:
         out, n = tl.multiple_of(out, 16), tl.multiple_of(n, 16)
     multiply_tile(
         a, tl.load(line + 1).to(scales), tl.load(line + 2), tl.load(line + 3),
         b, tl.load(line + 5).to(scales), tl.load(line + 6), tl.load(line + 7),
-        None, out, tl.load(line + 9).to(tl.int32), n, k, tile,
-        A_E4M3, B_E4M3, A_HEIGHT, B_HEIGHT, False, ADD, ROWS, COLS, BLOCK, 8,
+        None, out, m, n, k, tile,
+        A_E4M3, B_E4M3, A_HEIGHT, B_HEIGHT, False, ADD, ROWS, COLS, BLOCK, 8, TMA,
     )  # fmt: skip

@@ -28,6 +28,7 @@ SOME = (
     ),
     *("swiglu-weight-grad", "transpose", "piece-amax", "piece-cast", "update", "update-short"),
     *("matmul", "matmul-wgrad", "matmul-wgrad-added", "matmul-grouped", "matmul-grouped-wgrad"),
+    *("matmul@100", "matmul-grouped@100", "matmul@120"),
     *("nvfp4", "nvfp4-amaxes@100", "nvfp4@100", "nvfp4-stochastic@100", "nvfp4@120", "nvfp4-weight@120"),
 )
 """Each kernel, with each format and source. The others are of other scales, or of rows that 16 does not divide."""
@@ -130,6 +131,13 @@ def test_instructions_a_value(launches, name):
     """Without them memory would wait for arithmetic: nothing else here shows a conversion or an exchange too many."""
     (launch,) = [launch for launch in launches if launch["name"] == name and launch["issued"]]
     assert launch["issued"] / (8192 * (2048 if name == "swiglu" else 4096)) <= CEILINGS[name]
+
+
+def test_the_gemm_loads_codes_by_tensor_descriptors(launches):
+    """On compute capability 9.x and 10.x."""
+    for launch in named(launches, "matmul"):
+        tma = any(opcode.startswith("cp.async.bulk.tensor") for opcode in launch["opcodes"])
+        assert tma == (not launch["name"].endswith("@120")), launch["name"]
 
 
 def test_the_gemm_runs_on_fp8_tensor_cores(launches):

@@ -24,7 +24,7 @@ def wrong(**kwargs: Any) -> None:
 
 
 def main() -> None:
-    found = gpu_variants.launched()
+    found = gpu_variants.launched(90)
     real = [v for v in found if v.kernel.__name__ == "_row_rstd"]
     others = {"raises": wrong, "aborts": lambda **kwargs: os.abort()}
     hangs = stand_in("hangs", lambda **kwargs: time.sleep(60))
@@ -43,7 +43,7 @@ def main() -> None:
     grouped = next(v for v in found if v.kernel.__name__ == "_grouped_block_matmul")
     ((_, _, blackwell),) = gpu_variants.compiling([grouped], 100, 1, launchers=False)
     try:
-        with mock.patch.object(gpu_variants, "launched", lambda: found):
+        with mock.patch.object(gpu_variants, "launched", lambda architecture: found):
             dry = gpu_variants.variants(open_machine(dry=True))
     except NotRun as reason:
         dry = str(reason)

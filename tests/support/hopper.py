@@ -159,7 +159,7 @@ def main() -> None:
     made = launches()
     for wanted in sys.argv[1:] or [
         *made,
-        *(f"{name}@{a}" for name in made if "nvfp4" in name for a in (100, 120)),
+        *(f"{n}@{a}" for n in made if n.startswith(("nvfp4", "matmul")) for a in (100, 120)),
     ]:
         name, _, architecture = wanted.partition("@")
         for launch in compiled(made[name], int(architecture or 90)):

@@ -138,6 +138,36 @@ def scales(rows: int, k: int, height: int, seed: int) -> torch.Tensor:
     return made.t().contiguous().t() if seed % 2 else made
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 16), (130, 70, 208)])
+@pytest.mark.parametrize("name", CASES)
+def test_descriptors_and_pointers_give_the_same_bytes(
+    name: str, m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one pair and grouped; codes that no descriptor can describe go by pointers."""
+    fmt_a, block_a, fmt_b, block_b = CASES[name]
+    a, b = operand(m, k, fmt_a, block_a, "fp32", 1), operand(n, k, fmt_b, block_b, "fp32", 2)
+    args, heights = (a.codes, a.scale_inv, b.codes, b.scale_inv), (block_a.rows, block_b.rows)
+    of = dict(zip(("a_height", "b_height"), heights, strict=True))
+    described, found = count_calls(monkeypatch, "_described"), {}
+    for tma in (False, True):
+        monkeypatch.setattr(block_matmul_module, "has_tma", lambda tma=tma: tma)
+        grouped = torch.empty(m, n, device=DEVICE)
+        grouped_block_matmul(a.codes, [Product(*args, grouped)], **of)
+        found[tma] = block_matmul(*args, **of, out_dtype=torch.float32), grouped
+    assert len(described) == 2, "both operands of the one pair"
+    assert all(map(torch.equal, found[True], found[False])) and torch.equal(*found[True])
+    moved = torch.empty(m * k + 8, dtype=a.codes.dtype, device=DEVICE)[8:].view(m, k).copy_(a.codes)
+    assert torch.equal(block_matmul(moved, *args[1:], **of, out_dtype=torch.float32), grouped)
+    assert len(described) == 2
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[object, ...]]:
+    """Arguments of all calls of a function of the module from now on."""
+    calls, real = [], getattr(block_matmul_module, name)
+    monkeypatch.setattr(block_matmul_module, name, lambda *args: calls.append(args) or real(*args))
+    return calls
+
+
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("height", [1, 128])
