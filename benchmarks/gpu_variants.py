@@ -149,7 +149,9 @@ def launched(architecture: int) -> list[Variant]:
     """The variants of all that the checks and the benchmark launch on an architecture, each once."""
     import triton
 
+    from megatron_fp8.backends.native import backend as native
     from megatron_fp8.kernels import block_matmul
+    from megatron_fp8.study.support_matrix import torch_refusal
 
     found: dict[Any, Variant] = {}
 
@@ -162,10 +164,11 @@ def launched(architecture: int) -> list[Variant]:
         ]
         found.setdefault((self.__name__, *key), Variant(self, args, kwargs))
 
-    tma = architecture in block_matmul.TMA_ARCHITECTURES
+    tma, refusal = architecture in block_matmul.TMA_ARCHITECTURES, torch_refusal(divmod(architecture, 10))
     with (
         mock.patch.object(triton.JITFunction, "run", run),
         mock.patch.object(block_matmul, "has_tma", lambda: tma),
+        mock.patch.object(native, "refusals", lambda *_: refusal),
     ):
         for work in (_digests, _quantized, _computed, _four_bits, _updates, _products):
             work()

@@ -163,6 +163,11 @@ def works() -> list[Work]:
             "quantize_tiles", plain, 2.0, 2.0, (2.0,),
         ),
         Work(
+            "weight, 128x128, as MX",
+            lambda: quantize_blocks(x, E4M3, block=128, square=True, tiled=True, record=recording()),
+            "quantize_tiles", plain, 2.0, 2.0 + 2 / 32, (2.0,), architecture=100,
+        ),
+        Work(
             "norm's statistic", lambda: row_rstd(x, 1e-5), "_row_rstd", plain, 2.0, 0.0, (2.0,),
             loop_bytes=8 * HIDDEN // 128 * 2,
         ),
@@ -230,10 +235,12 @@ def of_source(
         source = make()
         return quantize_rows(source, fmt, empty(source.rows), empty(source.cols))
 
-    def work(name: str, launch: Callable[[], Any], kernel: str, stored: float) -> Work:
+    def work(
+        name: str, launch: Callable[[], Any], kernel: str, stored: float, architecture: int = 90
+    ) -> Work:
         if kernel == "find_amaxes" and len(ways) > 1:  # both halves of a gradient at once
             return Work(what + name, launch, "find_gradient_amaxes", values, loaded, stored, (loaded,))
-        return Work(what + name, launch, kernel, values, loaded, stored, ways)
+        return Work(what + name, launch, kernel, values, loaded, stored, ways, architecture=architecture)
 
     found = [
         work("delayed", lambda: quantize_tensor(make(), fmt, scale=empty(), record=recording()), "cast_tensor", 2.0),
@@ -246,6 +253,10 @@ def of_source(
         work(
             "blockwise", lambda: quantize_blocks(make(), fmt, block=128, record=recording()),
             "quantize_tiles", 2.0 + 2 * 4 / 128,
+        ),
+        work(
+            "blockwise, as MX", lambda: quantize_blocks(make(), fmt, block=128, tiled=True, record=recording()),
+            "quantize_tiles", 2.0 + 2 / 32, 100,
         ),
         work(
             "MX", lambda: quantize_blocks(make(), fmt, block=32, kind="e8m0", record=recording()),

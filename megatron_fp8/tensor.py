@@ -114,11 +114,14 @@ class QuantizedSide:
             return replace(self, codes=self.codes[:, : self.shape[1]], padding=0).plain()
         if not self.tiled:
             return self
-        (rows, cols), width = self.shape, self.granularity.cols
-        tall, across = -(-rows // 128), -(-cols // width)
+        (rows, cols), height, width = self.shape, self.granularity.rows, self.granularity.cols
+        unit = min(width, 32)  # MX's tiles repeat a wider block's scale
+        tall, across = -(-rows // 128), -(-cols // unit)
         tiles = self.scale_inv.view(torch.uint8).view(tall, -(-across // 4), 32, 4, 4)
-        plain = tiles.permute(0, 3, 2, 1, 4).reshape(tall * 128, -1)[: rows : self.granularity.rows, :across]
-        made = replace(self, scale_inv=plain.contiguous().view(self.scale_inv.dtype), tiled=False)
+        plain = tiles.permute(0, 3, 2, 1, 4).reshape(tall * 128, -1)[:rows:height, : across : width // unit]
+        scale_inv = plain.contiguous()
+        scale_inv = e8m0_to_scale_inv(scale_inv) if width > unit else scale_inv.view(self.scale_inv.dtype)
+        made = replace(self, scale_inv=scale_inv, tiled=False)
         if self.tensor_amax is None:
             return made
         whole = nvfp4.padded(cols)  # a product's codes may reach further

@@ -6,9 +6,9 @@ writes whole sectors.
 
 A tile of E8M0 scales holds 128 rows by 4 blocks, 512 bytes. Scale (i, j) is at byte
 ((i // 128) * tiles_across + j // 4) * 512 + (i % 32) * 16 + (i % 128 // 32) * 4 + j % 4. Padding is 2^0: a NaN there
-would be multiplied by zero codes. The cast of a linear's operand writes this layout directly
-(quantize_kernels.quantize_tiles, ``tiled_at``). ``tile_scales`` converts all others: gathered shards, FP8 parameters, and
-scales of 128-wide blocks, each of which counts for four 1x32 blocks.
+would be multiplied by zero codes. A scale of a 128-wide block counts for four 1x32 blocks. The cast of a linear's operand
+writes this layout directly (quantize_kernels.quantize_tiles, ``tiled_at``). ``tile_scales`` converts all others: gathered
+shards and FP8 parameters.
 
 Source: NVIDIA cuBLAS documentation, "Scaling factors layouts".
 """

@@ -244,7 +244,7 @@ def quantize_blocks(
         block: elements along the contraction that share a scale: 128 (blockwise) or 32 (MXFP8).
         square: blocks of block x block; block must equal the tile's side (128).
         kind: 'fp32', 'pow2', or 'e8m0', which ignores margin and epsilon.
-        tiled: 'e8m0' alone: scales in the GEMM's tiled layout (gemm_layouts.py) instead of [R, ceil(C / 32)].
+        tiled: not 'fp32': scales as E8M0 in the MX GEMM's tiled layout (gemm_layouts.py), one for each 1x32 codes.
         room: allocate codes and 1-wide float32 scales for rows up to a multiple of it; the extra rows are not written.
         record: as in quantize_tensor.
 
@@ -260,8 +260,8 @@ def quantize_blocks(
             f"tile {tile.rows} x {tile.cols} does not hold whole blocks of {block}: choose multiples of it"
             + (", exactly one block where blocks are square" if square else "")
         )
-    assert not tiled or (kind == "e8m0" and tile.cols % 128 == 0), (
-        "tiles of scales are MX's, and whole in a tile"
+    assert not tiled or (kind != "fp32" and tile.cols % 128 == 0), (
+        "tiles of scales are E8M0, and whole in a tile"
     )
     out = _Outputs(source, fmt, direction, tile, pad_to, room)
     row_scale = col_scale = None
@@ -296,7 +296,7 @@ def quantize_blocks(
             TILED=tiled,
             **tile.options(),
         )
-    if kind == "e8m0":
+    if kind == "e8m0" or tiled:
         row_scale, col_scale = (
             None if s is None else s.view(torch.float8_e8m0fnu) for s in (row_scale, col_scale)
         )

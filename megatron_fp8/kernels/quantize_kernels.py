@@ -161,8 +161,8 @@ def quantize_tiles(
     BLOCK: tl.constexpr, SQUARE: tl.constexpr, TILED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Casts with one scale per block; a block's elements are all in this tile. Scales have strides major (rows of codes),
-    minor; with TILED the layout of gemm_layouts.tiled_at. A row of square blocks' scales is padded with zeros to
-    ``major``."""
+    minor; with TILED the layout of gemm_layouts.tiled_at, E8M0 for each 32 of a block. A row of other square blocks'
+    scales is padded with zeros to ``major``."""
     tile = load(x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS)
     ALONG_ROWS: tl.constexpr = ROWWISE and not SQUARE
     ALONG_COLS: tl.constexpr = COLUMNWISE and not SQUARE
@@ -181,13 +181,20 @@ def quantize_tiles(
     ACROSS: tl.constexpr = COLS // BLOCK
     down, across = place(cols, COLS)
     top, left = down * ROWS, across * COLS
+    REPEAT: tl.constexpr = BLOCK // 32  # blocks of a tile of scales that share one
     if SQUARE:
         scale, inverse = scales(largest, epsilon, factor, E4M3, KIND)
         if ROWWISE:
-            _store_square(row_scale, inverse, down, across, row_major, tl.cdiv(cols, BLOCK))
+            if TILED:
+                _store_tile(row_scale, inverse, down, across, row_major, rows, cols, BLOCK)
+            else:
+                _store_square(row_scale, inverse, down, across, row_major, tl.cdiv(cols, BLOCK))
             store_rows(row_codes, encode(widen(tile) * scale, E4M3), top, left, rows, cols)
         if COLUMNWISE:
-            _store_square(col_scale, inverse, across, down, col_major, tl.cdiv(rows, BLOCK))
+            if TILED:
+                _store_tile(col_scale, inverse, across, down, col_major, cols, rows, BLOCK)
+            else:
+                _store_square(col_scale, inverse, across, down, col_major, tl.cdiv(rows, BLOCK))
             store_turned(col_codes, _words(tile, scale, E4M3), top, left, col_stride, cols)
     # Stored scales have an axis more: the compiler then hands amaxes, not scales, to the threads that store them, and
     # each scale is computed once.
@@ -196,7 +203,8 @@ def quantize_tiles(
         block = (across * ACROSS + tl.arange(0, ACROSS))[None, :]
         _, inverse = scales(row_bits[:, :, None], epsilon, factor, E4M3, KIND)
         if TILED:
-            store_tiled(row_scale, inverse, row, block, row_major, rows, tl.cdiv(cols, BLOCK), 127)
+            exponent = _exponent(inverse, KIND)
+            store_tiled(row_scale, exponent, row, block, row_major, rows, tl.cdiv(cols, 32), 127, REPEAT)
         else:
             at = row_scale + row.to(tl.int64) * row_major + block.to(tl.int64) * row_minor
             tl.store(at[:, :, None], inverse, mask=((row < rows) & (block * BLOCK < cols))[:, :, None])
@@ -205,7 +213,8 @@ def quantize_tiles(
         block = (down * DOWN + tl.arange(0, DOWN))[:, None]
         _, inverse = scales(col_bits[:, :, None], epsilon, factor, E4M3, KIND)
         if TILED:
-            store_tiled(col_scale, inverse, col, block, col_major, cols, tl.cdiv(rows, BLOCK), 127)
+            exponent = _exponent(inverse, KIND)
+            store_tiled(col_scale, exponent, col, block, col_major, cols, tl.cdiv(rows, 32), 127, REPEAT)
         else:
             at = col_scale + col.to(tl.int64) * col_major + block.to(tl.int64) * col_minor
             tl.store(at[:, :, None], inverse, mask=((col < cols) & (block * BLOCK < rows))[:, :, None])
@@ -230,14 +239,32 @@ def _store_square(scale, inverse, row, block, major, blocks):
 
 
 @triton.jit
-def store_tiled(scale, inverse, row, block, major, rows, blocks, FILL: tl.constexpr):
-    """Writes one-byte scales of rows and blocks of codes into tiles; the padding of tiles is FILL (E8M0: 127, 2^0)."""
-    inside = (row < rows) & (block < blocks)
-    padded = (row < tl.cdiv(rows, 128) * 128) & (block < tl.cdiv(blocks, 4) * 4)
-    at = scale + tiled_at(row, block, major)
-    tl.store(
-        at[:, :, None], tl.where(inside[:, :, None], inverse, FILL).to(tl.uint8), mask=padded[:, :, None]
-    )
+def store_tiled(
+    scale, inverse, row, block, major, rows, blocks, FILL: tl.constexpr, REPEAT: tl.constexpr = 1
+):
+    """Writes one-byte scales of rows and blocks of codes into tiles, each for REPEAT of the tiles' blocks; the padding of
+    tiles is FILL (E8M0: 127, 2^0)."""
+    row, each = row[:, :, None], block[:, :, None] * REPEAT + tl.arange(0, REPEAT)[None, None, :]
+    inside = (row < rows) & (each < blocks)
+    padded = (row < tl.cdiv(rows, 128) * 128) & (each < tl.cdiv(blocks, 4) * 4)
+    tl.store(scale + tiled_at(row, each, major), tl.where(inside, inverse, FILL).to(tl.uint8), mask=padded)
+
+
+@triton.jit
+def _store_tile(scale, inverse, row, block, major, rows, cols, BLOCK: tl.constexpr):
+    """Writes the scale of square block [row, block] of codes [rows, cols] to its tile: 128 rows, four blocks."""
+    exponent = tl.broadcast_to(_exponent(inverse, "pow2"), (BLOCK, 1, 1))
+    each = (row * BLOCK + tl.arange(0, BLOCK))[:, None]
+    store_tiled(scale, exponent, each, block + each * 0, major, rows, tl.cdiv(cols, 32), 127, BLOCK // 32)
+
+
+@triton.jit
+def _exponent(inverse, KIND: tl.constexpr):
+    """E8M0 of stored inverses: themselves, or of float32 powers of two (2^-127, a subnormal, has exponent bits of 0)."""
+    if KIND == "e8m0":
+        return inverse
+    else:
+        return (as_bits(inverse) >> 23).to(tl.uint8)
 
 
 @triton.jit

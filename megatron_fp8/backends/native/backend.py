@@ -34,7 +34,18 @@ from .layout import (
     by_cutlass,
     padded_sizes,
 )
-from .probe import by_kernel, by_mx, device_reason, gemms_of, lacking, plan_for, refusals, requests, rules_of
+from .probe import (
+    by_kernel,
+    by_mx,
+    device_reason,
+    gemms_of,
+    lacking,
+    plan_for,
+    refusals,
+    requests,
+    rules_of,
+    runs_as_mx,
+)  # fmt: skip
 from .products import accumulate, gemm, grouped_gemm, multiply
 
 __all__ = [
@@ -177,8 +188,8 @@ def quantize(
 
     Args:
         running: receives amax and non-finite count. With a kernel the result has these in place of the cast's own.
-        for_product: the sides have ``gemm``'s layout: MX scales in tiles, columnwise codes padded with zeros to a whole
-            block (QuantizedSide's tiled and padding), and memory for a multiple of 4 rows.
+        for_product: the sides have ``gemm``'s layout: scales of the MX product in tiles, columnwise codes padded with
+            zeros to a whole block (QuantizedSide's tiled and padding), and memory for a multiple of 4 rows.
 
     x is read once for both directions if the rule allows it (delayed, blocks), else twice. A LazyTensor is computed while
     it is read, and not stored: computing it twice moves fewer bytes than writing and reading it. The columnwise side's
@@ -203,7 +214,8 @@ def quantize(
         record = casts.Record(running.amax, running.nonfinite)
     matrix = source_of(x)
     granularity, pow2 = rule.granularity, rule.pow2
-    tiled, pad_to = for_product and rule.scale == "e8m0", padded_length(granularity) if for_product else 1
+    tiled = for_product and (rule.scale == "e8m0" or runs_as_mx(rule, refusals(x.device, multiply)))
+    pad_to = padded_length(granularity) if for_product else 1
     how: dict[str, Any] = {"margin": rule.margin, "epsilon": rule.epsilon, "pad_to": pad_to}
     if scale is not None:
         sides = casts.quantize_tensor(matrix, rule.fmt, direction, scale=scale, record=record, **how)

@@ -13,13 +13,14 @@ would give other numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
 from ... import kernels
 from ...kernels.cast_dispatch import decode
-from ...numerics.formats import E2M1
+from ...numerics.formats import E2M1, E4M3
 from ...numerics.rule import (
     BLOCK_1X16,
     BLOCK_1X32,
@@ -204,6 +205,15 @@ def by_mx(recipe: Recipe | Products, refusal: Refusal) -> list[str]:
     found = requests(recipe, refusal).items()
     mx = [which for which, request in found if request.mode is Mode.MX]
     return [which for which in mx if BLOCK_1X32 not in {rule.granularity for rule in gemms_of(recipe)[which]}]
+
+
+@lru_cache(maxsize=256)
+def runs_as_mx(rule: Rule, refusal: Refusal) -> bool:
+    """Whether operands of 128-wide blocks quantized by the rule are multiplied by the MX product."""
+    if not _typical(rule).fits_mx:
+        return False
+    other = replace(rule, fmt=E4M3, granularity=BLOCK_1X128)
+    return plan_for(rule, other, torch.bfloat16, None, refusal).request.mode is Mode.MX
 
 
 def requests(recipe: Recipe | Products, refusal: Refusal) -> dict[str, Request]:

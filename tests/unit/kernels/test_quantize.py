@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8.backends import emulated
-from megatron_fp8.backends.native.placement import swizzle
+from megatron_fp8.backends.native.placement import tiles_of
 from megatron_fp8.kernels.quantize import (
     Record,
     measure,
@@ -78,28 +80,37 @@ def test_blocks_of_one_direction_and_tile(name):
         assert_quantized(sides, expected, f"{name} {direction}")
 
 
+TILED = ("mx", "1x128", "128x128")
+
+
+@pytest.mark.parametrize("name", TILED)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_scales_in_tiles(shape):
-    """MX scales as the product reads them, to the ends of their tiles; codes, amax and count do not depend on it."""
+def test_scales_in_tiles(shape, name):
+    """Scales as the MX product reads them, to the ends of their tiles; codes, amax and count do not depend on it."""
+    granularity, kind = BLOCKS[name]
     for what, x in inputs(shape):
-        plain = emulated.quantize(x, Rule(E4M3, BLOCK_1X32, "e8m0"), "both")
+        plain = emulated.quantize(x, Rule(E4M3, granularity, kind), "both")
         record = Record.new(DEVICE)
-        sides = blocks(x, "mx", E4M3, tiled=True, record=record)
-        for name in ("rowwise", "columnwise"):
-            mine, theirs = getattr(sides, name), getattr(plain.tensor, name)
-            assert_same_bytes(mine.codes, theirs.codes, f"{what} {name} codes")
-            assert_same_bytes(mine.scale_inv, swizzle(theirs.scale_inv), f"{what} {name} scales")
+        sides = blocks(x, name, E4M3, tiled=True, record=record)
+        for way in ("rowwise", "columnwise"):
+            mine, theirs = getattr(sides, way), getattr(plain.tensor, way)
+            assert_same_bytes(mine.codes, theirs.codes, f"{what} {way} codes")
+            assert_same_bytes(mine.scale_inv, tiles_of(theirs), f"{what} {way} scales")
         assert_recorded(record, plain, what)
 
 
-def test_scales_in_tiles_of_one_direction():
-    """More than one tile each way."""
+@pytest.mark.parametrize("name", TILED)
+def test_scales_in_tiles_of_one_direction(name):
+    """More than one tile each way; what reads them in their logical layout finds them."""
+    granularity, kind = BLOCKS[name]
     x = mixed((300, 260), torch.bfloat16, special=True)
-    plain = emulated.quantize(x, Rule(E4M3, BLOCK_1X32, "e8m0"), "both")
-    for name in ("rowwise", "columnwise"):
-        side, theirs = getattr(blocks(x, "mx", E4M3, name, tiled=True), name), getattr(plain.tensor, name)
-        assert_same_bytes(side.codes, theirs.codes, f"{name} codes")
-        assert_same_bytes(side.scale_inv, swizzle(theirs.scale_inv), f"{name} scales")
+    plain = emulated.quantize(x, Rule(E4M3, granularity, kind), "both")
+    for way in ("rowwise", "columnwise"):
+        side, theirs = getattr(blocks(x, name, E4M3, way, tiled=True), way), getattr(plain.tensor, way)
+        assert_same_bytes(side.codes, theirs.codes, f"{way} codes")
+        assert_same_bytes(side.scale_inv, tiles_of(theirs), f"{way} scales")
+        tiled = replace(theirs, scale_inv=side.scale_inv, tiled=True)
+        assert_same_bytes(tiled.plain().scale_inv, theirs.scale_inv, f"{way} scales again")
 
 
 def test_margin_and_epsilon():

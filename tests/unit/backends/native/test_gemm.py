@@ -170,6 +170,19 @@ def test_every_scale_of_a_block_is_an_mx_scale(recipe):
         )
 
 
+@pytest.mark.parametrize("case", ["128x128 by 1x128", "1x128 by a tensor"])
+def test_tiles_where_another_product_reads_scales(case):
+    """A cast that expects the MX product leaves tiles; beside other scales they are undone."""
+    first, second, kind = MIXED[case]
+    recipe = CustomRecipe(lambda role: Rule(E4M3, first if role == "input" else second, "pow2"))
+    with fake_torch() as fake:
+        a, b = operands("fprop", recipe, 130, 150, 300)
+        expected = native.gemm(a, b)
+        tiled = replace(a, scale_inv=tiles_of(a), tiled=True)
+        assert_same_bytes(native.gemm(tiled, b), expected, case)
+        assert fake.last["kind"] == kind
+
+
 def test_other_blocks_do_not_run_as_mx():
     """float32 scales, and a block beside a row or a tensor."""
     block, square, row = Granularity(1, 128), Granularity(128, 128), Granularity(1, 0)

@@ -32,7 +32,6 @@ from tests.support.valueless_tensors import warm
 MOST = 12
 TENSORWISE, ROWWISE = "zeros find_amaxes cast_tensor", "zeros find_amaxes cast_rows"
 MM = "_scaled_mm_v2"
-AS_MX = f"tile_scales tile_scales {MM}"
 
 # Recipe: its forward and backward.
 FIRST = {
@@ -193,11 +192,23 @@ def test_nvfp4_on_blackwell() -> None:
     assert launched(ALL["nvfp4"], microbatches=2, refusal=refusal) == f"{cast} {product} ; {backward}"
 
 
-def test_blocks_on_blackwell() -> None:
-    """As MX: each operand's scales are put into tiles once a product."""
-    found = launched(RECIPES["blockwise"], refusal=torch_refusal((10, 0)))
-    assert found == f"quantize_tiles quantize_tiles {AS_MX} ; quantize_tiles {AS_MX} {AS_MX}"
-    assert count(found) <= MOST
+@pytest.mark.parametrize("weights", ["cast", "parameter"])
+def test_blocks_on_blackwell(weights: str) -> None:
+    """As MX: the cast of an operand writes its scales into the product's tiles. Those of a parameter in FP8 are put there
+    by a launch a product."""
+    found = [
+        launched(
+            RECIPES["blockwise"],
+            refusal=torch_refusal((10, 0)),
+            fp8_param=weights == "parameter",
+            microbatches=n,
+        )
+        for n in (1, 2)
+    ]
+    if weights == "cast":
+        assert found == [FIRST["blockwise"], SECOND["blockwise"]]
+    else:
+        assert found == [FP8_PARAM["mxfp8"], FP8_PARAM["mxfp8"].replace("maximum add_ ", "")]
 
 
 WHOLE = {"delayed": 16, "tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
