@@ -22,6 +22,7 @@ MOVED = {
     "graph": "state.cuda_graph",
     "kernels.caches": "kernels.triton_support",
     "linear.compiled_grouped": "linear.compiled",
+    "linear.main_grad": "linear.gemm_site",
     "linear_op": "linear.compiled",
     "loss_scaler": "state.loss_scaler",
     "mcore.checkpoint_saver": "mcore.checkpoint.saver",

@@ -60,7 +60,7 @@ from .function import check_numbers
 from .gemm_site import GemmSite, site_by_handle
 from .linear_ops import backward, forward
 from .operands import Call, keeps_codes
-from .saved_tensor_layout import InputLayout, SavedInput, SideLayout
+from .saved_operands import InputLayout, SavedInput, SideLayout
 from .tensor_parallel import TensorParallel
 from .weight_cache import Stamp, columnwise_of, stamps_from_tensors, stamps_to_tensors
 

@@ -1,6 +1,14 @@
-"""A GEMM site at run time: quantizers of the plan's entry, and three GEMMs.
+"""A GEMM site at run time: its quantizers, three GEMMs, and the gradient's buffer.
 
 Compiled code identifies a site by a handle, a number in a tensor.
+
+wgrad adds to Megatron-Core's gradient buffer, main_grad, where a weight has one. Megatron-Core zeroes all buffers before
+an iteration. Then the first GEMM that contributes to a buffer can write its result in place of adding it: 4 bytes a
+weight are moved, not 16 (write the product, read both, write the sum). ``Buffers are zeros`` is known by a mark:
+DistributedDataParallel's zeroing sets it (mcore/params.py), its backward hook, which runs after each backward of the
+parameter, removes it, and so does a replay of a CUDA graph. It holds for one buffer, for eager execution or for one
+capture: a captured write would be replayed for later microbatches too. Within a backward Megatron-Core's own flag,
+grad_added_to_main_grad, says that a fused GEMM has contributed. Without a mark results are added.
 """
 
 from __future__ import annotations
@@ -8,10 +16,10 @@ from __future__ import annotations
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,8 +35,7 @@ from ..state.arena import Group
 from ..state.fp8_state import Fp8State
 from ..state.observer_protocol import SeenProduct
 from ..tensor import Operand, QuantizedSide
-from .main_grad import is_zeros
-from .saved_tensor_layout import SideLayout
+from .saved_operands import SideLayout
 from .weight_cache import WeightCache
 
 
@@ -309,3 +316,64 @@ def site_by_handle(handle: torch.Tensor) -> GemmSite:
     if site is None:
         raise RuntimeError("the FP8 layer whose compiled code runs is gone: compile the model that is there")
     return site
+
+
+# ---------------------------------------------------------------------------------------------------------- main_grad
+
+
+class _Zeros(NamedTuple):
+    """The mark of a parameter: its main_grad [N, K] is zeros, in eager execution or in one capture."""
+
+    main_grad: torch.Tensor
+    captured: bool
+
+
+def mark_zeros(parameters: Iterable[Any], *, captured: bool = False) -> None:
+    """Marks the main_grad of each parameter as zeros.
+
+    Args:
+        captured: the caller captures a CUDA graph, each replay of which starts with zeros.
+    """
+    for parameter in parameters:
+        if (main_grad := getattr(parameter, "main_grad", None)) is not None:
+            parameter.main_grad_zeros = _Zeros(main_grad, captured or _is_captured(main_grad))
+
+
+def unmark(parameters: Iterable[Any]) -> None:
+    """Removes the marks: something was, or may have been, added."""
+    for parameter in parameters:
+        parameter.main_grad_zeros = None
+
+
+def is_zeros(weight: Any, *, captured: bool) -> bool:
+    """Whether the weight's main_grad is known to be zeros, so that a GEMM may overwrite it."""
+    mark: _Zeros | None = getattr(weight, "main_grad_zeros", None)
+    if mark is None or weight.grad_added_to_main_grad:
+        return False
+    return mark.main_grad is weight.main_grad and mark.captured == (captured or _is_captured(mark.main_grad))
+
+
+def _is_captured(main_grad: torch.Tensor) -> bool:
+    return main_grad.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
+    """The buffer [N, K] to which the weight's gradient is added (Megatron-Core's fused wgrad); None without one.
+    ValueError if it has another shape."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is not None and main_grad.shape != weight.shape:
+        raise ValueError(
+            f"a main_grad of shape {tuple(main_grad.shape)} is no sum of gradients of a weight {tuple(weight.shape)}:"
+            " give it the weight's shape"
+        )
+    return main_grad
+
+
+def added_to_main_grad(weight: Any) -> torch.Tensor:
+    """The dummy gradient for autograd if dw was added to main_grad; DDP drops it."""
+    weight.grad_added_to_main_grad = True
+    # Not None: with overlapped reduction DDP needs its gradient hook to run and checks that a gradient exists.
+    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+    return make(weight.shape, dtype=weight.dtype, device=weight.device)

@@ -34,7 +34,7 @@ import torch
 from ..plan.autocast_state import without_autocast
 from ..state.observer_protocol import SeenProduct
 from ..tensor import Operand, Sides
-from .main_grad import added_to_main_grad, main_grad_of
+from .gemm_site import added_to_main_grad, main_grad_of
 from .operands import Call, gather_input, quantize_backward, quantize_forward, requantize_input
 from .tensor_parallel import Pending
 

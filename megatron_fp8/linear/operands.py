@@ -18,7 +18,7 @@ import torch
 
 from ..backends.base import Region
 from ..quantizer import CastJob, Casts, Quantizer, cast_each
-from ..tensor import Float8Tensor, Operand, QuantizedSide, Sides
+from ..tensor import Operand, QuantizedSide, Sides
 from .amax_recorder import DeferredRecord
 from .gemm_site import GemmSite
 from .quantized_tokens import QuantizedTokens
@@ -264,17 +264,19 @@ def quantize_backward(
                 columnwise[e] = whole.t()
         jobs += [(e, *job) for job in of_dy]
     for (e, route, _), done in zip(jobs, cast_each([job for *_, job in jobs]), strict=True):
-        sides = _gather_gradient(done, call.tp) if route == GATHER_CODES else done.sides
-        rowwise[e], columnwise[e] = sides[0] or rowwise[e], sides[1] or columnwise[e]
+        row: Any = done.rowwise
+        column: Any = done.columnwise
+        if route == GATHER_CODES:
+            row, column = _gather_gradient(row, column, call.tp)
+        rowwise[e], columnwise[e] = row or rowwise[e], column or columnwise[e]
     return rowwise, columnwise
 
 
 def _gather_gradient(
-    quantized: Float8Tensor, tp: TensorParallel
+    row: QuantizedSide | None, column: QuantizedSide | None, tp: TensorParallel
 ) -> tuple[QuantizedSide | None, QuantizedSide | Pending | None]:
     """Gathers both sides of all ranks' tokens. Waits for the rowwise side, since dgrad comes next; the columnwise side
     arrives while dgrad runs."""
-    row, column = quantized.sides
     gathered_row = None if row is None else tp.gather_side(row, by_column=False).wait()
     if column is None:
         return gathered_row, None

@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 
 from ..files.terminal import print_rank_0
 from ..fp8_utils import quantizes, switch_of, switch_shown
-from ..linear.main_grad import unmark
+from ..linear.gemm_site import unmark
 from ..plan.overrides import matching
 from ..quantizer import measure
 from ..recipe import recipe_name

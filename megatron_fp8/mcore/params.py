@@ -27,7 +27,7 @@ import torch.distributed as dist
 from .. import fp8_utils
 from ..files.terminal import print_rank_0
 from ..fp8_utils import get_fp8_recipe, has_fp8_params, switch_of
-from ..linear.main_grad import mark_zeros, unmark
+from ..linear.gemm_site import mark_zeros, unmark
 from ..numerics.formats import E2M1
 from ..params.fp8_parameter import (
     Fp8Parameter,

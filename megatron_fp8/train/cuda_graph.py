@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.random import get_all_rng_states
 from torch import Tensor
 
 from ..files.terminal import print_rank_0
-from ..linear.main_grad import mark_zeros
+from ..linear.gemm_site import mark_zeros
 from ..mcore.iteration import CapturedIteration
 from ..mcore.runtime import state_of, unwrap
 from ..state.collectives import first_rank_with

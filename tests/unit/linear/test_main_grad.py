@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp8.linear.main_grad import is_zeros, mark_zeros, unmark
+from megatron_fp8.linear.gemm_site import is_zeros, mark_zeros, unmark
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from megatron_fp8.kernels import gemms
 from megatron_fp8.kernels.cpu import emulation as cpu
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.gemm_site import GemmSite
-from megatron_fp8.linear.saved_tensor_layout import SideLayout
+from megatron_fp8.linear.saved_operands import SideLayout
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.state.arena import Arena
 from megatron_fp8.state.cuda_graph import CapturedStep
@@ -228,7 +228,7 @@ def test_the_first_scales_are_read_back():
 @pytest.mark.parametrize("square", [False, True], ids=["recipes", "square"])
 @pytest.mark.parametrize("backend", [native, emulated], ids=lambda backend: backend.name)
 def test_what_compiled_code_saves_lies_as_it_was_promised(backend, square):
-    """Both backends have the layouts that saved_tensor_layout.py expects: else each side would be copied once more."""
+    """Both backends have the layouts that saved_operands.py expects: else each side would be copied once more."""
     rules = [RECIPES["blockwise"].rule("weight")] if square else [r.rule("input") for r in RECIPES.values()]
     with gpu_without_values() if backend is native else nullcontext():
         for rule in rules:

@@ -15,8 +15,7 @@ from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.layout import Refusal
 from megatron_fp8.kernels.gemms import cpu_multiplies
 from megatron_fp8.linear.function import fp8_linear, grouped_linear
-from megatron_fp8.linear.gemm_site import GemmSite
-from megatron_fp8.linear.main_grad import mark_zeros
+from megatron_fp8.linear.gemm_site import GemmSite, mark_zeros
 from megatron_fp8.linear.quantized_tokens import QuantizedTokens
 from megatron_fp8.linear.tensor_parallel import TensorParallel
 from megatron_fp8.params.fp8_parameter import fp8_parameter

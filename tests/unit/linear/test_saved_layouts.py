@@ -10,7 +10,7 @@ import torch
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.backends import reference
 from megatron_fp8.backends.base import CastRequest
-from megatron_fp8.linear.saved_tensor_layout import InputLayout, SavedInput, SideLayout
+from megatron_fp8.linear.saved_operands import InputLayout, SavedInput, SideLayout
 from megatron_fp8.numerics.rule import Rule
 from megatron_fp8.tensor import QuantizedSide
 from tests.support.sites import ALL_RECIPES, randn
