@@ -12,7 +12,7 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-SUPPORTED = "0.16"
+SUPPORTED, SUPPORTED_BRIDGE = "0.16", "0.3"
 HOW_TO_GET = (
     f"pip install megatron-core=={SUPPORTED}.1, which has wheels for Linux and Python 3.10 to 3.13;"
     " convert_to_fp8 and all of megatron_fp8.nn work without it, on every platform"
@@ -40,6 +40,21 @@ def require_megatron() -> None:
         raise RuntimeError(
             f"this part of megatron_fp8 needs megatron-core {SUPPORTED}.x, found: {found}. To get it: {HOW_TO_GET}."
             " Another copy on PYTHONPATH or in the working directory is imported first"
+        )
+
+
+def require_bridge() -> None:
+    """Raises RuntimeError unless Python imports a Megatron-Bridge of the supported series."""
+    try:
+        found = importlib.import_module("megatron.bridge.package_info").__version__
+    except ModuleNotFoundError as error:
+        if error.name not in ("megatron.bridge", "megatron.bridge.package_info"):
+            raise  # it is installed, and a dependency of it is missing
+        found = "none"
+    if not found.startswith(f"{SUPPORTED_BRIDGE}."):
+        raise RuntimeError(
+            f"this part of megatron_fp8 needs megatron-bridge {SUPPORTED_BRIDGE}.x, found: {found}. To get it:"
+            f" pip install megatron-bridge=={SUPPORTED_BRIDGE}.1"
         )
 
 
@@ -74,6 +89,35 @@ def uses_apex(extension: str) -> bool:
             be installed without any.
     """
     return has_apex() and has_cuda() and util.find_spec(extension) is not None
+
+
+def missing_fusions(config: Any) -> dict[str, tuple[Any, str]]:
+    """Returns a config's fused kernels that this machine lacks: field -> (its value without the kernel, what it needs).
+
+    Args:
+        config: of Megatron-Core's class, or of a subclass. Fields that it lacks are off.
+    """
+    cuda = has_cuda()
+    softmax = ("scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda")
+    latent = getattr(
+        config, "multi_latent_attention", False
+    )  # its rotation is a Triton kernel of Megatron-Core
+    fusions = {
+        "masked_softmax_fusion": (
+            True, False, cuda and all(map(util.find_spec, softmax)), f"a GPU and {softmax[0]}"
+        ),
+        "apply_rope_fusion": (True, False, cuda and (latent or has_te()), "a GPU and Transformer Engine"),
+        "moe_permute_fusion": (True, False, cuda and has_te(), "a GPU and Transformer Engine"),
+        "cross_entropy_fusion_impl": ("te", "native", cuda and has_te(), "a GPU and Transformer Engine"),
+        "gradient_accumulation_fusion": (
+            True, False, uses_apex("fused_weight_gradient_mlp_cuda"), "a GPU and apex's CUDA extensions"
+        ),
+    }  # fmt: skip
+    return {
+        name: (without, needs)
+        for name, (fused, without, present, needs) in fusions.items()
+        if getattr(config, name, without) == fused and not present
+    }
 
 
 def has_cuda() -> bool:

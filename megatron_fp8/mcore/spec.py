@@ -250,7 +250,13 @@ def _refuses(theirs: Any, config: Any) -> bool:
     if theirs is GroupedMLP:
         return not grouped_gemm_util.grouped_gemm_is_available()
     if theirs is WrappedTorchNorm:
-        return bool(config.sequence_parallel or config.layernorm_zero_centered_gamma)
+        refused = (
+            "sequence_parallel",
+            "layernorm_zero_centered_gamma",
+            "persist_layer_norm",
+            "memory_efficient_layer_norm",
+        )
+        return any(getattr(config, name) for name in refused)
     return theirs in _norms() and config.normalization != "LayerNorm"  # apex has no other
 
 

@@ -201,8 +201,11 @@ class Fp8Parameter(Fp8TensorBase):
     # --------------------------------------------------------------------------------------------------- as a tensor
 
     def write(self, value: torch.Tensor) -> None:
-        """Rounds [rows, cols] to the nominal dtype and quantizes it into the codes."""
+        """Rounds [rows, cols] to the nominal dtype and quantizes it into the codes. Before there is a master, it
+        replaces the original weight."""
         self._stored.write(value)
+        if self._stored.initial is not None:
+            self._stored.initial = value.detach().to("cpu", self.dtype, copy=True)
 
     def alias(self) -> Fp8Parameter:
         """Returns another tensor over the same codes and scales."""
@@ -216,6 +219,8 @@ class Fp8Parameter(Fp8TensorBase):
             for target, codes in zip(self.codes, source.codes, strict=True):
                 target.copy_(codes)
             self._stored.take_scales(source._stored, self.device)
+            if self._stored.initial is not None:
+                self._stored.initial = source._stored.initial
         return True
 
     def move(self, device: Any) -> Fp8Parameter:

@@ -25,7 +25,7 @@ from ..estimate.config_reader import given_keys
 from ..estimate.model import recipes_by_name
 from ..kernels.gemms import cpu_multiplies
 from ..mcore.config.rules import check, one_of
-from ..mcore.environment import HOW_TO_GET, SUPPORTED, has_te, uses_apex
+from ..mcore.environment import HOW_TO_GET, SUPPORTED, has_te
 from ..plan.settings import DEFAULT_RECIPE
 from ..recipe import RECIPES, Recipe, check_recipe_name
 from ..state.collectives import own_device
@@ -225,8 +225,8 @@ NOT_LOOKED_AT = ("ranks", "data", "memory", "speed")
 """Not checked: number of GPUs for the layout, content of data files, memory, time."""
 
 TE_FUNCTIONS = (
-    "apply_rope_fusion", "fused_single_qkv_rope", "cpu_offloading", "fine_grained_activation_offloading",
-    "moe_router_fusion", "moe_permute_fusion", "use_te_rng_tracker",
+    "fused_single_qkv_rope", "cpu_offloading", "fine_grained_activation_offloading", "moe_router_fusion",
+    "use_te_rng_tracker",
 )  # fmt: skip
 """Fields that call functions of Transformer Engine."""
 
@@ -299,12 +299,6 @@ def _functions(model: Mapping[str, Any]) -> Iterator[Need]:
                 "it calls Transformer Engine, which is not installed",
                 f"{INSTALL}, or leave it out",
             )
-    if model.get("gradient_accumulation_fusion") and not uses_apex("fused_weight_gradient_mlp_cuda"):
-        yield Need(
-            "model.gradient_accumulation_fusion",
-            "it needs a GPU and apex with fused_weight_gradient_mlp_cuda",
-            "leave it out: FP8 linears accumulate in float32 without it",
-        )
 
 
 def _data(given: Mapping[str, Any]) -> Iterator[Need]:

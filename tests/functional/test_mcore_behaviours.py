@@ -17,6 +17,8 @@ FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 BEYOND_PLAIN = {
     "experts": "sequence parallel not supported by torch LayerNorm",
     "experts-with-bias": "is a view and is being modified inplace",
+    "fused-softmax": "No module named 'scaled_masked_softmax_cuda'",
+    "fused-rope": "apply_rope_fusion is not available",
     "packed": "Packed sequence is not supported by DotProductAttention",
 }
 REFUSED_IN_FP8 = {"heterogeneous-linear": "config.fp8_overrides = {'decoder.layers.1.mlp': 'bf16'}"}

@@ -48,7 +48,14 @@ def run(name: str, plain: bool, fp8: dict[str, Any]) -> Numbers:
     with model_parallel(layout), plain_megatron() if plain else contextlib.nullcontext():
         try:
             return behaviour(layout, fp8)
-        except (ValueError, RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        except (
+            ValueError,
+            RuntimeError,
+            AssertionError,
+            NotImplementedError,
+            TypeError,
+            ImportError,
+        ) as error:
             return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
@@ -248,6 +255,9 @@ BEHAVIOURS: dict[str, tuple[Callable[[Layout, dict[str, Any]], Numbers], Layout]
     "gpt-layernorm": (trained(llama=False), ONE),
     "experts": (trained(**EXPERTS), Layout(tp=2, etp=1, sp=True)),
     "experts-with-bias": (trained(llama=False, bias_activation_fusion=False, **EXPERTS), ONE),
+    "experts-of-megatron-config": (trained(**EXPERTS, megatron_config=True), ONE),
+    "fused-softmax": (trained(llama=False, masked_softmax_fusion=True, attention_dropout=0.1), ONE),
+    "fused-rope": (trained(apply_rope_fusion=True, persist_layer_norm=True, megatron_config=True), ONE),
     "expert-layers": (trained(_local_block, **EXPERTS, moe_layer_freq=[0, 1]), ONE),
     "mtp": (mtp, ONE),
     "bert": (bert, ONE),
@@ -266,8 +276,9 @@ BEHAVIOURS: dict[str, tuple[Callable[[Layout, dict[str, Any]], Numbers], Layout]
 def _gpt_config(layout: Layout, fields: dict[str, Any]) -> Any:
     from megatron_fp8 import TransformerConfig
 
-    own = TransformerConfig if fields.get("fp8") else None
-    return gpt_config(layout, cls=own, **{**SMALL, **fields})
+    plain = fields.get("megatron_config", False) or not fields.get("fp8")
+    options = {name: value for name, value in fields.items() if name != "megatron_config"}
+    return gpt_config(layout, cls=None if plain else TransformerConfig, **{**SMALL, **options})
 
 
 def _gpt(layout: Layout, fields: dict[str, Any]) -> Any:

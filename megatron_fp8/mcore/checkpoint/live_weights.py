@@ -68,7 +68,7 @@ class LiveWeights:
     def read(self, piece: Piece) -> torch.Tensor:
         """The current values of a piece, in its shape; a view of the weight where it can be."""
         shard = self._shards[piece]
-        start, value = _value(shard.data)
+        start, value = local_value(shard.data)
         for tensor in _boxes(shard, start, value):
             if (tensor.key, tuple(tensor.global_offset)) == (piece.name, piece.offset):
                 data: torch.Tensor = tensor.data.detach().reshape(piece.shape)
@@ -108,7 +108,7 @@ def _boxes(shard: Any, start: int | None, value: torch.Tensor) -> list[Any]:
     return [replace(shard, data=value)]
 
 
-def _value(data: torch.Tensor) -> tuple[int | None, torch.Tensor]:
+def local_value(data: torch.Tensor) -> tuple[int | None, torch.Tensor]:
     """Returns (start, values) of a weight in its dtype, as a checkpoint has them: (None, all values), or the index of
     this rank's first value and its values [n]."""
     if not isinstance(data, Fp8Parameter):
@@ -117,6 +117,8 @@ def _value(data: torch.Tensor) -> tuple[int | None, torch.Tensor]:
     if data.piece is None:
         value = data.dequantize() if master is None else master.detach().to(data.device)
         return None, value.reshape(data.shape).to(data.dtype)
+    if data.piece[0] == data.piece[1]:
+        return data.piece[0], torch.empty(0, dtype=data.dtype, device=data.device)
     if master is None:
         raise ValueError(
             "the optimizer keeps no float32 masters of FP8 weights: set use_precision_aware_optimizer=False."

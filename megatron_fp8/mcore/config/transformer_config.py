@@ -14,7 +14,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,12 @@ from megatron.core.transformer import transformer_config as megatron_config
 from ...fp8_utils import quantizes
 from ...plan.settings import DEFAULT_RECIPE, FP8_FORMATS, field_meant
 from ...recipe import RECIPES
+from ..patches.patching import PatchList
 from ..runtime import find_runtime, runtime_of
 from .fp8_checks import announce_settings, check_fp8_settings, plain
 from .rules import check, one_of
+
+patches = PatchList()
 
 # Versions of Transformer Engine that Megatron-Core requires only for FP8. This package needs none of them.
 _FP8_TE_VERSIONS = frozenset({"1.7.0.dev0", "1.11.0", "2.6.0dev0"})
@@ -284,6 +287,16 @@ def _fp8_versions_present() -> Iterator[None]:
         yield
     finally:
         megatron_config.is_te_min_version = original
+
+
+@patches.wrap(
+    "transformer.transformer_config.TransformerConfig.__post_init__",
+    "it asks for Transformer Engine's version where experts or recomputed norms run in FP8",
+)
+def check_without_te(original: Callable[[Any], None], self: Any) -> None:
+    """Checks a config of Megatron-Core's class, or of another program's, without those versions."""
+    with _fp8_versions_present() if quantizes(self) else nullcontext():
+        original(self)
 
 
 @dataclass

@@ -158,6 +158,8 @@ class _Fp8Site:
 class Fp8ColumnParallelLinear(_Fp8Site, ColumnParallelLinear):
     """Y = X A^T with A split by output features; arguments as Megatron-Core's ColumnParallelLinear."""
 
+    tensor_model_parallel, partition_dim = True, 0  # Megatron-Bridge reads them to split weights
+
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
@@ -180,6 +182,8 @@ class Fp8ColumnParallelLinear(_Fp8Site, ColumnParallelLinear):
 
 class Fp8RowParallelLinear(_Fp8Site, RowParallelLinear):
     """Y = X A^T with A split by input features; arguments as Megatron-Core's RowParallelLinear."""
+
+    tensor_model_parallel, partition_dim = True, 1  # Megatron-Bridge reads them to split weights
 
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any

@@ -13,6 +13,7 @@ from ...inference.calibration import fp8_modules
 from ...plan.autocast_state import remember_fp8
 from .. import environment as compat
 from .. import params, spec
+from ..config import transformer_config
 from ..config.transformer_config import IterationEnd
 from ..layers import activation, attention, linear, moe_layer
 from ..optimizer import fp8_params, loss_scaler, optimizer_setup, sharded_state
@@ -57,8 +58,10 @@ def patches() -> list[Patch]:
     """Returns all patches of Megatron-Core 0.16 that do not depend on the device."""
     return [
         *megatron_fixes.patches,
+        *missing_packages.fusions,
         *([] if compat.has_te() else missing_packages.without_te),
         *_hooks,
+        *transformer_config.patches,
         *spec.patches,
         *params.patches,
         *fp8_params.patches,

@@ -14,17 +14,39 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from packaging.version import Version
 
+from .. import environment as compat
 from .patching import ImportedNames, Patch, PatchList, loaded_megatron_modules
+
+fusions = PatchList()
+"""For all processes: each asks for what it lacks."""
 
 without_te = PatchList()
 """For processes without Transformer Engine."""
+
+
+@fusions.wrap(
+    "transformer.transformer_config.TransformerConfig.__post_init__",
+    "a fused kernel that is not installed ends the first forward with ModuleNotFoundError, or the config with an error",
+)
+def without_missing_fusions(original: Callable[[Any], None], self: Any) -> None:
+    """Switches off, with a warning, fused kernels that this machine lacks: the unfused operators compute the same."""
+    for name, (without, needs) in compat.missing_fusions(self).items():
+        warnings.warn(
+            f"{name}={getattr(self, name)!r} needs {needs}, and this machine lacks it: {name}={without!r} is used, which"
+            " computes the same",
+            UserWarning,
+            stacklevel=4,
+        )
+        setattr(self, name, without)
+    original(self)
 
 
 class _NoFp8State:
@@ -51,6 +73,40 @@ without_te.replace(
 without_te.replace("tensor_parallel.random.FP8GlobalStateManager", _NoFp8State, _WHY, create=True)
 without_te.replace("tensor_parallel.random.fp8_autocast", _null_context, _WHY, create=True)
 without_te.replace("tensor_parallel.random.activation_recompute_forward", _null_context, _WHY, create=True)
+
+
+class _MissingTe:
+    """Transformer Engine's modules for a spec: refused, since it is not installed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            "this layer spec is of Transformer Engine's modules, and it is not installed: give the model"
+            " megatron_fp8.mcore.spec.get_gpt_layer_fp8_spec(config), or Megatron-Core's local spec"
+        )
+
+
+without_te.replace(
+    "models.gpt.gpt_layer_specs.TESpecProvider", _MissingTe, "its use ends in NameError", create=True
+)
+
+
+@without_te.wrap(
+    "models.gpt.gpt_layer_specs.get_gpt_mtp_block_spec",
+    "callers ask for Transformer Engine's projection whatever the layers are",
+    everywhere=True,
+)
+def local_mtp_block_spec(
+    original: Callable[..., Any],
+    config: Any,
+    spec: Any,
+    use_transformer_engine: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The layers are the spec's, and their projection is not Transformer Engine's."""
+    return original(config, spec, False, *args, **kwargs)
+
+
 without_te.replace(
     "transformer.multi_latent_attention.HAVE_TE",
     False,

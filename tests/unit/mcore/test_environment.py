@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,48 @@ from megatron.core.parallel_state import RankGenerator
 
 from megatron_fp8.mcore import environment
 from megatron_fp8.mcore.environment import product_ranks
+
+
+def test_the_fused_kernels_that_are_missing(monkeypatch):
+    def missing(cuda: bool, packages: set[str], **fields: object) -> dict[str, object]:
+        monkeypatch.setattr(environment, "has_cuda", lambda: cuda)
+        monkeypatch.setattr(environment, "has_te", lambda: "te" in packages)
+        monkeypatch.setattr(environment, "uses_apex", lambda extension: cuda and extension in packages)
+        monkeypatch.setattr(environment.util, "find_spec", lambda name: name if name in packages else None)
+        found = environment.missing_fusions(SimpleNamespace(**fields))
+        return {name: without for name, (without, _) in found.items()}
+
+    asked = {
+        "masked_softmax_fusion": True,
+        "apply_rope_fusion": True,
+        "moe_permute_fusion": True,
+        "cross_entropy_fusion_impl": "te",
+        "gradient_accumulation_fusion": True,
+    }
+    off = {name: "native" if value == "te" else False for name, value in asked.items()}
+    softmax = {"scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda"}
+    everything = {"te", "fused_weight_gradient_mlp_cuda", *softmax}
+    assert missing(True, everything, **asked) == {}
+    assert missing(False, everything, **asked) == missing(True, set(), **asked) == off, "they are for GPUs"
+    assert missing(False, set()) == missing(False, set(), **off) == {}
+    assert missing(True, {"scaled_masked_softmax_cuda"}, masked_softmax_fusion=True) != {}, (
+        "causal masks need the other"
+    )
+    latent = {"multi_latent_attention": True, "apply_rope_fusion": True}
+    assert missing(True, set(), **latent) == {} and missing(False, set(), **latent) != {}
+
+
+def test_megatron_bridge_of_another_series(monkeypatch):
+    def of(version: str | None) -> None:
+        package = None if version is None else SimpleNamespace(__version__=version)
+        monkeypatch.setitem(sys.modules, "megatron.bridge", package)
+        monkeypatch.setitem(sys.modules, "megatron.bridge.package_info", package)
+        environment.require_bridge()
+
+    of("0.3.1")
+    for version, found in (("0.4.0", "0.4.0"), ("0.30.0", "0.30.0"), (None, "none")):
+        with pytest.raises(RuntimeError, match=f"needs megatron-bridge 0.3.x, found: {found}"):
+            of(version)
 
 
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])

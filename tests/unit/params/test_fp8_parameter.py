@@ -178,6 +178,19 @@ def test_high_precision_start() -> None:
     assert torch.equal(parameter.get_high_precision_init_val(), parameter.dequantize())
 
 
+@torch.no_grad()
+def test_weights_that_are_loaded_before_there_is_a_master_are_its_start() -> None:
+    parameter, other = made("tensorwise"), made("tensorwise")
+    loaded = weight(seed=5)
+    parameter.copy_(loaded)
+    assert torch.equal(parameter.get_high_precision_init_val(), loaded)
+    other.data = parameter  # codes
+    assert torch.equal(other.get_high_precision_init_val(), loaded)
+    other.clear_high_precision_init_val()
+    parameter.copy_(other)
+    assert torch.equal(parameter.get_high_precision_init_val(), other.dequantize())
+
+
 def test_amax_and_health_count_when_the_weight_is_used() -> None:
     parameter = made("delayed")
     rows = parameter.quantizer.slot.arena.rows

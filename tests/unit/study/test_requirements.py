@@ -64,7 +64,9 @@ def test_a_recipe_that_a_backend_lacks_counts_wherever_it_is_named(monkeypatch: 
 def test_functions_of_transformer_engine_s(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(requirements, "has_te", lambda: False)
     assert named("--model.moe_router_fusion=true") == ["model.moe_router_fusion"]
-    assert named("--model.gradient_accumulation_fusion=true") == ["model.gradient_accumulation_fusion"]
+    assert named("--model.gradient_accumulation_fusion=true", "--model.apply_rope_fusion=true") == [], (
+        "they go off"
+    )
     monkeypatch.setattr(requirements, "has_te", lambda: True)
     assert named("--model.moe_router_fusion=true") == []
 
