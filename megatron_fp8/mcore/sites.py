@@ -4,16 +4,13 @@
 its plan and allocates its slots. Megatron's schedules call it through ``set_is_first_microbatch``, before the first
 forward; in a custom training loop the model's first forward does. A linear that runs before ``prepare`` (a single
 layer in a notebook) is resolved on its own.
-
-Linears outside the plan would silently run in BF16, so an FP8 model with such linears is refused. ``fp8_overrides``
-with the value 'bf16' for a linear's name allows it. Without FP8 nothing is refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -23,13 +20,13 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ..files.gc_pause import gc_paused
-from ..fp8_utils import get_fp8_recipe, quantizes, recipe_setting, switch_shown
+from ..fp8_utils import get_fp8_recipe, quantizes, recipe_setting
 from ..linear.amax_recorder import count_linear
 from ..linear.gemm_site import GemmSite
 from ..linear.tensor_parallel import ShardInfo, weight_of
 from ..plan import resolve as resolver
 from ..plan.autocast_state import LayerBeingBuilt
-from ..plan.overrides import check_overrides_match, matched, matching, whole_override
+from ..plan.overrides import check_overrides_match, matched, matching
 from ..plan.resolve import padded_note, warn_fallback, warn_of_high_precision, warn_padding
 from ..plan.site_plan import (
     SitePlan,
@@ -43,9 +40,16 @@ from ..state.fp8_state import Fp8State
 from ..state.guard import Move
 from . import environment as compat
 from .gemm_size_filter import announce, filtered
-from .names import in_whole_model, named_modules
+from .names import named_modules
 from .runtime import runtime_of, state_of, unwrap, watch
 from .te.context import TeSite
+from .unsupported_linears import (
+    is_te_linear,
+    refuse_fp8_parts,
+    refuse_unsupported_layers,
+    require_mtp_block,
+    unsupported_linears,
+)
 
 
 def resolve(
@@ -206,6 +210,7 @@ def prepare(model_chunks: list[Any]) -> None:
         if model in runtime.prepared:
             continue
         refuse_unsupported_layers(model)
+        refuse_fp8_parts(model)
         require_mtp_block(model)
         state = state_of(model.config)
         if quantizes(model.config) and not state.phases.trivial:
@@ -242,6 +247,17 @@ def prepare(model_chunks: list[Any]) -> None:
         if quantizes(model.config) and not runtime.prepared:
             watch(runtime)
         runtime.prepared.add(model)
+        prepared_parts.update(part for part in model.modules() if part is not model and is_model(type(part)))
+
+
+prepared_parts: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Models inside prepared models, as LLaVA's language model: preparing one again would name its sites anew."""
+
+
+@functools.lru_cache(maxsize=256)
+def is_model(kind: type) -> bool:
+    """Whether a class is one of Megatron-Core's models, or derived from one: GPT, BERT, T5, vision, multimodal."""
+    return any(base.__module__.startswith("megatron.core.models.") for base in kind.__mro__)
 
 
 @contextmanager
@@ -328,85 +344,3 @@ def count_plain_linear(module: Any, state: Fp8State) -> None:
         count_linear(state, x, weight, out, training=module.training)
 
     module.register_forward_hook(count, with_kwargs=True)
-
-
-# ------------------------------------------------------------------------------------------- linears outside the plan
-
-
-def is_te_linear(module: Any) -> bool:
-    """Whether a module's GEMMs are Transformer Engine's, by its classes' names: it need not be installed."""
-    kind: Any = type(module)
-    return _is_te(kind)
-
-
-@functools.lru_cache(maxsize=64)
-def _is_te(kind: type) -> bool:
-    return any(
-        base.__module__.startswith("transformer_engine.") and base.__name__.endswith(("Linear", "MLP"))
-        for base in kind.__mro__
-    )
-
-
-def unsupported_linears(model: Any) -> dict[str, str]:
-    """Returns the model's layer linears that are no FP8 sites: name -> description and remedy."""
-    kinds = {kind: what for kind in set(map(type, model.modules())) if (what := _describe(kind)) is not None}
-    found = {
-        name: kinds[type(module)]
-        for name, module in model.named_modules()
-        if type(module) in kinds and re.search(r"(^|\.)layers\.\d+\.", name)
-    }
-    whole = in_whole_model(model) if found else str
-    return {whole(name): what for name, what in found.items()}
-
-
-def refuse_unsupported_layers(model: Any) -> None:
-    """Raises ValueError if FP8 is on and a layer linear would run in BF16 without a 'bf16' override in fp8_overrides."""
-    config = model.config
-    for name, what in unsupported_linears(model).items() if quantizes(config) else ():
-        override = whole_override(name, getattr(config, "fp8_overrides", None) or {})
-        if override is None or override.value != "bf16":
-            raise ValueError(
-                f"{switch_shown(config)} was asked for, but {name} is {what}; or say that it runs in BF16:"
-                f" config.fp8_overrides = {{{name!r}: 'bf16'}}"
-            )
-
-
-def require_mtp_block(model: Any) -> None:
-    """Raises ValueError if FP8 and multi-token prediction are on and the last stage's model has no layers for it."""
-    config = model.config
-    layers = getattr(config, "mtp_num_layers", None)
-    if (
-        quantizes(config)
-        and layers
-        and getattr(model, "post_process", False)
-        and not getattr(model, "mtp_process", True)
-    ):
-        raise ValueError(
-            f"mtp_num_layers={layers} and the model has no layers for it: give GPTModel"
-            " mtp_block_spec=megatron_fp8.mcore.spec.get_gpt_mtp_block_fp8_spec(config, transformer_layer_spec), or set"
-            " mtp_num_layers=None"
-        )
-
-
-def _describe(kind: type) -> str | None:
-    """Returns the description and remedy if modules of this class are linears outside the plan, else None."""
-    if hasattr(kind, "bind_fp8_site"):
-        return None
-    if _is_te(kind):
-        return (
-            "Transformer Engine's linear, which runs in BF16: build the model from"
-            " megatron_fp8.mcore.spec.get_gpt_layer_fp8_spec(config)"
-        )
-    if kind in (ColumnParallelLinear, RowParallelLinear):
-        return (
-            "Megatron-Core's plain linear, which runs in BF16: call megatron_fp8.mcore.install() before the model is"
-            " built, and build it from a layer spec, such as megatron_fp8.mcore.spec.get_gpt_layer_fp8_spec(config)"
-        )
-    if issubclass(kind, (ColumnParallelLinear, RowParallelLinear)):
-        return f"a {kind.__name__}, whose own forward runs in BF16: name Megatron-Core's linear in the spec"
-    if kind.__name__ == "GroupedMLP":
-        return (
-            "Megatron-Core's GroupedMLP, which runs in BF16: build the model from"
-            " megatron_fp8.mcore.spec.get_gpt_layer_fp8_spec(config), or set moe_grouped_gemm=False"
-        )
-    return None

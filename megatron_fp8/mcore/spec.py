@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -257,6 +258,8 @@ def _refuses(theirs: Any, config: Any) -> bool:
             "memory_efficient_layer_norm",
         )
         return any(getattr(config, name) for name in refused)
+    if theirs is torch.nn.LayerNorm:  # CLIPViTModel's default, and it takes no config
+        return True
     return theirs in _norms() and config.normalization != "LayerNorm"  # apex has no other
 
 
@@ -264,9 +267,10 @@ def _refuses(theirs: Any, config: Any) -> bool:
 def _norms() -> tuple[Any, ...]:
     """Returns the norms that Megatron-Core's specs name if Transformer Engine is not installed."""
     if not compat.has_apex():
-        return (WrappedTorchNorm,)
+        return WrappedTorchNorm, torch.nn.LayerNorm
     return (
         WrappedTorchNorm,
+        torch.nn.LayerNorm,
         importlib.import_module("megatron.core.fusions.fused_layer_norm").FusedLayerNorm,
     )
 

@@ -119,7 +119,8 @@ def test_convert_loses_nothing(
     """With FP8 parameters, whose codes have other values than the weights, on one rank and on two."""
     for found in ranks:
         assert found["names"] == found["changed"] == [] and found["weights"] >= 30
-        assert (found["params"] > 0) == (recipe not in (None, "nvfp4"))
+        # Rowwise weights stay BF16 under the distributed optimizer, which says so.
+        assert (found["params"] > 0) == (recipe not in (None, "nvfp4", "rowwise"))
 
 
 @pytest.mark.parametrize("name", some(MIXED, "bf16_with_fp8_current_scaling_mixed"))

@@ -150,6 +150,92 @@ def t5(layout: Layout, fp8: dict[str, Any]) -> Numbers:
     return _two_iterations(model, loss)
 
 
+def vision(kind: str) -> Callable[[Layout, dict[str, Any]], Numbers]:
+    """A vision transformer alone: CLIP's or RADIO's, from Megatron-Core's local spec."""
+
+    def behaviour(layout: Layout, fp8: dict[str, Any]) -> Numbers:
+        from megatron.core.models.vision.clip_vit_model import CLIPViTModel
+        from megatron.core.models.vision.radio import RADIOViTModel
+        from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+
+        config, sizes = (
+            _gpt_config(layout, {**fp8, "llama": False}),
+            {"img_h": 32, "img_w": 32, "patch_dim": 8},
+        )
+        torch.manual_seed(1)
+        if kind == "clip":
+            model = CLIPViTModel(config, get_vit_layer_with_local_spec(), **sizes)
+        else:
+            most = {"max_img_h": 64, "max_img_w": 64}
+            model = RADIOViTModel(config, get_vit_layer_with_local_spec(), **sizes, **most)
+        images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
+        model.train()
+        return _two_iterations(model.bfloat16(), lambda model: model(images).float().square().mean())
+
+    return behaviour
+
+
+def llava(language_fp8: bool = True, vision_fp8: bool = True) -> Callable[[Layout, dict[str, Any]], Numbers]:
+    """LLaVA: a vision transformer, a projection and a GPT, each with a config of its own."""
+
+    def behaviour(layout: Layout, fp8: dict[str, Any]) -> Numbers:
+        model = _llava(layout, fp8 if language_fp8 else {}, fp8 if vision_fp8 else {})
+        images = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(3)).bfloat16()
+        tokens = _tokens()[0][:1].clone()
+        tokens[0, 3] = -200  # the place of the image
+        seen = torch.ones(tokens.shape)
+
+        def loss(model: Any) -> Tensor:
+            output, _ = model(images, tokens, None, None, labels=tokens.clamp(0), loss_mask=seen)
+            return output.float().mean()
+
+        if fp8:
+            model.set_is_first_microbatch()  # as each of Megatron-Core's schedules does
+        found = _two_iterations(model, loss)
+        if fp8:
+            from megatron_fp8.mcore.runtime import state_of
+
+            # The language model inside it has names of the whole one, and one state.
+            sites = [module.fp8_site for module in model.modules() if hasattr(type(module), "bind_fp8_site")]
+            assert {id(site.state) for site in sites} == {id(state_of(model.config))}
+            assert len({site.plan.name for site in sites}) == len(sites) == (18 if vision_fp8 else 8)
+            assert {site.plan.name.split(".")[0] for site in sites} <= {
+                "language_model",
+                "vision_model",
+                "vision_projection",
+            }
+        return found
+
+    return behaviour
+
+
+def _llava(layout: Layout, language: dict[str, Any], vision: dict[str, Any]) -> Any:
+    from megatron.core.models.multimodal.llava_model import LLaVAModel
+    from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+
+    configs = [_gpt_config(layout, {**fields, "llama": False}) for fields in (language, vision, vision)]
+    configs[0].language_model_type, configs[1].vision_model_type = "", "internvit"
+    torch.manual_seed(1)
+    return LLaVAModel(
+        configs[0], _local_layer(configs[0]), VOCAB, 2 * SEQUENCE,
+        configs[1], get_vit_layer_with_local_spec(), False,
+        configs[2], MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+        img_h=28, img_w=28, language_position_embedding_type="rope",
+    ).bfloat16()  # fmt: skip
+
+
+def mamba(layout: Layout, fp8: dict[str, Any]) -> Numbers:
+    """A hybrid of attention and MLP layers, which needs no kernel of Mamba's."""
+    from megatron.core.models.mamba import MambaModel
+    from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+
+    config = _gpt_config(layout, {**fp8, "is_hybrid_model": True})
+    model = MambaModel(config, mamba_stack_spec, VOCAB, SEQUENCE, hybrid_override_pattern="*-")
+    return _two_iterations(model.bfloat16(), _gpt_loss)
+
+
 def heterogeneous(replaced: bool) -> Callable[[Layout, dict[str, Any]], Numbers]:
     """Layers of several kinds by a JSON file; ``replaced``: one MLP is a single linear."""
 
@@ -262,6 +348,12 @@ BEHAVIOURS: dict[str, tuple[Callable[[Layout, dict[str, Any]], Numbers], Layout]
     "mtp": (mtp, ONE),
     "bert": (bert, ONE),
     "t5": (t5, ONE),
+    "clip": (vision("clip"), ONE),
+    "radio": (vision("radio"), ONE),
+    "llava": (llava(), ONE),
+    "llava-language-alone": (llava(vision_fp8=False), ONE),
+    "llava-vision-alone": (llava(language_fp8=False), ONE),
+    "mamba": (mamba, ONE),
     "heterogeneous": (heterogeneous(False), ONE),
     "heterogeneous-linear": (heterogeneous(True), ONE),
     "round-trip": (round_trip, TWO),

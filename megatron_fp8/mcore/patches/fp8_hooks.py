@@ -17,14 +17,13 @@ from ..config import transformer_config
 from ..config.transformer_config import IterationEnd
 from ..layers import activation, attention, linear, moe_layer
 from ..optimizer import fp8_params, loss_scaler, optimizer_setup, sharded_state
-from ..sites import keeping_weights, prepare
+from ..sites import is_model, keeping_weights, prepare, prepared_parts
 from ..te import context as te_context
 from . import megatron_fixes, missing_packages
 from .patching import Patch, PatchList
 
 _hooks = PatchList()
 _SCHEDULES = "pipeline_parallel.schedules"
-_LANGUAGE_MODULE = "models.common.language_module.language_module.LanguageModule"
 
 _hooks.replace(
     "fp8_utils.get_fp8_context",
@@ -160,7 +159,7 @@ for _schedule in ("no_pipelining", "pipelining_with_interleaving", "pipelining_w
 
 
 @_hooks.wrap(
-    f"{_LANGUAGE_MODULE}.__init__",
+    "transformer.module.MegatronModule.__init__",
     "a training loop without Megatron's schedules calls nothing before the first forward",
 )
 def prepare_at_first_forward(
@@ -168,12 +167,14 @@ def prepare_at_first_forward(
 ) -> None:
     """An FP8 model's sites get their names before its first forward in training."""
     original(self, config, *args, **kwargs)
-    if fp8_utils.quantizes(config):
+    if is_model(type(self)) and fp8_utils.quantizes(config):
         self.register_forward_pre_hook(_prepare_before)
 
 
 def _prepare_before(model: Any, args: Any) -> None:
-    if (model.training or torch.is_grad_enabled()) and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or model in prepared_parts:
+        return
+    if model.training or torch.is_grad_enabled():
         prepare([model])
 
 

@@ -107,6 +107,20 @@ def local_mtp_block_spec(
     return original(config, spec, False, *args, **kwargs)
 
 
+@without_te.wrap(
+    "models.common.language_module.language_module.LanguageModule.__init__",
+    "hybrid layers fail with the name of a missing class",
+)
+def refuse_hybrid_layers(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuses Mamba hybrids, in any precision."""
+    if any(kind.__name__ == "MambaModel" for kind in type(self).__mro__):
+        raise RuntimeError(
+            "MambaModel needs Transformer Engine, which is not installed: Megatron-Core has no other layers and norms for"
+            " Mamba hybrids"
+        )
+    original(self, *args, **kwargs)
+
+
 without_te.replace(
     "transformer.multi_latent_attention.HAVE_TE",
     False,
