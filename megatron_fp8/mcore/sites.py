@@ -247,16 +247,21 @@ def prepare(model_chunks: list[Any]) -> None:
         if quantizes(model.config) and not runtime.prepared:
             watch(runtime)
         runtime.prepared.add(model)
-        prepared_parts.update(part for part in model.modules() if part is not model and is_model(type(part)))
+        prepared_parts.update(part for part in model.modules() if part is not model and is_model(part))
 
 
 prepared_parts: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models inside prepared models, as LLaVA's language model: preparing one again would name its sites anew."""
 
 
+def is_model(module: Any) -> bool:
+    """Whether a module is one of Megatron-Core's models, or of a derived class: GPT, BERT, T5, vision, multimodal."""
+    kind: Any = type(module)
+    return _is_model(kind)
+
+
 @functools.lru_cache(maxsize=256)
-def is_model(kind: type) -> bool:
-    """Whether a class is one of Megatron-Core's models, or derived from one: GPT, BERT, T5, vision, multimodal."""
+def _is_model(kind: type) -> bool:
     return any(base.__module__.startswith("megatron.core.models.") for base in kind.__mro__)
 
 

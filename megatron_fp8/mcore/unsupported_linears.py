@@ -1,4 +1,4 @@
-"""Linears of a model that run outside the plan: they are refused, since they would silently run in BF16.
+"""Refusal of linears outside the plan, which would silently run in BF16.
 
 ``fp8_overrides`` with the value 'bf16' for a linear's name allows it. Without FP8 nothing is refused.
 """

@@ -167,7 +167,7 @@ def prepare_at_first_forward(
 ) -> None:
     """An FP8 model's sites get their names before its first forward in training."""
     original(self, config, *args, **kwargs)
-    if is_model(type(self)) and fp8_utils.quantizes(config):
+    if is_model(self) and fp8_utils.quantizes(config):
         self.register_forward_pre_hook(_prepare_before)
 
 
