@@ -52,6 +52,7 @@ def train_params(
     evaluate: bool,
     batch: int,
     clip: float,
+    optim: dict[str, Any] | None = None,
 ) -> Trained:
     """A rank case. ``sick`` steps meet an Inf in a linear's input on rank 0 and are skipped by all."""
     from megatron_fp8.mcore.iteration import iteration_counts
@@ -63,7 +64,7 @@ def train_params(
     shared = fp8_param and recipe in (*TWO_WAY, "nvfp4") and ddp.get("use_distributed_optimizer", False)
     shared = shared and not ddp.get("unshared", False)
     ddp = {k: v for k, v in ddp.items() if k != "unshared"}
-    optim: dict[str, Any] = {"clip_grad": clip}
+    optim = {"clip_grad": clip, **(optim or {})}
     if shared:
         ddp = {**ddp, "reuse_grad_buf_for_mxfp8_param_ag": True, "fp8_param_gather": True}
         optim["reuse_grad_buf_for_mxfp8_param_ag"] = True

@@ -40,7 +40,10 @@ class Training:
         )
         with compact_state() if self.options.pop("compact", False) else nullcontext():
             self.optimizer = build_optimizer(
-                self.config, self.chunks, ddp=ddp, optim={"reuse_grad_buf_for_mxfp8_param_ag": share}
+                self.config,
+                self.chunks,
+                ddp=ddp,
+                optim={"reuse_grad_buf_for_mxfp8_param_ag": share, **self.options.pop("optim", {})},
             )
         self.iteration = 0
 

@@ -27,6 +27,7 @@ from ...state.collectives import anywhere, first_rank_with, union
 from ...state.guard import Move, saved_moves
 from ..iteration import apply_moves
 from ..names import of_key
+from ..optimizer.cpu_offload import set_steps
 from ..optimizer.loss_scaler import scalers
 from ..optimizer.optimizer_setup import parts_of
 from ..runtime import state_of, unwrap
@@ -281,6 +282,7 @@ def _load_numbers(state: dict[str, Any], chunks: list[Any], optimizer: Any) -> N
     for group in optimizer.param_groups:
         if step and group["params"]:
             group["step"] = step
+    set_steps(optimizer, step)
     # A scaler that this run does not use is dropped; one that the checkpoint lacks starts with its defaults.
     for scaler in scalers(optimizer) if state.get("loss_scaler") else []:
         scaler.load_state_dict(state["loss_scaler"])

@@ -37,6 +37,7 @@ from ...files.gc_pause import gc_paused
 from ...fp8_utils import is_float8tensor
 from ...state.collectives import largest
 from .. import environment as compat
+from ..optimizer.cpu_offload import steps_taken
 from ..optimizer.loss_scaler import scalers
 from ..optimizer.optimizer_setup import parts_of
 from ..optimizer.sharded_state import own_weights
@@ -73,6 +74,7 @@ def numbers(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
     """Returns the state that is numbers and not tensors, for the manifest; the same on every rank. Collective."""
     # This rank does not step a group of which it has no part.
     steps = {int(group["step"]) for group in optimizer.param_groups if group["params"] and "step" in group}
+    steps |= steps_taken(optimizer)
     assert len(steps) <= 1, f"parameter groups took different numbers of steps: {steps}"
     scaler = next(iter(scalers(optimizer)), None)
     fp8 = state_of(unwrap(chunks[0]).config)
@@ -133,12 +135,11 @@ def _create_moments(optimizer: Any) -> None:
     for each in parts_of(optimizer):
         if each.optimizer is None:
             continue
-        # Megatron-Core has none for SGD, nor for an Adam whose steps are on the CPU.
+        # Megatron-Core has none for SGD.
         if each.init_state_fn is None:
             raise ValueError(
                 f"{type(each.optimizer).__name__} cannot be stored in checkpoints of megatron_fp8, which hold Adam's"
-                " masters, moments and steps: use Adam (OptimizerConfig.optimizer='adam', optimizer_cpu_offload=False),"
-                " or save it by other means."
+                " masters, moments and steps: use Adam (OptimizerConfig.optimizer='adam'), or save it by other means."
             )
         each.init_state_fn(each.optimizer, each.config)
 

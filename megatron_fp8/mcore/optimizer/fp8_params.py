@@ -32,12 +32,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from ...fp8_utils import quantizes
 from ...params.fp8_parameter import Fp8Parameter
 from ...state.collectives import own_device
 from ..patches.patching import PatchList
+from .cpu_offload import create_moments
 
 patches = PatchList()
 _DISTRIBUTED = "optimizer.distrib_optimizer.DistributedOptimizer"
@@ -75,7 +77,7 @@ def check_and_clear(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Checks its config against the model's, and frees the original weights."""
+    """Checks its config against the model's, frees the original weights, and lets an offloaded one create its state."""
     ddp = model_chunks[0].ddp_config
     if config.reuse_grad_buf_for_mxfp8_param_ag != ddp.reuse_grad_buf_for_mxfp8_param_ag:
         raise ValueError(
@@ -83,6 +85,8 @@ def check_and_clear(
             f" DistributedDataParallelConfig's is {ddp.reuse_grad_buf_for_mxfp8_param_ag}: one would gather what the"
             " other does not fill. Give both the same value."
         )
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        init_state_fn = create_moments
     original(self, optimizer, config, grad_scaler, init_state_fn, model_chunks, *args, **kwargs)
     for param in _fp8_params_of(self):
         param.clear_high_precision_init_val()

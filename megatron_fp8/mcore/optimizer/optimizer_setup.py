@@ -48,11 +48,12 @@ def check_options(config: Any, model_chunks: list[Any]) -> None:
     """
     configs = [getattr(unwrap(chunk), "config", None) for chunk in model_chunks]
     fp8_params = any(c is not None and has_fp8_params(c) for c in configs)
-    if config.optimizer_cpu_offload and fp8_params:
+    if config.optimizer_cpu_offload and not config.use_distributed_optimizer and (config.bf16 or config.fp16):
         raise ValueError(
-            "optimizer_cpu_offload=True with fp8_param=True: Megatron-Core's HybridDeviceOptimizer makes its own masters"
-            " from the parameters, and those hold codes (Megatron-LM issue 5083). Set fp8_param=False, or"
-            " optimizer_cpu_offload=False; use_distributed_optimizer=True divides masters and moments over ranks"
+            "optimizer_cpu_offload=True with use_distributed_optimizer=False: Megatron-Core's HybridDeviceOptimizer would"
+            " step masters of its own, which it makes from the parameters (of FP8 parameters, from codes: Megatron-LM"
+            " issue 5083), and its first step fails. Set use_distributed_optimizer=True here and in"
+            " DistributedDataParallelConfig, or optimizer_cpu_offload=False"
         )
     if config.optimizer_cpu_offload and not compat.has_cuda():
         raise ValueError(

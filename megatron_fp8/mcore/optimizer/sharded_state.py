@@ -144,7 +144,7 @@ def held(optimizer: Any, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     return {
         name: value.dequantize().cpu() if isinstance(value, Fp8TensorBase) else value.detach()
         for name, value in optimizer._get_main_param_and_optimizer_states(param).items()
-        if name != "step"  # a number shared by all parameters
+        if name not in ("step", "master_param")  # shared by all parameters; an offloaded optimizer's own copy
     }
 
 

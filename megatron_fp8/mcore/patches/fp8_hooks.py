@@ -16,7 +16,7 @@ from .. import params, spec
 from ..config import transformer_config
 from ..config.transformer_config import IterationEnd
 from ..layers import activation, attention, linear, moe_layer
-from ..optimizer import fp8_params, loss_scaler, optimizer_setup, sharded_state
+from ..optimizer import cpu_offload, fp8_params, loss_scaler, optimizer_setup, sharded_state
 from ..sites import is_model, keeping_weights, prepare, prepared_parts
 from ..te import context as te_context
 from . import megatron_fixes, missing_packages
@@ -63,6 +63,7 @@ def patches() -> list[Patch]:
         *transformer_config.patches,
         *spec.patches,
         *params.patches,
+        *cpu_offload.patches,
         *fp8_params.patches,
         *activation.patches,
         *attention.patches,

@@ -17,13 +17,16 @@ from megatron_fp8.mcore.optimizer.optimizer_setup import check_and_record, check
 from megatron_fp8.mcore.runtime import Fp8Runtime, runtime_of
 
 OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+AWARE = {**OFFLOADED, "use_precision_aware_optimizer": True}
 DISTRIBUTED = {"use_distributed_optimizer": True}
 
 # Name -> recipe, fp8_param, DDP's fields, the optimizer's, whether there is CUDA, what the message has ('': no error)
 CASES: dict[str, tuple[str | None, bool, dict[str, Any], dict[str, Any], bool, str]] = {
-    "BF16": (None, False, {}, OFFLOADED, False, "there is no GPU here: set it to False"),
-    "FP8 parameters": ("tensorwise", True, DISTRIBUTED, OFFLOADED, False, "with fp8_param=True: Megatron-Core's Hybrid"),
-    "plain optimizer": ("delayed", True, {}, OFFLOADED, True, "optimizer_cpu_offload=True with fp8_param=True"),
+    "BF16": (None, False, DISTRIBUTED, OFFLOADED, False, "there is no GPU here: set it to False"),
+    "FP8 parameters": ("tensorwise", True, DISTRIBUTED, OFFLOADED, False, "there is no GPU here: set it to False"),
+    "plain optimizer": ("delayed", True, {}, OFFLOADED, True, "Set use_distributed_optimizer=True here"),
+    "plain, BF16 weights": (None, False, {}, OFFLOADED, True, "and its first step fails"),
+    "its own masters": ("mxfp8", True, DISTRIBUTED, AWARE, True, "Set use_precision_aware_optimizer=False"),
     "neither": ("tensorwise", True, DISTRIBUTED, {}, False, ""),
 }  # fmt: skip
 
