@@ -63,7 +63,7 @@ class CastRequest(NamedTuple):
         scale: float32 [] (delayed scaling); None computes it from x.
         running: also receives amax and non-finite count.
         reduce_amax: if x is a shard of a matrix's rows: reduces amaxes over ranks, the tensor's and those of whole
-            columns (the columnwise side of per-row scales). NVFP4: the tensor's in both directions, float32 [2].
+            columns (the columnwise side of per-row scales). NVFP4: the tensor's, float32 [1], or [2] of both directions.
         region: position and random stream for stochastic rounding, needed if rule.stochastic.
         for_product: only the backend's gemm reads the sides. For backends with ``kernels_cast``.
     """

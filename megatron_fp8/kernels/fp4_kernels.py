@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device_math import INF, as_bits, magnitudes, record, widen, without_nan
+from .device_math import INF, as_bits, divide, magnitudes, record, widen, without_nan
 from .fp4_math import LARGEST, block_scales, columns, hadamard, random_bytes, words_of
 from .quantize_kernels import store_tiled
 from .tile_amax import nonfinite_in, row_tops, top_of
@@ -89,6 +89,13 @@ def cast_fp4(
                 index, index_step, seed, site if SQUARE else ~site, iteration, microbatch,
                 SQUARE, HADAMARD, STOCHASTIC, ALIGNED, TILED,
             )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=("a", "b"))
+def find_factor(a, b, factors):
+    """Writes the factor of a product from its operands' amaxes (float32 [] each), and 1 after it."""
+    tl.store(factors, divide(tl.load(a) * tl.load(b), LARGEST * LARGEST))
+    tl.store(factors + 1, 1.0)
 
 
 @triton.jit

@@ -13,7 +13,8 @@ import torch
 from ..numerics.cast import RandomKey
 from ..numerics.formats import E2M1
 from ..numerics.rule import Direction
-from .fp4_kernels import cast_fp4, find_fp4_amaxes
+from . import zero_pool
+from .fp4_kernels import cast_fp4, find_factor, find_fp4_amaxes
 from .gemm_layouts import tiled_size
 from .launch_cache import launch
 from .quantize import Record, measure, round_up
@@ -50,18 +51,18 @@ def find_amaxes(
     running: torch.Tensor | None = None,
     tile: Tile = TILE,
 ) -> torch.Tensor:
-    """float32 [2]: the amax of x [rows, cols], and of its columns; the same unless they are ``transformed`` (the random
-    Hadamard transform).
+    """float32 [1]: the amax of x [rows, cols]; [2] if its columns are ``transformed`` (the random Hadamard transform):
+    theirs too.
 
     nonfinite (float32 []) is increased by the number of NaN and Inf, running (float32 []) updated by x's amax.
     """
     source = x if isinstance(x, TileSource) else Plain(x)
-    found = torch.zeros(2, dtype=torch.float32, device=source.device)
+    found = zero_pool.take(source.device)
     count = torch.zeros_like(found[0]) if nonfinite is None else nonfinite
     if not transformed:
         measure(source, record=Record(found[0], count, running))
-        found[1] = found[0]
-    elif source.rows and source.cols:
+        return found[:1]
+    if source.rows and source.cols:
         launch(
             find_fp4_amaxes,
             source.grid(tile),
@@ -92,7 +93,7 @@ def cast(
     """Rowwise and columnwise codes and scales of x [rows, cols].
 
     Args:
-        amaxes: float32 [2], ``find_amaxes``', reduced or not.
+        amaxes: ``find_amaxes``', reduced or not.
         square: blocks of 16x16, else 1x16 in each direction.
         transformed: the columnwise side is that of the matrix after the transform.
         draws: for stochastic rounding.
@@ -102,7 +103,7 @@ def cast(
     """
     source = x if isinstance(x, TileSource) else Plain(x)
     rows, cols = source.rows, source.cols
-    used = torch.zeros(2, dtype=torch.float32, device=source.device)
+    used = torch.empty(2, dtype=torch.float32, device=source.device)
     rowwise = columnwise = None
     if direction != "columnwise":
         rowwise = _empty(rows, cols, used[0], square, tiled, pad_to, room)
@@ -116,7 +117,7 @@ def cast(
         shared = {
             **source.arguments(),
             "amax": amaxes[0],
-            "turned_amax": amaxes[1],
+            "turned_amax": amaxes[-1],
             "used": used,
             "index": 0 if draws is None else draws.first,
             "index_step": 0 if draws is None else draws.step,
@@ -134,7 +135,17 @@ def cast(
             if row or column:
                 grid = (programs * (2 if row and column else 1),)
                 launch(cast_fp4, grid, **shared, **_arguments("row", row), **_arguments("col", column))
+    else:
+        used.zero_()
     return rowwise, columnwise
+
+
+def product_factor(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """float32 [2]: the factor of a product of tensors with amaxes a and b (float32 [] each), as
+    backends/fp4.py's ``tensor_factor``; and 1."""
+    factors = torch.empty(2, dtype=torch.float32, device=a.device)
+    launch(find_factor, (1,), a=a, b=b, factors=factors, num_warps=1, enable_fp_fusion=False)
+    return factors
 
 
 def _empty(

@@ -29,7 +29,15 @@ SOME = (
     *("swiglu-weight-grad", "transpose", "piece-amax", "piece-cast", "update", "update-short"),
     *("matmul", "matmul-wgrad", "matmul-wgrad-added", "matmul-grouped", "matmul-grouped-wgrad"),
     *("matmul@100", "matmul-grouped@100", "matmul@120"),
-    *("nvfp4", "nvfp4-amaxes@100", "nvfp4@100", "nvfp4-stochastic@100", "nvfp4@120", "nvfp4-weight@120"),
+    *(
+        "nvfp4",
+        "nvfp4-factor",
+        "nvfp4-amaxes@100",
+        "nvfp4@100",
+        "nvfp4-stochastic@100",
+        "nvfp4@120",
+        "nvfp4-weight@120",
+    ),
 )
 """Each kernel, with each format and source. The others are of other scales, or of rows that 16 does not divide."""
 

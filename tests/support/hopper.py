@@ -20,7 +20,7 @@ from benchmarks.support.compiled import Compiled, compiled
 from benchmarks.support.machine_code import blocks_of, disassembled, hot_path
 from megatron_fp8.kernels.block_matmul import Product, block_matmul, grouped_block_matmul
 from megatron_fp8.kernels.delayed_update import update_delayed
-from megatron_fp8.kernels.fp4_quantize import Draws, cast, find_amaxes
+from megatron_fp8.kernels.fp4_quantize import Draws, cast, find_amaxes, product_factor
 from megatron_fp8.kernels.fused_quantize import Swiglu, SwigluGradient, swiglu_weight_grad
 from megatron_fp8.kernels.gemm_layouts import transpose
 from megatron_fp8.kernels.param_cast import piece_amax, piece_cast
@@ -104,6 +104,7 @@ def launches() -> dict[str, Callable[[], Any]]:
         ),
         "swiglu-weight-grad": lambda: swiglu_weight_grad(dy, x),
         "nvfp4-amaxes": lambda: find_amaxes(x, transformed=True, nonfinite=one, running=one),
+        "nvfp4-factor": lambda: product_factor(one, one),
         "nvfp4": lambda: cast(x, "both", empty(2), transformed=True, **fp4),
         "nvfp4-weight": lambda: cast(x, "both", empty(2), square=True, **fp4),
         "nvfp4-stochastic": lambda: cast(x, "both", empty(2), transformed=True, draws=draws, **fp4),

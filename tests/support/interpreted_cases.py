@@ -243,7 +243,7 @@ def blocks_as_mx() -> None:
     x, w, dy = data(70, 150, 136)
     site = GemmSite(fp8_site("layers.0.linear", 0, RECIPES["blockwise"], "native", "test"), Fp8State(), None)
     expected = run(make_site("blockwise")[0], x, w, dy, None)
-    everywhere = mock.patch.object(placement, "_has_kernels", return_value=True)
+    everywhere = mock.patch.object(placement, "has_kernels", return_value=True)
     with fake_torch(refuse=refused) as fake, everywhere:
         notes = native.notes(torch.device("cpu"), RECIPES["blockwise"])
         outcome = run(site, x, w, dy, None)
@@ -342,7 +342,7 @@ def transposed_views() -> None:
         calls["transpose"] += 1
         return original(turned)
 
-    everywhere = mock.patch.object(placement, "_has_kernels", return_value=True)
+    everywhere = mock.patch.object(placement, "has_kernels", return_value=True)
     with mock.patch.object(gemm_layouts, "transpose", counting), everywhere:
         for view, shape, count in (
             (codes.t(), (160, 48), 1),

@@ -64,6 +64,7 @@ def gpu_without_values(refusal: Refusal = lambda request: None) -> Iterator[Laun
         gemm_layouts,
         param_cast,
         quantize,
+        zero_pool,
     )
 
     launches = Launches()
@@ -81,16 +82,20 @@ def gpu_without_values(refusal: Refusal = lambda request: None) -> Iterator[Laun
         (block_matmul, "_block_matmul"),
         (fp4_quantize, "find_fp4_amaxes"),
         (fp4_quantize, "cast_fp4"),
+        (fp4_quantize, "find_factor"),
     ]
     patches = [mock.patch.object(module, name, launches.kernel(name)) for module, name in kernels]
     patches.append(mock.patch.object(torch, "_scaled_mm_v2", _scaled_mm_v2))
     patches += [mock.patch.object(module, "refusals", lambda *_: refusal) for module in (native, products)]
     patches.append(mock.patch.object(dispatch, "run_on", lambda _: True))
     patches.append(mock.patch.object(host_sync, "reading_syncs", lambda _: True))
-    patches.append(mock.patch.object(placement, "_has_kernels", lambda _: True))
+    patches.append(mock.patch.object(placement, "has_kernels", lambda _: True))
+    patches.append(mock.patch.object(zero_pool, "_fills_each", lambda _: False))
+    patches.append(mock.patch.object(zero_pool, "_pools", {}))
     with FakeTensorMode():
         for patch in patches:
             patch.start()
+        zero_pool.take(torch.device("cpu"))  # its block's fill is no cast's
         try:
             yield launches
         finally:

@@ -202,14 +202,14 @@ def quantize(
     if rule.scale == "e4m3":
         return fp4.quantize(CastRequest(x, rule, direction, scale, running, reduce_amax, region, for_product))
     from ...kernels import quantize as casts  # loads Triton, which importing the package must not
+    from ...kernels import zero_pool
 
     # The only scale that is computed from a recorded amax.
     tensorwise = scale is None and rule.granularity.is_tensor
     if running is None:
         record = casts.Record.new(x.device)
     elif tensorwise:
-        own = torch.zeros((), dtype=torch.float32, device=x.device)
-        record = casts.Record(own, running.nonfinite, running.amax)
+        record = casts.Record(zero_pool.take(x.device)[0], running.nonfinite, running.amax)
     else:
         record = casts.Record(running.amax, running.nonfinite)
     matrix = source_of(x)

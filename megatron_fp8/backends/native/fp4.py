@@ -19,6 +19,7 @@ from ...recipe import Products, Recipe, products_of
 from ...tensor import Float8Tensor, QuantizedSide
 from .. import fp4 as specified
 from ..base import CastRequest, Quantized, Region
+from . import placement
 from .layout import FP4_BLOCK, FP4_K
 
 
@@ -83,7 +84,7 @@ _last: list[Any] = []
 
 
 def factors(a: QuantizedSide, b: QuantizedSide) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The scales of a and b that the product multiplies by, after their blocks': float32 [] each.
+    """The scales of a and b that the product multiplies by, after their blocks': float32 [] each, the factor and 1.
 
     torch 2.10 to 2.13 copies their product to one place of the process, where cuBLASLt reads it when the GPU comes to it
     (pytorch#191536). So a product on another stream waits for those before it.
@@ -94,8 +95,14 @@ def factors(a: QuantizedSide, b: QuantizedSide) -> tuple[list[torch.Tensor], lis
     device = a.codes.device
     if device.type == "cuda":
         _wait_for_the_last(device)
-    factor = specified.tensor_factor(a, b)
-    return [factor], [torch.ones_like(factor)]
+    assert a.tensor_amax is not None and b.tensor_amax is not None
+    if not placement.has_kernels(a.codes):
+        factor = specified.tensor_factor(a, b)
+        return [factor], [torch.ones_like(factor)]
+    from ...kernels.fp4_quantize import product_factor  # loads Triton
+
+    factor, one = product_factor(a.tensor_amax, b.tensor_amax)
+    return [factor], [one]
 
 
 def _wait_for_the_last(device: torch.device) -> None:

@@ -44,7 +44,7 @@ def place_codes(codes: torch.Tensor, rows: int, k: int) -> torch.Tensor:
         padded = byte.new_zeros(rows, k)
         padded[: byte.shape[0], : byte.shape[1]] = byte
         byte = padded
-    elif byte.stride(0) == 1 and byte.stride(1) >= rows and _has_kernels(byte):
+    elif byte.stride(0) == 1 and byte.stride(1) >= rows and has_kernels(byte):
         from ...kernels.gemm_layouts import transpose  # loads Triton
 
         byte = transpose(byte.t())
@@ -53,7 +53,8 @@ def place_codes(codes: torch.Tensor, rows: int, k: int) -> torch.Tensor:
     return byte.view(codes.dtype)
 
 
-def _has_kernels(codes: torch.Tensor) -> bool:
+def has_kernels(codes: torch.Tensor) -> bool:
+    """Whether Triton's kernels place codes and compute factors, and not torch."""
     return codes.is_cuda
 
 
@@ -125,7 +126,7 @@ def tiles_of(side: QuantizedSide) -> torch.Tensor:
     (rows, cols), granularity = side.codes.shape, side.granularity
     of_fp4 = side.tensor_amax is not None
     cols *= codes_per_byte_of(side.codes.dtype)
-    if _has_kernels(side.codes):
+    if has_kernels(side.codes):
         from ...kernels.gemm_layouts import tile_scales  # loads Triton
 
         unit, fill = (FP4_BLOCK, 0) if of_fp4 else (MX_BLOCK, 127)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -22,6 +23,7 @@ from megatron_fp8.numerics import nvfp4
 from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.numerics.formats import E2M1
 from megatron_fp8.numerics.rule import BLOCK_1X16, BLOCK_16X16, Rule
+from megatron_fp8.tensor import QuantizedSide
 from tests.support.matrices import (
     DEVICE,
     DTYPES,
@@ -129,6 +131,17 @@ def test_scales(tensor_amax):
     expected = nvfp4.block_scales(amax, of_tensor)
     assert_same_bytes(codes.cpu(), expected.view(torch.uint8))
     assert_same_bytes(factors.cpu(), nvfp4.encoding_factors(expected, of_tensor))
+
+
+def test_product_factor():
+    """The specification's bits where the amaxes' product rounds, is subnormal, 0 or Inf; and 1 for the other operand."""
+    of_a = torch.tensor([2688.0, 3.3, 1e-30, 1e-20, 0.0, 3e38, 7.1e-3])
+    for a in of_a.to(DEVICE):
+        for b in of_a.to(DEVICE):
+            side = QuantizedSide(torch.empty(0), torch.empty(0), BLOCK_1X16, False, tensor_amax=a)
+            factor, one = fp4_quantize.product_factor(a, b)
+            assert_same_bytes(factor, fp4.tensor_factor(side, replace(side, tensor_amax=b)), f"{a} {b}")
+            assert one == 1
 
 
 def kernel_casts(x, rule, direction="both", region=None, reduce=None, **options):
