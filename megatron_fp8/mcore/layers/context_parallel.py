@@ -248,6 +248,7 @@ class _RingAttention(torch.autograd.Function):
             keys, values = _views(buffer, k, v)
             rows, columns, causal, mask = _block(step, n, hidden, ring)
             of_rows = [x[:, :, rows] for x in (grad, q, out)]
+            # CUDA's kernels read the log-sum-exp as contiguous whatever its strides are.
             dq_part, dk_part, dv_part = kernel.backward(
                 of_rows[0], of_rows[1], keys[:, :, columns], values[:, :, columns], of_rows[2],
                 lse[:, :, rows].contiguous(), rest, causal, mask, ring.scale,

@@ -15,7 +15,7 @@ from .. import environment as compat
 from .. import params, spec
 from ..config import transformer_config
 from ..config.transformer_config import IterationEnd
-from ..layers import activation, attention, linear, moe_layer
+from ..layers import activation, attention, cross_entropy, linear, moe_layer
 from ..optimizer import cpu_offload, fp8_params, loss_scaler, optimizer_setup, sharded_state
 from ..sites import is_model, keeping_weights, prepare, prepared_parts
 from ..te import context as te_context
@@ -67,6 +67,7 @@ def patches() -> list[Patch]:
         *fp8_params.patches,
         *activation.patches,
         *attention.patches,
+        *cross_entropy.patches,
         *linear.patches,
         *loss_scaler.patches,
         *optimizer_setup.patches,

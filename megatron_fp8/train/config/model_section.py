@@ -44,6 +44,7 @@ _TYPES: dict[str, Any] = {
     "pipeline_model_parallel_layout": typing.Optional[str],  # noqa: UP045
     "q_lora_rank": typing.Optional[int],  # noqa: UP045 (queries without a latent; Megatron-Core says int)
     "cuda_graph_scope": str,
+    "cross_entropy_fusion_impl": Literal["native", "te", "liger"],
     # TransformerConfig checks these in more detail than their types can.
     "fp8": typing.Optional[str],  # noqa: UP045
     "fp8_recipe": typing.Optional[str],  # noqa: UP045
