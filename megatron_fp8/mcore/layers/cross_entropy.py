@@ -2,7 +2,7 @@
 
 Megatron-Core's `cross_entropy_loss_fusion` chooses by `cross_entropy_fusion_impl`: 'native' (its own torch functions), or
 'te'. Here 'liger' is a third: linkedin's Triton kernels, one pass over the logits [s, b, v / tp] in their own dtype, with
-Megatron-Core's formula over tensor-parallel ranks. 'te' without Transformer Engine would fail at the first loss.
+Megatron-Core's formula over tensor-parallel ranks.
 
 Liger's own patch of Megatron-Core rebinds the function in its module, which `LanguageModule` has imported before.
 """
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import environment as compat
 from ..patches.patching import PatchList
 
 IMPLEMENTATIONS = ("native", "te", "liger")
@@ -29,12 +28,10 @@ patches = PatchList("megatron.core.models.common.language_module.language_module
 def check_implementation(config: Any) -> None:
     """Raises ValueError unless the cross entropy that the config names can run here."""
     name = config.cross_entropy_fusion_impl
-    if not config.cross_entropy_loss_fusion or name == "native":
+    if not config.cross_entropy_loss_fusion or name in ("native", "te"):
         return
     if name not in IMPLEMENTATIONS:
         reason = f"it must be one of {', '.join(map(repr, IMPLEMENTATIONS))}"
-    elif name == "te":
-        reason = "" if compat.has_te() else "Transformer Engine is not installed"
     elif not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
         reason = "its Triton kernels run on GPUs"
     else:

@@ -58,7 +58,6 @@ def test_the_named_loss_gets_logits_labels_and_group(ranks: RankPool) -> None:
     [
         ("liger", "0", "its Triton kernels run on GPUs"),
         ("liger", "1", "pip install 'liger-kernel>=0.8.5'"),
-        ("te", "0", "Transformer Engine is not installed"),
         ("ligre", "0", "must be one of 'native', 'te', 'liger'"),
     ],
 )
