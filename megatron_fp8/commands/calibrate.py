@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files.atomic_io import explained
-from .cli_common import CheckpointParser, run_command, say, with_progress
+from .cli_common import CheckpointParser, run_command, say, text_rows, with_progress
 
 if TYPE_CHECKING:
     import torch
@@ -77,31 +77,13 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
 
 def _batches(options: argparse.Namespace, restored: Any, launch: Any) -> list[torch.Tensor]:
     """int64 [batch, sequence] each, from all over the data. Raises ValueError if it is too short."""
-    import torch
-
-    from ..train.data.datasets import check_data, check_tokenizer, find_data, holds_text, spread_sequences
-    from ..train.launch.config_consistency import agree_on_inputs
-    from ..train.resume.checkpoint_compat import check_imported
-
-    section, length = restored.run.data, restored.run.train.seq_length
-    if options.data:
-        section.paths = options.data
-        if options.config is None:  # a user's text is not copied to a checkpoint's cache folder
-            section.cache_dir = None
-    check_tokenizer(section, restored.tokenizer, restored.run.model.vocab_size or 0)
-    if holds_text(section):
-        check_imported(restored.run, restored.facts)
-    prefixes = find_data(section, restored.tokenizer)
-    agree_on_inputs("data", launch, prefixes)
-    check_data(prefixes, restored.vocab_size)
-    count = options.batches * options.batch_size
+    length, count = restored.run.train.seq_length, options.batches * options.batch_size
     if count * length > _MOST_TOKENS:
         raise ValueError(
             f"--batches {options.batches} of --batch-size {options.batch_size} sequences of {length} tokens are"
             f" {count * length:,} tokens, more than the {_MOST_TOKENS:,} that are held at once: lower one of them"
         )
-    rows = torch.from_numpy(spread_sequences(prefixes, count, length, restored.vocab_size))
-    return list(rows.to(next(restored.model.parameters()).device).split(options.batch_size))
+    return list(text_rows(options, restored, launch, count, length).split(options.batch_size))
 
 
 _MOST_TOKENS = 2**28

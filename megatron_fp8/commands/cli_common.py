@@ -12,13 +12,16 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ..files.atomic_io import in_words, own_output, write_result
 from ..files.resource_limits import limit_reached
 from ..files.terminal import WIDTH, printable, wrapped
 from ..study import StudyFailed
 from ..train.stop import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 _LONGEST = 1500
@@ -197,6 +200,37 @@ def with_progress(items: Iterable[T], count: int, description: str = "tensors") 
     return iter(track(items, description, count, console=Console(stderr=True)))
 
 
+def text_rows(
+    options: argparse.Namespace, restored: Any, launch: Any, count: int, length: int
+) -> torch.Tensor:
+    """int64 [count, length] on the model's device: sequences from all over the text of --data, or else the run's.
+
+    Args:
+        options: with ``data``, and ``config``, the run's config if the checkpoint has none.
+
+    Raises ValueError if the text is missing, shorter than a sequence, or of another tokenizer.
+    """
+    import torch
+
+    from ..train.data.datasets import check_data, check_tokenizer, find_data, holds_text, spread_sequences
+    from ..train.launch.config_consistency import agree_on_inputs
+    from ..train.resume.checkpoint_compat import check_imported
+
+    section = restored.run.data
+    if options.data:
+        section.paths = options.data
+        if options.config is None:  # a user's text is not copied to a checkpoint's cache folder
+            section.cache_dir = None
+    check_tokenizer(section, restored.tokenizer, restored.run.model.vocab_size or 0)
+    if holds_text(section):
+        check_imported(restored.run, restored.facts)
+    prefixes = find_data(section, restored.tokenizer)
+    agree_on_inputs("data", launch, prefixes)
+    check_data(prefixes, restored.vocab_size)
+    rows = torch.from_numpy(spread_sequences(prefixes, count, length, restored.vocab_size))
+    return rows.to(next(restored.model.parameters()).device)
+
+
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Disk errors during a command, which are no fault of its input."""
 
@@ -204,9 +238,9 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 def run_command(
     parser: CommandParser,
     arguments: list[str],
-    prepare: Callable[[argparse.Namespace, list[str], Any], Callable[[], None]],
+    prepare: Callable[[argparse.Namespace, list[str], Any], Callable[[], int | None]],
 ) -> int:
-    """Parse, call ``prepare(options, run options, launch)`` and the function that it returns; return the exit code.
+    """Parse, call ``prepare(options, run options, launch)`` and the function that it returns; return its exit code or 0.
 
     Bad input (2): ValueError and OSError, and RuntimeError of prepare. Failed (1): other exceptions, and errors that
     another attempt may avoid (network, GPU, missing ranks).
@@ -236,14 +270,14 @@ def run_command(
                 except (RuntimeError, OSError, MemoryError) as error:
                     return refuse(error, debug=debug, tell=barrier.tell, code=parallel.exit_code(error))
                 barrier.close()
-                work()
+                code = work() or EXIT_DONE
             except BrokenPipeError:  # the reader of the output has ended
                 raise
             except (ValueError, OSError) as error:
                 disk_error = isinstance(error, OSError) and error.errno in _DISK_ERRORS
                 code = EXIT_FAILED if disk_error else parallel.exit_code(error)
                 return refuse(error, debug=debug, tell=barrier.tell, code=code)
-        return EXIT_DONE
+        return code
     except BrokenPipeError:
         raise
     except Exception as error:

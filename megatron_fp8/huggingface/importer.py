@@ -114,7 +114,7 @@ def import_directory(
         )
         tensors = sharing.each(lambda: _open_tensors(source, opened))
         folder = opened.enter_context(sharing.new_directory(run_dir))
-        listed = sharing.each(lambda: _checked_entries(source, config, section, tensors))
+        listed = sharing.each(lambda: checked_entries(source, config, section, tensors))
         sharing.first(lambda: _check_copies(source, tensors, listed, section))
         halves = not config.get("rope_interleave", True)
         incoming = sharing.each(lambda: ImportPlan(tensors, sharing.part(listed, tensors), section, halves))
@@ -165,7 +165,7 @@ def _read_config(source: Path, tokenizer: Path | None) -> tuple[dict[str, Any], 
     return config, section, tokenizer or find_tokenizer(source)
 
 
-def _checked_entries(
+def checked_entries(
     source: Path, config: dict[str, Any], section: dict[str, Any], tensors: Tensors
 ) -> list[Entry]:
     """All tensors of the model; checks that they exist with their shapes, without reading them. Completes the

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .stream import save_quantized, weight_stream
 
-__all__ = ["ENGINES", "save_quantized", "weight_stream"]
+__all__ = ["ENGINES", "KV_CACHE_DTYPES", "save_quantized", "weight_stream"]
 
 ENGINES = ("vllm", "sglang", "transformers")
 """Inference engines whose rules are known (engine_rules.py)."""
+KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""vLLM's and SGLang's names of a KV cache's dtype. `fp8` is E4M3; `auto`: by config.json, else the model's."""
 
 
 def __getattr__(name: str) -> Any:

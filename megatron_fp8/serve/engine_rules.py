@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
+from ..numerics.formats import E4M3, E5M2, FloatFormat
+
 _QKV = ("q_proj", "k_proj", "v_proj")
 _FUSED = {"qkv_proj": _QKV, "gate_up_proj": ("gate_proj", "up_proj")}
 _LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -106,6 +108,39 @@ def input_rule(engine: str, config: Mapping[str, Any]) -> str | None:
     # vLLM and SGLang quantize token by token also where a config has one dynamic scale for the tensor.
     whole = inputs.get("strategy") == "tensor" and engine == "transformers"
     return f"e4m3 {'tensor' if whole else 'row'} fp32"
+
+
+def kv_cache_format(config: Mapping[str, Any], dtype: str) -> FloatFormat | None:
+    """The format of keys and values in the cache; None: the model's dtype.
+
+    Args:
+        config: config.json's quantization_config; with `auto`, compressed-tensors' and modelopt's entries count.
+        dtype: of serve.KV_CACHE_DTYPES.
+
+    Raises ValueError for an entry that is not FP8 with a scale per tensor.
+    """
+    if dtype != "auto":
+        return {"bfloat16": None, "fp8_e5m2": E5M2}.get(dtype, E4M3)
+    scheme, algorithm = config.get("kv_cache_scheme"), config.get("kv_cache_quant_algo")
+    if not scheme and not algorithm:
+        return None
+    per_tensor = not scheme or (
+        scheme.get("num_bits") == 8 and scheme.get("type") == "float" and scheme.get("strategy") in (None, "tensor")
+    )
+    if not per_tensor or algorithm not in (None, "FP8"):
+        raise ValueError(
+            f"config.json has kv_cache_scheme={scheme!r}, kv_cache_quant_algo={algorithm!r}: there are rules for FP8 with"
+            " one scale for keys and one for values."
+        )
+    return E4M3
+
+
+def router_dtype(engine: str, family: str) -> str | None:
+    """The dtype of router logits, as `moe_router_dtype`; None: the model's.
+
+    Routers are plain linears in vLLM and SGLang, and in transformers 5.23 except for DeepSeek-V3's.
+    """
+    return "fp32" if (engine, family) == ("transformers", "DeepseekV3ForCausalLM") else None
 
 
 # ---------------------------------------------------------------------------------------------------------------- rules

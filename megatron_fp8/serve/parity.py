@@ -1,6 +1,6 @@
 """Compares a run's training with the served directory: precision, codes, config, tokenizer.
 
-Static: nothing is multiplied. Weights are compared with what the run's checkpoint exports in the directory's format, bit
+Nothing is multiplied here (numbers.py does). Weights are compared with what the run's checkpoint exports in the directory's format, bit
 for bit, one tensor at a time.
 """
 
@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 
-from ..files.checkpoint import find_checkpoint
+from ..files.strict_json import spelled_out
 from ..huggingface.aux_files import run_tokenizer
-from ..huggingface.checkpoint_reader import Source, open_source
+from ..huggingface.checkpoint_reader import Source
 from ..huggingface.config import exported_architecture, hf_config, model_section
 from ..huggingface.directory import CONFIG, GENERATION, Tensors, find_file, read_json
 from ..huggingface.formats import FORMATS, WeightFormat
 from ..huggingface.weight_plan import Progress, Wanted, WeightPlan, trained_in_bf16
 from ..train.data.tokenizers import load_tokenizer
 from ..train.run_record import RunRecord
-from .engine_rules import Refused, input_rule, quantized
+from .engine_rules import Refused, input_rule, kv_cache_format, quantized
 
-KINDS = ("precision", "inputs", "weights", "config", "tokenizer")
+KINDS = ("precision", "inputs", "cache", "weights", "config", "tokenizer", "numbers")
 """Kinds of differences."""
 
 
@@ -49,6 +49,46 @@ class Gemm:
     engine: tuple[str | None, str | None]
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a cause adds to the difference from training: means over tokens, in nats.
+
+    Attributes:
+        kl: KL divergence of training from the engine, over the whole vocabulary.
+        k3: Schulman's estimator of it from the given tokens: r - 1 - log r, r being training's probability over the
+            engine's.
+        absolute, difference: of the tokens' log-probabilities, the engine's minus training's.
+    """
+
+    cause: str
+    kl: float
+    k3: float
+    absolute: float
+    difference: float
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Log-probabilities of both computations on the same tokens.
+
+    Attributes:
+        parts: by cause. They add up to ``whole``.
+        largest: largest difference of a token's log-probability.
+        ratio: mean of exp(|difference|), NeMo-RL's token_mult_prob_error.
+        flips, choices: number of (token, layer) whose experts differ, and of all.
+        not_finite: cause -> number of tokens with NaN or Inf.
+    """
+
+    tokens: int
+    parts: list[Part]
+    whole: Part
+    largest: float
+    ratio: float
+    flips: int
+    choices: int
+    not_finite: dict[str, int]
+
+
 @dataclass
 class Parity:
     """What was compared, and how it differs.
@@ -56,6 +96,7 @@ class Parity:
     Attributes:
         tensors, values: number of compared tensors, and of their values.
         notes: what was not compared.
+        numbers: None: not computed.
     """
 
     engine: str
@@ -65,6 +106,17 @@ class Parity:
     tensors: int = 0
     values: int = 0
     notes: list[str] = field(default_factory=list)
+    numbers: Numbers | None = None
+
+    def add_numbers(self, numbers: Numbers, max_kl: float) -> None:
+        """Sets the numbers. They are a difference if KL or k3 is above ``max_kl``, or anything is not finite."""
+        self.numbers, whole = numbers, numbers.whole
+        for cause, count in numbers.not_finite.items():
+            self.differences.append(Difference("numbers", cause, "finite", f"NaN or Inf at {count:,} tokens"))
+        if not (whole.kl <= max_kl and whole.k3 <= max_kl):
+            largest = max(numbers.parts, key=lambda part: part.kl)
+            engine = f"KL {whole.kl:.2g}, k3 {whole.k3:.2g}, mostly"
+            self.differences.append(Difference("numbers", largest.cause, f"at most {max_kl:g}", engine))
 
     def remaining(self, accepted: Iterable[str]) -> list[Difference]:
         """Differences that no KIND or KIND:GLOB of names accepts. Raises ValueError for an unknown kind."""
@@ -81,21 +133,26 @@ class Parity:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
+        """Plain values, for JSON; NaN and Inf as texts."""
+        plain: dict[str, Any] = spelled_out(asdict(self))
+        return plain
 
 
-def compare_static(run: Path, directory: Path, engine: str, progress: Progress) -> Parity:
+def compare_static(
+    run: Path, source: Source, directory: Path, engine: str, progress: Progress, kv_cache_dtype: str = "auto"
+) -> Parity:
     """Compares a run's training with a directory as an engine reads it.
 
     Args:
         run: a run's folder.
+        source: its checkpoint.
         directory: config.json, safetensors, tokenizer.
         engine: of serve.ENGINES.
+        kv_cache_dtype: of serve.KV_CACHE_DTYPES.
 
     Raises ValueError: no run, no directory, or a format without rules for the engine.
     """
-    record, source = RunRecord(run).report(), open_source(find_checkpoint(run))
+    record = RunRecord(run).report()
     config = read_json(directory / CONFIG)
     quantization = config.get("quantization_config") or {}
     form = format_of(quantization)
@@ -104,6 +161,8 @@ def compare_static(run: Path, directory: Path, engine: str, progress: Progress) 
         plan = _plan(source, config, form, tensors)
         _compare_gemms(result, plan, source, record["sites"], quantization)
         _compare_weights(result, plan, tensors, progress)
+    if (cached := kv_cache_format(quantization, kv_cache_dtype)) is not None:
+        result.differences.append(Difference("cache", "keys and values", "high precision", cached.name))
     _compare_config(result, source, config, plan)
     _compare_tokenizer(result, source, config, directory)
     return result

@@ -1,0 +1,274 @@
+"""A directory as an inference engine computes it, in Megatron-Core's names.
+
+Weights are decoded as the engine loads them: codes of a linear that it does not quantize are plain values without a
+scale. Memory: four bytes for each value of the layers' linears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..huggingface.architectures import gemms
+from ..huggingface.checkpoint_reader import Source
+from ..huggingface.config import architecture_of, hf_config, model_section
+from ..huggingface.directory import CONFIG, Tensors, read_json
+from ..huggingface.import_plan import ImportPlan
+from ..huggingface.importer import checked_entries
+from ..huggingface.weight_decoder import check_readable, fp4_weights, scale_name
+from ..mcore.checkpoint.live_weights import LiveWeights
+from ..mcore.runtime import state_of, unwrap
+from ..numerics.formats import E2M1, FloatFormat
+from .engine_rules import fused_names, input_rule, kv_cache_format, module_of, quantized, router_dtype
+from .engine_site import STATIC, InputCast, input_cast
+
+
+class OtherModel(ValueError):
+    """The directory cannot be loaded, or its model is none that training's weights fit."""
+
+
+class EngineTensors(Tensors):
+    """A directory's tensors as an engine loads them.
+
+    Args:
+        values: weights whose codes it takes for values, since it does not quantize their linears.
+
+    Raises ValueError as Tensors does.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.values: set[str] = set()
+
+    def names(self) -> Set[str]:
+        """Names of all tensors that the engine reads."""
+        stored = super().names()
+        return stored - {scale for name in self.values if (scale := scale_name(name, stored)) is not None}
+
+    def dtype(self, name: str) -> torch.dtype | str:
+        """As Tensors.dtype, after the engine's conversion."""
+        return torch.bfloat16 if name in self.values else super().dtype(name)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        found = super().__getitem__(name)
+        return found.to(torch.bfloat16) if name in self.values else found
+
+    def read_as(self, in_engine: Mapping[str, bool]) -> None:
+        """Sets ``values``. ``in_engine``: linear -> whether the engine quantizes it.
+
+        Raises ValueError if the engine could not load a weight.
+        """
+        stored = super().names()
+        for linear, is_quantized in in_engine.items():
+            weight = f"{linear}.weight"
+            has_scale = scale_name(weight, stored) is not None
+            if is_quantized and not has_scale:
+                raise ValueError(f"the engine quantizes {linear}, and the directory has no scale of it.")
+            if has_scale and not is_quantized:
+                if super().dtype(weight) == E2M1.dtype:
+                    raise ValueError(f"the engine does not quantize {linear}, and its codes are two in a byte.")
+                self.values.add(weight)
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """A quantized KV cache: its format, and each layer's scales of keys and of values."""
+
+    fmt: FloatFormat
+    scales: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """What an engine computes with.
+
+    Attributes:
+        vocab_size: rows of its logits.
+        changes: fields of the model section that differ from training's.
+        weights: site -> [N, K]: float32 if decoded from codes, else as stored.
+        others: every other tensor, by its checkpoint name.
+        casts: site -> the cast of its input; None: high precision.
+        cache: None: in the model's dtype.
+        router_dtype: of router logits, as `moe_router_dtype`.
+    """
+
+    vocab_size: int
+    changes: Mapping[str, Any]
+    weights: Mapping[str, torch.Tensor]
+    others: Mapping[str, torch.Tensor]
+    casts: Mapping[str, InputCast | None]
+    cache: KvCache | None
+    router_dtype: str | None
+
+
+def read_engine_model(
+    source: Source, directory: Path, engine: str, padded_vocab_size: int, kv_cache_dtype: str = "auto"
+) -> EngineModel:
+    """Reads all of a directory.
+
+    Args:
+        source: the run's checkpoint.
+        padded_vocab_size: rows of the embedding in the model that will compute it.
+
+    Raises OtherModel: the engine could not load it, or Megatron-Core cannot compute it.
+    """
+    try:
+        return _read(source, directory, engine, padded_vocab_size, kv_cache_dtype)
+    except ValueError as error:
+        raise OtherModel(str(error)) from error
+
+
+def _read(
+    source: Source, directory: Path, engine: str, padded_vocab_size: int, kv_cache_dtype: str
+) -> EngineModel:
+    config = read_json(directory / CONFIG)
+    check_readable(config)
+    section, changes = _sections(source, config)
+    section["padded_vocab_size"] = padded_vocab_size
+    quantization = config.get("quantization_config") or {}
+    with EngineTensors(directory) as tensors:
+        tensors.view_fp4(fp4_weights(tensors))
+        listed = checked_entries(directory, config, section, tensors)
+        sites = gemms(listed)
+        linears = [part for parts in sites.values() for part in parts]
+        in_engine = quantized(engine, quantization, linears)
+        tensors.read_as(in_engine)
+        plan = ImportPlan(tensors, listed, section, not config.get("rope_interleave", True))
+        weights: dict[str, torch.Tensor] = {}
+        others: dict[str, torch.Tensor] = {}
+        for entry in listed:
+            if entry.copy or entry.megatron.startswith("mtp."):
+                continue
+            made = plan.make(entry.megatron)
+            if entry.site is None:
+                others[entry.megatron] = made
+            else:  # a gated MLP's halves are two entries of one site
+                before = weights.get(entry.site)
+                weights[entry.site] = made if before is None else torch.cat([before, made])
+        return EngineModel(
+            config["vocab_size"],
+            changes,
+            weights,
+            others,
+            _casts(engine, quantization, sites, in_engine, tensors),
+            _cache(source, kv_cache_format(quantization, kv_cache_dtype), tensors),
+            router_dtype(engine, architecture_of(config).name),
+        )
+
+
+def _sections(source: Source, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model section of config.json, and its fields that differ from training's."""
+    theirs = model_section(config)
+    positions = config.get("max_position_embeddings") or 0
+    ours = model_section(hf_config(source.section, config["vocab_size"], positions, config["architectures"][0]))
+    changes = {name: value for name, value in theirs.items() if ours.get(name) != value}
+    if source.section.get("moe_expert_capacity_factor") is not None:  # engines drop no token
+        changes |= {"moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False}
+    return theirs, changes
+
+
+def _casts(
+    engine: str,
+    quantization: Mapping[str, Any],
+    sites: Mapping[str, tuple[str, ...]],
+    in_engine: Mapping[str, bool],
+    tensors: Tensors,
+) -> dict[str, InputCast | None]:
+    rule = input_rule(engine, quantization)
+    if rule is None:
+        return dict.fromkeys(sites)
+    fused, groups = fused_names(engine, in_engine), dict[str, list[str]]()
+    static = rule == STATIC or rule.startswith(E2M1.name)
+
+    def group_of(linear: str) -> str:
+        """Key of the linears whose largest static scale the engine takes: of a fused linear, and of a layer's experts."""
+        module = linear if engine == "transformers" else module_of(engine, linear, fused)
+        is_down = module.endswith(".experts") and linear.endswith((".down_proj", ".w2"))
+        return f"{module}.down" if is_down else module
+
+    for linear, is_quantized in in_engine.items():
+        if is_quantized:
+            groups.setdefault(group_of(linear), []).append(linear)
+    found: dict[str, InputCast | None] = {}
+    for site, parts in sites.items():
+        if len({in_engine[part] for part in parts}) > 1:
+            raise ValueError(f"the engine quantizes some of {', '.join(parts)}, which are one GEMM here.")
+        scales = [_input_scale(linear, tensors) for linear in groups.get(group_of(parts[0]), ()) if static]
+        found[site] = input_cast(rule, scales) if in_engine[parts[0]] else None
+    return found
+
+
+def _input_scale(linear: str, tensors: Tensors) -> torch.Tensor:
+    """A static scale as a factor of the codes, float32."""
+    names = tensors.names()
+    factor, divisor = f"{linear}.input_scale", f"{linear}.input_global_scale"
+    if factor not in names and divisor not in names:
+        raise ValueError(f"config.json has static input scales, and there is none of {linear}.")
+    found = tensors[factor].float() if factor in names else 1 / tensors[divisor].float()
+    if not bool((found.isfinite() & (found > 0)).all()):
+        raise ValueError(f"{linear} has an input scale that is no finite number above 0.")
+    return found
+
+
+def _cache(source: Source, fmt: FloatFormat | None, tensors: Tensors) -> KvCache | None:
+    if fmt is None:
+        return None
+    if source.section.get("multi_latent_attention"):
+        raise ValueError("a quantized cache of latent attention has no emulation here: give --kv-cache-dtype=bfloat16.")
+    names = tensors.names()
+
+    def scale(layer: int, letter: str) -> float:
+        attention = f"model.layers.{layer}.self_attn"
+        for name in (f"{attention}.{letter}_scale", f"{attention}.{letter}_proj.{letter}_scale"):
+            if name in names:
+                return float(tensors[name].float())
+        return 1.0  # engines' default
+
+    return KvCache(fmt, [(scale(n, "k"), scale(n, "v")) for n in range(source.section["num_layers"])])
+
+
+# ------------------------------------------------------------------------------------------------------ in a live model
+
+
+@torch.no_grad()
+def load_others(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes tensors into a model of one rank, by their checkpoint names. Casts them to its dtypes."""
+    weights = LiveWeights([model])
+    for piece in weights.pieces():
+        if piece.name in tensors:
+            weights.read(piece).copy_(tensors[piece.name].reshape(piece.shape))
+    state_of(unwrap(model).config).weight_generation += 1  # cached codes are stale
+
+
+@contextmanager
+def quantized_cache(model: Any, cache: KvCache) -> Iterator[None]:
+    """Context in which attention reads keys, rotated, and values as the cache returns them."""
+    layers = unwrap(model).decoder.layers
+    hooks = [
+        layer.self_attention.core_attention.register_forward_pre_hook(partial(_through_cache, cache.fmt, scales))
+        for layer, scales in zip(layers, cache.scales, strict=True)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _through_cache(
+    fmt: FloatFormat, scales: tuple[float, float], module: Any, args: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    query, key, value, *rest = args
+    return (query, *(_rounded(x, fmt, s) for x, s in zip((key, value), scales, strict=True)), *rest)
+
+
+def _rounded(x: torch.Tensor, fmt: FloatFormat, scale: float) -> torch.Tensor:
+    """x, of any shape, cast with a scale and back. NaN stays, Inf saturates."""
+    codes = (x.float() / scale).clamp(-fmt.max, fmt.max).to(fmt.dtype)
+    return (codes.float() * scale).to(x.dtype)
