@@ -22,10 +22,21 @@ from ..huggingface.directory import CONFIG, Tensors, read_json
 from ..huggingface.import_plan import ImportPlan
 from ..huggingface.importer import checked_entries
 from ..huggingface.weight_decoder import check_readable, fp4_weights, scale_name
+from ..kernels.lazy_tensor import written
 from ..mcore.checkpoint.live_weights import LiveWeights
+from ..mcore.layers.norm import Norm
 from ..mcore.runtime import state_of, unwrap
 from ..numerics.formats import E2M1, FloatFormat
-from .engine_rules import fused_names, input_rule, kv_cache_format, module_of, quantized, router_dtype
+from .engine_rules import (
+    computes_in_bf16,
+    fused_names,
+    input_rule,
+    kv_cache_format,
+    module_of,
+    norm_rounds_twice,
+    quantized,
+    router_dtype,
+)
 from .engine_site import STATIC, InputCast, input_cast
 
 
@@ -37,13 +48,17 @@ class EngineTensors(Tensors):
     """A directory's tensors as an engine loads them.
 
     Args:
+        dtype: to which it rounds float32 scales of FP8 weights; None: to none.
+
+    Attributes:
         values: weights whose codes it takes for values, since it does not quantize their linears.
 
     Raises ValueError as Tensors does.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype | None) -> None:
         super().__init__(folder)
+        self._scale_dtype = dtype
         self.values: set[str] = set()
 
     def names(self) -> Set[str]:
@@ -57,6 +72,8 @@ class EngineTensors(Tensors):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         found = super().__getitem__(name)
+        if self._scale_dtype is not None and name.endswith(".weight_scale") and found.dtype == torch.float32:
+            return found.to(self._scale_dtype).float()
         return found.to(torch.bfloat16) if name in self.values else found
 
     def read_as(self, in_engine: Mapping[str, bool]) -> None:
@@ -96,6 +113,7 @@ class EngineModel:
         casts: site -> the cast of its input; None: high precision.
         cache: None: in the model's dtype.
         router_dtype: of router logits, as `moe_router_dtype`.
+        norm_rounds_twice: of engine_rules.
     """
 
     vocab_size: int
@@ -105,6 +123,7 @@ class EngineModel:
     casts: Mapping[str, InputCast | None]
     cache: KvCache | None
     router_dtype: str | None
+    norm_rounds_twice: bool
 
 
 def read_engine_model(
@@ -132,7 +151,8 @@ def _read(
     section, changes = _sections(source, config)
     section["padded_vocab_size"] = padded_vocab_size
     quantization = config.get("quantization_config") or {}
-    with EngineTensors(directory) as tensors:
+    dtype = source.dtype if computes_in_bf16(engine, quantization) else None
+    with EngineTensors(directory, dtype) as tensors:
         tensors.view_fp4(fp4_weights(tensors))
         listed = checked_entries(directory, config, section, tensors)
         sites = gemms(listed)
@@ -149,6 +169,7 @@ def _read(
             if entry.site is None:
                 others[entry.megatron] = made
             else:  # a gated MLP's halves are two entries of one site
+                made = made if dtype is None else made.to(dtype)
                 before = weights.get(entry.site)
                 weights[entry.site] = made if before is None else torch.cat([before, made])
         return EngineModel(
@@ -159,6 +180,7 @@ def _read(
             _casts(engine, quantization, sites, in_engine, tensors),
             _cache(source, kv_cache_format(quantization, kv_cache_dtype), tensors),
             router_dtype(engine, architecture_of(config).name),
+            norm_rounds_twice(engine),
         )
 
 
@@ -183,6 +205,7 @@ def _casts(
     rule = input_rule(engine, quantization)
     if rule is None:
         return dict.fromkeys(sites)
+    in_bf16 = computes_in_bf16(engine, quantization)
     fused, groups = fused_names(engine, in_engine), dict[str, list[str]]()
     static = rule == STATIC or rule.startswith(E2M1.name)
 
@@ -200,7 +223,7 @@ def _casts(
         if len({in_engine[part] for part in parts}) > 1:
             raise ValueError(f"the engine quantizes some of {', '.join(parts)}, which are one GEMM here.")
         scales = [_input_scale(linear, tensors) for linear in groups.get(group_of(parts[0]), ()) if static]
-        found[site] = input_cast(rule, scales) if in_engine[parts[0]] else None
+        found[site] = input_cast(rule, scales, in_bf16) if in_engine[parts[0]] else None
     return found
 
 
@@ -244,6 +267,26 @@ def load_others(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         if piece.name in tensors:
             weights.read(piece).copy_(tensors[piece.name].reshape(piece.shape))
     state_of(unwrap(model).config).weight_generation += 1  # cached codes are stale
+
+
+@contextmanager
+def norms_rounding_twice(model: Any) -> Iterator[None]:
+    """Context in which RMSNorms round to the model's dtype before they multiply by their weight."""
+    hooks = [
+        module.register_forward_hook(_round_twice) for module in unwrap(model).modules() if isinstance(module, Norm)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _round_twice(norm: Norm, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    x = written(args[0])
+    wide = x.float()
+    normed = wide * (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    return normed.to(x.dtype) * norm.weight
 
 
 @contextmanager

@@ -106,8 +106,23 @@ def input_rule(engine: str, config: Mapping[str, Any]) -> str | None:
     if not inputs.get("dynamic"):
         return "e4m3 tensor static"
     # vLLM and SGLang quantize token by token also where a config has one dynamic scale for the tensor.
-    whole = inputs.get("strategy") == "tensor" and engine == "transformers"
-    return f"e4m3 {'tensor' if whole else 'row'} fp32"
+    if not computes_in_bf16(engine, config):
+        return "e4m3 row fp32"
+    return f"e4m3 {'tensor' if inputs.get('strategy') == 'tensor' else 'row'} bf16"
+
+
+def computes_in_bf16(engine: str, config: Mapping[str, Any]) -> bool:
+    """Whether scales and decoded values are rounded to the model's dtype (compressed-tensors 0.20 in transformers)."""
+    return engine == "transformers" and config.get("quant_method") == "compressed-tensors"
+
+
+def norm_rounds_twice(engine: str) -> bool:
+    """Whether an RMSNorm rounds to the model's dtype before it multiplies by its weight, and again after.
+
+    So do vLLM's kernel (layernorm_kernels.cu) and transformers' models; FlashInfer's kernel, which SGLang calls, rounds
+    once, as training's norms do.
+    """
+    return engine != "sglang"
 
 
 def kv_cache_format(config: Mapping[str, Any], dtype: str) -> FloatFormat | None:

@@ -37,24 +37,26 @@ _RULES = {
     )
 }
 STATIC = "e4m3 tensor static"
+_IN_BF16 = {"e4m3 row bf16": 1, "e4m3 tensor bf16": None, STATIC: None}
 
 
-def input_cast(rule: str, scales: Sequence[torch.Tensor]) -> InputCast:
+def input_cast(rule: str, scales: Sequence[torch.Tensor], in_bf16: bool = False) -> InputCast:
     """The cast of a linear's input.
 
     Args:
         rule: of engine_rules.input_rule.
-        scales: static scales of the parts that the engine multiplies as one: factors of the codes, or for NVFP4 the
-            stored divisors turned into factors, float32 [1] or [] each. The engine takes the largest.
+        in_bf16: of engine_rules.computes_in_bf16.
+        scales: static scales of the parts that the engine multiplies as one, as factors of the codes, float32 [1] or []
+            each. The engine takes the largest.
     """
+    largest = torch.stack([each.reshape(()) for each in scales]).max() if scales else None
+    if in_bf16 and rule in _IN_BF16:
+        return partial(_cast_in_dtype, dim=_IN_BF16[rule], scale_inv=largest)
     if rule == STATIC:
-        scale = 1 / torch.stack([each.float().reshape(()) for each in scales]).max()
-        return partial(_cast, rule=Rule(E4M3, TENSOR), scale=scale)
+        assert largest is not None
+        return partial(_cast, rule=Rule(E4M3, TENSOR), scale=1 / largest)
     found = _RULES[rule]
-    if found.fmt is E2M1:
-        amax = torch.stack([each.float().reshape(()) for each in scales]).max() * LARGEST
-        return partial(_cast, rule=found, amax=amax)
-    return partial(_cast, rule=found)
+    return partial(_cast, rule=found, amax=None if largest is None else largest * LARGEST)
 
 
 def _cast(
@@ -68,6 +70,16 @@ def _cast(
     assert side is not None
     # E2M1 has no NaN, and must not hide one.
     return side.dequantize(torch.float32).masked_fill_(x.isnan(), torch.nan)
+
+
+def _cast_in_dtype(x: torch.Tensor, dim: int | None, scale_inv: torch.Tensor | None) -> torch.Tensor:
+    """In E4M3, with scale_inv, quotients and values rounded to x's dtype."""
+    if scale_inv is None:
+        scale_inv = (x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)) / E4M3.max
+    scale_inv = scale_inv.to(x.device, x.dtype)
+    scale_inv = scale_inv.where(scale_inv > 0, torch.finfo(x.dtype).eps)
+    codes = (x / scale_inv).clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
+    return (codes.to(x.dtype) * scale_inv).to(torch.float32)
 
 
 class EngineSite(GemmSite):

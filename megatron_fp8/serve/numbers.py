@@ -5,14 +5,14 @@ the difference from training, so the parts add up to the whole:
 
     config           fields of config.json, and the vocabulary without its padding
     order of sums    both operands of each linear decoded, and summed in float32
+    norm rounding    RMSNorms that round before they multiply by their weight
     weight cast      the directory's weights
     activation cast  the engine's cast of each linear's input
     KV cache         keys and values through the cache's format
     router flips     the engine's router: until here each token went to training's experts
 
-The order of sums comes before the casts, so that casts are compared in one arithmetic: an engine's kernels are not run here,
-and this part is the size of a change of order, the least that two engines differ by. Router flips come last, since all
-other causes lead to them. KL parts are nearly independent of this order, as errors of different causes add in squares.
+Arithmetic comes before casts, so that casts are compared in one arithmetic. An engine's kernels do not run here: the order of
+sums is another than training's, and not the engine's. Router flips come last, since all other causes lead to them. KL parts are nearly independent of this order, as errors of different causes add in squares.
 Rejected: each cause alone against training. Those do not add up, and a flip without the casts that cause it is none.
 """
 
@@ -35,7 +35,14 @@ from ..mcore.routing_replay import flipped, recorded_routing, replayed_routing, 
 from ..mcore.sites import check_plan, fp8_linears
 from ..train.config.model_section import transformer_config
 from ..train.model import EXCLUDED_WEIGHTS, build_model
-from .engine_model import EngineModel, OtherModel, load_others, quantized_cache, read_engine_model
+from .engine_model import (
+    EngineModel,
+    OtherModel,
+    load_others,
+    norms_rounding_twice,
+    quantized_cache,
+    read_engine_model,
+)
 from .engine_site import EngineSite
 from .parity import Difference, Numbers, Parity, Part
 
@@ -105,12 +112,15 @@ class _Chain:
             self._rebuild(engine.changes)
         yield "config", self._measure()
         self._make_sites()
-        with self._replaced():
-            yield "order of sums", self._measure()
-        load_others(self.model, engine.others)
-        with self._replaced(weights=True):
-            yield "weight cast", self._measure()
         with ExitStack() as stack:
+            stack.enter_context(self._replaced())
+            yield "order of sums", self._measure()
+            if engine.norm_rounds_twice:
+                stack.enter_context(norms_rounding_twice(self.model))
+            yield "norm rounding", self._measure()
+            load_others(self.model, engine.others)
+            stack.enter_context(self._replaced(weights=True))
+            yield "weight cast", self._measure()
             stack.enter_context(self._replaced(weights=True, inputs=True))
             yield "activation cast", self._measure()
             if engine.cache is not None:
