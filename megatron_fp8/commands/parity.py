@@ -65,7 +65,12 @@ def main(arguments: list[str]) -> int:
     add("run", metavar="RUN", help="the run's folder")
     add("directory", metavar="DIR", help="the directory that is served")
     add("--engine", choices=ENGINES, default="vllm", help="who serves DIR (default: vllm)")
-    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="the engine's (default: auto, by config.json)")
+    add(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help="the engine's (default: auto, by config.json)",
+    )
     add("--accept", metavar="KIND", action="append", default=[], help="a kind of differences that is meant")
     add("--json", metavar="FILE", help="write all of it, one entry per linear")
     add("--numbers", action="store_true", help="compare log-probabilities too")
@@ -114,6 +119,8 @@ def _prepare_numbers(options: argparse.Namespace, _: list[str], launch: Any) -> 
     from .. import mcore
 
     mcore.install()
+    from ..diagnosis.replay import other_shards
+    from ..mcore.sites import fp8_linears
     from ..serve.numbers import check_size
     from ..train.resume.restore import restore
 
@@ -121,7 +128,9 @@ def _prepare_numbers(options: argparse.Namespace, _: list[str], launch: Any) -> 
     check_size(tokens, restored.vocab_size)
     length = min(restored.run.train.seq_length, tokens)
     rows = text_rows(options, restored, launch, max(1, tokens // length), length)
-    found.notes += restored.lines
+    plans = [linear.fp8_site.plan for linear in fp8_linears([restored.model])]
+    shards = other_shards(restored.facts.get("layout") or {}, restored.run.model, plans, command=None)
+    found.notes += [*restored.lines, *([shards] if shards else [])]
 
     def work() -> int:
         from ..serve.numbers import add_numbers
@@ -176,15 +185,28 @@ def number_lines(numbers: Numbers) -> list[str]:
         return f"{part.kl / numbers.whole.kl:.0%}" if numbers.whole.kl > 0 else "-"
 
     rows = [
-        [part.cause, f"{part.kl:.2e}", share(part), f"{part.k3:.2e}", f"{part.absolute:.2e}", f"{part.difference:+.2e}"]
+        [
+            part.cause,
+            f"{part.kl:.2e}",
+            share(part),
+            f"{part.k3:.2e}",
+            f"{part.absolute:.2e}",
+            f"{part.difference:+.2e}",
+        ]
         for part in (*numbers.parts, numbers.whole)
     ]
     header = ["cause", "KL", "share", "k3", "|log p difference|", "log p difference"]
-    text = [f"log-probabilities of {numbers.tokens:,} tokens, the engine's against training's: means, in nats, by cause"]
+    text = [
+        f"log-probabilities of {numbers.tokens:,} tokens, the engine's against training's: means, in nats, by cause"
+    ]
     text += table(header, rows).splitlines()
-    text.append(f"largest |log p difference| {numbers.largest:.3g}, mean exp|log p difference| {numbers.ratio:.6f}")
+    text.append(
+        f"largest |log p difference| {numbers.largest:.3g}, mean exp|log p difference| {numbers.ratio:.6f}"
+    )
     if numbers.choices:
-        text.append(f"router flips: other experts for {numbers.flips:,} of {numbers.choices:,} (token, layer)")
+        text.append(
+            f"router flips: other experts for {numbers.flips:,} of {numbers.choices:,} (token, layer)"
+        )
     return text
 
 

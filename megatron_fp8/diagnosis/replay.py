@@ -75,13 +75,16 @@ _NEAR = 0.02
 """Relative difference below which losses count as equal."""
 
 
-def other_shards(saved: Mapping[str, Any], model: Any, plans: Iterable[SitePlan]) -> str | None:
+def other_shards(
+    saved: Mapping[str, Any], model: Any, plans: Iterable[SitePlan], command: str | None = "diagnose"
+) -> str | None:
     """A line for the user if this launch has different scales than the run had, else None.
 
     Args:
         saved: the manifest's layout; empty: unknown.
         model: the model section, in this launch's layout.
         plans: plans of all sites.
+        command: which can run in the run's layout; None: there is none.
     """
     sizes = [
         f"{kind} {getattr(model, name)} and not {saved[kind]}"
@@ -95,9 +98,10 @@ def other_shards(saved: Mapping[str, Any], model: Any, plans: Iterable[SitePlan]
     # Data-parallel ranks hold the same weights; they are needed only if they hold different experts.
     copies = saved.get("data", 1) if saved.get("expert", 1) > 1 else 1
     ranks = math.prod(saved.get(kind) or 1 for kind in ("tensor", "pipeline", "context")) * copies
+    remedy = f"; megatron-fp8 launch --ranks {ranks} {command} has the run's" if command else ""
     return (
         f"not the run's layout (parallel sizes: {', '.join(sizes)}): {' and '.join(recipes)} scales belong to other"
-        f" shards; megatron-fp8 launch --ranks {ranks} diagnose has the run's"
+        f" shards{remedy}"
     )
 
 

@@ -1,14 +1,15 @@
 """Expert choices of one forward, recorded and replayed in another.
 
-Megatron-Core's RouterReplay does both, layer by layer. It is attached to the routers of one model inside a context, so the
-model need not be built with `moe_enable_routing_replay`, and other models are not affected. A replayed token's experts
-are the recorded ones; their weights are computed from the current scores.
+Megatron-Core's RouterReplay does both, layer by layer. It is attached to the routers of one model inside a context, so
+the model need not be built with `moe_enable_routing_replay`, and other models are not affected. A replayed token's
+experts are the recorded ones; their weights are computed from the current scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +67,27 @@ def _attached(model: Any, action: RouterReplayAction) -> Iterator[list[RouterRep
     finally:
         for router, earlier in zip(routers, before, strict=True):
             router.router_replay = earlier
+
+
+@contextmanager
+def router_logits_in(model: Any, dtype: str | None) -> Iterator[None]:
+    """Context in which router logits are computed in a dtype, as `moe_router_dtype` (None: the model's), and scores in
+    float32."""
+    routers = routers_of(model)
+    before = [router.config.moe_router_dtype for router in routers]
+    try:
+        for router in routers:
+            router.config.moe_router_dtype = dtype
+            router.gating = partial(_wide_logits, router.gating)
+        yield
+    finally:
+        for router, earlier in zip(routers, before, strict=True):
+            router.config.moe_router_dtype = earlier
+            del router.gating
+
+
+def _wide_logits(gating: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return gating(x).float()
 
 
 def flipped(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..huggingface.architectures import gemms
+from ..huggingface.architectures import EMBEDDING, gemms
 from ..huggingface.checkpoint_reader import Source
 from ..huggingface.config import architecture_of, hf_config, model_section
 from ..huggingface.directory import CONFIG, Tensors, read_json
@@ -89,7 +89,9 @@ class EngineTensors(Tensors):
                 raise ValueError(f"the engine quantizes {linear}, and the directory has no scale of it.")
             if has_scale and not is_quantized:
                 if super().dtype(weight) == E2M1.dtype:
-                    raise ValueError(f"the engine does not quantize {linear}, and its codes are two in a byte.")
+                    raise ValueError(
+                        f"the engine does not quantize {linear}, and its codes are two in a byte."
+                    )
                 self.values.add(weight)
 
 
@@ -125,6 +127,12 @@ class EngineModel:
     router_dtype: str | None
     norm_rounds_twice: bool
 
+    def weight(self, site: str) -> torch.Tensor:
+        """The weight of a site, [N, K]; of a tied output layer the embedding."""
+        if site in self.weights:
+            return self.weights[site]
+        return self.others.get(f"{site}.weight", self.others[EMBEDDING.megatron])
+
 
 def read_engine_model(
     source: Source, directory: Path, engine: str, padded_vocab_size: int, kv_cache_dtype: str = "auto"
@@ -152,7 +160,8 @@ def _read(
     section["padded_vocab_size"] = padded_vocab_size
     quantization = config.get("quantization_config") or {}
     dtype = source.dtype if computes_in_bf16(engine, quantization) else None
-    with EngineTensors(directory, dtype) as tensors:
+    tensors = EngineTensors(directory, dtype)
+    with tensors:
         tensors.view_fp4(fp4_weights(tensors))
         listed = checked_entries(directory, config, section, tensors)
         sites = gemms(listed)
@@ -188,7 +197,9 @@ def _sections(source: Source, config: dict[str, Any]) -> tuple[dict[str, Any], d
     """The model section of config.json, and its fields that differ from training's."""
     theirs = model_section(config)
     positions = config.get("max_position_embeddings") or 0
-    ours = model_section(hf_config(source.section, config["vocab_size"], positions, config["architectures"][0]))
+    ours = model_section(
+        hf_config(source.section, config["vocab_size"], positions, config["architectures"][0])
+    )
     changes = {name: value for name, value in theirs.items() if ours.get(name) != value}
     if source.section.get("moe_expert_capacity_factor") is not None:  # engines drop no token
         changes |= {"moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False}
@@ -243,7 +254,9 @@ def _cache(source: Source, fmt: FloatFormat | None, tensors: Tensors) -> KvCache
     if fmt is None:
         return None
     if source.section.get("multi_latent_attention"):
-        raise ValueError("a quantized cache of latent attention has no emulation here: give --kv-cache-dtype=bfloat16.")
+        raise ValueError(
+            "a quantized cache of latent attention has no emulation here: give --kv-cache-dtype=bfloat16."
+        )
     names = tensors.names()
 
     def scale(layer: int, letter: str) -> float:
@@ -270,11 +283,22 @@ def load_others(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 @contextmanager
-def norms_rounding_twice(model: Any) -> Iterator[None]:
-    """Context in which RMSNorms round to the model's dtype before they multiply by their weight."""
+def engine_rounding(model: Any, norm_rounds_twice: bool) -> Iterator[None]:
+    """Context in which values between the linears are rounded where an engine rounds them.
+
+    RMSNorms round before they multiply by their weight, if ``norm_rounds_twice``. An expert's output is multiplied by its
+    router's weight; Megatron-Core multiplies the input of its second linear.
+    """
+    modules = list(unwrap(model).modules())
     hooks = [
-        module.register_forward_hook(_round_twice) for module in unwrap(model).modules() if isinstance(module, Norm)
+        each.register_forward_hook(_round_twice)
+        for each in modules
+        if norm_rounds_twice and isinstance(each, Norm)
     ]
+    for expert in (expert for each in modules for expert in getattr(each, "local_experts", ())):
+        weights: list[torch.Tensor] = []
+        hooks.append(expert.register_forward_pre_hook(partial(_take_weights, weights)))
+        hooks.append(expert.register_forward_hook(partial(_weight_output, weights)))
     try:
         yield
     finally:
@@ -289,12 +313,27 @@ def _round_twice(norm: Norm, args: tuple[torch.Tensor, ...], output: torch.Tenso
     return normed.to(x.dtype) * norm.weight
 
 
+def _take_weights(weights: list[torch.Tensor], expert: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    tokens, of_router = args  # [tokens, hidden], [tokens]
+    weights.append(of_router)
+    return (tokens,)
+
+
+def _weight_output(
+    weights: list[torch.Tensor], expert: Any, args: Any, output: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    y, *rest = output
+    return ((y * weights.pop()[:, None]).to(y.dtype), *rest)
+
+
 @contextmanager
 def quantized_cache(model: Any, cache: KvCache) -> Iterator[None]:
     """Context in which attention reads keys, rotated, and values as the cache returns them."""
     layers = unwrap(model).decoder.layers
     hooks = [
-        layer.self_attention.core_attention.register_forward_pre_hook(partial(_through_cache, cache.fmt, scales))
+        layer.self_attention.core_attention.register_forward_pre_hook(
+            partial(_through_cache, cache.fmt, scales)
+        )
         for layer, scales in zip(layers, cache.scales, strict=True)
     ]
     try:

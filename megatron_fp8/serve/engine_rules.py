@@ -140,7 +140,9 @@ def kv_cache_format(config: Mapping[str, Any], dtype: str) -> FloatFormat | None
     if not scheme and not algorithm:
         return None
     per_tensor = not scheme or (
-        scheme.get("num_bits") == 8 and scheme.get("type") == "float" and scheme.get("strategy") in (None, "tensor")
+        scheme.get("num_bits") == 8
+        and scheme.get("type") == "float"
+        and scheme.get("strategy") in (None, "tensor")
     )
     if not per_tensor or algorithm not in (None, "FP8"):
         raise ValueError(

@@ -1,18 +1,19 @@
 """Log-probabilities of training and of an engine on given tokens, and their difference by cause.
 
-The causes are switched on one after the other, from training's computation to the engine's. A part is what its step adds to
-the difference from training, so the parts add up to the whole:
+The causes are switched on one after the other, from training's computation to the engine's. A part is what its step adds
+to the difference from training, so the parts add up to the whole:
 
     config           fields of config.json, and the vocabulary without its padding
     order of sums    both operands of each linear decoded, and summed in float32
-    norm rounding    RMSNorms that round before they multiply by their weight
+    rounding         values between the linears, rounded where the engine rounds them (engine_model.engine_rounding)
     weight cast      the directory's weights
     activation cast  the engine's cast of each linear's input
     KV cache         keys and values through the cache's format
     router flips     the engine's router: until here each token went to training's experts
 
-Arithmetic comes before casts, so that casts are compared in one arithmetic. An engine's kernels do not run here: the order of
-sums is another than training's, and not the engine's. Router flips come last, since all other causes lead to them. KL parts are nearly independent of this order, as errors of different causes add in squares.
+Arithmetic comes before casts, so that casts are compared in one arithmetic. An engine's kernels do not run here: the order
+of sums is another than training's, and not the engine's. Router flips come last, since all other causes lead to them. KL
+parts depend little on this order, as errors of different causes add in squares.
 Rejected: each cause alone against training. Those do not add up, and a flip without the casts that cause it is none.
 """
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,21 @@ from ..fp8_utils import quantizes
 from ..huggingface.checkpoint_reader import Source
 from ..linear.gemm_site import GemmSite
 from ..mcore.checkpoint.loader import load_weights
-from ..mcore.routing_replay import flipped, recorded_routing, replayed_routing, routers_of
+from ..mcore.routing_replay import (
+    flipped,
+    recorded_routing,
+    replayed_routing,
+    router_logits_in,
+    routers_of,
+)
 from ..mcore.sites import check_plan, fp8_linears
 from ..train.config.model_section import transformer_config
 from ..train.model import EXCLUDED_WEIGHTS, build_model
 from .engine_model import (
     EngineModel,
     OtherModel,
+    engine_rounding,
     load_others,
-    norms_rounding_twice,
     quantized_cache,
     read_engine_model,
 )
@@ -54,7 +61,7 @@ Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 
 @dataclass
 class _Measured:
-    """Sums over tokens of what differs from training, and the largest difference."""
+    """Sums over tokens of what differs from training, the largest difference, and the engine's log-probabilities."""
 
     difference: float = 0.0
     absolute: float = 0.0
@@ -63,6 +70,7 @@ class _Measured:
     ratio: float = 0.0
     largest: float = 0.0
     not_finite: int = 0
+    engine: list[list[float]] = field(default_factory=list)
 
     def add(self, ours: torch.Tensor, theirs: torch.Tensor, targets: torch.Tensor) -> None:
         """Adds tokens. ``ours``: training's log-probabilities, float64 [n, V]; ``theirs``: the engine's; ``targets``:
@@ -76,7 +84,13 @@ class _Measured:
         self.k3 += float((torch.expm1(-at_targets) + at_targets).sum())
         self.ratio += float(absolute.exp().sum())
         self.largest = max(self.largest, float(absolute.max().nan_to_num(torch.inf)))
-        self.not_finite += int((~theirs.isfinite()).any(1).sum())
+        self.not_finite += _not_finite(theirs)
+        self.engine.append(theirs.gather(1, targets[:, None])[:, 0].tolist())
+
+
+def _not_finite(log_probs: torch.Tensor) -> int:
+    """Number of tokens with NaN or Inf, of [n, V]."""
+    return int((~log_probs.isfinite()).any(1).sum())
 
 
 class _Chain:
@@ -99,10 +113,10 @@ class _Chain:
     def training(self) -> int:
         """Computes training's side. Returns the number of tokens whose log-probabilities are not finite."""
         not_finite = 0
-        for batch, choices, found in self._forwards(None, recorded=True):
+        for _, choices, found in self._forwards(None, recorded=True):
             self._reference.append(found[:, : self._engine.vocab_size])
             self._routing.append(choices)
-            not_finite += int((~found.isfinite()).any(1).sum())
+            not_finite += _not_finite(found)
         return not_finite
 
     def steps(self) -> Iterator[tuple[str, _Measured]]:
@@ -115,9 +129,8 @@ class _Chain:
         with ExitStack() as stack:
             stack.enter_context(self._replaced())
             yield "order of sums", self._measure()
-            if engine.norm_rounds_twice:
-                stack.enter_context(norms_rounding_twice(self.model))
-            yield "norm rounding", self._measure()
+            stack.enter_context(engine_rounding(self.model, engine.norm_rounds_twice))
+            yield "rounding", self._measure()
             load_others(self.model, engine.others)
             stack.enter_context(self._replaced(weights=True))
             yield "weight cast", self._measure()
@@ -126,9 +139,13 @@ class _Chain:
             if engine.cache is not None:
                 stack.enter_context(quantized_cache(self.model, engine.cache))
             yield "KV cache", self._measure()
-            for router in routers_of(self.model):
-                router.config.moe_router_dtype = engine.router_dtype
+            stack.enter_context(router_logits_in(self.model, engine.router_dtype))
             yield "router flips", self._measure(own_routing=True)
+
+    def training_log_probs(self) -> list[list[float]]:
+        """Of all of each sequence's tokens but the first."""
+        pairs = zip(self._reference, self._batches, strict=True)
+        return [each.gather(1, batch[0, 1:, None])[:, 0].tolist() for each, batch in pairs]
 
     def _measure(self, *, own_routing: bool = False) -> _Measured:
         """Compares the current computation with training's."""
@@ -192,10 +209,9 @@ class _Chain:
         engine = self._engine
         with ExitStack() as stack:
             for name, site in self._sites.items():
-                weight = engine.weights.get(name, engine.others.get(f"{name}.weight")) if weights else None
-                made = EngineSite(
-                    site, self._in_fp8, weight=weight, inputs=inputs, cast=engine.casts.get(name) if inputs else None
-                )
+                weight = engine.weight(name) if weights else None
+                cast = engine.casts.get(name) if inputs else None
+                made = EngineSite(site, self._in_fp8, weight=weight, inputs=inputs, cast=cast)
                 stack.enter_context(site.replaced_by(made))
             yield
 
@@ -229,7 +245,9 @@ def compare_numbers(
     parts, before = [], _Measured()
     for cause, measured in steps.items():
         sums = (measured.kl - before.kl, measured.k3 - before.k3, measured.absolute - before.absolute)
-        parts.append(Part(cause, *(each / tokens for each in (*sums, measured.difference - before.difference))))
+        parts.append(
+            Part(cause, *(each / tokens for each in (*sums, measured.difference - before.difference)))
+        )
         before = measured
     totals = (before.kl, before.k3, before.absolute, before.difference)
     choices = len(routers_of(chain.model)) * count * length
@@ -242,6 +260,9 @@ def compare_numbers(
         chain.flips,
         choices,
         {name: number for name, number in not_finite.items() if number},
+        rows.tolist(),
+        chain.training_log_probs(),
+        before.engine,
     )
 
 

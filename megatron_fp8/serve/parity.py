@@ -1,7 +1,7 @@
 """Compares a run's training with the served directory: precision, codes, config, tokenizer.
 
-Nothing is multiplied here (numbers.py does). Weights are compared with what the run's checkpoint exports in the directory's format, bit
-for bit, one tensor at a time.
+Nothing is multiplied here (numbers.py does). Weights are compared with what the run's checkpoint exports in the directory's
+format, bit for bit, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ class Numbers:
         ratio: mean of exp(|difference|), NeMo-RL's token_mult_prob_error.
         flips, choices: number of (token, layer) whose experts differ, and of all.
         not_finite: cause -> number of tokens with NaN or Inf.
+        ids: token ids of each sequence.
+        training, engine: log-probabilities of all of a sequence's tokens but the first.
     """
 
     tokens: int
@@ -87,6 +89,9 @@ class Numbers:
     flips: int
     choices: int
     not_finite: dict[str, int]
+    ids: list[list[int]]
+    training: list[list[float]]
+    engine: list[list[float]]
 
 
 @dataclass
@@ -228,6 +233,8 @@ def _compare_gemms(
     phases = {str(phase) for entry in sites for phase in entry["phases"]}
     if phases:
         result.notes.append(f"training had phases in another precision: {'; '.join(sorted(phases))}")
+    if (head := entries.get("output_layer")) is not None and head["gemms"]["fprop"] in ("fp8", "fp4"):
+        _compare_gemm(result, "lm_head", (head["roles"]["weight"], head["roles"]["input"]), (None, None))
     for site, parts in plan.sites.items():
         entry = entries.get(site)
         if entry is None:
@@ -237,17 +244,22 @@ def _compare_gemms(
         roles = entry["roles"]
         trained = (roles["weight"], roles["input"]) if fp8 else (None, None)
         for part in parts:
-            served = (weight, inputs) if in_engine[part] else (None, None)
-            result.gemms.append(Gemm(part, trained, served))
-            for kind, ours, theirs in zip(("precision", "inputs"), trained, served, strict=True):
-                if ours != theirs:
-                    words = (text or "high precision" for text in (ours, theirs))
-                    result.differences.append(Difference(kind, part, *words))
+            _compare_gemm(result, part, trained, (weight, inputs) if in_engine[part] else (None, None))
             if in_engine[part] == (part in plan.high_precision):
                 stored = "in high precision" if part in plan.high_precision else "as codes"
                 result.differences.append(
                     Difference("weights", part, f"stored {stored}", "reads it otherwise, by its ignore list")
                 )
+
+
+def _compare_gemm(
+    result: Parity, linear: str, trained: tuple[str | None, str | None], served: tuple[str | None, str | None]
+) -> None:
+    result.gemms.append(Gemm(linear, trained, served))
+    for kind, ours, theirs in zip(("precision", "inputs"), trained, served, strict=True):
+        if ours != theirs:
+            words = (text or "high precision" for text in (ours, theirs))
+            result.differences.append(Difference(kind, linear, *words))
 
 
 # -------------------------------------------------------------------------------------------------------------- weights
