@@ -11,9 +11,9 @@ to the difference from training, so the parts add up to the whole:
     KV cache         keys and values through the cache's format
     router flips     the engine's router: until here each token went to training's experts
 
-Arithmetic comes before casts, so that casts are compared in one arithmetic. An engine's kernels do not run here: the order
-of sums is another than training's, and not the engine's. Router flips come last, since all other causes lead to them. KL
-parts depend little on this order, as errors of different causes add in squares.
+Arithmetic comes before casts, so that casts are compared in one arithmetic. An engine's kernels do not run here: the
+order of sums is another than training's, and not the engine's. Router flips come last, since all other causes lead to
+them. KL parts depend little on this order, as errors of different causes add in squares.
 Rejected: each cause alone against training. Those do not add up, and a flip without the casts that cause it is none.
 """
 

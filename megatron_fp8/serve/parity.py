@@ -1,7 +1,7 @@
 """Compares a run's training with the served directory: precision, codes, config, tokenizer.
 
-Nothing is multiplied here (numbers.py does). Weights are compared with what the run's checkpoint exports in the directory's
-format, bit for bit, one tensor at a time.
+Nothing is multiplied here (numbers.py does). Weights are compared with what the run's checkpoint exports in the
+directory's format, bit for bit, one tensor at a time.
 """
 
 from __future__ import annotations
