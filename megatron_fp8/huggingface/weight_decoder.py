@@ -97,7 +97,9 @@ def _count(names: Set[str], last: Sequence[str]) -> list[str]:
 
 
 def scale_name(weight: str, names: Set[str]) -> str | None:
-    """The name of a weight's scale, if present. Raises ValueError if there are two."""
+    """The name of a weight's scale, if present; a bias beside it has none. Raises ValueError if there are two."""
+    if not weight.endswith(".weight"):
+        return None
     siblings = [sibling(weight, last) for last in _WEIGHTS]
     present = [name for name in siblings if name in names]
     if len(present) > 1:

@@ -110,6 +110,7 @@ class EngineModel:
     Attributes:
         vocab_size: rows of its logits.
         changes: fields of the model section that differ from training's.
+        lacks: training's tensors that the engine's model does not have, by checkpoint name.
         weights: site -> [N, K]: float32 if decoded from codes, else as stored.
         others: every other tensor, by its checkpoint name.
         casts: site -> the cast of its input; None: high precision.
@@ -120,6 +121,7 @@ class EngineModel:
 
     vocab_size: int
     changes: Mapping[str, Any]
+    lacks: tuple[str, ...]
     weights: Mapping[str, torch.Tensor]
     others: Mapping[str, torch.Tensor]
     casts: Mapping[str, InputCast | None]
@@ -184,6 +186,7 @@ def _read(
         return EngineModel(
             config["vocab_size"],
             changes,
+            tuple(source.weights() - {entry.megatron for entry in listed}),
             weights,
             others,
             _casts(engine, quantization, sites, in_engine, tensors),

@@ -187,7 +187,8 @@ class _Chain:
         self.model = self._restored.model = None  # one model at a time
         try:
             self.model = build_model(transformer_config(run.model), run, self._restored.vocab_size)
-            load_weights(self._restored.folder, self.model, left_out=EXCLUDED_WEIGHTS)
+            left_out = (*EXCLUDED_WEIGHTS, *self._engine.lacks)
+            load_weights(self._restored.folder, self.model, left_out=left_out)
         except ValueError as error:
             raise OtherModel(f"config.json describes a model without training's weights: {error}") from error
         check_plan([self.model])

@@ -7,6 +7,7 @@ directory's format, bit for bit, one tensor at a time.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
@@ -119,7 +120,7 @@ class Parity:
         for cause, count in numbers.not_finite.items():
             self.differences.append(Difference("numbers", cause, "finite", f"NaN or Inf at {count:,} tokens"))
         if not (whole.kl <= max_kl and whole.k3 <= max_kl):
-            largest = max(numbers.parts, key=lambda part: part.kl)
+            largest = max(numbers.parts, key=lambda part: max(map(_nan_as_inf, (part.kl, part.k3))))
             engine = f"KL {whole.kl:.2g}, k3 {whole.k3:.2g}, mostly"
             self.differences.append(Difference("numbers", largest.cause, f"at most {max_kl:g}", engine))
 
@@ -141,6 +142,10 @@ class Parity:
         """Plain values, for JSON; NaN and Inf as texts."""
         plain: dict[str, Any] = spelled_out(asdict(self))
         return plain
+
+
+def _nan_as_inf(value: float) -> float:
+    return math.inf if math.isnan(value) else value
 
 
 def compare_static(

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from megatron_fp8 import quantize
 from megatron_fp8.huggingface.directory import Tensors
 from megatron_fp8.huggingface.formats import FORMATS, encode
-from megatron_fp8.huggingface.weight_decoder import check_readable, fp4_weights, read_weight
+from megatron_fp8.huggingface.weight_decoder import check_readable, fp4_weights, read_weight, scale_name
 from megatron_fp8.recipe import MXFP8BlockScaling, NVFP4BlockScaling
 from tests.support.hf_small import gemm_parts
 
@@ -30,6 +30,14 @@ def stored(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Tensors:
 def by_hand(codes: torch.Tensor) -> torch.Tensor:
     """The values of bytes with two codes each, the first in the low half."""
     return E2M1[torch.stack((codes & 15, codes >> 4), -1).flatten(1).long()]
+
+
+def test_a_bias_has_no_scale():
+    names = {"q_proj.weight", "q_proj.bias", "q_proj.weight_scale"}
+    assert (
+        scale_name("q_proj.weight", names) == "q_proj.weight_scale"
+        and scale_name("q_proj.bias", names) is None
+    )
 
 
 @pytest.mark.parametrize("name", NVFP4)

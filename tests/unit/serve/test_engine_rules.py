@@ -11,8 +11,17 @@ import torch
 
 from megatron_fp8.huggingface.architectures import ARCHITECTURES, entries, gemms, never_fp8
 from megatron_fp8.huggingface.formats import FORMATS, quantization_config
+from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.serve import engine_rules
-from megatron_fp8.serve.engine_rules import Refused, fused_names, input_rule, module_of, quantized
+from megatron_fp8.serve.engine_rules import (
+    Refused,
+    fused_names,
+    input_rule,
+    kv_cache_format,
+    module_of,
+    quantized,
+    router_dtype,
+)
 from megatron_fp8.serve.parity import format_of
 
 FIXTURE = json.loads((Path(__file__).parents[2] / "fixtures" / "engine_rules.json").read_text())
@@ -104,7 +113,8 @@ def test_an_engine_refuses_a_fused_linear_in_two_precisions():
         ("fp8-block", False, "vllm", "e4m3 1x128 fp32"),
         ("fp8-channel", False, "vllm", "e4m3 row fp32"),
         ("fp8-tensor", False, "vllm", "e4m3 row fp32"),
-        ("fp8-tensor", False, "transformers", "e4m3 tensor fp32"),
+        ("fp8-tensor", False, "transformers", "e4m3 tensor bf16"),
+        ("fp8-channel", False, "transformers", "e4m3 row bf16"),
         ("fp8-tensor", True, "vllm", "e4m3 tensor static"),
         ("mxfp8", False, "vllm", "e4m3 1x32 e8m0"),
         ("mxfp8-modelopt", False, "vllm", "e4m3 1x32 e8m0"),
@@ -116,3 +126,40 @@ def test_an_engine_refuses_a_fused_linear_in_two_precisions():
 )
 def test_how_inputs_are_quantized(form, static, engine, words):
     assert input_rule(engine, quantization_config(FORMATS[form], [], static)) == words
+
+
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "expected"),
+    [
+        ({}, "auto", None),
+        ({"kv_cache_scheme": None}, "auto", None),
+        ({"kv_cache_scheme": SCHEME}, "auto", E4M3),
+        ({"kv_cache_quant_algo": "FP8"}, "auto", E4M3),
+        ({"kv_cache_scheme": SCHEME}, "bfloat16", None),
+        ({}, "fp8", E4M3),
+        ({}, "fp8_e5m2", E5M2),
+    ],
+)
+def test_the_format_of_the_kv_cache(config, dtype, expected):
+    assert kv_cache_format(config, dtype) is expected
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"kv_cache_scheme": {**SCHEME, "strategy": "attn_head"}}, {"kv_cache_quant_algo": "NVFP4"}],
+)
+def test_other_caches_have_no_rules(config):
+    with pytest.raises(ValueError, match="there are rules for FP8 with one scale for keys"):
+        kv_cache_format(config, "auto")
+
+
+def test_transformers_routers_of_deepseek_are_in_float32():
+    assert router_dtype("transformers", "DeepseekV3ForCausalLM") == "fp32"
+    assert (
+        router_dtype("transformers", "MixtralForCausalLM")
+        is router_dtype("vllm", "DeepseekV3ForCausalLM")
+        is None
+    )
