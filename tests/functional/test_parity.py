@@ -12,25 +12,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
 
 from benchmarks.support.fork_server import python
 from megatron_fp8.commands.main import main
 from tests.support.command import APP, environment
-
-CONFIG = {
-    "model": {
-        "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 2, "num_query_groups": 1,
-        "kv_channels": 64, "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu",
-        "add_bias_linear": False, "vocab_size": 512, "hidden_dropout": 0.0, "attention_dropout": 0.0, "fp8": "hybrid",
-        "fp8_recipe": "rowwise", "fp8_overrides": {"*.layers.1.mlp.*": "bf16"},
-    },
-    "train": {
-        "train_iters": 2, "micro_batch_size": 2, "global_batch_size": 2, "seq_length": 32, "eval_interval": 0,
-        "eval_iters": 0, "threads": 1,
-    },
-    "checkpoint": {"save_interval": 2},
-}  # fmt: skip
+from tests.support.parity import CONFIG, edit_config, edit_tensors
 
 
 @pytest.fixture(scope="module")
@@ -68,20 +54,6 @@ def test_an_export_differs_only_in_how_engines_scale_inputs(folder, capsys, tmp_
     assert len(content["gemms"]) == 14 and content["values"] > 10**5 and content["tensors"] == 14 + 11 + 7
     code, out = parity(folder / "run", folder / "served", capsys, "--accept=inputs")
     assert code == 0 and out[-1] == "no difference, and 11 accepted"
-
-
-def edit_config(served: Path, **fields: Any) -> None:
-    config = json.loads((served / "config.json").read_text())
-    for name, value in fields.items():
-        place = config["quantization_config"] if name in config["quantization_config"] else config
-        place[name] = value
-    (served / "config.json").write_text(json.dumps(config))
-
-
-def edit_tensors(served: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    tensors = load_file(served / "model.safetensors")
-    change(tensors)
-    save_file(tensors, served / "model.safetensors", metadata={"format": "pt"})
 
 
 DOWN = "model.layers.0.mlp.down_proj"

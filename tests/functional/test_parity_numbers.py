@@ -14,8 +14,8 @@ import torch
 import yaml
 
 from benchmarks.support.fork_server import python
-from tests.functional.test_parity import CONFIG, edit_config, edit_tensors
 from tests.support.command import APP, environment
+from tests.support.parity import CONFIG, edit_config, edit_tensors
 
 MOE = {
     "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 128, "moe_token_dispatcher_type": "alltoall",
