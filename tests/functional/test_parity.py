@@ -124,6 +124,6 @@ def test_bad_input(folder, capsys, tmp_path):
     assert main(["parity", str(tmp_path), str(folder / "served")]) == 2
     assert main(["parity", str(folder / "run"), str(folder / "served"), "--accept=colour"]) == 2
     assert (
-        "--accept='colour' must be one of precision, inputs, weights, config, tokenizer"
+        "--accept='colour' must be one of precision, inputs, cache, weights, config, tokenizer, numbers"
         in capsys.readouterr().err
     )
