@@ -205,7 +205,7 @@ def _nothing_to_prepare(linears: list[Any]) -> str:
     if "transformer_engine" in backends:
         return (
             "the model's linears are Transformer Engine's, which quantizes their weights itself: use Megatron-Core's own"
-            " inference, or build the model with another fp8_backend"
+            " inference, or another backend: fp8_backend='auto' (commands: --model.fp8_backend=auto)"
         )
     return (
         "the model has no FP8 linear with quantized weights to prepare: build it with fp8='hybrid' (Megatron-Core), or"

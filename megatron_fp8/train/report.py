@@ -242,7 +242,9 @@ def summary_line(trainer: Any, summary: dict[str, float], seconds: float) -> str
         )
     elsewhere = f", its checkpoints in {run.checkpoint.folder}" if run.checkpoint.folder else ""
     saved_in = trainer.started if model else run.checkpoint.folder or run.run_dir
-    more = f'next: megatron-fp8 generate {shlex.quote(str(saved_in))} --prompt "Once upon a time"'
+    # Transformer Engine quantizes its linears' weights itself, so inference takes other linears.
+    backend = " --model.fp8_backend=auto" if run.model.fp8_backend == "transformer_engine" else ""
+    more = f'next: megatron-fp8 generate {shlex.quote(str(saved_in))} --prompt "Once upon a time"{backend}'
     if done < total:
         more = "--resume=auto goes on from there"
     return f"{did}{model}; everything is in {run.run_dir}{elsewhere}; {more}"

@@ -10,8 +10,11 @@ from megatron_fp8.train.config.sections import CheckpointSection
 from megatron_fp8.train.report import nothing_left, summary_line
 
 
-def trainer(finished: int, folder: str | None = None, save_interval: Any = 0) -> Any:
+def trainer(
+    finished: int, folder: str | None = None, save_interval: Any = 0, backend: str | None = None
+) -> Any:
     run = SimpleNamespace(
+        model=SimpleNamespace(fp8_backend=backend),
         train=SimpleNamespace(train_iters=9),
         checkpoint=CheckpointSection(folder=folder, save_interval=save_interval),
         run_dir="mine",
@@ -39,6 +42,8 @@ def test_it_says_where_the_model_and_the_rest_are():
         "done: all 9 iterations were done before; the model is saves/iter_0000009; everything is in mine; "
         + following.format("saves/iter_0000009")
     )
+    engine = summary_line(trainer(0, backend="transformer_engine"), {"iteration": 9, **losses}, 3.0)
+    assert engine == f"{told}; {following.format('mine')} --model.fp8_backend=auto"
     stopped = summary_line(trainer(0), {"iteration": 4, **losses}, 3.0)
     assert stopped.startswith("stopped by SIGTERM after 4 of 9 iterations, saved, loss")
     assert stopped.endswith("everything is in mine; --resume=auto goes on from there")
