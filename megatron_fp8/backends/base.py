@@ -60,7 +60,8 @@ class CastRequest(NamedTuple):
         x: [rows, cols], float32, bfloat16 or float16; any strides; may be empty. NaN becomes 0x7F, Inf saturates; both
             are counted, and neither makes a scale non-finite.
         rule: format, granularity, scale kind.
-        scale: float32 [] (delayed scaling); None computes it from x.
+        scale: float32 [], delayed or static; of NVFP4 the static amax of the tensor, from which its second scale follows.
+            None computes it from x.
         running: also receives amax and non-finite count.
         reduce_amax: if x is a shard of a matrix's rows: reduces amaxes over ranks, the tensor's and those of whole
             columns (the columnwise side of per-row scales). NVFP4: the tensor's, float32 [1], or [2] of both directions.

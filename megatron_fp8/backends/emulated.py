@@ -21,6 +21,7 @@ Codes and scales have the same bits; products differ by the order of their sums.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,13 +29,13 @@ import torch
 from ..kernels import gemms
 from ..kernels.cast_dispatch import decode
 from ..kernels.cpu import emulation, grouped, skinny_gemm
-from ..kernels.gemms import finish, keeps_float32, matmul_fp32
+from ..kernels.gemms import finish, keeps_float32, matmul_by_row, matmul_fp32
 from ..numerics import nvfp4
 from ..numerics.formats import E5M2
 from ..numerics.rule import BLOCK_1X32, BLOCK_128X128, Direction, Rule
 from ..numerics.subnormals import keeping_subnormals
 from ..recipe import Products, Recipe
-from ..tensor import Operand, QuantizedSide
+from ..tensor import Operand, QuantizedSide, expand_scale
 from . import cpu_cast, fp4
 from .base import RESULTS, CastRequest, Quantized, gemm_in_turn, unfit
 
@@ -82,6 +83,7 @@ def gemm(
     bias: torch.Tensor | None = None,
     fast_accumulation: bool = False,
     exact: bool = False,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """a @ b^T of two quantized sides: acc * (scale_inv_a * scale_inv_b) in float32, + bias, one rounding.
 
@@ -91,6 +93,7 @@ def gemm(
         bias: [N], added in float32 before the rounding.
         fast_accumulation: ignored; sums are float32.
         exact: float64 accumulation: the reference.
+        batch_invariant: a row's bits depend on that row and b alone. NVFP4: a's tensor scale must be static.
 
     Returns:
         [M, N]. NaN codes give NaN in their row or column.
@@ -100,19 +103,80 @@ def gemm(
             or dtype of the result.
     """
     _check(a, b, out_dtype, bias)
+    if batch_invariant:
+        return _by_range(a, b, out_dtype, bias)
     if not exact and out_dtype in RESULTS:
-        addend = None if bias is None else bias.to(torch.float32).contiguous()
-        if _has_few_rows(a, b, out_dtype) and (_is_fp4(a, b) or _foldable(a, b)):
-            done = (fp4.multiply_few_rows if _is_fp4(a, b) else _multiply_few_rows)(a, b, addend, out_dtype)
-            if done is not None:
-                return done
-        operands = _as_c_reads(a, b)
-        if operands is not None:
-            dtype = out_dtype if out_dtype in _IN_C else torch.float32
-            done = emulation.multiply(*operands, dtype, addend)
-            if done is not None:
-                return done.to(out_dtype)
+        done = _in_c(a, b, out_dtype, bias)
+        if done is not None:
+            return done
     return (fp4.gemm if _is_fp4(a, b) else _in_torch)(a, b, out_dtype, bias, exact)
+
+
+def _in_c(
+    a: QuantizedSide,
+    b: QuantizedSide,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    *,
+    any_size: bool = False,
+) -> torch.Tensor | None:
+    """``gemm`` in C; None where C does not take the operands, or, without ``any_size``, where they are small."""
+    addend = None if bias is None else bias.to(torch.float32).contiguous()
+    if _has_few_rows(a, b, out_dtype) and (_is_fp4(a, b) or _foldable(a, b)):
+        done = (fp4.multiply_few_rows if _is_fp4(a, b) else _multiply_few_rows)(a, b, addend, out_dtype)
+        if done is not None:
+            return done
+    operands = _as_c_reads(a, b, any_size=any_size)
+    if operands is None:
+        return None
+    done = emulation.multiply(*operands, out_dtype if out_dtype in _IN_C else torch.float32, addend)
+    return None if done is None else done.to(out_dtype)
+
+
+def _by_range(
+    a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """``gemm`` with ``batch_invariant``. C sums any number of rows in one order. Rows that it does not take,
+    each by its own scales, are summed in float64, one at a time."""
+    y = torch.empty(len(a.codes), len(b.codes), dtype=out_dtype, device=a.codes.device)
+    near = _rows_in_range(a, b)
+    for rows, of_c in ((near, True), (~near, False)):
+        if not bool(rows.any()):
+            continue
+        part = a if bool(rows.all()) else _take_rows(a, rows)
+        done = _in_c(part, b, out_dtype, bias, any_size=True) if of_c else None
+        if done is None and _is_fp4(a, b):
+            done = fp4.gemm(part, b, out_dtype, bias, True, multiply=matmul_by_row)
+        elif done is None:
+            done = finish(matmul_by_row(values64(part), values64(b)), None, bias, out_dtype)
+        if part is a:
+            return done
+        y[rows] = done
+    return y
+
+
+def _rows_in_range(a: QuantizedSide, b: QuantizedSide) -> torch.Tensor:
+    """bool [M]: rows of a whose scales C surely takes with b's, inside ``_foldable``'s limits."""
+    rows = torch.ones(len(a.codes), dtype=torch.bool, device=a.codes.device)
+    if _is_fp4(a, b) or not len(rows):
+        return rows
+    scale, (smallest, largest) = (
+        a.float_scale_inv().reshape(-1, a.scale_inv.shape[-1] if a.scale_inv.ndim else 1),
+        _scale_range(b),
+    )
+    if a.scale_inv.dtype == torch.float8_e8m0fnu and bool((zero := a.scale_inv.view(torch.uint8) == 0).any()):
+        beside = expand_scale(zero, a.granularity, a.shape) & ((a.codes.view(torch.uint8) & 0x7F) != 0)
+        rows, scale = ~beside.any(1), torch.where(zero, 1.0, scale)  # a block of zeros counts for nothing
+    low, high = scale.amin(1).double(), scale.amax(1).double()
+    low, high = torch.minimum(low, low * smallest), torch.maximum(high, high * largest)
+    inside = (min(smallest, 1.0) >= 4 * _SMALLEST_SCALE) and (largest <= _LARGEST_SCALE / 4)
+    return rows & inside & (low >= 4 * _SMALLEST_SCALE) & (high <= _LARGEST_SCALE / 4)
+
+
+def _take_rows(side: QuantizedSide, rows: torch.Tensor) -> QuantizedSide:
+    """Some rows (bool [M]) of a side with scales per row, or of blocks within a row."""
+    assert side.granularity.rows == 1, side.granularity
+    return replace(side, codes=side.codes[rows], scale_inv=side.scale_inv[rows])
 
 
 def _check(
@@ -233,7 +297,9 @@ def grouped_gemm(
     gemm_in_turn(gemm, [a[i] for i in rest], [b[i] for i in rest], [outs[i] for i in rest], add=add)
 
 
-def _as_c_reads(a: QuantizedSide, b: QuantizedSide) -> tuple[emulation.Operand, emulation.Operand] | None:
+def _as_c_reads(
+    a: QuantizedSide, b: QuantizedSide, *, any_size: bool = False
+) -> tuple[emulation.Operand, emulation.Operand] | None:
     """What C multiplies for a [M, K] and b [N, K]; None where it does not take these."""
     if emulation.inner_loop() is None:
         return None
@@ -250,7 +316,7 @@ def _as_c_reads(a: QuantizedSide, b: QuantizedSide) -> tuple[emulation.Operand, 
             )
             for side in (a, b)
         )
-    return (left, right) if emulation.fits(left, right) else None
+    return (left, right) if emulation.fits(left, right, any_size=any_size) else None
 
 
 _IN_C = (torch.bfloat16, torch.float32)

@@ -9,6 +9,7 @@ through torch, to the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -30,7 +31,7 @@ from .base import CastRequest, Quantized, Region
 @keeping_subnormals
 def quantize(request: CastRequest) -> Quantized:
     """``reference.quantize`` of an E2M1 rule. NaN is cast as 0, Inf saturates; both are counted."""
-    x, rule, direction, _, running, reduce_amax, region, _ = request
+    x, rule, direction, static, running, reduce_amax, region, _ = request
     assert region is not None or not rule.stochastic, (
         "stochastic rounding needs a region to draw its bits from"
     )
@@ -48,6 +49,7 @@ def quantize(request: CastRequest) -> Quantized:
     own = amaxes[0].clone()
     if reduce_amax is not None:
         reduce_amax(amaxes)
+    amaxes = amaxes if static is None else static.expand(2)
     rowwise = columnwise = None
     if direction != "columnwise" or symmetric:
         draws = None if region is None else _bytes(region, len(x), x.shape[1], x.device, columnwise=False)
@@ -70,11 +72,13 @@ def quantize(request: CastRequest) -> Quantized:
 
 def _in_c(request: CastRequest) -> Quantized:
     """``quantize`` of a matrix that C takes."""
-    x, rule, direction, _, running, reduce_amax, region, _ = request
+    x, rule, direction, static, running, reduce_amax, region, _ = request
     amaxes = cpu_fp4.find_amaxes(x, rule, direction)
     own = amaxes.tensor[0].clone()
     if reduce_amax is not None:
         reduce_amax(amaxes.tensor)
+    if static is not None:
+        amaxes.tensor.fill_(static)
     draws = None
     if region is not None:
         step = region.total_cols or x.shape[1]
@@ -163,17 +167,20 @@ def gemm(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None,
     exact: bool,
+    *,
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda a, b: a @ b.t(),
 ) -> torch.Tensor:
     """``emulated.gemm`` in torch of sides of which one is NVFP4, or both: sums of codes times block scales, then one
     float32 factor, the bias [N], one rounding.
 
     Args:
         a: [M, K]; b: [N, K].
+        multiply: the product of float64 values, if ``exact``.
     """
     alpha = tensor_factor(a, b)
     if exact:
         values_a, values_b = (_values(side, torch.float64) for side in (a, b))
-        return finish(values_a @ values_b.t(), alpha.to(torch.float64), bias, out_dtype)
+        return finish(multiply(values_a, values_b), alpha.to(torch.float64), bias, out_dtype)
     dtype = _work_dtype(a, b)
     return finish(matmul_fp32(_values(a, dtype), _values(b, dtype)), alpha, bias, out_dtype)
 

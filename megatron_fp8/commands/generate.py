@@ -49,6 +49,7 @@ def _parser() -> CheckpointParser:
     add("--seed", type=int, default=1234, help="of the draws (default %(default)s)")
     add("--activations", choices=["dynamic", "static"], default="dynamic", help="default: dynamic")
     add("--calibration", metavar="DIR", help="of --activations static (default: RUN_DIR/calibration)")
+    add("--batch-invariant", action="store_true", help="numbers that no batch changes; on CPUs, slower")
     return parser
 
 
@@ -102,7 +103,7 @@ def prompt_ids(tokenizer: Any, text: bytes) -> list[int]:
 def _prepare_model(options: argparse.Namespace, restored: Any, launch: Any) -> None:
     """Quantize the weights, and print checkpoint and precision."""
     from ..fp8_utils import quantizes
-    from ..inference import model_bytes, prepare_for_inference
+    from ..inference import make_batch_invariant, model_bytes, prepare_for_inference
     from ..inference.calibration import load_calibration
     from ..train.run_record import run_folder_of
 
@@ -115,6 +116,8 @@ def _prepare_model(options: argparse.Namespace, restored: Any, launch: Any) -> N
             raise ValueError(
                 "--activations static needs FP8, and this is BF16: give --recipe tensorwise or rowwise"
             )
+        if options.batch_invariant:
+            make_batch_invariant(restored.model)
         restored.model.eval()
         say(
             f"precision   {restored.run.model.params_dtype}, model {model_bytes(restored.model):,} bytes",
@@ -127,7 +130,7 @@ def _prepare_model(options: argparse.Namespace, restored: Any, launch: Any) -> N
         calibration = load_calibration(folder)
         if calibration.facts.get("iteration") not in (None, restored.iteration):
             say(f"            calibrated at iteration {calibration.facts['iteration']}", launch)
-    prepare_for_inference(restored.model, calibration=calibration)
+    prepare_for_inference(restored.model, calibration=calibration, batch_invariant=options.batch_invariant)
     for line in str(restored.model.fp8_inference).splitlines():
         say(f"precision   {line}", launch)
 

@@ -1,5 +1,6 @@
 """FP8 inference: weights quantized once, any number of tokens, static or dynamic scales."""
 
+from .batch_invariant import make_batch_invariant
 from .prepare import InferenceReport, PreparedSite, prepare_for_inference
 from .sampling import Sampler
 from .weights import model_bytes, storage_bytes, tensors_of
@@ -8,6 +9,7 @@ __all__ = [
     "InferenceReport",
     "PreparedSite",
     "Sampler",
+    "make_batch_invariant",
     "model_bytes",
     "prepare_for_inference",
     "storage_bytes",

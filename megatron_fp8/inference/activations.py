@@ -5,8 +5,8 @@ tensor, results depend on the rest of the batch. A static scale is a constant. V
 amax saturate.
 
 With per-tensor recipes it replaces the tensor's scale. With per-row scales ('rowwise': weights per channel)
-all rows of activations get the same scale. Blocks of 128 or 32 values scale by their own values and have no
-static scales.
+all rows of activations get the same scale. NVFP4's second scale, the tensor's, may be static; its blocks' scales
+follow from it. Blocks of 128 or 32 values scale by their own values and have no static scales.
 
 A prompt has any number of tokens, and decoding has one. FP8 tensor cores prefer multiples of 16 rows, or 32
 (recipe.py, alignment); sizes that they do not support are padded inside the backend's GEMM. Here whole
@@ -31,13 +31,13 @@ from ..state.arena import Slot
 
 
 class StaticQuantizer(Quantizer):
-    """A quantizer with a constant scale, float32 []: code = x * scale."""
+    """A quantizer with a constant scale, float32 []: code = x * scale. NVFP4: the constant amax of the tensor."""
 
     def __init__(self, rule: Rule, slot: Slot, backend: ModuleType, scale: torch.Tensor):
         super().__init__(rule, slot, backend)
         self.scale = scale
         self.computes = False  # casts that record amaxes take their scale from the arena
-        self._cast = replace(rule, granularity=TENSOR, delayed=False)
+        self._cast = rule if rule.scale == "e4m3" else replace(rule, granularity=TENSOR, delayed=False)
 
     def request(self, job: CastJob) -> CastRequest:
         """The cast with the static scale, rowwise only: a forward pass needs no columnwise codes."""
@@ -47,7 +47,7 @@ class StaticQuantizer(Quantizer):
 
 @dataclass(frozen=True)
 class StaticScale:
-    """The static scale of a linear's input, float32 []. A call installs it in a site, on the site's device."""
+    """The static scale (NVFP4: amax) of a linear's input, float32 []. A call installs it in a site, on its device."""
 
     scale: torch.Tensor
 
@@ -63,11 +63,11 @@ class StaticScale:
 
 def why_not_static(rule: Rule) -> str | None:
     """Why this rule does not support a static activation scale; None if it does."""
-    if rule.granularity in (TENSOR, ROW):
+    if rule.granularity in (TENSOR, ROW) or rule.scale == "e4m3":
         return None
     return (
         f"its activations have a scale for every {rule.granularity} block, made from the block itself:"
-        " choose tensorwise, delayed or rowwise (weights per channel), or dynamic activations"
+        " choose tensorwise, delayed, rowwise (weights per channel) or nvfp4, or dynamic activations"
     )
 
 

@@ -138,7 +138,10 @@ class Calibration:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def scale(self, site: str, rule: Rule) -> torch.Tensor:
-        """float32 [], the static scale of a site's input under a rule: code = x * scale. Raises as ``input_amax``."""
+        """float32 [], the static scale of a site's input under a rule: code = x * scale; of NVFP4 the tensor's amax, from
+        which its scales follow. Raises as ``input_amax``."""
+        if rule.scale == "e4m3":
+            return self.input_amax(site)
         return compute_scale(
             self.input_amax(site), rule.fmt, margin=rule.margin, epsilon=rule.epsilon, pow2=rule.pow2
         )

@@ -24,6 +24,7 @@ from ..linear.gemm_site import GemmSite
 from ..linear.weight_cache import untrained_quantizer
 from ..nn.experts import Fp8ExpertLinear
 from ..nn.frozen_weights import codes_key, save_in_high_precision
+from ..nn.sites import Preparation
 from ..numerics.rule import Rule
 from ..params.fp8_parameter import Fp8Parameter
 from ..params.frozen_parameter import frozen_parameter
@@ -31,6 +32,7 @@ from ..plan.site_plan import bf16_site
 from ..recipe import alignment, recipe_name
 from ..state.precision_schedule import PrecisionSchedule
 from .activations import Padding, StaticQuantizer, StaticScale, why_not_static
+from .batch_invariant import BatchInvariantSite, check_batch_invariant, make_batch_invariant
 from .calibration import Calibration, fp8_modules
 from .weights import model_bytes
 
@@ -101,7 +103,11 @@ class InferenceReport:
 
 @torch.no_grad()
 def prepare_for_inference(
-    model: Model, *, calibration: Calibration | None = None, pad_tokens: int | None = None
+    model: Model,
+    *,
+    calibration: Calibration | None = None,
+    pad_tokens: int | None = None,
+    batch_invariant: bool = False,
 ) -> Model:
     """Quantize the weights of all FP8 linears once, free the high-precision weights, and switch to
     evaluation. In place.
@@ -117,13 +123,16 @@ def prepare_for_inference(
         pad_tokens: pad every FP8 linear's tokens to a multiple of this; None: the recipe's alignment, on
             backends that benefit; 1: no padding. The result is the same. Linears under sequence parallelism
             and stacked experts are never padded.
+        batch_invariant: a row's bits do not depend on the rest of its batch (batch_invariant.py). Per-tensor scales
+            of inputs are replaced by scales per row, unless they are stored. On CPUs only, and slower.
 
     Returns:
         The model; ``model.fp8_inference`` is its InferenceReport.
 
     Raises:
         ValueError: the model has no FP8 linear, the calibration is of another model or lacks a tensor, a
-            recipe does not support static scales, or pad_tokens is less than 1. The model is unchanged then.
+            recipe does not support static scales, pad_tokens is less than 1, or the model cannot be batch invariant
+            here. The model is unchanged then.
     """
     if pad_tokens is not None and pad_tokens < 1:
         raise ValueError(f"pad_tokens={pad_tokens}: give a number of tokens from 1, or None")
@@ -133,6 +142,8 @@ def prepare_for_inference(
     if not active:
         raise ValueError(_nothing_to_prepare(linears))
     static = {} if calibration is None else _static_scales(active, calibration)
+    if batch_invariant:
+        check_batch_invariant(model, active, static=calibration is not None)
     report = InferenceReport(total_before=model_bytes(model))
     for tied in (of for of in quantized if not hasattr(of, "fp8_sites") and of.weight is None):
         _keep_in_high_precision(tied)
@@ -157,12 +168,19 @@ def prepare_for_inference(
                 report.replaced.append(linear.fp8_site.plan.name)
         if counts[key] > 1:
             shared[key] = weight
-        report.sites.append(_prepare(linear, weight, static.get(linear.fp8_site.plan.name), pad_tokens))
+        change: Preparation | None = static.get(linear.fp8_site.plan.name)
+        if batch_invariant:
+            change = BatchInvariantSite(static.get(linear.fp8_site.plan.name))
+        report.sites.append(_prepare(linear, weight, change, pad_tokens))
         if isinstance(linear, Fp8ExpertLinear) and last[linear.around] is linear:
             linear.around.take_apart()
     for module in model.modules():
         if (dispatch := getattr(module, "fp8_dispatch", None)) is not None:
             dispatch.stop("in inference experts pad their tokens, or have static scales")
+    if batch_invariant:
+        for linear in linears:
+            linear.fp8_site.batch_invariant = True
+        make_batch_invariant(model)
     model.requires_grad_(False)
     model.eval()
     report.total_after = model_bytes(model)
@@ -231,7 +249,7 @@ def _static_scales(linears: list[Any], calibration: Calibration) -> dict[str, St
 
 
 def _prepare(
-    linear: Any, weight: Fp8Parameter, static: StaticScale | None, pad_tokens: int | None
+    linear: Any, weight: Fp8Parameter, change: Preparation | None, pad_tokens: int | None
 ) -> PreparedSite:
     site = linear.fp8_site
     before = model_bytes(linear) or linear.weight.nbytes
@@ -240,13 +258,13 @@ def _prepare(
     # Removes the training's precision phases: inference is always FP8.
     if hasattr(linear, "fp8_sites"):  # an nn linear: copies, and other devices, have their own sites
         linear.fp8_group.run_in(PrecisionSchedule())
-        if static is not None:
-            linear.fp8_sites.prepare(static)
+        if change is not None:
+            linear.fp8_sites.prepare(change)
     else:
         site.state.phases = PrecisionSchedule()
         weight.quantized_by(untrained_quantizer(weight.quantizer))
-        if static is not None:
-            static(site)
+        if change is not None:
+            change(site)
     any_size = getattr(site.backend, "takes_any_size", False)
     multiple = pad_tokens or (1 if any_size else alignment(site.plan.recipe))
     # Under sequence parallelism a linear's input and output have different numbers of tokens.

@@ -90,6 +90,29 @@ def matmul_high_precision(
     return finish(matmul_fp32(a, b), None, bias, out_dtype)
 
 
+def matmul_batch_invariant(
+    a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``matmul_high_precision`` on a CPU, in which a row's bits do not depend on the other rows of a."""
+    if a.dtype == b.dtype == torch.bfloat16 and emulation.has_matmul() and a.numel() and b.numel():
+        addend = None if bias is None else bias.to(torch.float32).contiguous()
+        left, right = emulation.Operand(in_memory(a)), emulation.Operand(in_memory(b))
+        in_c = out_dtype if out_dtype == torch.bfloat16 else torch.float32
+        product = emulation.multiply(left, right, in_c, addend)
+        assert product is not None, "without scales there is no range to leave"
+        return product.to(out_dtype)
+    work = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    return finish(matmul_by_row(a.to(work), b.to(work)), None, bias, out_dtype)
+
+
+def matmul_by_row(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [M, K] @ b [N, K]^T, one row at a time, so that torch always multiplies the same shapes."""
+    if not len(a):
+        return a.new_empty(0, len(b))
+    # Each row is copied: libraries may choose by the address's alignment.
+    return torch.cat([row.clone() @ b.t() for row in a.contiguous().split(1)])
+
+
 def finish(
     acc: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:

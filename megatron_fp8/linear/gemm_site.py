@@ -25,7 +25,7 @@ import torch
 
 from ..backends import BACKENDS
 from ..backends.base import RESULTS, Region
-from ..kernels.gemms import add_matmul_fp32, matmul_high_precision
+from ..kernels.gemms import add_matmul_fp32, matmul_batch_invariant, matmul_high_precision
 from ..numerics.cast import RandomKey
 from ..plan.autocast_state import WatchedForwards
 from ..plan.cast_spec import READERS, CastSpec
@@ -64,6 +64,7 @@ class GemmSite:
         heals: whether a healing phase takes the whole site out of FP8.
         healed: the site that acts in a healing phase of parts; None: this one.
         uncast: role -> quantizers with delayed scales that record and do not cast.
+        batch_invariant: in fprop a row's bits do not depend on other rows (inference on CPUs).
     """
 
     @torch.inference_mode(False)  # slots and handle must be writable and savable in training later
@@ -100,6 +101,7 @@ class GemmSite:
         self.heals = True
         self.healed: GemmSite | None = None
         self.uncast: Mapping[str, Sequence[Quantizer]] = {}
+        self.batch_invariant = False
 
     def heal(self, plan: SitePlan) -> None:
         """Sets the site's plan in a healing phase (``healing_plan``)."""
@@ -189,10 +191,12 @@ class GemmSite:
             assert self.backend is not None
             self.state.counter.here.fp8_gemms += 1
             fast = gemm in self.state.fast_gemms
-            y: torch.Tensor = self.backend.gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accumulation=fast)
+            options = {"batch_invariant": True} if self.batch_invariant else {"fast_accumulation": fast}
+            y: torch.Tensor = self.backend.gemm(a, b, out_dtype=out_dtype, bias=bias, **options)
         else:
             self.state.counter.here.hp_gemms += 1
-            y = matmul_high_precision(*in_high_precision(a, b), out_dtype, bias)
+            matmul = matmul_batch_invariant if self.batch_invariant else matmul_high_precision
+            y = matmul(*in_high_precision(a, b), out_dtype, bias)
         if (observer := self.state.observer) is not None:
             observer.product(SeenProduct(self.plan.name, gemm, a, b, y, record))
         return y

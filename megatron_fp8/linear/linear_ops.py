@@ -166,7 +166,7 @@ def _multiply_each(
         if not call.tokens[e]:
             if gemm == "wgrad" and not add:
                 outs[e].zero_()
-        elif in_fp8 and site.backend is not None and not (add and observer):
+        elif in_fp8 and site.backend is not None and not ((add and observer) or site.batch_invariant):
             together.setdefault(site.backend, []).append(e)
         elif add:
             site.accumulate(gemm, a[e], b[e], outs[e], record=record)

@@ -17,7 +17,7 @@ whole tensor, so codes and logits depend on the rest of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -126,19 +126,24 @@ def generate(
     count: int,
     sampler: Sampler,
     *,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
     end: int | Collection[int] | None = None,
 ) -> Iterator[torch.Tensor]:
     """Yields up to ``count`` tokens, int64 [b] each, after a prompt int64 [b, n]. All ranks call it.
 
     Args:
         decoder: its cache holds the tokens before the prompt, if there are any.
-        generator: for sampling, on the CPU; rank 0's samples are broadcast.
+        generator: for sampling, on the CPU; rank 0's samples are broadcast. One for all sequences, or one for each,
+            whose samples then do not depend on the others.
         end: stop ids. Generation stops once every sequence has produced one.
 
     Raises:
-        ValueError: prompt and tokens exceed the decoder's cache.
+        ValueError: prompt and tokens exceed the decoder's cache, or another number of generators.
     """
+    if isinstance(generator, Sequence) and len(generator) != len(prompt):
+        raise ValueError(
+            f"{len(generator)} generators for {len(prompt)} sequences: give one for each, or one for all"
+        )
     room = decoder.max_length - decoder.length
     if prompt.shape[1] + count - 1 > room:
         raise ValueError(
@@ -149,7 +154,7 @@ def generate(
     tokens, ended = prompt, torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     for _ in range(count):
         logits = decoder(tokens)[:, -1]
-        token = sampler(logits.cpu(), generator).to(prompt.device)
+        token = _sample(sampler, logits.cpu(), generator).to(prompt.device)
         if dist.is_initialized() and parallel_state.get_tensor_model_parallel_world_size() > 1:
             group = parallel_state.get_tensor_model_parallel_group()
             dist.broadcast(token, src=dist.get_global_rank(group, 0), group=group)
@@ -158,3 +163,12 @@ def generate(
         if bool(ended.all()):
             return
         tokens = token[:, None]
+
+
+def _sample(
+    sampler: Sampler, logits: torch.Tensor, generator: torch.Generator | Sequence[torch.Generator] | None
+) -> torch.Tensor:
+    """int64 [b] of logits [b, V]."""
+    if not isinstance(generator, Sequence):
+        return sampler(logits, generator)
+    return torch.cat([sampler(row, own) for row, own in zip(logits.split(1), generator, strict=True)])

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from benchmarks.support.compare import assert_same_bytes
-from benchmarks.support.fp8_gpt import RECIPES, fp8_config
+from benchmarks.support.fp8_gpt import FP32, MOE, RECIPES, fp8_config
 from benchmarks.support.gpt import VOCAB, build_chunks
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
-from megatron_fp8.inference import Sampler, model_bytes, prepare_for_inference
+from megatron_fp8.inference import Sampler, make_batch_invariant, model_bytes, prepare_for_inference
 from megatron_fp8.inference.calibration import calibrate, fp8_modules
 from megatron_fp8.mcore.generation import Decoder, generate
 from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
@@ -48,6 +48,49 @@ def ready(recipe: str) -> tuple[Any, torch.Tensor]:
     model.train()
     trained = forward(model, tokens()).detach()
     return prepare_for_inference(model, calibration=calibration), trained
+
+
+def in_batches(recipe: str | None, fields: dict[str, Any]) -> list[bool]:
+    """A rank case: whether sequences have the same logits in batches of 7, 1, 2 and 4, decoded and in whole forwards."""
+    ids = torch.randint(VOCAB, (7, LENGTH), generator=torch.Generator().manual_seed(3))
+    with model_parallel(Layout()):
+        model = build(Layout(), recipe, **fields)
+        if recipe is None:
+            make_batch_invariant(model)
+        else:
+            calibration = calibrate(model, [ids[:2]], lambda ids: forward(model, ids))
+            prepare_for_inference(
+                model, calibration=calibration if recipe == "nvfp4" else None, batch_invariant=True
+            )
+        model.requires_grad_(False)
+        logits = (decode(model, ids, [33, 1, 1, 5]), forward(model, ids))
+        same = []
+        for chosen in ([6], [3], [5, 0], [1, 2, 4, 6]):
+            part = ids[chosen]
+            some_logits = (decode(model, part, [33, 1, 1, 5]), forward(model, part))
+            same += [torch.equal(a, b[chosen]) for a, b in zip(some_logits, logits, strict=True)]
+        prompt, sampler = ids[:, :5], Sampler(vocab_size=VOCAB)
+        seeds = [torch.Generator().manual_seed(i) for i in range(7)]
+        drawn = torch.stack([*generate(Decoder(model, 7, 9), prompt, 4, sampler, generator=seeds)])
+        own = [torch.Generator().manual_seed(5)]
+        alone = torch.stack([*generate(Decoder(model, 1, 9), prompt[5:6], 4, sampler, generator=own)])
+        return [*same, torch.equal(alone[:, 0], drawn[:, 5])]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fields"),
+    [
+        (None, FP32),
+        ("tensorwise", FP32),
+        ("nvfp4", {"llama": False}),
+        ("tensorwise", {**MOE, "moe_grouped_gemm": True}),
+    ],
+    ids=["float32", "tensorwise, float32", "nvfp4, GPT-like", "tensorwise, experts"],
+)
+def test_a_sequence_does_not_depend_on_its_batch(
+    ranks: RankPool, recipe: str | None, fields: dict[str, Any]
+) -> None:
+    assert ranks(1).run(in_batches, recipe, fields)[0] == [True] * 9
 
 
 def decode(model: Any, ids: torch.Tensor, parts: list[int]) -> torch.Tensor:

@@ -25,7 +25,7 @@ from .layout import FP4_BLOCK, FP4_K
 
 def quantize(request: CastRequest) -> Quantized:
     """backends/fp4.py's ``quantize``, by kernels: the same bits, in the native backend's layouts."""
-    x, rule, direction, _, running, reduce_amax, region, for_product = request
+    x, rule, direction, static, running, reduce_amax, region, for_product = request
     from ...kernels import fp4_quantize  # loads Triton
 
     matrix = source_of(x)
@@ -43,6 +43,9 @@ def quantize(request: CastRequest) -> Quantized:
     if reduce_amax is not None:
         own = own.clone() if running is None else own  # the result has this rank's
         reduce_amax(amaxes)
+    if static is not None:
+        own = own.clone()
+        amaxes.copy_(static.expand_as(amaxes))
     draws = None
     if rule.stochastic:
         assert region is not None, "stochastic rounding needs a region to draw its bits from"

@@ -228,10 +228,10 @@ def inner_loop() -> int | None:
     return found[0] if found else None
 
 
-def fits(a: Operand, b: Operand) -> bool:
+def fits(a: Operand, b: Operand, *, any_size: bool = False) -> bool:
     """Whether ``multiply`` takes these operands, given an ``inner_loop``: plain CPU tensors, large enough to pay for
-    packing, with power-of-two scales along k, each for a multiple of 32."""
-    if math.prod(a.shape) + math.prod(b.shape) < MIN_PRODUCT:
+    packing (or ``any_size``), with power-of-two scales along k, each for a multiple of 32."""
+    if not any_size and math.prod(a.shape) + math.prod(b.shape) < MIN_PRODUCT:
         return False
     for of in (a, b):
         if of.values.dtype not in FORMATS or not (readable(of.values) and of.values.numel()):
