@@ -8,9 +8,10 @@
 
 Kernels are compiled first, on all cores. Then, each group in a process of its own: digests, codes, products, no waiting;
 the benchmark's roofline, products and quantization; gradients, CUDA graphs, captured steps, scale updates, masters;
-training and fused layers on Megatron-Core, where it is installed; torch.compile; Transformer Engine, where it is
-installed; compute-sanitizer. A process that dies or hangs costs its check; the next ones have a new process. Results are
-on disk after every check: gpu_check.json, .md to be read, .log with all that the processes wrote.
+attention's kernels by blocks; training and fused layers on Megatron-Core, where it is installed; torch.compile;
+Transformer Engine, where it is installed; compute-sanitizer. A process that dies or hangs costs its check; the next ones
+have a new process. Results are on disk after every check: gpu_check.json, .md to be read, .log with all that the
+processes wrote.
 
 Codes and scales must be the specified ones to the bit; products are held to bounds of their accumulation; training must
 follow the emulated backend's on the same device. Exit code 1 if a check failed or none passed, 2 for bad input, 3 without

@@ -66,6 +66,7 @@ CHECK = (
     of("captured step", "gpu_graph", FIVE, 90, 45),
     Group("update", "benchmarks.gpu_fused", ("update",), 45, 45),
     of("masters", "gpu_fused", ("delayed", "tensorwise", "blockwise"), 60, 30),
+    of("attention", "gpu_attention", ("flash", "cudnn"), 40, 20),
     of("training", "gpu_training", FIVE, 240, 90, megatron=True),
     of("graph training", "gpu_training", ("delayed", "tensorwise", "blockwise"), 90, 45, megatron=True),
     of("fused", "gpu_fused", FIVE, 180, 60, megatron=True),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    gpu_attention,
     gpu_check,
     gpu_checks,
     gpu_child,
@@ -90,11 +91,16 @@ def test_dry_check():
         "codes mxfp8", "gemm mxfp8", "gradients mxfp8", "no waiting mxfp8", "experts mxfp8", "graph mxfp8",
     )  # fmt: skip
     around = ("captured step delayed", "compiled delayed")
-    found = served(gpu_checks, *there).results | served(gpu_graph, *around).results
+    blocks = ("attention flash", "attention cudnn")
+    found = (
+        served(gpu_checks, *there).results
+        | served(gpu_graph, *around).results
+        | served(gpu_attention, *blocks).results
+    )
     graph = found.pop("graph mxfp8")
     assert (graph["verdict"], graph["detail"], graph["final"]) == ("not run", "needs a GPU", True)
     assert {name: result["verdict"] for name, result in found.items()} == dict.fromkeys(
-        (*there[:-1], *around), "PASS"
+        (*there[:-1], *around, *blocks), "PASS"
     )
 
 

@@ -35,7 +35,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...numerics import host_sync
 from ..patches.patching import PatchList
-from .attention_kernels import MEGATRONS, NAMED, check_backend, chosen_backend
+from .attention_kernels import MEGATRONS, NAMED, backend_name, check_backend, chosen_backend
 from .context_parallel import (
     COMM_TYPES,
     ExchangeHeads,
@@ -108,7 +108,7 @@ class CoreAttention(DotProductAttention):
         others = [name for name in self._extra if name not in ("attention_dropout", "window_size")]
         if others:
             raise ValueError(
-                f"{', '.join(others)} cannot be combined with attention_backend={self.config.attention_backend.name!r},"
+                f"{', '.join(others)} cannot be combined with attention_backend={backend_name(self.config)!r},"
                 " whose kernels do not have it: set attention_backend to 'auto' or 'unfused'"
             )
         config = self.config
@@ -278,7 +278,7 @@ def _check_context_parallel(attention: CoreAttention) -> None:
 
 
 def _check_named_parallel(attention: CoreAttention, setting: str) -> None:
-    kind, backend = attention._comm_type, attention.config.attention_backend.name
+    kind, backend = attention._comm_type, backend_name(attention.config)
     if kind == "p2p" and (attention._window is not None or attention._takes_mask):
         raise ValueError(
             f"attention_backend={backend!r} has no masks or windows in a ring ({setting}): set attention_backend to"

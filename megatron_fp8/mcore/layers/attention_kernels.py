@@ -46,12 +46,17 @@ _BACKENDS: dict[str, SDPBackend | None] = {
 _REMEDY = "Set attention_backend to 'auto', or to 'unfused' for Megatron-Core's own math"
 
 
+def backend_name(config: Any) -> str:
+    """Returns config.attention_backend, Megatron-Core's enum or a string, as a string."""
+    return getattr(config.attention_backend, "name", config.attention_backend)
+
+
 def chosen_backend(config: Any) -> SDPBackend | None:
     """Returns config.attention_backend as torch's backend, `MEGATRONS`, or None for torch's choice.
 
     Raises ValueError for another name, and for cuDNN in deterministic runs.
     """
-    name = getattr(config.attention_backend, "name", config.attention_backend)
+    name = backend_name(config)
     if name not in _BACKENDS:
         raise ValueError(f"attention_backend={name!r} must be one of {', '.join(map(repr, _BACKENDS))}")
     deterministic = config.deterministic_mode or torch.are_deterministic_algorithms_enabled()

@@ -227,7 +227,7 @@ class _RingAttention(torch.autograd.Function):
                 dtype = torch.promote_types(part.dtype, torch.float32)
                 out, lse = part.to(dtype, copy=True), part_lse.to(dtype, copy=True)
             else:
-                _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
+                merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
             buffer = buffer if ahead is None else ahead.wait()
         context = out.to(q.dtype).permute(2, 0, 1, 3).contiguous()
         ctx.ring, ctx.kernel = ring, kernel
@@ -267,7 +267,7 @@ class _RingAttention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Adds the results of other keys to out [b, heads, s, dv] and lse [b, heads, s], in place."""
     weight = torch.sigmoid(part_lse - lse).unsqueeze(-1)
     out.lerp_(part.to(out.dtype), weight)

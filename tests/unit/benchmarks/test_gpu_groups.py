@@ -219,7 +219,8 @@ def test_the_plan_has_every_check():
     assert [g.name for g in gpu_plan.CHECK] == [
         "variants", "digests", "codes", "gemm", "added products", "mx scales", "no waiting", "bench roofline",
         "bench gemm", "bench quantise", "gradients", "experts", "grouped product", "graph", "captured step", "update",
-        "masters", "training", "graph training", "fused", "compiled", "te linear", "training te", "sanitiser",
+        "masters", "attention", "training", "graph training", "fused", "compiled", "te linear", "training te",
+        "sanitiser",
     ]  # fmt: skip
     planned: dict[str, set[str]] = {}
     for each in (*gpu_plan.CHECK, *gpu_plan.BENCH):

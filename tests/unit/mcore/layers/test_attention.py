@@ -193,8 +193,9 @@ def named_refusals() -> list[str]:
             ("flash", {"values": 24}),
             ("flash", {"softmax_type": "off-by-one"}),
         ):
-            with pytest.raises(ValueError) as caught:
-                build(CoreAttention, 2, layout, attention_backend=AttnBackend[backend], **fields)
+            for value in (backend, AttnBackend[backend]):
+                with pytest.raises(ValueError) as caught:
+                    build(CoreAttention, 2, layout, attention_backend=value, **fields)
             messages.append(str(caught.value))
         with pytest.raises(ValueError) as caught:
             build(CoreAttention, 2, layout, attention_backend="flsh")
