@@ -280,7 +280,7 @@ def _restore_moves(moves: list[Move], chunks: list[Any]) -> list[str]:
 def _load_numbers(state: dict[str, Any], chunks: list[Any], optimizer: Any) -> None:
     step = int(state["optimizer_step"])
     for group in optimizer.param_groups:
-        if step and group["params"]:
+        if step and group["params"] and "betas" in group:  # Muon counts none
             group["step"] = step
     set_steps(optimizer, step)
     # A scaler that this run does not use is dropped; one that the checkpoint lacks starts with its defaults.

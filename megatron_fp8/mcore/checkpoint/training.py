@@ -27,6 +27,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.tensor_parallel.random import (
     convert_cuda_rng_state,
     get_cuda_rng_tracker,
@@ -38,6 +39,7 @@ from ...fp8_utils import is_float8tensor
 from ...state.collectives import largest
 from .. import environment as compat
 from ..optimizer.cpu_offload import steps_taken
+from ..optimizer.layer_wise import shared_lists
 from ..optimizer.loss_scaler import scalers
 from ..optimizer.optimizer_setup import parts_of
 from ..optimizer.sharded_state import own_weights
@@ -132,6 +134,14 @@ def _create_moments(optimizer: Any) -> None:
 
     Raises ValueError: the optimizer has state that these checkpoints cannot store.
     """
+    if isinstance(optimizer, LayerWiseDistributedOptimizer) and any(
+        found for found, _ in shared_lists(optimizer)
+    ):
+        raise ValueError(
+            "a layer-wise optimizer keeps each weight's master on one data-parallel rank, and checkpoints of megatron_fp8"
+            " take data-parallel ranks for replicas: make Muon with layer_wise_distributed_optimizer=False (Megatron-LM:"
+            " --optimizer muon instead of dist_muon), or save with Megatron-Core's own checkpoints."
+        )
     for each in parts_of(optimizer):
         if each.optimizer is None:
             continue

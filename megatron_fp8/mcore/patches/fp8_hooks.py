@@ -16,7 +16,7 @@ from .. import params, spec
 from ..config import transformer_config
 from ..config.transformer_config import IterationEnd
 from ..layers import activation, attention, cross_entropy, linear, moe_layer
-from ..optimizer import cpu_offload, fp8_params, loss_scaler, optimizer_setup, sharded_state
+from ..optimizer import cpu_offload, fp8_params, layer_wise, loss_scaler, optimizer_setup, sharded_state
 from ..sites import is_model, keeping_weights, prepare, prepared_parts
 from ..te import context as te_context
 from . import megatron_fixes, missing_packages
@@ -65,6 +65,7 @@ def patches() -> list[Patch]:
         *params.patches,
         *cpu_offload.patches,
         *fp8_params.patches,
+        *layer_wise.patches,
         *activation.patches,
         *attention.patches,
         *cross_entropy.patches,
