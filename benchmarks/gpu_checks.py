@@ -155,7 +155,13 @@ def gemms(machine: Machine, name: str) -> str:
             exact, size = product64(a, b)
             turned = replace(b, codes=b.codes.view(torch.uint8).t().contiguous().t().view(b.codes.dtype))
             first, second = (machine.backend.gemm(a, side, out_dtype=torch.float32) for side in (b, turned))
-            same_bytes(second, first, f"{which} {m} x {n} x {k} of codes in the other order")
+            what = f"{which} {m} x {n} x {k} of codes in the other order"
+            if a.granularity.is_tensor:  # where a product reads them so, its sums may be in another order
+                assert float(((second - exact).abs() / size.clamp(min=1e-30)).max()) <= GEMM_BOUND[False], (
+                    what
+                )
+            else:
+                same_bytes(second, first, what)
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 bias = torch.randn(b.codes.shape[0], device=machine.device).to(dtype)
                 for added in (None, bias):

@@ -120,6 +120,8 @@ def torch_refusal(capability: tuple[int, int]) -> Refusal:
                 return "torch has 128-wide blocks on compute capability 9.x only"
             if request.by == "torch" and request.a != request.b:
                 return "its newer product takes E4M3 by E4M3 only"
+        if any(request.turned) and capability[0] != 10:
+            return "transposed codes are multiplied on compute capability 10.x only"
         if request.mode is Mode.MX and capability < (10, 0):
             return "32-wide blocks (MX) begin with compute capability 10.0"
         if request.mode is Mode.FP4 and capability < (10, 0):

@@ -257,6 +257,33 @@ def blocks_as_mx() -> None:
         assert (found - wanted).abs().max() <= 2**-7 * size, what
 
 
+def one_scale_on_blackwell() -> None:
+    """Products read the codes of one order: a linear's casts write no other, and its numbers are another GPU's."""
+    x, w, dy = data(80, 96, 144)
+    found, written = [], []
+    original = native.QuantizedSide.transposed
+
+    def transposed(side):
+        written.append(side.shape)
+        return original(side)
+
+    for turned in (False, True):
+        site = GemmSite(
+            fp8_site("layers.0.linear", 0, RECIPES["tensorwise"], "native", "test"), Fp8State(), None
+        )
+        with (
+            fake_torch(turned=turned) as fake,
+            mock.patch.object(native.QuantizedSide, "transposed", transposed),
+        ):
+            written.clear()
+            outcome = run(site, x, w, dy, None)
+            history = [made["kind"] for made in fake.history[-3:]]
+        assert history == (["tensor", "tensor turned", "tensor turned"] if turned else ["tensor"] * 3)
+        assert len(written) == 3 * turned
+        found.append([outcome.y, outcome.dx, outcome.dw])
+    assert_all_same_bytes(*found)
+
+
 def recorded_straight(name: str) -> None:
     """Two casts in one slot: the largest amax, the sum of counts, the same codes, and scales as the product has them."""
     for role in ("input", "weight"):
@@ -385,6 +412,7 @@ CHECKS = {
     },
     **{f"experts' tokens: {name}": (experts_of_any_number_of_tokens, name) for name in BY_BLOCKS},
     "blocks as mx": (blocks_as_mx,),
+    "one scale on Blackwell": (one_scale_on_blackwell,),
     "gradients rounded stochastically": (gradients_rounded_stochastically,),
     "transposed views": (transposed_views,),
 }

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fp8.backends.native.layout import Refusal
-from tests.support.valueless_tensors import gpu_without_values
+from tests.support.valueless_tensors import gpu_without_values, in_order
 
 _FREE = ("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh", "_reshape_alias", "set_", "is_pinned")
 
@@ -34,7 +34,7 @@ class _Operations(TorchDispatchMode):
 
 
 @contextmanager
-def launches_by_name(refusal: Refusal = lambda request: None) -> Iterator[list[str]]:
+def launches_by_name(refusal: Refusal = in_order) -> Iterator[list[str]]:
     """The names of all launches so far; tensors made inside have no values. ``refusal``: of the GPU's products.
 
     Collectives send nothing: each is a launch, as NCCL's are.

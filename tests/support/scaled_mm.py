@@ -31,6 +31,8 @@ class FakeTorch:
     refuse: dict[str, str] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     wrong: str = ""
+    turned: bool = False
+    """Whether products with one scale take transposed codes, as Blackwell's."""
 
     def scaled_mm(
         self,
@@ -205,9 +207,20 @@ class FakeTorch:
     def _product(self, kind, a, b, first, second, bias, out_dtype, fast, out=None):
         k, n = a.shape[1], b.shape[1]
         assert a.dtype in F8 and b.dtype in F8 and torch.float8_e4m3fn in (a.dtype, b.dtype)
-        assert a.stride() == (k, 1), f"a must be row-major, has strides {a.stride()}"
-        assert b.shape[0] == k and b.stride() == (1, k), f"b must be column-major, has strides {b.stride()}"
-        assert k % 16 == 0 and n % 16 == 0, (k, n)
+        turned = a.stride() != (k, 1), b.stride() != (1, k)
+        if any(turned) and kind.startswith("tensor"):
+            if not self.turned:
+                raise RuntimeError("mat1 must be row-major and mat2 column-major")
+            assert (
+                a.stride() == ((1, len(a)) if turned[0] else (k, 1))
+                and len(a) % (16 if turned[0] else 1) == 0
+            )
+            assert b.stride() == ((n, 1) if turned[1] else (1, k))
+            kind = "tensor turned"
+        else:
+            assert not turned[0], f"a must be row-major, has strides {a.stride()}"
+            assert not turned[1], f"b must be column-major, has strides {b.stride()}"
+        assert b.shape[0] == k and k % 16 == 0 and n % 16 == 0, (k, n)
         product = (a.double() * first) @ (b.t().double() * second).t()
         return self._finish(kind, product, bias, out_dtype, fast, out)
 

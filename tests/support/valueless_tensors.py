@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native import products
-from megatron_fp8.backends.native.layout import Refusal
+from megatron_fp8.backends.native.layout import Refusal, Request
 from megatron_fp8.numerics import host_sync
 from megatron_fp8.state.fp8_state import Fp8State
 
@@ -47,12 +47,17 @@ def _scaled_mm_v2(*args: Any, out: torch.Tensor | None = None) -> torch.Tensor:
     return found if out is None else out
 
 
+def in_order(request: Request) -> str | None:
+    """The refusal of a GPU with all products but those of transposed codes."""
+    return "transposed" if any(request.turned) else None
+
+
 @contextmanager
-def gpu_without_values(refusal: Refusal = lambda request: None) -> Iterator[Launches]:
+def gpu_without_values(refusal: Refusal = in_order) -> Iterator[Launches]:
     """Tensors without values: who asks for one gets DataDependentOutputException. Kernels are launched and do nothing.
 
     The device is the CPU in name (a fake GPU cannot be indexed where there is none), where kernels are said to run.
-    ``refusal``: of its products; none is refused.
+    ``refusal``: of its products.
     """
     from megatron_fp8 import kernels as dispatch
     from megatron_fp8.backends.native import placement

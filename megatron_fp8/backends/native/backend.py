@@ -13,6 +13,7 @@ NVFP4's casts, and what its product needs beside its operands, are in fp4.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ from .probe import (
     device_reason,
     gemms_of,
     lacking,
+    multiplies_turned,
     plan_for,
     refusals,
     requests,
@@ -69,7 +71,10 @@ def supports(device: torch.device, recipe: Recipe | Products | None = None) -> s
     reason = device_reason(device)
     if reason is not None or recipe is None:
         return reason
-    return lacking(recipe, refusals(device, multiply)) or fp4.cast_reason(recipe, device)
+    refusal = refusals(device, multiply)
+    for rule in {rule for pair in gemms_of(recipe).values() for rule in pair if rule.granularity.is_tensor}:
+        multiplies_turned(rule.fmt, refusal)
+    return lacking(recipe, refusal) or fp4.cast_reason(recipe, device)
 
 
 def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
@@ -193,7 +198,8 @@ def quantize(
 
     x is read once for both directions if the rule allows it (delayed, blocks), else twice. A LazyTensor is computed while
     it is read, and not stored: computing it twice moves fewer bytes than writing and reading it. The columnwise side's
-    codes are contiguous [cols, rows], and block scales have the GEMM's layout. The host does not wait: the amax and the
+    codes are contiguous [cols, rows], or for products that read them so (Blackwell's, with one scale) a view of the
+    rowwise codes, half the bytes to write; block scales have the GEMM's layout. The host does not wait: the amax and the
     non-finite count stay on the GPU.
     """
     if kernel_reason(rule) is not None:
@@ -216,6 +222,8 @@ def quantize(
     granularity, pow2 = rule.granularity, rule.pow2
     tiled = for_product and (rule.scale == "e8m0" or runs_as_mx(rule, refusals(x.device, multiply)))
     pad_to = padded_length(granularity) if for_product else 1
+    wanted, is_view = direction, for_product and _serves_both(x.shape, rule, x.device)
+    direction = "rowwise" if is_view else direction
     how: dict[str, Any] = {"margin": rule.margin, "epsilon": rule.epsilon, "pad_to": pad_to}
     if scale is not None:
         sides = casts.quantize_tensor(matrix, rule.fmt, direction, scale=scale, record=record, **how)
@@ -250,8 +258,18 @@ def quantize(
     padding = 0 if column is None else column.codes.shape[1] - x.shape[0]
     rowwise = row and QuantizedSide(*row, granularity, pow2, tiled=tiled)
     columnwise = column and QuantizedSide(*column, granularity, pow2, tiled=tiled, padding=padding)
+    if is_view and wanted != "rowwise":
+        assert rowwise is not None
+        columnwise = rowwise.transposed()
+        rowwise = rowwise if wanted == "both" else None
     amax = record.amax if running is None else running.amax
     return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, record.nonfinite)
+
+
+def _serves_both(shape: Sequence[int], rule: Rule, device: torch.device) -> bool:
+    """Whether products read the codes of a matrix of this shape in both directions."""
+    fits = rule.granularity.is_tensor and shape[0] % 16 == shape[1] % 16 == 0
+    return fits and multiplies_turned(rule.fmt, refusals(device, multiply))
 
 
 def padded_length(granularity: Granularity) -> int:

@@ -3,8 +3,8 @@
 ``torch._scaled_mm`` and its successor ``_scaled_mm_v2``, which names recipes explicitly, multiply codes on tensor cores.
 They require:
 
-    operands   a [M, K] row-major, b [K, N] column-major: the contraction is contiguous in both (before Blackwell there
-               is no other kernel); K and N multiples of 16
+    operands   a [M, K] row-major, b [K, N] column-major: the contraction is contiguous in both (Blackwell alone has
+               other kernels, for one scale each); K and N multiples of 16
     tensor     one float32 each
     row        a [M, 1], b [1, N], float32, contiguous
     block      a [M, K/128], strides [1, M]; b of 1x128 blocks [N, K/128], strides [1, N]; b of 128x128 blocks
@@ -84,6 +84,8 @@ class Operand(NamedTuple):  # a key of the plan cache in each product: a tuple i
     granularity: Granularity
     e8m0: bool
     pow2: bool = False
+    turned: bool = False
+    """Whether the codes lie as [k, rows], and a product may read them so: one scale, all sizes multiples of 16."""
 
     @staticmethod
     def of(side: QuantizedSide) -> Operand:
@@ -91,7 +93,8 @@ class Operand(NamedTuple):  # a key of the plan cache in each product: a tuple i
         e8m0 = side.scale_inv.dtype == torch.float8_e8m0fnu
         rows, k = side.codes.shape
         k *= codes_per_byte_of(side.codes.dtype)
-        return Operand(rows, k, side.codes.dtype, side.granularity, e8m0, side.pow2)
+        turned = side.granularity.is_tensor and rows % 16 == k % 16 == 0 and side.codes.stride() == (1, rows)
+        return Operand(rows, k, side.codes.dtype, side.granularity, e8m0, side.pow2, turned)
 
     @property
     def fits_mx(self) -> bool:
@@ -124,6 +127,8 @@ class Request:
     bias: bool = False
     by: Literal["torch", "torch v1", "kernel"] = "torch"
     """What multiplies: _scaled_mm_v2, _scaled_mm, or, blocks of 128 alone, this package's kernel."""
+    turned: tuple[bool, bool] = (False, False)
+    """Whether the contraction is the outer dimension of a and of b in memory."""
 
     @property
     def triton(self) -> bool:
@@ -133,7 +138,8 @@ class Request:
     def __str__(self) -> str:
         a, b, out = (str(t).removeprefix("torch.") for t in (self.a, self.b, self.out))
         by = {"torch": "", "torch v1": " by _scaled_mm", "kernel": " by kernels/block_matmul.py"}[self.by]
-        return f"{self.mode.value} scales, {a} by {b} -> {out}{' with bias' if self.bias else ''}{by}"
+        turned = ", transposed" if any(self.turned) else ""
+        return f"{self.mode.value} scales, {a} by {b} -> {out}{' with bias' if self.bias else ''}{turned}{by}"
 
 
 @dataclass(frozen=True)
@@ -199,13 +205,15 @@ def choose(
     *,
     fits_mx: bool = False,
     fast: bool = False,
+    turned: tuple[bool, bool] = (False, False),
 ) -> tuple[Request, bool, bool]:
     """(request, post_scale, post_bias) of the cheapest product that rounds once. Raises ValueError if there is none.
 
     The product adds a bias only of its own 16-bit dtype; any other is added to the float32 result. A mode without a
     float32 result (per-row scales in older versions, pytorch#156771) runs per tensor with scales of one; the row scales
     multiply that float32 result, acc * (scale_inv_a * scale_inv_b), in one more pass. So do per-row products without
-    fast accumulation where CUTLASS multiplies rows (``by_cutlass``), which is slow at them. If none of torch's products
+    fast accumulation where CUTLASS multiplies rows (``by_cutlass``), which is slow at them. Codes that lie transposed
+    (``turned``) are multiplied so where a product takes them (Blackwell), else copied. If none of torch's products
     supports block scales, they use the MX product if they fit it (``fits_mx``), as on Blackwell, whose tensor cores have
     no wider blocks; otherwise this package's own kernel.
     """
@@ -228,6 +236,8 @@ def choose(
         options = [*by_tensor, *options] if not fast and by_cutlass(a, b, refusal) else [*options, *by_tensor]
     if blocks:
         options.append((Request(mode, a, b, out, bias is not None, "kernel"), False, False))
+    if mode is Mode.TENSOR and any(turned):
+        options = [(replace(one, turned=turned), False, later) for one, _, later in options] + options
     reasons = []
     for option in options:
         reason = refusal(option[0])
@@ -264,18 +274,19 @@ def plan(
     """
     mode, fits_mx = mode_of(a, b), a.fits_mx and b.fits_mx
     request, post_scale, post_bias = choose(
-        mode, a.dtype, b.dtype, out, bias, refusal, fits_mx=fits_mx, fast=fast
+        mode, a.dtype, b.dtype, out, bias, refusal, fits_mx=fits_mx, fast=fast, turned=(a.turned, b.turned)
     )
     m, n, k = padded_sizes(request, a.rows, b.rows, a.k)
     scale_a, scale_b = scale_arguments(request, m, n, k)
     k //= codes_per_byte_of(a.dtype)
+    turned = request.turned
     return ProductPlan(
         a.rows,
         b.rows,
         a.k,
         request,
-        Argument((m, k), (k, 1), a.dtype),
-        Argument((k, n), (1, k), b.dtype),
+        Argument((m, k), (1, m) if turned[0] else (k, 1), a.dtype),
+        Argument((k, n), (n, 1) if turned[1] else (1, k), b.dtype),
         scale_a,
         scale_b,
         fast and request.mode in (Mode.TENSOR, Mode.ROW),

@@ -21,8 +21,8 @@ from .layout import (
 def arguments(plan: ProductPlan, a: QuantizedSide, b: QuantizedSide) -> tuple[torch.Tensor, ...]:
     """(a, b, scale_a, scale_b) in the plan's layout. Copies only what has another one."""
     return (
-        place_codes(a.codes, *plan.a.shape),
-        place_codes(b.codes, *plan.b.shape[::-1]).t(),
+        a.codes if plan.request.turned[0] else place_codes(a.codes, *plan.a.shape),
+        (b.codes if plan.request.turned[1] else place_codes(b.codes, *plan.b.shape[::-1])).t(),
         place_scale(plan, a, first=True),
         place_scale(plan, b, first=False),
     )

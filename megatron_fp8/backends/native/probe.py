@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 
 import torch
 
 from ... import kernels
 from ...kernels.cast_dispatch import decode
-from ...numerics.formats import E2M1, E4M3
+from ...numerics.formats import E2M1, E4M3, E5M2, FloatFormat
 from ...numerics.rule import (
     BLOCK_1X16,
     BLOCK_1X32,
@@ -92,7 +93,8 @@ def refusals(device: torch.device, run: Run) -> Callable[[Request], str | None]:
 
 @torch.no_grad()
 def _try(request: Request, device: torch.device, run: Run) -> str | None:
-    a, b = sample(request, _M, _N, _K, device)
+    m = _M + 12 * request.turned[0]  # transposed, a multiple of 16
+    a, b = sample(request, m, _N, _K, device)
     bias = (
         torch.linspace(-3, 3, _N, device=device, dtype=torch.float32).to(request.out)
         if request.bias
@@ -105,7 +107,7 @@ def _try(request: Request, device: torch.device, run: Run) -> str | None:
     )
     assert wanted.request == request, "what alone is not refused is planned"
     try:
-        found = run(wanted, a, b, bias)[:_M, :_N].double()
+        found = run(wanted, a, b, bias)[:m, :_N].double()
     except kernels.refusals() as error:
         return str(error).strip().partition("\n")[0]
     values_a, values_b = (_values(side) for side in (a, b))
@@ -136,10 +138,11 @@ def sample(
         )
         return first, second
     sides = []
-    for rows, dtype, granularity in zip(
-        (m, n), (request.a, request.b), _GRANULARITY[request.mode], strict=True
+    for rows, dtype, granularity, turned in zip(
+        (m, n), (request.a, request.b), _GRANULARITY[request.mode], request.turned, strict=True
     ):
         codes = torch.randn(rows, k, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+        codes = codes.view(torch.uint8).t().contiguous().t().view(dtype) if turned else codes
         grid = tuple(
             1 if size == 0 else -(-extent // size)
             for extent, size in ((rows, granularity.rows), (k, granularity.cols))
@@ -214,6 +217,17 @@ def runs_as_mx(rule: Rule, refusal: Refusal) -> bool:
         return False
     other = replace(rule, fmt=E4M3, granularity=BLOCK_1X128)
     return plan_for(rule, other, torch.bfloat16, None, refusal).request.mode is Mode.MX
+
+
+@lru_cache(maxsize=64)
+def multiplies_turned(fmt: FloatFormat, refusal: Refusal) -> bool:
+    """Whether dgrad and wgrad of operands with one scale, one of this format, read codes that lie transposed."""
+    first = (E4M3, E5M2) if fmt == E4M3 else (E5M2,)
+    return all(
+        None in (refusal(request), refusal(replace(request, by="torch v1")))
+        for a, (out, _), turned in product(first, _RESULTS, ((False, True), (True, True)))
+        for request in [Request(Mode.TENSOR, a.dtype, E4M3.dtype, out, turned=turned)]
+    )
 
 
 def requests(recipe: Recipe | Products, refusal: Refusal) -> dict[str, Request]:

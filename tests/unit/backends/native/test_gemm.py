@@ -13,9 +13,9 @@ from megatron_fp8.backends import emulated
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.layout import Mode, Operand, Request, mode_of, plan
 from megatron_fp8.backends.native.placement import arguments, place_codes, swizzle, tiles_of
-from megatron_fp8.backends.native.probe import refusals
+from megatron_fp8.backends.native.probe import multiplies_turned, refusals
 from megatron_fp8.files import terminal
-from megatron_fp8.numerics.formats import E2M1, E4M3
+from megatron_fp8.numerics.formats import E2M1, E4M3, E5M2
 from megatron_fp8.recipe import CustomRecipe, Float8CurrentScaling, Float8RowwiseScaling, Granularity, Rule
 from tests.support.native_casts import as_cast
 from tests.support.products import operands
@@ -24,6 +24,7 @@ from tests.support.sites import NATIVE_RECIPES as RECIPES
 from tests.support.sites import RECIPES as ALL_RECIPES
 from tests.support.sites import randn
 
+CPU = torch.device("cpu")
 SIZES = (1, 2, 7, 15, 16, 17, 31, 33, 64, 100, 127, 128, 129, 199)
 SHAPES = [(m, SIZES[(3 * i + 5) % 14], SIZES[(5 * i + 2) % 14]) for i, m in enumerate(SIZES)]
 KIND = {
@@ -135,6 +136,41 @@ def test_coarser_scales_are_repeated(case):
             exact = emulated.gemm(a, b, out_dtype=torch.float64, exact=True)
             assert_same_bytes(native.gemm(a, b), exact.float(), case)
             assert fake.last["kind"] == kind
+
+
+@pytest.mark.parametrize("turned", [(False, True), (True, False), (True, True)], ids=str)
+def test_codes_that_lie_transposed(turned):
+    """They are multiplied as they lie where a product takes them, else copied; and where 16 does not divide a size."""
+    for m, n, k in ((48, 32, 64), (48, 32, 72), (40, 32, 64)):
+        sides = operands("fprop", RECIPES["tensorwise"], m, n, k)
+        exact = emulated.gemm(*sides, out_dtype=torch.float64, exact=True).float()
+        lie = [
+            replace(s, codes=transpose_in_memory(s.codes)) if t else s
+            for s, t in zip(sides, turned, strict=True)
+        ]
+        for blackwell in (False, True):
+            fits = any(Operand.of(side).turned for side in lie)
+            with fake_torch(turned=blackwell) as fake:
+                assert_same_bytes(native.gemm(*lie), exact, f"{m, n, k}")
+            assert fake.last["kind"] == ("tensor turned" if blackwell and fits else "tensor")
+
+
+def transpose_in_memory(codes):
+    return codes.view(torch.uint8).t().contiguous().t().view(codes.dtype)
+
+
+@pytest.mark.parametrize(
+    "fault", [{"turned": False}, {"turned": True, "wrong": "tensor turned"}, {"turned": True}]
+)
+def test_products_of_transposed_codes_are_tried(fault):
+    """A GPU that refuses them, or computes them wrongly, gets codes in both orders."""
+    with fake_torch(**fault):
+        refusal = refusals(CPU, native.multiply)
+        assert (
+            multiplies_turned(E4M3, refusal)
+            == multiplies_turned(E5M2, refusal)
+            == (fault == {"turned": True})
+        )
 
 
 NO_BLOCKS = {"block": "only sm90", "block 1d": "only sm90"}

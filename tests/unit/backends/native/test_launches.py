@@ -7,12 +7,14 @@ allocation. ``;`` stands between forward and backward.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.layout import Refusal
+from megatron_fp8.kernels import quantize as quantize_module
 from megatron_fp8.kernels.gemms import cpu_multiplies
 from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite, mark_zeros
@@ -26,7 +28,7 @@ from megatron_fp8.study.support_matrix import torch_refusal
 from tests.support.launch_counts import launches_by_name
 from tests.support.sites import NATIVE_RECIPES as RECIPES
 from tests.support.sites import RECIPES as ALL
-from tests.support.valueless_tensors import warm
+from tests.support.valueless_tensors import in_order, warm
 
 MOST = 12
 TENSORWISE, ROWWISE = "find_amaxes cast_tensor", "zeros find_amaxes cast_rows"
@@ -95,7 +97,7 @@ def launched(
     fp8_param: bool = False,
     tp: TensorParallel | None = None,
     bias: torch.dtype | None = None,
-    refusal: Refusal = lambda request: None,
+    refusal: Refusal = in_order,
 ) -> str:
     """The launches of the last microbatch of an iteration whose scales are there."""
     with launches_by_name(refusal) as names:
@@ -209,6 +211,22 @@ def test_blocks_on_blackwell(weights: str) -> None:
         assert found == [FIRST["blockwise"], SECOND["blockwise"]]
     else:
         assert found == [FP8_PARAM["mxfp8"], FP8_PARAM["mxfp8"].replace("maximum add_ ", "")]
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise"])
+def test_one_scale_on_blackwell(name: str) -> None:
+    """Products read codes that lie transposed: casts write one order, and nothing is turned where codes are stored or
+    gathered in one."""
+    refusal = torch_refusal((10, 0))
+    with mock.patch.object(quantize_module, "_Outputs", wraps=quantize_module._Outputs) as made:
+        assert launched(RECIPES[name], refusal=refusal) == FIRST[name]
+        assert {call.args[2] for call in made.call_args_list} == {"rowwise"}
+        assert launched(RECIPES[name]) == FIRST[name]
+        assert "both" in {call.args[2] for call in made.call_args_list}, "elsewhere"
+    stored = launched(RECIPES[name], fp8_param=True, refusal=refusal)
+    assert stored == FP8_PARAM[name].replace("transpose ", "")
+    tp = TensorParallel("row", None, sequence_parallel=True, size=2)
+    assert launched(RECIPES[name], tp=tp, refusal=refusal) == ROW[name].replace("transpose ", "")
 
 
 WHOLE = {"delayed": 16, "tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
