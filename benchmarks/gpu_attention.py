@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from benchmarks.gpu_common import Machine, NotRun, relative_error
 from benchmarks.gpu_kernels import random
@@ -17,12 +17,13 @@ from megatron_fp8.mcore.layers.attention_kernels import (
     CUDNN,
     FLASH,
     MATH,
+    SDPA_KERNELS,
     BlockKernel,
     check_backend,
 )
 from megatron_fp8.mcore.layers.context_parallel import merge
 
-KERNELS = {"flash": (FLASH, SDPBackend.FLASH_ATTENTION), "cudnn": (CUDNN, SDPBackend.CUDNN_ATTENTION)}
+KERNELS = {"flash": (FLASH, "flash"), "cudnn": (CUDNN, "fused")}
 DRY = {"flash": CPU_FLASH, "cudnn": MATH}
 HEADS, GROUPS, SCALE = 8, 2, 0.125
 
@@ -37,7 +38,7 @@ def attention(machine: Machine, name: str) -> str:
     kernel, backend = KERNELS[name]
     length, width = (64, 16) if machine.dry else (2048, 128)
     if machine.dry:
-        kernel, backend = DRY[name], SDPBackend.FLASH_ATTENTION
+        kernel, backend = DRY[name], "flash"
     try:
         check_backend(backend, torch.bfloat16, HEADS, GROUPS, (width, width))
     except ValueError as error:
@@ -50,7 +51,7 @@ def attention(machine: Machine, name: str) -> str:
     want = [out, *MATH.backward(*exact, out, lse, rest, True, None, SCALE)]
 
     lq, lk, lv = (x.detach().requires_grad_() for x in (q, k, v))
-    with sdpa_kernel(backend):
+    with sdpa_kernel(SDPA_KERNELS[backend]):
         whole = F.scaled_dot_product_attention(lq, lk, lv, is_causal=True, scale=SCALE, enable_gqa=True)
     one_call = [whole.detach(), *torch.autograd.grad(whole, (lq, lk, lv), grad)]
     alone = [relative_error(x, y) for x, y in zip(one_call, want, strict=True)]

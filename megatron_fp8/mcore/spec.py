@@ -37,7 +37,7 @@ from ..fp8_utils import quantizes
 from . import environment as compat
 from . import is_installed
 from .layers.attention import CoreAttention
-from .layers.attention_kernels import backend_name
+from .layers.attention_kernels import SDPA_KERNELS, backend_name
 from .layers.grouped_mlp import Fp8GroupedMLP
 from .layers.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
 from .layers.moe_layer import Fp8MoELayer
@@ -247,7 +247,7 @@ def final_norm_of_the_layers(
 def _refuses(theirs: Any, config: Any) -> bool:
     """Whether Megatron-Core's class cannot be built from a config that this package's class accepts."""
     if theirs is DotProductAttention:
-        named = backend_name(config) in ("flash", "fused")
+        named = backend_name(config) in SDPA_KERNELS
         return bool(config.context_parallel_size > 1 or config.multi_latent_attention or named)
     if theirs is GroupedMLP:
         return not grouped_gemm_util.grouped_gemm_is_available()

@@ -35,7 +35,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...numerics import host_sync
 from ..patches.patching import PatchList
-from .attention_kernels import MEGATRONS, NAMED, backend_name, check_backend, chosen_backend
+from .attention_kernels import SDPA_KERNELS, check_backend, chosen_backend
 from .context_parallel import (
     COMM_TYPES,
     ExchangeHeads,
@@ -75,10 +75,11 @@ class CoreAttention(DotProductAttention):
     ):
         local = copy.copy(config)
         local.context_parallel_size = 1  # the parent asserts it; everything it prepares is per rank
-        self._comm_type = cp_comm_type or config.cp_comm_type or "all_gather"
-        if (
-            config.context_parallel_size > 1
-        ):  # a rank's masks are written out: the parent's are of whole sequences
+        # Of a list Megatron-Core passes another layer's: it is refused as a whole.
+        given = config.cp_comm_type if isinstance(config.cp_comm_type, list) else cp_comm_type
+        self._comm_type = given or config.cp_comm_type or "all_gather"
+        # A context-parallel rank's masks are written out: the parent's are of whole sequences.
+        if config.context_parallel_size > 1:
             local.window_size, local.masked_softmax_fusion = None, False
         super().__init__(local, layer_number, attn_mask_type, *args, **kwargs)
         self.config = config
@@ -90,8 +91,8 @@ class CoreAttention(DotProductAttention):
         self._widths = (k_channels or width, v_channels or width)
         self._extra = _options_without_sdpa(self)
         self._backend = chosen_backend(config)
-        self._named = self._backend in NAMED
-        self._megatrons = self._backend == MEGATRONS or bool(self._backend is None and self._extra)
+        self._named = self._backend in SDPA_KERNELS
+        self._megatrons = self._backend == "unfused" or bool(self._backend == "auto" and self._extra)
         self._is_causal = attn_mask_type == AttnMaskType.causal
         self._takes_mask = attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask)
         self.cp_group: dist.ProcessGroup | None = None
@@ -108,14 +109,13 @@ class CoreAttention(DotProductAttention):
         others = [name for name in self._extra if name not in ("attention_dropout", "window_size")]
         if others:
             raise ValueError(
-                f"{', '.join(others)} cannot be combined with attention_backend={backend_name(self.config)!r},"
+                f"{', '.join(others)} cannot be combined with attention_backend={self._backend!r},"
                 " whose kernels do not have it: set attention_backend to 'auto' or 'unfused'"
             )
         config = self.config
         dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else config.params_dtype
         heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
         dropout = self.attention_dropout.p
-        assert self._backend is not None
         check_backend(self._backend, dtype, heads, groups, self._widths, dropout_p=dropout, masked=masked)
 
     def forward(
@@ -278,7 +278,7 @@ def _check_context_parallel(attention: CoreAttention) -> None:
 
 
 def _check_named_parallel(attention: CoreAttention, setting: str) -> None:
-    kind, backend = attention._comm_type, backend_name(attention.config)
+    kind, backend = attention._comm_type, attention._backend
     if kind == "p2p" and (attention._window is not None or attention._takes_mask):
         raise ValueError(
             f"attention_backend={backend!r} has no masks or windows in a ring ({setting}): set attention_backend to"
@@ -321,14 +321,14 @@ def _last_queries_mask(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, backend: SDPBackend | None = None, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str | None = None, **options: Any
 ) -> Tensor:
     """Attention of q [sq, b, heads, d] to k [sk, b, groups, d], v [sk, b, groups, dv]: [sq, b, heads, dv], contiguous.
 
     Grouped queries share their key and value head inside the kernel; nothing is repeated.
     """
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    kernels = [backend] if backend else _NOT_CUDNN if _is_masked_on_gpu(q, options) else None
+    kernels = [SDPA_KERNELS[backend]] if backend else _NOT_CUDNN if _is_masked_on_gpu(q, options) else None
     with sdpa_kernel(kernels) if kernels else nullcontext():
         context = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True, **options)
     return context.permute(2, 0, 1, 3).contiguous()

@@ -32,17 +32,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 MASKED = -10000.0
 """The score of a hidden key, as Megatron-Core's attention_mask_func has it."""
-MEGATRONS = SDPBackend.MATH
-"""Stands for Megatron-Core's own math."""
-NAMED = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
-"""Backends that run all of attention or are refused."""
-_BACKENDS: dict[str, SDPBackend | None] = {
-    "auto": None,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "fused": SDPBackend.CUDNN_ATTENTION,
-    "unfused": MEGATRONS,
-    "local": MEGATRONS,
-}
+SDPA_KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "fused": SDPBackend.CUDNN_ATTENTION}
+"""Backends that run all of attention or are refused. Modules keep the names: torch's values cannot be pickled."""
+_BACKENDS = ("auto", *SDPA_KERNELS, "unfused", "local")
 _REMEDY = "Set attention_backend to 'auto', or to 'unfused' for Megatron-Core's own math"
 
 
@@ -51,8 +43,8 @@ def backend_name(config: Any) -> str:
     return getattr(config.attention_backend, "name", config.attention_backend)
 
 
-def chosen_backend(config: Any) -> SDPBackend | None:
-    """Returns config.attention_backend as torch's backend, `MEGATRONS`, or None for torch's choice.
+def chosen_backend(config: Any) -> str:
+    """Returns config.attention_backend: 'auto', 'flash', 'fused', or 'unfused' for that and 'local'.
 
     Raises ValueError for another name, and for cuDNN in deterministic runs.
     """
@@ -65,11 +57,11 @@ def chosen_backend(config: Any) -> SDPBackend | None:
             "attention_backend='fused' with deterministic algorithms: cuDNN's backward of attention is not"
             f" deterministic. {_REMEDY}, or train without determinism (train.deterministic=false)"
         )
-    return _BACKENDS[name]
+    return "unfused" if name == "local" else name
 
 
 def check_backend(
-    backend: SDPBackend, dtype: torch.dtype, heads: int, groups: int, widths: tuple[int, int], **options: Any
+    backend: str, dtype: torch.dtype, heads: int, groups: int, widths: tuple[int, int], **options: Any
 ) -> None:
     """Runs a small attention forward and backward with `backend`; ValueError with torch's reasons if it cannot.
 
@@ -78,21 +70,20 @@ def check_backend(
         widths: a head's channels of keys and of values.
         options: `dropout_p`, and `masked` for an explicit mask.
     """
-    if torch.cuda.is_available() and backend == SDPBackend.FLASH_ATTENTION:
+    if torch.cuda.is_available() and backend == "flash":
         _activate_flash_package(torch.cuda.get_device_capability()[0])
     reasons = _refusal(backend, dtype, heads, groups, widths, **options)
     if reasons is not None:
-        name = next(key for key, value in _BACKENDS.items() if value == backend)
         device = "this GPU" if torch.cuda.is_available() else "a CPU"
         raise ValueError(
-            f"attention_backend={name!r} cannot run on {device} with {str(dtype).removeprefix('torch.')}, heads of"
+            f"attention_backend={backend!r} cannot run on {device} with {str(dtype).removeprefix('torch.')}, heads of"
             f" {widths[0]} and {widths[1]} channels and {options}: {reasons}. {_REMEDY}"
         )
 
 
 @functools.cache
 def _refusal(
-    backend: SDPBackend,
+    backend: str,
     dtype: torch.dtype,
     heads: int,
     groups: int,
@@ -101,7 +92,7 @@ def _refusal(
     masked: bool = False,
 ) -> str | None:
     """Returns torch's reasons why it has no kernel, None if it has."""
-    if masked and backend == SDPBackend.CUDNN_ATTENTION:
+    if masked and backend == "fused":
         return "with masks its gradients may be NaN (pytorch#196678)"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k, v = (
@@ -109,7 +100,11 @@ def _refusal(
         for count, width in ((heads, widths[0]), (groups, widths[0]), (groups, widths[1]))
     )
     mask = torch.ones(128, 128, dtype=torch.bool, device=device) if masked else None
-    with warnings.catch_warnings(record=True) as caught, torch.enable_grad(), sdpa_kernel(backend):
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        torch.enable_grad(),
+        sdpa_kernel(SDPA_KERNELS[backend]),
+    ):
         warnings.simplefilter("always")
         try:
             F.scaled_dot_product_attention(
@@ -252,19 +247,19 @@ CUDNN = BlockKernel(_cudnn_forward, _cudnn_backward)
 MATH = BlockKernel(_math_forward, _math_backward)
 
 
-def block_kernel(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, masked: bool) -> BlockKernel:
-    """Returns the kernel of a ring's blocks. Only `auto` (None) chooses: flash attention, or math without it.
+def block_kernel(backend: str, q: Tensor, k: Tensor, v: Tensor, masked: bool) -> BlockKernel:
+    """Returns the kernel of a ring's blocks. Only 'auto' chooses: flash attention, or math without it.
 
     Raises ValueError for a mask with a backend that is named.
     """
-    if masked and backend in NAMED:
-        raise ValueError(f"{backend} takes no mask in a ring. {_REMEDY}")
-    if backend == SDPBackend.CUDNN_ATTENTION:
+    if masked and backend in SDPA_KERNELS:
+        raise ValueError(f"attention_backend={backend!r} takes no mask in a ring. {_REMEDY}")
+    if backend == "fused":
         return CUDNN
     flash = FLASH if q.device.type == "cuda" else CPU_FLASH
-    if backend == SDPBackend.FLASH_ATTENTION:
+    if backend == "flash":
         return flash
-    if backend == MEGATRONS or masked or k.shape[-1] != v.shape[-1]:
+    if backend == "unfused" or masked or k.shape[-1] != v.shape[-1]:
         return MATH
     if flash is FLASH and not (
         q.shape[-1] % 8 == 0 and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True))

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 from ...linear.saved_operands import first_derivative_only
 from .attention_kernels import block_kernel
@@ -141,7 +140,7 @@ class Ring(NamedTuple):
     group: dist.ProcessGroup
     scale: float
     causal: bool
-    backend: SDPBackend | None
+    backend: str
 
 
 @torch.compiler.disable

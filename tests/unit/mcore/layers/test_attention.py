@@ -181,6 +181,40 @@ def test_a_named_backend_runs_and_no_other(
         assert mine < 1.5 * baseline + 1e-3 and mine < 2e-2
 
 
+def dropped() -> tuple[list[dict[str, Any]], list[bool]]:
+    """What SDPA is told by a named backend with dropout, training and not, and whether it has the rank's own stream."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.core.transformer.enums import AttnBackend
+
+    from megatron_fp8.mcore.layers import attention
+
+    calls, streams = [], []
+    with model_parallel() as layout, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "check_backend", lambda *args, **options: None)  # CPUs have no such kernel
+        model_stream = torch.get_rng_state()
+
+        def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **options: Any) -> Tensor:
+            calls.append(options)
+            streams.append(torch.equal(torch.get_rng_state(), model_stream))
+            return torch.zeros_like(q)
+
+        patch.setattr(attention, "_sdpa", sdpa)
+        assert get_cuda_rng_tracker().is_initialized()
+        for training, parallel in ((True, False), (False, False), (True, True)):
+            module = build(
+                CoreAttention, 2, layout, attention_dropout=0.25, attention_backend=AttnBackend.flash
+            )
+            module.config.sequence_parallel = parallel
+            module.train(training)(*inputs(8, 2, torch.float32)[:3], None)
+    return calls, streams
+
+
+def test_dropout_of_a_named_kernel_has_the_ranks_own_stream(ranks: RankPool) -> None:
+    calls, streams = ranks(1).run(dropped)[0]
+    assert [call.get("dropout_p") for call in calls] == [0.25, None, 0.25]
+    assert streams == [False, True, True], "as Megatron-Core's math draws it"
+
+
 def named_refusals() -> list[str]:
     """What is said of backends that cannot run here."""
     from megatron.core.transformer.enums import AttnBackend

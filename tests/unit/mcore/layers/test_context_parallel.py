@@ -263,6 +263,11 @@ def refusals() -> list[str]:
             with pytest.raises(ValueError) as caught:
                 build(CoreAttention, layout=layout, **fields)
             said.append(str(caught.value))
+        config = gpt_config(layout, cp_comm_type=["p2p", "p2p"])
+        with pytest.raises(
+            ValueError, match="for all layers"
+        ):  # not an IndexError of Megatron-Core's last layer
+            train(config, steps=1)
         q, k, v, _ = inputs(8, 2, torch.float32)
         module = build(CoreAttention, 2, layout, "arbitrary", cp_comm_type="p2p")
         with pytest.raises(ValueError, match="even number; got 7 and 7"):
@@ -276,7 +281,7 @@ def refusals() -> list[str]:
         named = build(
             CoreAttention, 2, layout, False, cp_comm_type="p2p", attention_backend=AttnBackend.flash
         )
-        with pytest.raises(ValueError, match="FLASH_ATTENTION takes no mask in a ring"):
+        with pytest.raises(ValueError, match="'flash' takes no mask in a ring"):
             named(q, k, v, torch.zeros(1, 1, 8, 16, dtype=torch.bool))
     return said
 
