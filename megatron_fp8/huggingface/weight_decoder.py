@@ -227,7 +227,12 @@ def decode_fp4(name: str, codes: torch.Tensor, scale: torch.Tensor, factor: torc
 
 
 def decode(name: str, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """code * scale in float32 [N, K].
+    """code * scale in float32 [N, K], of the tensors that ``fp8_side`` takes."""
+    return fp8_side(name, codes, scale).dequantize(torch.float32)
+
+
+def fp8_side(name: str, codes: torch.Tensor, scale: torch.Tensor) -> QuantizedSide:
+    """An FP8 weight [N, K] as GEMMs take it.
 
     Args:
         codes: float8_e4m3fn [N, K].
@@ -239,8 +244,7 @@ def decode(name: str, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     if scale.dtype == torch.uint8 and list(scale.shape) == [rows, -(-cols // BLOCK_1X32.cols)]:
         if bool((scale == 255).any()):
             raise ValueError(f"{name} is damaged: a scale of it is 255, which is NaN in E8M0.")
-        side = QuantizedSide(codes, scale.view(torch.float8_e8m0fnu), BLOCK_1X32, pow2=True)
-        return side.dequantize(torch.float32)
+        return QuantizedSide(codes, scale.view(torch.float8_e8m0fnu), BLOCK_1X32, pow2=True)
     check_scale(name, scale)
     granularity: Granularity
     if scale.numel() == 1:
@@ -254,4 +258,4 @@ def decode(name: str, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
             f"{name} is {list(codes.shape)} with scales {list(scale.shape)}: one, one per row, or one per 128x128 block "
             "can be imported."
         )
-    return QuantizedSide(codes, scale.float(), granularity, pow2=False).dequantize(torch.float32)
+    return QuantizedSide(codes, scale.float(), granularity, pow2=False)
