@@ -27,6 +27,7 @@ import os
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -287,6 +288,8 @@ class Run:
         tokens, old = self.engine.answer(prompts.repeat_interleave(self.options.group, 0))
         answers = tokens[:, DIGITS + 1 :].unflatten(0, (-1, self.options.group))
         rewards = (answers == right[:, None]).all(-1).float()  # [prompts, group]
+        with torch.no_grad():
+            in_training = self.policy.log_probs(torch.cat([prompts, right], 1)).sum(1).exp()  # [prompts]
         log_probs = self.policy.log_probs(tokens)
         self.policy.step(grpo_loss(log_probs, old, advantages(rewards).flatten()))
         self.engine.load(self.policy.model)
@@ -296,6 +299,7 @@ class Run:
             "run": self.name,
             "step": self.steps,
             "reward": float(rewards.mean()),
+            "in_training": float(in_training.mean()),  # the reward to expect if training's policy answered
             "k3": float((difference.expm1() - difference).mean()),  # of KL(engine || training), a token
             "difference": float(difference.square().mean().sqrt()),  # of log-probabilities, root mean square
             "clipped": float(difference.expm1().abs().gt(CLIP).float().mean()),
@@ -395,7 +399,7 @@ def train(run: Run, steps: int, file: Any) -> list[dict[str, Any]]:
             file.flush()
             bar.advance(task)
             if step in (1, steps) or step % 10 == 0:
-                words = f"{run.name:<17} step {step:>4}  reward {record['reward']:.3f}  k3 {record['k3']:.1e}"
+                words = f"{run.name:<21} step {step:>4}  reward {record['reward']:.3f}  k3 {record['k3']:.1e}"
                 console.out(words, highlight=False)
     return records
 
@@ -404,18 +408,16 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
     """Rewards at both ends, and how far engine and training are apart, as a table of Markdown."""
     few = min(20, *map(len, runs.values()))
     lines = [
-        f"| run | reward, first and last {few} steps | k3: median, largest | difference | beyond the clip |",
-        "|---|---|---|---|---|",
+        f"| run | reward, first {few} steps | last {few} | last {few}, in training | k3: median, largest | difference |"
+        " beyond the clip |",
+        "|---|---|---|---|---|---|---|",
     ]
     for run, records in runs.items():
-        first, last = (sum(r["reward"] for r in part) / few for part in (records[:few], records[-few:]))
-        k3 = sorted(r["k3"] for r in records)
-        difference, clipped = (
-            sum(r[name] for r in records) / len(records) for name in ("difference", "clipped")
-        )
+        values = {name: [record[name] for record in records] for name in records[0]}
+        rewards, in_training, k3 = values["reward"], values["in_training"], values["k3"]
         lines.append(
-            f"| `{run}` | {first:.3f} -> {last:.3f} | {k3[len(k3) // 2]:.1e}, {k3[-1]:.1e} | {difference:.4f} |"
-            f" {clipped:.2%} |"
+            f"| `{run}` | {mean(rewards[:few]):.3f} | {mean(rewards[-few:]):.3f} | {mean(in_training[-few:]):.3f} |"
+            f" {median(k3):.1e}, {max(k3):.1e} | {mean(values['difference']):.4f} | {mean(values['clipped']):.2%} |"
         )
     return "\n".join(lines)
 
@@ -428,7 +430,7 @@ def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
     reward, k3 = figure.subplots(1, 2)
     for index, (run, records) in enumerate(runs.items()):
         steps, rewards = [r["step"] for r in records], [r["reward"] for r in records]
-        means = [sum(part := rewards[max(0, i - 9) : i + 1]) / len(part) for i in range(len(rewards))]
+        means = [mean(rewards[max(0, i - 9) : i + 1]) for i in range(len(rewards))]
         reward.plot(steps, rewards, color=COLOURS[index % len(COLOURS)], alpha=0.25, lw=0.8)
         reward.plot(steps, means, color=COLOURS[index % len(COLOURS)], label=run)
         k3.plot(steps, [r["k3"] for r in records], color=COLOURS[index % len(COLOURS)], label=run)

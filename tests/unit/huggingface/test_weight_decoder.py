@@ -9,9 +9,16 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_fp8 import quantize
+from megatron_fp8.backends.emulated import gemm
 from megatron_fp8.huggingface.directory import Tensors
 from megatron_fp8.huggingface.formats import FORMATS, encode
-from megatron_fp8.huggingface.weight_decoder import check_readable, fp4_weights, read_weight, scale_name
+from megatron_fp8.huggingface.weight_decoder import (
+    check_readable,
+    fp4_weights,
+    fp8_side,
+    read_weight,
+    scale_name,
+)
 from megatron_fp8.recipe import MXFP8BlockScaling, NVFP4BlockScaling
 from tests.support.hf_small import gemm_parts
 
@@ -58,6 +65,17 @@ def test_nvfp4_parts_hold_the_values_of_the_fused_matrix(name, tmp_path):
         rows = scale.view(torch.uint8).unflatten(0, (-1, 16))
         assert torch.equal(rows, rows[:, :1].expand_as(rows))  # 16x16 blocks
         assert opened.shape(key) == list(expected.shape) and torch.equal(read_weight(key, opened), expected)
+
+
+@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-channel", "fp8-block", "mxfp8"])
+def test_an_engine_multiplies_stored_codes_as_training_does(name):
+    """The product of a decoded side has the bytes of the product of training's own."""
+    form, weight, x = FORMATS[name], torch.randn(128, 256).bfloat16(), torch.randn(5, 256).bfloat16()
+    written = encode({"a.weight": weight}, form, form.recipe)
+    inputs, own = quantize(x, form.recipe, "input").rowwise, quantize(weight, form.recipe, "weight").rowwise
+    decoded = fp8_side("a.weight", written["a.weight"], written[f"a.{form.scale}"])
+    products = [gemm(inputs, side, out_dtype=torch.bfloat16) for side in (decoded, own)]
+    assert torch.equal(*products) and products[0].norm() > 100
 
 
 def test_compressed_tensors_packs_the_same_bytes():
