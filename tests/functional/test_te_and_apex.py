@@ -81,6 +81,32 @@ def test_real_classes(wheels, version, tests):
     assert process.returncode == 0, out[-6000:] + error[-2000:]
 
 
+def test_train_on_two_ranks(wheels, tmp_path):
+    """Tensor and sequence parallel, through the command: the emulated backend's losses, and a checkpoint at the end."""
+    config = ["--config=examples/configs/tiny_gpt_cpu.yaml", "--model.first_last_layers_bf16=false"]
+    processes = [
+        started(
+            *["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.support.te.app", "train"],
+            *config, "--model.tensor_model_parallel_size=2", "--model.sequence_parallel=true",
+            "--train.train_iters=2", f"--model.fp8_backend={backend}", f"--run_dir={tmp_path / backend}",
+            TRANSFORMER_ENGINE=str(wheels[NEWEST]),
+        )
+        for backend in ("transformer_engine", "emulated")
+    ]  # fmt: skip
+    for process in processes:
+        out, error = process.communicate(timeout=300)
+        assert process.returncode == 0, out[-3000:] + error[-3000:]
+    wanted, found = (
+        [
+            {name: row[name] for name in ("lm_loss", "grad_norm", "fp8_gemms", "hp_gemms")}
+            for row in map(json.loads, (tmp_path / backend / "metrics.jsonl").read_text().splitlines())
+        ]
+        for backend in ("emulated", "transformer_engine")
+    )
+    assert found == wanted and len(found) == 2
+    assert (tmp_path / "transformer_engine" / "checkpoints" / "iter_0000002").is_dir()
+
+
 def test_recipe_reaches_the_layers_casts(seen):
     """Products are cast as the quantizers say: losses are the emulated backend's bits only if every setting arrived."""
     losses = set()

@@ -14,7 +14,8 @@ import torch
 
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.gemm_site import GemmSite
-from megatron_fp8.numerics.formats import E2M1, E4M3, E5M2
+from megatron_fp8.linear.tensor_parallel import ALONE, TensorParallel
+from megatron_fp8.numerics.formats import E2M1, E4M3, E5M2, ROLES
 from megatron_fp8.numerics.rule import (
     BLOCK_1X16,
     BLOCK_1X32,
@@ -58,14 +59,27 @@ def rule_of(quantizer: Any, *, columnwise: bool = False) -> Rule | None:
 
 
 def _product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, quantizers: Mapping[str, Any] | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    quantizers: Mapping[str, Any] | None,
+    tp: TensorParallel,
 ) -> torch.Tensor:
-    if quantizers is None:
-        return torch.nn.functional.linear(x, weight, bias)
-    rules = {role: quantizer and rule_of(quantizer) for role, quantizer in quantizers.items()}
+    rules: dict[str, Any] = dict.fromkeys(ROLES)
+    if quantizers is not None:
+        rules = {role: quantizer and rule_of(quantizer) for role, quantizer in quantizers.items()}
     plan = fp8_site("engine", None, CustomRecipe(rules.__getitem__), "emulated", "as its quantizers say")
-    multiplied.append(GemmSite(plan, Fp8State(torch.device("cpu")), None))
-    return fp8_linear(x, weight, bias, multiplied[-1], fresh_weight=True)
+    site = GemmSite(plan, Fp8State(torch.device("cpu")), None)
+    multiplied.extend([site] if quantizers is not None else [])
+    return fp8_linear(x, weight, bias, site, tp, fresh_weight=True)
+
+
+def _communication(mode: str | None, group: Any, sequence_parallel: bool) -> TensorParallel:
+    """What a layer of Transformer Engine sends around its products."""
+    if mode is None or group is None:
+        return ALONE
+    assert sequence_parallel or group.size() == 1, "the sums over ranks are Megatron-Core's reduce-scatters"
+    return TensorParallel.of(mode, group, sequence_parallel=sequence_parallel)  # type: ignore[arg-type]
 
 
 class _Linear:
@@ -74,7 +88,8 @@ class _Linear:
     @staticmethod
     def apply(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, args: Any) -> Any:
         quantizers = {role: getattr(args, f"{role}_quantizer") for role in ("input", "weight", "grad_output")}
-        return _product(x, weight, bias, quantizers if args.fp8 else None), None
+        tp = _communication(args.parallel_mode, args.tp_group, args.sequence_parallel)
+        return _product(x, weight, bias, quantizers if args.fp8 else None, tp), None
 
     @classmethod
     def forward(cls, ctx: None, *args: Any) -> Any:
@@ -90,8 +105,9 @@ class _LayerNormLinear:
         quantizers = dict(
             zip(("input", "weight", "grad_output"), (others[3], others[4], others[8]), strict=True)
         )
+        tp = _communication(others[15], others[10], others[12])
         normed = norm(x, gamma, beta, eps)
-        return _product(normed, weight, bias, quantizers if fp8 else None), None, None
+        return _product(normed, weight, bias, quantizers if fp8 else None, tp), None, None
 
     @classmethod
     def forward(cls, ctx: None, *args: Any) -> Any:
