@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 SUPPORTED, SUPPORTED_BRIDGE = "0.16", "0.3"
+"""The series of Megatron-Core and Megatron-Bridge; no other module compares their versions. For another series:
+``python -m benchmarks.megatron_sources CHECKOUT``."""
 HOW_TO_GET = (
     f"pip install megatron-core=={SUPPORTED}.1, which has wheels for Linux and Python 3.10 to 3.13;"
     " convert_to_fp8 and all of megatron_fp8.nn work without it, on every platform"
@@ -33,10 +35,15 @@ def installed_megatron() -> str:
     return f"megatron-core {package.__version__} in {Path(str(package.__file__)).parent}"
 
 
+def is_supported(version: str) -> bool:
+    """Whether a version of Megatron-Core is of the supported series."""
+    return version.startswith(f"{SUPPORTED}.")
+
+
 def require_megatron() -> None:
     """Raises RuntimeError unless Python imports a Megatron-Core of the supported series."""
     found = installed_megatron()
-    if not found.startswith(f"megatron-core {SUPPORTED}."):
+    if not is_supported(found.removeprefix("megatron-core ")):
         raise RuntimeError(
             f"this part of megatron_fp8 needs megatron-core {SUPPORTED}.x, found: {found}. To get it: {HOW_TO_GET}."
             " Another copy on PYTHONPATH or in the working directory is imported first"

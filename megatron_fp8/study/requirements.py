@@ -25,7 +25,7 @@ from ..estimate.config_reader import given_keys
 from ..estimate.model import recipes_by_name
 from ..kernels.gemms import cpu_multiplies
 from ..mcore.config.rules import check, one_of
-from ..mcore.environment import HOW_TO_GET, SUPPORTED, has_te
+from ..mcore.environment import HOW_TO_GET, SUPPORTED, has_te, is_supported
 from ..plan.settings import DEFAULT_RECIPE
 from ..recipe import RECIPES, Recipe, check_recipe_name
 from ..state.collectives import own_device
@@ -256,7 +256,7 @@ def missing(options: list[str]) -> list[Need]:
 
 def _megatron() -> Iterator[Need]:
     found = megatron()
-    if found is None or not found.startswith(f"{SUPPORTED}."):
+    if found is None or not is_supported(found):
         reason = "it is not installed" if found is None else f"{found} is what Python imports here"
         yield Need(f"megatron-core {SUPPORTED}", reason, HOW_TO_GET)
 

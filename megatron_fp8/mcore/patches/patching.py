@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..environment import installed_megatron
+from ..environment import HOW_TO_GET, installed_megatron
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _ABSENT = object()  # the owner inherits the attribute, or has none: reverting deletes the replacement
@@ -171,7 +171,7 @@ def resolve(patches: Iterable[Patch]) -> list[Any]:
             raise RuntimeError(
                 f"cannot patch {patch}: no such name in the installed packages ({installed_megatron()}). "
                 f"It is needed because: {patch.why}. "
-                "megatron_fp8 supports megatron-core 0.16.x: pip install megatron-core==0.16.1"
+                f"To get the supported release: {HOW_TO_GET}"
             )
     return [owners[patch.target] for patch in patches]
 
