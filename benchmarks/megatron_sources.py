@@ -156,9 +156,8 @@ def main(arguments: list[str] | None = None) -> int:
         }
         command = "python -m benchmarks.megatron_sources CHECKOUT --write"
         title = f"Patches of Megatron-Core {installed.version} in the sources of {other.version}"
-        write_results(
-            "megatron_sources", title, command, record, body, [asdict(finding) for finding in found]
-        )
+        changed = [asdict(finding) for finding in found if finding.state != "same"]
+        write_results("megatron_sources", title, command, record, body, changed)
     return int(any(finding.state != "same" for finding in found))
 
 
