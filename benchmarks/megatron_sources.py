@@ -77,8 +77,8 @@ def overridden_names(imports: Iterable[tuple[Path, str, str]]) -> Iterator[str]:
                 continue
             for base in node.bases:
                 first, _, rest = ast.unparse(base).partition(".")
-                if (path := known.get(first)) is not None:
-                    path = f"{path}.{rest}" if rest else path
+                if first in known:
+                    path = f"{known[first]}.{rest}" if rest else known[first]
                     yield from (f"{path}.{m.name}" for m in node.body if isinstance(m, ast.FunctionDef))
 
 
