@@ -169,7 +169,8 @@ def lines(found: Parity, left: list[Difference]) -> list[str]:
         groups.setdefault((each.kind, each.training, each.engine), []).append(each.name)
     for (kind, training, engine), names in groups.items():
         more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-        text.append(f"{kind}: training {training}, engine {engine}: {', '.join(names[:_SHOWN])}{more}")
+        where = "" if names == ["*"] else f": {', '.join(names[:_SHOWN])}{more}"
+        text.append(f"{kind}: training {training}, engine {engine}{where}")
     accepted = len(found.differences) - len(left)
     text += [f"note: {note}" for note in found.notes]
     summary = f"{len(left):,} difference(s)" if left else "no difference"
@@ -195,14 +196,12 @@ def number_lines(numbers: Numbers) -> list[str]:
         ]
         for part in (*numbers.parts, numbers.whole)
     ]
-    header = ["cause", "KL", "share", "k3", "|log p difference|", "log p difference"]
+    header = ["cause", "KL", "share", "k3", "|dlogp|", "dlogp"]
     text = [
-        f"log-probabilities of {numbers.tokens:,} tokens, the engine's against training's: means, in nats, by cause"
+        f"log-probabilities of {numbers.tokens:,} tokens, the engine's less training's (dlogp): means, in nats"
     ]
     text += table(header, rows).splitlines()
-    text.append(
-        f"largest |log p difference| {numbers.largest:.3g}, mean exp|log p difference| {numbers.ratio:.6f}"
-    )
+    text.append(f"largest |dlogp| {numbers.largest:.3g}, mean exp|dlogp| {numbers.ratio:.6f}")
     if numbers.choices:
         text.append(
             f"router flips: other experts for {numbers.flips:,} of {numbers.choices:,} (token, layer)"

@@ -277,7 +277,8 @@ def add_numbers(
     kv_cache_dtype: str,
     progress: Progress,
 ) -> None:
-    """Computes both sides and adds the numbers to a comparison; a directory that cannot be computed is a difference.
+    """Computes both sides and adds the numbers to a comparison; a directory that cannot be computed is a difference
+    that nothing accepts.
 
     Args:
         source, restored: the checkpoint, and its model on one rank. The model is used up.
@@ -287,4 +288,4 @@ def add_numbers(
         engine = read_engine_model(source, directory, found.engine, restored.vocab_size, kv_cache_dtype)
         found.add_numbers(compare_numbers(restored, engine, rows, progress), max_kl)
     except OtherModel as error:
-        found.differences.append(Difference("numbers", "*", "computed", f"cannot be computed: {error}"))
+        found.differences.append(Difference("no numbers", "*", "is computed", f"is not: {error}"))

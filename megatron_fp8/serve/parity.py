@@ -115,14 +115,17 @@ class Parity:
     numbers: Numbers | None = None
 
     def add_numbers(self, numbers: Numbers, max_kl: float) -> None:
-        """Sets the numbers. They are a difference if KL or k3 is above ``max_kl``, or anything is not finite."""
+        """Sets the numbers. KL or k3 above ``max_kl`` is a difference; so is NaN or Inf, which nothing accepts."""
         self.numbers, whole = numbers, numbers.whole
         for cause, count in numbers.not_finite.items():
-            self.differences.append(Difference("numbers", cause, "finite", f"NaN or Inf at {count:,} tokens"))
+            self.differences.append(Difference("NaN or Inf", cause, "none", f"{count:,} tokens"))
         if not (whole.kl <= max_kl and whole.k3 <= max_kl):
             largest = max(numbers.parts, key=lambda part: max(map(_nan_as_inf, (part.kl, part.k3))))
-            engine = f"KL {whole.kl:.2g}, k3 {whole.k3:.2g}, mostly"
-            self.differences.append(Difference("numbers", largest.cause, f"at most {max_kl:g}", engine))
+            asked, found = (
+                f"asks for at most {max_kl:g}",
+                f"has KL {whole.kl:.2g} and k3 {whole.k3:.2g}, most by",
+            )
+            self.differences.append(Difference("numbers", largest.cause, asked, found))
 
     def remaining(self, accepted: Iterable[str]) -> list[Difference]:
         """Differences that no KIND or KIND:GLOB of names accepts. Raises ValueError for an unknown kind."""

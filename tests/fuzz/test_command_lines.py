@@ -50,7 +50,10 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "--max-position-embeddings": N, "--max-shard-size": ("5GB", "1KB", "0", "x", "1", "-1GB", "9" * 30),
     },
     "import": {"--tokenizer": A},
-    "parity": {"--engine": ("vllm", "sglang", "transformers", "x"), "--accept": (*W, "inputs", "x:*"), "--json": F},
+    "parity": {
+        "--engine": ("vllm", "sglang", "transformers", "x"), "--accept": (*W, "inputs", "x:*"), "--json": F,
+        "--kv-cache-dtype": ("fp8", "auto", "x"), "--numbers": (), "--data": A, "--tokens": N, "--max-kl": N,
+    },
     "tokenizer": {"--vocab-size": ("257", "1", "x", ""), "--out": F},
     "formats": {"--table": ("values", "formats", "x", ""), "--csv": F},
     "bench": {
