@@ -55,6 +55,7 @@ in one process, which needs the model, 4 bytes for each of its values, and 8 for
 Exit codes: 0 no difference beside accepted ones; 1 a difference; 2 bad input.
 """
 _SHOWN = 3  # names of a kind of difference
+_MOST_LINES = 8  # of a kind
 _MAX_KL = 1e-3
 
 
@@ -167,10 +168,14 @@ def lines(found: Parity, left: list[Difference]) -> list[str]:
     groups: dict[tuple[str, str, str], list[str]] = {}
     for each in left:
         groups.setdefault((each.kind, each.training, each.engine), []).append(each.name)
-    for (kind, training, engine), names in groups.items():
-        more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-        where = "" if names == ["*"] else f": {', '.join(names[:_SHOWN])}{more}"
-        text.append(f"{kind}: training {training}, engine {engine}{where}")
+    for kind in dict.fromkeys(each.kind for each in left):
+        of_kind = [(key, names) for key, names in groups.items() if key[0] == kind]
+        for (_, training, engine), names in of_kind[:_MOST_LINES]:
+            more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+            where = "" if names == ["*"] else f": {', '.join(names[:_SHOWN])}{more}"
+            text.append(f"{kind}: training {training}, engine {engine}{where}")
+        if len(of_kind) > _MOST_LINES:
+            text.append(f"{kind}: {len(of_kind) - _MOST_LINES:,} more such lines; --json=FILE has all")
     accepted = len(found.differences) - len(left)
     text += [f"note: {note}" for note in found.notes]
     summary = f"{len(left):,} difference(s)" if left else "no difference"

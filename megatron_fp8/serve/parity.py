@@ -173,7 +173,7 @@ def compare_static(
     with Tensors(directory) as tensors:
         plan = _plan(source, config, form, tensors)
         _compare_gemms(result, plan, source, record["sites"], quantization)
-        _compare_weights(result, plan, tensors, progress)
+        _compare_weights(result, plan, tensors, source.label, progress)
     if (cached := kv_cache_format(quantization, kv_cache_dtype)) is not None:
         result.differences.append(Difference("cache", "keys and values", "high precision", cached.name))
     _compare_config(result, source, config, plan)
@@ -273,8 +273,10 @@ def _compare_gemm(
 # -------------------------------------------------------------------------------------------------------------- weights
 
 
-def _compare_weights(result: Parity, plan: WeightPlan, tensors: Tensors, progress: Progress) -> None:
-    left = set(tensors.names())
+def _compare_weights(
+    result: Parity, plan: WeightPlan, tensors: Tensors, label: str, progress: Progress
+) -> None:
+    left, differ = set(tensors.names()), 0
     for name, expected in plan.tensors(progress):
         if name not in left:
             result.differences.append(Difference("weights", name, "exported", "missing"))
@@ -282,7 +284,10 @@ def _compare_weights(result: Parity, plan: WeightPlan, tensors: Tensors, progres
         left.discard(name)
         result.tensors, result.values = result.tensors + 1, result.values + expected.numel()
         if text := first_difference(expected, tensors[name]):
+            differ += 1
             result.differences.append(Difference("weights", name, *text))
+    if 2 * differ > result.tensors:
+        result.notes.append(f"{differ:,} of {result.tensors:,} tensors differ: is it an export of {label}?")
     inputs = {name for name in left if name.rpartition(".")[2] in ("input_scale", "input_global_scale")}
     if inputs:
         result.notes.append(f"{len(inputs)} static input scales are not compared: they are a calibration's")

@@ -104,6 +104,22 @@ def test_a_planted_difference_is_named(folder, capsys, tmp_path, case):
     assert code == 1 and any(re.search(words, line) for line in out), out
 
 
+def test_a_directory_of_another_checkpoint_is_short_and_noted(folder, capsys, tmp_path):
+    def change_all(tensors: dict[str, torch.Tensor]) -> None:
+        for number, tensor in enumerate(tensors.values()):
+            tensor.reshape(-1).view(torch.uint8)[number] ^= 1
+
+    shutil.copytree(folder / "served", tmp_path / "served")
+    edit_tensors(tmp_path / "served", change_all)
+    code, out = parity(folder / "run", tmp_path / "served", capsys, "--accept=inputs")
+    assert code == 1 and len([line for line in out if line.startswith("weights: ")]) == 9
+    assert "weights: 24 more such lines; --json=FILE has all" in out
+    assert any(
+        re.match("note: 32 of 32 tensors differ: is it an export of the checkpoint '.*0002'", line)
+        for line in out
+    )
+
+
 def test_a_finer_format_and_all_layers_are_differences_of_precision(folder, capsys, tmp_path):
     arguments = [str(folder / "run"), str(tmp_path / "served"), "--format=fp8-tensor", "--quantize-all"]
     assert main(["export", *arguments]) == 0
