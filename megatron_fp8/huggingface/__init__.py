@@ -14,6 +14,7 @@
     exporter          checkpoint -> directory
     aux_files         its files besides the tensors
     importer          directory -> checkpoint
+    frozen_model      directory -> a model of transformers with its codes as frozen weights
 
 Except for the importer's last step everything works on names and tensors only, without ranks and without
 Megatron-Core.

@@ -173,19 +173,27 @@ def read_weight(name: str, tensors: Tensors) -> torch.Tensor:
 
     Raises ValueError naming the tensor: a scale is missing or its shape fits no format, or `check_scale` rejects it.
     """
-    names = tensors.names()
-    scale = scale_name(name, names)
+    scale = scale_name(name, tensors.names())
     assert scale is not None, name
-    seconds = [key for key in (sibling(name, last) for last in _TENSORS) if key in names]
     codes = tensors[name]
     if codes.dtype != E2M1.dtype:
-        if seconds:
+        if seconds := _second_scales(name, tensors):
             raise ValueError(f"{name} is {codes.dtype} with {seconds[0]}: NVFP4 weights alone have one.")
         return decode(name, codes, tensors[scale])
+    return decode_fp4(name, codes, tensors[scale], read_factor(name, tensors))
+
+
+def _second_scales(name: str, tensors: Tensors) -> list[str]:
+    return [key for key in (sibling(name, last) for last in _TENSORS) if key in tensors.names()]
+
+
+def read_factor(name: str, tensors: Tensors) -> torch.Tensor:
+    """NVFP4's second scale of a weight as a factor, float32 []. Raises ValueError: there is not one, or it is damaged."""
+    seconds = _second_scales(name, tensors)
     if len(seconds) != 1:
         have = " and ".join(seconds) or f"neither {' nor '.join(_TENSORS)}"
         raise ValueError(f"{name} is NVFP4 with {have}: one float32 scale a tensor is needed.")
-    return decode_fp4(name, codes, tensors[scale], _factor(name, seconds[0], tensors[seconds[0]]))
+    return _factor(name, seconds[0], tensors[seconds[0]])
 
 
 @keeping_subnormals

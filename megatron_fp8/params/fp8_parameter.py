@@ -232,8 +232,9 @@ class Fp8Parameter(Fp8TensorBase):
         return type(self)(new)
 
     def quantized_by(self, quantizer: Quantizer) -> None:
-        """Sets another quantizer of the same rule for later writes: that of the linear into which it was copied."""
-        assert quantizer.rule == self.rule, (quantizer.rule, self.rule)
+        """Sets the quantizer for later writes: that of the linear into which it was copied, with this weight's rule."""
+        if quantizer.rule != self.rule:  # codes from a file may have another kind of scale
+            quantizer = Quantizer(self.rule, quantizer.slot, quantizer.backend)
         self._stored.quantizer = quantizer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Parameter:

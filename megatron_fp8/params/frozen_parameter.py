@@ -108,14 +108,42 @@ def frozen_parameter(weight: torch.Tensor, quantizer: Quantizer) -> Any:
     return _as_parameter(stored, weight)
 
 
+def parameter_of_codes(
+    codes: torch.Tensor,
+    scale_inv: torch.Tensor,
+    quantizer: Quantizer,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    tensor_amax: torch.Tensor | None = None,
+) -> Any:
+    """The frozen FP8 parameter of codes that were quantized elsewhere, without a copy. No code is NaN.
+
+    Args:
+        codes: of the rule's format [N, K], or [N, K / 2] for NVFP4.
+        scale_inv: as QuantizedSide has it, of the rule's granularity.
+        dtype, shape: the nominal ones, [N, K].
+        tensor_amax: NVFP4's, float32 [].
+    """
+    stored = _kind(quantizer)(quantizer, dtype, [codes.view(torch.uint8)], shape)
+    zero = torch.zeros((), dtype=torch.float32, device=codes.device)
+    stored.set_scales([scale_inv], zero if tensor_amax is None else tensor_amax, None)
+    if tensor_amax is None:
+        stored.amax = stored.quantized.dequantize(torch.float32).abs().amax()
+    return torch.nn.Parameter(FrozenFp8Parameter(stored), requires_grad=False)
+
+
+def _kind(quantizer: Quantizer) -> type[StoredCodes]:
+    rule = quantizer.rule
+    one_set = rule.granularity.symmetric and rule.fmt.codes_per_byte == 1
+    return StoredCodes if one_set else _StoredRows
+
+
 def _empty(quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> StoredCodes:
     """Memory for the codes of a weight [N, K]."""
-    rule, (rows, cols) = quantizer.rule, shape
-    packs = rule.fmt.codes_per_byte > 1
-    kind = StoredCodes if rule.granularity.symmetric and not packs else _StoredRows
-    width = nvfp4.padded(cols) // 2 if packs else cols
+    rows, cols = shape
+    width = nvfp4.padded(cols) // 2 if quantizer.rule.fmt.codes_per_byte > 1 else cols
     codes = torch.empty((rows, width), dtype=torch.uint8, device=device)
-    return kind(quantizer, dtype, [codes], shape)
+    return _kind(quantizer)(quantizer, dtype, [codes], shape)
 
 
 def _from_fp8(weight: Fp8Parameter) -> Any:
