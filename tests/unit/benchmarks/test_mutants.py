@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 from unittest import mock
 
@@ -70,3 +71,16 @@ def test_a_file_is_put_back(tmp_path: Path, code: int, outcome: str) -> None:
     ):
         assert mutants.outcome(mutant) == outcome
     assert found == ["a = 1\nb = a <= 2\n"] and file.read_text() == "a = 1\nb = a < 2\n"
+
+
+def test_recorded_mutants_are_found_where_their_lines_are_now(tmp_path: Path) -> None:
+    (tmp_path / "room.py").write_text("b = a < 2\n" + 8 * "a = 1\n" + "b = a < 2\n")
+    mutant = {"file": "room.py", "line": 8, "before": "b = a < 2", "after": "b = a <= 2", "outcome": "missed"}
+    record = tmp_path / "mutants.json"
+    record.write_text(json.dumps({"mutants": [mutant]}))
+    with mock.patch.object(mutants, "ROOT", tmp_path), mock.patch.object(mutants, "RESULT", record):
+        (found,) = mutants.recorded()
+        assert found["line"] == 10 and "outcome" not in found
+        (tmp_path / "room.py").write_text("a = 1\n")
+        with pytest.raises(SystemExit, match=r"room\.py has no line 'b = a < 2' any more"):
+            mutants.recorded()
