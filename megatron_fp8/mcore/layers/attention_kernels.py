@@ -61,23 +61,32 @@ def chosen_backend(config: Any) -> str:
 
 
 def check_backend(
-    backend: str, dtype: torch.dtype, heads: int, groups: int, widths: tuple[int, int], **options: Any
+    backend: str,
+    dtype: torch.dtype,
+    heads: int,
+    groups: int,
+    widths: tuple[int, int],
+    dropout_p: float = 0.0,
+    masked: bool = False,
 ) -> None:
     """Runs a small attention forward and backward with `backend`; ValueError with torch's reasons if it cannot.
 
     Args:
+        backend: a key of `SDPA_KERNELS`.
         heads, groups: query heads and key-value heads of this rank.
         widths: a head's channels of keys and of values.
-        options: `dropout_p`, and `masked` for an explicit mask.
+        masked: with an explicit mask.
     """
     if torch.cuda.is_available() and backend == "flash":
         _activate_flash_package(torch.cuda.get_device_capability()[0])
-    reasons = _refusal(backend, dtype, heads, groups, widths, **options)
+    reasons = _refusal(backend, dtype, heads, groups, widths, dropout_p, masked)
     if reasons is not None:
         device = "this GPU" if torch.cuda.is_available() else "a CPU"
+        asked = [f"heads of {widths[0]} and {widths[1]} channels in {str(dtype).removeprefix('torch.')}"]
+        asked += [f"dropout {dropout_p}"] * bool(dropout_p) + ["masks or windows"] * masked
         raise ValueError(
-            f"attention_backend={backend!r} cannot run on {device} with {str(dtype).removeprefix('torch.')}, heads of"
-            f" {widths[0]} and {widths[1]} channels and {options}: {reasons}. {_REMEDY}"
+            f"attention_backend={backend!r} cannot run on {device} with {', '.join(asked)}: {reasons.rstrip('. ')}."
+            f" {_REMEDY}"
         )
 
 
@@ -88,10 +97,12 @@ def _refusal(
     heads: int,
     groups: int,
     widths: tuple[int, int],
-    dropout_p: float = 0.0,
-    masked: bool = False,
+    dropout_p: float,
+    masked: bool,
 ) -> str | None:
     """Returns torch's reasons why it has no kernel, None if it has."""
+    if backend == "fused" and not torch.cuda.is_available():
+        return "cuDNN needs an NVIDIA GPU"
     if masked and backend == "fused":
         return "with masks its gradients may be NaN (pytorch#196678)"
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -100,8 +111,10 @@ def _refusal(
         for count, width in ((heads, widths[0]), (groups, widths[0]), (groups, widths[1]))
     )
     mask = torch.ones(128, 128, dtype=torch.bool, device=device) if masked else None
+    gpus = [torch.cuda.current_device()] if device == "cuda" else []
     with (
         warnings.catch_warnings(record=True) as caught,
+        torch.random.fork_rng(gpus, enabled=dropout_p > 0),  # weights may be drawn after this
         torch.enable_grad(),
         sdpa_kernel(SDPA_KERNELS[backend]),
     ):
