@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
 from megatron_fp8 import quantize
-from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.backends.base import gemm_in_turn
+from megatron_fp8.linear.function import fp8_linear, grouped_linear
 from megatron_fp8.recipe import GEMM_OPERANDS
 from megatron_fp8.state.fp8_state import FAST_ACCUMULATION, Fp8State
 from tests.support.products import assert_close_to_exact, values
@@ -349,4 +351,10 @@ def test_gemms_that_accumulate_fast(setting, monkeypatch):
     monkeypatch.setattr(backend, "gemm", noting)
     x, w, dy = data(96, 40, 56)
     fp8_linear(x.requires_grad_(), torch.nn.Parameter(w), None, site).backward(dy)
-    assert fast == {"fprop": [True, False, False], "all": [True] * 3, "none": [False] * 3}[setting]
+    expected = {"fprop": [True, False, False], "all": [True] * 3, "none": [False] * 3}[setting]
+    assert fast == expected
+    fast.clear()
+    monkeypatch.setattr(backend, "grouped_gemm", partial(gemm_in_turn, backend.gemm), raising=False)
+    weights = [torch.nn.Parameter(w) for _ in range(2)]
+    grouped_linear(x, weights, (40, 56), [site, site]).backward(dy)
+    assert fast[::2] == fast[1::2] == expected, "experts"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_fp8.linear.function import fp8_linear
+from megatron_fp8.linear.gemm_site import is_zeros
 from megatron_fp8.state.cuda_graph import CapturedStep
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.train import cuda_graph
@@ -77,11 +78,13 @@ def test_a_machine_without_a_gpu_is_refused_before_the_ranks_meet() -> None:
 
 
 def graph_of(
-    state: Fp8State, monkeypatch: pytest.MonkeyPatch, run_passes: Any = None
+    state: Fp8State, monkeypatch: pytest.MonkeyPatch, run_passes: Any = None, parameters: Any = ()
 ) -> cuda_graph.IterationGraph:
     monkeypatch.setattr(cuda_graph, "state_of", lambda config: state)
     monkeypatch.setattr(cuda_graph, "CapturedIteration", lambda chunks: CapturedStep(state))
-    return cuda_graph.IterationGraph(SimpleNamespace(config=None, parameters=list), run_passes, 1)
+    return cuda_graph.IterationGraph(
+        SimpleNamespace(config=None, parameters=lambda: parameters), run_passes, 1
+    )
 
 
 def test_iterations_are_eager_until_every_tensor_has_a_scale(
@@ -101,6 +104,22 @@ def test_iterations_are_eager_until_every_tensor_has_a_scale(
     fp8_linear(x, w, None, site).sum().backward()
     state.finish_iteration()
     assert graph.ready()
+
+
+def test_a_capture_begins_with_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So wgrad overwrites each main_grad in the graph, whatever eager iterations left in it."""
+    weight: Any = torch.nn.Parameter(torch.zeros(4, 8))
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(4, 8), False
+    marked = []
+
+    def passes(batches: Any) -> list[torch.Tensor]:
+        marked.append(is_zeros(weight, captured=True))
+        return [batch["tokens"] for batch in batches]
+
+    monkeypatch.setattr(cuda_graph, "new_graph", new_graph)
+    graph = graph_of(Fp8State(), monkeypatch, passes, [weight])
+    graph.run(iter([{"tokens": torch.ones(2, 4)}]))
+    assert marked == [True] and not is_zeros(weight, captured=False)
 
 
 def test_an_iteration_that_cannot_be_captured_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
