@@ -5,13 +5,20 @@ Megatron-Bridge reads and writes weights by the names of Transformer Engine's gr
 ``experts.local_experts.3.linear_fc1.weight``: most of its models have no mapping for them, and with several expert
 parallel ranks it takes a rank's number for the model's. Its export reads FP8 weights from their codes. After
 ``install()`` both names work, and an export has the values of a checkpoint: masters rounded to the weight's dtype.
+
+It imports Transformer Engine at its top, for adapters. Where that is not installed, ``install()`` imports it with names
+that fail when they are called; they are gone afterwards, since Megatron-Core asks for them.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,13 +36,45 @@ _LOCAL = re.compile(r"\.experts\.local_experts\.(\*|\d+)\.(linear_fc[12]\.(?:wei
 
 
 def install() -> None:
-    """Prepares Megatron-Bridge, once per process; ``megatron_fp8.mcore.install()`` comes first. Further calls do nothing.
+    """Prepares Megatron-Bridge, once per process, before it is imported; ``megatron_fp8.mcore.install()`` comes first.
+    Further calls do nothing.
 
     Raises:
         RuntimeError: Megatron-Bridge is missing, of another series, or lacks a name that is patched.
     """
-    environment.require_bridge()
-    _patch_set.apply()
+    with nullcontext() if environment.has_te() else _absent_names():
+        environment.require_bridge()
+        _patch_set.apply()
+
+
+class _Absent(type):
+    """The class of a missing class, whose attributes are missing classes too."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _AbsentName
+
+
+class _AbsentName(metaclass=_Absent):
+    """A class of Transformer Engine: it can be named and derived from."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("this part of Megatron-Bridge needs Transformer Engine, which is not installed")
+
+
+@contextmanager
+def _absent_names() -> Iterator[None]:
+    """Inside, Transformer Engine can be imported, as names without code."""
+    parent, child = (ModuleType(name) for name in ("transformer_engine", "transformer_engine.pytorch"))
+    child.__getattr__ = partial(getattr, _AbsentName)  # type: ignore[method-assign]
+    parent.pytorch = child  # type: ignore[attr-defined]
+    sys.modules.update({module.__name__: module for module in (parent, child)})
+    try:
+        yield
+    finally:
+        for module in (parent, child):
+            sys.modules.pop(module.__name__, None)
 
 
 def _as_grouped(name: str) -> str:

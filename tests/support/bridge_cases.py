@@ -2,8 +2,7 @@
 
     python -m tests.support.bridge_cases '["train", "llama", "mxfp8"]' '["convert", "deepseek", "mxfp8", "ep"]'
 
-prints one line of JSON a case. Megatron-Bridge imports Transformer Engine for adapters that no case has, so an empty
-name is there while it is imported, and not before or after.
+prints one line of JSON a case.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import traceback
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,17 +23,12 @@ import torch.distributed as dist
 from megatron_fp8 import TransformerConfig, mcore
 
 mcore.install()
+from megatron_fp8.mcore import megatron_bridge  # noqa: E402
+
+megatron_bridge.install()
 logging.disable(logging.WARNING)
-_ENGINE = mock.MagicMock()
-_ENGINE.pytorch.Linear = torch.nn.Linear
-_ABSENT = {"transformer_engine": _ENGINE, "transformer_engine.pytorch": _ENGINE.pytorch}
-sys.modules.update(_ABSENT)
 from megatron.bridge import AutoBridge, models  # noqa: E402
 from megatron.bridge.training.mixed_precision import MIXED_PRECISION_RECIPES  # noqa: E402
-
-for _name in _ABSENT:
-    del sys.modules[_name]
-
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
@@ -48,13 +41,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
-from megatron_fp8.mcore import megatron_bridge  # noqa: E402
 from megatron_fp8.mcore.iteration import iteration_counts  # noqa: E402
 from megatron_fp8.mcore.report import site_report  # noqa: E402
 from megatron_fp8.mcore.spec import get_gpt_decoder_block_fp8_spec, get_gpt_layer_fp8_spec  # noqa: E402
 from megatron_fp8.params.fp8_parameter import Fp8Parameter  # noqa: E402
 
-megatron_bridge.install()
 VOCAB, LENGTH, LAYERS = 128, 32, 3
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 SMALL = {
